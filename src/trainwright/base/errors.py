@@ -1,0 +1,59 @@
+"""Say what was given, what was expected and what to write instead."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+class TrainwrightError(Exception):
+    """Any error that this library raises on purpose, beside ``ValueError`` and ``TypeError`` for arguments."""
+
+
+class SettingError(TrainwrightError, ValueError):
+    """A setting, or two settings together, that cannot work; raised before the first update."""
+
+
+class DataError(TrainwrightError, ValueError):
+    """Data that cannot be trained on: empty, used up, or of a form that no step can read."""
+
+
+class StepError(TrainwrightError, RuntimeError):
+    """A step returned something that is no loss."""
+
+
+class NonFiniteError(TrainwrightError, ArithmeticError):
+    """A loss or a gradient was not finite; no weight was changed by it."""
+
+
+class CheckpointError(TrainwrightError, RuntimeError):
+    """A checkpoint that is missing, damaged, of another run or of another model."""
+
+
+def message(what: str, *, have: str = "", want: str = "", fix: str = "", where: bool = True) -> str:
+    """Lay out an error message: what is wrong, then `have`, `want`, `fix` and the user's own line."""
+    lines = [what]
+    lines += [f"  {label:<6}{text}" for label, text in (("have", have), ("want", want), ("fix", fix)) if text]
+    if where and (line := user_line()):
+        lines.append(f"  {'where':<6}{line}")
+    return "\n".join(lines)
+
+
+def user_line() -> str:
+    """``file:line`` of the innermost frame that is neither ours nor an installed package's, or ""."""
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        ours = os.path.abspath(name).startswith(package)
+        if not ours and "site-packages" not in name and not name.startswith("<") and "/lib/python" not in name:
+            return f"{os.path.basename(name)}:{frame.f_lineno}"
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return ""
+
+
+def not_built(name: str, instead: str = "") -> SettingError:
+    """Refuse a setting whose part is designed but not built yet, by name."""
+    return SettingError(message(f"{name} is not built yet", fix=instead or f"leave {name} out"))

@@ -1,0 +1,104 @@
+"""The arithmetic of a run: how many micro-batches, updates and epochs, and what any span is in updates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from trainwright.base.errors import SettingError, message
+from trainwright.base.spans import Epochs, Seconds, Updates
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a `fit` will do, known before its first update; also the header of the console."""
+
+    model: str = ""
+    parameters: int = 0
+    device: str = "cpu"
+    precision: str = "as it is"
+    train: str = ""
+    val: str = ""
+    batches: int | None = None
+    """Micro-batches of an epoch; None where the data have no length."""
+    rows: int | None = None
+    batch_size: int | None = None
+    accumulate: tuple[tuple[int, int], ...] = ((0, 1),)
+    """(first epoch, micro-batches per update), by epoch."""
+    epochs: int | None = None
+    max_updates: int | None = None
+    max_seconds: float | None = None
+    epoch_updates: int | None = None
+    notes: tuple[str, ...] = ()
+    """Further lines of the header: what was switched, what was chosen and why."""
+
+    def accumulated(self, epoch: int) -> int:
+        """Micro-batches per update in `epoch`."""
+        return [k for first, k in self.accumulate if first <= epoch][-1]
+
+    def updates_in(self, epoch: int) -> int | None:
+        """Updates of one epoch; None where it is not known."""
+        if self.epoch_updates is not None:
+            return self.epoch_updates
+        return None if self.batches is None else ceil(self.batches / self.accumulated(epoch))
+
+    def updates_until(self, epoch: int) -> int | None:
+        """Updates of all epochs before `epoch`; None where it is not known."""
+        if self.updates_in(0) is None:
+            return None
+        starts = [first for first, _ in self.accumulate if first < epoch] + [epoch]
+        lengths = [last - first for first, last in zip(starts, starts[1:], strict=False)]
+        return sum(n * (self.updates_in(first) or 0) for first, n in zip(starts, lengths, strict=False))
+
+    @property
+    def updates(self) -> int | None:
+        """Updates of the whole stage, the horizon of schedules; None where it is not known."""
+        by_epochs = None if self.epochs is None else self.updates_until(self.epochs)
+        known = [n for n in (by_epochs, self.max_updates) if n is not None]
+        return min(known) if known and (self.epochs is None or by_epochs is not None) else self.max_updates
+
+    def horizon(self, asked_by: str) -> int:
+        """`updates`, or an error that names who needs it."""
+        if self.updates is None:
+            raise SettingError(
+                message(
+                    f"{asked_by} needs the total number of updates, and {self.train or 'the training data'} "
+                    "has no length",
+                    want="data with a length, or the number of updates",
+                    fix="fit(..., max_updates=10_000)",
+                )
+            )
+        return self.updates
+
+    def in_updates(self, span: Updates | Epochs | Seconds | float, asked_by: str) -> int:
+        """A span, or a fraction of the run below 1, as a whole number of updates (rounded, at least 1)."""
+        if isinstance(span, Updates):
+            return span.n
+        if isinstance(span, Seconds):
+            raise SettingError(
+                message(f"{asked_by}: {span} cannot be planned in updates", fix="use Updates(n) or Epochs(n)")
+            )
+        if isinstance(span, Epochs):
+            return max(1, self._epochs_in_updates(span, asked_by))
+        if isinstance(span, bool) or not isinstance(span, float) or not 0 <= span < 1:
+            raise SettingError(
+                message(
+                    f"{asked_by}: {span!r} is no length",
+                    want="Updates(n), Epochs(n), or a fraction of the run as a float below 1",
+                    fix=f"Updates({span})" if isinstance(span, int) and span > 0 else "Updates(500)",
+                )
+            )
+        return max(1, round(span * self.horizon(asked_by))) if span else 0
+
+    def _epochs_in_updates(self, span: Epochs, asked_by: str) -> int:
+        whole = int(span.n)
+        before, inside = self.updates_until(whole), self.updates_in(whole)
+        if before is None or inside is None:
+            raise SettingError(
+                message(
+                    f"{asked_by}: {span} cannot be counted in updates, for {self.train or 'the training data'} "
+                    "has no length",
+                    fix="use Updates(n), or fit(..., epoch_updates=n)",
+                )
+            )
+        return before + round((span.n - whole) * inside)

@@ -1,0 +1,118 @@
+"""The records that pass between the parts: what a step returns, what an observer sees, what `fit` gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+Count = int | float | Tensor
+
+
+class Mean(NamedTuple):
+    """A loss that is a mean over `count` things: rows, valid tokens, anything countable."""
+
+    loss: Tensor
+    count: Count
+
+
+class Sum(NamedTuple):
+    """A loss that is a sum. With a `count`, total / count is trained; without, the plain sum over the window."""
+
+    total: Tensor
+    count: Count | None = None
+
+
+class Step(NamedTuple):
+    """What a step may return: the loss (in any of its forms), and the output and target that metrics read."""
+
+    loss: Any
+    output: Any = None
+    target: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One optimizer update, in plain floats, as observers see it."""
+
+    update: int
+    """Updates applied so far over all stages, this one included."""
+    epoch: int
+    loss: float
+    """The window's loss in the user's own scale."""
+    lr: float
+    """The learning rate that was used (of the first group)."""
+    lrs: tuple[float, ...]
+    grad_norm: float | None
+    """Norm of the unscaled gradient before clipping, where something asked for it."""
+    rows: int
+    skipped: bool
+    values: Mapping[str, float] = field(default_factory=dict)
+    """Named losses and logged numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """Numbers of one validation (`on_validate`), or of one finished epoch (`on_epoch`)."""
+
+    epoch: int
+    """Finished epochs over all stages (during an epoch: those before it)."""
+    update: int
+    metrics: Mapping[str, float]
+    """`loss`, `val_loss`, ... and `lr`, as in a row of `history`."""
+    best: bool
+    """Whether the monitored number is the best so far."""
+    waited: int
+    """Validations since early stopping's best; 0 where it is the best or nothing is watched."""
+    patience: int
+    """Early stopping's patience; 0 without early stopping."""
+    seconds: float
+    """Time since the last record of this kind."""
+    rows: int
+    """Rows trained on since the last record of this kind."""
+    waiting: float
+    """Share of that time spent waiting for data, 0 to 1."""
+    skipped: int
+    """Updates held back so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """One checkpoint that is whole on disk."""
+
+    path: Path
+    update: int
+    best: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The best value of the watched number, and where it was seen."""
+
+    name: str
+    value: float
+    epoch: int
+    update: int
+    path: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a `fit` gives back."""
+
+    history: list[dict[str, float]]
+    """One row per validation or epoch end."""
+    best: Best | None
+    """The best of the monitored number, where one is monitored."""
+    updates: int
+    epochs: int
+    """Finished epochs of this stage."""
+    stopped: str
+    """Why the run ended."""
+    seconds: float
+    skipped: int = 0
+    weights: str = "last"
+    """Which weights the model holds now: "last" or "best of epoch n"."""

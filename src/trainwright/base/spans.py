@@ -1,0 +1,43 @@
+"""Lengths of training: `Updates(500)`, `Epochs(1)`, `Seconds(60)`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainwright.base.errors import SettingError, message
+
+
+@dataclass(frozen=True, slots=True)
+class Updates:
+    """A length in optimizer updates that were applied."""
+
+    n: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.n, int) or isinstance(self.n, bool) or self.n < 1:
+            raise SettingError(message(f"Updates({self.n!r})", want="a whole number of updates, at least 1"))
+
+
+@dataclass(frozen=True, slots=True)
+class Epochs:
+    """A length in passes over the training data."""
+
+    n: float
+
+    def __post_init__(self) -> None:
+        if isinstance(self.n, bool) or not isinstance(self.n, int | float) or not self.n > 0:
+            raise SettingError(message(f"Epochs({self.n!r})", want="a number of epochs above 0"))
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """A length of wall-clock time."""
+
+    n: float
+
+    def __post_init__(self) -> None:
+        if isinstance(self.n, bool) or not isinstance(self.n, int | float) or not self.n > 0:
+            raise SettingError(message(f"Seconds({self.n!r})", want="a number of seconds above 0"))
+
+
+Span = Updates | Epochs | Seconds

@@ -1,0 +1,1 @@
+"""What one fit needs around the loop."""

@@ -1,0 +1,1 @@
+"""The ground: devices, modules, gradients, randomness, storage."""

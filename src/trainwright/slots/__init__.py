@@ -1,0 +1,1 @@
+"""What changes a run; each part also works without the Trainer."""
