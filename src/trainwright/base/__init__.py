@@ -1,1 +1,1 @@
-"""The words of the library: records, spans, contracts, names, errors. Torch and the standard library only."""
+"""The words of the library: records, spans, plan, contracts, names, errors. Torch and the standard library only."""
