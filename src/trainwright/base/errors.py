@@ -46,12 +46,7 @@ def user_line() -> str:
     while frame is not None:
         name = frame.f_code.co_filename
         ours = os.path.abspath(name).startswith(package)
-        if (
-            not ours
-            and "site-packages" not in name
-            and not name.startswith("<")
-            and "/lib/python" not in name
-        ):
+        if not ours and "site-packages" not in name and not name.startswith("<") and "/lib/python" not in name:
             return f"{os.path.basename(name)}:{frame.f_lineno}"
         if frame.f_back is None:
             break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from math import ceil
 
 from trainwright.base.errors import SettingError, message
@@ -47,7 +48,7 @@ class Plan:
         if self.updates_in(0) is None:
             return None
         starts = [first for first, _ in self.accumulate if first < epoch] + [epoch]
-        lengths = [last - first for first, last in zip(starts, starts[1:], strict=False)]
+        lengths = [last - first for first, last in pairwise(starts)]
         return sum(n * (self.updates_in(first) or 0) for first, n in zip(starts, lengths, strict=False))
 
     @property

@@ -5,28 +5,31 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 Count = int | float | Tensor
 
 
-class Mean(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Mean:
     """A loss that is a mean over `count` things: rows, valid tokens, anything countable."""
 
     loss: Tensor
     count: Count
 
 
-class Sum(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Sum:
     """A loss that is a sum. With a `count`, total / count is trained; without, the plain sum over the window."""
 
     total: Tensor
     count: Count | None = None
 
 
-class Step(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Step:
     """What a step may return: the loss (in any of its forms), and the output and target that metrics read."""
 
     loss: Any
