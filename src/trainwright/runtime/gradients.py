@@ -1,0 +1,92 @@
+"""The gradients of one optimizer: zeroed, multiplied once by what is owed, checked, measured."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class Gradients:
+    """The trainable parameters of an optimizer, grouped for the kernels once instead of at each update."""
+
+    __slots__ = ("_alike", "_flags", "_one", "_zero_grad", "parameters")
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+        own = type(optimizer).zero_grad is Optimizer.zero_grad and "zero_grad" not in vars(optimizer)
+        self._zero_grad = None if own else optimizer.zero_grad
+        kinds = {(p.device, p.dtype) for p in self.parameters}
+        self._alike = next(iter(kinds))[0] if len(kinds) == 1 else None
+        devices = {device for device, _ in kinds}
+        self._flags = {device: torch.zeros((), device=device) for device in devices}
+        self._one = {device: torch.ones((), device=device) for device in devices}
+
+    def zero(self) -> None:
+        """Drop every gradient (`set_to_none`), by the optimizer's own method where it overrides torch's."""
+        if self._zero_grad is not None:
+            self._zero_grad(set_to_none=True)
+            return
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def multiply(self, factor: float | Tensor) -> None:
+        """Multiply every gradient by `factor` in place."""
+        for gradients in self._grouped().values():
+            here = factor.to(gradients[0].device) if isinstance(factor, Tensor) else factor
+            torch._foreach_mul_(gradients, here)
+
+    def multiply_and_check(self, factor: float | Tensor = 1.0) -> Tensor:
+        """Multiply every gradient by `factor` and return a flag, 1.0 where any is NaN or infinite, else 0.0.
+
+        One pass of torch's AMP kernel, 0-dim float32 on the first device. The flag is torch's `found_inf`; with
+        several devices the largest is returned, never their sum, which fused kernels would not take for 1.
+        """
+        plain = isinstance(factor, float) and factor == 1.0
+        if plain and self._alike is not None and (gradients := self._dense()):
+            flag = self._flags[self._alike]
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, self._one[self._alike])
+            return flag
+        for (device, dtype), gradients in self._grouped().items():
+            scale = self._one[device]
+            if not plain and dtype == torch.float64:  # the kernel's factor is a float32
+                torch._foreach_mul_(gradients, factor.to(device) if isinstance(factor, Tensor) else factor)
+            elif not plain:
+                scale = torch.as_tensor(factor, dtype=torch.float32, device=device)
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._flags[device], scale)
+        flags = list(self._flags.values())
+        return flags[0] if len(flags) == 1 else torch.stack([flag.to(flags[0].device) for flag in flags]).amax()
+
+    def lower_flags(self) -> None:
+        """Forget a non-finite gradient: the kernel only ever raises its flag."""
+        for flag in self._flags.values():
+            flag.zero_()
+
+    def norm(self) -> Tensor:
+        """The 2-norm of all gradients together, a 0-dim tensor on the first device."""
+        return torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+
+    def _dense(self) -> list[Tensor]:
+        """All gradients, or none where one of them is sparse."""
+        gradients = []
+        for parameter in self.parameters:
+            gradient = parameter.grad
+            if gradient is not None:
+                if gradient.is_sparse:
+                    return []
+                gradients.append(gradient)
+        return gradients
+
+    def _grouped(self) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+        groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+        for parameter in self.parameters:
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if gradient.is_sparse:
+                parameter.grad = gradient = gradient.coalesce()  # duplicates are summed before they are judged
+                gradient = gradient._values()
+            groups[gradient.device, gradient.dtype].append(gradient)
+        return groups

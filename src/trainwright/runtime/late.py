@@ -1,0 +1,36 @@
+"""The one place where numbers are read from tensors: all that are asked for at once, in a single read per device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def read(values: Sequence[float | Tensor]) -> list[float]:
+    """Return every value as a float; tensors that lie on an accelerator are read together, once.
+
+    The values are scalars (plain numbers, or tensors of one element). On the CPU a read waits for nothing.
+    """
+    for value in values:
+        if isinstance(value, Tensor) and not value.is_cpu:
+            return _read_together(values)
+    return [value if type(value) is float else float(value) for value in values]
+
+
+def finite(value: float) -> bool:
+    """Whether a number that was read is neither NaN nor infinite."""
+    return value - value == 0.0
+
+
+def _read_together(values: Sequence[float | Tensor]) -> list[float]:
+    device = next(value.device for value in values if isinstance(value, Tensor) and not value.is_cpu)
+    wide = torch.float32 if device.type == "mps" else torch.float64  # mps has no float64
+    there = [
+        value.detach().reshape(()).to(device, wide)
+        for value in values
+        if isinstance(value, Tensor) and not value.is_cpu
+    ]
+    numbers = iter(torch.stack(there).tolist())
+    return [next(numbers) if isinstance(value, Tensor) and not value.is_cpu else float(value) for value in values]

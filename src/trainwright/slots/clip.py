@@ -1,0 +1,65 @@
+"""Clip the gradient of an update, once, over all parameters of its optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
+
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+from trainwright.base.contracts import Clip
+from trainwright.base.errors import SettingError, message
+
+
+@dataclass(frozen=True, slots=True)
+class ClipNorm:
+    """Scale the gradients down so that their total norm is at most `max_norm` (torch's `clip_grad_norm_`)."""
+
+    max_norm: float
+    _: KW_ONLY
+    norm_type: float = 2.0
+
+    def __post_init__(self) -> None:
+        _above_zero("ClipNorm(max_norm=", self.max_norm)
+        _above_zero("ClipNorm(norm_type=", self.norm_type)
+
+    def __call__(self, parameters: list[Tensor]) -> Tensor:
+        """Clip in place; return the total norm before clipping, a 0-dim tensor."""
+        return clip_grad_norm_(parameters, self.max_norm, self.norm_type)
+
+
+@dataclass(frozen=True, slots=True)
+class ClipValue:
+    """Limit every element of the gradients to `-limit ... limit` (torch's `clip_grad_value_`)."""
+
+    limit: float
+
+    def __post_init__(self) -> None:
+        _above_zero("ClipValue(limit=", self.limit)
+
+    def __call__(self, parameters: list[Tensor]) -> None:
+        """Clip in place."""
+        clip_grad_value_(parameters, self.limit)
+
+
+def as_clip(setting: float | Callable[[list[Tensor]], Tensor | None] | None) -> Clip | None:
+    """Check `clip=`: None, a number (`ClipNorm`), or any function of the parameters."""
+    if setting is None:
+        return None
+    if isinstance(setting, int | float) and not isinstance(setting, bool):
+        return ClipNorm(setting)
+    if callable(setting) and not isinstance(setting, type):
+        return setting
+    raise SettingError(
+        message(
+            f"clip={setting!r}", want="ClipNorm(...), ClipValue(...) or a function of the parameters", fix="clip=1.0"
+        )
+    )
+
+
+def _above_zero(name: str, value: float) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not value > 0 or math.isnan(value):
+        raise SettingError(message(f"{name}{value!r})", want="a number above 0"))

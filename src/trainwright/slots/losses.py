@@ -1,0 +1,203 @@
+"""What a step returned, as numerator and count; and the torch losses whose counts and sums are known."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainwright.base.errors import StepError, message
+from trainwright.base.records import Count, Mean, Step, Sum
+
+Loss = Callable[..., Any]
+
+
+@dataclass(slots=True, eq=False)
+class Outcome:
+    """A step's loss in one form: a mean or a total (`summed`), and its count where the step gave one."""
+
+    loss: Tensor
+    count: Count | None = None
+    summed: bool = False
+    named: Mapping[str, Tensor] | None = None
+
+
+def read_outcome(returned: Any) -> Outcome:
+    """Turn what a step returned (without `Step` around it) into an `Outcome`, or say what it should have been."""
+    if isinstance(returned, Tensor):
+        return Outcome(_scalar(returned))
+    if isinstance(returned, Mean):
+        return Outcome(_scalar(returned.loss), returned.count)
+    if isinstance(returned, Sum):
+        return Outcome(_scalar(returned.total), returned.count, summed=True)
+    if isinstance(returned, Mapping) and returned:
+        return _named(returned)
+    raise StepError(
+        message(
+            f"a step returned {_shown(returned)}",
+            want="a loss tensor, Mean(loss, count), Sum(total, count), Step(loss, output, target) "
+            "or a dict of named losses",
+            fix="return loss",
+            where=False,
+        )
+    )
+
+
+class KnownLoss:
+    """A torch loss whose divisor is known: its count on the host, and the same loss as a sum.
+
+    The count is what torch divides by with `reduction="mean"`: valid or weighted targets for cross entropy and NLL,
+    positions (elements / classes) for targets that are probabilities, elements for the others.
+    """
+
+    def __init__(self, loss: Loss, kind: str, options: Mapping[str, Any], *, rebuilt: Callable[[str], Loss]) -> None:
+        self.mean = loss
+        self.reduction: str = options.get("reduction", "mean")
+        self._kind = kind
+        self._weight = options.get("weight")
+        self._ignore = options.get("ignore_index", -100)
+        self._sum = rebuilt("sum")
+        self._none = rebuilt("none")
+
+    def summed(self, output: Tensor, target: Tensor) -> Sum:
+        """Return the loss as a `Sum`, on the output's device; its gradient is exact where nothing is counted."""
+        total = self._sum(output, target)
+        if self.reduction == "sum":
+            return Sum(total)
+        if self._kind == "elements" and output.shape != target.shape:  # torch broadcasts, with a warning
+            total = total * (target.numel() / math.prod(torch.broadcast_shapes(output.shape, target.shape)))
+        return Sum(total, self.count(target))
+
+    def count(self, target: Tensor) -> Count:
+        """Return what the mean over `target` is a mean over; an int, or a float with class weights."""
+        if self._kind == "elements":
+            return target.numel()
+        if target.is_floating_point():
+            return target.numel() // target.shape[1 if target.ndim > 1 else 0]
+        if self._weight is None:
+            if not target.is_cpu:
+                return (target != self._ignore).sum()
+            return int(torch.count_nonzero(target != self._ignore))
+        weight = self._weight.to(target.device)
+        valid = target != self._ignore
+        weighed = torch.where(valid, weight[torch.where(valid, target, 0)].double(), 0.0).sum()
+        return weighed if not target.is_cpu else float(weighed)
+
+    def each_row(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return one value per row: the mean over the row's own elements. Shape (rows,)."""
+        values: Tensor = self._none(output, target)
+        return values.flatten(1).mean(1) if values.ndim > 1 else values
+
+
+def known_loss(loss: Any) -> KnownLoss | None:
+    """Recognise a torch loss whose count is known: a module of torch's own class, a function, or a partial of one."""
+    if isinstance(loss, nn.Module):
+        kind = _MODULES.get(type(loss))
+        options = {name: getattr(loss, name, None) for name in ("reduction", "weight", "ignore_index")}
+        options = {name: value for name, value in options.items() if value is not None}
+        hooked = loss._forward_hooks or loss._forward_pre_hooks or "forward" in vars(loss)
+        if kind is None or hooked or (kind == "elements" and options.get("weight") is not None and not _bce(loss)):
+            return None
+        return _known(loss, kind, options, rebuilt=lambda reduction: _with_reduction(loss, reduction))
+    function, options = (loss.func, dict(loss.keywords)) if isinstance(loss, partial) else (loss, {})
+    kind = _FUNCTIONS.get(function)
+    if kind is None or (isinstance(loss, partial) and loss.args):
+        return None
+    if kind == "elements" and options.get("weight") is not None and function not in _BCE:
+        return None  # a weighted mse divides by its weights
+    return _known(
+        loss, kind, options, rebuilt=lambda reduction: partial(function, **{**options, "reduction": reduction})
+    )
+
+
+def counted_by_torch(loss: Tensor) -> Tensor | None:
+    """The total weight that torch's own NLL divided by, found in the loss it made; None for any other loss."""
+    made_by = type(loss.grad_fn).__name__
+    if made_by in {"NllLossBackward0", "NllLoss2DBackward0"}:
+        weight: Tensor = loss.grad_fn._saved_total_weight  # type: ignore[union-attr]
+        return weight
+    return None
+
+
+def _known(loss: Loss, kind: str, options: Mapping[str, Any], *, rebuilt: Callable[[str], Loss]) -> KnownLoss | None:
+    return KnownLoss(loss, kind, options, rebuilt=rebuilt) if options.get("reduction", "mean") in _REDUCTIONS else None
+
+
+def _with_reduction(module: nn.Module, reduction: str) -> nn.Module:
+    twin = copy.copy(module)  # shares the buffers, so that class weights move with the original
+    twin.reduction = reduction  # type: ignore[assignment]
+    return twin
+
+
+def _bce(module: nn.Module) -> bool:
+    return type(module) in {nn.BCELoss, nn.BCEWithLogitsLoss}
+
+
+def _named(losses: Mapping[str, Any]) -> Outcome:
+    outcomes = {name: read_outcome(value) for name, value in losses.items()}
+    first = next(iter(outcomes.values()))
+    if any(outcome.summed != first.summed or outcome.named for outcome in outcomes.values()):
+        raise StepError(
+            message(
+                f"the named losses {', '.join(outcomes)} are not of one form",
+                want="all of them tensors, all Mean, or all Sum: they share one count",
+                where=False,
+            )
+        )
+    loss = first.loss
+    for outcome in list(outcomes.values())[1:]:
+        loss = loss + outcome.loss
+    named = {name: outcome.loss.detach() for name, outcome in outcomes.items()}
+    return Outcome(loss, first.count, first.summed, named)
+
+
+def _scalar(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise StepError(
+            message(
+                f"a step returned {_shown(loss)} as its loss",
+                want="a tensor of one element",
+                fix='return loss.mean(), or build the loss with reduction="mean"',
+                where=False,
+            )
+        )
+    return loss if loss.ndim == 0 else loss.reshape(())
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, Step):
+        return "a Step inside a Step"
+    return "None" if value is None else f"{type(value).__name__}"
+
+
+_REDUCTIONS = {"mean", "sum"}
+_MODULES: dict[type[nn.Module], str] = {
+    nn.CrossEntropyLoss: "targets",
+    nn.NLLLoss: "targets",
+    nn.MSELoss: "elements",
+    nn.L1Loss: "elements",
+    nn.SmoothL1Loss: "elements",
+    nn.HuberLoss: "elements",
+    nn.BCELoss: "elements",
+    nn.BCEWithLogitsLoss: "elements",
+}
+_FUNCTIONS: dict[Any, str] = {
+    F.cross_entropy: "targets",
+    F.nll_loss: "targets",
+    F.mse_loss: "elements",
+    F.l1_loss: "elements",
+    F.smooth_l1_loss: "elements",
+    F.huber_loss: "elements",
+    F.binary_cross_entropy: "elements",
+    F.binary_cross_entropy_with_logits: "elements",
+}
+_BCE = {F.binary_cross_entropy, F.binary_cross_entropy_with_logits}

@@ -1,0 +1,57 @@
+"""Judge an update whose loss or gradient is not finite: raise, skip, or let it pass."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from trainwright.base.errors import NonFiniteError, SettingError, message
+from trainwright.base.names import did_you_mean
+
+Policy = Literal["raise", "skip", "ignore"]
+Verdict = Literal["apply", "overflow", "skip"]
+POLICIES = ("raise", "skip", "ignore")
+
+
+def as_policy(setting: str) -> Policy:
+    """Check `nonfinite=`."""
+    for policy in POLICIES:
+        if setting == policy:
+            return policy  # type: ignore[return-value]
+    raise SettingError(
+        message(f"nonfinite={setting!r}.{did_you_mean(str(setting), POLICIES)}", want='"raise", "skip" or "ignore"')
+    )
+
+
+def judge(
+    policy: Policy, *, loss_is_finite: bool, gradient_is_finite: bool, scaled: bool = False, at_floor: bool = False
+) -> Verdict | Literal["raise"]:
+    """Say what becomes of an update.
+
+    An overflow of a scaled gradient under a finite loss belongs to the scaler, unless its scale is at the floor.
+    A finite loss can have an infinite gradient, so both are judged.
+    """
+    if loss_is_finite and gradient_is_finite:
+        return "apply"
+    if scaled and not gradient_is_finite and loss_is_finite and not at_floor:
+        return "overflow"
+    return "apply" if policy == "ignore" else policy
+
+
+def error(*, update: int, loss: float, lr: float, norm: float | None, counted: float | None) -> NonFiniteError:
+    """Build the error that names the update, its loss, learning rate and gradient norm."""
+    what = "loss" if loss - loss != 0 else "gradient"
+    shown = "" if norm is None else f", gradient norm {norm:g}"
+    fix = 'look at the batch and the rate; Trainer(..., nonfinite="skip") leaves such updates out'
+    if counted == 0:
+        fix = "the batch counts nothing (every target is ignored, or every weight is 0): leave such batches out"
+    elif what == "loss":
+        fix += "; if a mean over nothing is the cause, return Sum(total, count) from the step"
+    return NonFiniteError(
+        message(
+            f"update {update}: the {what} is not finite; no weight was changed",
+            have=f"loss {loss:g}, learning rate {lr:g}{shown}",
+            want="finite numbers",
+            fix=fix,
+            where=False,
+        )
+    )

@@ -1,0 +1,208 @@
+"""Group micro-batches into windows and weigh them: one window is one optimizer update."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainwright.base.errors import DataError, SettingError, message
+from trainwright.base.records import Count
+
+Accumulate = int | Mapping[int, int]
+
+
+class Window(Sequence[Any]):
+    """The micro-batches of one update, with their rows and, where the host knows them, their counts.
+
+    A sequence of batches; each is moved to the device when it is read. The gradient of a window is that of
+
+        (sum of the losses' numerators) / (sum of their counts)
+
+    over all its micro-batches. Where every count is known beforehand each loss is divided by the whole at once.
+    Where a step tells its count only when it has run, a guess stands in for the whole, and `owed` is the factor
+    by which the gradients are to be multiplied afterwards.
+    """
+
+    __slots__ = ("_base", "_guessed", "_move", "_moved", "_total", "alone", "batches", "counts", "position", "rows")
+
+    def __init__(
+        self,
+        batches: list[Any],
+        rows: list[int],
+        *,
+        counts: list[Count] | None = None,
+        move: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self.batches = batches
+        self.rows = rows
+        self.counts = counts
+        self.alone = len(batches) == 1
+        self.position = -1
+        self._move = move
+        self._moved: Any = None
+        self._base: Count | None = None
+        self._total: Count = 0
+        self._guessed = False
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        batch = self.batches[index]
+        if self._move is None:
+            return batch
+        if not self.alone:
+            return self._move(batch)
+        if self._moved is None:
+            self._moved = self._move(batch)
+        return self._moved
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches) if self._move is None else map(self.__getitem__, range(len(self.batches)))
+
+    def begin(self) -> None:
+        """Start weighing anew: a window may be run several times (SAM, LBFGS)."""
+        self.position = -1
+        self._base, self._total, self._guessed = None, 0, False
+
+    def divisor(self, count: Count, *, own: bool) -> Count:
+        """Return what the numerator of the micro-batch in hand is divided by before `backward`.
+
+        `own`: the step gave the count itself, or it was found in the loss, so that the others' are not known yet.
+        """
+        if self._base is None:
+            self._guessed = own or self.counts is None
+            self._base = self._guess(count) if self._guessed else _add(self.counts or [])
+        self._total = self._total + count
+        return self._base
+
+    @property
+    def owed(self) -> Count:
+        """The factor by which the gradients are still to be multiplied: exactly 1.0 where the divisor was right.
+
+        A window that counts nothing owes nothing: its gradient is 0, and its loss says NaN.
+        """
+        if not self._guessed:
+            return 1.0
+        assert self._base is not None
+        if isinstance(self._base, Tensor) or isinstance(self._total, Tensor):
+            total = torch.as_tensor(self._total)
+            return torch.where(total == 0, torch.ones_like(total, dtype=torch.float64), self._base / total)
+        return 1.0 if self._base == self._total or not self._total else self._base / self._total
+
+    def _guess(self, count: Count) -> Count:
+        """A divisor near the whole, so that scaled fp16 gradients stay in range; exact where rows are counted."""
+        if isinstance(count, Tensor):
+            return count.clamp(min=1) * len(self.batches)
+        if count == self.rows[self.position]:
+            return sum(self.rows)
+        return max(count, 1) * len(self.batches)
+
+
+def windows(
+    batches: Iterator[Any],
+    accumulate: int = 1,
+    *,
+    rows: Callable[[Any], int] | None = None,
+    count: Callable[[Any], Count] | None = None,
+    always_count: bool = False,
+    move: Callable[[Any], Any] | None = None,
+) -> Iterator[Window]:
+    """Group batches into windows of `accumulate`; the last one of the iterator is short, and none is lost.
+
+    A window is fetched whole, and the first batch of the next only when it is asked for. `count` is called on each
+    host batch of a window of several (of every window with `always_count`).
+    """
+    rows = rows_of if rows is None else rows
+    if accumulate == 1:
+        for batch in batches:
+            counts = [count(batch)] if always_count and count is not None else None
+            yield Window([batch], [rows(batch)], counts=counts, move=move)
+        return
+    while group := list(islice(batches, accumulate)):
+        counts = [count(batch) for batch in group] if count is not None else None
+        yield Window(group, [rows(batch) for batch in group], counts=counts, move=move)
+
+
+def rows_of(batch: Any) -> int:
+    """The rows of a batch: dim 0 of the first tensor found depth-first; the length of a list of unequal tensors."""
+    if type(batch) in (tuple, list) and batch and isinstance(batch[0], Tensor) and batch[0].ndim:
+        rows: int = batch[0].shape[0]
+        for item in batch:
+            if not isinstance(item, Tensor) or not item.ndim or item.shape[0] != rows:
+                break
+        else:
+            return rows
+    found = _first_rows(batch)
+    if found is None:
+        raise DataError(
+            message(
+                f"the rows of a batch of type {type(batch).__name__} cannot be counted",
+                have="no tensor with a dimension in it",
+                want="a batch with a tensor whose dim 0 is rows",
+                fix="override count(self, batch) in your Trainer",
+            )
+        )
+    return found
+
+
+def accumulation(setting: Accumulate) -> tuple[tuple[int, int], ...]:
+    """Check `accumulate=`: a number, or `{first epoch: number}`; returned sorted, from epoch 0 on."""
+    table = dict(setting) if isinstance(setting, Mapping) else {0: setting}
+    for epoch, k in table.items():
+        whole = all(isinstance(n, int) and not isinstance(n, bool) for n in (epoch, k))
+        if not whole or epoch < 0 or k < 1:
+            raise SettingError(
+                message(
+                    f"accumulate={setting!r}",
+                    want="micro-batches per update, at least 1, or {first epoch: micro-batches}",
+                    fix="accumulate=4, or accumulate={0: 1, 5: 4}",
+                )
+            )
+    if 0 not in table:
+        raise SettingError(message(f"accumulate={setting!r} says nothing of epoch 0", fix="accumulate={0: 1, 5: 4}"))
+    return tuple(sorted(table.items()))
+
+
+def _add(counts: list[Count]) -> Count:
+    total = counts[0]
+    for count in counts[1:]:
+        total = total + count
+    return total
+
+
+def _ragged(batch: Sequence[Any]) -> bool:
+    """Whether a sequence is rows of unequal length, like `[(5, 3), (7, 3)]`, and no tuple of columns."""
+    if len(batch) < 2 or not all(isinstance(item, Tensor) for item in batch):
+        return False
+    alike = len({(item.ndim, item.dtype) for item in batch}) == 1
+    return alike and len({item.shape[0] if item.ndim else -1 for item in batch}) > 1
+
+
+def _first_rows(batch: Any) -> int | None:
+    if isinstance(batch, Tensor):
+        return batch.shape[0] if batch.ndim else None
+    if isinstance(batch, list | tuple) and _ragged(batch):
+        return len(batch)
+    for item in _items(batch):
+        found = _first_rows(item)
+        if found is not None:
+            return found
+    return None
+
+
+def _items(batch: Any) -> Sequence[Any]:
+    if isinstance(batch, Mapping):
+        return list(batch.values())
+    if isinstance(batch, list | tuple):
+        return batch
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return [getattr(batch, field.name) for field in dataclasses.fields(batch)]
+    return list(vars(batch).values()) if hasattr(batch, "to") and hasattr(batch, "__dict__") else []
