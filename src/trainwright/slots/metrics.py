@@ -1,0 +1,356 @@
+"""Metrics: functions of (output, target), objects with `update, compute, reset`, and numbers derived from numbers."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainwright.base.contracts import Metric
+from trainwright.base.errors import CheckpointError, SettingError, message
+from trainwright.base.names import did_you_mean
+from trainwright.base.records import Sum
+from trainwright.slots.totals import Reading, Total, read_totals
+
+__all__ = ["RESERVED", "Derived", "Meters", "MetricFunction", "Reading", "Total", "accuracy", "check_name", "top_k"]
+
+MetricFunction = Callable[[Any, Any], Any]
+"""`fn(output, target)` returns a mean over rows, one value per row, `Mean(value, count)` or `Sum(total, count)`."""
+
+RESERVED = frozenset({"epoch", "grad_norm", "loss", "lr", "update"})
+"""Names that the run itself reports."""
+
+IGNORED = -100
+"""The class number of targets that do not count, as in torch's cross entropy."""
+
+_NO_NUMBERS: Mapping[str, float] = {}
+
+
+def accuracy(output: Tensor, target: Tensor) -> Sum:
+    """Return hits and counted targets, as a `Sum`: the share of right classes.
+
+    `output` (N, C) or (N, C, d...) holds a score per class, `target` (N) or (N, d...) class numbers; targets of -100
+    are not counted. The largest score is the guess. With one class, `output` (N), (N, 1) or (N, 1, d...) is a logit,
+    positive where the guess is yes, and `target`, of the same number of elements, is yes above 0.5; all are counted.
+    """
+    if output.dim() == 1 or output.shape[1] == 1:
+        if output.numel() != target.numel():
+            raise _misfit("accuracy", output, target)
+        hits = (output > 0).flatten() == (target > 0.5).flatten()
+        return Sum(hits if len(hits) == len(output) else hits.count_nonzero(), len(hits))
+    _check_classes("accuracy", output, target)
+    return _counted(output.argmax(1) == target, target)
+
+
+def top_k(k: int) -> Callable[[Tensor, Tensor], Sum]:
+    """Return a metric: the share of targets that are among the `k` largest scores; shapes and -100 as in `accuracy`."""
+    if not isinstance(k, int) or isinstance(k, bool) or k < 1:
+        raise SettingError(message(f"top_k({k!r})", want="a whole number of classes, at least 1", fix="top_k(5)"))
+
+    def metric(output: Tensor, target: Tensor) -> Sum:
+        _check_classes(metric.__name__, output, target)
+        if k > output.shape[1]:
+            raise SettingError(message(f"top_k({k}): the output scores {output.shape[1]} classes only"))
+        hits = (output.topk(k, dim=1, sorted=False).indices == target.unsqueeze(1)).any(1)
+        return _counted(hits, target)
+
+    metric.__name__ = f"top_{k}"
+    return metric
+
+
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """A number of the other numbers, e.g. `Derived(lambda n: math.exp(n["loss"]))` for perplexity.
+
+    `fn` gets all numbers of the same evaluation, and those derived before it, under their names without prefix.
+    An overflow gives infinity.
+    """
+
+    fn: Callable[[Mapping[str, float]], float]
+
+    def __post_init__(self) -> None:
+        if not callable(self.fn):
+            raise SettingError(
+                message(f"Derived({self.fn!r})", fix='Derived(lambda numbers: math.exp(numbers["loss"]))')
+            )
+
+
+class Meters:
+    """The metrics of one evaluation: their sums on the output's device, read back only by `compute` and `errors`.
+
+    Metric objects run on a copy of their own. With `spread=True` squares are summed too, for `errors`.
+    """
+
+    def __init__(self, metrics: Mapping[str, MetricFunction | Metric | Derived], *, spread: bool = False) -> None:
+        self._functions: list[tuple[str, MetricFunction, Total]] = []
+        self._objects: dict[str, Any] = {}
+        self._derived: dict[str, Derived] = {}
+        self._rows = 0
+        self._placed = False
+        for name, metric in metrics.items():
+            check_name(name)
+            if isinstance(metric, Derived):
+                self._derived[name] = metric
+            elif _is_object(name, metric):
+                self._objects[name] = copy.deepcopy(metric)
+            else:
+                self._functions.append((name, _checked_function(name, metric), Total(spread=spread)))
+        self.names: tuple[str, ...] = tuple(metrics)
+        """The names, as given."""
+        self.reads_output = bool(self._functions or self._objects)
+        """Whether any metric reads outputs and targets."""
+        self.reset()
+
+    def update(self, output: Any, target: Any, rows: int) -> None:
+        """Take in one batch of `rows` rows; nothing is read back, and a batch without rows is passed over."""
+        if not rows or not self.reads_output:
+            return
+        if output is None or target is None:
+            raise self._unfed("output" if output is None else "target")
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self._update(output, target, rows)
+        else:
+            self._update(output, target, rows)
+
+    def compute(self, prefix: str = "", numbers: Mapping[str, float] = _NO_NUMBERS) -> dict[str, float]:
+        """Return every metric as `prefix` + name, in the order given; everything is read back at once.
+
+        `numbers` are the other numbers of the evaluation, by name without prefix; only `Derived` reads them.
+        """
+        totals = {name: total for name, _, total in self._functions}
+        readings = read_totals(totals | {name: self._computed(name) for name in self._objects})
+        known = _Numbers(numbers)
+        known.update((name, reading.value) for name, reading in readings.items())
+        for name, derived in self._derived.items():
+            known[name] = _derive(name, derived, known)
+        return {prefix + name: known[name] for name in self.names}
+
+    def errors(self, prefix: str = "") -> dict[str, float]:
+        """Return the standard error of each metric that gave one value per row; empty without `spread`."""
+        readings = read_totals({name: total for name, _, total in self._functions})
+        return {prefix + name: reading.error for name, reading in readings.items() if reading.error is not None}
+
+    def reset(self) -> None:
+        """Forget every batch."""
+        self._rows = 0
+        for _, _, total in self._functions:
+            total.reset()
+        for metric in self._objects.values():
+            metric.reset()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sums so far; an object that has been fed must have a `state_dict` of its own."""
+        totals = {name: total.state_dict() for name, _, total in self._functions}
+        objects = {name: self._object_state(name) for name in self._objects}
+        return {"rows": self._rows, "totals": totals, "objects": objects}
+
+    def load_state_dict(self, tree: Mapping[str, Any]) -> None:
+        """Take over saved sums of the same metrics."""
+        mine = ({name for name, _, _ in self._functions}, set(self._objects))
+        saved = (set(tree["totals"]), set(tree["objects"]))
+        if mine != saved:
+            raise CheckpointError(
+                message(
+                    "the checkpoint holds sums of other metrics",
+                    have=", ".join(sorted(saved[0] | saved[1])),
+                    want=", ".join(sorted(mine[0] | mine[1])),
+                )
+            )
+        self._rows = tree["rows"]
+        for name, _, total in self._functions:
+            total.load_state_dict(tree["totals"][name])
+        for name, metric in self._objects.items():
+            metric.reset()
+            if tree["objects"][name] is not None:
+                metric.load_state_dict(tree["objects"][name])
+
+    def _update(self, output: Any, target: Any, rows: int) -> None:
+        if self._objects and not self._placed:
+            self._place(output)
+        self._rows += rows
+        for name, function, total in self._functions:
+            total.take(function(output, target), rows, f"metric {name!r}")
+        for metric in self._objects.values():
+            metric.update(output, target)
+
+    def _place(self, output: Any) -> None:
+        """Move the objects to where the outputs lie."""
+        self._placed = True
+        tensor = next(_tensors(output), None)
+        for name, metric in self._objects.items():
+            if tensor is not None and callable(getattr(metric, "to", None)):
+                moved = metric.to(tensor.device)
+                self._objects[name] = metric if moved is None else moved
+
+    def _computed(self, name: str) -> Total:
+        """Return an object's number as a total; NaN where it has seen nothing."""
+        total = Total()
+        if self._rows:
+            result = self._objects[name].compute()
+            if not isinstance(result, Real) and not (isinstance(result, Tensor) and result.numel() == 1):
+                shown = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else repr(type(result))
+                raise SettingError(
+                    message(f"metric {name!r}: compute() gave {shown}", want="one number, or a tensor of one element")
+                )
+            total.add(result if isinstance(result, Tensor) else float(result), 1)
+        return total
+
+    def _object_state(self, name: str) -> Any:
+        metric = self._objects[name]
+        if not self._rows:
+            return None
+        if not hasattr(metric, "load_state_dict"):
+            raise CheckpointError(
+                message(
+                    f"metric {name!r} is half-way through its rows and {type(metric).__name__} cannot be saved",
+                    fix="give it state_dict() and load_state_dict(tree), or save between evaluations",
+                )
+            )
+        if callable(getattr(metric, "persistent", None)):
+            metric.persistent(True)  # torchmetrics keeps its sums out of state_dict unless told
+        return copy.deepcopy(metric.state_dict())
+
+    def _unfed(self, missing: str) -> SettingError:
+        names = [name for name in self.names if name not in self._derived]
+        return SettingError(
+            message(
+                f"metrics {', '.join(map(repr, names))} read an output and a target, and the step gave no {missing}",
+                fix="return Step(loss, output, target)   # from training_step or validation_step",
+            )
+        )
+
+
+def check_name(name: str, what: str = "metric") -> None:
+    """Refuse a name that the run itself reports under, or that starts with `val_`."""
+    if not isinstance(name, str) or not name:
+        raise SettingError(message(f"{what} name {name!r}", want="a string that is not empty"))
+    if name in RESERVED:
+        raise SettingError(
+            message(
+                f"{what} name {name!r} is reserved",
+                want=f"another name than {', '.join(sorted(RESERVED))}",
+                fix=f'"my_{name}"',
+            )
+        )
+    if name.startswith("val_"):
+        raise SettingError(
+            message(
+                f"{what} name {name!r} starts with val_, which validation puts there itself",
+                fix=f'"{name.removeprefix("val_")}"',
+            )
+        )
+
+
+class _Numbers(dict[str, float]):
+    """Numbers by name, with help for a name that is not there."""
+
+    def __missing__(self, name: str) -> float:
+        raise SettingError(
+            message(
+                f"a derived metric asks for {name!r}.{did_you_mean(name, self)}", have=", ".join(self) or "no numbers"
+            )
+        )
+
+
+def _derive(name: str, derived: Derived, numbers: Mapping[str, float]) -> float:
+    try:
+        result = derived.fn(numbers)
+    except OverflowError:
+        return math.inf
+    except Exception as error:
+        error.add_note(f"trainwright: in the derived metric {name!r}, of {dict(numbers)}")
+        raise
+    if not isinstance(result, Real):
+        raise SettingError(message(f"derived metric {name!r} gave {result!r}", want="one number"))
+    return float(result)
+
+
+def _is_object(name: str, metric: Any) -> bool:
+    if isinstance(metric, type):
+        raise SettingError(
+            message(
+                f"metric {name!r} is the class {metric.__name__}",
+                want="a function of (output, target), or an object",
+                fix=f"{metric.__name__}()",
+            )
+        )
+    return all(callable(getattr(metric, method, None)) for method in ("update", "compute", "reset"))
+
+
+def _checked_function(name: str, metric: Any) -> MetricFunction:
+    if not callable(metric):
+        raise SettingError(
+            message(
+                f"metric {name!r} is {metric!r}",
+                want="a function of (output, target), an object with update, compute and reset, or Derived(fn)",
+                fix='metrics={"accuracy": accuracy}',
+            )
+        )
+    try:
+        signature = inspect.signature(metric)
+    except (TypeError, ValueError):  # a function in C that does not tell its arguments
+        return metric  # type: ignore[no-any-return]
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        called = getattr(metric, "__name__", type(metric).__name__)
+        raise SettingError(
+            message(
+                f"metric {name!r}: {called}{signature} cannot be called with (output, target): {error}",
+                want="a function of (output, target)",
+                fix=f"call it, if it makes the metric: {called}(5)"
+                if metric is top_k
+                else "lambda output, target: ...",
+            )
+        ) from None
+    return metric  # type: ignore[no-any-return]
+
+
+def _counted(hits: Tensor, target: Tensor) -> Sum:
+    """Return hits and what counts, per row while there is one target per row."""
+    counted = target != IGNORED
+    if hits.dim() > 1:
+        return Sum(hits.count_nonzero(), counted.count_nonzero())
+    return Sum(hits, counted)
+
+
+def _check_classes(name: str, output: Tensor, target: Tensor) -> None:
+    fits = output.dim() > 1 and target.shape == output.shape[:1] + output.shape[2:]
+    if not fits or target.is_floating_point():
+        raise _misfit(name, output, target)
+
+
+def _misfit(name: str, output: Tensor, target: Tensor) -> SettingError:
+    fix = f"lambda output, target: {name}(...)   # bring them into these shapes"
+    if output.shape == target.shape:
+        fix = f"lambda output, target: {name}(output, target.argmax(1))   # where targets are one-hot or probabilities"
+    elif output.dim() > 2 and target.shape == output.shape[:-1]:
+        fix = f"lambda output, target: {name}(output.movedim(-1, 1), target)"
+    return SettingError(
+        message(
+            f"{name} cannot compare these shapes",
+            have=f"output {tuple(output.shape)} {output.dtype}, target {tuple(target.shape)} {target.dtype}",
+            want="scores (N, C, d...) and class numbers (N, d...)",
+            fix=fix,
+        )
+    )
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Tensors of a nested output, depth first."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _tensors(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _tensors(inner)

@@ -1,0 +1,355 @@
+"""Metrics: exact over any batches, refused early when they cannot work."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainwright.base.errors import CheckpointError, SettingError
+from trainwright.slots.metrics import Derived, Meters, Total, accuracy, top_k
+
+
+def scores(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def classes(high, *shape, seed=1):
+    return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def measured(metric, output, target):
+    total = Total()
+    total.take(metric(output, target), len(output))
+    return total.value
+
+
+class Count:
+    """A metric object with the least that is asked for."""
+
+    def __init__(self):
+        self.seen = 99
+
+    def update(self, output, target):
+        self.seen += len(output)
+
+    def compute(self):
+        return torch.tensor(self.seen)
+
+    def reset(self):
+        self.seen = 0
+
+
+class Saved(Count):
+    def state_dict(self):
+        return {"seen": self.seen}
+
+    def load_state_dict(self, tree):
+        self.seen = tree["seen"]
+
+
+# --- accuracy and top_k
+
+
+def test_accuracy_is_the_share_of_right_classes():
+    output, target = scores(50, 7), classes(7, 50)
+    assert measured(accuracy, output, target) == (output.argmax(1) == target).double().mean().item()
+
+
+def test_accuracy_does_not_count_ignored_targets():
+    output, target = scores(50, 7), classes(7, 50)
+    target[::3] = -100
+    kept = target != -100
+    right = (output.argmax(1) == target)[kept]
+    assert measured(accuracy, output, target) == right.sum().item() / kept.sum().item()
+    meters = Meters({"accuracy": accuracy})
+    meters.update(output, torch.full_like(target, -100), 50)
+    meters.update(output, target, 50)
+    assert meters.compute()["accuracy"] == right.sum().item() / kept.sum().item()
+
+
+def test_accuracy_counts_positions():
+    output, target = scores(5, 7, 3, 2), classes(7, 5, 3, 2)
+    target[0] = -100
+    kept = target != -100
+    right = (output.argmax(1) == target)[kept].sum().item()
+    assert measured(accuracy, output, target) == right / kept.sum().item()
+
+
+@pytest.mark.parametrize("shape", [(40,), (40, 1), (40, 1, 2, 2)])
+def test_one_class_is_a_logit(shape):
+    output = scores(*shape)
+    target = classes(2, *shape)
+    expected = ((output > 0) == target.bool()).double().mean().item()
+    assert 0 < expected < 1
+    assert measured(accuracy, output, target) == expected
+    assert measured(accuracy, output, target.float()) == expected
+    assert measured(accuracy, output, target.bool()) == expected
+    assert measured(accuracy, output, target.flatten(0, 1) if len(shape) > 1 else target[:, None]) == expected
+
+
+@pytest.mark.parametrize("k", [1, 3, 7])
+def test_top_k_is_the_share_among_the_best(k):
+    output, target = scores(50, 7), classes(7, 50)
+    target[4] = -100
+    order = output.argsort(1, descending=True)[:, :k]
+    right = [t in row for row, t in zip(order.tolist(), target.tolist(), strict=True)]
+    assert measured(top_k(k), output, target) == sum(right) / 49
+    assert top_k(k).__name__ == f"top_{k}"
+
+
+def test_top_1_is_accuracy_for_positions_too():
+    output, target = scores(5, 7, 3), classes(7, 5, 3)
+    assert measured(top_k(1), output, target) == measured(accuracy, output, target)
+
+
+def test_more_than_all_classes_is_refused():
+    with pytest.raises(SettingError, match="7 classes only"):
+        top_k(8)(scores(5, 7), classes(7, 5))
+
+
+@pytest.mark.parametrize("k", [0, -1, 2.0, True])
+def test_top_k_wants_a_whole_number(k):
+    with pytest.raises(SettingError, match="at least 1"):
+        top_k(k)
+
+
+@pytest.mark.parametrize(
+    ("output", "target", "fix"),
+    [
+        ((6, 7), (6, 7), "argmax"),  # one-hot or multi-label: not guessed
+        ((6, 5, 7), (6, 5), "movedim"),  # (N, T, C)
+        ((6, 7), (5,), "these shapes"),
+        ((6, 1), (5,), "these shapes"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(output, target, fix):
+    with pytest.raises(SettingError, match=fix):
+        accuracy(scores(*output), classes(2, *target))
+
+
+# --- Meters
+
+
+def test_metrics_are_exact_over_uneven_batches():
+    output, target = scores(101, 7), classes(7, 101)
+    meters = Meters({"accuracy": accuracy, "ce": F.cross_entropy, "gap": lambda o, t: o.amax(1) - o[:, 0]})
+    for o, t in zip(output.split(17), target.split(17), strict=True):
+        meters.update(o, t, len(o))
+    numbers = meters.compute("val_")
+    assert list(numbers) == ["val_accuracy", "val_ce", "val_gap"]
+    assert numbers["val_accuracy"] == (output.argmax(1) == target).double().mean().item()
+    assert numbers["val_ce"] == pytest.approx(F.cross_entropy(output, target).item(), rel=1e-6)
+    assert numbers["val_gap"] == pytest.approx((output.amax(1) - output[:, 0]).double().mean().item(), rel=1e-12)
+    meters.reset()
+    assert all(math.isnan(number) for number in meters.compute().values())
+
+
+def test_update_reads_nothing_back_and_accuracy_costs_seven_operations():
+    class Ops(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    names = []
+    output, target = scores(50, 7), classes(7, 50)
+    meters = Meters({"accuracy": accuracy, "top": top_k(2), "mae": lambda o, t: (o[:, 0] - t).abs()}, spread=True)
+    plain = Meters({"accuracy": accuracy})
+    meters.update(output, target, 50)
+    plain.update(output, target, 50)
+    with Ops():
+        meters.update(output, target, 50)
+        assert not {"_local_scalar_dense", "item", "is_nonzero", "equal"} & set(names)
+        names.clear()
+        plain.update(output, target, 50)
+    assert len(names) <= 7, names
+
+
+def test_update_works_where_nothing_can_be_read():
+    meters = Meters({"accuracy": accuracy, "ce": F.cross_entropy}, spread=True)
+    output, target = torch.empty(8, 3, device="meta"), torch.empty(8, dtype=torch.int64, device="meta")
+    meters.update(output, target, 8)
+    meters.update(output, target, 8)
+
+
+def test_an_empty_batch_is_passed_over():
+    meters = Meters({"ce": F.cross_entropy})
+    meters.update(scores(4, 3), classes(3, 4), 4)
+    before = meters.compute()
+    meters.update(scores(0, 3), classes(3, 0), 0)
+    assert meters.compute() == before
+    assert not math.isnan(before["ce"])
+
+
+def test_a_nan_of_one_batch_is_the_nan_of_all():
+    meters = Meters({"mean": lambda o, t: o.mean()})
+    meters.update(torch.tensor([1.0, math.nan]), torch.zeros(2), 2)
+    meters.update(torch.ones(2), torch.zeros(2), 2)
+    assert math.isnan(meters.compute()["mean"])
+
+
+def test_no_graph_is_kept():
+    output = scores(4, 3).requires_grad_()
+    seen = []
+    meters = Meters({"mean": lambda o, t: seen.append(torch.is_grad_enabled()) or o.mean()})
+    meters.update(output, classes(3, 4), 4)
+    assert seen == [False]
+    assert torch.is_grad_enabled()
+
+
+def test_errors_are_standard_errors_of_what_came_by_row():
+    output, target = scores(60, 3), classes(3, 60)
+    target[:10] = -100
+    meters = Meters({"accuracy": accuracy, "ce": F.cross_entropy, "first": lambda o, t: o[:, 0]}, spread=True)
+    for o, t in zip(output.split(25), target.split(25), strict=True):
+        meters.update(o, t, len(o))
+    errors = meters.errors("val_")
+    hits = (output.argmax(1) == target)[10:].double()
+    assert list(errors) == ["val_accuracy", "val_first"]
+    assert errors["val_accuracy"] == pytest.approx(hits.std(correction=0).item() / math.sqrt(50), rel=1e-12)
+    assert errors["val_first"] == pytest.approx(output[:, 0].double().std(correction=0).item() / math.sqrt(60))
+    assert Meters({"accuracy": accuracy}).errors() == {}
+
+
+def test_objects_run_on_a_reset_copy_of_their_own():
+    mine = Count()
+    first, second = Meters({"seen": mine}), Meters({"seen": mine})
+    first.update(scores(4, 3), classes(3, 4), 4)
+    first.update(scores(2, 3), classes(3, 2), 2)
+    second.update(scores(1, 3), classes(3, 1), 1)
+    assert (first.compute("val_"), second.compute(), mine.seen) == ({"val_seen": 6.0}, {"seen": 1.0}, 99)
+    first.reset()
+    assert math.isnan(first.compute()["seen"])
+
+
+def test_objects_move_to_where_the_outputs_lie():
+    class Moving(Count, nn.Module):
+        def __init__(self):
+            nn.Module.__init__(self)
+            self.register_buffer("total", torch.zeros(()))
+
+        def reset(self):
+            self.total.zero_()
+
+        def update(self, output, target):
+            self.total += output["logits"][0].sum()
+
+    meters = Meters({"moving": Moving()})
+    meters.update({"logits": [torch.ones(2, device="meta")]}, torch.zeros(2), 2)
+    assert meters._objects["moving"].total.device.type == "meta"
+
+
+def test_an_object_must_compute_one_number():
+    class Many(Count):
+        def compute(self):
+            return torch.rand(3)
+
+    meters = Meters({"many": Many()})
+    meters.update(scores(4, 3), classes(3, 4), 4)
+    with pytest.raises(SettingError, match=r"metric 'many'.*shape \(3,\)"):
+        meters.compute()
+
+
+def test_derived_numbers_read_the_others_without_prefix():
+    meters = Meters(
+        {
+            "double": Derived(lambda n: 2 * n["perplexity"]),
+            "perplexity": Derived(lambda n: math.exp(n["loss"])),
+            "accuracy": accuracy,
+            "wrong": Derived(lambda n: 1 - n["accuracy"]),
+        }
+    )
+    meters.update(torch.eye(4), torch.tensor([0, 1, 2, 0]), 4)
+    with pytest.raises(SettingError, match="'perplexity'"):  # derived later
+        meters.compute("val_", {"loss": 2.0})
+    meters = Meters(
+        {"perplexity": Derived(lambda n: math.exp(n["loss"])), "half": Derived(lambda n: n["perplexity"] / 2)}
+    )
+    assert not meters.reads_output
+    meters.update(None, None, 4)
+    assert meters.compute("val_", {"loss": 0.0}) == {"val_perplexity": 1.0, "val_half": 0.5}
+    assert meters.compute("", {"loss": 1e9})["perplexity"] == math.inf
+    assert math.isnan(meters.compute("", {"loss": math.nan})["perplexity"])
+
+
+def test_a_misspelt_number_of_a_derived_metric_is_named():
+    meters = Meters({"perplexity": Derived(lambda n: math.exp(n["los"]))})
+    with pytest.raises(SettingError, match=r"'los'. Did you mean 'loss'"):
+        meters.compute("val_", {"loss": 1.0})
+
+
+def test_a_derived_metric_must_give_a_number():
+    with pytest.raises(SettingError, match="one number"):
+        Meters({"x": Derived(lambda n: "high")}).compute("", {"loss": 1.0})
+    with pytest.raises(SettingError, match="Derived"):
+        Derived(3)
+
+
+@pytest.mark.parametrize("name", ["loss", "lr", "epoch", "update", "grad_norm", "val_accuracy", "", 3])
+def test_names_of_the_run_are_refused(name):
+    with pytest.raises(SettingError, match="metric name"):
+        Meters({name: accuracy})
+
+
+@pytest.mark.parametrize(
+    ("metric", "says"),
+    [
+        (top_k, "top_k\\(5\\)"),
+        (Count, "Count\\(\\)"),
+        (nn.MSELoss, "MSELoss\\(\\)"),
+        ("accuracy", "is 'accuracy'"),
+        (lambda output: 0, "cannot be called with \\(output, target\\)"),
+    ],
+)
+def test_what_is_no_metric_is_refused_before_any_batch(metric, says):
+    with pytest.raises(SettingError, match=says):
+        Meters({"mine": metric})
+
+
+def test_a_factory_that_takes_two_is_refused_at_the_first_batch():
+    meters = Meters({"mine": lambda beta, threshold: lambda output, target: 0.0})
+    with pytest.raises(SettingError, match=r"metric 'mine'.*function(.|\n)*call it"):
+        meters.update(scores(4, 3), classes(3, 4), 4)
+
+
+def test_metrics_that_are_not_fed_are_refused_with_the_line_to_write():
+    with pytest.raises(SettingError, match=r"no output(.|\n)*Step\(loss, output, target\)"):
+        Meters({"accuracy": accuracy}).update(None, None, 4)
+    with pytest.raises(SettingError, match="no target"):
+        Meters({"accuracy": accuracy}).update(scores(4, 3), None, 4)
+
+
+def test_saved_sums_go_on_bit_for_bit():
+    output, target = scores(90, 7), classes(7, 90)
+
+    def make():
+        return Meters({"accuracy": accuracy, "ce": F.cross_entropy, "seen": Saved(), "d": Derived(lambda n: n["ce"])})
+
+    def feed(meters, start, end):
+        for i in range(start, end, 10):
+            meters.update(output[i : i + 10], target[i : i + 10], 10)
+
+    whole, first, second = make(), make(), make()
+    feed(whole, 0, 90)
+    feed(first, 0, 40)
+    saved = first.state_dict()
+    feed(first, 40, 90)
+    second.load_state_dict(saved)
+    feed(second, 40, 90)
+    assert second.compute() == whole.compute() == first.compute()
+    assert whole.compute()["seen"] == 90
+
+
+def test_sums_of_other_metrics_are_not_loaded():
+    with pytest.raises(CheckpointError, match="other metrics"):
+        Meters({"accuracy": accuracy}).load_state_dict(Meters({"top": top_k(2)}).state_dict())
+
+
+def test_an_object_that_cannot_be_saved_is_refused_only_when_it_has_been_fed():
+    meters = Meters({"seen": Count()})
+    meters.load_state_dict(meters.state_dict())
+    meters.update(scores(4, 3), classes(3, 4), 4)
+    with pytest.raises(CheckpointError, match=r"'seen'.*Count"):
+        meters.state_dict()
