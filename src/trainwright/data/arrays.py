@@ -1,0 +1,172 @@
+"""Tensors and arrays in memory as batches: one `index_select` per batch, without Python code per row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import chain
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Subset, TensorDataset
+
+from trainwright.base.errors import DataError, message
+
+
+class Table:
+    """Equally long columns in memory; a batch is the same container of their rows.
+
+    Batches are copies, so a step may write into them.
+    """
+
+    def __init__(self, columns: Sequence[Tensor], pack: Callable[[Any], Any] | None, at: Tensor | None = None) -> None:
+        self.columns = list(columns)
+        self._pack = pack
+        """From a tuple of columns to the container; None where it is a tuple."""
+        self._at = at
+        """Row numbers in the columns, where the table is a subset of them."""
+
+    def __len__(self) -> int:
+        return self.columns[0].shape[0] if self._at is None else self._at.shape[0]
+
+    def describe(self) -> str:
+        """Where the rows are."""
+        return "memory"
+
+    def batches(self, order: Tensor | None, size: int, rows: range) -> Iterator[Any]:
+        """Batches of `size` of those positions `rows` of `order`; of the table's own order where it is None."""
+        if not rows:
+            return iter(())
+        if order is None and self._at is None:
+            streams = [map(torch.clone, _chunks(column[rows.start : rows.stop], size)) for column in self.columns]
+        else:
+            picked = self._picked(order)[rows.start : rows.stop]
+            streams = [map(partial(column.index_select, 0), _chunks(picked, size)) for column in self.columns]
+        # map and zip run in C: no Python frame per batch.
+        joined = zip(*streams, strict=True)
+        return joined if self._pack is None else map(self._pack, joined)
+
+    def fetch(self, seed: int, epoch: int, rows: Sequence[int]) -> Any:
+        """The batch of `rows`."""
+        picked = self._picked(torch.as_tensor(rows, dtype=torch.int64))
+        batch = tuple(column.index_select(0, picked) for column in self.columns)
+        return batch if self._pack is None else self._pack(batch)
+
+    def row(self, index: int) -> Any:
+        """One row, without the dimension of rows."""
+        index = index if self._at is None else int(self._at[index])
+        row = tuple(column[index] for column in self.columns)
+        return row if self._pack is None else self._pack(row)
+
+    def _picked(self, order: Tensor | None) -> Tensor:
+        if self._at is not None:
+            order = self._at if order is None else self._at.index_select(0, order)
+        assert order is not None
+        return order.to(self.columns[0].device)
+
+
+class TableRows:
+    """A table row by row, for a user's own collate function."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._table.row(index)
+
+
+def table_of(data: Any) -> Table | None:
+    """The table of tensors, arrays, a tuple or dict of them, or a `TensorDataset`; None for anything else."""
+    if isinstance(data, Tensor | np.ndarray):
+        return Table(_columns({"the data": data}), itemgetter(0))
+    if isinstance(data, dict):
+        return Table(_columns({f"[{key!r}]": value for key, value in data.items()}), partial(_keyed, tuple(data)))
+    if isinstance(data, tuple):
+        columns = _columns({f"[{index}]": value for index, value in enumerate(data)})
+        return Table(columns, getattr(type(data), "_make", None))
+    if type(data) is TensorDataset:
+        # torch's default collate function makes a list of the columns.
+        return Table(_columns({f"[{index}]": one for index, one in enumerate(data.tensors)}), list)
+    return _subset(data) if type(data) is Subset else None
+
+
+def _subset(data: Subset[Any]) -> Table | None:
+    inner = table_of(data.dataset) if type(data.dataset) in (TensorDataset, Subset) else None
+    if inner is None:
+        return None
+    at = torch.as_tensor(list(data.indices), dtype=torch.int64)
+    at = torch.where(at < 0, at + len(inner), at)
+    return Table(inner.columns, list, at if inner._at is None else inner._at.index_select(0, at))
+
+
+def _keyed(keys: tuple[Any, ...], batch: Iterable[Any]) -> dict[Any, Any]:
+    return dict(zip(keys, batch, strict=True))
+
+
+def _chunks(rows: Tensor, size: int) -> Iterator[Tensor]:
+    # In blocks, so that an epoch of millions of batches does not begin with millions of views.
+    return chain.from_iterable(block.split(size) for block in rows.split(256 * size))
+
+
+def _columns(named: dict[str, Any]) -> list[Tensor]:
+    columns = {name: _column(name, value) for name, value in named.items()}
+    shapes = ", ".join(f"{name} {tuple(column.shape)}" for name, column in columns.items()) or "no array"
+    if len({column.shape[0] for column in columns.values()}) != 1:
+        raise DataError(
+            message(
+                "the arrays of one data set differ in their number of rows",
+                have=shapes,
+                want="arrays or tensors that are equally long in dimension 0",
+                fix="write a list for ready batches: [(x1, y1), (x2, y2)]",
+            )
+        )
+    if len({column.device for column in columns.values()}) != 1:
+        have = ", ".join(f"{name} on {column.device}" for name, column in columns.items())
+        raise DataError(message("the tensors of one data set lie on different devices", have=have, fix="move them"))
+    return list(columns.values())
+
+
+def _column(name: str, value: Any) -> Tensor:
+    want = "tensors or NumPy arrays of numbers, their rows in dimension 0"
+    if not isinstance(value, Tensor | np.ndarray):
+        raise DataError(
+            message(
+                f"{name} of a tuple or dict that should be one data set is no array",
+                have=type(value).__name__,
+                want=want,
+                fix="np.asarray(...) for rows; a list for ready batches: [(x1, y1), (x2, y2)]",
+            )
+        )
+    if value.ndim == 0:
+        raise DataError(message(f"{name} is a single number and has no rows", want=want))
+    return value if isinstance(value, Tensor) else _tensor(name, value)
+
+
+def _tensor(name: str, array: np.ndarray[Any, Any]) -> Tensor:
+    if any(stride < 0 for stride in array.strides) or not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="), order="C")
+    try:
+        return torch.from_numpy(array if array.flags.writeable else np.asarray(_Alias(array)))
+    except (TypeError, ValueError) as error:
+        have = f"{name}: {array.dtype}, shape {array.shape}"
+        want = "an array of a dtype that torch has"
+        fix = "array.astype(np.float32), or an integer dtype for classes"
+        raise DataError(message("torch has no tensor of this array", have=have, want=want, fix=fix)) from error
+
+
+class _Alias:
+    """A read-only array as a writable one, without a copy.
+
+    torch warns about read-only memory; a table only reads it, and its batches are copies.
+    """
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self.array = array
+        interface = dict(array.__array_interface__)
+        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}

@@ -1,0 +1,91 @@
+"""Rows of a map-style data set, fetched so that their random draws depend on (seed, epoch, row) alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Subset, default_collate
+
+_MASK = (1 << 64) - 1
+
+
+def mixed(*numbers: int) -> int:
+    """64 well-mixed bits of any whole numbers (SplitMix64, Steele, Lea and Flood 2014)."""
+    state = 0
+    for number in numbers:
+        state = (state + number + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state
+
+
+class SeededRows:
+    """A map-style data set and its collate function; `fetch` gives a batch.
+
+    Python's, NumPy's and torch's CPU generator are seeded before each row and put back after the batch. A data set
+    with `__getitems__` is asked for a whole batch at once, seeded from the batch's first row. Generators of the
+    data set's own, and fresh ones seeded by the operating system, are not reached.
+    """
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any] | None) -> None:
+        self.dataset = dataset
+        self._collate = collate
+        self._at_once = _fetches_at_once(dataset)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def describe(self) -> str:
+        """The class of the data set."""
+        return type(self.dataset).__name__
+
+    def fetch(self, seed: int, epoch: int, rows: Sequence[int]) -> Any:
+        """The batch of `rows`, whatever the process has drawn before."""
+        base = mixed(seed, epoch)
+        # Row numbers end below 2^63: a draw for the whole batch has a number of its own beyond them.
+        whole = rows[0] + (1 << 63)
+        with _put_back():
+            if self._at_once:
+                _seed(mixed(base, whole))
+                fetched = self.dataset.__getitems__(list(rows))
+            else:
+                fetched = [self._row(base, row) for row in rows]
+            if self._collate is None:
+                return default_collate(fetched)
+            _seed(mixed(base, whole, 1))
+            return self._collate(fetched)
+
+    def _row(self, base: int, row: int) -> Any:
+        _seed(mixed(base, row))
+        return self.dataset[row]
+
+
+def _fetches_at_once(dataset: Any) -> bool:
+    # A Subset has `__getitems__` whatever it is a subset of; row by row, each row keeps its own draws.
+    if type(dataset) is Subset:
+        return _fetches_at_once(dataset.dataset)
+    return callable(getattr(dataset, "__getitems__", None))
+
+
+def _seed(bits: int) -> None:
+    random.seed(bits)
+    # torch and NumPy start the same Mersenne twister from 32 bits: the same ones would give the same stream.
+    np.random.seed(bits >> 32)
+    torch.default_generator.manual_seed(bits & 0xFFFFFFFF)
+
+
+@contextmanager
+def _put_back() -> Iterator[None]:
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.default_generator.set_state(cpu)

@@ -1,0 +1,178 @@
+"""Whatever `train` or `val` is, opened as one kind of thing: a source of the batches of an epoch."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from numbers import Number
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from trainwright.base.contracts import Source
+from trainwright.base.errors import DataError, message
+from trainwright.data.foreign import LoaderBatches
+from trainwright.data.own import Batches, batches
+from trainwright.data.stream import Continuing, ReadyBatches
+
+_FORMS = (
+    "batches(...), a DataLoader, a Dataset, a tensor or array or a tuple of them with batch_size, "
+    "an iterable of batches, or a function epoch -> one of these"
+)
+
+
+def open_source(data: Any, *, batch_size: int | None = None, shuffle: bool = False, role: str = "train") -> Source:
+    """A source of the batches of `data`; DataError where there are none, or the form is no data.
+
+    `batch_size` and `shuffle` are for data sets of rows (see `takes_batch_size`): with ready batches `batch_size`
+    is refused, and `shuffle` says nothing. A function `epoch -> data` is called once for epoch 0, at once.
+    """
+    if isinstance(data, Batches | LoaderBatches | ReadyBatches | Continuing | PerEpoch):
+        return _own(data, batch_size, role)
+    _refuse_what_is_no_data(data, role)
+    if _is_function(data):
+        return PerEpoch(data, batch_size=batch_size, shuffle=shuffle, role=role)
+    if takes_batch_size(data):
+        return _data_set(data, batch_size, shuffle=shuffle, role=role)
+    _refuse_batch_size(data, batch_size, role)
+    return LoaderBatches(data, role) if isinstance(data, DataLoader) else ReadyBatches(data, role)
+
+
+def takes_batch_size(data: Any) -> bool:
+    """Whether `data` is a data set of rows, or a function that may give one, rather than ready batches."""
+    if isinstance(data, Tensor | np.ndarray | tuple | dict) or _is_function(data):
+        return True
+    if isinstance(data, Batches | DataLoader | IterableDataset):
+        return False
+    rows_by_number = hasattr(data, "__getitem__") and hasattr(data, "__len__") and not hasattr(data, "__iter__")
+    return isinstance(data, Dataset) or hasattr(data, "__getitems__") or rows_by_number
+
+
+class PerEpoch:
+    """A function `epoch -> data`, called once per epoch; length and rows are those of epoch 0."""
+
+    repeatable = True
+    draws_global_rng = True
+
+    def __init__(self, make: Any, *, batch_size: int | None, shuffle: bool, role: str) -> None:
+        self._make = make
+        self._batch_size = batch_size
+        self._shuffle = shuffle
+        self._role = role
+        self._data = _called(make, 0, role)
+        self._source = self._opened(self._data)
+        self._epoch = 0
+        self._fresh = True
+        """Whether the data in hand are not yet read."""
+        self._loaded: dict[str, Any] | None = None
+        self.length = self._source.length
+        self.rows = self._source.rows
+        self.batch_size = self._source.batch_size
+
+    def describe(self) -> str:
+        """The data of epoch 0."""
+        return f"{self._source.describe()}, made for each epoch"
+
+    def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
+        """The batches of the data that the function gives for `epoch`."""
+        same = self._fresh and epoch == self._epoch
+        if not same:
+            data = _called(self._make, epoch, self._role)
+            same = data is self._data
+            if not same:
+                self._data, self._source = data, self._opened(data)
+        loaded, self._loaded = self._loaded, None
+        # A state of another epoch's data belongs to those data, unless all epochs share them.
+        if loaded is not None and (same or loaded["epoch"] == epoch):
+            self._source.load_state_dict(loaded["source"])
+        self._epoch, self._fresh = epoch, False
+        return self._source.epoch(epoch, skip)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The epoch in hand and the state of its data."""
+        return self._loaded or {"epoch": self._epoch, "source": self._source.state_dict()}
+
+    def load_state_dict(self, tree: dict[str, Any]) -> None:
+        """Take over a saved state; it takes effect when the next epoch's data are made."""
+        self._loaded = tree
+
+    def _opened(self, data: Any) -> Source:
+        if _is_function(data):
+            raise _no_data(data, f"{self._role} data: the function epoch -> data gave another function")
+        return open_source(data, batch_size=self._batch_size, shuffle=self._shuffle, role=self._role)
+
+
+def _called(make: Any, epoch: int, role: str) -> Any:
+    try:
+        inspect.signature(make).bind(epoch)
+    except TypeError as error:
+        raise DataError(
+            message(
+                f"{role} data: the function cannot be called with the epoch",
+                have=str(error),
+                want="a function of one argument, the epoch from 0",
+                fix="lambda epoch: make()",
+            )
+        ) from None
+    except ValueError:
+        pass  # a builtin without a signature
+    return make(epoch)
+
+
+def _is_function(data: Any) -> bool:
+    data_like = any(hasattr(data, name) for name in ("__iter__", "__getitem__"))
+    return callable(data) and not data_like and not isinstance(data, type | nn.Module)
+
+
+def _own(source: Any, batch_size: int | None, role: str) -> Source:
+    _refuse_batch_size(source, batch_size, role)
+    opened: Source = source
+    return opened
+
+
+def _data_set(data: Any, batch_size: int | None, *, shuffle: bool, role: str) -> Source:
+    if batch_size is not None:
+        return batches(data, batch_size, shuffle=shuffle)
+    raise DataError(
+        message(
+            f"{role} data: {_name(data)} is a data set of rows, without a batch size",
+            want="a batch size, or ready batches (a list is batches)",
+            fix="batch_size=64, or batches(data, 64) in place of the data",
+        )
+    )
+
+
+def _refuse_batch_size(data: Any, batch_size: int | None, role: str) -> None:
+    if batch_size is None:
+        return
+    fix = "batches(data, ...) if its items are rows" if hasattr(data, "__getitem__") else "leave batch_size out"
+    if isinstance(data, IterableDataset):
+        fix = f"DataLoader(data, batch_size={batch_size})"
+    raise DataError(
+        message(
+            f"{role} data: batch_size={batch_size} beside {_name(data)}, which is taken as batches already",
+            want="batch_size only with a data set of rows",
+            fix=fix,
+        )
+    )
+
+
+def _refuse_what_is_no_data(data: Any, role: str) -> None:
+    if isinstance(data, type):
+        raise _no_data(data, f"{role} data: the class {data.__name__} itself", fix=f"{data.__name__}(...)")
+    if hasattr(data, "iloc"):
+        raise _no_data(data, f"{role} data: a table of pandas", fix="data.to_numpy()")
+    iterable = hasattr(data, "__iter__") or hasattr(data, "__getitem__") or callable(data)
+    if isinstance(data, str | bytes | Number | nn.Module) or not iterable:
+        raise _no_data(data, f"{role} data: {_name(data)} is nothing that batches come from")
+
+
+def _no_data(data: Any, what: str, fix: str = "") -> DataError:
+    return DataError(message(what, have=repr(data)[:80], want=_FORMS, fix=fix))
+
+
+def _name(data: Any) -> str:
+    name = type(data).__name__
+    return f"{'an' if name[0] in 'AEIOaeiou' else 'a'} {name}"
