@@ -1,1 +1,37 @@
-"""Trainwright."""
+"""The PyTorch training loop, exact, fast and readable: one Trainer, named slots, hooks, observers."""
+
+from trainwright.base.contracts import Clip, Metric, Observer, Part, Precision, Rates, Scaler, Schedule, Source
+from trainwright.base.errors import (
+    CheckpointError,
+    DataError,
+    NonFiniteError,
+    SettingError,
+    StepError,
+    TrainwrightError,
+)
+from trainwright.base.plan import Plan
+from trainwright.base.progress import Progress
+from trainwright.base.records import Best, Mean, Result, Saved, Step, Sum, Update, Validation
+from trainwright.base.spans import Epochs, Seconds, Updates
+from trainwright.data.own import Batches, batches
+from trainwright.observers.console import Console
+from trainwright.observers.journal import Journal, journal_to_csv, read_journal
+from trainwright.runtime.gradients import Gradients
+from trainwright.slots.checkpoint import Checkpoint
+from trainwright.slots.saved import latest_checkpoint, load_weights
+from trainwright.slots.clip import ClipNorm, ClipValue
+from trainwright.slots.early_stopping import EarlyStopping
+from trainwright.slots.metrics import Derived, accuracy, top_k
+from trainwright.slots.precision import LossScaler, MixedPrecision
+from trainwright.slots.schedule import (
+    Cosine,
+    Exponential,
+    Linear,
+    MultiStep,
+    StepLR,
+    WarmupStableDecay,
+)
+from trainwright.slots.window import Window, windows
+from trainwright.trainer import Trainer
+
+__version__ = "0.1.0"

@@ -66,24 +66,22 @@ class KnownLoss:
         self._sum = rebuilt("sum")
         self._none = rebuilt("none")
 
-    def summed(self, output: Tensor, target: Tensor) -> Sum:
-        """Return the loss as a `Sum`, on the output's device; its gradient is exact where nothing is counted."""
-        total = self._sum(output, target)
-        if self.reduction == "sum":
-            return Sum(total)
+    def total(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return the sum whose mean over `count(target)` is the loss; its gradient is 0 where nothing is counted."""
+        total: Tensor = self._sum(output, target)
         if self._kind == "elements" and output.shape != target.shape:  # torch broadcasts, with a warning
             total = total * (target.numel() / math.prod(torch.broadcast_shapes(output.shape, target.shape)))
-        return Sum(total, self.count(target))
+        return total
 
     def count(self, target: Tensor) -> Count:
         """Return what the mean over `target` is a mean over; an int, or a float with class weights."""
         if self._kind == "elements":
             return target.numel()
         if target.is_floating_point():
-            return target.numel() // target.shape[1 if target.ndim > 1 else 0]
+            return target.numel() // int(target.shape[1 if target.ndim > 1 else 0])
         if self._weight is None:
             if not target.is_cpu:
-                return (target != self._ignore).sum()
+                return torch.count_nonzero(target != self._ignore)
             return int(torch.count_nonzero(target != self._ignore))
         weight = self._weight.to(target.device)
         valid = target != self._ignore

@@ -1,0 +1,97 @@
+"""Find inputs and target in a batch, and call a model with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from trainwright.base.errors import DataError, SettingError, message
+from trainwright.base.records import Sum
+from trainwright.run.owner import Owner
+
+TARGETS = ("target", "targets", "labels", "label", "y")
+
+
+def split(batch: Any) -> tuple[Any, Any]:
+    """Return (inputs, target): a sequence's last item is the target, a mapping's is found by its key, else None.
+
+    The inputs are a tuple (positional) or a dict (keywords). Raises DataError for a batch of any other form.
+    """
+    if isinstance(batch, tuple | list):
+        return (tuple(batch[:-1]), batch[-1]) if len(batch) > 1 else (tuple(batch), None)
+    if isinstance(batch, Mapping):
+        name = next((name for name in TARGETS if name in batch), None)
+        inputs = {key: value for key, value in batch.items() if key != name}
+        return inputs, None if name is None else batch[name]
+    if isinstance(batch, Tensor):
+        return (batch,), None
+    raise DataError(
+        message(
+            f"a batch of type {type(batch).__name__} has no inputs and target that are known",
+            want="(inputs, target), a dict with 'target', 'targets', 'labels', 'label' or 'y', or a tensor",
+            fix="override split(self, batch) -> (inputs, target), or training_step(self, batch)",
+            where=False,
+        )
+    )
+
+
+def known_target(batch: Any) -> Tensor | None:
+    """The target that `split` would find, where it is a tensor; None for every other batch."""
+    target = None
+    if isinstance(batch, tuple | list) and len(batch) > 1:
+        target = batch[-1]
+    elif isinstance(batch, Mapping):
+        target = next((batch[name] for name in TARGETS if name in batch), None)
+    return target if isinstance(target, Tensor) else None
+
+
+def call(model: Any, inputs: Any) -> Any:
+    """Call a model with a tuple as positional inputs, a mapping as keywords, anything else as it is."""
+    if type(inputs) is tuple:
+        return model(*inputs)
+    return model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
+
+
+def loss_of(owner: Owner, output: Any, target: Any) -> Any:
+    """Return the loss of a micro-batch in training: as the user gave it, or as a sum where several are weighed."""
+    if target is None or owner.loss is None:
+        raise no_loss(owner, target)
+    known = owner.known
+    if known is not None and known.reduction == "sum":
+        return Sum(owner.loss(output, target))
+    if known is None or owner.ledger.window.alone:
+        return owner.loss(output, target)
+    return Sum(known.total(output, target), owner.ledger.count)
+
+
+def exact_loss_of(owner: Owner, output: Any, target: Any) -> Any:
+    """Return the loss of a batch in an evaluation: the sum over what is counted, where torch's loss is known."""
+    if target is None or owner.loss is None:
+        raise no_loss(owner, target)
+    known = owner.known
+    if known is None:
+        return owner.loss(output, target)
+    return Sum(known.total(output, target), None if known.reduction == "sum" else known.count(target))
+
+
+def no_loss(owner: Owner, target: Any) -> Exception:
+    """Build the error for a default step that lacks its loss or its target."""
+    if owner.loss is None:
+        return SettingError(
+            message(
+                "no loss: loss is None, and this step is not overridden",
+                want="a loss, or a step of your own that returns one",
+                fix="Trainer(model, optimizer, nn.CrossEntropyLoss())",
+                where=False,
+            )
+        )
+    return DataError(
+        message(
+            "a batch holds no target for the loss",
+            want="(inputs, target), or a dict with 'target', 'targets', 'labels', 'label' or 'y'",
+            fix="override split(self, batch) -> (inputs, target), or training_step(self, batch)",
+            where=False,
+        )
+    )

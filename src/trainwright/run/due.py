@@ -1,0 +1,47 @@
+"""When something falls due: after so many updates, epochs or seconds."""
+
+from __future__ import annotations
+
+import math
+
+from trainwright.base.errors import SettingError, message
+from trainwright.base.progress import Counters
+from trainwright.base.spans import Epochs, Seconds, Span, Updates
+
+
+class Bell:
+    """Rings each time its span has passed; asked only between two updates."""
+
+    def __init__(self, span: Span, counters: Counters, *, of: str) -> None:
+        if isinstance(span, Epochs) and span.n != int(span.n):
+            raise SettingError(
+                message(f"{of}={span}", want="whole epochs, or a span that falls inside an epoch", fix="Updates(500)")
+            )
+        if not isinstance(span, Epochs | Updates | Seconds):
+            raise SettingError(
+                message(f"{of}={span!r}", want="Updates(n), Epochs(n) or Seconds(n)", fix=f"{of}=Epochs(1)")
+            )
+        self.span = span
+        self._updates = counters.updates
+        self._seconds = counters.seconds
+
+    def rings(self, counters: Counters, *, epoch_ended: bool) -> bool:
+        """Whether the span has passed since it last rang."""
+        if isinstance(self.span, Epochs):
+            return epoch_ended and counters.epoch % int(self.span.n) == 0
+        if isinstance(self.span, Updates):
+            passed = counters.updates // self.span.n > self._updates // self.span.n
+            self._updates = counters.updates
+            return passed
+        if counters.seconds - self._seconds < self.span.n:
+            return False
+        self._seconds = counters.seconds
+        return True
+
+    def next_update(self, counters: Counters) -> float:
+        """The update at which it must be asked next; infinite where only the end of an epoch matters."""
+        if isinstance(self.span, Epochs):
+            return math.inf
+        if isinstance(self.span, Updates):
+            return (counters.updates // self.span.n + 1) * self.span.n
+        return counters.updates + 1

@@ -1,0 +1,171 @@
+"""One pass over data without a trace: modes, random state and gradients are afterwards what they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainwright.base.contracts import Source
+from trainwright.base.errors import DataError, SettingError, message
+from trainwright.base.records import Step
+from trainwright.run.ledger import Ledger
+from trainwright.run.owner import Owner
+from trainwright.runtime import modules
+from trainwright.runtime.randomness import unmoved
+from trainwright.slots.metrics import Meters
+from trainwright.slots.precision import switched
+from trainwright.slots.window import rows_of
+
+READ_EVERY = 64
+"""Batches between two reads of an evaluation's numbers: memory for that many scalars, and no wait per batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The numbers of one pass, and the standard errors of those that were asked for."""
+
+    numbers: dict[str, float]
+    errors: dict[str, float]
+    rows: int
+
+
+@contextmanager
+def traceless(owner: Owner) -> Iterator[None]:
+    """Eval mode and no gradients inside; modes and every random state put back afterwards."""
+    roots = [module for module in (owner.model, owner.loss) if isinstance(module, nn.Module)]
+    with ExitStack() as stack:
+        stack.enter_context(unmoved())
+        stack.enter_context(modules.evaluating(*roots))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(switched(owner.precision))
+        yield
+
+
+def evaluate(
+    owner: Owner, source: Source, *, name: str, spread: str | None = None, batches: int | None = None
+) -> Evaluation:
+    """Run `validation_step` over one pass of `source` (at most `batches` of it); numbers are named `<name>_loss` etc.
+
+    `spread` names a number (without the prefix) whose standard error over rows is wanted too.
+    """
+    meters = _meters(owner, spread)
+    ledger = Ledger(meters, counter=owner.counter)
+    move = owner.mover
+    outer, owner.ledger = owner.ledger, ledger
+    step = _with_autocast(owner, owner.validation_step)
+    rows = seen = 0
+    try:
+        with traceless(owner):
+            for batch in islice(source.epoch(0), batches):
+                here = rows_of(batch)
+                returned = step(batch if move is None else move(batch))
+                if not seen:
+                    _check_fed(owner, returned)
+                ledger.note(returned, batch, here)
+                rows += here
+                seen += 1
+                if ledger.open >= READ_EVERY:
+                    ledger.close()
+            numbers = ledger.means(f"{name}_")
+    finally:
+        owner.ledger = outer
+    if not seen:
+        raise DataError(message(f"the {name} data gave no batch", want="at least one batch", where=False))
+    return Evaluation(*_without_hidden(numbers, meters, f"{name}_"), rows)
+
+
+def predict(owner: Owner, source: Source) -> Any:
+    """Return the outputs of `predict_step` over one pass in data order, joined on the CPU; see `join`."""
+    step = _with_autocast(owner, owner.predict_step)
+    outputs: list[Any] = []
+    with traceless(owner):
+        for batch in source.epoch(0):
+            output = step(batch if owner.mover is None else owner.mover(batch))
+            outputs.append(_to_cpu(output.output if type(output) is Step else output))
+    if not outputs:
+        raise DataError(message("the data to predict gave no batch", want="at least one batch"))
+    return join(outputs)
+
+
+def join(outputs: list[Any]) -> Any:
+    """Concatenate nested outputs along their rows; a list where the shapes do not allow it."""
+    first = outputs[0]
+    if isinstance(first, Tensor):
+        fits = first.ndim > 0 and all(output.shape[1:] == first.shape[1:] for output in outputs)
+        return torch.cat(outputs) if fits else outputs
+    if isinstance(first, tuple) and hasattr(first, "_fields"):
+        return type(first)(*(join(list(column)) for column in zip(*outputs, strict=True)))
+    if isinstance(first, tuple | list):
+        return type(first)(join(list(column)) for column in zip(*outputs, strict=True))
+    if isinstance(first, dict):
+        return {key: join([output[key] for output in outputs]) for key in first}
+    return outputs
+
+
+_HIDDEN = "loss of each row"
+
+
+def _meters(owner: Owner, spread: str | None) -> Meters | None:
+    metrics = dict(owner.metrics or {})
+    if spread == "loss":
+        if owner.known is None:
+            raise SettingError(
+                message(
+                    'min_delta="1se" on a loss needs one value per row, and this loss is none of torch\'s own',
+                    fix="monitor a metric that returns one value per row",
+                )
+            )
+        metrics[_HIDDEN] = owner.known.each_row
+    return Meters(metrics, spread=spread is not None) if metrics else None
+
+
+def _without_hidden(
+    numbers: dict[str, float], meters: Meters | None, prefix: str
+) -> tuple[dict[str, float], dict[str, float]]:
+    errors = {} if meters is None else {prefix + name: value for name, value in meters.errors().items()}
+    if prefix + _HIDDEN in numbers:
+        del numbers[prefix + _HIDDEN]
+        errors[prefix + "loss"] = errors.pop(prefix + _HIDDEN)
+    return numbers, errors
+
+
+def _with_autocast(owner: Owner, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    context = None if owner.precision is None else owner.precision.autocast(owner.device.type)
+    if context is None:
+        return step
+
+    def under_autocast(batch: Any) -> Any:
+        with context:
+            return step(batch)
+
+    return under_autocast
+
+
+def _check_fed(owner: Owner, returned: Any) -> None:
+    if owner.metrics and not (type(returned) is Step and returned.output is not None):
+        raise SettingError(
+            message(
+                f"the metrics {', '.join(owner.metrics)} are never fed: the step returned {type(returned).__name__}",
+                want="the output and target that the metrics read",
+                fix="return Step(loss, output, target) from the step",
+                where=False,
+            )
+        )
+
+
+def _to_cpu(output: Any) -> Any:
+    if isinstance(output, Tensor):
+        return output.detach().cpu()
+    if isinstance(output, tuple) and hasattr(output, "_fields"):
+        return type(output)(*(_to_cpu(value) for value in output))
+    if isinstance(output, tuple | list):
+        return type(output)(_to_cpu(value) for value in output)
+    if isinstance(output, dict):
+        return {key: _to_cpu(value) for key, value in output.items()}
+    return output

@@ -1,0 +1,218 @@
+"""The numbers of one loop: losses, logged values and metrics with their counts, read late and all at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from trainwright.base.errors import SettingError, message
+from trainwright.base.records import Count, Step
+from trainwright.runtime import late
+from trainwright.slots.losses import Outcome, counted_by_torch, read_outcome
+from trainwright.slots.metrics import Meters
+from trainwright.slots.window import Window
+
+RESERVED = frozenset({"loss", "lr", "epoch", "update", "grad_norm", "rows", "skipped"})
+Entry = tuple[str, float | Tensor, Count, bool]
+"""(name, value, count, whether the value is a sum already)."""
+
+
+class Ledger:
+    """Takes down every number of a loop with its count, and gives back exact count-weighted means.
+
+    Values stay tensors until `close` reads all of them in one go, together with whatever else is asked for.
+    """
+
+    def __init__(
+        self,
+        meters: Meters | None = None,
+        *,
+        counter: Callable[[Any], Count] | None = None,
+        trusts_counter: bool = False,
+    ) -> None:
+        self.meters = meters
+        self.window = Window([], [])
+        self.loss = math.nan
+        """The loss of what was closed last, in the user's own scale."""
+        self.counted = 0.0
+        """What that loss is a mean over."""
+        self.noted = False
+        """Whether a loss was among the numbers closed last."""
+        self.values: dict[str, float] = {}
+        """Named losses and logged numbers of what was closed last."""
+        self._counter = counter
+        self._trusts_counter = trusts_counter
+        self._entries: list[Entry] = []
+        self._sums: dict[str, float] = {}
+        self._counts: dict[str, float] = {}
+        self._noting = True
+        self._passes = 0
+
+    def begin(self, window: Window) -> None:
+        """Turn to the next window."""
+        self.window = window
+        self.noted = False
+        self._passes = 0
+
+    def start_pass(self) -> None:
+        """Start running the window; only its first pass is noted (SAM and LBFGS run it again, elsewhere)."""
+        self._noting = self._passes == 0
+        self._passes += 1
+        self.window.begin()
+
+    @property
+    def count(self) -> Count:
+        """The count of the micro-batch that is about to run, as the host knows it."""
+        index = self.window.position + 1
+        counts = self.window.counts
+        return self.window.rows[index] if counts is None else counts[index]
+
+    def take(self, returned: Any) -> Tensor:
+        """Take down what a training step returned; return what `backward` is to be called on."""
+        window = self.window
+        window.position = position = window.position + 1
+        if type(returned) is Step:
+            if self.meters is not None and self._noting:
+                self.meters.update(returned.output, returned.target, window.rows[position])
+            returned = returned.loss
+        outcome = Outcome(returned) if type(returned) is Tensor and returned.ndim == 0 else read_outcome(returned)
+        if outcome.summed and outcome.count is None:
+            self._note(outcome, window.rows[position])
+            return outcome.loss
+        count, own = self._count(outcome, position)
+        self._note(outcome, count)
+        if window.alone:
+            return outcome.loss / count if outcome.summed else outcome.loss
+        divisor = window.divisor(count, own=own)
+        return outcome.loss / divisor if outcome.summed else outcome.loss * (count / divisor)
+
+    def note(self, returned: Any, batch: Any, rows: int) -> None:
+        """Take down what an evaluation step returned for one host batch."""
+        if type(returned) is Step:
+            if self.meters is not None:
+                self.meters.update(returned.output, returned.target, rows)
+            if returned.loss is None:
+                return
+            returned = returned.loss
+        outcome = read_outcome(returned)
+        count: Count = rows
+        if outcome.count is not None:
+            count = outcome.count
+        elif not outcome.summed and self._counter is not None:
+            count = self._counter(batch)
+        self._note(outcome, count)
+
+    def note_returned(self, returned: Any) -> None:
+        """Take down what an overridden `update` returned, where no step of this window was noted."""
+        if not self._noting or returned is None or any(name == "loss" for name, *_ in self._entries):
+            return
+        rows = sum(self.window.rows)
+        if isinstance(returned, dict):
+            self._entries += [(name, _number(value), rows, False) for name, value in returned.items()]
+        else:
+            self._entries.append(("loss", _number(returned), rows, False))
+
+    def log(self, name: str, value: float | Tensor, count: Count | None) -> None:
+        """Take down a number of the user's own; `count` defaults to that of the batch in hand."""
+        if name in RESERVED or name.startswith("val_"):
+            raise SettingError(
+                message(f"log({name!r}, ...): the name is taken", want="a name of its own, without val_ before it")
+            )
+        if self._noting:
+            self._entries.append((name, _number(value), self.count if count is None else count, False))
+
+    def close(self, *more: float | Tensor) -> list[float]:
+        """Read all numbers noted since the last call, and `more`, in one go; return `more` as floats."""
+        entries = self._entries
+        numbers = late.read([*[entry[1] for entry in entries], *[entry[2] for entry in entries], *more])
+        size = len(entries)
+        if size == 1 and entries[0][0] == "loss":  # the common case: one loss, and it stays the loss bit for bit
+            self._add_one(numbers[0], numbers[1], entries[0][3])
+        elif size:
+            self._add_all(numbers)
+        self._entries = []
+        return numbers[2 * size :]
+
+    @property
+    def open(self) -> int:
+        """How many numbers wait to be read."""
+        return len(self._entries)
+
+    def means(self, prefix: str = "") -> dict[str, float]:
+        """Return every mean since the last `reset`, metrics and derived numbers included; NaN over nothing."""
+        self.close()
+        means = {name: (self._sums[name] / n if n else math.nan) for name, n in self._counts.items()}
+        if self.meters is None:
+            return {prefix + name: value for name, value in means.items()}
+        return {prefix + name: value for name, value in means.items()} | self.meters.compute(prefix, means)
+
+    def reset(self) -> None:
+        """Start new sums."""
+        self._entries, self._sums, self._counts = [], {}, {}
+        if self.meters is not None:
+            self.meters.reset()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The running sums, so that a mean goes on after a resume inside an epoch."""
+        meters = None if self.meters is None else self.meters.state_dict()
+        return {"sums": dict(self._sums), "counts": dict(self._counts), "meters": meters}
+
+    def load_state_dict(self, tree: dict[str, Any]) -> None:
+        """Take over saved sums."""
+        self._sums, self._counts = dict(tree["sums"]), dict(tree["counts"])
+        if self.meters is not None and tree["meters"] is not None:
+            self.meters.load_state_dict(tree["meters"])
+
+    def _count(self, outcome: Outcome, position: int) -> tuple[Count, bool]:
+        """What the outcome is a mean over, and whether it told so itself."""
+        window = self.window
+        if outcome.count is not None:
+            known = window.counts is not None and outcome.count is window.counts[position]
+            return outcome.count, not known
+        if window.counts is not None and self._trusts_counter:
+            return window.counts[position], False
+        found = counted_by_torch(outcome.loss)
+        if found is not None:
+            return found, True
+        if window.counts is not None:
+            return window.counts[position], False
+        count = window.rows[position] if self._counter is None else self._counter(window.batches[position])
+        return count, True
+
+    def _note(self, outcome: Outcome, count: Count) -> None:
+        if not self._noting:
+            return
+        self._entries.append(("loss", outcome.loss.detach(), count, outcome.summed))
+        if outcome.named is not None:
+            self._entries += [(name, value, count, outcome.summed) for name, value in outcome.named.items()]
+
+    def _add_one(self, value: float, count: float, summed: bool) -> None:
+        self.loss = (value / count if count else math.nan) if summed else value
+        self.counted, self.noted = count, True
+        if self.values:
+            self.values = {}
+        self._sums["loss"] = self._sums.get("loss", 0.0) + ((value if summed else value * count) if count else 0.0)
+        self._counts["loss"] = self._counts.get("loss", 0.0) + count
+
+    def _add_all(self, numbers: list[float]) -> None:
+        sums: dict[str, float] = {}
+        counts: dict[str, float] = {}
+        size = len(self._entries)
+        for (name, _, _, summed), value, count in zip(self._entries, numbers, numbers[size:], strict=False):
+            # A number over nothing is NaN, or a sum of 0: neither belongs in the mean of the others.
+            sums[name] = sums.get(name, 0.0) + ((value if summed else value * count) if count else 0.0)
+            counts[name] = counts.get(name, 0.0) + count
+        for name, count in counts.items():
+            self._sums[name] = self._sums.get(name, 0.0) + sums[name]
+            self._counts[name] = self._counts.get(name, 0.0) + count
+        means = {name: (sums[name] / n if n else math.nan) for name, n in counts.items()}
+        self.loss, self.counted = means.pop("loss", math.nan), counts.get("loss", 0.0)
+        self.noted = self.noted or "loss" in counts
+        self.values = means
+
+
+def _number(value: float | Tensor) -> float | Tensor:
+    return value.detach() if isinstance(value, Tensor) else value

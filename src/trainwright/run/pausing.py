@@ -1,0 +1,235 @@
+"""What happens between two updates when something falls due: validate, judge, stop, tell, save."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainwright.base.contracts import Source, listeners
+from trainwright.base.errors import SettingError, message
+from trainwright.base.records import Best, Result, Validation
+from trainwright.base.spans import Span
+from trainwright.run import state
+from trainwright.run.due import Bell
+from trainwright.run.plan import Ends
+from trainwright.run.run import Run
+from trainwright.slots.checkpoint import Keeper, load_tree
+
+
+class Pauses:
+    """The steps of a pause, each of them one line of the trainer's `_pause`."""
+
+    def __init__(self, run: Run, val: Source | None, ends: Ends, *, keeper: Keeper | None) -> None:
+        self.run, self.val, self.ends = run, val, ends
+        self.owner, self.counters, self.history = run.owner, run.counters, run.owner.history
+        early = run.owner.early_stopping
+        self.watch: Any = None if early is None else early.bind()
+        self.keeper = keeper
+        self.wants_save = False
+        """Whether `save()` was called: a checkpoint is written at the coming boundary."""
+        self._weights = "last"
+
+    def start(self) -> None:
+        """Set clocks and bells going, after loading."""
+        counters, keeper = self.counters, self.keeper
+        self._before, self._started = counters.seconds, time.perf_counter()
+        self._last_time, self._last_rows = self._started, counters.rows
+        self._validates = Bell(self.ends.validate, counters, of="validate")
+        every: Span | str = "auto" if keeper is None else keeper.settings.every
+        self._saves = None if isinstance(every, str) else Bell(every, counters, of="every")
+        observers = self.owner.observers
+        self._on_validate, self._on_epoch = listeners(observers, "on_validate"), listeners(observers, "on_epoch")
+        self._on_save = listeners(observers, "on_save")
+        self._saved_at = -1
+        if not counters.stopped:
+            counters.stopped = self._end_reached()
+        self.run.due = self.next_due()
+
+    def arrive(self, *, epoch_ended: bool) -> None:
+        """Bring the counters up to date, and find out whether an end is reached."""
+        counters = self.counters
+        counters.seconds = self._before + time.perf_counter() - self._started
+        if epoch_ended:
+            counters.epoch, counters.batch = counters.epoch + 1, 0
+            if self.run.rates is not None:
+                self.run.rates.epoch_ended()
+        counters.stopped = counters.stopped or self._end_reached()
+
+    def validation_is_due(self, *, epoch_ended: bool) -> bool:
+        """Whether to validate now: the span has passed, or the run ends; never twice at one update."""
+        rings = self._validates.rings(self.counters, epoch_ended=epoch_ended)
+        fresh = self.counters.validated != self.counters.updates
+        return self.val is not None and fresh and (rings or bool(self.counters.stopped))
+
+    def row(self, numbers: Mapping[str, float] | None, *, epoch_ended: bool) -> dict[str, float]:
+        """Make the row of the history: the epoch's training numbers so far, and the validation's."""
+        counters, ledger = self.counters, self.run.ledger
+        row = {
+            "epoch": counters.earlier_epochs + counters.epoch,
+            "update": counters.earlier_updates + counters.updates,
+            **ledger.means(),
+            **(numbers or {}),
+            "lr": self.run.learning_rates()[0],
+        }
+        if epoch_ended:
+            ledger.reset()
+        if numbers is not None:
+            counters.validated = counters.updates
+        self.history.append(row)
+        return row
+
+    def judge(self, row: Mapping[str, float], *, validated: bool) -> bool:
+        """Show the row to early stopping, the checkpoint and the schedule; return whether it is the best so far."""
+        where = {"epoch": int(row["epoch"]), "update": int(row["update"])}
+        best = False
+        watch, keeper, rates = self.watch, self.keeper, self.run.rates
+        if watch is not None and _concerns(watch.monitor, row, validated):
+            best = watch.judge(row, self.owner.errors, **where)
+            if best and self.restores_from_memory:
+                watch.weights = _copied(self.owner.model, watch.weights)
+            self.counters.stopped = self.counters.stopped or watch.stopped
+        if keeper is not None and keeper.settings.best and _concerns(keeper.settings.best, row, validated):
+            best = keeper.judge(row, **where) or best
+        if rates is not None and (rates.monitor is None or _concerns(rates.monitor, row, validated)) and validated:
+            rates.observe(row)
+        return best
+
+    def tell(self, row: Mapping[str, float], *, best: bool, validated: bool, epoch_ended: bool) -> None:
+        """Tell the observers."""
+        now, counters = time.perf_counter(), self.counters
+        seconds, rows = now - self._last_time, counters.rows - self._last_rows
+        record = Validation(
+            epoch=int(row["epoch"]),
+            update=int(row["update"]),
+            metrics=dict(row),
+            best=best,
+            waited=0 if self.watch is None else self.watch.waited,
+            patience=0 if self.watch is None else getattr(self.owner.early_stopping, "patience", 0),
+            seconds=seconds,
+            rows=rows,
+            waiting=min(1.0, self.run.waited / seconds) if seconds else 0.0,
+            skipped=counters.skipped,
+        )
+        self._last_time, self._last_rows, self.run.waited = now, counters.rows, 0.0
+        for notify in self._on_validate if validated else []:
+            notify(record)
+        for notify in self._on_epoch if epoch_ended else []:
+            notify(record)
+
+    def saving_is_due(self, *, best: bool, validated: bool, epoch_ended: bool) -> bool:
+        """Whether to save now: the span has passed, it is the best, it was asked for, or the run ends."""
+        if self.keeper is None:
+            return False
+        rings = validated or (epoch_ended and self.val is None)
+        if self._saves is not None:
+            rings = self._saves.rings(self.counters, epoch_ended=epoch_ended)
+        return rings or best or bool(self.counters.stopped) or self.wants_save
+
+    def save(self) -> None:
+        """Write a checkpoint of the whole state."""
+        assert self.keeper is not None
+        self.wants_save = False
+        counters = self.counters
+        row = self.history[-1] if self.history else {}
+        current = row if row.get("update") == counters.earlier_updates + counters.updates else {}
+        saved = self.keeper.save(
+            state.gather(self.owner.parts()),
+            update=counters.earlier_updates + counters.updates,
+            epoch=counters.earlier_epochs + counters.epoch,
+            metrics=current,
+        )
+        for notify in self._on_save:
+            notify(saved)
+
+    def request_save(self) -> None:
+        """Have the loop pause and save at the coming boundary."""
+        if self.keeper is None:
+            raise SettingError(message("save() without a checkpoint slot", fix='checkpoint=Checkpoint("runs/x")'))
+        self.wants_save, self.run.due = True, 0
+
+    def next_due(self) -> float:
+        """Return the update at which the loop must pause next, ends of epochs apart."""
+        counters, ends = self.counters, self.ends
+        dues = [self._validates.next_update(counters)] if self.val is not None else []
+        if self._saves is not None:
+            dues.append(self._saves.next_update(counters))
+        if ends.max_updates is not None:
+            dues.append(ends.max_updates)
+        if ends.max_seconds is not None:
+            dues.append(counters.updates + 1)
+        return min(dues, default=math.inf)
+
+    @property
+    def restores_from_memory(self) -> bool:
+        """Whether early stopping's best weights are kept on the host: no checkpoint watches the same number."""
+        early = self.owner.early_stopping
+        if early is None or not getattr(early, "restore_best", False):
+            return False
+        settings = None if self.keeper is None else self.keeper.settings
+        return settings is None or settings.best != early.monitor or bool(getattr(early, "min_delta", 0))
+
+    def restore_best(self) -> None:
+        """Leave the model with the best weights, where a slot promises them."""
+        early, keeper, watch = self.owner.early_stopping, self.keeper, self.watch
+        if watch is not None and watch.best is not None and getattr(early, "restore_best", False):
+            if self.restores_from_memory:
+                self.owner.model.load_state_dict(watch.weights)
+            else:
+                assert keeper is not None and keeper.best is not None
+                _load_weights(self.owner.model, keeper.best)
+            self._weights = f"best of epoch {watch.best.epoch}"
+        elif keeper is not None and keeper.settings.restore_best and keeper.best is not None:
+            _load_weights(self.owner.model, keeper.best)
+            self._weights = f"best of epoch {keeper.best.epoch}"
+
+    def result(self) -> Result:
+        """Say how the run ended."""
+        counters = self.counters
+        best = None if self.keeper is None else self.keeper.best
+        return Result(
+            history=list(self.history),
+            best=self.watch.best if best is None and self.watch is not None else best,
+            updates=counters.updates,
+            epochs=counters.epoch,
+            stopped=counters.stopped,
+            seconds=counters.seconds,
+            skipped=counters.skipped,
+            weights=self._weights,
+        )
+
+    def _end_reached(self) -> str:
+        counters, ends = self.counters, self.ends
+        if ends.max_updates is not None and counters.updates >= ends.max_updates:
+            return f"max_updates={ends.max_updates} reached"
+        if ends.epochs is not None and counters.epoch >= ends.epochs:
+            return f"epochs={ends.epochs} reached"
+        if ends.max_seconds is not None and counters.seconds >= ends.max_seconds:
+            return f"max_seconds={ends.max_seconds:g} reached"
+        return ""
+
+
+def _concerns(monitor: str, row: Mapping[str, float], validated: bool) -> bool:
+    """Whether a row is one to judge `monitor` by: validations for `val_...`, any row for training numbers."""
+    return validated or not monitor.startswith("val_")
+
+
+def _copied(model: Any, into: dict[str, Tensor] | None) -> dict[str, Tensor]:
+    """A host copy of the weights, into the tensors of the copy before where there is one."""
+    state_dict = model.state_dict()
+    if into is None:
+        return {name: value.detach().cpu().clone() for name, value in state_dict.items()}
+    for name, value in state_dict.items():
+        into[name].copy_(value)
+    return into
+
+
+def _load_weights(model: Any, best: Best) -> None:
+    assert best.path is not None
+    tree, _ = load_tree(best.path)
+    with torch.no_grad():
+        model.load_state_dict(tree["model"])

@@ -1,0 +1,139 @@
+"""The arithmetic of the run and every contradiction in it, found before the first update."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass, replace
+
+import torch
+from torch import nn
+
+from trainwright.base.contracts import Source
+from trainwright.base.errors import DataError, SettingError, message
+from trainwright.base.names import did_you_mean
+from trainwright.base.plan import Plan
+from trainwright.base.spans import Epochs, Span
+from trainwright.run.owner import Owner
+
+
+EACH_EPOCH = Epochs(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """When a `fit` ends, and how often it validates."""
+
+    _: KW_ONLY
+    epochs: int | None = None
+    max_updates: int | None = None
+    max_seconds: float | None = None
+    epoch_updates: int | None = None
+    validate: Span = EACH_EPOCH
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "max_updates", "epoch_updates"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise SettingError(message(f"{name}={value!r}", want="a whole number, at least 1"))
+        if self.max_seconds is not None and not self.max_seconds > 0:
+            raise SettingError(message(f"max_seconds={self.max_seconds!r}", want="a number of seconds above 0"))
+        if self.epochs is None and self.max_updates is None and self.max_seconds is None:
+            raise SettingError(
+                message("fit() was not told when to end", want="epochs, max_updates or max_seconds", fix="epochs=10")
+            )
+
+
+def make_plan(owner: Owner, source: Source, val: Source | None, *, ends: Ends, notes: tuple[str, ...] = ()) -> Plan:
+    """Work out the run, or say what contradicts what."""
+    _check_data(source, ends)
+    plan = Plan(
+        model=type(owner.model).__name__,
+        parameters=_size(owner.model),
+        device=_device(owner.device),
+        precision="" if owner.precision is None else str(owner.precision),
+        train=source.describe(),
+        val="" if val is None else val.describe(),
+        batches=source.length,
+        rows=source.rows,
+        batch_size=source.batch_size,
+        accumulate=owner.accumulate,
+        epochs=ends.epochs,
+        max_updates=ends.max_updates,
+        max_seconds=ends.max_seconds,
+        epoch_updates=ends.epoch_updates,
+    )
+    return replace(plan, notes=(*notes, *_notes(owner, plan)))
+
+
+def check_monitors(
+    owner: Owner, *, has_val: bool, produced: set[str], open_ended: bool, rates: str | None = None
+) -> None:
+    """Refuse a number that is watched and that nothing produces.
+
+    `produced`: names known before the first update; `open_ended`: training steps of the user's may log more.
+    """
+    watched = {
+        "EarlyStopping": getattr(owner.early_stopping, "monitor", None),
+        "Checkpoint(best=...)": getattr(owner.checkpoint, "best", None),
+        "the schedule": rates,
+    }
+    for who, name in watched.items():
+        if name is None or name in produced or (open_ended and not name.startswith("val_")):
+            continue
+        if name.startswith("val_") and not has_val:
+            raise SettingError(
+                message(
+                    f"{who} watches {name!r}, and fit() got no validation data",
+                    want="fit(train, val, ...)",
+                    fix=f"pass val, or watch {name.removeprefix('val_')!r}",
+                )
+            )
+        raise SettingError(
+            message(
+                f"{who} watches {name!r}, which this run does not produce.{did_you_mean(name, produced)}",
+                have=", ".join(sorted(produced)),
+                want="one of these",
+            )
+        )
+
+
+def _check_data(source: Source, ends: Ends) -> None:
+    if ends.epoch_updates is not None and source.length is not None:
+        raise SettingError(
+            message(
+                f"epoch_updates={ends.epoch_updates}, and {source.describe()} has {source.length} batches an epoch",
+                want="epoch_updates only for a stream without a length",
+                fix="validate=Updates(n) validates inside an epoch",
+            )
+        )
+    again = (ends.epochs or 1) > 1 and ends.epoch_updates is None
+    if again and not source.repeatable:
+        raise DataError(
+            message(
+                f"epochs={ends.epochs}, and {source.describe()} can be iterated only once",
+                want="data that can be iterated again",
+                fix="pass a callable `lambda epoch: make_batches(epoch)`, a list of batches, or max_updates=...",
+            )
+        )
+
+
+def _notes(owner: Owner, plan: Plan) -> list[str]:
+    notes = []
+    if str(owner.precision) == "tf32" and owner.device.type == "cpu":
+        notes.append("tf32 has no effect on a cpu")
+    if (early := owner.early_stopping) is not None:
+        notes.append(f"stops early on {early.monitor}")
+    if (checkpoint := owner.checkpoint) is not None:
+        best = f", best by {checkpoint.best}" if getattr(checkpoint, "best", None) else ""
+        notes.append(f"checkpoints in {checkpoint.directory}{best}")
+    return notes
+
+
+def _size(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _device(device: torch.device) -> str:
+    if device.type == "cpu":
+        threads = torch.get_num_threads()
+        return f"cpu, {threads} thread{'s' if threads > 1 else ''}"
+    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)

@@ -1,0 +1,199 @@
+"""One fit under way: windows in, applied updates and numbers out, between two pauses."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainwright.base.contracts import Rates, Scaler, Source, listeners
+from trainwright.base.plan import Plan
+from trainwright.base.progress import Counters
+from trainwright.base.records import Update
+from trainwright.run.ledger import Ledger
+from trainwright.run.owner import Owner
+from trainwright.run.state import Random
+from trainwright.runtime import late
+from trainwright.runtime.gradients import Gradients
+from trainwright.runtime.modules import running_statistics
+from trainwright.runtime.randomness import random_state, set_random_state
+from trainwright.slots import nonfinite
+from trainwright.slots.clip import ClipNorm
+from trainwright.slots.precision import check_weights
+from trainwright.slots.window import Window, windows
+
+
+class Run:
+    """What the loop reads and writes at each update, bound once before the first."""
+
+    def __init__(self, owner: Owner, source: Source, plan: Plan) -> None:
+        self.owner, self.source, self.plan = owner, source, plan
+        self.counters: Counters = owner.counters
+        self.ledger: Ledger = owner.ledger
+        self.random = Random()
+        self.gradients = Gradients(owner.optimizer)
+        self.rates: Rates | None = None if owner.schedule is None else owner.schedule.bind(owner.optimizer, plan)
+        precision, device = owner.precision, owner.device.type
+        self.autocast = None if precision is None else precision.autocast(device)
+        self.scaler: Scaler | None = None if precision is None else precision.scaler(device)
+        check_weights(self.scaler, self.gradients.parameters)
+        self.checks = owner.nonfinite != "ignore" or self.scaler is not None
+        """Whether gradients are looked at before they are applied."""
+        wants_norm = any("grad_norm" in observer.wants for observer in owner.observers)
+        self.measures_norm = wants_norm and not isinstance(owner.clip, ClipNorm)
+        """Whether the norm must be computed although clipping does not give it."""
+        self.factor: float | Tensor = 1.0
+        """What the gradients are still to be multiplied by: the loss scale undone, and the window's share."""
+        self.due: float = 0
+        """The update at which something falls due and the loop pauses."""
+        self.epoch_over = False
+        self.waited = 0.0
+        """Seconds spent waiting for data since the last record."""
+        self.notify_update = listeners(owner.observers, "on_update")
+        self._applied: bool | None = None
+        self._norm: float | None = None
+        self._statistics = running_statistics(owner.model) if owner.nonfinite != "ignore" else []
+        self._kept = [statistic.clone() for statistic in self._statistics]
+
+    def windows(self) -> Iterator[Window]:
+        """The windows of what is left of the epoch; fewer where the run is stopped in the middle of it."""
+        counters, owner, clock = self.counters, self.owner, time.perf_counter
+        size = self.plan.accumulated(counters.epoch)
+        left = None if self.plan.epoch_updates is None else self.plan.epoch_updates - math.ceil(counters.batch / size)
+        self.epoch_over = False
+        begun = clock()
+        grouped = windows(
+            self._batches(), size, count=owner.counter, always_count=owner.trusts_counter, move=owner.mover
+        )
+        for window in islice(grouped, left):
+            self.waited += clock() - begun
+            self.ledger.begin(window)
+            self._applied = None
+            if self._kept:
+                torch._foreach_copy_(self._kept, self._statistics)
+            yield window
+            if counters.stopped and not self._at_end():
+                return
+            begun = clock()
+        self.epoch_over = True
+
+    def owe(self, window: Window) -> None:
+        """Note what the gradients just computed must still be multiplied by; pay at once where user code reads them."""
+        self.factor = window.owed
+        if self.scaler is not None:
+            self.factor = self.factor * self.scaler.factor()
+        if self.owner.pays_at_once:
+            self.settle()
+
+    def settle(self) -> Tensor | None:
+        """Multiply the gradients by what is owed; return the flag of non-finite ones where they are checked."""
+        factor, self.factor = self.factor, 1.0
+        if self.checks:
+            return self.gradients.multiply_and_check(factor)
+        if isinstance(factor, Tensor) or factor != 1.0:
+            self.gradients.multiply(factor)
+        return None
+
+    def judge(self, flag: Tensor | None, norm: Tensor | None) -> bool:
+        """Read the update's numbers, and say whether it may be applied; raises where that is the policy."""
+        asked = [number for number in (flag, norm) if number is not None]
+        read = self.ledger.close(*asked)
+        self._norm = read[-1] if norm is not None else None
+        if flag is None:
+            self._applied = True
+            return True
+        bad = read[0] != 0.0
+        if not bad and (late.finite(self.ledger.loss) or not self.ledger.noted):
+            if self.scaler is not None:
+                self.scaler.adapt(False)
+            self._applied = True
+            return True
+        self._applied = self._applies_anyway(bad)
+        return self._applied
+
+    def record(self, window: Window, returned: Any) -> None:
+        """Count the update, and tell who watches updates."""
+        ledger, counters = self.ledger, self.counters
+        if returned is not None:
+            ledger.note_returned(returned)
+        if ledger.open:
+            ledger.close()
+        counters.batch += len(window.batches)
+        counters.rows += window.rows[0] if window.alone else sum(window.rows)
+        if self._applied is False:
+            counters.skipped += 1
+        else:
+            counters.updates += 1
+        if self.notify_update:
+            self._tell(window)
+
+    def learning_rates(self) -> tuple[float, ...]:
+        """The rate of each parameter group, as the last update used it."""
+        return tuple(float(group["lr"]) for group in self.owner.optimizer.param_groups)
+
+    def _batches(self) -> Iterator[Any]:
+        """The epoch's iterator, at its batch; on resume every random state is what it was there."""
+        counters, random = self.counters, self.random
+        loaded, random.loaded = random.loaded, None
+        if loaded is None or not counters.batch:
+            if loaded is not None:
+                set_random_state(loaded)
+            random.epoch_start = random_state()
+            return iter(self.source.epoch(counters.epoch))
+        set_random_state(random.epoch_start)
+        iterator = iter(self.source.epoch(counters.epoch, skip=counters.batch))
+        set_random_state(loaded)
+        return iterator
+
+    def _at_end(self) -> bool:
+        """Whether the epoch has nothing left, as far as its length tells."""
+        counters, plan = self.counters, self.plan
+        if plan.epoch_updates is not None:
+            return math.ceil(counters.batch / plan.accumulated(counters.epoch)) >= plan.epoch_updates
+        return self.source.length is not None and counters.batch >= self.source.length
+
+    def _applies_anyway(self, bad: bool) -> bool:
+        """Deal with a loss or gradient that is not finite, as the policy says."""
+        owner, ledger, scaler = self.owner, self.ledger, self.scaler
+        verdict = nonfinite.judge(
+            owner.nonfinite,
+            loss_is_finite=late.finite(ledger.loss) or not ledger.noted,
+            gradient_is_finite=not bad,
+            scaled=scaler is not None,
+            at_floor=scaler is not None and scaler.at_floor,
+        )
+        self.gradients.lower_flags()
+        if scaler is not None:
+            scaler.adapt(bad)
+        if verdict in ("raise", "skip") and self._kept:
+            torch._foreach_copy_(self._statistics, self._kept)
+        if verdict == "raise":
+            raise nonfinite.error(
+                update=self.counters.updates + 1,
+                loss=ledger.loss,
+                lr=self.learning_rates()[0],
+                norm=self._norm,
+                counted=ledger.counted if ledger.noted else None,
+            )
+        return verdict == "apply"
+
+    def _tell(self, window: Window) -> None:
+        counters, rates = self.counters, self.learning_rates()
+        update = Update(
+            update=counters.earlier_updates + counters.updates,
+            epoch=counters.earlier_epochs + counters.epoch,
+            loss=self.ledger.loss,
+            lr=rates[0],
+            lrs=rates,
+            grad_norm=self._norm,
+            rows=sum(window.rows),
+            skipped=self._applied is False,
+            values=self.ledger.values,
+        )
+        for notify in self.notify_update:
+            notify(update)

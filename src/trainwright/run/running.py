@@ -1,0 +1,191 @@
+"""Binds everything one fit needs, yields the run, and undoes all of it at the end."""
+
+from __future__ import annotations
+
+import secrets
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from trainwright.base.contracts import Part, Source, listeners
+from trainwright.base.errors import SettingError, message
+from trainwright.base.plan import Plan
+from trainwright.run import state
+from trainwright.run.evaluating import evaluate
+from trainwright.run.owner import Owner
+from trainwright.run.pausing import Pauses
+from trainwright.run.plan import Ends, check_monitors, make_plan
+from trainwright.run.run import Run
+from trainwright.runtime.modules import wake
+from trainwright.slots.checkpoint import Keeper, find_checkpoint, load_tree
+from trainwright.slots.precision import switched
+
+
+@contextmanager
+def running(
+    owner: Owner, source: Source, val: Source | None, *, ends: Ends, resume: str | Path | None
+) -> Iterator[tuple[Run, Pauses]]:
+    """Yield a run that is bound, checked and loaded; afterwards the model holds the weights that `fit` promises.
+
+    Every error of a setting is raised here, before the first update. Observers hear of the end in any case.
+    """
+    _check_parameters(owner)
+    with ExitStack() as undo:
+        undo.enter_context(switched(owner.precision))
+        plan = make_plan(owner, source, val, ends=ends, notes=_wake(owner))
+        run = Run(owner, source, plan)
+        keeper, found = _open_directory(owner, resume)
+        if keeper is not None:
+            undo.callback(keeper.release)
+        pauses = Pauses(run, val, ends, keeper=keeper)
+        owner.bind(run, pauses)
+        undo.callback(owner.unbind)
+        _rehearse(owner, run, val)
+        if found is not None:
+            plan = replace(plan, notes=(*plan.notes, *_load(owner, run, pauses, found)))
+        for notify in listeners(owner.observers, "on_fit_start"):
+            notify(plan)
+        yield from _until_the_end(owner, run, pauses)
+
+
+def parts_of(run: Run, pauses: Pauses) -> dict[str, Part]:
+    """Return every part of a run that has state, by the names of a checkpoint."""
+    owner = run.owner
+    named: dict[str, Any] = {
+        "model": owner.model,
+        "loss": owner.loss if isinstance(owner.loss, nn.Module) and owner.loss.state_dict() else None,
+        "optimizer": owner.optimizer,
+        "precision": run.scaler,
+        "schedule": run.rates,
+        "early_stopping": pauses.watch,
+        "checkpoint": pauses.keeper,
+        "progress": state.Held(
+            lambda: {"counters": owner.counters.state_dict(), "history": owner.history},
+            lambda tree: _take_progress(owner, tree),
+        ),
+        "totals": run.ledger,
+        "data": run.source,
+        "random": run.random,
+    }
+    return {name: part for name, part in named.items() if part is not None}
+
+
+def _until_the_end(owner: Owner, run: Run, pauses: Pauses) -> Iterator[tuple[Run, Pauses]]:
+    try:
+        pauses.start()
+        yield run, pauses
+        pauses.restore_best()
+    except BaseException as error:
+        owner.counters.stopped = owner.counters.stopped or f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        owner.result = pauses.result()
+        for notify in listeners(owner.observers, "on_fit_end"):
+            notify(owner.result)
+
+
+def _wake(owner: Owner) -> tuple[str, ...]:
+    switched_on = wake(owner.model)
+    if not switched_on:
+        return ()
+    shown = ", ".join(switched_on[:4]) + (f" and {len(switched_on) - 4} more" if len(switched_on) > 4 else "")
+    return (f"switched from eval to train mode: {shown}",)
+
+
+def _check_parameters(owner: Owner) -> None:
+    """Refuse a trainable parameter that no optimizer trains, and an optimizer that trains another model."""
+    trained = {id(p) for group in owner.optimizer.param_groups for p in group["params"]}
+    roots = {"model": owner.model, "loss": owner.loss}
+    named = {
+        f"{root}.{name}": parameter
+        for root, module in roots.items()
+        if isinstance(module, nn.Module)
+        for name, parameter in module.named_parameters()
+    }
+    left_out = [name for name, p in named.items() if p.requires_grad and id(p) not in trained]
+    if len(left_out) == len([p for p in named.values() if p.requires_grad]):
+        raise SettingError(
+            message(
+                "the optimizer trains no parameter of this model",
+                want="an optimizer over model.parameters() of the model that is given",
+                fix="build the optimizer from the same model object",
+            )
+        )
+    if left_out:
+        raise SettingError(
+            message(
+                f"{len(left_out)} trainable parameters are in no optimizer",
+                have=", ".join(left_out[:5]),
+                want="every parameter that requires a gradient in the optimizer",
+                fix="add them to the optimizer, or parameter.requires_grad_(False)",
+            )
+        )
+
+
+def _open_directory(owner: Owner, resume: str | Path | None) -> tuple[Keeper | None, Path | None]:
+    """Bind the checkpoint slot, and find what is to be resumed."""
+    settings = owner.checkpoint
+    if settings is None:
+        if resume == "auto":
+            raise SettingError(
+                message(
+                    'resume="auto" without a checkpoint directory', fix='Trainer(..., checkpoint=Checkpoint("runs/x"))'
+                )
+            )
+        return None, None if resume is None else find_checkpoint(resume, None)
+    keeper = settings.bind(owner.run_id or secrets.token_hex(8))
+    keeper.prepare(resuming=resume is not None or owner.run_id != "")
+    try:
+        found = None if resume is None else find_checkpoint(resume, settings.directory)
+    except BaseException:
+        keeper.release()
+        raise
+    return keeper, found
+
+
+def _rehearse(owner: Owner, run: Run, val: Source | None) -> None:
+    """Run one validation batch without a trace, so that what is wrong with it shows before the first update."""
+    produced = {"loss", *(owner.metrics or {})}
+    if val is not None and val.repeatable:
+        first = evaluate(owner, val, name="val", spread=owner.spread, batches=1)
+        produced |= set(first.numbers)
+    elif val is not None:
+        produced |= {f"val_{name}" for name in produced}
+    monitor = None if run.rates is None else run.rates.monitor
+    check_monitors(owner, has_val=val is not None, produced=produced, open_ended=owner.logs_freely, rates=monitor)
+
+
+def _load(owner: Owner, run: Run, pauses: Pauses, found: Path) -> list[str]:
+    """Load a checkpoint into everything bound; return the lines that the header says about it."""
+    tree, _ = load_tree(found)
+    if tree.get("progress", {}).get("counters", {}).get("stage", 0) != owner.counters.stage:
+        raise SettingError(
+            message(
+                f"{found.name} was saved in another fit of the script than this one",
+                want="a checkpoint of the same stage; going on in the second of two fits is not built yet",
+                where=False,
+            )
+        )
+    reports = state.restore(owner.parts(), tree, origin=str(found))
+    for report in reports:
+        warnings.warn(report, stacklevel=2)
+    counters = owner.counters
+    counters.stopped = "" if pauses.watch is None else pauses.watch.stopped
+    at = counters.earlier_updates + counters.updates
+    for observer in owner.observers:
+        if hasattr(observer, "resume_at"):
+            observer.resume_at(at)
+    return [f"resumed from {found} at update {at}", *reports]
+
+
+def _take_progress(owner: Owner, tree: Any) -> None:
+    owner.counters.load_state_dict(tree["counters"])
+    owner.history[:] = tree["history"]
+
+
+__all__ = ["Plan", "parts_of", "running"]

@@ -1,0 +1,92 @@
+"""The parts of a run as one tree: gathered for a checkpoint, and given back strictly both ways."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from trainwright.base.contracts import Part, Tree
+from trainwright.base.errors import CheckpointError, message
+from trainwright.runtime.randomness import random_state
+
+
+class Random:
+    """Part `random`: the states at the start of the epoch in hand, and at the boundary where it was saved."""
+
+    def __init__(self) -> None:
+        self.epoch_start: dict[str, Any] = random_state()
+        self.loaded: dict[str, Any] | None = None
+        """The state of the boundary, until it has been put back."""
+
+    def state_dict(self) -> Tree:
+        """Both states."""
+        return {"epoch_start": self.epoch_start, "now": random_state()}
+
+    def load_state_dict(self, tree: Tree) -> None:
+        """Keep both states; the iterator of the epoch is made between setting the one and the other."""
+        self.epoch_start, self.loaded = tree["epoch_start"], tree["now"]
+
+
+class Held:
+    """A part made of two functions, for state that no object of its own holds."""
+
+    def __init__(self, give: Callable[[], Tree], take: Callable[[Tree], None]) -> None:
+        self.state_dict = give
+        self.load_state_dict = take
+
+
+def gather(parts: Mapping[str, Part]) -> dict[str, Tree]:
+    """Collect every part's state."""
+    return {name: part.state_dict() for name, part in parts.items()}
+
+
+def restore(parts: Mapping[str, Part], tree: Mapping[str, Tree], *, origin: str) -> list[str]:
+    """Give every part its state, model first and random last; strict both ways. Returns what the parts report.
+
+    Raises CheckpointError where a part is missing, not used, or of another form.
+    """
+    missing, unused = sorted(set(parts) - set(tree)), sorted(set(tree) - set(parts))
+    if missing or unused:
+        raise CheckpointError(
+            message(
+                f"{origin} does not fit this Trainer",
+                have=f"missing {missing}, not used {unused}",
+                want=f"the parts {sorted(parts)}",
+                fix="build the Trainer as when it was saved",
+                where=False,
+            )
+        )
+    reports = []
+    for name in sorted(parts, key=lambda name: (name != "model", name == "random")):
+        part = parts[name]
+        if isinstance(part, nn.Module):
+            _check_tensors(name, part, tree[name], origin)
+        try:
+            said = part.load_state_dict(tree[name])
+        except (KeyError, ValueError) as error:
+            raise CheckpointError(message(f"{origin}: part {name!r} cannot be loaded: {error}", where=False)) from error
+        if isinstance(said, str):
+            reports.append(said)
+    return reports
+
+
+def _check_tensors(name: str, module: nn.Module, saved: Mapping[str, Any], origin: str) -> None:
+    own = module.state_dict()
+    wrong = [
+        f"{key} checkpoint {tuple(saved[key].shape)} model {tuple(value.shape)}"
+        for key, value in own.items()
+        if key in saved and hasattr(value, "shape") and saved[key].shape != value.shape
+    ]
+    missing, unexpected = sorted(set(own) - set(saved)), sorted(set(saved) - set(own))
+    if wrong or missing or unexpected:
+        raise CheckpointError(
+            message(
+                f"{origin} is from another {name}: {len(wrong)} tensors differ in shape, "
+                f"{len(missing)} are missing, {len(unexpected)} are not in the model",
+                have="; ".join((wrong + missing + unexpected)[:5]),
+                want="the model as it was saved",
+                where=False,
+            )
+        )

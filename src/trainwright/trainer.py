@@ -1,0 +1,319 @@
+"""The loop: fit, update, compute_gradients, apply_gradients, and the hooks that a subclass may override."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainwright.base.contracts import Clip, Observer, Part, Precision, Schedule
+from trainwright.base.names import refuse_near_names
+from trainwright.base.plan import Plan
+from trainwright.base.progress import Counters, Progress
+from trainwright.base.records import Count, Result, Step
+from trainwright.base.spans import Span
+from trainwright.data.source import open_source
+from trainwright.observers.console import Console, console_observers
+from trainwright.parallel.world import as_world
+from trainwright.run import batches, evaluating, setup
+from trainwright.run.ledger import Ledger
+from trainwright.run.pausing import Pauses
+from trainwright.run.plan import EACH_EPOCH, Ends, make_plan
+from trainwright.run.run import Run
+from trainwright.run.running import parts_of, running
+from trainwright.runtime.device import choose_device, move
+from trainwright.slots.checkpoint import Checkpoint, save_weights
+from trainwright.slots.clip import as_clip
+from trainwright.slots.early_stopping import EarlyStopping
+from trainwright.slots.losses import known_loss
+from trainwright.slots.nonfinite import as_policy
+from trainwright.slots.precision import as_precision
+from trainwright.slots.schedule import as_schedule
+from trainwright.slots.window import Window, accumulation, rows_of
+
+M = TypeVar("M", bound=nn.Module)
+
+HOOKS = (
+    *("training_step", "validation_step", "predict_step", "split", "count", "to_device"),
+    *("update", "compute_gradients", "apply_gradients", "evaluate", "parts"),
+)
+METHODS = ("fit", "predict", "plan", "save", "save_weights", "stop", "log")
+
+
+class Trainer(Generic[M]):
+    """Trains a model: composes precision, accumulation, clipping, a schedule, early stopping and checkpoints.
+
+    `model`: any module; it is moved to `device`. `optimizer`: an Optimizer, a function `model -> Optimizer`, a torch
+    class or a partial of one; None for a trainer that only evaluates and predicts. `loss`: `loss(output, target)`.
+    `metrics`: by name, functions of (output, target), objects with update, compute and reset, or `Derived`.
+    `precision`: None, "bf16", "fp16", "tf32", "auto" or `MixedPrecision`. `accumulate`: micro-batches per update, or
+    `{first epoch: micro-batches}`. `clip`: a norm, `ClipNorm`, `ClipValue` or a function of the parameters.
+    `nonfinite`: "raise", "skip" or "ignore" an update whose loss or gradient is not finite.
+
+    Raises SettingError for what cannot work together, and for a setting whose part is not built yet, by name.
+    """
+
+    errors: Mapping[str, float]
+
+    def __init__(
+        self,
+        model: M,
+        optimizer: Optimizer | Callable[..., Optimizer] | None = None,
+        loss: Callable[..., Any] | None = None,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        precision: str | Precision | None = None,
+        accumulate: int | Mapping[int, int] = 1,
+        clip: float | Clip | None = None,
+        schedule: Schedule | Callable[[int, int], float] | None = None,
+        early_stopping: EarlyStopping | None = None,
+        checkpoint: Checkpoint | None = None,
+        nonfinite: str = "raise",
+        parallel: str | None = "auto",
+        device: str | torch.device = "auto",
+        console: bool | Console = True,
+        observers: Sequence[Observer] = (),
+        average: None = None,
+        frozen: None = None,
+        on_error: None = None,
+        on_oom: None = None,
+        fast: None = None,
+    ) -> None:
+        setup.refuse_later(average=average, frozen=frozen, on_error=on_error, on_oom=on_oom, fast=fast)
+        self.device = choose_device(device, setup.checked_model(model))
+        self.model: M = model
+        self.loss = setup.checked_loss(loss)
+        setup.place_all(self.device, model, loss)
+        self.optimizer: Any = setup.make_optimizer(optimizer, model)
+        self.metrics = setup.checked_metrics(metrics)
+        self.precision = as_precision(precision, self.device)
+        self.accumulate = accumulation(accumulate)
+        self.clip = as_clip(clip)
+        self.schedule = as_schedule(schedule)
+        self.early_stopping = early_stopping
+        self.checkpoint = checkpoint
+        self.nonfinite = as_policy(nonfinite)
+        self.world = as_world(parallel)
+        self.observers: Sequence[Observer] = (*console_observers(console), *setup.checked_observers(observers))
+        self.known = known_loss(loss)
+        self.ledger = Ledger()
+        self.counters, self.history = Counters(), list[dict[str, float]]()
+        self.result: Result | None = None
+        self._bind_hooks()
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        refuse_near_names(cls, [*HOOKS, *METHODS])
+
+    # The loop. An update is these four methods, read downwards.
+
+    def fit(
+        self,
+        train: Any,
+        val: Any = None,
+        *,
+        epochs: int | None = None,
+        max_updates: int | None = None,
+        max_seconds: float | None = None,
+        epoch_updates: int | None = None,
+        batch_size: int | None = None,
+        validate: Span = EACH_EPOCH,
+        resume: str | Path | None = None,
+    ) -> Result:
+        """Train until one of the ends is reached or something asks to stop."""
+        ends = Ends(
+            epochs=epochs,
+            max_updates=max_updates,
+            max_seconds=max_seconds,
+            epoch_updates=epoch_updates,
+            validate=validate,
+        )
+        source, held_out = setup.open_data(self, train, val, ends=ends, batch_size=batch_size)
+        setup.begin_stage(self.counters)
+        with running(self, source, held_out, ends=ends, resume=resume) as (run, pauses):
+            counters = run.counters
+            while not counters.stopped:
+                for window in run.windows():
+                    if run.rates is not None:
+                        run.rates.apply(counters.updates)
+                    run.record(window, self.update(window))
+                    if counters.updates >= run.due:
+                        self._pause(run, pauses)
+                if run.epoch_over:
+                    self._pause(run, pauses, epoch_ended=True)
+        return setup.result_of(self)
+
+    def update(self, window: Window) -> Any:
+        """Make one optimizer update of one window of micro-batches; return the loss, a dict of numbers, or None."""
+        loss = self.compute_gradients(window)
+        self.apply_gradients()
+        return loss
+
+    def compute_gradients(self, window: Window) -> Tensor:
+        """Zero the gradients, run every micro-batch forward and backward by its share; return the window's loss."""
+        run, ledger, total = setup.under_way(self._run), self.ledger, None
+        run.gradients.zero()
+        ledger.start_pass()
+        for batch in window:
+            if run.autocast is None:
+                returned = self.training_step(batch)
+            else:
+                with run.autocast:
+                    returned = self.training_step(batch)
+            loss = ledger.take(returned)
+            if run.scaler is None:
+                loss.backward()
+            else:
+                run.scaler.scale(loss).backward()
+            total = loss if total is None else total.detach() + loss.detach()
+        run.owe(window)
+        assert total is not None
+        return total
+
+    def apply_gradients(self) -> bool:
+        """Take the gradients to the weights: unscale and weigh, clip, check, step. Returns whether it was applied."""
+        run = setup.under_way(self._run)
+        flag = run.settle()
+        norm = run.gradients.norm() if run.measures_norm else None
+        if self.clip is not None:
+            clipped = self.clip(run.gradients.parameters)
+            norm = clipped if norm is None else norm
+        applied = run.judge(flag, norm)
+        if applied:
+            self.optimizer.step()
+        return applied
+
+    def _pause(self, run: Run, pauses: Pauses, *, epoch_ended: bool = False) -> None:
+        """Do what falls due between two updates: validate, judge, tell, save."""
+        pauses.arrive(epoch_ended=epoch_ended)
+        validated = pauses.validation_is_due(epoch_ended=epoch_ended)
+        best = False
+        if validated or epoch_ended:
+            numbers = self.evaluate(pauses.val, name="val") if validated else None
+            row = pauses.row(numbers, epoch_ended=epoch_ended)
+            best = pauses.judge(row, validated=validated)
+            pauses.tell(row, best=best, validated=validated, epoch_ended=epoch_ended)
+        if pauses.saving_is_due(best=best, validated=validated, epoch_ended=epoch_ended):
+            pauses.save()
+        run.due = pauses.next_due()
+
+    # The hooks.
+
+    def training_step(self, batch: Any) -> Any:
+        """Return the loss of one micro-batch: a tensor (a mean), `Mean`, `Sum`, `Step`, or a dict of named losses."""
+        inputs, target = self.split(batch)
+        output = batches.call(self.model, inputs)
+        loss = batches.loss_of(self, output, target)
+        return Step(loss, output, target) if self.metrics else loss
+
+    def validation_step(self, batch: Any) -> Any:
+        """Return what `training_step` may return; by default its own loss, or the class's own `training_step`."""
+        if self._has_own_step:
+            return self.training_step(batch)
+        inputs, target = self.split(batch)
+        output = batches.call(self.model, inputs)
+        loss = batches.exact_loss_of(self, output, target)
+        return Step(loss, output, target) if self.metrics else loss
+
+    def predict_step(self, batch: Any) -> Any:
+        """Return the output for one batch."""
+        inputs, _ = self.split(batch)
+        return batches.call(self.model, inputs)
+
+    def split(self, batch: Any) -> tuple[Any, Any]:
+        """Return (inputs, target): a tuple of positional inputs, a dict of keywords, or one tensor; None: no target."""
+        return batches.split(batch)
+
+    def count(self, batch: Any) -> Count:
+        """Return what the loss of this host batch is a mean over: what torch divides by, else its rows."""
+        target = None if self.known is None else batches.known_target(batch)
+        return rows_of(batch) if self.known is None or target is None else self.known.count(target)
+
+    def to_device(self, batch: Any) -> Any:
+        """Return the batch on `self.device`, with all its types kept."""
+        return move(batch, self.device)
+
+    def parts(self) -> dict[str, Part]:
+        """Return everything that belongs in a checkpoint, by name; add to `super().parts()` what is your own."""
+        return parts_of(setup.under_way(self._run), setup.under_way(self._pauses))
+
+    # What a user calls.
+
+    def evaluate(self, data: Any, name: str = "val", *, batch_size: int | None = None) -> dict[str, float]:
+        """Return exact means over all rows of `data` as `<name>_loss` and so on; leaves no trace."""
+        source = open_source(data, batch_size=batch_size, role=name)
+        evaluation = evaluating.evaluate(self, source, name=name, spread=self.spread)
+        self.errors = evaluation.errors
+        return evaluation.numbers
+
+    def predict(self, data: Any, *, batch_size: int | None = None) -> Any:
+        """Return the outputs for all rows of `data`, in order, joined, on the CPU; leaves no trace."""
+        return evaluating.predict(self, open_source(data, batch_size=batch_size, role="predict"))
+
+    def plan(self, train: Any, val: Any = None, *, batch_size: int | None = None, **ends: Any) -> Plan:
+        """Return what `fit` with these arguments would do, without doing any of it."""
+        checked = Ends(**ends)
+        source, held_out = setup.open_data(self, train, val, ends=checked, batch_size=batch_size)
+        return make_plan(self, source, held_out, ends=checked)
+
+    def log(self, name: str, value: float | Tensor, count: Count | None = None) -> None:
+        """Report a number from inside a step; its mean is weighted by `count`, by default the batch's."""
+        self.ledger.log(name, value, count)
+
+    def save(self) -> None:
+        """Have a checkpoint written as soon as the update in hand is whole; during `fit` only."""
+        setup.under_way(self._pauses).request_save()
+
+    def save_weights(self, path: str | Path) -> None:
+        """Write the model's weights to one safetensors file: CPU tensors, plain keys."""
+        if self.world.is_main:
+            save_weights(path, self.model.state_dict())
+
+    def stop(self, reason: str) -> None:
+        """End `fit` after the update in hand, for a `reason` that `Result.stopped` tells."""
+        run = setup.under_way(self._run)
+        run.counters.stopped = reason or "stop() was called"
+        run.due = 0
+
+    @property
+    def progress(self) -> Progress:
+        """Where the run stands; read-only."""
+        return Progress(self.counters)
+
+    @property
+    def fast_path(self) -> str:
+        """Which path the updates take, and why."""
+        return setup.fast_path(self)
+
+    # For the run that this trainer owns.
+
+    def _bind_hooks(self) -> None:
+        """Find out once which hooks are the class's own, so that no step has to ask."""
+        own = setup.overridden(type(self), Trainer, HOOKS)
+        early = self.early_stopping
+        self.mover: Callable[[Any], Any] | None
+        self.mover = self.to_device if self.device.type != "cpu" or "to_device" in own else None
+        self.counter: Callable[[Any], Count] | None
+        self.counter = self.count if "count" in own or self.known is not None else None
+        self.trusts_counter = "count" in own
+        self.logs_freely = not own.isdisjoint({"training_step", "update", "compute_gradients"})
+        self.pays_at_once = "update" in own
+        wants_error = early is not None and getattr(early, "min_delta", 0) == "1se"
+        self.spread = early.monitor.removeprefix("val_") if early is not None and wants_error else None
+        self.errors = {}
+        self.run_id = ""
+        self._has_own_step = "training_step" in own
+        self._run: Run | None = None
+        self._pauses: Pauses | None = None
+
+    def bind(self, run: Run, pauses: Pauses) -> None:
+        """Hold the run while it lasts."""
+        self._run, self._pauses = run, pauses
+
+    def unbind(self) -> None:
+        """Let go of it."""
+        self._run = self._pauses = None
