@@ -1,0 +1,159 @@
+"""Lengths in schedules: what may be written, and which updates it means in a plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, fields
+from functools import partial
+from itertools import count
+from typing import Any
+
+from trainwright.base.errors import SettingError, message
+from trainwright.base.plan import Plan
+from trainwright.base.spans import Epochs, Seconds, Updates
+
+Length = Updates | Epochs | float
+"""A span, or a fraction of the run as a float below 1."""
+
+
+def check_length(value: object, written: str, *, least: float | None = None) -> None:
+    """Refuse what is no length; `written` is how the setting reads, with `{}` at the value's place.
+
+    A fraction must lie above 0; with `least=0` it may be 0 as well.
+    """
+    if isinstance(value, Updates | Epochs):
+        return
+    if isinstance(value, Seconds):
+        fix = f"{written.format('Epochs(1)')} or {written.format('Updates(500)')}"
+        raise SettingError(message(f"{written.format(value)}: seconds cannot be planned in updates", fix=fix))
+    if isinstance(value, float) and 0 <= value < 1 and (value > 0 or least == 0):
+        return
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    like = value if number and isinstance(value, int | float) else 10
+    raise SettingError(
+        message(
+            f"{written.format(repr(value))} has no unit" if number else f"{written.format(repr(value))} is no length",
+            want="a span, or a fraction of the run as a float below 1",
+            fix=f"{written.format(f'Epochs({like})')} or {written.format(f'Updates({max(1, round(like))})')}",
+        )
+    )
+
+
+def check_warmup(value: object, owner: str) -> None:
+    """Refuse a warm-up that is no length; None and 0.0 are none at all."""
+    if value is not None:
+        check_length(value, f"{owner}(warmup={{}})", least=0)
+
+
+def check_number(
+    value: object,
+    written: str,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+) -> None:
+    """Refuse what is no finite number between the bounds; `written` is the setting as the user wrote it."""
+    bounds = {"at least": least, "above": above, "at most": most, "below": below}
+    given = {word: bound for word, bound in bounds.items() if bound is not None}
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        holds = {
+            "at least": lambda bound: value >= bound,
+            "above": lambda bound: value > bound,
+            "at most": lambda bound: value <= bound,
+            "below": lambda bound: value < bound,
+        }
+        if all(holds[word](bound) for word, bound in given.items()):
+            return
+    want = " and ".join(f"{word} {bound:g}" for word, bound in given.items())
+    raise SettingError(message(written, want=f"a number {want}".rstrip()))
+
+
+def check_choice(value: object, owner: str, name: str, choices: tuple[object, ...]) -> None:
+    """Refuse what is none of the choices."""
+    if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
+        want = " or ".join(map(repr, choices))
+        raise SettingError(message(f"{owner}({name}={value!r})", want=want))
+
+
+def warmup_updates(warmup: Length | None, plan: Plan, owner: str) -> int:
+    """Updates of the warm-up in this plan; 0 without one."""
+    return 0 if warmup is None else plan.in_updates(warmup, f"{owner}(warmup=)")
+
+
+def end_of(length: Length, plan: Plan, *, start: int, asked_by: str) -> int:
+    """The update at which a length that begins at update `start` is over.
+
+    Epochs are those of the plan: where `accumulate` changes, they have different numbers of updates.
+    """
+    if not isinstance(length, Epochs):
+        return start + plan.in_updates(length, asked_by)
+    plan.in_updates(length, asked_by)
+    return plan.in_updates(Epochs(epoch_at(plan, start) + length.n), asked_by)
+
+
+def start_of(length: Length, plan: Plan, *, end: int, asked_by: str) -> int:
+    """The update at which a length that is over at update `end` begins; below 0 where it is longer than that."""
+    if not isinstance(length, Epochs):
+        return end - plan.in_updates(length, asked_by)
+    plan.in_updates(length, asked_by)
+    first = epoch_at(plan, end) - length.n
+    return plan.in_updates(Epochs(first), asked_by) if first > 0 else (0 if first == 0 else -1)
+
+
+def every(length: Length, plan: Plan, *, start: int, asked_by: str) -> Callable[[], Iterator[int]]:
+    """Makes the endless, rising updates at which a length that is repeated from update `start` is over."""
+    updates = plan.in_updates(length, asked_by)
+    if not isinstance(length, Epochs):
+        return partial(count, start + updates, updates)
+    if length.n * (plan.updates_in(0) or 0) < 1:
+        raise SettingError(message(f"{asked_by}: {length} is shorter than one update", fix="use Updates(1)"))
+    first = epoch_at(plan, start)
+
+    def ends() -> Iterator[int]:
+        return (plan.in_updates(Epochs(first + k * length.n), asked_by) for k in count(1))
+
+    return ends
+
+
+def constant(length: Length, plan: Plan, asked_by: str) -> int:
+    """A length in updates that is the same wherever it begins; Epochs of different lengths are refused."""
+    updates = plan.in_updates(length, asked_by)
+    if isinstance(length, Epochs) and len({plan.updates_in(first) for first, _ in plan.accumulate}) > 1:
+        raise SettingError(
+            message(
+                f"{asked_by}: {length} is no fixed number of updates, for accumulate changes during the run",
+                want="a length that is the same in every cycle",
+                fix=f"Updates({updates})",
+            )
+        )
+    return updates
+
+
+def epoch_at(plan: Plan, update: int) -> float:
+    """Where update `update` lies, in epochs."""
+    epoch = 0
+    while (plan.updates_until(epoch + 1) or 0) <= update:
+        epoch += 1
+    return epoch + (update - (plan.updates_until(epoch) or 0)) / (plan.updates_in(epoch) or 1)
+
+
+def settings_text(schedule: Any) -> str:
+    """The settings as they are written, the same in every process: functions by name, never by address."""
+    shown = [
+        f"{field.name}={_shown(getattr(schedule, field.name))}"
+        for field in fields(schedule)
+        if field.default is MISSING or getattr(schedule, field.name) != field.default
+    ]
+    return f"{type(schedule).__name__}({', '.join(shown)})"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, partial):
+        keywords = [f"{name}={_shown(given)}" for name, given in value.keywords.items()]
+        return f"partial({', '.join([_shown(value.func), *map(_shown, value.args), *keywords])})"
+    if callable(value):
+        return str(getattr(value, "__qualname__", type(value).__qualname__))
+    return repr(value)

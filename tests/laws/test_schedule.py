@@ -1,0 +1,363 @@
+"""The Schedule law: rates are a function of applied updates, and torch's own to the last bit."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from torch.optim import SGD, AdamW
+from torch.optim import lr_scheduler as torchs
+
+from trainwright.base.plan import Plan
+from trainwright.base.spans import Epochs, Updates
+from trainwright.slots.schedule import (
+    Cosine,
+    Cyclic,
+    Exponential,
+    FunctionSchedule,
+    Linear,
+    MultiStep,
+    OneCycle,
+    Plateau,
+    StepLR,
+    TorchSchedule,
+    WarmupStableDecay,
+)
+
+
+def parameter():
+    return torch.nn.Parameter(torch.zeros(1))
+
+
+def one_group():
+    return SGD([parameter()], lr=0.1, momentum=0.9)
+
+
+def plain_sgd():
+    return SGD([parameter()], lr=0.1)
+
+
+def two_groups():
+    return SGD([{"params": [parameter()], "lr": 0.3}, {"params": [parameter()]}], lr=0.07, momentum=0.9)
+
+
+def three_groups():
+    groups = [{"params": [parameter()], "lr": lr} for lr in (1e-3, 3e-4, 1e-3)]
+    return AdamW(groups, betas=(0.88, 0.999))
+
+
+OPTIMIZERS = {"one": one_group, "two": two_groups, "three": three_groups}
+TOTALS = (10, 97, 1000)
+
+
+def seen(optimizer):
+    return [(group["lr"], group.get("momentum"), group.get("betas")) for group in optimizer.param_groups]
+
+
+def by_hand(optimizer, scheduler, total):
+    rows = []
+    for _ in range(total):
+        rows.append(seen(optimizer))
+        optimizer.step()
+        scheduler.step()
+    return rows
+
+
+def by_us(optimizer, schedule, plan):
+    rates = schedule.bind(optimizer, plan)
+    rows = []
+    for update in range(plan.updates):
+        rates.apply(update)
+        rows.append(seen(optimizer))
+    return rows
+
+
+def warmed(optimizer, updates, scheduler):
+    """torch's own composition, the schedule built first (only CyclicLR cares)."""
+    warmup = torchs.LinearLR(optimizer, start_factor=1 / (updates + 1), total_iters=updates)
+    return torchs.SequentialLR(optimizer, [warmup, scheduler], milestones=[updates])
+
+
+def halving(update, total):
+    return 0.5 ** (4 * update / total)
+
+
+CASES = {
+    "one cycle": (OneCycle(0.7), lambda o, n: torchs.OneCycleLR(o, 0.7, total_steps=n)),
+    "one cycle, warmup": (OneCycle(0.7, warmup=0.25), lambda o, n: torchs.OneCycleLR(o, 0.7, n, pct_start=0.25)),
+    "one cycle, span": (OneCycle(0.7, warmup=Updates(4)), lambda o, n: torchs.OneCycleLR(o, 0.7, n, pct_start=4 / n)),
+    "one cycle, all": (
+        OneCycle(
+            0.7,
+            anneal_strategy="linear",
+            base_momentum=0.6,
+            max_momentum=0.8,
+            div_factor=10,
+            final_div_factor=100,
+            three_phase=True,
+        ),
+        lambda o, n: torchs.OneCycleLR(
+            o,
+            0.7,
+            n,
+            anneal_strategy="linear",
+            base_momentum=0.6,
+            max_momentum=0.8,
+            div_factor=10,
+            final_div_factor=100,
+            three_phase=True,
+        ),
+    ),
+    "one cycle, no momentum": (
+        OneCycle(0.7, cycle_momentum=False),
+        lambda o, n: torchs.OneCycleLR(o, 0.7, n, cycle_momentum=False),
+    ),
+    "step": (StepLR(Updates(7), gamma=0.3), lambda o, n: torchs.StepLR(o, 7, gamma=0.3)),
+    "step, fraction": (StepLR(0.3), lambda o, n: torchs.StepLR(o, round(0.3 * n))),
+    "step, warmup": (StepLR(Updates(7), warmup=Updates(3)), lambda o, n: warmed(o, 3, torchs.StepLR(o, 7))),
+    "milestones": (
+        MultiStep([Updates(4), 0.5, 0.8], gamma=0.3),
+        lambda o, n: torchs.MultiStepLR(o, [4, round(n * 0.5), round(n * 0.8)], gamma=0.3),
+    ),
+    "milestones, warmup": (
+        MultiStep([Updates(4), 0.5, 0.5], warmup=Updates(3)),
+        lambda o, n: warmed(o, 3, torchs.MultiStepLR(o, [1, round(n / 2) - 3, round(n / 2) - 3])),
+    ),
+    "exponential": (Exponential(0.97, every=Updates(1)), lambda o, n: torchs.ExponentialLR(o, 0.97)),
+    "exponential, warmup": (
+        Exponential(0.97, every=Updates(1), warmup=0.2),
+        lambda o, n: warmed(o, round(0.2 * n), torchs.ExponentialLR(o, 0.97)),
+    ),
+    "linear": (Linear(), lambda o, n: torchs.LinearLR(o, 1.0, 0.0, total_iters=n)),
+    "linear, all": (
+        Linear(0.9, start=0.2, over=Updates(6), warmup=Updates(2)),
+        lambda o, n: warmed(o, 2, torchs.LinearLR(o, 0.2, 0.9, total_iters=6)),
+    ),
+    "cosine": (Cosine(), torchs.CosineAnnealingLR),
+    "cosine, warmup": (Cosine(warmup=Updates(5)), lambda o, n: warmed(o, 5, torchs.CosineAnnealingLR(o, n - 5))),
+    "cosine, one update of warmup": (
+        Cosine(warmup=Updates(1)),
+        lambda o, n: warmed(o, 1, torchs.CosineAnnealingLR(o, n - 1)),
+    ),
+    "cyclic": (
+        Cyclic(0.01, 0.3, step_size_up=Updates(7)),
+        lambda o, n: torchs.CyclicLR(o, 0.01, 0.3, step_size_up=7),
+    ),
+    "cyclic, all": (
+        Cyclic(
+            0.01,
+            0.3,
+            step_size_up=Updates(3),
+            step_size_down=Updates(5),
+            mode="exp_range",
+            gamma=0.99,
+            base_momentum=0.5,
+            max_momentum=0.7,
+        ),
+        lambda o, n: torchs.CyclicLR(
+            o,
+            0.01,
+            0.3,
+            step_size_up=3,
+            step_size_down=5,
+            mode="exp_range",
+            gamma=0.99,
+            base_momentum=0.5,
+            max_momentum=0.7,
+        ),
+    ),
+    "cyclic, warmup": (
+        Cyclic(0.01, 0.3, step_size_up=Updates(4), mode="triangular2", warmup=Updates(3)),
+        lambda o, n: warmed(o, 3, torchs.CyclicLR(o, 0.01, 0.3, step_size_up=4, mode="triangular2")),
+    ),
+    "function": (FunctionSchedule(halving), lambda o, n: torchs.LambdaLR(o, lambda u: halving(u, n))),
+    "function, warmup": (
+        FunctionSchedule(halving, warmup=Updates(4)),
+        lambda o, n: warmed(o, 4, torchs.LambdaLR(o, lambda u: halving(u, n - 4))),
+    ),
+    "torch": (
+        TorchSchedule(lambda o: torchs.CosineAnnealingWarmRestarts(o, 4, T_mult=2)),
+        lambda o, n: torchs.CosineAnnealingWarmRestarts(o, 4, T_mult=2),
+    ),
+    "torch, total": (
+        TorchSchedule(lambda o, total: torchs.OneCycleLR(o, 0.2, total_steps=total)),
+        lambda o, n: torchs.OneCycleLR(o, 0.2, total_steps=n),
+    ),
+}
+
+
+@pytest.mark.parametrize("total", TOTALS)
+@pytest.mark.parametrize("groups", OPTIMIZERS)
+@pytest.mark.parametrize("case", CASES)
+def test_every_rate_is_the_one_of_torchs_scheduler_stepped_by_hand(case, groups, total):
+    schedule, scheduler = CASES[case]
+    reference, optimizer = OPTIMIZERS[groups](), OPTIMIZERS[groups]()
+    expected = by_hand(reference, scheduler(reference, total), total)
+    assert by_us(optimizer, schedule, Plan(max_updates=total)) == expected
+    assert len({row[0][0] for row in expected}) > 1
+
+
+@pytest.mark.parametrize("total", TOTALS)
+@pytest.mark.parametrize("warmup", (0, 4))
+def test_the_final_rate_of_cosine_is_a_factor_of_each_groups_own_rate(warmup, total):
+    expected = []
+    for group in two_groups().param_groups:
+        alone = SGD([parameter()], lr=group["lr"], momentum=0.9)
+        cosine = torchs.CosineAnnealingLR(alone, total - warmup, eta_min=0.05 * group["lr"])
+        expected.append(by_hand(alone, warmed(alone, warmup, cosine) if warmup else cosine, total))
+    schedule = Cosine(warmup=Updates(warmup) if warmup else None, final=0.05)
+    rows = by_us(two_groups(), schedule, Plan(max_updates=total))
+    assert rows == [[a[0], b[0]] for a, b in zip(*expected, strict=True)]
+
+
+def test_lists_give_each_group_its_own_cycle():
+    reference, optimizer = two_groups(), two_groups()
+    settings = {"base_momentum": [0.7, 0.8], "max_momentum": [0.9, 0.95]}
+    scheduler = torchs.OneCycleLR(reference, [0.5, 0.2], total_steps=50, **settings)
+    assert by_us(optimizer, OneCycle([0.5, 0.2], **settings), Plan(max_updates=50)) == by_hand(reference, scheduler, 50)
+
+
+@pytest.mark.parametrize("shape", ("linear", "sqrt", "cosine"))
+def test_warmup_stable_decay_is_its_formula(shape):
+    total, warmup, decay, final = 200, 20, 60, 0.1
+    falls = {
+        "linear": lambda p: 1 - p,
+        "sqrt": lambda p: 1 - p**0.5,
+        "cosine": lambda p: (1 + math.cos(p * math.pi)) / 2,
+    }
+    schedule = WarmupStableDecay(warmup=0.1, decay=0.3, final=final, shape=shape)
+    rows = by_us(plain_sgd(), schedule, Plan(max_updates=total))
+    for update, ((rate, _, _),) in enumerate(rows):
+        if update < warmup:
+            expected = 0.1 * (update + 1) / (warmup + 1)
+        elif update < total - decay:
+            expected = 0.1
+        else:
+            expected = 0.1 * (final + (1 - final) * falls[shape]((update - (total - decay)) / decay))
+        assert rate == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("mode", ("min", "max"))
+def test_plateau_follows_torch_through_a_thousand_validations_and_a_resume(mode):
+    draw = random.Random(3)
+    values = [draw.choice((math.nan, math.inf, draw.gauss(0, 1) + i / 300)) for i in range(1000)]
+    reference, optimizer = two_groups(), two_groups()
+    scheduler = torchs.ReduceLROnPlateau(reference, mode=mode, factor=0.9, patience=3, cooldown=2, min_lr=1e-3)
+    schedule = Plateau("val_score", mode=mode, factor=0.9, patience=3, cooldown=2, min_lr=1e-3)
+    rates = schedule.bind(optimizer, Plan())
+    for update, value in enumerate(values):
+        rates.apply(update)
+        assert seen(optimizer) == seen(reference)
+        scheduler.step(value)
+        rates.observe({"val_score": value})
+        if update % 97 == 0:
+            state, optimizer = rates.state_dict(), two_groups()
+            rates = schedule.bind(optimizer, Plan())
+            rates.load_state_dict(state)
+    assert reference.param_groups[0]["lr"] == 1e-3
+
+
+def test_a_nan_is_a_bad_validation():
+    optimizer = plain_sgd()
+    rates = Plateau("val_loss", patience=1).bind(optimizer, Plan())
+    for value in (1.0, math.nan, math.nan):
+        rates.observe({"val_loss": value})
+    rates.apply(3)
+    assert optimizer.param_groups[0]["lr"] == 0.1 * 0.1
+
+
+@pytest.mark.parametrize("groups", OPTIMIZERS)
+@pytest.mark.parametrize("case", CASES)
+def test_a_resumed_run_goes_on_at_any_update(case, groups):
+    schedule, scheduler = CASES[case]
+    reference, plan = OPTIMIZERS[groups](), Plan(max_updates=600)
+    expected = by_hand(reference, scheduler(reference, 600), 600)
+    for update in random.Random(1).sample(range(599), 4):
+        killed = OPTIMIZERS[groups]()
+        rates = schedule.bind(killed, plan)
+        rates.apply(update)
+        state, weights = rates.state_dict(), killed.state_dict()
+        optimizer = OPTIMIZERS[groups]()
+        rates = schedule.bind(optimizer, plan)
+        optimizer.load_state_dict(weights)
+        assert rates.load_state_dict(state) is None
+        rates.apply(update + 1)
+        assert seen(optimizer) == expected[update + 1]
+
+
+def test_an_update_that_was_not_applied_keeps_the_rate():
+    optimizer = one_group()
+    rates = OneCycle(0.5).bind(optimizer, Plan(max_updates=20))
+    expected = by_us(one_group(), OneCycle(0.5), Plan(max_updates=20))
+    for update in (0, 0, 1, 1, 1, 2):
+        rates.apply(update)
+        assert seen(optimizer) == expected[update]
+
+
+@pytest.mark.parametrize("accumulate", (((0, 1),), ((0, 3),), ((0, 1), (2, 4))))
+@pytest.mark.parametrize("batches", (5, 8))
+def test_one_cycle_ends_exactly_at_the_last_update_whatever_the_accumulation(accumulate, batches):
+    plan = Plan(batches=batches, epochs=4, accumulate=accumulate)
+    rows = by_us(plain_sgd(), OneCycle(0.5), plan)
+    assert rows[-1][0][0] == pytest.approx(0.5 / 25 / 1e4)
+    assert len(rows) == sum(math.ceil(batches / plan.accumulated(epoch)) for epoch in range(4))
+
+
+@pytest.mark.parametrize("schedule", (StepLR(Epochs(3)), Exponential(0.1, every=Epochs(3))))
+@pytest.mark.parametrize("warmup", (None, Epochs(2)))
+def test_steps_of_epochs_fall_at_the_ends_of_epochs_of_unequal_length(schedule, warmup):
+    plan = Plan(batches=10, epochs=15, accumulate=((0, 1), (5, 4)))
+    schedule = type(schedule)(**{name: getattr(schedule, name) for name in schedule.__slots__} | {"warmup": warmup})
+    rates = [row[0][0] for row in by_us(plain_sgd(), schedule, plan)]
+    first = 2 if warmup else 0
+    falls = [u for u in range(plan.updates_until(first) + 1, plan.updates) if rates[u] < rates[u - 1]]
+    assert falls == [plan.updates_until(epoch) for epoch in range(first + 3, 15, 3)]
+
+
+def test_exponential_by_epochs_is_torchs_scheduler_stepped_after_each_epoch():
+    reference, optimizer = two_groups(), two_groups()
+    scheduler, expected = torchs.ExponentialLR(reference, 0.9), []
+    for _ in range(30):
+        expected += [seen(reference)] * 7
+        reference.step()
+        scheduler.step()
+    assert by_us(optimizer, Exponential(0.9), Plan(batches=7, epochs=30)) == expected
+
+
+def test_a_torch_scheduler_of_unit_epoch_steps_after_each_epoch_and_resumes():
+    reference, optimizer = two_groups(), two_groups()
+    schedule = TorchSchedule(lambda o, total: torchs.CosineAnnealingLR(o, T_max=total), unit="epoch")
+    scheduler, plan = torchs.CosineAnnealingLR(reference, 12), Plan(batches=3, epochs=12)
+    rates = schedule.bind(optimizer, plan)
+    for epoch in range(12):
+        for update in range(3):
+            rates.apply(3 * epoch + update)
+            assert seen(optimizer) == seen(reference)
+        rates.epoch_ended()
+        reference.step()
+        scheduler.step()
+        if epoch % 5 == 1:
+            state, optimizer = rates.state_dict(), two_groups()
+            rates = schedule.bind(optimizer, plan)
+            rates.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    (Cosine(warmup=0.1), OneCycle(0.4), TorchSchedule(lambda o, total: torchs.OneCycleLR(o, 0.2, total_steps=total))),
+)
+def test_another_horizon_on_resume_plans_anew_and_says_so(schedule):
+    short, long = Plan(max_updates=184), Plan(max_updates=276)
+    killed = two_groups()
+    rates = schedule.bind(killed, short)
+    rates.apply(183)
+    optimizer = two_groups()
+    resumed = schedule.bind(optimizer, long)
+    optimizer.load_state_dict(killed.state_dict())
+    assert resumed.load_state_dict(rates.state_dict()) == "schedule re-planned: 184 -> 276 updates"
+    expected = by_us(two_groups(), schedule, long)
+    for update in range(184, 276):
+        resumed.apply(update)
+        assert seen(optimizer) == expected[update]
