@@ -1,0 +1,167 @@
+"""The console: what a run will do, one row per validation and epoch, and how it ended."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import TextIO
+
+import torch
+
+from trainwright.base.contracts import Observer
+from trainwright.base.errors import SettingError, message
+from trainwright.base.plan import Plan
+from trainwright.base.records import Result, Validation
+from trainwright.observers.table import Table, amount, duration, joined, number, printable, sparkline
+
+WIDEST = 100
+"""No line is wider, on any terminal or in any file."""
+
+
+class Console(Observer):
+    """Prints a few lines before a run, a table during it and a few lines after it.
+
+    The stream is standard output where none is given. Nothing is printed per update, and no control characters at
+    all; on a terminal `console_observers` adds a bar for the running epoch. `width` is that of the terminal, at most
+    100, or 100 where the stream is none.
+    """
+
+    def __init__(self, stream: TextIO | None = None, *, width: int | None = None) -> None:
+        if width is not None and (not isinstance(width, int) or isinstance(width, bool) or width < 60):
+            raise SettingError(message(f"Console(width={width!r})", want="a number of characters, at least 60"))
+        self._stream = stream
+        self._width = width
+        self._table = Table(self.width)
+        self._last: tuple[int, int] | None = None
+
+    @property
+    def stream(self) -> TextIO:
+        """Where it prints."""
+        return sys.stdout if self._stream is None else self._stream
+
+    @property
+    def width(self) -> int:
+        """Characters of the widest line."""
+        if self._width is not None:
+            return self._width
+        if not self.stream.isatty():
+            return WIDEST
+        return max(60, min(WIDEST, shutil.get_terminal_size((WIDEST, 24)).columns))
+
+    def on_fit_start(self, plan: Plan) -> None:
+        """Print what the run will do."""
+        self._table, self._last = Table(self.width), None
+        self._print(*header(plan, self.width), "")
+
+    def on_validate(self, record: Validation) -> None:
+        """Print a row."""
+        self._row(record)
+
+    def on_epoch(self, record: Validation) -> None:
+        """Print a row, unless the validation at the epoch's end was one."""
+        self._row(record)
+
+    def on_fit_end(self, result: Result) -> None:
+        """Print how the run ended, the best, and the course of the losses."""
+        self._print(*footer(result, self.width))
+
+    def _row(self, record: Validation) -> None:
+        if self._last != (record.epoch, record.update):
+            self._last = (record.epoch, record.update)
+            self._print(*self._table.lines(record))
+
+    def _print(self, *lines: str) -> None:
+        encoding = getattr(self.stream, "encoding", None)
+        self.stream.write("".join(printable(line.rstrip(), encoding) + "\n" for line in lines))
+        self.stream.flush()
+
+
+def console_observers(console: bool | Console) -> list[Observer]:
+    """Return the observers of the setting `console`: none, the console, or on a terminal a live bar before it."""
+    if console is False:
+        return []
+    if console is True:
+        console = Console()
+    if not isinstance(console, Console):
+        raise SettingError(message(f"console={console!r}", want="True, False or Console(...)"))
+    if not console.stream.isatty():
+        return [console]
+    from trainwright.observers.live import LiveBar
+
+    return [LiveBar(console.stream, width=console.width), console]
+
+
+def header(plan: Plan, width: int = WIDEST) -> list[str]:
+    """Return the lines that tell what a run will do."""
+    where = plan.device
+    if where == "cpu":
+        threads = torch.get_num_threads()
+        where += f", {threads} thread{'s' if threads > 1 else ''}"
+    parts = [_versions(), where]
+    if plan.precision and plan.precision != Plan().precision:
+        parts.append(plan.precision)
+    if plan.model:
+        parts.append(f"{plan.model} {amount(plan.parameters)} parameters")
+    lines = joined(" · ".join(parts).split(" · "), width)
+    lines += joined([_train(plan), *_arithmetic(plan), *([f"val {plan.val}"] if plan.val else [])], width)
+    return lines + [line for note in plan.notes for text in note.splitlines() for line in joined([text], width)]
+
+
+def footer(result: Result, width: int = WIDEST) -> list[str]:
+    """Return the lines that tell how a run ended."""
+    done = f"{_many(result.epochs, 'epoch')}, {_many(result.updates, 'update')}, {duration(result.seconds)}"
+    parts = [done, *([f"{result.skipped} skipped"] if result.skipped else []), *([result.stopped or ""])]
+    weights = f"weights: {result.weights}"
+    best = result.best
+    if best is None:
+        parts.append(weights)
+    lines = joined([part for part in parts if part], width, start=" end   ")
+    if best is not None:
+        found = f"{best.name} {number(best.value)} at epoch {best.epoch}, update {best.update}"
+        lines += joined([found, weights], width, start=" best  ")
+    courses = [course for name in ("loss", "val_loss") if (course := _course(name, result.history))]
+    return [*lines, *(f" {' ' * 5} {course}" for course in courses)]
+
+
+def _versions() -> str:
+    try:
+        own = f"trainwright {version('trainwright')}"
+    except PackageNotFoundError:  # imported from a source tree that is not installed
+        own = "trainwright"
+    return f"{own} · torch {torch.__version__}"
+
+
+def _train(plan: Plan) -> str:
+    batches = "" if plan.batches is None else _many(plan.batches, "batch", "batches")
+    if batches and plan.batch_size is not None:
+        batches += f" of {plan.batch_size}"
+    counted = " in ".join(part for part in ("" if plan.rows is None else _many(plan.rows, "row"), batches) if part)
+    return f"train {counted or plan.train or 'data without a length'}"
+
+
+def _arithmetic(plan: Plan) -> list[str]:
+    (_, first), *later = plan.accumulate
+    accumulate = "" if (first, later) == (1, []) else f"accumulate {first}"
+    accumulate += "".join(f", {k} from epoch {epoch + 1}" for epoch, k in later)
+    inside = plan.updates_in(0)
+    updates = [] if inside is None or later else [f"{_many(inside, 'update')}/epoch"]
+    if plan.updates is not None:
+        updates.append(f"{plan.updates} in all" if updates else f"{_many(plan.updates, 'update')} in all")
+    elif plan.epochs is not None:
+        updates.append(_many(plan.epochs, "epoch"))
+    planned = " → ".join(part for part in (accumulate, ", ".join(updates)) if part)
+    limit = [] if plan.max_seconds is None else [f"at most {duration(plan.max_seconds)}"]
+    return [part for part in (planned, *limit) if part]
+
+
+def _course(name: str, history: Sequence[dict[str, float]]) -> str:
+    values = [row[name] for row in history if name in row]
+    if len(values) < 2:
+        return ""
+    return f"{name:<9}{number(values[0])} {sparkline(values)} {number(values[-1])}"
+
+
+def _many(n: int, one: str, several: str = "") -> str:
+    return f"{n} {one if n == 1 else several or one + 's'}"

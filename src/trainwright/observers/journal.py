@@ -1,0 +1,222 @@
+"""The journal: every number of a run as lines of JSON, which survive a crash, go on after a resume, and read back."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TextIO
+
+from trainwright.base.contracts import Observer
+from trainwright.base.errors import DataError, SettingError, message
+from trainwright.base.plan import Plan
+from trainwright.base.records import Result, Saved, Update, Validation
+from trainwright.base.spans import Updates
+
+_WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_encode = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode
+
+
+class Journal(Observer):
+    """Appends one JSON object per event to a file: start, update, validate, epoch, save, end.
+
+    `updates=n` writes every nth update (a skipped one always); each line costs a few microseconds. Lines are on disk
+    at each validation, epoch, save and end; a crash loses at most the updates since. NaN and infinity are
+    written as the strings "NaN", "Infinity", "-Infinity", which `read_journal` turns back into numbers.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, updates: int | Updates = 1) -> None:
+        self.path = Path(path)
+        self._every = updates.n if isinstance(updates, Updates) else updates
+        if not isinstance(self._every, int) or isinstance(self._every, bool) or self._every < 1:
+            raise SettingError(
+                message(
+                    f"Journal(updates={updates!r})",
+                    want="a whole number: every how many updates one is written",
+                    fix=f'Journal("{path}", updates=100)',
+                )
+            )
+        self._file: TextIO | None = None
+        self._start: dict[str, Any] = {}
+
+    def resume_at(self, update: int) -> None:
+        """Drop what the last run in the file wrote after `update`, for it will be done again."""
+        is_open = self._file is not None
+        self._close()
+        if self.path.exists():
+            self._cut(update)
+        if is_open:
+            self._open()
+
+    def on_fit_start(self, plan: Plan) -> None:
+        """Open the file and write what the run will do."""
+        self._close()
+        plan_fields = (field.name for field in fields(plan))
+        self._start = {"event": "start", **{name: getattr(plan, name) for name in plan_fields}, "updates": plan.updates}
+        self._open()
+
+    def on_update(self, update: Update) -> None:
+        """Write an update, where its turn has come."""
+        if update.update % self._every and not update.skipped:
+            return
+        record = {
+            "event": "update",
+            "update": update.update,
+            "epoch": update.epoch,
+            "loss": update.loss,
+            "lr": update.lr,
+            "rows": update.rows,
+        }
+        if len(update.lrs) > 1:
+            record["lrs"] = update.lrs
+        if update.grad_norm is not None:
+            record["grad_norm"] = update.grad_norm
+        if update.skipped:
+            record["skipped"] = True
+        if update.values:
+            record["values"] = dict(update.values)
+        self._write(record)
+
+    def on_validate(self, record: Validation) -> None:
+        """Write a validation."""
+        self._write_numbers("validate", record)
+
+    def on_epoch(self, record: Validation) -> None:
+        """Write an epoch."""
+        self._write_numbers("epoch", record)
+
+    def on_save(self, saved: Saved) -> None:
+        """Write that a checkpoint is whole."""
+        self._write({"event": "save", "update": saved.update, "path": str(saved.path), "best": saved.best}, flush=True)
+
+    def on_fit_end(self, result: Result) -> None:
+        """Write how the run ended and close the file."""
+        best = result.best
+        found = best and {"name": best.name, "value": best.value, "epoch": best.epoch, "update": best.update}
+        names = ("updates", "epochs", "stopped", "seconds", "skipped", "weights")
+        self._write({"event": "end", **{name: getattr(result, name) for name in names}, "best": found}, flush=True)
+        self._close()
+
+    def _write_numbers(self, event: str, record: Validation) -> None:
+        names = ("epoch", "update", "best", "waited", "patience", "seconds", "rows", "waiting", "skipped")
+        numbers = {name: getattr(record, name) for name in names}
+        self._write({"event": event, **numbers, "metrics": dict(record.metrics)}, flush=True)
+
+    def _write(self, record: Mapping[str, Any], *, flush: bool = False) -> None:
+        assert self._file is not None, "on_fit_start opens the journal"
+        try:
+            line = _encode(record)
+        except ValueError:  # NaN or infinity, which JSON has no word for
+            line = _encode(_spelt(record))
+        self._file.write(line + "\n")
+        if flush:
+            self._file.flush()
+
+    def _open(self) -> None:
+        """Open the file behind its last whole line, and write how this run started."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.exists():
+            _drop_torn_line(self.path)
+        self._file = self.path.open("a", encoding="utf-8", newline="\n")
+        self._write(self._start, flush=True)
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _cut(self, update: int) -> None:
+        lines = _lines(self.path)
+        for start, record in lines[_last_run(lines) :]:
+            if _position(record) > update:
+                os.truncate(self.path, start)
+                return
+
+
+def read_journal(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Return the records of a journal, oldest first; a last line that a crash has torn is left out."""
+    return [record for _, record in _lines(Path(path))]
+
+
+def journal_to_csv(path: str | os.PathLike[str], csv_path: str | os.PathLike[str]) -> None:
+    """Write the updates, validations and epochs of a journal as CSV: one row per record, one column per number."""
+    rows = [_flat(record) for record in read_journal(path) if record["event"] in ("update", "validate", "epoch")]
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    with Path(csv_path).open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
+    """Return the records with the byte each starts at."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    records, start = [], 0
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append((start, _read_back(json.loads(line))))
+        except ValueError as error:  # no JSON, or no UTF-8
+            if number < len(lines):
+                raise DataError(message(f"{path}: line {number} is no JSON: {error}", where=False)) from None
+        start += len(line)
+    return records
+
+
+def _drop_torn_line(path: Path) -> None:
+    """Cut off a last line without an end: another line written behind it would be lost with it."""
+    whole = path.read_bytes().rpartition(b"\n")[0]
+    size = len(whole) + 1 if whole else 0
+    if size < path.stat().st_size:
+        os.truncate(path, size)
+
+
+def _last_run(lines: list[tuple[int, dict[str, Any]]]) -> int:
+    """Return the index of the first record of the last run: updates fall only where another run begins."""
+    places = [(i, _position(record)) for i, (_, record) in enumerate(lines) if "update" in record]
+    begin = 0
+    for (before, earlier), (after, later) in pairwise(places):
+        if later < earlier:
+            begin = next((i for i in range(before + 1, after) if lines[i][1]["event"] == "start"), after)
+    return begin
+
+
+def _position(record: Mapping[str, Any]) -> int:
+    """Return the update a record belongs to; those without one stay with what stands before them."""
+    return int(record.get("update", -1))
+
+
+def _spelt(value: Any) -> Any:
+    """Return the value with NaN and infinity as words."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {key: _spelt(inner) for key, inner in value.items()}
+    return [_spelt(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def _read_back(value: Any) -> Any:
+    """Return the value with the words of `_spelt` as numbers."""
+    if isinstance(value, str):
+        return _WORDS.get(value, value)
+    if isinstance(value, dict):
+        return {key: _read_back(inner) for key, inner in value.items()}
+    return [_read_back(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _flat(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record without inner mappings: `metrics` and `values` become columns, `lrs` lr_0, lr_1, ..."""
+    row: dict[str, Any] = {}
+    for name, value in record.items():
+        if isinstance(value, dict):
+            inner = {key: number for key, number in value.items() if key not in ("epoch", "update")}
+            row.update({f"{name}.{key}" if key in record else key: number for key, number in inner.items()})
+        elif isinstance(value, list):
+            row.update({f"{name.removesuffix('s')}_{i}": number for i, number in enumerate(value)})
+        else:
+            row[name] = int(value) if isinstance(value, bool) else value
+    return row

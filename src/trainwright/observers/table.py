@@ -1,0 +1,171 @@
+"""Numbers as text: a table that fits a width, one row at a time; times, rates and sparklines."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from trainwright.base.records import Validation
+
+WIDE_FIRST = ("data", "rows/s", "time")
+"""Columns that make room, in this order, where a row is too wide."""
+
+_WIDTHS = {"epoch": 5, "update": 6, "best": 5, "time": 6, "rows/s": 6, "data": 4, "skipped": 7}
+_LEVELS = "▁▂▃▄▅▆▇█"
+_NOT_FINITE = "\u00d7"
+_PLAIN = str.maketrans(f"{_LEVELS}●·→{_NOT_FINITE}", "_.-:=+*#*|>x")
+
+
+class Table:
+    """Rows of validations and epochs under one header, no wider than `width`.
+
+    A column appears with the first number that needs it, and the header is then printed again. Where there is no
+    room, `WIDE_FIRST` go first, then the last metrics, which a line names.
+    """
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+        self._known: list[str] = []
+        self._shown: list[str] = []
+        self._hidden: list[str] = []
+
+    def lines(self, record: Validation) -> list[str]:
+        """Return the row of a record, after the header where it changes."""
+        cells = _cells(record)
+        header = self._header(cells) if any(name not in self._known for name in cells) else []
+        return [*header, self._line({name: cells.get(name, "") for name in self._shown})]
+
+    def _header(self, cells: Mapping[str, str]) -> list[str]:
+        before = self._shown, self._hidden
+        self._known = sorted({*self._known, *cells}, key=_place([*self._known, *cells]).__getitem__)
+        self._shown, self._hidden = list(self._known), []
+        optional = [name for name in WIDE_FIRST if name in self._known]
+        optional += [name for name in reversed(self._known) if _is_metric(name)]
+        for name in optional:
+            if len(self._line({name: "" for name in self._shown})) > self._width:
+                self._shown.remove(name)
+                self._hidden += [name] if _is_metric(name) else []
+        if (self._shown, self._hidden) == before:
+            return []
+        missing = joined(reversed(self._hidden), self._width, start=" not shown  ") if self._hidden else []
+        return [*missing, self._line({name: name for name in self._shown})]
+
+    def _line(self, cells: Mapping[str, str]) -> str:
+        gap = 2  # and one space that is always there; a long number takes the gap and leaves the others in place
+        columns = ((text, _WIDTHS.get(name, max(len(name), 8)) + gap) for name, text in cells.items())
+        return "".join(f" {text:>{width}}" for text, width in columns)[gap:]
+
+
+def number(value: float) -> str:
+    """Four decimals, or four digits and an exponent for very large or small numbers: 0.1324, 1.324e-5, nan."""
+    if not math.isfinite(value) or value == 0:
+        return f"{value:.4f}"
+    if not 1e-3 <= abs(value) < 1e6:
+        return _exponent(f"{value:.3e}")
+    return f"{value:.4f}" if abs(value) < 1000 else f"{value:.1f}"
+
+
+def rate(value: float) -> str:
+    """A learning rate: 2.15e-3."""
+    return _exponent(f"{value:.2e}") if math.isfinite(value) and value else f"{value:g}"
+
+
+def amount(value: float) -> str:
+    """A large number in short: 980, 19.8k, 5.2M."""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size * 0.99995:
+            return f"{value / size:.1f}{unit}"
+    return f"{value:.0f}"
+
+
+def duration(seconds: float) -> str:
+    """0.4s, 59.1s, 4m05s, 2h30m."""
+    if seconds < 99.95:
+        return f"{seconds:.1f}s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}m{rest:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
+
+
+def sparkline(values: Sequence[float], width: int = 24) -> str:
+    """A number over time in at most `width` characters, each the mean of equally many; × where that is not finite."""
+    size = max(1, math.ceil(len(values) / width))
+    means = [sum(part) / len(part) for part in (values[i : i + size] for i in range(0, len(values), size))]
+    finite = [mean for mean in means if math.isfinite(mean)]
+    if not finite:
+        return _NOT_FINITE * len(means)
+    low, span = min(finite), max(finite) - min(finite)
+    steps = len(_LEVELS) - 1
+    return "".join(
+        _LEVELS[round((mean - low) / span * steps) if span else 0] if math.isfinite(mean) else _NOT_FINITE
+        for mean in means
+    )
+
+
+def joined(parts: Iterable[str], width: int, *, start: str = "") -> list[str]:
+    """Join parts with ` · ` into lines no wider than `width`; lines after the first stand under its first part."""
+    lines, line = [], start
+    for part in (piece for whole in parts for piece in _pieces(whole, width - len(start))):
+        separator = " · " if line.strip() and line != start else ""
+        if separator and len(line) + len(separator) + len(part) > width:
+            lines.append(line)
+            line, separator = " " * len(start), ""
+        line += separator + part
+    return [*lines, line]
+
+
+def printable(text: str, encoding: str | None) -> str:
+    """Return the text as it is, or in plain letters where the encoding of a stream has no others."""
+    try:
+        text.encode(encoding or "utf-8")
+    except UnicodeEncodeError:
+        return text.translate(_PLAIN).encode(encoding or "ascii", "replace").decode(encoding or "ascii")
+    return text
+
+
+def _cells(record: Validation) -> dict[str, str]:
+    cells = {"epoch": str(record.epoch), "update": str(record.update)}
+    for name, value in record.metrics.items():
+        if name not in cells:
+            cells[name] = rate(value) if name == "lr" or name.startswith("lr_") else number(value)
+    if record.best:
+        cells["best"] = "●"
+    elif record.patience:
+        cells["best"] = f"{record.waited}/{record.patience}"
+    if record.seconds > 0:
+        cells["time"] = duration(record.seconds)
+        cells["rows/s"] = amount(record.rows / record.seconds)
+        cells["data"] = f"{record.waiting:.0%}"
+    if record.skipped:
+        cells["skipped"] = str(record.skipped)
+    return cells
+
+
+def _place(names: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """Where each column stands: lr, loss, val_loss, the other metrics as they came, then what is about the run."""
+    first = ("epoch", "update", "lr", "loss", "val_loss")
+    last = ("best", "time", "rows/s", "data", "skipped")
+    return {
+        name: (0, first.index(name)) if name in first else (2, last.index(name)) if name in last else (1, place)
+        for place, name in reversed(list(enumerate(names)))
+    }
+
+
+def _is_metric(name: str) -> bool:
+    return name not in _WIDTHS and name not in ("lr", "loss", "val_loss")
+
+
+def _exponent(text: str) -> str:
+    """1.50e-03 as 1.50e-3."""
+    digits, exponent = text.split("e")
+    return f"{digits}e{int(exponent)}"
+
+
+def _pieces(text: str, width: int) -> list[str]:
+    """Cut a part that is wider than a whole line, between words where there are any."""
+    pieces = []
+    while len(text) > width:
+        cut = text.rfind(" ", 1, width + 1)
+        cut = cut if cut > 0 else width
+        pieces.append(text[:cut])
+        text = text[cut:].lstrip()
+    return [*pieces, text]

@@ -1,0 +1,373 @@
+"""The console: aligned, never wrapped, nothing per update, and no control characters where nobody watches."""
+
+import io
+import math
+import os
+import pty
+import re
+import threading
+
+import pytest
+
+from trainwright.base.contracts import Observer, listeners
+from trainwright.base.errors import SettingError
+from trainwright.base.plan import Plan
+from trainwright.base.records import Best, Result, Update, Validation
+from trainwright.observers.console import Console, console_observers, footer, header
+from trainwright.observers.live import LiveBar
+from trainwright.observers.table import amount, duration, joined, number, printable, rate, sparkline
+
+PLAN = Plan(
+    model="SmallCNN",
+    parameters=5218,
+    precision="bf16",
+    train="TensorDataset",
+    val="360 rows",
+    batches=45,
+    rows=1437,
+    batch_size=32,
+    accumulate=((0, 2),),
+    epochs=12,
+    notes=("switched to train: SmallCNN",),
+)
+
+LAST = ("time", "rows/s", "data", "skipped")
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self):
+        return True
+
+
+def record(epoch, update, metrics=None, **fields):
+    fields = {
+        "best": False,
+        "waited": 0,
+        "patience": 0,
+        "seconds": 2.0,
+        "rows": 1437,
+        "waiting": 0.03,
+        "skipped": 0,
+        **fields,
+    }
+    return Validation(epoch, update, metrics or {"loss": 1 / update, "val_loss": 2 / update, "lr": 2.15e-3}, **fields)
+
+
+def result(**fields):
+    history = [{"loss": 1 / n, "val_loss": 2 / n} for n in range(1, 13)]
+    fields = {"best": None, "updates": 276, "epochs": 12, "stopped": "all epochs done", "seconds": 1.3, **fields}
+    return Result(history, **fields)
+
+
+def update(n, epoch=0):
+    return Update(n, epoch, 0.523, 9.3e-3, (9.3e-3,), None, 64, False)
+
+
+def printed(records, *, plan=PLAN, width=None, end=None):
+    stream = io.StringIO()
+    console = Console(stream, width=width)
+    console.on_fit_start(plan)
+    for one in records:
+        console.on_validate(one)
+        console.on_epoch(one)
+    if end is not None:
+        console.on_fit_end(end)
+    return stream.getvalue().splitlines()
+
+
+def rows(lines):
+    """The table, without what stands above it."""
+    return lines[lines.index("") + 1 :]
+
+
+# --- before and after
+
+
+def test_the_header_tells_the_arithmetic_of_the_run():
+    first, second, note = header(PLAN)
+    assert re.fullmatch(
+        r"trainwright [\d.]+ · torch [\d.]+\S* · cpu, 1 thread · bf16 · SmallCNN 5.2k parameters", first
+    )
+    assert second == (
+        "train 1437 rows in 45 batches of 32 · accumulate 2 → 23 updates/epoch, 276 in all · val 360 rows"
+    )
+    assert note == "switched to train: SmallCNN"
+
+
+@pytest.mark.parametrize(
+    ("plan", "line"),
+    [
+        (Plan(train="a stream", max_updates=100, device="cuda"), "train a stream · 100 updates in all"),
+        (Plan(max_seconds=90.0, device="cuda"), "train data without a length · at most 90.0s"),
+        (Plan(batches=1, rows=1, batch_size=8, epochs=1), "train 1 row in 1 batch of 8 · 1 update/epoch, 1 in all"),
+        (
+            Plan(batches=10, accumulate=((0, 1), (2, 5)), epochs=4),
+            "train 10 batches · accumulate 1, 5 from epoch 3 → 24 updates in all",
+        ),
+        (Plan(train="a stream", epochs=3, epoch_updates=50), "train a stream · 50 updates/epoch, 150 in all"),
+        (Plan(train="a stream", epochs=3), "train a stream · 3 epochs"),
+    ],
+)
+def test_the_header_tells_what_is_known_only(plan, line):
+    assert header(plan)[1] == line
+
+
+def test_the_footer_tells_end_best_weights_and_course():
+    best = Best("val_loss", 0.13239, 12, 276)
+    assert footer(result(best=best, weights="best of epoch 12", stopped="stopped early", skipped=2)) == [
+        " end   12 epochs, 276 updates, 1.3s · 2 skipped · stopped early",
+        " best  val_loss 0.1324 at epoch 12, update 276 · weights: best of epoch 12",
+        "       loss     1.0000 █▄▃▂▂▂▁▁▁▁▁▁ 0.0833",
+        "       val_loss 2.0000 █▄▃▂▂▂▁▁▁▁▁▁ 0.1667",
+    ]
+    assert footer(Result([], None, 1, 1, "", 0.1)) == [" end   1 epoch, 1 update, 0.1s · weights: last"]
+
+
+# --- the table
+
+
+def test_one_row_per_epoch_though_two_events_come():
+    table = rows(printed([record(1, 23, best=True, patience=4), record(2, 46, waited=1, patience=4)]))
+    assert table == [
+        " epoch   update         lr       loss   val_loss    best     time   rows/s   data",
+        "     1       23    2.15e-3     0.0435     0.0870       ●     2.0s      718     3%",
+        "     2       46    2.15e-3     0.0217     0.0435     1/4     2.0s      718     3%",
+    ]
+
+
+def test_a_validation_between_epochs_has_a_row_of_its_own():
+    stream = io.StringIO()
+    console = Console(stream)
+    console.on_fit_start(PLAN)
+    console.on_validate(record(0, 10))
+    console.on_validate(record(0, 20))
+    console.on_epoch(record(1, 23, {"loss": 0.5, "lr": 1e-3}))
+    console.on_epoch(record(2, 23, {"loss": 0.5, "lr": 1e-3}))  # an epoch of held back updates is an epoch
+    table = [line.split()[:5] for line in rows(stream.getvalue().splitlines())]
+    assert [row[:2] for row in table[1:]] == [["0", "10"], ["0", "20"], ["1", "23"], ["2", "23"]]
+    assert table[3][2:4] == ["1.00e-3", "0.5000"]
+
+
+def test_columns_stand_under_their_names():
+    metrics = {"loss": 123.4, "val_loss": 1e-9, "lr": 0.0, "val_accuracy": math.nan, "val_mse": -123456.7, "epoch": 9}
+    head, row = rows(printed([record(1, 23, metrics, best=True, skipped=3)], width=200))
+    assert head.split() == ["epoch", "update", "lr", "loss", "val_loss", "val_accuracy", "val_mse", "best", *LAST]
+    assert row.split() == ["1", "23", "0", "123.4000", "1.000e-9", "nan", "-123456.7", "●", "2.0s", "718", "3%", "3"]
+    ends = [[match.end() for match in re.finditer(r"\S+", line)] for line in (head, row)]
+    assert ends[0] == ends[1]
+
+
+def test_columns_appear_when_there_is_something_to_tell():
+    early = {"loss": 1.0, "lr": 0.1}
+    table = rows(printed([record(1, 23, early), record(2, 46), record(3, 69, early, skipped=1), record(4, 92)]))
+    heads = [line for line in table if "epoch" in line]
+    assert len(heads) == 3
+    assert "val_loss" not in heads[0]
+    assert "skipped" not in heads[1]
+    assert "val_loss" in heads[2]
+    assert "skipped" in heads[2]
+    assert "best" not in heads[2]
+    assert len(table) == 4 + 3
+
+
+def test_wide_tables_drop_data_then_rate_then_time_then_last_metrics():
+    metrics = {"loss": 1.0, "val_loss": 1.0, "lr": 0.1, "val_accuracy": 0.5, "val_f1": 0.5}
+    dropped = []
+    for width in range(120, 59, -1):
+        table = rows(printed([record(1, 23, metrics, best=True)], width=width))
+        head = next(line for line in table if "epoch " in line)
+        dropped.append([name for name in (*LAST[2::-1], "val_f1", "val_accuracy") if name not in head])
+        hidden = [name for name in ("val_accuracy", "val_f1") if name not in head]
+        assert table[:-2] == ([" not shown  " + " · ".join(hidden)] if hidden else [])
+        assert max(map(len, table)) <= width
+    order = ["data", "rows/s", "time", "val_f1", "val_accuracy"]
+    assert [names for i, names in enumerate(dropped) if names not in dropped[:i]] == [order[:n] for n in range(6)]
+
+
+@pytest.mark.parametrize("width", [60, 72, 100])
+def test_no_line_is_wider_than_the_width(width):
+    plan = Plan(model="M" * 70, parameters=10**9, train="x", notes=("word " * 60, "y" * 250), max_updates=5)
+    best = Best("val_loss", 0.1, 12, 276)
+    many = record(1, 23, {"loss": 1.0, "val_loss": 1.0, "lr": 0.1} | {f"val_{i}": 0.1 for i in range(30)}, best=True)
+    end = result(best=best, stopped="because " * 30)
+    lines = printed([many], plan=plan, width=width, end=end)
+    assert max(map(len, lines)) <= width
+    text = "".join(lines)
+    assert text.count("word") == 60
+    assert text.count("y") >= 250
+    assert text.count("because") == 30
+
+
+def test_the_table_begins_anew_with_every_fit():
+    stream = io.StringIO()
+    console = Console(stream)
+    for _ in range(2):
+        console.on_fit_start(PLAN)
+        console.on_epoch(record(1, 23))
+        console.on_fit_end(result())
+    assert stream.getvalue().count(" epoch   update") == 2
+    assert stream.getvalue().count("     1       23") == 2
+
+
+# --- where it prints
+
+
+def test_nothing_is_received_per_update_and_no_carriage_return_printed_without_a_terminal():
+    observers = console_observers(Console(stream := io.StringIO()))
+    assert listeners(observers, "on_update") == []
+    observers[0].on_fit_start(PLAN)
+    observers[0].on_epoch(record(1, 23))
+    observers[0].on_fit_end(result())
+    assert not set("\r\x1b") & set(stream.getvalue())
+
+
+def test_true_prints_to_standard_output_and_false_nothing(capsys):
+    (console,) = console_observers(True)
+    console.on_fit_start(PLAN)
+    assert "SmallCNN" in capsys.readouterr().out
+    assert console_observers(False) == []
+
+
+@pytest.mark.parametrize("console", [None, 1, "yes", Observer()])
+def test_another_setting_is_refused(console):
+    with pytest.raises(SettingError, match="True, False or Console"):
+        console_observers(console)
+
+
+@pytest.mark.parametrize("width", [59, 0, 80.0, True])
+def test_a_width_is_a_number_of_characters(width):
+    with pytest.raises(SettingError, match="at least 60"):
+        Console(width=width)
+
+
+def test_a_stream_of_few_letters_stops_nothing():
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    console = Console(stream)
+    console.on_fit_start(Plan(notes=("größer",)))
+    console.on_epoch(record(1, 23, best=True))
+    console.on_fit_end(result())
+    text = raw.getvalue().decode("ascii")
+    assert " | " in text
+    assert "#:-..." in text
+    assert "gr??er" in text
+
+
+# --- the bar
+
+
+def test_a_terminal_gets_a_bar_that_leaves_only_the_rows():
+    bar, console = console_observers(Console(stream := Terminal(), width=80))
+    assert isinstance(bar, LiveBar)
+    for observer in (bar, console):
+        observer.on_fit_start(PLAN)
+    bar.on_update(update(1))
+    bar._bar.delay = bar._bar.mininterval = 0  # draw at every update
+    for n in range(2, 11):
+        bar.on_update(update(n))
+    assert "epoch 1/12" in stream.getvalue()
+    assert "10/23 · loss 0.5230 · lr 9.30e-3 ·" in stream.getvalue()
+    assert max(len(part) for part in re.split(r"[\r\n]", stream.getvalue())) <= 100
+    for event in ("on_validate", "on_epoch"):
+        for observer in (bar, console):
+            getattr(observer, event)(record(1, 23))
+    bar.on_update(update(24, epoch=1))
+    for observer in (bar, console):
+        observer.on_fit_end(result())
+    seen = screen(stream.getvalue())
+    assert not any("loss 0.5230" in line for line in seen)
+    assert seen[-5:] == printed([record(1, 23)], end=result(), width=80)[-5:]
+
+
+def test_a_bar_draws_by_time_and_starts_no_thread():
+    bar = LiveBar(stream := Terminal())
+    bar.on_fit_start(PLAN)
+    before = threading.active_count()
+    for n in range(1, 2000):
+        bar.on_update(update(n))
+    assert threading.active_count() == before
+    assert stream.getvalue().count("loss") <= 20
+    bar.on_fit_end(result())
+
+
+def test_a_bar_without_a_length_counts_updates():
+    bar = LiveBar(stream := Terminal())
+    bar.on_fit_start(Plan(train="a stream", max_updates=10))
+    bar.on_update(update(1))
+    bar._bar.delay = bar._bar.mininterval = 0
+    bar.on_update(update(2))
+    bar.on_fit_end(result())
+    assert " epoch 1 2 updates · loss 0.5230" in stream.getvalue()
+
+
+def test_a_narrow_terminal_is_not_overrun(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "72")
+    main, other = pty.openpty()
+    try:
+        with os.fdopen(other, "w", encoding="utf-8") as stream:
+            assert Console(stream).width == 72
+            bar, _ = console_observers(Console(stream))
+            assert bar._width == 72
+    finally:
+        os.close(main)
+
+
+def screen(text):
+    """What is left on a terminal once carriage returns have been obeyed."""
+    lines = []
+    for line in text.split("\n"):
+        cells = []
+        for part in line.split("\r"):
+            cells[: len(part)] = part
+        lines.append("".join(cells).rstrip())
+    return lines[:-1] if lines[-1] == "" else lines
+
+
+# --- numbers
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.13239, "0.1324"),
+        (2.2777, "2.2777"),
+        (0, "0.0000"),
+        (1.5e-5, "1.500e-5"),
+        (22026.4658, "22026.5"),
+        (-0.5, "-0.5000"),
+        (math.nan, "nan"),
+        (-math.inf, "-inf"),
+        (3e8, "3.000e8"),
+        (-2e-7, "-2.000e-7"),
+        (0.001, "0.0010"),
+    ],
+)
+def test_numbers(value, text):
+    assert number(value) == text
+
+
+def test_rates_amounts_and_times():
+    assert [rate(x) for x in (2.15e-3, 0.1, 1.0, 0.0, math.nan)] == ["2.15e-3", "1.00e-1", "1.00e0", "0", "nan"]
+    assert [amount(x) for x in (0, 980, 999.6, 999.96, 19_830, 5_218_000, 7e9)] == [
+        "0", "980", "1000", "1.0k", "19.8k", "5.2M", "7.0G",
+    ]  # fmt: skip
+    assert [duration(x) for x in (0.04, 9.96, 99.94, 99.96, 245, 3600, 9000)] == [
+        "0.0s", "10.0s", "99.9s", "1m40s", "4m05s", "1h00m", "2h30m",
+    ]  # fmt: skip
+
+
+def test_a_sparkline_shows_course_and_what_was_not_finite():
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
+    assert sparkline([3, math.nan, 1, math.inf, 1]) == "█\u00d7▁\u00d7▁"
+    assert sparkline([2, 2]) == "▁▁"
+    assert sparkline([math.nan, math.nan]) == "\u00d7\u00d7"
+    assert len(sparkline(list(range(1000)))) <= 24
+    assert sparkline([1.0] * 90 + [math.nan] + [1.0] * 9).count("\u00d7") == 1
+
+
+def test_parts_are_joined_under_each_other():
+    assert joined(["aaaa", "bbbb", "cc"], 14, start=" end ") == [" end aaaa", "     bbbb · cc"]
+    assert printable("a · b", "ascii") == "a | b"
+    assert printable("a · b", None) == "a · b"

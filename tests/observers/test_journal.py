@@ -1,0 +1,240 @@
+"""The journal: complete, readable after a crash, one history over resumes, and honest about NaN."""
+
+import csv
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainwright.base.contracts import listeners
+from trainwright.base.errors import DataError, SettingError
+from trainwright.base.plan import Plan
+from trainwright.base.records import Best, Result, Saved, Update, Validation
+from trainwright.base.spans import Updates
+from trainwright.observers.journal import Journal, journal_to_csv, read_journal
+
+
+def update(n, loss=0.5, **fields):
+    fields = {"lr": 0.1, "lrs": (0.1,), "grad_norm": None, "rows": 64, "skipped": False, **fields}
+    return Update(n, 0, loss, **fields)
+
+
+def validation(n, epoch=1, **metrics):
+    return Validation(epoch, n, {"loss": 0.5, **metrics}, True, 0, 4, 1.5, 640, 0.25, 0)
+
+
+def result(updates, best=None):
+    return Result([], best, updates, 1, "all epochs done", 2.5)
+
+
+def write(path, start, stop, *, resume=None, end=True):
+    """One run from update `start` to `stop`, an epoch each 10 updates."""
+    journal = Journal(path)
+    if resume is not None:
+        journal.resume_at(resume)
+    journal.on_fit_start(Plan(model="Net"))
+    for n in range(start, stop + 1):
+        journal.on_update(update(n, loss=1 / n))
+        if n % 10 == 0:
+            journal.on_epoch(validation(n, epoch=n // 10))
+    if end:
+        journal.on_fit_end(result(stop))
+    return journal
+
+
+def shape(records):
+    return [(record["event"], record.get("update")) for record in records]
+
+
+def test_every_event_is_a_line_of_strict_json(tmp_path):
+    path = tmp_path / "deep" / "run.jsonl"
+    journal = Journal(path)
+    assert all(
+        listeners([journal], f"on_{event}") for event in ("fit_start", "update", "validate", "epoch", "save", "fit_end")
+    )
+    journal.on_fit_start(Plan(model="Net", epochs=3, batches=4, notes=("a note",)))
+    journal.on_update(update(1, loss=0.1 + 0.2, lrs=(0.1, 0.01), grad_norm=2.0, skipped=True, values={"kl": 0.25}))
+    journal.on_validate(validation(1, val_loss=0.25))
+    journal.on_epoch(validation(1))
+    journal.on_save(Saved(tmp_path / "update_1", 1, True))
+    journal.on_fit_end(result(1, Best("val_loss", 0.25, 1, 1)))
+    lines = path.read_text().splitlines()
+    records = [json.loads(line, parse_constant=pytest.fail) for line in lines]
+    assert records == read_journal(path)
+    start, one, judged, epoch, saved, end = records
+    assert (start["event"], start["model"], start["updates"], start["notes"]) == ("start", "Net", 12, ["a note"])
+    assert one == {
+        "event": "update", "update": 1, "epoch": 0, "loss": 0.1 + 0.2, "lr": 0.1, "rows": 64,
+        "lrs": [0.1, 0.01], "grad_norm": 2.0, "skipped": True, "values": {"kl": 0.25},
+    }  # fmt: skip
+    assert judged == {
+        "event": "validate", "epoch": 1, "update": 1, "best": True, "waited": 0, "patience": 4, "seconds": 1.5,
+        "rows": 640, "waiting": 0.25, "skipped": 0, "metrics": {"loss": 0.5, "val_loss": 0.25},
+    }  # fmt: skip
+    assert epoch["event"] == "epoch"
+    assert saved == {"event": "save", "update": 1, "path": str(tmp_path / "update_1"), "best": True}
+    assert end == {
+        "event": "end", "updates": 1, "epochs": 1, "stopped": "all epochs done", "seconds": 2.5, "skipped": 0,
+        "weights": "last", "best": {"name": "val_loss", "value": 0.25, "epoch": 1, "update": 1},
+    }  # fmt: skip
+
+
+def test_nan_and_infinity_are_written_as_words_and_read_as_numbers(tmp_path):
+    journal = Journal(tmp_path / "run.jsonl")
+    journal.on_fit_start(Plan())
+    journal.on_update(update(1, loss=math.nan, lrs=(math.inf, 0.1), grad_norm=-math.inf, values={"kl": math.nan}))
+    journal.on_epoch(validation(1, val_loss=math.inf))
+    journal.on_fit_end(result(1, Best("loss", -math.inf, 1, 1)))
+    text = journal.path.read_text()
+    for line in text.splitlines():
+        json.loads(line, parse_constant=pytest.fail)
+    assert '"loss":"NaN"' in text
+    _, one, epoch, end = read_journal(journal.path)
+    assert math.isnan(one["loss"])
+    assert math.isnan(one["values"]["kl"])
+    assert (one["lrs"], one["grad_norm"]) == ([math.inf, 0.1], -math.inf)
+    assert epoch["metrics"]["val_loss"] == math.inf
+    assert end["best"]["value"] == -math.inf
+
+
+@pytest.mark.parametrize("every", [4, Updates(4)])
+def test_updates_can_be_thinned_but_a_skipped_one_is_always_there(tmp_path, every):
+    journal = Journal(tmp_path / "run.jsonl", updates=every)
+    journal.on_fit_start(Plan())
+    for n in range(1, 13):
+        journal.on_update(update(n, skipped=n == 6))
+    journal.on_fit_end(result(12))
+    assert [record["update"] for record in read_journal(journal.path)[1:-1]] == [4, 6, 8, 12]
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.5, True, None])
+def test_every_how_many_updates_is_a_whole_number(tmp_path, every):
+    with pytest.raises(SettingError, match="every how many"):
+        Journal(tmp_path / "run.jsonl", updates=every)
+
+
+def test_epochs_are_on_disk_after_a_hard_kill(tmp_path):
+    path = tmp_path / "run.jsonl"
+    code = f"""
+import os, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_journal import write, update, Path
+journal = write(Path({str(path)!r}), 1, 25, end=False)
+os._exit(9)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 9
+    assert shape(read_journal(path))[:23] == [
+        ("start", None),
+        *[("update", n) for n in range(1, 11)],
+        ("epoch", 10),
+        *[("update", n) for n in range(11, 21)],
+        ("epoch", 20),
+    ]
+
+
+@pytest.mark.parametrize("cut", range(1, 60, 7))
+def test_a_line_torn_anywhere_costs_that_line_only(tmp_path, cut):
+    path = tmp_path / "run.jsonl"
+    write(path, 1, 12)
+    whole = read_journal(path)
+    last = len(path.read_bytes().splitlines(keepends=True)[-1])
+    os.truncate(path, path.stat().st_size - min(cut, last))
+    expected = whole if cut == 1 else whole[:-1]  # only the line's end is missing
+    assert read_journal(path) == expected
+    write(path, 13, 14)
+    again = read_journal(path)
+    assert shape(again) == [*shape(whole[:-1]), ("start", None), ("update", 13), ("update", 14), ("end", None)]
+
+
+def test_a_damaged_line_in_the_middle_is_named(tmp_path):
+    path = tmp_path / "run.jsonl"
+    write(path, 1, 3)
+    lines = path.read_text().splitlines()
+    lines[2] = lines[2][:-4]
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(DataError, match="line 3"):
+        read_journal(path)
+
+
+def test_an_empty_or_wholly_torn_journal_has_no_records(tmp_path):
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(b"")
+    assert read_journal(path) == []
+    path.write_bytes(b'{"event":"sta')
+    assert read_journal(path) == []
+    write(path, 1, 1)
+    assert shape(read_journal(path)) == [("start", None), ("update", 1), ("end", None)]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_resume_takes_back_what_will_be_done_again(tmp_path, when):
+    path = tmp_path / "run.jsonl"
+    write(path, 1, 27)
+    journal = Journal(path)
+    if when == "before":
+        journal.resume_at(20)
+    journal.on_fit_start(Plan())
+    if when == "after":
+        journal.resume_at(20)
+    journal.on_update(update(21))
+    journal.on_fit_end(result(21))
+    numbers = [record["update"] for record in read_journal(path) if record["event"] == "update"]
+    assert numbers == list(range(1, 22))
+    assert shape(read_journal(path))[-5:] == [
+        ("update", 20),
+        ("epoch", 20),
+        ("start", None),
+        ("update", 21),
+        ("end", None),
+    ]
+
+
+def test_a_resume_touches_only_the_last_run_of_the_file(tmp_path):
+    path = tmp_path / "run.jsonl"
+    write(path, 1, 30)  # a run
+    write(path, 31, 40)  # its second stage
+    write(path, 1, 25)  # another run
+    write(path, 21, 22, resume=20)
+    numbers = [record["update"] for record in read_journal(path) if record["event"] == "update"]
+    assert numbers == [*range(1, 41), *range(1, 23)]
+
+
+def test_a_resume_into_an_earlier_stage_drops_the_later_one(tmp_path):
+    path = tmp_path / "run.jsonl"
+    write(path, 1, 30)
+    write(path, 31, 40)
+    write(path, 26, 27, resume=25)
+    numbers = [record["update"] for record in read_journal(path) if record["event"] == "update"]
+    assert numbers == list(range(1, 28))
+
+
+def test_a_resume_without_a_journal_starts_one(tmp_path):
+    write(tmp_path / "run.jsonl", 21, 22, resume=20)
+    assert shape(read_journal(tmp_path / "run.jsonl"))[:2] == [("start", None), ("update", 21)]
+
+
+def test_csv_has_a_column_per_number(tmp_path):
+    journal = Journal(tmp_path / "run.jsonl")
+    journal.on_fit_start(Plan())
+    journal.on_update(update(1, loss=math.nan, lrs=(0.1, 0.01), values={"kl": 0.25, "rows": 7.0}))
+    journal.on_update(update(2, skipped=True))
+    journal.on_epoch(validation(2, val_loss=0.75))
+    journal.on_fit_end(result(2))
+    journal_to_csv(journal.path, tmp_path / "run.csv")
+    with (tmp_path / "run.csv").open(newline="") as file:
+        one, two, epoch = csv.DictReader(file)
+    assert one["event"] == "update"
+    assert math.isnan(float(one["loss"]))
+    assert (one["lr_0"], one["lr_1"], one["kl"], one["rows"], one["values.rows"]) == (
+        "0.1",
+        "0.01",
+        "0.25",
+        "64",
+        "7.0",
+    )
+    assert (two["loss"], two["kl"], two["skipped"]) == ("0.5", "", "1")
+    assert (epoch["event"], epoch["update"], epoch["loss"], epoch["val_loss"]) == ("epoch", "2", "0.5", "0.75")
