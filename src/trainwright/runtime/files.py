@@ -1,0 +1,186 @@
+"""Writes single files durably and reads them with care: summed on the way, links and pipes refused."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from io import FileIO
+from pathlib import Path
+from typing import Any, TypeVar
+from warnings import warn
+
+from trainwright.base.errors import CheckpointError, message
+from trainwright.runtime.tensorfile import Target
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+T = TypeVar("T")
+Writer = Callable[[Target], object]
+"""Writes one file."""
+
+CHUNK = 1 << 20
+"""Bytes that are summed and written, or read and summed, while they are in the cache."""
+NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
+_READ = os.O_RDONLY | NO_FOLLOW | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+_WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_FOLLOW | getattr(os, "O_BINARY", 0)
+
+
+def write_file(path: Path, writer: Writer) -> dict[str, Any]:
+    """Write and fsync a new file; its size and checksum."""
+    fd = os.open(path, _WRITE, 0o600)
+    try:
+        file = _Writing(fd)
+        writer(file)
+        if hasattr(fcntl, "F_FULLFSYNC"):  # macOS: its fsync stops at the drive's cache
+            fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
+        else:
+            os.fsync(fd)
+    finally:
+        os.close(fd)
+    return {"size": file.size, "crc32": f"{file.crc:08x}"}
+
+
+def read_file(path: Path, use: Callable[[Reading], T], *, expected: Mapping[str, Any] | None = None) -> T:
+    """What `use` makes of the bytes of a file, whose size and checksum must be those `expected`."""
+    with open_file(path) as file:
+        if expected is not None:
+            check_size(file, expected)
+        try:
+            result = use(file)
+        except CheckpointError:
+            # A wrong checksum says more than what its bytes were mistaken for.
+            _check_sum(file, expected)
+            raise
+        _check_sum(file, expected)
+        return result
+
+
+def replace_file(path: Path, writer: Writer) -> None:
+    """Write a single file whole or not at all, in place of one that is there (a link is replaced, not followed)."""
+    temporary = path.with_name(spare_name(".tmp", path.name))
+    try:
+        write_file(temporary, writer)
+        os.replace(temporary, path)
+        sync_directory(path.parent)
+    except OSError as error:
+        raise CheckpointError(message(f"{path} could not be written", have=str(error))) from error
+    finally:
+        with suppress(OSError):
+            os.unlink(temporary)
+
+
+@contextmanager
+def open_file(path: Path) -> Iterator[Reading]:
+    """Open a plain file, never a link, a pipe or a device."""
+    try:
+        if not NO_FOLLOW and path.is_symlink():
+            raise OSError(errno.ELOOP, "it is a symbolic link")
+        fd = os.open(path, _READ)
+    except OSError as error:
+        reason = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
+        raise CheckpointError(f"{path} cannot be read: {reason}") from error
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise CheckpointError(f"{path} is no plain file")
+        yield Reading(fd, str(path))
+    finally:
+        os.close(fd)
+
+
+def check_size(file: Reading, expected: Mapping[str, Any]) -> None:
+    """Raise CheckpointError where a file is longer or shorter than it was written."""
+    if file.size != expected["size"]:
+        raise CheckpointError(f"{file.label} is damaged: it has {file.size} bytes and should have {expected['size']}")
+
+
+def is_entry(entry: Any) -> bool:
+    """Whether it is a size and a checksum, as `write_file` gives them."""
+    return type(entry) is dict and type(entry.get("size")) is int and type(entry.get("crc32")) is str
+
+
+def spare_name(kind: str, name: str) -> str:
+    """A name beside `name` that no other writer has."""
+    return f"{kind}-{name}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable, where the system can."""
+    if os.name == "nt":
+        return
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        warn(f"the file system of {path} cannot fsync a directory: a power cut may undo a rename", stacklevel=2)
+    finally:
+        os.close(fd)
+
+
+class Reading:
+    """A file that is summed while it is read, in order."""
+
+    def __init__(self, fd: int, label: str) -> None:
+        self.label = label
+        self.size = os.fstat(fd).st_size
+        self.crc = 0
+        self._file = FileIO(fd, closefd=False)
+
+    def readinto(self, target: memoryview) -> None:
+        """Fill `target` with the next bytes; CheckpointError where the file ends before."""
+        at = 0
+        while at < len(target):
+            try:
+                n = self._file.readinto(target[at : at + CHUNK])
+            except OSError as error:
+                raise CheckpointError(f"{self.label} cannot be read: {error.strerror}") from error
+            if not n:
+                raise CheckpointError(f"{self.label} is cut off")
+            self.crc = zlib.crc32(target[at : at + n], self.crc)
+            at += n
+
+    def read_all(self) -> bytes:
+        """The whole file."""
+        data = bytearray(self.size)
+        self.readinto(memoryview(data))
+        return bytes(data)
+
+    def finish(self) -> None:
+        """Read what is left, for the sum alone."""
+        buffer = memoryview(bytearray(CHUNK))
+        while left := self.size - self._file.tell():
+            self.readinto(buffer[: min(left, CHUNK)])
+
+
+class _Writing:
+    """A file that is summed while it is written."""
+
+    def __init__(self, fd: int) -> None:
+        self.size, self.crc, self._fd = 0, 0, fd
+
+    def write(self, data: bytes | memoryview) -> None:
+        view = memoryview(data)
+        while view:
+            n = os.write(self._fd, view[:CHUNK])
+            self.crc = zlib.crc32(view[:n], self.crc)
+            self.size += n
+            view = view[n:]
+
+
+def _check_sum(file: Reading, expected: Mapping[str, Any] | None) -> None:
+    if expected is None:
+        return
+    file.finish()
+    if f"{file.crc:08x}" != expected["crc32"]:
+        raise CheckpointError(
+            f"{file.label} is damaged: its checksum is {file.crc:08x} and should be {expected['crc32']}"
+        )

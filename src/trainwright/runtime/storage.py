@@ -1,0 +1,289 @@
+"""Makes directories that exist whole or not at all, checks every byte that is read of them, and locks their root.
+
+A commit: the files go into a temporary directory of the same root, each fsynced, the manifest last; fsync of that
+directory; rename; fsync of the root. Whoever holds the lock of a root cleans up what dead writers have left there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+import socket
+import stat
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+from warnings import warn
+
+import torch
+
+from trainwright.base.errors import CheckpointError, message
+from trainwright.runtime.files import (
+    NO_FOLLOW,
+    Writer,
+    check_size,
+    is_entry,
+    open_file,
+    read_file,
+    spare_name,
+    sync_directory,
+    write_file,
+)
+from trainwright.runtime.tree import flatten, unflatten
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+FORMAT, FORMAT_VERSION, MANIFEST = "trainwright-checkpoint", 1, "manifest.json"
+_NAME = re.compile(r"update-(\d{10,})")
+_LEFTOVER = re.compile(r"\.(tmp|trash)-(update-\d{10,})-\d+-[0-9a-f]{8}")
+_FIELDS: dict[str, type] = {"run": str, "update": int, "epoch": int, "metrics": dict, "files": dict}
+_locked: set[int] = set()
+"""Descriptors of the locks that this process holds; a forked child must not keep them alive."""
+
+
+def update_name(update: int) -> str:
+    """The name of the checkpoint taken after `update` updates; names sort as the numbers do."""
+    return f"update-{update:010d}"
+
+
+def commit(root: Path, name: str, files: Mapping[str, Writer], *, manifest: dict[str, Any]) -> Path:
+    """Write a checkpoint whole or not at all; when this returns, a power cut cannot take it away.
+
+    `manifest` has `run`, `update`, `epoch` and `metrics`; sizes, checksums and versions are added. Nothing is left of a
+    writer that raises. A checkpoint of that name is replaced. CheckpointError where the system refuses.
+    """
+    temporary = root / spare_name(".tmp", _plain(name))
+    try:
+        os.mkdir(temporary, 0o700)
+        entries = {_plain(file): write_file(temporary / file, writer) for file, writer in files.items()}
+        text = _manifest_text(manifest | {"files": entries})
+        write_file(temporary / MANIFEST, lambda target: target.write(text))
+        sync_directory(temporary)
+        _publish(temporary, root / name)
+    except OSError as error:
+        what = f"checkpoint {name} could not be written to {root}; those before it are as they were"
+        raise CheckpointError(message(what, have=str(error), where=False)) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return root / name
+
+
+def verify(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint of which every byte has been checked; CheckpointError names file and defect."""
+    manifest = read_manifest(path)
+    for name in manifest["files"]:
+        read_file(path / name, lambda _: None, expected=manifest["files"][name])
+    return manifest
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest, itself checked, of a checkpoint whose files are there in their sizes; no other byte is read."""
+    try:
+        is_directory = stat.S_ISDIR(os.lstat(path).st_mode)
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {path} cannot be read: {error.strerror}") from error
+    if not is_directory:
+        raise CheckpointError(f"checkpoint {path} is no directory (links are not followed)")
+    label = str(path / MANIFEST)
+    manifest = _parsed_manifest(read_file(path / MANIFEST, lambda file: file.read_all()), label)
+    if _NAME.fullmatch(path.name) and path.name != update_name(manifest["update"]):
+        raise CheckpointError(f"{label} is damaged: it is that of {update_name(manifest['update'])}")
+    for name, entry in manifest["files"].items():
+        with open_file(path / _plain(name, label)) as file:
+            check_size(file, entry)
+    return manifest
+
+
+def scan(root: Path) -> list[Path]:
+    """The checkpoints of a root by name alone, newest first; none where there is no such directory."""
+    try:
+        names = os.listdir(root)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{root} cannot be listed: {error.strerror}") from error
+    found = {int(match[1]): name for name in names if (match := _NAME.fullmatch(name))}
+    return [root / name for update, name in sorted(found.items(), reverse=True) if name == update_name(update)]
+
+
+def is_name(name: str) -> bool:
+    """Whether `name` is one that `update_name` gives."""
+    return _NAME.fullmatch(name) is not None
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint: renamed first, so that no half of it ever bears its name."""
+    assert _NAME.fullmatch(path.name), path
+    trash = _put_aside(path)
+    sync_directory(path.parent)
+    _delete(trash)
+
+
+def make_root(root: Path) -> None:
+    """Make the directory of a run where there is none, durably, and see that it can be written to."""
+    try:
+        missing = [path for path in (root, *root.parents) if not path.exists()]
+        for path in reversed(missing):
+            path.mkdir(mode=0o700 if path == root else 0o777, exist_ok=True)
+            sync_directory(path.parent)
+        probe = root / spare_name(".tmp", update_name(0))
+        probe.mkdir(mode=0o700)
+        probe.rmdir()
+    except OSError as error:
+        fix = "free space, allow writing there, or give another directory"
+        raise CheckpointError(message(f"checkpoints cannot be written to {root}", have=str(error), fix=fix)) from error
+
+
+@contextmanager
+def lock(root: Path) -> Iterator[None]:
+    """Hold a root for this process alone (CheckpointError where another holds it), cleaned of leftovers."""
+    if fcntl is None:
+        warn(f"this system has no flock: two runs that write to {root} at once are not noticed", stacklevel=3)
+        yield
+        return
+    try:
+        fd = os.open(root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | NO_FOLLOW, 0o600)
+    except OSError as error:
+        raise CheckpointError(message(f"{root} cannot be locked", have=str(error))) from error
+    _locked.add(fd)
+    try:
+        if _flock(fd, root):
+            _clean(root)
+        yield
+    finally:
+        if fd in _locked:
+            _locked.discard(fd)
+            os.close(fd)
+
+
+def _publish(temporary: Path, target: Path) -> None:
+    old = _put_aside(target) if os.path.lexists(target) else None
+    try:
+        os.rename(temporary, target)
+    except OSError:
+        if old:
+            os.rename(old, target)
+        raise
+    sync_directory(target.parent)
+    if old:
+        _delete(old)
+
+
+def _put_aside(path: Path) -> Path:
+    return path.rename(path.with_name(spare_name(".trash", path.name)))
+
+
+def _delete(path: Path) -> None:
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _clean(root: Path) -> None:
+    """Finish or remove what a dead writer has left; only under the lock, where no other can be alive."""
+    for entry in sorted(os.listdir(root)):
+        match = _LEFTOVER.fullmatch(entry)
+        if match is None:
+            continue
+        if match[1] == "tmp" and not os.path.lexists(root / match[2]) and _is_whole(root / entry, match[2]):
+            # Killed between the last fsync and the rename, maybe with an older one of that name put aside.
+            os.rename(root / entry, root / match[2])
+        else:
+            _delete(root / entry)
+    sync_directory(root)
+
+
+def _is_whole(path: Path, name: str) -> bool:
+    try:
+        return update_name(verify(path)["update"]) == name
+    except CheckpointError:
+        return False
+
+
+def _manifest_text(fields: dict[str, Any]) -> bytes:
+    """JSON whose last entry is the checksum of all that stands before it."""
+    versions = {"trainwright": _own_version(), "torch": torch.__version__, "python": platform.python_version()}
+    head = {"format": FORMAT, "version": FORMAT_VERSION}
+    jsonable, tensors = flatten(head | fields | {"versions": {name: str(text) for name, text in versions.items()}})
+    assert not tensors
+    body = json.dumps(jsonable, indent=1, allow_nan=False).removesuffix("\n}").encode("ascii")
+    return body + _seal(body)
+
+
+def _seal(body: bytes) -> bytes:
+    return b',\n "crc32": "%08x"\n}\n' % zlib.crc32(body)
+
+
+def _parsed_manifest(text: bytes, label: str) -> dict[str, Any]:
+    body, _, _ = text.rpartition(b',\n "crc32": ')
+    if text != body + _seal(body):
+        raise CheckpointError(f"{label} is damaged: it does not end in its own checksum")
+    try:
+        manifest = unflatten(json.loads(text), {})
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{label} is damaged: it is not JSON ({error})") from error
+    if manifest.get("format") != FORMAT:
+        raise CheckpointError(f"{label} is not the manifest of a {FORMAT}")
+    if manifest.get("version") != FORMAT_VERSION:
+        what = f"{label} has format version {manifest.get('version')!r}, and this trainwright reads {FORMAT_VERSION}"
+        wrote = f"written by {manifest.get('versions')}"
+        raise CheckpointError(message(what, have=wrote, fix="pip install --upgrade trainwright", where=False))
+    wrong = [name for name, kind in _FIELDS.items() if type(manifest.get(name)) is not kind]
+    wrong += [str(name) for name, entry in manifest.get("files", {}).items() if not is_entry(entry)]
+    if wrong:
+        raise CheckpointError(f"{label} is damaged: {', '.join(wrong)} is missing or of another type")
+    return dict(manifest)
+
+
+def _own_version() -> str:
+    try:
+        return version("trainwright")
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _plain(name: str, label: str = "") -> str:
+    """`name`, if it can only be a file of the directory that it is looked for in."""
+    if type(name) is not str or name in ("", ".", "..", MANIFEST) or re.search(r"[/\\:\0]", name):
+        raise CheckpointError(f"{label or 'a checkpoint'} names the file {name!r}, which is no plain name")
+    return name
+
+
+def _flock(fd: int, root: Path) -> bool:
+    """Whether the lock is held; False, with a warning, where the file system has no locks."""
+    _close_in_children()
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(fd, 200, 0).decode("ascii", "replace") or "another process"
+        fix = "wait for it, end it, or give this run another directory"
+        raise CheckpointError(message(f"{root} is being written to by another run", have=holder, fix=fix)) from None
+    except OSError as error:
+        warn(f"{root} cannot be locked ({error.strerror}): two runs that write to it are not noticed", stacklevel=4)
+        return False
+    with suppress(OSError):  # a full disk: the name of the holder is only for the other's message
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}".encode("ascii", "replace"), 0)
+    return True
+
+
+@cache
+def _close_in_children() -> None:
+    """A forked loader worker that outlives its killed parent must not hold the lock on."""
+    os.register_at_fork(after_in_child=_close_inherited)
+
+
+def _close_inherited() -> None:
+    while _locked:
+        os.close(_locked.pop())

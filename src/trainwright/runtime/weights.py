@@ -1,0 +1,129 @@
+"""A model's weights as one safetensors file: plain state-dict keys, tied tensors stored once; and back into a model."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from trainwright.base.errors import CheckpointError, message
+from trainwright.runtime import tensorfile, views
+from trainwright.runtime.files import Reading, Writer
+from trainwright.runtime.tree import flatten, unflatten
+
+TIED, EXTRA, VERSIONS = "trainwright.tied", "trainwright.extra", "trainwright.versions"
+"""Keys of the file's metadata: other names of a tensor, extra state that is no tensor, versions of the modules."""
+LISTED = 10
+"""Names that an error lists."""
+
+
+def weights_writer(state: Mapping[str, Any]) -> Writer:
+    """What writes a module's `state_dict`; CheckpointError for a value that cannot be stored, naming it."""
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    for name, tensor in tensors.items():
+        if tensor.dtype not in tensorfile.TAGS or views.defect(tensor):
+            what = views.defect(tensor) or f"has dtype {tensor.dtype}, which a safetensors file cannot hold"
+            raise CheckpointError(message(f"model[{name!r}] {what}", want="dense tensors of a dtype that files have"))
+    ties = _ties(tensors)
+    extra, nested = flatten({"model": {name: value for name, value in state.items() if name not in tensors}})
+    if nested:
+        what = f"the model's extra state holds a tensor inside another value: {next(iter(nested))}"
+        raise CheckpointError(message(what, fix="return a tensor, or plain data, from get_extra_state()"))
+    metadata = {"format": "pt"}
+    if ties:
+        metadata[TIED] = json.dumps(ties)
+    if extra["model"]:
+        metadata[EXTRA] = json.dumps(extra["model"])
+    if versions := getattr(state, "_metadata", None):
+        metadata[VERSIONS] = json.dumps(flatten(dict(versions))[0])
+    kept = {name: tensor for name, tensor in tensors.items() if name not in ties}
+    return lambda target: tensorfile.write(target, kept, metadata)
+
+
+def read_weights(file: Reading) -> OrderedDict[str, Any]:
+    """The `state_dict` that a file of weights holds, on the CPU; files of other writers are read too."""
+    contents = tensorfile.read(file)
+    weights: OrderedDict[str, Any] = OrderedDict(contents.tensors)
+    try:
+        ties = json.loads(contents.metadata.get(TIED, "{}"))
+        weights.update({name: contents.tensors[kept] for name, kept in ties.items()})
+        weights.update(unflatten(json.loads(contents.metadata.get(EXTRA, "{}")), {}))
+        if VERSIONS in contents.metadata:
+            cast(Any, weights)._metadata = OrderedDict(unflatten(json.loads(contents.metadata[VERSIONS]), {}))
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file.label} is damaged: its metadata cannot be read ({error!r})") from error
+    return weights
+
+
+def load_into(model: nn.Module, weights: Mapping[str, Any], *, source: str) -> None:
+    """Load weights into a model with exactly those names and shapes, else change nothing and say which."""
+    have = model.state_dict()
+    given: OrderedDict[str, Any] = OrderedDict(weights)
+    cast(Any, given)._metadata = getattr(weights, "_metadata", None)
+    differ = _complete_ties({name: value for name, value in have.items() if isinstance(value, Tensor)}, given)
+    lines = {
+        "missing": [name for name in have if name not in given],
+        "not used": [name for name in given if name not in have],
+        "shape": [_shapes(name, given[name], have[name]) for name in have if name in given],
+        "tied": differ,
+    }
+    wrong = {label: [name for name in names if name] for label, names in lines.items()}
+    if any(wrong.values()):
+        text = "\n".join(f"  {label:<9}{_listed(names)}" for label, names in wrong.items() if names)
+        raise CheckpointError(message(f"{source} does not fit this {type(model).__name__}; nothing was loaded\n{text}"))
+    model.load_state_dict(given)
+
+
+def _ties(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """The other names of tensors that have several, each with the first one."""
+    first: dict[Any, str] = {}
+    ties = {}
+    for name, tensor in tensors.items():
+        layout = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+        if tensor.numel() and (kept := first.setdefault(layout, name)) != name:
+            ties[name] = kept
+    return ties
+
+
+def _complete_ties(have: Mapping[str, Tensor], given: dict[str, Any]) -> list[str]:
+    """Give every name of a tensor tied in the model its value; the ties whose values differ."""
+    ties = _ties(have)
+    groups: dict[str, list[str]] = {}
+    for name in have:
+        groups.setdefault(ties.get(name, name), []).append(name)
+    differ = []
+    for names in groups.values():
+        known = [name for name in names if name in given]
+        for name in names if known else ():
+            given.setdefault(name, given[known[0]])
+        differ += [f"{known[0]} and {name}" for name in known[1:] if not _equal(given[known[0]], given[name])]
+    return differ
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return one is other or (torch.is_tensor(one) and torch.is_tensor(other) and _same_bytes(one, other))
+
+
+def _same_bytes(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are equal, a NaN being equal to itself."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    raw = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
+    return torch.equal(*raw)
+
+
+def _shapes(name: str, given: Any, have: Any) -> str:
+    if not isinstance(have, Tensor) or nn.parameter.is_lazy(have):
+        return ""
+    if not isinstance(given, Tensor):
+        return f"{name} is a {type(given).__name__}, the model's is a tensor"
+    return "" if given.shape == have.shape else f"{name} {tuple(given.shape)}, the model's is {tuple(have.shape)}"
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(names[:LISTED]) + more

@@ -1,0 +1,208 @@
+"""Finds and loads what was saved: the newest whole checkpoint, the best one, a tree of state, the weights alone."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from math import inf
+from pathlib import Path
+from typing import Any, Literal
+from warnings import warn
+
+import torch
+from torch import nn
+
+from trainwright.base.contracts import Tree
+from trainwright.base.errors import CheckpointError, SettingError, message
+from trainwright.runtime import storage, tensorfile
+from trainwright.runtime.files import Writer, read_file, replace_file
+from trainwright.runtime.tree import flatten, unflatten
+from trainwright.runtime.weights import load_into, read_weights, weights_writer
+
+MODEL, STATE, DATA = "model.safetensors", "state.safetensors", "state.json"
+"""The files of a checkpoint: the weights, the tensors of all other parts, and their plain data."""
+
+
+def encode(tree: Mapping[str, Tree]) -> dict[str, Writer]:
+    """The files of a checkpoint of `{part: state}`; part "model" is a module's state_dict and has its own file.
+
+    Nothing is written or copied, so this alone is a dry save. CheckpointError names what cannot be stored.
+    """
+    files = {MODEL: weights_writer(tree["model"])} if "model" in tree else {}
+    jsonable, tensors = flatten({name: state for name, state in tree.items() if name != "model"})
+    text = json.dumps(jsonable, allow_nan=False, separators=(",", ":")).encode("ascii")
+    return files | {
+        STATE: lambda target: tensorfile.write(target, tensors),
+        DATA: lambda target: target.write(text),
+    }
+
+
+def load_tree(path: str | Path, *, device: torch.device | None = None) -> tuple[dict[str, Tree], dict[str, Any]]:
+    """`{part: state}` and the manifest of a checkpoint, each byte checked; its tensors are on the CPU.
+
+    State that lay on an accelerator is put on `device` where one is given. CheckpointError names file and defect.
+    """
+    path = Path(path)
+    manifest = storage.read_manifest(path)
+    files = manifest["files"]
+    for name in (STATE, DATA):
+        if name not in files:
+            raise CheckpointError(f"{path / storage.MANIFEST} is damaged: it does not list {name}")
+    tree: dict[str, Tree] = {}
+    if MODEL in files:
+        tree["model"] = read_file(path / MODEL, read_weights, expected=files[MODEL])
+    text = read_file(path / DATA, lambda file: file.read_all(), expected=files[DATA])
+    tensors = read_file(path / STATE, tensorfile.read, expected=files[STATE]).tensors
+    try:
+        parts = unflatten(json.loads(text), tensors, device=device)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path / DATA} is damaged: it is not JSON ({error})") from error
+    if type(parts) is not dict:
+        raise CheckpointError(f"{path / DATA} is damaged: it holds no parts")
+    return tree | parts, manifest
+
+
+def latest_checkpoint(directory: str | Path, *, run: str | None = None) -> Path | None:
+    """The newest whole checkpoint of a directory, or None; a damaged newer one is named in a warning.
+
+    A directory with checkpoints of several runs is a CheckpointError, unless `run` is the id of one of them.
+    """
+    directory = Path(directory).expanduser()
+    paths = list(_of_one_run(directory, run))
+    for path in paths:
+        try:
+            storage.verify(path)
+        except CheckpointError as error:
+            warn(f"{error}; it is passed over for an older checkpoint", stacklevel=2)
+            continue
+        return path
+    return None
+
+
+def find_checkpoint(resume: str | Path | None, directory: str | Path | None, *, run: str | None = None) -> Path | None:
+    """The whole checkpoint that `fit(resume=...)` means: "auto" looks in `directory`, a path is that of one or of a run.
+
+    None where there is nothing to resume. CheckpointError where a path is missing, or where nothing there is whole.
+    """
+    if resume is None:
+        return None
+    if resume == "auto":
+        if directory is None:
+            fix = 'Trainer(..., checkpoint=Checkpoint("runs/1")), or resume="path/of/a/checkpoint"'
+            raise SettingError(message('fit(resume="auto") without a checkpoint slot', fix=fix))
+        path = Path(directory).expanduser()
+    else:
+        path = _existing(resume)
+        if (path / storage.MANIFEST).exists() or storage.is_name(path.name):
+            storage.verify(path)
+            return path
+    found = latest_checkpoint(path, run=run)
+    if found is None and (resume != "auto" or storage.scan(path)):
+        have = ", ".join(entry.name for entry in storage.scan(path)) or "no checkpoint at all"
+        raise CheckpointError(message(f"{path} holds no whole checkpoint", have=have, fix="give another path"))
+    return found
+
+
+def load_weights(
+    path: str | Path, model: nn.Module | None = None, which: Literal["best", "last"] = "best"
+) -> OrderedDict[str, Any]:
+    """The weights of a safetensors file, of a checkpoint, or of the best or last checkpoint of a run's directory.
+
+    They are on the CPU, and loaded into `model` where one is given: CheckpointError where names or shapes differ.
+    """
+    if which not in ("best", "last"):
+        raise SettingError(message(f"load_weights(which={which!r})", want='"best" or "last"'))
+    found = _existing(path)
+    if found.is_dir():
+        if not (found / storage.MANIFEST).exists() and not storage.is_name(found.name):
+            found = _best(found) if which == "best" else _last(found)
+        files = storage.read_manifest(found)["files"]
+        if MODEL not in files:
+            raise CheckpointError(f"{found} holds no {MODEL}")
+        found, expected = found / MODEL, files[MODEL]
+    else:
+        expected = None
+    weights = read_file(found, read_weights, expected=expected)
+    if model is not None:
+        load_into(model, weights, source=str(found))
+    return weights
+
+
+def save_weights(path: str | Path, state_dict: Mapping[str, Any]) -> None:
+    """Write a `state_dict` to one safetensors file that exists whole or not at all; tied tensors are stored once.
+
+    The file is readable by its owner alone. Directories on the way are made.
+    """
+    path = Path(path).expanduser()
+    writer = weights_writer(state_dict)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(message(f"{path} could not be written", have=str(error))) from error
+    replace_file(path, writer)
+
+
+def rank(manifest: Mapping[str, Any], monitor: str | None, mode: str | None) -> float:
+    """What a checkpoint's number is sorted by, less being better; NaN where it has none."""
+    value = float(manifest["metrics"].get(monitor, "nan"))
+    return -value if mode == "max" else value
+
+
+def _existing(path: str | Path) -> Path:
+    """A path that a user gave, links followed; CheckpointError lists what is there instead."""
+    given = Path(path).expanduser()
+    if given.exists():
+        return given.resolve()
+    near = next(parent for parent in (given.parent, *given.parents) if parent.is_dir())
+    names = [found.name for found in storage.scan(near)] or sorted(entry.name for entry in near.iterdir())
+    have = f"{near} has {', '.join(names[:10]) or 'nothing in it'}{' ...' if len(names) > 10 else ''}"
+    raise CheckpointError(message(f"{given} does not exist", have=have))
+
+
+def _of_one_run(directory: Path, run: str | None) -> Iterator[Path]:
+    """The checkpoints of a directory, newest first, without those of other runs; damaged ones may be anybody's."""
+    runs: dict[Path, str | None] = {}
+    for path in storage.scan(directory):
+        try:
+            runs[path] = storage.read_manifest(path)["run"]
+        except CheckpointError:
+            runs[path] = None
+    ids = sorted({found for found in runs.values() if found is not None})
+    if run not in ids:
+        if len(ids) > 1:
+            fix = "give the path of one checkpoint, or keep each run in a directory of its own"
+            raise CheckpointError(message(f"{directory} holds several runs", have=", ".join(ids), fix=fix))
+        run = ids[0] if ids else None
+    yield from (path for path, found in runs.items() if found in (run, None))
+
+
+def _last(directory: Path) -> Path:
+    found = latest_checkpoint(directory)
+    if found is None:
+        raise CheckpointError(f"{directory} holds no whole checkpoint")
+    return found
+
+
+def _best(directory: Path) -> Path:
+    """The best whole checkpoint of a run, by the number that its newest one was judged on."""
+    last = _last(directory)
+    newest = storage.read_manifest(last)
+    monitor, mode = newest.get("monitor"), newest.get("mode")
+    manifests = {}
+    for path in _of_one_run(directory, newest["run"]):
+        try:
+            manifests[path] = storage.read_manifest(path)
+        except CheckpointError as error:
+            warn(f"{error}; if it was the best, another one is taken", stacklevel=3)
+    judged = {path: rank(manifest, monitor, mode) for path, manifest in manifests.items()}
+    ranked = sorted((value, manifests[path]["update"], path) for path, value in judged.items() if value < inf)
+    for _, _, path in ranked:
+        try:
+            storage.verify(path)
+        except CheckpointError as error:
+            warn(f"{error}; the next best is taken", stacklevel=3)
+            continue
+        return path
+    warn(f"no checkpoint in {directory} was judged: the last one, {last.name}, is taken for the best", stacklevel=3)
+    return last
