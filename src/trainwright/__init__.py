@@ -18,17 +18,21 @@ from trainwright.observers.console import Console
 from trainwright.observers.journal import Journal, journal_to_csv, read_journal
 from trainwright.runtime.gradients import Gradients
 from trainwright.slots.checkpoint import Checkpoint
-from trainwright.slots.saved import latest_checkpoint, load_weights
 from trainwright.slots.clip import ClipNorm, ClipValue
 from trainwright.slots.early_stopping import EarlyStopping
 from trainwright.slots.metrics import Derived, accuracy, top_k
 from trainwright.slots.precision import LossScaler, MixedPrecision
+from trainwright.slots.saved import latest_checkpoint, load_weights, save_weights
 from trainwright.slots.schedule import (
     Cosine,
+    Cyclic,
     Exponential,
     Linear,
     MultiStep,
+    OneCycle,
+    Plateau,
     StepLR,
+    TorchSchedule,
     WarmupStableDecay,
 )
 from trainwright.slots.window import Window, windows

@@ -26,12 +26,13 @@ from trainwright.run.plan import EACH_EPOCH, Ends, make_plan
 from trainwright.run.run import Run
 from trainwright.run.running import parts_of, running
 from trainwright.runtime.device import choose_device, move
-from trainwright.slots.checkpoint import Checkpoint, save_weights
+from trainwright.slots.checkpoint import Checkpoint
 from trainwright.slots.clip import as_clip
 from trainwright.slots.early_stopping import EarlyStopping
 from trainwright.slots.losses import known_loss
 from trainwright.slots.nonfinite import as_policy
 from trainwright.slots.precision import as_precision
+from trainwright.slots.saved import save_weights
 from trainwright.slots.schedule import as_schedule
 from trainwright.slots.window import Window, accumulation, rows_of
 
@@ -155,7 +156,7 @@ class Trainer(Generic[M]):
 
     def compute_gradients(self, window: Window) -> Tensor:
         """Zero the gradients, run every micro-batch forward and backward by its share; return the window's loss."""
-        run, ledger, total = setup.under_way(self._run), self.ledger, None
+        run, ledger, total = self._run, self.ledger, None
         run.gradients.zero()
         ledger.start_pass()
         for batch in window:
@@ -176,7 +177,7 @@ class Trainer(Generic[M]):
 
     def apply_gradients(self) -> bool:
         """Take the gradients to the weights: unscale and weigh, clip, check, step. Returns whether it was applied."""
-        run = setup.under_way(self._run)
+        run = self._run
         flag = run.settle()
         norm = run.gradients.norm() if run.measures_norm else None
         if self.clip is not None:
@@ -205,7 +206,7 @@ class Trainer(Generic[M]):
 
     def training_step(self, batch: Any) -> Any:
         """Return the loss of one micro-batch: a tensor (a mean), `Mean`, `Sum`, `Step`, or a dict of named losses."""
-        inputs, target = self.split(batch)
+        inputs, target = self._split(batch)
         output = batches.call(self.model, inputs)
         loss = batches.loss_of(self, output, target)
         return Step(loss, output, target) if self.metrics else loss
@@ -214,14 +215,14 @@ class Trainer(Generic[M]):
         """Return what `training_step` may return; by default its own loss, or the class's own `training_step`."""
         if self._has_own_step:
             return self.training_step(batch)
-        inputs, target = self.split(batch)
+        inputs, target = self._split(batch)
         output = batches.call(self.model, inputs)
         loss = batches.exact_loss_of(self, output, target)
         return Step(loss, output, target) if self.metrics else loss
 
     def predict_step(self, batch: Any) -> Any:
         """Return the output for one batch."""
-        inputs, _ = self.split(batch)
+        inputs, _ = self._split(batch)
         return batches.call(self.model, inputs)
 
     def split(self, batch: Any) -> tuple[Any, Any]:
@@ -239,7 +240,7 @@ class Trainer(Generic[M]):
 
     def parts(self) -> dict[str, Part]:
         """Return everything that belongs in a checkpoint, by name; add to `super().parts()` what is your own."""
-        return parts_of(setup.under_way(self._run), setup.under_way(self._pauses))
+        return parts_of(self._run, self._pauses)
 
     # What a user calls.
 
@@ -266,7 +267,7 @@ class Trainer(Generic[M]):
 
     def save(self) -> None:
         """Have a checkpoint written as soon as the update in hand is whole; during `fit` only."""
-        setup.under_way(self._pauses).request_save()
+        self._pauses.request_save()
 
     def save_weights(self, path: str | Path) -> None:
         """Write the model's weights to one safetensors file: CPU tensors, plain keys."""
@@ -275,7 +276,7 @@ class Trainer(Generic[M]):
 
     def stop(self, reason: str) -> None:
         """End `fit` after the update in hand, for a `reason` that `Result.stopped` tells."""
-        run = setup.under_way(self._run)
+        run = self._run
         run.counters.stopped = reason or "stop() was called"
         run.due = 0
 
@@ -307,13 +308,14 @@ class Trainer(Generic[M]):
         self.errors = {}
         self.run_id = ""
         self._has_own_step = "training_step" in own
-        self._run: Run | None = None
-        self._pauses: Pauses | None = None
+        self._split = self.split if "split" in own else batches.split
+        self.unbind()
 
     def bind(self, run: Run, pauses: Pauses) -> None:
         """Hold the run while it lasts."""
-        self._run, self._pauses = run, pauses
+        self._run: Run = run
+        self._pauses: Pauses = pauses
 
     def unbind(self) -> None:
         """Let go of it."""
-        self._run = self._pauses = None
+        self._run, self._pauses = setup.NOT_RUNNING, setup.NOT_RUNNING

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from trainwright.base.errors import SettingError, message
-from trainwright.base.records import Count, Step
+from trainwright.base.records import Count, Step, Sum
 from trainwright.runtime import late
 from trainwright.slots.losses import Outcome, counted_by_torch, read_outcome
 from trainwright.slots.metrics import Meters
@@ -60,8 +60,9 @@ class Ledger:
     def start_pass(self) -> None:
         """Start running the window; only its first pass is noted (SAM and LBFGS run it again, elsewhere)."""
         self._noting = self._passes == 0
+        if not self._noting:
+            self.window.begin()
         self._passes += 1
-        self.window.begin()
 
     @property
     def count(self) -> Count:
@@ -78,16 +79,11 @@ class Ledger:
             if self.meters is not None and self._noting:
                 self.meters.update(returned.output, returned.target, window.rows[position])
             returned = returned.loss
-        outcome = Outcome(returned) if type(returned) is Tensor and returned.ndim == 0 else read_outcome(returned)
-        if outcome.summed and outcome.count is None:
-            self._note(outcome, window.rows[position])
-            return outcome.loss
-        count, own = self._count(outcome, position)
-        self._note(outcome, count)
-        if window.alone:
-            return outcome.loss / count if outcome.summed else outcome.loss
-        divisor = window.divisor(count, own=own)
-        return outcome.loss / divisor if outcome.summed else outcome.loss * (count / divisor)
+        if window.alone and type(returned) is Tensor and returned.ndim == 0:  # the common case needs no weight
+            if self._noting:
+                self._entries.append(("loss", returned.detach(), self._found_count(returned, position), False))
+            return returned
+        return self._weigh(read_outcome(returned), position)
 
     def note(self, returned: Any, batch: Any, rows: int) -> None:
         """Take down what an evaluation step returned for one host batch."""
@@ -97,6 +93,9 @@ class Ledger:
             if returned.loss is None:
                 return
             returned = returned.loss
+        if type(returned) is Sum and returned.count is not None:
+            self._entries.append(("loss", returned.total, returned.count, True))
+            return
         outcome = read_outcome(returned)
         count: Count = rows
         if outcome.count is not None:
@@ -107,7 +106,7 @@ class Ledger:
 
     def note_returned(self, returned: Any) -> None:
         """Take down what an overridden `update` returned, where no step of this window was noted."""
-        if not self._noting or returned is None or any(name == "loss" for name, *_ in self._entries):
+        if not self._noting:
             return
         rows = sum(self.window.rows)
         if isinstance(returned, dict):
@@ -127,12 +126,15 @@ class Ledger:
     def close(self, *more: float | Tensor) -> list[float]:
         """Read all numbers noted since the last call, and `more`, in one go; return `more` as floats."""
         entries = self._entries
-        numbers = late.read([*[entry[1] for entry in entries], *[entry[2] for entry in entries], *more])
         size = len(entries)
         if size == 1 and entries[0][0] == "loss":  # the common case: one loss, and it stays the loss bit for bit
-            self._add_one(numbers[0], numbers[1], entries[0][3])
-        elif size:
-            self._add_all(numbers)
+            _, value, count, summed = entries[0]
+            numbers = late.read([value, count, *more])
+            self._add_one(numbers[0], numbers[1], summed)
+        else:
+            numbers = late.read([*[entry[1] for entry in entries], *[entry[2] for entry in entries], *more])
+            if size:
+                self._add_all(numbers)
         self._entries = []
         return numbers[2 * size :]
 
@@ -166,21 +168,30 @@ class Ledger:
         if self.meters is not None and tree["meters"] is not None:
             self.meters.load_state_dict(tree["meters"])
 
-    def _count(self, outcome: Outcome, position: int) -> tuple[Count, bool]:
-        """What the outcome is a mean over, and whether it told so itself."""
+    def _weigh(self, outcome: Outcome, position: int) -> Tensor:
+        """Note an outcome; return it weighed by its share of the window."""
         window = self.window
-        if outcome.count is not None:
-            known = window.counts is not None and outcome.count is window.counts[position]
-            return outcome.count, not known
+        if outcome.summed and outcome.count is None:
+            self._note(outcome, window.rows[position])
+            return outcome.loss
+        count = self._found_count(outcome.loss, position) if outcome.count is None else outcome.count
+        self._note(outcome, count)
+        if window.alone:
+            return outcome.loss / count if outcome.summed else outcome.loss
+        divisor = window.divisor(count, own=window.counts is None or count is not window.counts[position])
+        return outcome.loss / divisor if outcome.summed else outcome.loss * (count / divisor)
+
+    def _found_count(self, loss: Tensor, position: int) -> Count:
+        """What a mean is over that did not tell: what the user's `count` says, what torch divided by, or the default."""
+        window = self.window
         if window.counts is not None and self._trusts_counter:
-            return window.counts[position], False
-        found = counted_by_torch(outcome.loss)
+            return window.counts[position]
+        found = counted_by_torch(loss)
         if found is not None:
-            return found, True
+            return found
         if window.counts is not None:
-            return window.counts[position], False
-        count = window.rows[position] if self._counter is None else self._counter(window.batches[position])
-        return count, True
+            return window.counts[position]
+        return window.rows[position] if self._counter is None else self._counter(window.batches[position])
 
     def _note(self, outcome: Outcome, count: Count) -> None:
         if not self._noting:

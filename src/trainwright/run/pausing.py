@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from trainwright.base.contracts import Source, listeners
@@ -18,7 +17,8 @@ from trainwright.run import state
 from trainwright.run.due import Bell
 from trainwright.run.plan import Ends
 from trainwright.run.run import Run
-from trainwright.slots.checkpoint import Keeper, load_tree
+from trainwright.slots.checkpoint import Keeper
+from trainwright.slots.saved import load_weights
 
 
 class Pauses:
@@ -88,7 +88,7 @@ class Pauses:
         where = {"epoch": int(row["epoch"]), "update": int(row["update"])}
         best = False
         watch, keeper, rates = self.watch, self.keeper, self.run.rates
-        if watch is not None and _concerns(watch.monitor, row, validated):
+        if watch is not None and _concerns(self.owner.early_stopping.monitor, row, validated):
             best = watch.judge(row, self.owner.errors, **where)
             if best and self.restores_from_memory:
                 watch.weights = _copied(self.owner.model, watch.weights)
@@ -181,11 +181,15 @@ class Pauses:
                 self.owner.model.load_state_dict(watch.weights)
             else:
                 assert keeper is not None and keeper.best is not None
-                _load_weights(self.owner.model, keeper.best)
+                self._load(keeper.best)
             self._weights = f"best of epoch {watch.best.epoch}"
         elif keeper is not None and keeper.settings.restore_best and keeper.best is not None:
-            _load_weights(self.owner.model, keeper.best)
+            self._load(keeper.best)
             self._weights = f"best of epoch {keeper.best.epoch}"
+
+    def _load(self, best: Best) -> None:
+        assert best.path is not None
+        load_weights(best.path, self.owner.model)
 
     def result(self) -> Result:
         """Say how the run ended."""
@@ -226,10 +230,3 @@ def _copied(model: Any, into: dict[str, Tensor] | None) -> dict[str, Tensor]:
     for name, value in state_dict.items():
         into[name].copy_(value)
     return into
-
-
-def _load_weights(model: Any, best: Best) -> None:
-    assert best.path is not None
-    tree, _ = load_tree(best.path)
-    with torch.no_grad():
-        model.load_state_dict(tree["model"])

@@ -14,7 +14,6 @@ from trainwright.base.plan import Plan
 from trainwright.base.spans import Epochs, Span
 from trainwright.run.owner import Owner
 
-
 EACH_EPOCH = Epochs(1)
 
 

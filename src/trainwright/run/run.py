@@ -84,7 +84,7 @@ class Run:
 
     def owe(self, window: Window) -> None:
         """Note what the gradients just computed must still be multiplied by; pay at once where user code reads them."""
-        self.factor = window.owed
+        self.factor = 1.0 if window.alone else window.owed
         if self.scaler is not None:
             self.factor = self.factor * self.scaler.factor()
         if self.owner.pays_at_once:
@@ -119,9 +119,8 @@ class Run:
     def record(self, window: Window, returned: Any) -> None:
         """Count the update, and tell who watches updates."""
         ledger, counters = self.ledger, self.counters
-        if returned is not None:
+        if returned is not None and not ledger.noted:
             ledger.note_returned(returned)
-        if ledger.open:
             ledger.close()
         counters.batch += len(window.batches)
         counters.rows += window.rows[0] if window.alone else sum(window.rows)

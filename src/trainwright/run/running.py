@@ -22,8 +22,9 @@ from trainwright.run.pausing import Pauses
 from trainwright.run.plan import Ends, check_monitors, make_plan
 from trainwright.run.run import Run
 from trainwright.runtime.modules import wake
-from trainwright.slots.checkpoint import Keeper, find_checkpoint, load_tree
+from trainwright.slots.checkpoint import Keeper
 from trainwright.slots.precision import switched
+from trainwright.slots.saved import encode, find_checkpoint, load_tree
 
 
 @contextmanager
@@ -47,7 +48,10 @@ def running(
         undo.callback(owner.unbind)
         _rehearse(owner, run, val)
         if found is not None:
-            plan = replace(plan, notes=(*plan.notes, *_load(owner, run, pauses, found)))
+            plan = replace(plan, notes=(*plan.notes, *_load(owner, pauses, found)))
+        if keeper is not None:
+            owner.run_id = keeper.run_id
+            encode(state.gather(owner.parts()))  # what cannot be saved is refused now, not at the first save
         for notify in listeners(owner.observers, "on_fit_start"):
             notify(plan)
         yield from _until_the_end(owner, run, pauses)
@@ -137,14 +141,10 @@ def _open_directory(owner: Owner, resume: str | Path | None) -> tuple[Keeper | N
                     'resume="auto" without a checkpoint directory', fix='Trainer(..., checkpoint=Checkpoint("runs/x"))'
                 )
             )
-        return None, None if resume is None else find_checkpoint(resume, None)
+        return None, find_checkpoint(resume, None)
     keeper = settings.bind(owner.run_id or secrets.token_hex(8))
-    keeper.prepare(resuming=resume is not None or owner.run_id != "")
-    try:
-        found = None if resume is None else find_checkpoint(resume, settings.directory)
-    except BaseException:
-        keeper.release()
-        raise
+    found = find_checkpoint(resume, settings.directory)
+    keeper.prepare(resuming=found is not None)
     return keeper, found
 
 
@@ -160,9 +160,9 @@ def _rehearse(owner: Owner, run: Run, val: Source | None) -> None:
     check_monitors(owner, has_val=val is not None, produced=produced, open_ended=owner.logs_freely, rates=monitor)
 
 
-def _load(owner: Owner, run: Run, pauses: Pauses, found: Path) -> list[str]:
+def _load(owner: Owner, pauses: Pauses, found: Path) -> list[str]:
     """Load a checkpoint into everything bound; return the lines that the header says about it."""
-    tree, _ = load_tree(found)
+    tree, manifest = load_tree(found)
     if tree.get("progress", {}).get("counters", {}).get("stage", 0) != owner.counters.stage:
         raise SettingError(
             message(
@@ -171,6 +171,8 @@ def _load(owner: Owner, run: Run, pauses: Pauses, found: Path) -> list[str]:
                 where=False,
             )
         )
+    if pauses.keeper is not None:
+        pauses.keeper.adopt(found, manifest)
     reports = state.restore(owner.parts(), tree, origin=str(found))
     for report in reports:
         warnings.warn(report, stacklevel=2)

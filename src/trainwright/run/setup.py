@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,8 +21,6 @@ from trainwright.run.owner import Owner
 from trainwright.run.plan import Ends
 from trainwright.runtime.device import place, place_state
 from trainwright.slots.metrics import Meters
-
-T = TypeVar("T")
 
 
 def refuse_later(**settings: object) -> None:
@@ -148,11 +146,14 @@ def begin_stage(counters: Counters) -> None:
     counters.load_state_dict(fresh.state_dict())
 
 
-def under_way(part: T | None) -> T:
-    """Return a part of the run, or say that there is no run."""
-    if part is None:
+class NotRunning:
+    """Stands where the run is while there is none; whatever is asked of it, it says so."""
+
+    def __getattr__(self, name: str) -> Any:
         raise TrainwrightError(message("this works only while fit() is running", want="a call from a hook or a step"))
-    return part
+
+
+NOT_RUNNING: Any = NotRunning()
 
 
 def result_of(owner: Owner) -> Result:

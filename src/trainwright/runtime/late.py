@@ -13,10 +13,15 @@ def read(values: Sequence[float | Tensor]) -> list[float]:
 
     The values are scalars (plain numbers, or tensors of one element). On the CPU a read waits for nothing.
     """
+    numbers = []
     for value in values:
-        if isinstance(value, Tensor) and not value.is_cpu:
+        if not isinstance(value, Tensor):
+            numbers.append(float(value))
+        elif value.is_cpu:
+            numbers.append(value.item())
+        else:
             return _read_together(values)
-    return [value if type(value) is float else float(value) for value in values]
+    return numbers
 
 
 def finite(value: float) -> bool:
