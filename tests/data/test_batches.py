@@ -220,6 +220,8 @@ def test_draws_depend_on_the_row_and_the_epoch_not_on_the_batch() -> None:
     other = drawn(batches(Augmented(), 8, shuffle=True, seed=1), 1)
     assert all(eights[row] != other[row] for row in eights)
     assert len({str(values) for values in eights.values()}) == 20
+    swapped = drawn(batches(Augmented(), 8, seed=0), 1)
+    assert all(eights[row] != swapped[row] for row in eights)
 
 
 def test_in_order_without_a_seed_the_draws_of_a_data_set_are_kept_in_the_state() -> None:

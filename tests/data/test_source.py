@@ -74,6 +74,9 @@ LOADERS = {
     "persistent": lambda: DataLoader(
         TensorDataset(X, Y), batch_size=8, shuffle=True, generator=generator(), num_workers=1, persistent_workers=True
     ),
+    "persistent without a generator": lambda: DataLoader(
+        TensorDataset(X, Y), batch_size=8, shuffle=True, num_workers=1, persistent_workers=True
+    ),
 }
 
 
@@ -123,13 +126,15 @@ def test_a_loader_knows_its_rows_where_they_can_be_known(name: str, rows: Any, b
     assert (source.rows, source.batch_size) == (rows, batch_size)
 
 
+@pytest.mark.parametrize("epoch", [0, 1])
 @pytest.mark.parametrize("name", LOADERS)
-def test_a_loader_goes_on_inside_an_epoch_with_the_random_state_of_its_start(name: str) -> None:
+def test_a_loader_goes_on_inside_an_epoch_with_the_random_state_of_its_start(name: str, epoch: int) -> None:
     seeded()
     source = open_source(LOADERS[name]())
-    list(source.epoch(0))
+    for earlier in range(epoch):
+        list(source.epoch(earlier))
     start = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    iterator = source.epoch(1)
+    iterator = source.epoch(epoch)
     next(iterator)
     kept = source.state_dict()
     rest = [text(batch) for batch in iterator]
@@ -138,7 +143,7 @@ def test_a_loader_goes_on_inside_an_epoch_with_the_random_state_of_its_start(nam
     resumed.load_state_dict(kept)
     assert resumed.state_dict() == kept
     torch.set_rng_state(start[0]), random.setstate(start[1]), np.random.set_state(start[2])
-    assert [text(batch) for batch in resumed.epoch(1, skip=1)] == rest
+    assert [text(batch) for batch in resumed.epoch(epoch, skip=1)] == rest
 
 
 def test_a_loader_resumed_between_epochs_draws_the_next_order() -> None:
@@ -370,6 +375,25 @@ def test_a_continuing_stream_resumes_at_any_batch(name: str, at: int) -> None:
         torch.rand(7)  # the state of the boundary is put back before the epoch and after it was begun
     torch.set_rng_state(boundary), random.setstate(python), np.random.set_state(numpy)
     assert trained(resumed, iterator, range(at, at + 6)) == rest
+
+
+def test_a_continuing_stream_resumes_twice() -> None:
+    table = [text(batch) for epoch in range(3) for batch in batches(X, 3, shuffle=True, seed=1).epoch(epoch)]
+    given: list[str] = []
+    kept, epoch, skip = None, 0, 0
+    for taken in (3, 1, 2, 4, 1):  # of epochs of 4, each time in a new process
+        source = Continuing(open_source(batches(X, 3, shuffle=True, seed=1)))
+        if kept is not None:
+            source.load_state_dict(kept)
+        iterator = source.epoch(epoch, skip)
+        for _ in range(taken):
+            if skip == 4:
+                epoch, skip = epoch + 1, 0
+                iterator = source.epoch(epoch)
+            given.append(text(next(iterator)))
+            skip += 1
+        kept = source.state_dict()
+    assert given == table[: len(given)]
 
 
 def used_up(data: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, tee
 from operator import itemgetter
 from typing import Any
 
@@ -44,7 +44,10 @@ class Table:
             streams = [map(torch.clone, _chunks(column[rows.start : rows.stop], size)) for column in self.columns]
         else:
             picked = self._picked(order)[rows.start : rows.stop]
-            streams = [map(partial(column.index_select, 0), _chunks(picked, size)) for column in self.columns]
+            shared = tee(_chunks(picked, size), len(self.columns))
+            streams = [
+                map(partial(column.index_select, 0), part) for column, part in zip(self.columns, shared, strict=True)
+            ]
         # map and zip run in C: no Python frame per batch.
         joined = zip(*streams, strict=True)
         return joined if self._pack is None else map(self._pack, joined)

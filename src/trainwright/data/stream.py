@@ -7,7 +7,7 @@ from typing import Any
 
 from trainwright.base.contracts import Source
 from trainwright.base.errors import DataError, message
-from trainwright.data.position import length_of, opened, tell_epoch
+from trainwright.data.position import length_of, opened, skipped, tell_epoch
 from trainwright.runtime.randomness import random_state, set_random_state, unmoved
 
 _END = object()
@@ -98,9 +98,8 @@ class Continuing:
         if loaded is not None:
             self._go_back(loaded, skip - (loaded["given"] if loaded["epoch"] == epoch else 0))
         else:
-            self._epoch, self._given = epoch, 0
-            for _ in range(skip):
-                next(self)
+            self._given = 0
+            skipped(self, skip, self._source.describe())
         self._epoch, self._given = epoch, skip
         return self
 
