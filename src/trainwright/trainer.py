@@ -30,7 +30,7 @@ from trainwright.slots.checkpoint import Checkpoint
 from trainwright.slots.clip import as_clip
 from trainwright.slots.early_stopping import EarlyStopping
 from trainwright.slots.losses import known_loss
-from trainwright.slots.nonfinite import as_policy
+from trainwright.slots.nonfinite import Policy, as_policy
 from trainwright.slots.precision import as_precision
 from trainwright.slots.saved import save_weights
 from trainwright.slots.schedule import as_schedule
@@ -97,7 +97,7 @@ class Trainer(Generic[M]):
         self.schedule = as_schedule(schedule)
         self.early_stopping = early_stopping
         self.checkpoint = checkpoint
-        self.nonfinite = as_policy(nonfinite)
+        self.nonfinite: Policy = as_policy(nonfinite)
         self.world = as_world(parallel)
         self.observers: Sequence[Observer] = (*console_observers(console), *setup.checked_observers(observers))
         self.known = known_loss(loss)
@@ -134,7 +134,7 @@ class Trainer(Generic[M]):
             validate=validate,
         )
         source, held_out = setup.open_data(self, train, val, ends=ends, batch_size=batch_size)
-        setup.begin_stage(self.counters)
+        setup.begin_stage(self)
         with running(self, source, held_out, ends=ends, resume=resume) as (run, pauses):
             counters = run.counters
             while not counters.stopped:
@@ -309,13 +309,16 @@ class Trainer(Generic[M]):
         self.run_id = ""
         self._has_own_step = "training_step" in own
         self._split = self.split if "split" in own else batches.split
-        self.unbind()
+        self.spent_rates: Any = None
+        self._run: Run = setup.NOT_RUNNING
+        self._pauses: Pauses = setup.NOT_RUNNING
 
     def bind(self, run: Run, pauses: Pauses) -> None:
         """Hold the run while it lasts."""
-        self._run: Run = run
-        self._pauses: Pauses = pauses
+        self._run = run
+        self._pauses = pauses
 
     def unbind(self) -> None:
-        """Let go of it."""
+        """Let go of it, but for what the next stage needs."""
+        self.spent_rates = self._run.rates
         self._run, self._pauses = setup.NOT_RUNNING, setup.NOT_RUNNING

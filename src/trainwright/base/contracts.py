@@ -43,9 +43,11 @@ class Scaler(Part, Protocol):
 
     def scale(self, loss: Tensor) -> Tensor:
         """`loss` times the current scale."""
+        ...
 
     def factor(self) -> float:
         """What a scaled gradient is multiplied by to unscale it."""
+        ...
 
     def adapt(self, overflowed: bool) -> None:
         """Lower the scale after an overflow, raise it after enough updates without one."""
@@ -53,6 +55,7 @@ class Scaler(Part, Protocol):
     @property
     def at_floor(self) -> bool:
         """Whether the scale cannot be lowered any more."""
+        ...
 
 
 class Clip(Protocol):
@@ -83,6 +86,7 @@ class Schedule(Protocol):
 
     def bind(self, optimizer: Optimizer, plan: Plan) -> Rates:
         """The schedule of this optimizer over this plan; every contradiction is raised here."""
+        ...
 
 
 class Source(Part, Protocol):
@@ -101,9 +105,11 @@ class Source(Part, Protocol):
 
     def describe(self) -> str:
         """A few words for the header of the console."""
+        ...
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
         """The batches of one epoch, without its first `skip`."""
+        ...
 
 
 class Metric(Protocol):

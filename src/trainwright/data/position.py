@@ -80,6 +80,11 @@ class Generators:
         """The epoch in hand, or the loaded one that is not begun yet."""
         return self._epoch if self._loaded is None else int(self._loaded["epoch"])
 
+    @property
+    def found(self) -> list[torch.Generator]:
+        """The generators themselves."""
+        return list(self._found.values())
+
     def begin(self, epoch: int) -> None:
         """Note the start of `epoch`, after going back to a loaded state where there is one."""
         if self._loaded is not None:

@@ -36,11 +36,11 @@ class Evaluation:
 
 
 @contextmanager
-def traceless(owner: Owner) -> Iterator[None]:
-    """Eval mode and no gradients inside; modes and every random state put back afterwards."""
+def traceless(owner: Owner, source: Source) -> Iterator[None]:
+    """Eval mode and no gradients inside; modes and every random state put back afterwards, the loader's own too."""
     roots = [module for module in (owner.model, owner.loss) if isinstance(module, nn.Module)]
     with ExitStack() as stack:
-        stack.enter_context(unmoved())
+        stack.enter_context(unmoved(getattr(source, "generators", ())))
         stack.enter_context(modules.evaluating(*roots))
         stack.enter_context(torch.no_grad())
         stack.enter_context(switched(owner.precision))
@@ -61,7 +61,7 @@ def evaluate(
     step = _with_autocast(owner, owner.validation_step)
     rows = seen = 0
     try:
-        with traceless(owner):
+        with traceless(owner, source):
             for batch in islice(source.epoch(0), batches):
                 here = rows_of(batch)
                 returned = step(batch if move is None else move(batch))
@@ -84,7 +84,7 @@ def predict(owner: Owner, source: Source) -> Any:
     """Return the outputs of `predict_step` over one pass in data order, joined on the CPU; see `join`."""
     step = _with_autocast(owner, owner.predict_step)
     outputs: list[Any] = []
-    with traceless(owner):
+    with traceless(owner, source):
         for batch in source.epoch(0):
             output = step(batch if owner.mover is None else owner.mover(batch))
             outputs.append(_to_cpu(output.output if type(output) is Step else output))

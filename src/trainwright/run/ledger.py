@@ -81,7 +81,7 @@ class Ledger:
             returned = returned.loss
         if window.alone and type(returned) is Tensor and returned.ndim == 0:  # the common case needs no weight
             if self._noting:
-                self._entries.append(("loss", returned.detach(), self._found_count(returned, position), False))
+                self._entries.append(("loss", returned, self._found_count(returned, position), False))
             return returned
         return self._weigh(read_outcome(returned), position)
 
@@ -182,7 +182,7 @@ class Ledger:
         return outcome.loss / divisor if outcome.summed else outcome.loss * (count / divisor)
 
     def _found_count(self, loss: Tensor, position: int) -> Count:
-        """What a mean is over that did not tell: what the user's `count` says, what torch divided by, or the default."""
+        """What a mean is over that did not tell: what the user's `count` says, what torch divided by, or rows."""
         window = self.window
         if window.counts is not None and self._trusts_counter:
             return window.counts[position]

@@ -54,9 +54,12 @@ class Owner(Protocol):
     run_id: str
     """Marks this run's checkpoints; empty before the first."""
     result: Result | None
+    spent_rates: Any
+    """The schedule of the stage before, bound; None before the first."""
 
     def parts(self) -> dict[str, Part]:
         """Everything with state, by name."""
+        ...
 
     def bind(self, run: Any, pauses: Any) -> None:
         """Hold the run while it lasts."""

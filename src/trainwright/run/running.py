@@ -180,8 +180,9 @@ def _load(owner: Owner, pauses: Pauses, found: Path) -> list[str]:
     counters.stopped = "" if pauses.watch is None else pauses.watch.stopped
     at = counters.earlier_updates + counters.updates
     for observer in owner.observers:
-        if hasattr(observer, "resume_at"):
-            observer.resume_at(at)
+        resume_at = getattr(observer, "resume_at", None)
+        if resume_at is not None:
+            resume_at(at)
     return [f"resumed from {found} at update {at}", *reports]
 
 

@@ -134,8 +134,9 @@ def open_data(
     return source, None if val is None else open_source(val, batch_size=_fitting(val, batch_size), role="val")
 
 
-def begin_stage(counters: Counters) -> None:
-    """Start the counters of a `fit` anew, the totals over all stages apart."""
+def begin_stage(owner: Owner) -> None:
+    """Start the counters of a `fit` anew, the totals over all stages apart; the rates go back to the optimizer's own."""
+    counters = owner.counters
     if not (counters.updates or counters.epoch or counters.stopped):
         return
     fresh = Counters(
@@ -144,6 +145,8 @@ def begin_stage(counters: Counters) -> None:
         earlier_epochs=counters.earlier_epochs + counters.epoch,
     )
     counters.load_state_dict(fresh.state_dict())
+    if hasattr(owner.spent_rates, "put_back"):
+        owner.spent_rates.put_back()
 
 
 class NotRunning:

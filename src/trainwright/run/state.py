@@ -62,7 +62,7 @@ def restore(parts: Mapping[str, Part], tree: Mapping[str, Tree], *, origin: str)
     for name in sorted(parts, key=lambda name: (name != "model", name == "random")):
         part = parts[name]
         if isinstance(part, nn.Module):
-            _check_tensors(name, part, tree[name], origin)
+            _check_tensors(name, part, tree[name], origin=origin)
         try:
             said = part.load_state_dict(tree[name])
         except (KeyError, ValueError) as error:
@@ -72,7 +72,7 @@ def restore(parts: Mapping[str, Part], tree: Mapping[str, Tree], *, origin: str)
     return reports
 
 
-def _check_tensors(name: str, module: nn.Module, saved: Mapping[str, Any], origin: str) -> None:
+def _check_tensors(name: str, module: nn.Module, saved: Mapping[str, Any], *, origin: str) -> None:
     own = module.state_dict()
     wrong = [
         f"{key} checkpoint {tuple(saved[key].shape)} model {tuple(value.shape)}"

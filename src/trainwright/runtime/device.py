@@ -54,10 +54,9 @@ def move(batch: Any, device: torch.device) -> Any:
         return batch.to(device)
     if isinstance(batch, Mapping):
         return _rebuild(batch, {key: move(value, device) for key, value in batch.items()})
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(move(value, device) for value in batch))
     if isinstance(batch, list | tuple):
-        return type(batch)(move(value, device) for value in batch)
+        items = (move(value, device) for value in batch)
+        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         moved = copy.copy(batch)
         for field in dataclasses.fields(batch):

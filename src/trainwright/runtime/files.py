@@ -39,7 +39,7 @@ def write_file(path: Path, writer: Writer) -> dict[str, Any]:
     try:
         file = _Writing(fd)
         writer(file)
-        if hasattr(fcntl, "F_FULLFSYNC"):  # macOS: its fsync stops at the drive's cache
+        if fcntl is not None and hasattr(fcntl, "F_FULLFSYNC"):  # macOS: its fsync stops at the drive's cache
             fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
         else:
             os.fsync(fd)

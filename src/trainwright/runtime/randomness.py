@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,10 +38,13 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 @contextmanager
-def unmoved() -> Iterator[None]:
-    """Leave every global random state as it was found, whatever is drawn inside."""
+def unmoved(generators: Iterable[torch.Generator] = ()) -> Iterator[None]:
+    """Leave every global random state, and that of `generators`, as it was found, whatever is drawn inside."""
     state = random_state()
+    own = [(generator, generator.get_state()) for generator in generators]
     try:
         yield
     finally:
         set_random_state(state)
+        for generator, before in own:
+            generator.set_state(before)

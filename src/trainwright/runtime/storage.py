@@ -263,6 +263,7 @@ def _plain(name: str, label: str = "") -> str:
 def _flock(fd: int, root: Path) -> bool:
     """Whether the lock is held; False, with a warning, where the file system has no locks."""
     _close_in_children()
+    assert fcntl is not None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

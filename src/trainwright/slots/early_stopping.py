@@ -24,6 +24,7 @@ class Watching(Part, Protocol):
     @property
     def waited(self) -> int:
         """Validations since the best."""
+        ...
 
     @property
     def best(self) -> Best | None:
@@ -32,9 +33,11 @@ class Watching(Part, Protocol):
     @property
     def stopped(self) -> str:
         """The reason to stop; empty while the run goes on."""
+        ...
 
     def judge(self, metrics: Mapping[str, float], errors: Mapping[str, float], *, epoch: int, update: int) -> bool:
         """Take in one validation; return whether it is a new best."""
+        ...
 
 
 class Stopping(Protocol):
@@ -43,9 +46,11 @@ class Stopping(Protocol):
     @property
     def monitor(self) -> str:
         """The number that is watched."""
+        ...
 
     def bind(self) -> Watching:
         """Make the watch of one `fit`."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -122,6 +122,7 @@ class Switching(Protocol):
 
     def switched(self) -> AbstractContextManager[None]:
         """Hold the switches inside, and put them back."""
+        ...
 
 
 def as_precision(setting: str | Precision | None, device: torch.device) -> Precision | None:

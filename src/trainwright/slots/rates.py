@@ -82,11 +82,14 @@ class TableRates:
         """Nothing: the rates depend on the clock alone."""
 
     def put_back(self) -> None:
-        """Give each group the values it had before the schedule, for a next schedule to start from."""
+        """Give each group the values it had before the schedule, for a next stage to start from.
+
+        A value that was set by hand since the last update stays.
+        """
         for index, (column, base) in enumerate(zip(self._columns, self._base, strict=True)):
-            self._owned.put(index, "lr", base["lr"])
+            self._owned.give_back(index, "lr", base["lr"])
             if column.key is not None:
-                self._owned.put(index, column.key, base[column.key])
+                self._owned.give_back(index, column.key, base[column.key])
 
     def state_dict(self) -> Tree:
         """The settings as text, the total and the groups' own rates: all that a look-up needs."""
@@ -205,6 +208,11 @@ class Owned:
         else:
             group[key] = value
         mark[key] = _mark(group[key])
+
+    def give_back(self, index: int, key: str, value: Any) -> None:
+        """Set a group's value, unless another was set by hand since."""
+        if _mark(self._optimizer.param_groups[index][key]) == self.marks[index][key]:
+            self.put(index, key, value)
 
     def adopt(self) -> None:
         """After loading: whatever the groups hold when they are next set is not held against the user."""

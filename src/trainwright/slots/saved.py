@@ -81,7 +81,7 @@ def latest_checkpoint(directory: str | Path, *, run: str | None = None) -> Path 
 
 
 def find_checkpoint(resume: str | Path | None, directory: str | Path | None, *, run: str | None = None) -> Path | None:
-    """The whole checkpoint that `fit(resume=...)` means: "auto" looks in `directory`, a path is that of one or of a run.
+    """The whole checkpoint that `fit(resume=...)` means: "auto" looks in `directory`, a path is one, or a run's.
 
     None where there is nothing to resume. CheckpointError where a path is missing, or where nothing there is whole.
     """

@@ -14,7 +14,7 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, cast
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import (
@@ -92,7 +92,7 @@ def as_schedule(value: object) -> Schedule | None:
     if callable(getattr(value, "bind", None)):
         return value  # type: ignore[return-value]
     if callable(value):
-        return FunctionSchedule(value)
+        return FunctionSchedule(cast("Callable[[int, int], float]", value))
     raise SettingError(
         message(
             f"schedule={value!r} is no schedule",
@@ -290,7 +290,7 @@ class WarmupStableDecay:
         check_length(self.warmup, "WarmupStableDecay(warmup={}, decay=...)", least=0)
         check_length(self.decay, "WarmupStableDecay(warmup=..., decay={})")
         check_number(self.final, f"WarmupStableDecay(final={self.final!r})", least=0, most=1)
-        check_choice(self.shape, "WarmupStableDecay", "shape", tuple(_SHAPES))
+        check_choice(self.shape, "WarmupStableDecay", "shape", choices=tuple(_SHAPES))
 
     def bind(self, optimizer: Optimizer, plan: Plan) -> TableRates:
         """The rates of this optimizer over this plan, whose number of updates must be known."""

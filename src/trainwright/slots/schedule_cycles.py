@@ -61,8 +61,8 @@ class OneCycle:
 
     def __post_init__(self) -> None:
         check_length(self.warmup, "OneCycle(max_lr, warmup={})", least=0)
-        check_choice(self.anneal_strategy, "OneCycle", "anneal_strategy", ("cos", "linear"))
-        check_choice(self.cycle_momentum, "OneCycle", "cycle_momentum", ("auto", True, False))
+        check_choice(self.anneal_strategy, "OneCycle", "anneal_strategy", choices=("cos", "linear"))
+        check_choice(self.cycle_momentum, "OneCycle", "cycle_momentum", choices=("auto", True, False))
         _check_per_group(self, "max_lr", above=0)
         _check_per_group(self, "base_momentum", "max_momentum", least=0, below=1)
         _check_per_group(self, "div_factor", "final_div_factor", above=0)
@@ -128,9 +128,9 @@ class Cyclic:
         check_length(self.step_size_up, "Cyclic(base_lr, max_lr, step_size_up={})")
         if self.step_size_down is not None:
             check_length(self.step_size_down, "Cyclic(base_lr, max_lr, step_size_down={})")
-        check_choice(self.mode, "Cyclic", "mode", ("triangular", "triangular2", "exp_range"))
-        check_choice(self.scale_mode, "Cyclic", "scale_mode", ("cycle", "iterations"))
-        check_choice(self.cycle_momentum, "Cyclic", "cycle_momentum", ("auto", True, False))
+        check_choice(self.mode, "Cyclic", "mode", choices=("triangular", "triangular2", "exp_range"))
+        check_choice(self.scale_mode, "Cyclic", "scale_mode", choices=("cycle", "iterations"))
+        check_choice(self.cycle_momentum, "Cyclic", "cycle_momentum", choices=("auto", True, False))
         check_number(self.gamma, f"Cyclic(gamma={self.gamma!r})", above=0)
         check_warmup(self.warmup, "Cyclic")
 

@@ -71,7 +71,7 @@ def check_number(
     raise SettingError(message(written, want=f"a number {want}".rstrip()))
 
 
-def check_choice(value: object, owner: str, name: str, choices: tuple[object, ...]) -> None:
+def check_choice(value: object, owner: str, name: str, *, choices: tuple[object, ...]) -> None:
     """Refuse what is none of the choices."""
     if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
         want = " or ".join(map(repr, choices))

@@ -49,8 +49,8 @@ class Plateau:
     def __post_init__(self) -> None:
         if not isinstance(self.monitor, str) or not self.monitor:
             raise SettingError(message(f"Plateau({self.monitor!r})", want="the name of a number", fix='"val_loss"'))
-        check_choice(self.mode, "Plateau", "mode", ("auto", "min", "max"))
-        check_choice(self.threshold_mode, "Plateau", "threshold_mode", ("rel", "abs"))
+        check_choice(self.mode, "Plateau", "mode", choices=("auto", "min", "max"))
+        check_choice(self.threshold_mode, "Plateau", "threshold_mode", choices=("rel", "abs"))
         if self.mode == "auto" and not self.monitor.endswith("loss"):
             raise SettingError(
                 message(
@@ -116,7 +116,7 @@ class TorchSchedule:
                     fix='TorchSchedule(lambda optimizer: StepLR(optimizer, 30), unit="epoch")',
                 )
             )
-        check_choice(self.unit, "TorchSchedule", "unit", ("update", "epoch", "validation"))
+        check_choice(self.unit, "TorchSchedule", "unit", choices=("update", "epoch", "validation"))
         if self.monitor is not None and self.unit != "validation":
             want = 'unit="validation", for only validations have numbers'
             raise SettingError(message(f"TorchSchedule(monitor={self.monitor!r}, unit={self.unit!r})", want=want))
@@ -193,10 +193,10 @@ class SteppedRates:
             self._step()
 
     def put_back(self) -> None:
-        """Give each group the values it had before the schedule, for a next schedule to start from."""
+        """Give each group the values it had before the schedule, unless they were set by hand since."""
         for index, base in enumerate(self._base):
             for key in self._keys:
-                self._owned.put(index, key, base[key])
+                self._owned.give_back(index, key, base[key])
 
     def state_dict(self) -> Tree:
         """Torch's own state as plain data, the stand-in's groups, and how often it was stepped."""

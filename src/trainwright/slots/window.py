@@ -28,7 +28,12 @@ class Window(Sequence[Any]):
     by which the gradients are to be multiplied afterwards.
     """
 
-    __slots__ = ("_base", "_guessed", "_move", "_moved", "_total", "alone", "batches", "counts", "position", "rows")
+    position = -1
+    """The micro-batch in hand; -1 before the first."""
+    _moved: Any = None
+    _base: Count | None = None
+    _total: Count = 0
+    _guessed = False
 
     def __init__(
         self,
@@ -42,12 +47,7 @@ class Window(Sequence[Any]):
         self.rows = rows
         self.counts = counts
         self.alone = len(batches) == 1
-        self.position = -1
         self._move = move
-        self._moved: Any = None
-        self._base: Count | None = None
-        self._total: Count = 0
-        self._guessed = False
 
     def __len__(self) -> int:
         return len(self.batches)
