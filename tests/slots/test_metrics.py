@@ -130,6 +130,11 @@ def test_shapes_that_do_not_fit_are_refused(output, target, fix):
         accuracy(scores(*output), classes(2, *target))
 
 
+def test_class_numbers_as_floats_are_refused():
+    with pytest.raises(SettingError, match=r"target \(6,\) torch.float32"):
+        accuracy(scores(6, 7), classes(7, 6).float())
+
+
 # --- Meters
 
 
@@ -175,7 +180,12 @@ def test_update_works_where_nothing_can_be_read():
 
 
 def test_an_empty_batch_is_passed_over():
-    meters = Meters({"ce": F.cross_entropy})
+    class Fussy(Count):
+        def update(self, output, target):
+            assert len(output)
+            super().update(output, target)
+
+    meters = Meters({"ce": F.cross_entropy, "seen": Fussy()})
     meters.update(scores(4, 3), classes(3, 4), 4)
     before = meters.compute()
     meters.update(scores(0, 3), classes(3, 0), 0)
@@ -239,6 +249,20 @@ def test_objects_move_to_where_the_outputs_lie():
     meters = Meters({"moving": Moving()})
     meters.update({"logits": [torch.ones(2, device="meta")]}, torch.zeros(2), 2)
     assert meters._objects["moving"].total.device.type == "meta"
+
+
+def test_an_object_whose_move_makes_another_is_replaced_by_it():
+    class There(Count):
+        def compute(self):
+            return 5.0
+
+    class Here(Count):
+        def to(self, device):
+            return There()
+
+    meters = Meters({"moved": Here()})
+    meters.update(scores(4, 3), classes(3, 4), 4)
+    assert meters.compute() == {"moved": 5.0}
 
 
 def test_an_object_must_compute_one_number():
@@ -337,6 +361,7 @@ def test_saved_sums_go_on_bit_for_bit():
     saved = first.state_dict()
     feed(first, 40, 90)
     second.load_state_dict(saved)
+    assert second.compute()["seen"] == 40
     feed(second, 40, 90)
     assert second.compute() == whole.compute() == first.compute()
     assert whole.compute()["seen"] == 90

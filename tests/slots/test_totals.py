@@ -137,7 +137,26 @@ def test_there_is_no_error_once_a_batch_was_not_given_by_row():
     total.add_sum(torch.rand(8), 8)
     total.add(torch.tensor(0.5), 8)
     assert total.error is None
-    assert Total().error is None
+    total.reset()
+    total.add_sum(torch.tensor([1.0, 3.0]), 2)
+    assert total.error is not None
+
+
+@pytest.mark.parametrize(
+    ("sums", "count"),
+    [
+        (torch.tensor(2.0), 8),
+        (2.0, 8),
+        (torch.tensor(2.0), torch.tensor(8)),
+        (torch.rand(4), 8),
+        (torch.rand(4), torch.full((4,), 2)),
+    ],
+)
+def test_there_is_no_error_of_sums_over_more_than_a_row(sums, count):
+    total = Total(spread=True)
+    total.add_sum(sums, count)
+    assert total.count == 8
+    assert total.error is None
 
 
 def test_adding_reads_nothing_back_and_keeps_no_graph():
