@@ -34,7 +34,7 @@ from trainwright.slots.nonfinite import Policy, as_policy
 from trainwright.slots.precision import as_precision
 from trainwright.slots.saved import save_weights
 from trainwright.slots.schedule import as_schedule
-from trainwright.slots.window import Window, accumulation, rows_of
+from trainwright.slots.window import Window, accumulation, find_rows, rows_of
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -207,7 +207,7 @@ class Trainer(Generic[M]):
     def training_step(self, batch: Any) -> Any:
         """Return the loss of one micro-batch: a tensor (a mean), `Mean`, `Sum`, `Step`, or a dict of named losses."""
         inputs, target = self._split(batch)
-        output = batches.call(self.model, inputs)
+        output = self.model(*inputs) if type(inputs) is tuple else batches.call(self.model, inputs)
         loss = batches.loss_of(self, output, target)
         return Step(loss, output, target) if self.metrics else loss
 
@@ -216,7 +216,7 @@ class Trainer(Generic[M]):
         if self._has_own_step:
             return self.training_step(batch)
         inputs, target = self._split(batch)
-        output = batches.call(self.model, inputs)
+        output = self.model(*inputs) if type(inputs) is tuple else batches.call(self.model, inputs)
         loss = batches.exact_loss_of(self, output, target)
         return Step(loss, output, target) if self.metrics else loss
 
@@ -301,6 +301,8 @@ class Trainer(Generic[M]):
         self.counter: Callable[[Any], Count] | None
         self.counter = self.count if "count" in own or self.known is not None else None
         self.trusts_counter = "count" in own
+        self.rows_of: Callable[[Any], int]
+        self.rows_of = self._rows_or_count if "count" in own else rows_of
         self.logs_freely = not own.isdisjoint({"training_step", "update", "compute_gradients"})
         self.pays_at_once = "update" in own
         wants_error = early is not None and getattr(early, "min_delta", 0) == "1se"
@@ -312,6 +314,11 @@ class Trainer(Generic[M]):
         self.spent_rates: Any = None
         self._run: Run = setup.NOT_RUNNING
         self._pauses: Pauses = setup.NOT_RUNNING
+
+    def _rows_or_count(self, batch: Any) -> int:
+        """The rows of a batch, or what the user's `count` says where no tensor tells them."""
+        rows = find_rows(batch)
+        return int(self.count(batch)) if rows is None else rows
 
     def bind(self, run: Run, pauses: Pauses) -> None:
         """Hold the run while it lasts."""

@@ -19,6 +19,9 @@ def split(batch: Any) -> tuple[Any, Any]:
 
     The inputs are a tuple (positional) or a dict (keywords). Raises DataError for a batch of any other form.
     """
+    kind = type(batch)
+    if (kind is tuple or kind is list) and len(batch) == 2:  # nearly always
+        return (batch[0],), batch[1]
     if isinstance(batch, tuple | list):
         return (tuple(batch[:-1]), batch[-1]) if len(batch) > 1 else (tuple(batch), None)
     if isinstance(batch, Mapping):
@@ -49,7 +52,7 @@ def known_target(batch: Any) -> Tensor | None:
 
 def call(model: Any, inputs: Any) -> Any:
     """Call a model with a tuple as positional inputs, a mapping as keywords, anything else as it is."""
-    if type(inputs) is tuple:
+    if isinstance(inputs, tuple):
         return model(*inputs)
     return model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
 
@@ -58,10 +61,12 @@ def loss_of(owner: Owner, output: Any, target: Any) -> Any:
     """Return the loss of a micro-batch in training: as the user gave it, or as a sum where several are weighed."""
     if target is None or owner.loss is None:
         raise no_loss(owner, target)
-    known = owner.known
+    known, window = owner.known, owner.ledger.window
+    if window is None:
+        return exact_loss_of(owner, output, target)
     if known is not None and known.reduction == "sum":
         return Sum(owner.loss(output, target))
-    if known is None or owner.ledger.window.alone:
+    if known is None or window.alone:
         return owner.loss(output, target)
     return Sum(known.total(output, target), owner.ledger.count)
 

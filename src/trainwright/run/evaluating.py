@@ -20,7 +20,6 @@ from trainwright.runtime import modules
 from trainwright.runtime.randomness import unmoved
 from trainwright.slots.metrics import Meters
 from trainwright.slots.precision import switched
-from trainwright.slots.window import rows_of
 
 READ_EVERY = 64
 """Batches between two reads of an evaluation's numbers: memory for that many scalars, and no wait per batch."""
@@ -32,7 +31,6 @@ class Evaluation:
 
     numbers: dict[str, float]
     errors: dict[str, float]
-    rows: int
 
 
 @contextmanager
@@ -55,29 +53,29 @@ def evaluate(
     `spread` names a number (without the prefix) whose standard error over rows is wanted too.
     """
     meters = _meters(owner, spread)
-    ledger = Ledger(meters, counter=owner.counter)
+    ledger = Ledger(meters, counter=owner.counter, rows_of=owner.rows_of)
     move = owner.mover
     outer, owner.ledger = owner.ledger, ledger
     step = _with_autocast(owner, owner.validation_step)
-    rows = seen = 0
+    seen = 0
     try:
         with traceless(owner, source):
             for batch in islice(source.epoch(0), batches):
-                here = rows_of(batch)
+                ledger.batch = batch
                 returned = step(batch if move is None else move(batch))
                 if not seen:
                     _check_fed(owner, returned)
-                ledger.note(returned, batch, here)
-                rows += here
+                ledger.note(returned)
                 seen += 1
-                if ledger.open >= READ_EVERY:
+                if not seen % READ_EVERY:
                     ledger.close()
+                    ledger.close_totals()
             numbers = ledger.means(f"{name}_")
     finally:
         owner.ledger = outer
     if not seen:
         raise DataError(message(f"the {name} data gave no batch", want="at least one batch", where=False))
-    return Evaluation(*_without_hidden(numbers, meters, f"{name}_"), rows)
+    return Evaluation(*_without_hidden(numbers, meters, f"{name}_"))
 
 
 def predict(owner: Owner, source: Source) -> Any:

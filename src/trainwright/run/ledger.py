@@ -6,14 +6,15 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from trainwright.base.errors import SettingError, message
+from trainwright.base.errors import SettingError, TrainwrightError, message
 from trainwright.base.records import Count, Step, Sum
 from trainwright.runtime import late
 from trainwright.slots.losses import Outcome, counted_by_torch, read_outcome
 from trainwright.slots.metrics import Meters
-from trainwright.slots.window import Window
+from trainwright.slots.window import Window, rows_of
 
 RESERVED = frozenset({"loss", "lr", "epoch", "update", "grad_norm", "rows", "skipped"})
 Entry = tuple[str, float | Tensor, Count, bool]
@@ -32,9 +33,13 @@ class Ledger:
         *,
         counter: Callable[[Any], Count] | None = None,
         trusts_counter: bool = False,
+        rows_of: Callable[[Any], int] = rows_of,
     ) -> None:
         self.meters = meters
-        self.window = Window([], [])
+        self.window: Window | None = None
+        """The window in hand in training; None in an evaluation."""
+        self.batch: Any = None
+        """The host batch in hand in an evaluation."""
         self.loss = math.nan
         """The loss of what was closed last, in the user's own scale."""
         self.counted = 0.0
@@ -45,7 +50,10 @@ class Ledger:
         """Named losses and logged numbers of what was closed last."""
         self._counter = counter
         self._trusts_counter = trusts_counter
+        self._rows_of = rows_of
         self._entries: list[Entry] = []
+        self._totals: list[Tensor] = []
+        self._total_counts: list[Count] = []
         self._sums: dict[str, float] = {}
         self._counts: dict[str, float] = {}
         self._noting = True
@@ -61,19 +69,25 @@ class Ledger:
         """Start running the window; only its first pass is noted (SAM and LBFGS run it again, elsewhere)."""
         self._noting = self._passes == 0
         if not self._noting:
+            assert self.window is not None
             self.window.begin()
         self._passes += 1
 
     @property
     def count(self) -> Count:
         """The count of the micro-batch that is about to run, as the host knows it."""
-        index = self.window.position + 1
-        counts = self.window.counts
-        return self.window.rows[index] if counts is None else counts[index]
+        window = self.window
+        if window is None:
+            return self._rows_of(self.batch) if self._counter is None else self._counter(self.batch)
+        index = window.position + 1
+        if window.counts is not None:
+            return window.counts[index]
+        return window.rows[index] if self._counter is None else self._counter(window.batches[index])
 
     def take(self, returned: Any) -> Tensor:
         """Take down what a training step returned; return what `backward` is to be called on."""
         window = self.window
+        assert window is not None
         window.position = position = window.position + 1
         if type(returned) is Step:
             if self.meters is not None and self._noting:
@@ -85,30 +99,29 @@ class Ledger:
             return returned
         return self._weigh(read_outcome(returned), position)
 
-    def note(self, returned: Any, batch: Any, rows: int) -> None:
-        """Take down what an evaluation step returned for one host batch."""
+    def note(self, returned: Any) -> None:
+        """Take down what an evaluation step returned for the batch in hand."""
         if type(returned) is Step:
             if self.meters is not None:
-                self.meters.update(returned.output, returned.target, rows)
+                self.meters.update(returned.output, returned.target, self._rows_of(self.batch))
             if returned.loss is None:
                 return
             returned = returned.loss
         if type(returned) is Sum and returned.count is not None:
-            self._entries.append(("loss", returned.total, returned.count, True))
+            self._totals.append(returned.total)
+            self._total_counts.append(returned.count)
             return
         outcome = read_outcome(returned)
-        count: Count = rows
-        if outcome.count is not None:
-            count = outcome.count
-        elif not outcome.summed and self._counter is not None:
-            count = self._counter(batch)
+        count = outcome.count
+        if count is None:
+            count = self._rows_of(self.batch) if outcome.summed else self.count
         self._note(outcome, count)
 
     def note_returned(self, returned: Any) -> None:
         """Take down what an overridden `update` returned, where no step of this window was noted."""
         if not self._noting:
             return
-        rows = sum(self.window.rows)
+        rows = 0 if self.window is None else sum(self.window.rows)
         if isinstance(returned, dict):
             self._entries += [(name, _number(value), rows, False) for name, value in returned.items()]
         else:
@@ -120,6 +133,8 @@ class Ledger:
             raise SettingError(
                 message(f"log({name!r}, ...): the name is taken", want="a name of its own, without val_ before it")
             )
+        if self.window is None and self.batch is None:
+            raise TrainwrightError(message(f"log({name!r}, ...) outside a step", want="a call from a step"))
         if self._noting:
             self._entries.append((name, _number(value), self.count if count is None else count, False))
 
@@ -138,14 +153,20 @@ class Ledger:
         self._entries = []
         return numbers[2 * size :]
 
-    @property
-    def open(self) -> int:
-        """How many numbers wait to be read."""
-        return len(self._entries)
+    def close_totals(self) -> None:
+        """Read the sums that an evaluation has noted: one stack, one read."""
+        if not self._totals:
+            return
+        wide = torch.float32 if self._totals[0].device.type == "mps" else torch.float64
+        total, *counts = late.read([torch.stack(self._totals).sum(dtype=wide), *self._total_counts])
+        self._sums["loss"] = self._sums.get("loss", 0.0) + total
+        self._counts["loss"] = self._counts.get("loss", 0.0) + sum(counts)
+        self._totals, self._total_counts = [], []
 
     def means(self, prefix: str = "") -> dict[str, float]:
         """Return every mean since the last `reset`, metrics and derived numbers included; NaN over nothing."""
         self.close()
+        self.close_totals()
         means = {name: (self._sums[name] / n if n else math.nan) for name, n in self._counts.items()}
         if self.meters is None:
             return {prefix + name: value for name, value in means.items()}
@@ -171,6 +192,7 @@ class Ledger:
     def _weigh(self, outcome: Outcome, position: int) -> Tensor:
         """Note an outcome; return it weighed by its share of the window."""
         window = self.window
+        assert window is not None
         if outcome.summed and outcome.count is None:
             self._note(outcome, window.rows[position])
             return outcome.loss
@@ -184,6 +206,7 @@ class Ledger:
     def _found_count(self, loss: Tensor, position: int) -> Count:
         """What a mean is over that did not tell: what the user's `count` says, what torch divided by, or rows."""
         window = self.window
+        assert window is not None
         if window.counts is not None and self._trusts_counter:
             return window.counts[position]
         found = counted_by_torch(loss)

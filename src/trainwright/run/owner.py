@@ -40,6 +40,8 @@ class Owner(Protocol):
     """`to_device`, or None where batches already lie right."""
     counter: Callable[[Any], Count] | None
     """`count`, or None where the loss counts rows."""
+    rows_of: Callable[[Any], int]
+    """The rows of a host batch."""
     trusts_counter: bool
     """Whether `count` is the user's own."""
     logs_freely: bool

@@ -68,7 +68,12 @@ class Run:
         self.epoch_over = False
         begun = clock()
         grouped = windows(
-            self._batches(), size, count=owner.counter, always_count=owner.trusts_counter, move=owner.mover
+            self._batches(),
+            size,
+            rows=owner.rows_of,
+            count=owner.counter,
+            always_count=owner.trusts_counter,
+            move=owner.mover,
         )
         for window in islice(grouped, left):
             self.waited += clock() - begun

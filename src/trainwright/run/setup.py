@@ -135,7 +135,7 @@ def open_data(
 
 
 def begin_stage(owner: Owner) -> None:
-    """Start the counters of a `fit` anew, the totals over all stages apart; the rates go back to the optimizer's own."""
+    """Start the counters of a `fit` anew, the totals over all stages apart, and the rates from the optimizer's own."""
     counters = owner.counters
     if not (counters.updates or counters.epoch or counters.stopped):
         return

@@ -66,7 +66,8 @@ class Gradients:
 
     def norm(self) -> Tensor:
         """The 2-norm of all gradients together, a 0-dim tensor on the first device."""
-        return torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        return torch.nn.utils.get_total_norm([g.coalesce().values() if g.is_sparse else g for g in gradients])
 
     def _dense(self) -> list[Tensor]:
         """All gradients, or none where one of them is sparse."""
@@ -86,7 +87,18 @@ class Gradients:
             if gradient is None:
                 continue
             if gradient.is_sparse:
-                parameter.grad = gradient = gradient.coalesce()  # duplicates are summed before they are judged
-                gradient = gradient._values()
+                gradient = _writable_values(parameter, gradient)
             groups[gradient.device, gradient.dtype].append(gradient)
         return groups
+
+
+def _writable_values(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """The values of a sparse gradient, to be changed in place; rows that occur twice are left to the optimizer.
+
+    To add them up here would round otherwise than the optimizer does. Half precision is added up first, as torch's
+    GradScaler does: there the sum may overflow where no term does.
+    """
+    if gradient.dtype == torch.float16 or not gradient._values().is_contiguous():
+        gradient = gradient.coalesce() if gradient.dtype == torch.float16 else gradient.clone()
+        parameter.grad = gradient
+    return gradient._values()

@@ -140,7 +140,7 @@ def rows_of(batch: Any) -> int:
                 break
         else:
             return rows
-    found = _first_rows(batch)
+    found = find_rows(batch)
     if found is None:
         raise DataError(
             message(
@@ -151,6 +151,19 @@ def rows_of(batch: Any) -> int:
             )
         )
     return found
+
+
+def find_rows(batch: Any) -> int | None:
+    """Return the rows of a nested batch as `rows_of` does, or None where no tensor tells them."""
+    if isinstance(batch, Tensor):
+        return batch.shape[0] if batch.ndim else None
+    if isinstance(batch, list | tuple) and _ragged(batch):
+        return len(batch)
+    for item in _items(batch):
+        found = find_rows(item)
+        if found is not None:
+            return found
+    return None
 
 
 def accumulation(setting: Accumulate) -> tuple[tuple[int, int], ...]:
@@ -184,18 +197,6 @@ def _ragged(batch: Sequence[Any]) -> bool:
         return False
     alike = len({(item.ndim, item.dtype) for item in batch}) == 1
     return alike and len({item.shape[0] if item.ndim else -1 for item in batch}) > 1
-
-
-def _first_rows(batch: Any) -> int | None:
-    if isinstance(batch, Tensor):
-        return batch.shape[0] if batch.ndim else None
-    if isinstance(batch, list | tuple) and _ragged(batch):
-        return len(batch)
-    for item in _items(batch):
-        found = _first_rows(item)
-        if found is not None:
-            return found
-    return None
 
 
 def _items(batch: Any) -> Sequence[Any]:
