@@ -1,0 +1,1 @@
+"""The laws: what is promised, each against a hand-written loop."""
