@@ -119,3 +119,5 @@ class Result:
     skipped: int = 0
     weights: str = "last"
     """Which weights the model holds now: "last" or "best of epoch n"."""
+    notes: tuple[str, ...] = ()
+    """What else is worth a line: a schedule that skipped updates left short of its end."""

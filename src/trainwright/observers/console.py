@@ -121,6 +121,7 @@ def footer(result: Result, width: int = WIDEST) -> list[str]:
     if best is not None:
         found = f"{best.name} {number(best.value)} at epoch {best.epoch}, update {best.update}"
         lines += joined([found, weights], width, start=" best  ")
+    lines += [line for note in result.notes for line in joined([note], width, start=" note  ")]
     courses = [course for name in ("loss", "val_loss") if (course := _course(name, result.history))]
     return [*lines, *(f" {' ' * 5} {course}" for course in courses)]
 

@@ -47,7 +47,7 @@ class Pauses:
         self._on_save = listeners(observers, "on_save")
         self._saved_at = -1
         if not counters.stopped:
-            counters.stopped = self._end_reached()
+            counters.stopped = self.end_reached()
         self.run.due = self.next_due()
 
     def arrive(self, *, epoch_ended: bool) -> None:
@@ -58,7 +58,7 @@ class Pauses:
             counters.epoch, counters.batch = counters.epoch + 1, 0
             if self.run.rates is not None:
                 self.run.rates.epoch_ended()
-        counters.stopped = counters.stopped or self._end_reached()
+        counters.stopped = counters.stopped or self.end_reached()
 
     def validation_is_due(self, *, epoch_ended: bool) -> bool:
         """Whether to validate now: the span has passed, or the run ends; never twice at one update."""
@@ -171,7 +171,8 @@ class Pauses:
         if early is None or not getattr(early, "restore_best", False):
             return False
         settings = None if self.keeper is None else self.keeper.settings
-        return settings is None or settings.best != early.monitor or bool(getattr(early, "min_delta", 0))
+        same = settings is not None and (settings.best, settings.mode or "min") == (early.monitor, early.mode)
+        return not same or bool(getattr(early, "min_delta", 0))
 
     def restore_best(self) -> None:
         """Leave the model with the best weights, where a slot promises them."""
@@ -204,9 +205,18 @@ class Pauses:
             seconds=counters.seconds,
             skipped=counters.skipped,
             weights=self._weights,
+            notes=self._notes(),
         )
 
-    def _end_reached(self) -> str:
+    def _notes(self) -> tuple[str, ...]:
+        counters, total = self.counters, self.run.plan.updates
+        short = 0 if total is None else total - counters.updates
+        if not counters.skipped or self.run.rates is None or short <= 0 or self.ends.epochs != counters.epoch:
+            return ()
+        return (f"the schedule ended {short} short of its {total} updates: {counters.skipped} were skipped",)
+
+    def end_reached(self) -> str:
+        """Return which end of the `fit` is reached, or an empty string."""
         counters, ends = self.counters, self.ends
         if ends.max_updates is not None and counters.updates >= ends.max_updates:
             return f"max_updates={ends.max_updates} reached"

@@ -66,6 +66,7 @@ class Run:
         size = self.plan.accumulated(counters.epoch)
         left = None if self.plan.epoch_updates is None else self.plan.epoch_updates - math.ceil(counters.batch / size)
         self.epoch_over = False
+        self.gradients = Gradients(owner.optimizer)  # groups may have been added since the last epoch
         begun = clock()
         grouped = windows(
             self._batches(),

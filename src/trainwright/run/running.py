@@ -175,10 +175,12 @@ def _load(owner: Owner, pauses: Pauses, found: Path) -> list[str]:
         pauses.keeper.adopt(found, manifest)
     reports = state.restore(owner.parts(), tree, origin=str(found))
     for report in reports:
-        warnings.warn(report, stacklevel=2)
+        warnings.warn(report, stacklevel=2)  # a schedule that is planned anew shall be heard without a console too
     counters = owner.counters
     counters.stopped = "" if pauses.watch is None else pauses.watch.stopped
     at = counters.earlier_updates + counters.updates
+    if ended := counters.stopped or pauses.end_reached():
+        reports.append(f"this run is finished already, nothing is left to train: {ended}")
     for observer in owner.observers:
         resume_at = getattr(observer, "resume_at", None)
         if resume_at is not None:
