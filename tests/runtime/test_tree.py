@@ -33,6 +33,11 @@ def through_files(tree, tmp_path):
     return unflatten(json.loads(text), read_file(tmp_path / "t", read).tensors)
 
 
+def raw(tensor):
+    """The bytes of a tensor; `contiguous` would leave an empty one its strides."""
+    return tensor.detach().reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8).tolist()
+
+
 def same(one, other):
     """Equal in type, bits and layout, through all levels."""
     if type(one) is not type(other):
@@ -41,9 +46,7 @@ def same(one, other):
         return (
             (one.dtype, one.shape, one.stride(), one.requires_grad)
             == (other.dtype, other.shape, other.stride(), other.requires_grad)
-        ) and one.detach().contiguous().reshape(-1).view(torch.uint8).tolist() == other.detach().contiguous().reshape(
-            -1
-        ).view(torch.uint8).tolist()
+        ) and raw(one) == raw(other)
     if isinstance(one, np.ndarray):
         flags = one.flags.f_contiguous == other.flags.f_contiguous if one.flags.c_contiguous else True
         return (one.dtype, one.shape) == (other.dtype, other.shape) and one.tobytes() == other.tobytes() and flags

@@ -252,27 +252,29 @@ def _kind(value: Any) -> str:
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
-_CURES: tuple[tuple[type | tuple[type, ...], str], ...] = (
-    (enum.Enum, "store x.value"),
-    ((set, frozenset), "store sorted(x)"),
-    ((tuple,), "store tuple(x)"),
-    ((list, deque), "store list(x)"),
-    (dict, "store dict(x)"),
-    ((str, os.PathLike, torch.device, torch.dtype), "store str(x)"),
-    ((int, complex), "store int(x), or (x.real, x.imag)"),
-    (float, "store float(x)"),
-    ((bytearray, memoryview), "store bytes(x)"),
-    ((torch.Generator, np.random.Generator), "store its state: get_state(), or bit_generator.state"),
-    (np.ndarray, "store np.array(x)"),
-    (Part, "store x.state_dict() and load it again, or give x to parts()"),
-)
-
-
 def _cure(value: Any) -> str:
-    for kinds, cure in _CURES:
+    for kinds, cure in _cures():
         if isinstance(value, kinds):
             return cure
     return "leave it out, or store the plain data that it is made of"
+
+
+def _cures() -> tuple[tuple[type | tuple[type, ...], str], ...]:
+    """What to write instead of a value, by its type; a function, since `numpy.random` is slow to import."""
+    return (
+        (enum.Enum, "store x.value"),
+        ((set, frozenset), "store sorted(x)"),
+        ((tuple,), "store tuple(x)"),
+        ((list, deque), "store list(x)"),
+        (dict, "store dict(x)"),
+        ((str, os.PathLike, torch.device, torch.dtype), "store str(x)"),
+        ((int, complex), "store int(x), or (x.real, x.imag)"),
+        (float, "store float(x)"),
+        ((bytearray, memoryview), "store bytes(x)"),
+        ((torch.Generator, np.random.Generator), "store its state: get_state(), or bit_generator.state"),
+        (np.ndarray, "store np.array(x)"),
+        (Part, "store x.state_dict() and load it again, or give x to parts()"),
+    )
 
 
 def _refused(keys: Keys, what: str, *, fix: str = "") -> CheckpointError:
