@@ -1,0 +1,108 @@
+"""The layers of the package, and what its files import, read from their source."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "src" / "trainwright"
+LAYERS = {
+    "base": 1,
+    "runtime": 2,
+    "parallel": 3,
+    "slots": 4,
+    "data": 4,
+    "observers": 4,
+    "run": 5,
+    "trainer.py": 6,
+    "tools": 7,
+    "__init__.py": 8,
+    "__main__.py": 8,
+}
+"""The number of every folder and top-level file: a file imports only what has a smaller one, or its own folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """One imported name: the file that imports, the dotted module or name, and whether a function does it."""
+
+    path: Path
+    line: int
+    target: str
+    relative: bool
+    inside_function: bool
+
+    @property
+    def where(self) -> str:
+        return f"{self.path.relative_to(ROOT)}:{self.line}"
+
+
+def files() -> list[Path]:
+    """Every source file of the package."""
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def place(path: Path) -> str:
+    """The folder of a file, or the file's own name where it lies at the top."""
+    return path.relative_to(PACKAGE).parts[0]
+
+
+def imports(path: Path, source: str | None = None) -> list[Import]:
+    """Everything a file imports, anywhere in it, under TYPE_CHECKING and inside functions too."""
+    tree = ast.parse(path.read_text() if source is None else source)
+    return list(_imports(tree, path, inside=False))
+
+
+def target_place(target: str) -> str | None:
+    """The folder or top-level file that an imported name of the package lies in; None for other packages."""
+    parts = target.split(".")
+    if parts[0] != "trainwright":
+        return None
+    found = [name for name in LAYERS if len(parts) > 1 and name.removesuffix(".py") == parts[1]]
+    return found[0] if found else "__init__.py"
+
+
+def folder_imports() -> dict[tuple[str, str], int]:
+    """How many imports go from each folder to each other one: statements, by the modules that they name."""
+    seen: dict[tuple[str, str], set[tuple[Path, str]]] = {}
+    for path in files():
+        for found in imports(path):
+            there = target_place(found.target)
+            if there is not None and there != place(path):
+                seen.setdefault((place(path), there), set()).add((path, module_of(found.target)))
+    return {edge: len(names) for edge, names in sorted(seen.items())}
+
+
+def module_of(target: str) -> str:
+    """The module that an imported name comes from."""
+    parts = target.split(".")
+    while len(parts) > 1 and not _exists(*parts[1:]):
+        parts.pop()
+    return ".".join(parts)
+
+
+def attributes(path: Path) -> Iterator[tuple[int, str]]:
+    """Every dotted name that a file reads, with its line: `torch.distributed.is_initialized` and so on."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute):
+            yield node.lineno, ast.unparse(node)
+
+
+def _exists(*parts: str) -> bool:
+    path = PACKAGE.joinpath(*parts)
+    return path.is_dir() or path.with_name(path.name + ".py").is_file()
+
+
+def _imports(node: ast.AST, path: Path, *, inside: bool) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            for alias in child.names:
+                yield Import(path, child.lineno, alias.name, False, inside)
+        elif isinstance(child, ast.ImportFrom):
+            for alias in child.names:
+                yield Import(path, child.lineno, f"{child.module}.{alias.name}", child.level > 0, inside)
+        within = inside or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        yield from _imports(child, path, inside=within)

@@ -1,0 +1,84 @@
+"""A layer imports only the layers below it, and outside packages are imported only where they belong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from layers import LAYERS, PACKAGE, Import, attributes, files, imports, place, target_place
+
+EVERYTHING = [found for path in files() for found in imports(path)]
+LAZY = {"sklearn", "scipy", "matplotlib", "pandas", "safetensors", "tensorboard", "torchvision"}
+"""Heavy or optional: imported where they are used, inside functions."""
+
+
+def upward(found: Import) -> str | None:
+    """What is wrong with an import, if anything is."""
+    here, there = place(found.path), target_place(found.target)
+    if found.relative:
+        return f"{found.where}: a relative import"
+    if there is None or there == here or LAYERS[there] < LAYERS[here]:
+        return None
+    return f"{found.where}: {here} (layer {LAYERS[here]}) imports {there} (layer {LAYERS[there]})"
+
+
+def outside(package: str, allowed: set[str]) -> list[str]:
+    """Imports and uses of an outside package in files that are not among the allowed ones."""
+    wrong = [f.where for f in EVERYTHING if _is(f.target, package) and not _allowed(f.path, allowed)]
+    for path in files():
+        if not _allowed(path, allowed):
+            wrong += [f"{path.name}:{line} {name}" for line, name in attributes(path) if _is(name, package)]
+    return wrong
+
+
+def _is(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+def _allowed(path: Path, allowed: set[str]) -> bool:
+    name = path.relative_to(PACKAGE).as_posix()
+    return name in allowed or name.split("/")[0] in allowed
+
+
+def test_every_file_has_a_layer() -> None:
+    assert {place(path) for path in files()} <= set(LAYERS)
+
+
+def test_imports_point_down_and_never_sideways() -> None:
+    assert [wrong for found in EVERYTHING if (wrong := upward(found)) is not None] == []
+
+
+@pytest.mark.parametrize(
+    ("here", "line"),
+    [
+        ("base/x.py", "from trainwright.runtime import late"),
+        ("slots/x.py", "from trainwright.data.own import batches"),
+        ("data/x.py", "import trainwright.observers.console"),
+        ("run/x.py", "if TYPE_CHECKING:\n    from trainwright.trainer import Trainer"),
+        ("run/x.py", "def f():\n    from trainwright.tools import advise"),
+        ("runtime/x.py", "from trainwright import Trainer"),
+        ("slots/x.py", "from .clip import ClipNorm"),
+    ],
+)
+def test_an_import_that_points_up_or_sideways_is_seen(here: str, line: str) -> None:
+    assert [wrong for found in imports(PACKAGE / here, line) if (wrong := upward(found)) is not None] != []
+
+
+@pytest.mark.parametrize(
+    ("package", "allowed"),
+    [
+        ("torch.distributed", {"parallel"}),
+        ("tqdm", {"observers/console.py", "observers/live.py"}),
+        ("sklearn", {"tools", "__main__.py", "run/report.py"}),
+        ("matplotlib", {"base/figures.py"}),
+        ("torch.cuda.amp", set()),
+        ("torch.cpu.amp", set()),
+    ],
+)
+def test_outside_packages_are_used_only_where_they_belong(package: str, allowed: set[str]) -> None:
+    assert outside(package, allowed) == []
+
+
+def test_heavy_and_optional_packages_are_imported_inside_functions() -> None:
+    at_import = [f.where for f in EVERYTHING if f.target.split(".")[0] in LAZY and not f.inside_function]
+    assert at_import == []
