@@ -66,7 +66,8 @@ class Run:
         size = self.plan.accumulated(counters.epoch)
         left = None if self.plan.epoch_updates is None else self.plan.epoch_updates - math.ceil(counters.batch / size)
         self.epoch_over = False
-        self.gradients = Gradients(owner.optimizer)  # groups may have been added since the last epoch
+        if not self.gradients.belong_to(owner.optimizer):
+            self.gradients = Gradients(owner.optimizer)
         begun = clock()
         grouped = windows(
             self._batches(),
@@ -148,7 +149,8 @@ class Run:
         if loaded is None or not counters.batch:
             if loaded is not None:
                 set_random_state(loaded)
-            random.epoch_start = random_state()
+            if self.owner.checkpoint is not None:
+                random.epoch_start = random_state()
             return iter(self.source.epoch(counters.epoch))
         set_random_state(random.epoch_start)
         iterator = iter(self.source.epoch(counters.epoch, skip=counters.batch))

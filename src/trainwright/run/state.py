@@ -16,7 +16,7 @@ class Random:
     """Part `random`: the states at the start of the epoch in hand, and at the boundary where it was saved."""
 
     def __init__(self) -> None:
-        self.epoch_start: dict[str, Any] = random_state()
+        self.epoch_start: dict[str, Any] = {}
         self.loaded: dict[str, Any] | None = None
         """The state of the boundary, until it has been put back."""
 

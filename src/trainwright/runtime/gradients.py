@@ -9,6 +9,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 
+_check = torch._amp_foreach_non_finite_check_and_unscale_
+
+
 class Gradients:
     """The trainable parameters of an optimizer, grouped for the kernels once instead of at each update."""
 
@@ -23,6 +26,10 @@ class Gradients:
         devices = {device for device, _ in kinds}
         self._flags = {device: torch.zeros((), device=device) for device in devices}
         self._one = {device: torch.ones((), device=device) for device in devices}
+
+    def belong_to(self, optimizer: Optimizer) -> bool:
+        """Whether these are still all parameters of the optimizer."""
+        return len(self.parameters) == sum(len(group["params"]) for group in optimizer.param_groups)
 
     def zero(self) -> None:
         """Drop every gradient (`set_to_none`), by the optimizer's own method where it overrides torch's."""
@@ -45,17 +52,20 @@ class Gradients:
         several devices the largest is returned, never their sum, which fused kernels would not take for 1.
         """
         plain = isinstance(factor, float) and factor == 1.0
-        if plain and self._alike is not None and (gradients := self._dense()):
+        if plain and self._alike is not None:
             flag = self._flags[self._alike]
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, self._one[self._alike])
-            return flag
+            try:
+                _check([p.grad for p in self.parameters], flag, self._one[self._alike])  # type: ignore[misc]
+                return flag
+            except (TypeError, NotImplementedError):
+                pass  # a parameter without a gradient, or a sparse one: sorted out below
         for (device, dtype), gradients in self._grouped().items():
             scale = self._one[device]
             if not plain and dtype == torch.float64:  # the kernel's factor is a float32
                 torch._foreach_mul_(gradients, factor.to(device) if isinstance(factor, Tensor) else factor)
             elif not plain:
                 scale = torch.as_tensor(factor, dtype=torch.float32, device=device)
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._flags[device], scale)
+            _check(gradients, self._flags[device], scale)
         flags = list(self._flags.values())
         return flags[0] if len(flags) == 1 else torch.stack([flag.to(flags[0].device) for flag in flags]).amax()
 
@@ -68,17 +78,6 @@ class Gradients:
         """The 2-norm of all gradients together, a 0-dim tensor on the first device."""
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         return torch.nn.utils.get_total_norm([g.coalesce().values() if g.is_sparse else g for g in gradients])
-
-    def _dense(self) -> list[Tensor]:
-        """All gradients, or none where one of them is sparse."""
-        gradients = []
-        for parameter in self.parameters:
-            gradient = parameter.grad
-            if gradient is not None:
-                if gradient.is_sparse:
-                    return []
-                gradients.append(gradient)
-        return gradients
 
     def _grouped(self) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
         groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)

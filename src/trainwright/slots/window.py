@@ -39,8 +39,8 @@ class Window(Sequence[Any]):
         self,
         batches: list[Any],
         rows: list[int],
-        *,
         counts: list[Count] | None = None,
+        *,
         move: Callable[[Any], Any] | None = None,
     ) -> None:
         self.batches = batches
@@ -122,13 +122,15 @@ def windows(
     """
     rows = rows_of if rows is None else rows
     if accumulate == 1:
+        counts = None
         for batch in batches:
-            counts = [count(batch)] if always_count and count is not None else None
-            yield Window([batch], [rows(batch)], counts=counts, move=move)
+            if always_count and count is not None:
+                counts = [count(batch)]
+            yield Window([batch], [rows(batch)], counts, move=move)
         return
     while group := list(islice(batches, accumulate)):
         counts = [count(batch) for batch in group] if count is not None else None
-        yield Window(group, [rows(batch) for batch in group], counts=counts, move=move)
+        yield Window(group, [rows(batch) for batch in group], counts, move=move)
 
 
 def rows_of(batch: Any) -> int:
