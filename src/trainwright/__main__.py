@@ -6,11 +6,12 @@ import argparse
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from trainwright import Batches, EarlyStopping, OneCycle, Result, Trainer, accuracy, batches
+from trainwright import Batches, EarlyStopping, OneCycle, Trainer, accuracy, batches
 
-HELD_OUT = 397
+TRAINING, VALIDATION, TEST = 1200, 200, 397
+"""Digits to train on, digits to choose the epoch by, and digits that neither has seen."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,9 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _demo(epochs: int) -> Result:
-    train, held_out = _digits()
-    print(f"Handwritten digits: {train.rows} to train on, {held_out.rows} held out\n")
+def _demo(epochs: int) -> None:
+    train, val, test = _digits()
+    print(f"Handwritten digits: {TRAINING} to train on, {VALIDATION} to validate with, {TEST} held out for the end.\n")
     trainer = Trainer(
         _network(),
         torch.optim.AdamW,
@@ -45,26 +46,21 @@ def _demo(epochs: int) -> Result:
         early_stopping=EarlyStopping("val_accuracy", mode="max", patience=5),
         device="cpu",
     )
-    result = trainer.fit(train, held_out, epochs=epochs)
-    right = trainer.evaluate(held_out, name="test")["test_accuracy"]
-    print(f"\n{right:.1%} of the held-out digits are right, with the {_weights(result)}.")
-    return result
+    trainer.fit(train, val, epochs=epochs)
+    right = trainer.evaluate(test, name="test")["test_accuracy"]
+    print(f"\n{right:.1%} of the {TEST} held-out digits are right.")
 
 
-def _digits() -> tuple[Batches, Batches]:
-    """The digits, images (rows, 1, 8, 8) from 0 to 1, in the same parts each time."""
+def _digits() -> tuple[Batches, Batches, Batches]:
+    """The digits, images (rows, 1, 8, 8) from 0 to 1, dealt into the same three parts each time."""
     from sklearn.datasets import load_digits
 
     pixels, targets = load_digits(return_X_y=True)
     images = torch.tensor(pixels, dtype=torch.float32).view(-1, 1, 8, 8) / 16
     classes = torch.tensor(targets)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-    held_out, training = order[:HELD_OUT], order[HELD_OUT:]
-
-    def part(rows: Tensor) -> tuple[Tensor, Tensor]:
-        return images[rows], classes[rows]
-
-    return batches(part(training), 32, shuffle=True, seed=0), batches(part(held_out), 256)
+    train, val, test = ((images[rows], classes[rows]) for rows in order.split([TRAINING, VALIDATION, TEST]))
+    return batches(train, 32, shuffle=True, seed=0), batches(val, 256), batches(test, 256)
 
 
 def _network() -> nn.Module:
@@ -80,10 +76,6 @@ def _network() -> nn.Module:
             nn.Flatten(),
             nn.Linear(512, 10),
         )
-
-
-def _weights(result: Result) -> str:
-    return f"weights of the {result.weights}" if result.weights.startswith("best") else "last weights"
 
 
 def _at_least_one(text: str) -> int:
