@@ -30,6 +30,7 @@ from trainwright.slots.checkpoint import Checkpoint
 from trainwright.slots.clip import as_clip
 from trainwright.slots.early_stopping import EarlyStopping
 from trainwright.slots.losses import known_loss
+from trainwright.slots.metrics import Meters
 from trainwright.slots.nonfinite import Policy, as_policy
 from trainwright.slots.precision import as_precision
 from trainwright.slots.saved import save_weights
@@ -101,7 +102,6 @@ class Trainer(Generic[M]):
         self.world = as_world(parallel)
         self.observers: Sequence[Observer] = (*console_observers(console), *setup.checked_observers(observers))
         self.known = known_loss(loss)
-        self.ledger = Ledger()
         self.counters, self.history = Counters(), list[dict[str, float]]()
         self.result: Result | None = None
         self._bind_hooks()
@@ -218,7 +218,7 @@ class Trainer(Generic[M]):
         inputs, target = self._split(batch)
         output = self.model(*inputs) if type(inputs) is tuple else batches.call(self.model, inputs)
         loss = batches.exact_loss_of(self, output, target)
-        return Step(loss, output, target) if self.metrics else loss
+        return Step(loss, output, target) if self.metrics or self.spread else loss
 
     def predict_step(self, batch: Any) -> Any:
         """Return the output for one batch."""
@@ -310,6 +310,8 @@ class Trainer(Generic[M]):
         self.errors = {}
         self.run_id = ""
         self._has_own_step = "training_step" in own
+        meters = Meters(self.metrics) if self.metrics else None
+        self.ledger = Ledger(meters, counter=self.counter, trusts_counter=self.trusts_counter, rows_of=self.rows_of)
         self._split = self.split if "split" in own else batches.split
         self.spent_rates: Any = None
         self._run: Run = setup.NOT_RUNNING

@@ -64,7 +64,7 @@ def evaluate(
                 ledger.batch = batch
                 returned = step(batch if move is None else move(batch))
                 if not seen:
-                    _check_fed(owner, returned)
+                    ledger.check_fed(returned)
                 ledger.note(returned)
                 seen += 1
                 if not seen % READ_EVERY:
@@ -143,18 +143,6 @@ def _with_autocast(owner: Owner, step: Callable[[Any], Any]) -> Callable[[Any], 
             return step(batch)
 
     return under_autocast
-
-
-def _check_fed(owner: Owner, returned: Any) -> None:
-    if owner.metrics and not (type(returned) is Step and returned.output is not None):
-        raise SettingError(
-            message(
-                f"the metrics {', '.join(owner.metrics)} are never fed: the step returned {type(returned).__name__}",
-                want="the output and target that the metrics read",
-                fix="return Step(loss, output, target) from the step",
-                where=False,
-            )
-        )
 
 
 def _to_cpu(output: Any) -> Any:

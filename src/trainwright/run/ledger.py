@@ -40,6 +40,8 @@ class Ledger:
         """The window in hand in training; None in an evaluation."""
         self.batch: Any = None
         """The host batch in hand in an evaluation."""
+        self.must_feed = False
+        """Whether training steps are the only ones that can feed the metrics: then one that does not is refused."""
         self.loss = math.nan
         """The loss of what was closed last, in the user's own scale."""
         self.counted = 0.0
@@ -93,11 +95,27 @@ class Ledger:
             if self.meters is not None and self._noting:
                 self.meters.update(returned.output, returned.target, window.rows[position])
             returned = returned.loss
+        elif self.must_feed:
+            self.check_fed(returned)
         if window.alone and type(returned) is Tensor and returned.ndim == 0:  # the common case needs no weight
             if self._noting:
                 self._entries.append(("loss", returned, self._found_count(returned, position), False))
             return returned
         return self._weigh(read_outcome(returned), position)
+
+    def check_fed(self, returned: Any) -> None:
+        """Refuse what a step returned where metrics read outputs and it holds none."""
+        fed = type(returned) is Step and returned.output is not None
+        if not fed and self.meters is not None and self.meters.reads_output:
+            raise SettingError(
+                message(
+                    f"the metrics {', '.join(self.meters.names)} are never fed: the step returned "
+                    f"{type(returned).__name__}",
+                    want="the output and target that the metrics read",
+                    fix="return Step(loss, output, target) from the step",
+                    where=False,
+                )
+            )
 
     def note(self, returned: Any) -> None:
         """Take down what an evaluation step returned for the batch in hand."""
@@ -164,11 +182,14 @@ class Ledger:
         self._totals, self._total_counts = [], []
 
     def means(self, prefix: str = "") -> dict[str, float]:
-        """Return every mean since the last `reset`, metrics and derived numbers included; NaN over nothing."""
+        """Return every mean since the last `reset`, metrics and derived numbers included; NaN over nothing.
+
+        Metrics that only the steps of validation feed are left out of training's numbers.
+        """
         self.close()
         self.close_totals()
         means = {name: (self._sums[name] / n if n else math.nan) for name, n in self._counts.items()}
-        if self.meters is None:
+        if self.meters is None or (self.window is not None and not self.meters.fed):
             return {prefix + name: value for name, value in means.items()}
         return {prefix + name: value for name, value in means.items()} | self.meters.compute(prefix, means)
 

@@ -151,6 +151,7 @@ def _open_directory(owner: Owner, resume: str | Path | None) -> tuple[Keeper | N
 def _rehearse(owner: Owner, run: Run, val: Source | None) -> None:
     """Run one validation batch without a trace, so that what is wrong with it shows before the first update."""
     produced = {"loss", *(owner.metrics or {})}
+    owner.ledger.must_feed = val is None and bool(owner.metrics)
     if val is not None and val.repeatable:
         first = evaluate(owner, val, name="val", spread=owner.spread, batches=1)
         produced |= set(first.numbers)

@@ -137,6 +137,7 @@ def open_data(
 def begin_stage(owner: Owner) -> None:
     """Start the counters of a `fit` anew, the totals over all stages apart, and the rates from the optimizer's own."""
     counters = owner.counters
+    owner.ledger.reset()
     if not (counters.updates or counters.epoch or counters.stopped):
         return
     fresh = Counters(

@@ -108,6 +108,11 @@ class Meters:
         """Whether any metric reads outputs and targets."""
         self.reset()
 
+    @property
+    def fed(self) -> bool:
+        """Whether there is something to compute: rows have been taken in since the last `reset`, or none are read."""
+        return self._rows > 0 or not self.reads_output
+
     def update(self, output: Any, target: Any, rows: int) -> None:
         """Take in one batch of `rows` rows; nothing is read back, and a batch without rows is passed over."""
         if not rows or not self.reads_output:
