@@ -7,8 +7,9 @@ import inspect
 from types import ModuleType
 
 import pytest
-import trainwright
 from layers import PACKAGE
+
+import trainwright
 
 
 def imported_names() -> list[str]:
@@ -29,9 +30,7 @@ def test_a_public_name_is_documented_and_no_module(name: str) -> None:
     assert name == "__version__" or inspect.getdoc(value)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in trainwright.__all__ if inspect.isclass(getattr(trainwright, name))]
-)
+@pytest.mark.parametrize("name", [name for name in trainwright.__all__ if inspect.isclass(getattr(trainwright, name))])
 def test_the_public_methods_of_a_public_class_are_documented(name: str) -> None:
     cls = getattr(trainwright, name)
     own = {key: value for key, value in vars(cls).items() if not key.startswith("_")}

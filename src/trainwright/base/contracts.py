@@ -89,6 +89,7 @@ class Schedule(Protocol):
         ...
 
 
+@runtime_checkable
 class Source(Part, Protocol):
     """Where batches come from, whatever `train` was."""
 

@@ -15,7 +15,7 @@ from trainwright.base.contracts import Source
 from trainwright.base.errors import DataError, message
 from trainwright.data.foreign import LoaderBatches
 from trainwright.data.own import Batches, batches
-from trainwright.data.stream import Continuing, ReadyBatches
+from trainwright.data.stream import ReadyBatches
 
 _FORMS = (
     "batches(...), a DataLoader, a Dataset, a tensor or array or a tuple of them with batch_size, "
@@ -27,9 +27,10 @@ def open_source(data: Any, *, batch_size: int | None = None, shuffle: bool = Fal
     """A source of the batches of `data`; DataError where there are none, or the form is no data.
 
     `batch_size` and `shuffle` are for data sets of rows (see `takes_batch_size`): with ready batches `batch_size`
-    is refused, and `shuffle` says nothing. A function `epoch -> data` is called once for epoch 0, at once.
+    is refused, and `shuffle` says nothing. A function `epoch -> data` is called once for epoch 0, at once. What is
+    a `Source` already, yours or ours, is taken as it is.
     """
-    if isinstance(data, Batches | LoaderBatches | ReadyBatches | Continuing | PerEpoch):
+    if isinstance(data, Source):
         return _own(data, batch_size, role)
     _refuse_what_is_no_data(data, role)
     if _is_function(data):

@@ -1,0 +1,274 @@
+"""Every slot is a small Protocol: a user's own minimal class fills it, and what it does is what happens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainwright import Best, Observer, Plan, Result, Saved, Trainer, Update
+
+DATA = [(torch.randn(8, 4), torch.randint(0, 3, (8,))) for _ in range(4)]
+
+
+class OwnPrecision:
+    """bf16 autocast with a fixed loss scale."""
+
+    def __init__(self, *, scaled: bool) -> None:
+        self.scaled = scaled
+        self.adapted: list[bool] = []
+
+    def autocast(self, device_type: str) -> AbstractContextManager[Any]:
+        return torch.autocast(device_type, torch.bfloat16)
+
+    def scaler(self, device: str) -> OwnPrecision | None:
+        return self if self.scaled else None
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return loss * 8.0
+
+    def factor(self) -> float:
+        return 1 / 8
+
+    def adapt(self, overflowed: bool) -> None:
+        self.adapted.append(overflowed)
+
+    @property
+    def at_floor(self) -> bool:
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, tree: Any) -> None:
+        assert tree == {}
+
+
+class OwnClip:
+    """Clips nothing; counts."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def __call__(self, parameters: list[Tensor]) -> Tensor | None:
+        assert all(parameter.grad is not None for parameter in parameters)
+        self.seen += 1
+        return None
+
+
+class OwnSchedule:
+    """The rate is one over the number of the update."""
+
+    def bind(self, optimizer: Optimizer, plan: Plan) -> OwnRates:
+        return OwnRates(optimizer)
+
+
+class OwnRates:
+    monitor: str | None = None
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def apply(self, updates: int) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = 1 / (updates + 1)
+
+    def observe(self, metrics: Mapping[str, float]) -> None:
+        assert "val_loss" in metrics
+
+    def epoch_ended(self) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, tree: Any) -> None:
+        assert tree == {}
+
+
+class OwnStopping:
+    """Stops at the third validation, whatever it says."""
+
+    monitor = "val_loss"
+
+    def bind(self) -> OwnWatch:
+        return OwnWatch()
+
+
+class OwnWatch:
+    def __init__(self) -> None:
+        self.waited, self.stopped = 0, ""
+        self.best: Best | None = None
+
+    def judge(self, metrics: Mapping[str, float], errors: Mapping[str, float], *, epoch: int, update: int) -> bool:
+        self.waited += 1
+        self.stopped = "three are enough" if self.waited == 3 else ""
+        return False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"waited": self.waited}
+
+    def load_state_dict(self, tree: Any) -> None:
+        self.waited = tree["waited"]
+
+
+class OwnCheckpoint:
+    """Keeps the trees of all checkpoints in memory; it is its own keeper."""
+
+    directory: str | Path = "nowhere"
+    best: Any = None
+    mode = None
+    every = "auto"
+    restore_best = False
+
+    def __init__(self) -> None:
+        self.saved: dict[int, Any] = {}
+        self.released = False
+
+    def bind(self, run_id: str) -> OwnCheckpoint:
+        self.run_id = run_id
+        return self
+
+    @property
+    def settings(self) -> OwnCheckpoint:
+        return self
+
+    def prepare(self, *, resuming: bool) -> None:
+        assert not resuming
+
+    def adopt(self, path: Path, manifest: Mapping[str, Any]) -> None:
+        raise AssertionError("nothing is resumed")
+
+    def judge(self, metrics: Mapping[str, float], *, epoch: int, update: int) -> bool:
+        raise AssertionError("no number is watched")
+
+    def save(self, tree: Mapping[str, Any], *, update: int, epoch: int, metrics: Mapping[str, float]) -> Saved:
+        self.saved[update] = tree
+        return Saved(Path("nowhere"), update, best=False)
+
+    def release(self) -> None:
+        self.released = True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, tree: Any) -> None:
+        assert tree == {}
+
+
+class OwnMetric:
+    """Counts rows."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def update(self, output: Tensor, target: Tensor) -> None:
+        self.rows += len(target)
+
+    def compute(self) -> float:
+        return float(self.rows)
+
+    def reset(self) -> None:
+        self.rows = 0
+
+
+class OwnObserver(Observer):
+    def __init__(self) -> None:
+        self.updates: list[Update] = []
+        self.result: Result | None = None
+
+    def on_update(self, update: Update) -> None:
+        self.updates.append(update)
+
+    def on_fit_end(self, result: Result) -> None:
+        self.result = result
+
+
+class OwnSource:
+    """Four batches, another order in odd epochs."""
+
+    length: int | None = 4
+    rows: int | None = 32
+    batch_size: int | None = 8
+    repeatable = True
+    draws_global_rng = False
+
+    def describe(self) -> str:
+        return "four batches"
+
+    def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
+        return iter((DATA if epoch % 2 == 0 else DATA[::-1])[skip:])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, tree: Any) -> None:
+        assert tree == {}
+
+
+def trainer(**slots: Any) -> Trainer[nn.Module]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    return Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), console=False, **slots)
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_precision(scaled: bool) -> None:
+    precision = OwnPrecision(scaled=scaled)
+    own, known = trainer(precision=precision), trainer(precision="bf16")
+    own.fit(DATA, epochs=1)
+    known.fit(DATA, epochs=1)
+    assert torch.equal(own.model.weight, known.model.weight)
+    assert precision.adapted == [False] * (4 if scaled else 0)
+
+
+def test_clip() -> None:
+    clip = OwnClip()
+    trainer(clip=clip, accumulate=2).fit(DATA, epochs=1)
+    assert clip.seen == 2
+
+
+def test_schedule() -> None:
+    watching = OwnObserver()
+    trainer(schedule=OwnSchedule(), observers=[watching]).fit(DATA, DATA, epochs=1)
+    assert [update.lr for update in watching.updates] == [1, 1 / 2, 1 / 3, 1 / 4]
+
+
+def test_early_stopping() -> None:
+    result = trainer(early_stopping=OwnStopping()).fit(DATA, DATA, epochs=9)
+    assert (result.stopped, result.epochs) == ("three are enough", 3)
+
+
+def test_checkpoint() -> None:
+    checkpoint = OwnCheckpoint()
+    own = trainer(checkpoint=checkpoint)
+    own.fit(DATA, epochs=2)
+    assert list(checkpoint.saved) == [4, 8]
+    assert torch.equal(checkpoint.saved[8]["model"]["weight"], own.model.weight)
+    assert checkpoint.released
+
+
+def test_metric() -> None:
+    result = trainer(metrics={"seen": OwnMetric()}).fit(DATA, DATA[:3], epochs=2)
+    assert [(row["seen"], row["val_seen"]) for row in result.history] == [(32, 24), (32, 24)]
+
+
+def test_observer() -> None:
+    watching = OwnObserver()
+    result = trainer(observers=[watching]).fit(DATA, epochs=1)
+    assert [update.update for update in watching.updates] == [1, 2, 3, 4]
+    assert watching.result is result
+
+
+def test_source() -> None:
+    own, known = trainer(), trainer()
+    own.fit(OwnSource(), OwnSource(), epochs=2)
+    known.fit(lambda epoch: DATA if epoch == 0 else DATA[::-1], epochs=2)
+    assert own.progress.rows == 64
+    assert torch.equal(own.model.weight, known.model.weight)
