@@ -142,7 +142,7 @@ class Trainer(Generic[M]):
                     if run.rates is not None:
                         run.rates.apply(counters.updates)
                     run.record(window, self.update(window))
-                    if counters.updates >= run.due:
+                    if counters.updates >= run.due and not run.at_end:  # else the pause of the epoch's end does it
                         self._pause(run, pauses)
                 if run.epoch_over:
                     self._pause(run, pauses, epoch_ended=True)

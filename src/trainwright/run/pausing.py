@@ -95,7 +95,7 @@ class Pauses:
             self.counters.stopped = self.counters.stopped or watch.stopped
         if keeper is not None and keeper.settings.best and _concerns(keeper.settings.best, row, validated):
             best = keeper.judge(row, **where) or best
-        if rates is not None and (rates.monitor is None or _concerns(rates.monitor, row, validated)) and validated:
+        if rates is not None and (validated or self.val is None):  # each validation, or each epoch without one
             rates.observe(row)
         return best
 

@@ -84,7 +84,7 @@ class Run:
             if self._kept:
                 torch._foreach_copy_(self._kept, self._statistics)
             yield window
-            if counters.stopped and not self._at_end():
+            if counters.stopped and not self.at_end:
                 return
             begun = clock()
         self.epoch_over = True
@@ -142,6 +142,14 @@ class Run:
         """The rate of each parameter group, as the last update used it."""
         return tuple(float(group["lr"]) for group in self.owner.optimizer.param_groups)
 
+    @property
+    def at_end(self) -> bool:
+        """Whether the epoch has nothing left, as far as its length tells."""
+        counters, plan = self.counters, self.plan
+        if plan.epoch_updates is not None:
+            return math.ceil(counters.batch / plan.accumulated(counters.epoch)) >= plan.epoch_updates
+        return self.source.length is not None and counters.batch >= self.source.length
+
     def _batches(self) -> Iterator[Any]:
         """The epoch's iterator, at its batch; on resume every random state is what it was there."""
         counters, random = self.counters, self.random
@@ -156,13 +164,6 @@ class Run:
         iterator = iter(self.source.epoch(counters.epoch, skip=counters.batch))
         set_random_state(loaded)
         return iterator
-
-    def _at_end(self) -> bool:
-        """Whether the epoch has nothing left, as far as its length tells."""
-        counters, plan = self.counters, self.plan
-        if plan.epoch_updates is not None:
-            return math.ceil(counters.batch / plan.accumulated(counters.epoch)) >= plan.epoch_updates
-        return self.source.length is not None and counters.batch >= self.source.length
 
     def _applies_anyway(self, bad: bool) -> bool:
         """Deal with a loss or gradient that is not finite, as the policy says."""
