@@ -1,19 +1,15 @@
-"""What schedules accept and refuse, what they own, what they leave alone, and what a call costs."""
+"""What schedules accept and refuse, and what their lengths mean."""
 
 from __future__ import annotations
 
 import doctest
-import sys
-from collections import Counter
-from functools import partial
 
 import pytest
 import torch
-from torch.optim import SGD, Adam, AdamW
+from torch.optim import SGD
 from torch.optim import lr_scheduler as torchs
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from trainwright.base.errors import CheckpointError, SettingError
+from trainwright.base.errors import SettingError
 from trainwright.base.plan import Plan
 from trainwright.base.spans import Epochs, Seconds, Updates
 from trainwright.slots import schedule_cycles
@@ -139,6 +135,7 @@ def test_a_setting_that_cannot_work_is_refused_when_it_is_given(make, named):
             Plan(batches=8, epochs=9, accumulate=((0, 1), (5, 4))),
             "no fixed number",
         ),
+        (TorchSchedule(lambda o, total: None, unit="epoch"), Plan(max_updates=10), "has no length"),
         (FunctionSchedule(lambda update, total: -1.0), Plan(max_updates=10), "-1.0 for update=0"),
         (FunctionSchedule(lambda update, total: float("nan")), Plan(max_updates=10), "nan for update=0"),
         (TorchSchedule(lambda o: None), Plan(), "NoneType"),
@@ -208,6 +205,34 @@ def test_a_milestone_is_a_point_of_the_run_also_with_warmup():
     assert [u for u in range(6, 50) if table[u] < table[u - 1]] == [20, 40]
 
 
+def test_a_length_of_epochs_begins_where_the_warmup_ends_and_may_outlast_the_run():
+    plan = Plan(batches=8, epochs=4, accumulate=((0, 1), (2, 4)))
+    rates = Linear(0.5, over=Epochs(2), warmup=Epochs(1)).bind(sgd(), plan)
+    table = [rates.at(update)[0] for update in range(plan.updates)]
+    assert min(u for u, value in enumerate(table) if value == pytest.approx(0.05) and u >= 8) == plan.updates_until(3)
+    rates = Linear(0.0, over=Updates(20)).bind(sgd(), Plan(max_updates=10))
+    assert rates.at(15)[0] == pytest.approx(0.1 * 0.25)
+
+
+def test_a_scheduler_of_unit_epoch_hears_how_many_epochs_the_run_begins():
+    heard = []
+    schedule = TorchSchedule(lambda o, total: heard.append(total) or torchs.StepLR(o, total), unit="epoch")
+    for plan in (
+        Plan(batches=3, max_updates=7),
+        Plan(batches=3, max_updates=6),
+        Plan(epochs=5),
+        Plan(batches=3, epochs=4),
+    ):
+        schedule.bind(sgd(), plan)
+    assert heard == [3, 2, 5, 4]
+
+
+def test_a_rate_that_overflows_is_refused():
+    rates = Exponential(1e200, every=Updates(1)).bind(sgd(), Plan())
+    with pytest.raises(SettingError, match="update=2 is inf"):
+        rates.apply(2)
+
+
 def test_without_a_total_the_table_has_no_end():
     optimizer = sgd()
     rates = StepLR(Updates(1000), gamma=0.5).bind(optimizer, Plan())
@@ -225,317 +250,3 @@ def test_the_last_rate_of_the_run_holds_after_its_end(schedule):
         rates.apply(update)
         assert rate(optimizer) == last
     assert rates.at(10_000) == [last]
-
-
-# --- who owns what --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("schedule", (Cosine(), Plateau("val_loss"), TorchSchedule(lambda o: torchs.StepLR(o, 3))))
-def test_a_rate_set_by_hand_is_refused_with_the_groups_name(schedule):
-    optimizer = SGD([{"params": [parameter()]}, {"params": [parameter()], "name": "head"}], lr=0.1)
-    rates = schedule.bind(optimizer, Plan(max_updates=30))
-    rates.apply(0)
-    optimizer.param_groups[1]["lr"] = 0.5
-    with pytest.raises(SettingError, match=r"lr of group 1 \('head'\) was set by hand(.|\n)*lr=0.5"):
-        rates.apply(1)
-
-
-def test_a_rate_set_by_hand_before_the_first_update_is_refused_too():
-    optimizer = sgd()
-    rates = Cosine().bind(optimizer, Plan(max_updates=30))
-    optimizer.param_groups[0]["lr"] = 0.5
-    with pytest.raises(SettingError, match="group 0"):
-        rates.apply(0)
-
-
-def test_a_momentum_set_by_hand_is_refused_where_it_is_cycled():
-    optimizer = sgd(momentum=0.9)
-    rates = OneCycle(0.5).bind(optimizer, Plan(max_updates=30))
-    rates.apply(0)
-    optimizer.param_groups[0]["momentum"] = 0.1
-    with pytest.raises(SettingError, match="momentum of group 0"):
-        rates.apply(1)
-
-
-def test_loading_the_optimizer_is_no_change_by_hand():
-    optimizer = sgd()
-    rates = Cosine().bind(optimizer, Plan(max_updates=30))
-    rates.apply(0)
-    saved = optimizer.state_dict()
-    rates.apply(20)
-    optimizer.load_state_dict(saved)
-    rates.apply(1)
-    assert [rate(optimizer)] == rates.at(1)
-
-
-def test_a_group_that_is_added_follows_from_its_own_rate_and_survives_a_resume():
-    optimizer = sgd(momentum=0.9)
-    rates = Cosine().bind(optimizer, Plan(max_updates=30))
-    rates.apply(10)
-    optimizer.add_param_group({"params": [parameter()], "lr": 0.02})
-    rates.apply(11)
-    factor = rate(optimizer) / 0.1
-    assert rate(optimizer, 1) == pytest.approx(0.02 * factor)
-
-    resumed = sgd(momentum=0.9)
-    again = Cosine().bind(resumed, Plan(max_updates=30))
-    resumed.add_param_group({"params": [parameter()], "lr": 0.02})
-    resumed.load_state_dict(optimizer.state_dict())
-    again.load_state_dict(rates.state_dict())
-    again.apply(12)
-    assert [rate(resumed), rate(resumed, 1)] == rates.at(12)
-
-
-def test_a_group_that_is_added_is_met_by_plateau_and_refused_by_a_scheduler_that_cannot():
-    for schedule in (Plateau("val_loss", patience=0), TorchSchedule(lambda o: torchs.StepLR(o, 3))):
-        optimizer = sgd()
-        rates = schedule.bind(optimizer, Plan())
-        rates.apply(0)
-        optimizer.add_param_group({"params": [parameter()], "lr": 0.02})
-        if isinstance(schedule, TorchSchedule):
-            with pytest.raises(SettingError, match="was added"):
-                rates.apply(1)
-            continue
-        rates.apply(1)
-        for _ in range(2):
-            rates.observe({"val_loss": 1.0})
-        rates.apply(2)
-        assert rate(optimizer, 1) == 0.02 * 0.1
-
-
-def test_groups_that_were_removed_are_refused():
-    optimizer = SGD([{"params": [parameter()]}, {"params": [parameter()]}], lr=0.1)
-    rates = Cosine().bind(optimizer, Plan(max_updates=30))
-    optimizer.param_groups.pop()
-    with pytest.raises(SettingError, match="removed"):
-        rates.apply(0)
-
-
-@pytest.mark.parametrize(
-    "schedule", (OneCycle(0.5), Cosine(warmup=0.1), Plateau("val_loss"), TorchSchedule(lambda o: torchs.StepLR(o, 3)))
-)
-def test_nothing_but_rates_and_momenta_of_the_optimizer_is_touched(schedule):
-    heard = []
-    hook = register_optimizer_step_post_hook(lambda *_: heard.append(1))
-    try:
-        optimizer = sgd(momentum=0.9)
-        step, keys, state = optimizer.step, set(optimizer.param_groups[0]), torch.get_rng_state()
-        rates = schedule.bind(optimizer, Plan(max_updates=30))
-        rates.apply(3)
-    finally:
-        hook.remove()
-    assert optimizer.step == step and not hasattr(optimizer.step, "_wrapped_by_lr_sched")
-    assert set(optimizer.param_groups[0]) == keys
-    assert not heard
-    assert torch.equal(state, torch.get_rng_state())
-
-
-def test_torch_sets_no_momentum_where_there_was_none():
-    groups = [{"params": [parameter()], "momentum": 0.9}, {"params": [parameter()]}]
-    optimizer = SGD(groups, lr=0.1)
-    for schedule in (OneCycle(0.5), Cyclic(0.1, 0.2, step_size_up=Updates(5))):
-        rates = schedule.bind(optimizer, Plan(max_updates=30))
-        rates.apply(4)
-        assert optimizer.param_groups[0]["momentum"] != 0.9
-        assert optimizer.param_groups[1]["momentum"] == 0
-        rates.put_back()
-    without = Adam([parameter()], betas=(0.0, 0.99))
-    OneCycle(0.5).bind(without, Plan(max_updates=30)).apply(0)
-    assert without.param_groups[0]["betas"] == (0.0, 0.99)
-
-
-@pytest.mark.parametrize("schedule", (OneCycle(0.5), TorchSchedule(lambda o, total: torchs.OneCycleLR(o, 0.5, total))))
-def test_put_back_gives_the_optimizer_its_own_rates_again(schedule):
-    optimizer = AdamW([parameter()], lr=0.1, betas=(0.8, 0.9))
-    rates = schedule.bind(optimizer, Plan(max_updates=30))
-    rates.apply(20)
-    rates.put_back()
-    assert rate(optimizer) == 0.1
-    assert optimizer.param_groups[0]["betas"] == (0.8, 0.9)
-
-
-def test_a_rate_that_is_a_tensor_is_filled_in_place_and_watched_without_reading_it():
-    held = torch.tensor(0.1, dtype=torch.float64)
-    optimizer = AdamW([parameter()], lr=held, foreach=False, capturable=True)
-    rates = FunctionSchedule(linear).bind(optimizer, Plan(max_updates=10))
-    rates.apply(0)
-    rates.apply(5)
-    assert rate(optimizer) is held
-    assert held.item() == 0.1 * 0.5
-    held.fill_(0.1 * 0.5)
-    with pytest.raises(SettingError, match="a tensor that was written to"):
-        rates.apply(6)
-
-
-def test_a_torch_scheduler_may_change_other_settings_of_a_group():
-    class Decay(torchs.StepLR):
-        def get_lr(self):
-            for group in self.optimizer.param_groups:
-                group["weight_decay"] = 0.1 * self.last_epoch
-            return super().get_lr()
-
-    schedule = TorchSchedule(lambda o: Decay(o, 3))
-    optimizer = sgd(weight_decay=0.0)
-    rates = schedule.bind(optimizer, Plan())
-    rates.apply(2)
-    assert optimizer.param_groups[0]["weight_decay"] == 0.2
-    resumed = sgd(weight_decay=0.0)
-    again = schedule.bind(resumed, Plan())
-    again.load_state_dict(rates.state_dict())
-    again.apply(2)
-    assert resumed.param_groups[0]["weight_decay"] == 0.2
-
-
-# --- cost -----------------------------------------------------------------------------------------------------------
-
-
-def test_applying_costs_one_python_call():
-    optimizer = sgd(momentum=0.9)
-    rates = Cosine(warmup=0.1).bind(optimizer, Plan(max_updates=200))
-    rates.apply(1)  # fills the table
-    calls = []
-    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
-    try:
-        for update in range(2, 102):
-            rates.apply(update)
-    finally:
-        sys.setprofile(None)
-    assert Counter(calls) == {"apply": 100}
-
-
-def test_groups_that_start_alike_share_a_table():
-    optimizer = SGD([{"params": [parameter()], "lr": 0.1 if i % 2 else 0.2} for i in range(10)])
-    made = []
-    schedule = FunctionSchedule(lambda update, total: made.append(update) or 1.0)
-    schedule.bind(optimizer, Plan(max_updates=10))
-    assert made == [0, 0]
-
-
-# --- state ----------------------------------------------------------------------------------------------------------
-
-
-def is_plain(tree):
-    if isinstance(tree, dict):
-        return type(tree) is dict and all(isinstance(k, str | int) for k in tree) and all(map(is_plain, tree.values()))
-    if isinstance(tree, list | tuple):
-        return type(tree) in (list, tuple) and all(map(is_plain, tree))
-    return tree is None or type(tree) in (bool, int, float, str, torch.Tensor)
-
-
-def milestones(optimizer):
-    first = torchs.LinearLR(optimizer, total_iters=3)
-    return torchs.SequentialLR(optimizer, [first, torchs.MultiStepLR(optimizer, [2, 5])], milestones=[6])
-
-
-SCHEDULES = [
-    OneCycle(0.5),
-    Cosine(warmup=0.1),
-    StepLR(Updates(3)),
-    FunctionSchedule(linear),
-    Plateau("val_loss"),
-    TorchSchedule(milestones),
-    TorchSchedule(lambda o: torchs.CyclicLR(o, 0.1, 0.2, step_size_up=5)),
-    TorchSchedule(torchs.ReduceLROnPlateau, unit="validation", monitor="val_loss"),
-]
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_state_is_plain_data_and_a_copy(schedule):
-    optimizer = sgd(momentum=0.9)
-    rates = schedule.bind(optimizer, Plan(max_updates=30))
-    rates.apply(4)
-    state = rates.state_dict()
-    text = repr(state)
-    assert is_plain(state)
-    rates.apply(9)
-    rates.observe({"val_loss": 3.0})
-    assert repr(state) == text
-    assert "0x" not in text
-
-
-def test_a_resume_across_the_change_of_a_sequence_keeps_its_milestones():
-    reference, optimizer = sgd(), sgd()
-    scheduler = milestones(reference)
-    rates = TorchSchedule(milestones).bind(optimizer, Plan())
-    for update in range(15):
-        rates.apply(update)
-        assert rate(optimizer) == rate(reference)
-        state, optimizer = rates.state_dict(), sgd()
-        rates = TorchSchedule(milestones).bind(optimizer, Plan())
-        rates.load_state_dict(state)
-        reference.step()
-        scheduler.step()
-
-
-def test_a_state_that_no_checkpoint_can_hold_is_refused_when_it_is_bound():
-    class Odd(torchs.StepLR):
-        def __init__(self, optimizer):
-            self.seen = object()
-            super().__init__(optimizer, 3)
-
-    with pytest.raises(SettingError, match="keeps a object in its state"):
-        TorchSchedule(Odd).bind(sgd(), Plan())
-
-
-def test_changed_settings_are_used_and_reported():
-    saved = Cosine(final=0.1).bind(sgd(), Plan(max_updates=30)).state_dict()
-    optimizer = sgd()
-    rates = Cosine(final=0.2).bind(optimizer, Plan(max_updates=40))
-    said = rates.load_state_dict(saved)
-    assert said == "schedule changed: Cosine(final=0.1) -> Cosine(final=0.2); schedule re-planned: 30 -> 40 updates"
-    assert rates.at(39) == Cosine(final=0.2).bind(sgd(), Plan(max_updates=40)).at(39)
-
-
-def test_a_changed_patience_is_used_and_what_was_seen_is_kept():
-    rates = Plateau("val_loss", patience=9).bind(sgd(), Plan())
-    for _ in range(3):
-        rates.observe({"val_loss": 1.0})
-    optimizer = sgd()
-    again = Plateau("val_loss", patience=2).bind(optimizer, Plan())
-    assert "patience=9" in again.load_state_dict(rates.state_dict())
-    again.observe({"val_loss": 1.0})
-    again.apply(0)
-    assert rate(optimizer) == 0.1 * 0.1
-
-
-@pytest.mark.parametrize("other", (Plateau("val_score", mode="min"), Plateau("val_loss", mode="max")))
-def test_another_monitor_or_mode_forgets_the_best_and_keeps_the_rate(other):
-    rates = Plateau("val_loss", patience=0).bind(sgd(), Plan())
-    for value in (1.0, 5.0):
-        rates.observe({"val_loss": value})
-    optimizer = sgd()
-    again = other.bind(optimizer, Plan())
-    assert "schedule changed" in again.load_state_dict(rates.state_dict())
-    again.observe({other.monitor: 3.0})
-    again.apply(0)
-    assert rate(optimizer) == 0.1 * 0.1
-
-
-def test_a_number_that_is_not_measured_is_refused_with_the_nearest_name():
-    rates = Plateau("val_los", mode="min").bind(sgd(), Plan())
-    with pytest.raises(SettingError, match="Did you mean 'val_loss'"):
-        rates.observe({"val_loss": 1.0, "loss": 2.0})
-
-
-@pytest.mark.parametrize("saved", (Plateau("val_loss"), TorchSchedule(lambda o: torchs.StepLR(o, 3))))
-def test_the_state_of_another_kind_of_schedule_is_refused(saved):
-    state = saved.bind(sgd(), Plan()).state_dict()
-    with pytest.raises(CheckpointError, match="does not fit Cosine"):
-        Cosine().bind(sgd(), Plan(max_updates=30)).load_state_dict(state)
-
-
-def test_the_state_of_an_optimizer_with_other_groups_is_refused():
-    two = SGD([{"params": [parameter()]}, {"params": [parameter()]}], lr=0.1)
-    for schedule in (StepLR(Updates(3)), Plateau("val_loss")):
-        state = schedule.bind(two, Plan()).state_dict()
-        with pytest.raises(CheckpointError, match="1 parameter groups"):
-            schedule.bind(sgd(), Plan()).load_state_dict(state)
-
-
-def test_a_stepped_schedule_does_not_go_back():
-    rates = TorchSchedule(partial(torchs.StepLR, step_size=3)).bind(sgd(), Plan())
-    rates.apply(5)
-    with pytest.raises(SettingError, match="cannot go back"):
-        rates.apply(4)
-    with pytest.raises(SettingError, match="applied so far"):
-        Cosine().bind(sgd(), Plan(max_updates=3)).apply(-1)

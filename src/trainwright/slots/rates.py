@@ -211,7 +211,8 @@ class Owned:
 
     def give_back(self, index: int, key: str, value: Any) -> None:
         """Set a group's value, unless another was set by hand since."""
-        if _mark(self._optimizer.param_groups[index][key]) == self.marks[index][key]:
+        mark = self.marks[index].get(key, _UNSEEN)
+        if mark is _UNSEEN or _mark(self._optimizer.param_groups[index][key]) == mark:
             self.put(index, key, value)
 
     def adopt(self) -> None:

@@ -1,0 +1,250 @@
+"""What a bound schedule owns and leaves alone, and what a call costs."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+
+import pytest
+import torch
+from torch.optim import SGD, Adam, AdamW
+from torch.optim import lr_scheduler as torchs
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from trainwright.base.errors import SettingError
+from trainwright.base.plan import Plan
+from trainwright.base.spans import Updates
+from trainwright.slots.schedule import (
+    Cosine,
+    Cyclic,
+    FunctionSchedule,
+    OneCycle,
+    Plateau,
+    TorchSchedule,
+)
+
+
+def parameter():
+    return torch.nn.Parameter(torch.zeros(1))
+
+
+def sgd(**settings):
+    return SGD([parameter()], lr=0.1, **settings)
+
+
+def rate(optimizer, group=0):
+    return optimizer.param_groups[group]["lr"]
+
+
+def linear(update, total):
+    return 1 - update / total
+
+
+# --- who owns what --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", (Cosine(), Plateau("val_loss"), TorchSchedule(lambda o: torchs.StepLR(o, 3))))
+def test_a_rate_set_by_hand_is_refused_with_the_groups_name(schedule):
+    optimizer = SGD([{"params": [parameter()]}, {"params": [parameter()], "name": "head"}], lr=0.1)
+    rates = schedule.bind(optimizer, Plan(max_updates=30))
+    rates.apply(0)
+    optimizer.param_groups[1]["lr"] = 0.5
+    with pytest.raises(SettingError, match=r"lr of group 1 \('head'\) was set by hand(.|\n)*lr=0.5"):
+        rates.apply(1)
+
+
+def test_a_rate_set_by_hand_before_the_first_update_is_refused_too():
+    optimizer = sgd()
+    rates = Cosine().bind(optimizer, Plan(max_updates=30))
+    optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(SettingError, match="group 0"):
+        rates.apply(0)
+
+
+def test_a_momentum_set_by_hand_is_refused_where_it_is_cycled():
+    optimizer = sgd(momentum=0.9)
+    rates = OneCycle(0.5).bind(optimizer, Plan(max_updates=30))
+    rates.apply(0)
+    optimizer.param_groups[0]["momentum"] = 0.1
+    with pytest.raises(SettingError, match="momentum of group 0"):
+        rates.apply(1)
+
+
+def test_loading_the_optimizer_is_no_change_by_hand():
+    optimizer = sgd()
+    rates = Cosine().bind(optimizer, Plan(max_updates=30))
+    rates.apply(0)
+    saved = optimizer.state_dict()
+    rates.apply(20)
+    optimizer.load_state_dict(saved)
+    rates.apply(1)
+    assert [rate(optimizer)] == rates.at(1)
+
+
+def test_a_group_that_is_added_follows_from_its_own_rate_and_survives_a_resume():
+    optimizer = sgd(momentum=0.9)
+    rates = Cosine().bind(optimizer, Plan(max_updates=30))
+    rates.apply(10)
+    optimizer.add_param_group({"params": [parameter()], "lr": 0.02})
+    rates.apply(11)
+    factor = rate(optimizer) / 0.1
+    assert rate(optimizer, 1) == pytest.approx(0.02 * factor)
+
+    resumed = sgd(momentum=0.9)
+    again = Cosine().bind(resumed, Plan(max_updates=30))
+    resumed.add_param_group({"params": [parameter()], "lr": 0.02})
+    resumed.load_state_dict(optimizer.state_dict())
+    again.load_state_dict(rates.state_dict())
+    again.apply(12)
+    assert [rate(resumed), rate(resumed, 1)] == rates.at(12)
+
+
+def test_a_group_that_is_added_is_met_by_plateau_and_refused_by_a_scheduler_that_cannot():
+    for schedule in (Plateau("val_loss", patience=0), TorchSchedule(lambda o: torchs.StepLR(o, 3))):
+        optimizer = sgd()
+        rates = schedule.bind(optimizer, Plan())
+        rates.apply(0)
+        optimizer.add_param_group({"params": [parameter()], "lr": 0.02})
+        if isinstance(schedule, TorchSchedule):
+            with pytest.raises(SettingError, match="was added"):
+                rates.apply(1)
+            continue
+        rates.apply(1)
+        for _ in range(2):
+            rates.observe({"val_loss": 1.0})
+        rates.apply(2)
+        assert rate(optimizer, 1) == 0.02 * 0.1
+
+
+def test_groups_that_were_removed_are_refused():
+    optimizer = SGD([{"params": [parameter()]}, {"params": [parameter()]}], lr=0.1)
+    rates = Cosine().bind(optimizer, Plan(max_updates=30))
+    optimizer.param_groups.pop()
+    with pytest.raises(SettingError, match="removed"):
+        rates.apply(0)
+
+
+@pytest.mark.parametrize(
+    "schedule", (OneCycle(0.5), Cosine(warmup=0.1), Plateau("val_loss"), TorchSchedule(lambda o: torchs.StepLR(o, 3)))
+)
+def test_nothing_but_rates_and_momenta_of_the_optimizer_is_touched(schedule):
+    heard = []
+    hook = register_optimizer_step_post_hook(lambda *_: heard.append(1))
+    try:
+        optimizer = sgd(momentum=0.9)
+        step, keys, state = optimizer.step, set(optimizer.param_groups[0]), torch.get_rng_state()
+        rates = schedule.bind(optimizer, Plan(max_updates=30))
+        rates.apply(3)
+    finally:
+        hook.remove()
+    assert optimizer.step == step and not hasattr(optimizer.step, "_wrapped_by_lr_sched")
+    assert set(optimizer.param_groups[0]) == keys
+    assert not heard
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_torch_sets_no_momentum_where_there_was_none():
+    groups = [{"params": [parameter()], "momentum": 0.9}, {"params": [parameter()]}]
+    optimizer = SGD(groups, lr=0.1)
+    for schedule in (OneCycle(0.5), Cyclic(0.1, 0.2, step_size_up=Updates(5))):
+        rates = schedule.bind(optimizer, Plan(max_updates=30))
+        rates.apply(4)
+        assert optimizer.param_groups[0]["momentum"] != 0.9
+        assert optimizer.param_groups[1]["momentum"] == 0
+        rates.put_back()
+    without = Adam([parameter()], betas=(0.0, 0.99))
+    OneCycle(0.5).bind(without, Plan(max_updates=30)).apply(0)
+    assert without.param_groups[0]["betas"] == (0.0, 0.99)
+
+
+@pytest.mark.parametrize("schedule", (OneCycle(0.5), TorchSchedule(lambda o, total: torchs.OneCycleLR(o, 0.5, total))))
+def test_put_back_gives_the_optimizer_its_own_rates_again(schedule):
+    optimizer = AdamW([parameter()], lr=0.1, betas=(0.8, 0.9))
+    rates = schedule.bind(optimizer, Plan(max_updates=30))
+    rates.apply(20)
+    rates.put_back()
+    assert rate(optimizer) == 0.1
+    assert optimizer.param_groups[0]["betas"] == (0.8, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "key"),
+    (
+        (Cosine(), "lr"),
+        (Plateau("val_loss", patience=0), "lr"),
+        (TorchSchedule(lambda o, total: torchs.OneCycleLR(o, 0.5, total)), "betas"),
+    ),
+)
+def test_put_back_after_loading_a_finished_run_gives_the_saved_rates(schedule, key):
+    def optimizer():
+        return AdamW([parameter()], lr=0.1, betas=(0.8, 0.9))
+
+    finished, loaded = optimizer(), optimizer()
+    rates = schedule.bind(finished, Plan(max_updates=30))
+    rates.observe({"val_loss": 1.0})
+    rates.observe({"val_loss": 2.0})
+    rates.apply(29)
+    again = schedule.bind(loaded, Plan(max_updates=30))
+    loaded.load_state_dict(finished.state_dict())
+    again.load_state_dict(rates.state_dict())
+    assert loaded.param_groups[0][key] not in (0.1, (0.8, 0.9))
+    again.put_back()
+    assert loaded.param_groups[0]["lr"] == 0.1
+    assert loaded.param_groups[0]["betas"] == (0.8, 0.9)
+
+
+def test_a_rate_that_is_a_tensor_is_filled_in_place_and_watched_without_reading_it():
+    held = torch.tensor(0.1, dtype=torch.float64)
+    optimizer = AdamW([parameter()], lr=held, foreach=False, capturable=True)
+    rates = FunctionSchedule(linear).bind(optimizer, Plan(max_updates=10))
+    rates.apply(0)
+    rates.apply(5)
+    assert rate(optimizer) is held
+    assert held.item() == 0.1 * 0.5
+    held.fill_(0.1 * 0.5)
+    with pytest.raises(SettingError, match="a tensor that was written to"):
+        rates.apply(6)
+
+
+def test_a_torch_scheduler_may_change_other_settings_of_a_group():
+    class Decay(torchs.StepLR):
+        def get_lr(self):
+            for group in self.optimizer.param_groups:
+                group["weight_decay"] = 0.1 * self.last_epoch
+            return super().get_lr()
+
+    schedule = TorchSchedule(lambda o: Decay(o, 3))
+    optimizer = sgd(weight_decay=0.0)
+    rates = schedule.bind(optimizer, Plan())
+    rates.apply(2)
+    assert optimizer.param_groups[0]["weight_decay"] == 0.2
+    resumed = sgd(weight_decay=0.0)
+    again = schedule.bind(resumed, Plan())
+    again.load_state_dict(rates.state_dict())
+    again.apply(2)
+    assert resumed.param_groups[0]["weight_decay"] == 0.2
+
+
+# --- cost -----------------------------------------------------------------------------------------------------------
+
+
+def test_applying_costs_one_python_call():
+    optimizer = sgd(momentum=0.9)
+    rates = Cosine(warmup=0.1).bind(optimizer, Plan(max_updates=200))
+    rates.apply(1)  # fills the table
+    calls = []
+    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        for update in range(2, 102):
+            rates.apply(update)
+    finally:
+        sys.setprofile(None)
+    assert Counter(calls) == {"apply": 100}
+
+
+def test_groups_that_start_alike_share_a_table():
+    optimizer = SGD([{"params": [parameter()], "lr": 0.1 if i % 2 else 0.2} for i in range(10)])
+    made = []
+    schedule = FunctionSchedule(lambda update, total: made.append(update) or 1.0)
+    schedule.bind(optimizer, Plan(max_updates=10))
+    assert made == [0, 0]
