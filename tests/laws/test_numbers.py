@@ -1,4 +1,4 @@
-"""The Numbers law: every reported number is an exact count-weighted mean in the user's own scale; a NaN always shows."""
+"""The Numbers law: every reported number is an exact count-weighted mean in the user's own scale; a NaN shows."""
 
 from __future__ import annotations
 
@@ -466,7 +466,9 @@ def stops_at(values, patience, min_delta, mode):
     best, best_epoch, waited = None, None, 0
     for epoch, value in enumerate(values, 1):
         sign = 1 if mode == "min" else -1
-        if not math.isnan(value) and (best is None or sign * value < sign * best - (min_delta if best is not None else 0)):
+        if not math.isnan(value) and (
+            best is None or sign * value < sign * best - (min_delta if best is not None else 0)
+        ):
             best, best_epoch, waited = value, epoch, 0
         else:
             waited += 1
@@ -491,7 +493,9 @@ def check_early_stopping_follows_its_definition(rounds=40):
         length, patience = rng.randint(1, 10), rng.randint(1, 4)
         min_delta, mode = rng.choice([0.0, 0.1]), rng.choice(["min", "max"])
         sign = -1 if mode == "min" else 1
-        values = [math.nan if rng.random() < 0.25 else 2 + sign * 0.04 * i * rng.choice([-1, 1, 1]) for i in range(length)]
+        values = [
+            math.nan if rng.random() < 0.25 else 2 + sign * 0.04 * i * rng.choice([-1, 1, 1]) for i in range(length)
+        ]
         epochs, best = stops_at(values, patience, min_delta, mode)
         result = run_planned(values, patience, min_delta, mode)
         assert result.epochs == epochs, (values, patience, min_delta, mode)
@@ -555,7 +559,11 @@ def test_one_standard_error_decides_in_fit():
 def test_one_standard_error_of_a_loss_without_rows_is_refused_before_the_first_update():
     x, y = rows_of_data()
     early = EarlyStopping("val_loss", min_delta="1se")
-    made = trainer(loss=lambda output, target: F.cross_entropy(output, target), early_stopping=early)
+
+    def unknown(output, target):
+        return F.cross_entropy(output, target)
+
+    made = trainer(loss=unknown, early_stopping=early)
     before = made.model.weight.clone()
     with pytest.raises(SettingError, match="one value per row"):
         made.fit(cut(x, y, UNEVEN), cut(x, y, UNEVEN), epochs=1)

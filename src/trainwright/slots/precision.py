@@ -80,7 +80,7 @@ class LossScaler:
 
     def __init__(self, settings: MixedPrecision | None = None) -> None:
         self._settings = settings or MixedPrecision("fp16")
-        self.value = float(self._settings.init_scale)
+        self.value = _single(self._settings.init_scale)
         self._good = 0
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -94,13 +94,13 @@ class LossScaler:
     def adapt(self, overflowed: bool) -> None:
         """Lower the scale after an overflow; raise it after `growth_interval` updates in a row without one."""
         if overflowed:
-            self.value = max(self.value * self._settings.backoff_factor, self._settings.min_scale)
+            self.value = max(_single(self.value * self._settings.backoff_factor), self._settings.min_scale)
             self._good = 0
             return
         self._good += 1
         if self._good == self._settings.growth_interval:
             grown = self.value * self._settings.growth_factor
-            self.value = grown if grown < 2.0**127 else self.value  # torch keeps a scale that float32 can hold
+            self.value = _single(grown) if grown <= torch.finfo(torch.float32).max else self.value
             self._good = 0
 
     @property
@@ -115,6 +115,11 @@ class LossScaler:
     def load_state_dict(self, tree: dict[str, Any]) -> None:
         """Take over a saved scale."""
         self.value, self._good = float(tree["scale"]), int(tree["good"])
+
+
+def _single(value: float) -> float:
+    """Return `value` rounded to float32, in which torch keeps its scale."""
+    return torch.tensor(value, dtype=torch.float32).item()
 
 
 class Switching(Protocol):

@@ -1,0 +1,202 @@
+"""Precision: autocast around the steps, and a loss scale that is torch's own."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from trainwright import LossScaler, MixedPrecision, SettingError, Trainer
+from trainwright.slots.precision import as_precision
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_scale_is_that_of_torchs_grad_scaler_over_random_overflows(seed):
+    rng = random.Random(seed)
+    growth, backoff, interval = rng.choice([2.0, 1.5]), rng.choice([0.5, 0.3]), rng.choice([1, 3, 7])
+    settings = {"growth_factor": growth, "backoff_factor": backoff, "growth_interval": interval}
+    scaler = LossScaler(MixedPrecision("fp16", init_scale=2.0**16, min_scale=1e-38, **settings))
+    theirs = torch.amp.GradScaler("cpu", init_scale=2.0**16, **settings)
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    rate = rng.choice([0.05, 0.1, 0.3])
+    for _ in range(150):
+        overflowed = rng.random() < rate
+        assert scaler.value == theirs.get_scale()
+        weight.grad = torch.full((2,), float("inf") if overflowed else 1.0)
+        theirs.scale(torch.zeros(()))
+        theirs.step(optimizer)
+        theirs.update()
+        scaler.adapt(overflowed)
+
+
+def test_powers_of_two_stay_bit_equal_and_state_goes_on():
+    scaler = LossScaler(MixedPrecision("fp16", init_scale=8.0, growth_interval=3))
+    for overflowed in (False, False, True, False, False):
+        scaler.adapt(overflowed)
+    other = LossScaler(MixedPrecision("fp16", init_scale=8.0, growth_interval=3))
+    other.load_state_dict(scaler.state_dict())
+    assert (scaler.value, other.value) == (4.0, 4.0)
+    other.adapt(False)
+    assert other.value == 8.0
+    assert other.factor() == 1 / 8
+
+
+def test_a_scale_never_leaves_float32_nor_its_floor():
+    scaler = LossScaler(MixedPrecision("fp16", init_scale=2.0**126, growth_interval=1))
+    for _ in range(5):
+        scaler.adapt(False)
+    assert scaler.value == 2.0**127
+    low = LossScaler(MixedPrecision("fp16", init_scale=4.0, min_scale=1.0))
+    for _ in range(5):
+        low.adapt(True)
+    assert low.value == 1.0
+    assert low.at_floor
+
+
+def test_a_half_loss_is_scaled_in_float32():
+    scaled = LossScaler(MixedPrecision("fp16")).scale(torch.tensor(3.0, dtype=torch.float16))
+    assert scaled.dtype == torch.float32
+    assert scaled == 3 * 2**16
+    assert LossScaler(MixedPrecision("fp16")).scale(torch.tensor(3.0, dtype=torch.float64)).dtype == torch.float64
+
+
+def test_auto_is_none_on_a_cpu_and_never_fp16():
+    assert as_precision("auto", CPU) is None
+    assert as_precision(None, CPU) is None
+
+
+@pytest.mark.parametrize("wrong", ["fp61", "16", 16, object()])
+def test_an_unknown_precision_is_refused(wrong):
+    with pytest.raises(SettingError, match="precision"):
+        as_precision(wrong, CPU)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"init_scale": 0.5}, {"growth_factor": 1.0}, {"backoff_factor": 1.0}, {"growth_interval": 0}, {"min_scale": 0.0}],
+)
+def test_a_scale_that_cannot_work_is_refused_when_it_is_given(settings):
+    with pytest.raises(SettingError, match="init_scale >= min_scale"):
+        MixedPrecision("fp16", **settings)
+
+
+# Through the Trainer.
+
+
+def data(batches=4):
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(4, 4, generator=generator), torch.randint(0, 3, (4,), generator=generator))] * batches
+
+
+class Looks(Trainer):
+    """Notes what the process looks like inside a step."""
+
+    fails = False
+
+    def training_step(self, batch):
+        self.inside = (
+            torch.is_autocast_enabled("cpu"),
+            torch.get_autocast_dtype("cpu"),
+            torch.get_float32_matmul_precision(),
+            self.model(batch[0]).dtype,
+        )
+        if self.fails:
+            raise RuntimeError("the step failed")
+        return super().training_step(batch)
+
+
+class Fails(Looks):
+    fails = True
+
+
+def make(cls=Looks, **settings):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    return cls(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), console=False, **settings)
+
+
+def outside():
+    return (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.get_float32_matmul_precision())
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp16", "tf32", None])
+@pytest.mark.parametrize("cls", [Looks, Fails])
+def test_nothing_of_the_precision_is_left_behind_also_after_an_exception(kind, cls):
+    before = outside()
+    trainer = make(cls, precision=kind)
+    if cls is Fails:
+        with pytest.raises(RuntimeError, match="the step failed"):
+            trainer.fit(data(), epochs=1)
+    else:
+        trainer.fit(data(), data(), epochs=1)
+    enabled, dtype, matmul, computed = trainer.inside
+    assert enabled == (kind in ("bf16", "fp16"))
+    wanted = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(kind, torch.float32)
+    assert computed == wanted
+    assert dtype == wanted or not enabled
+    assert matmul == ("high" if kind == "tf32" else before[2])
+    assert outside() == before
+    assert trainer.model(data()[0][0]).dtype == torch.float32
+
+
+def test_evaluation_puts_the_tf32_switch_back_after_an_exception():
+    class Breaks(Trainer):
+        def validation_step(self, batch):
+            assert torch.get_float32_matmul_precision() == "high"
+            raise RuntimeError("no validation today")
+
+    before = outside()
+    with pytest.raises(RuntimeError, match="no validation today"):
+        make(Breaks, precision="tf32").evaluate(data())
+    assert outside() == before
+
+
+def test_fp16_is_torchs_autocast_and_grad_scaler_in_a_plain_loop():
+    trainer = make(precision=MixedPrecision("fp16", init_scale=2.0**20, growth_interval=3))
+    result = trainer.fit(data(12), epochs=1)
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=3)
+    for x, y in data(12):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = nn.functional.cross_entropy(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), trainer.model.parameters(), strict=True))
+    assert 0 < result.skipped < 12
+
+
+def test_losses_are_reported_in_fp32():
+    half = make(precision="bf16").evaluate(data())["val_loss"]
+    whole = make().evaluate(data())["val_loss"]
+    assert half != whole
+    assert half == pytest.approx(whole, rel=0.02)
+    assert half != float(torch.tensor(half).bfloat16())
+
+
+def test_fp16_weights_under_fp16_are_refused():
+    model = nn.Linear(4, 3).half()
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), precision="fp16", console=False)
+    with pytest.raises(SettingError, match=r"model.float\(\)"):
+        trainer.fit(data(), epochs=1)
+
+
+def test_a_precision_of_the_users_own_fills_the_slot():
+    class Double:
+        def autocast(self, device_type):
+            return torch.autocast(device_type, torch.bfloat16)
+
+        def scaler(self, device):
+            return LossScaler(MixedPrecision("fp16", init_scale=4.0))
+
+    trainer = make(precision=Double())
+    trainer.fit(data(), epochs=1)
+    assert trainer.inside[3] == torch.bfloat16
