@@ -158,7 +158,8 @@ class Trainer(Generic[M]):
         """Zero the gradients, run every micro-batch forward and backward by its share; return the window's loss."""
         run, ledger, total = self._run, self.ledger, None
         run.gradients.zero()
-        ledger.start_pass()
+        if window.position >= 0:
+            ledger.begin_again()
         for batch in window:
             if run.autocast is None:
                 returned = self.training_step(batch)
@@ -171,9 +172,9 @@ class Trainer(Generic[M]):
             else:
                 run.scaler.scale(loss).backward()
             total = loss if total is None else total.detach() + loss.detach()
-        run.owe(window)
         assert total is not None
-        return total
+        # A lone micro-batch is not weighed: what it owes is the loss scale alone.
+        return total if window.alone and run.scaler is None else run.owe(window, total)
 
     def apply_gradients(self) -> bool:
         """Take the gradients to the weights: unscale and weigh, clip, check, step. Returns whether it was applied."""

@@ -14,7 +14,7 @@ from trainwright.base.records import Count, Step, Sum
 from trainwright.runtime import late
 from trainwright.slots.losses import Outcome, counted_by_torch, read_outcome
 from trainwright.slots.metrics import Meters
-from trainwright.slots.window import Window, rows_of
+from trainwright.slots.window import Window, ratio, rows_of
 
 RESERVED = frozenset({"loss", "lr", "epoch", "update", "grad_norm", "rows", "skipped"})
 Entry = tuple[str, float | Tensor, Count, bool]
@@ -59,21 +59,18 @@ class Ledger:
         self._sums: dict[str, float] = {}
         self._counts: dict[str, float] = {}
         self._noting = True
-        self._passes = 0
 
     def begin(self, window: Window) -> None:
         """Turn to the next window."""
         self.window = window
         self.noted = False
-        self._passes = 0
+        self._noting = True
 
-    def start_pass(self) -> None:
-        """Start running the window; only its first pass is noted (SAM and LBFGS run it again, elsewhere)."""
-        self._noting = self._passes == 0
-        if not self._noting:
-            assert self.window is not None
-            self.window.begin()
-        self._passes += 1
+    def begin_again(self) -> None:
+        """Run the same window once more: only its first pass is noted (SAM and LBFGS run it again, elsewhere)."""
+        assert self.window is not None
+        self.window.begin()
+        self._noting = False
 
     @property
     def count(self) -> Count:
@@ -99,7 +96,9 @@ class Ledger:
             self.check_fed(returned)
         if window.alone and type(returned) is Tensor and returned.ndim == 0:  # the common case needs no weight
             if self._noting:
-                self._entries.append(("loss", returned, self._found_count(returned, position), False))
+                found = None if self._trusts_counter else counted_by_torch(returned)
+                count = self._default_count(position) if found is None else found
+                self._entries.append(("loss", returned, count, False))
             return returned
         return self._weigh(read_outcome(returned), position)
 
@@ -163,7 +162,12 @@ class Ledger:
         if size == 1 and entries[0][0] == "loss":  # the common case: one loss, and it stays the loss bit for bit
             _, value, count, summed = entries[0]
             numbers = late.read([value, count, *more])
-            self._add_one(numbers[0], numbers[1], summed)
+            read, counted = numbers[0], numbers[1]
+            self.loss = (read / counted if counted else math.nan) if summed else read
+            self.counted, self.noted, self.values = counted, True, {}
+            if counted:
+                self._sums["loss"] = self._sums.get("loss", 0.0) + (read if summed else read * counted)
+            self._counts["loss"] = self._counts.get("loss", 0.0) + counted
         else:
             numbers = late.read([*[entry[1] for entry in entries], *[entry[2] for entry in entries], *more])
             if size:
@@ -188,7 +192,7 @@ class Ledger:
         """
         self.close()
         self.close_totals()
-        means = {name: (self._sums[name] / n if n else math.nan) for name, n in self._counts.items()}
+        means = {name: (self._sums.get(name, 0.0) / n if n else math.nan) for name, n in self._counts.items()}
         if self.meters is None or (self.window is not None and not self.meters.fed):
             return {prefix + name: value for name, value in means.items()}
         return {prefix + name: value for name, value in means.items()} | self.meters.compute(prefix, means)
@@ -217,22 +221,23 @@ class Ledger:
         if outcome.summed and outcome.count is None:
             self._note(outcome, window.rows[position])
             return outcome.loss
-        count = self._found_count(outcome.loss, position) if outcome.count is None else outcome.count
+        count = outcome.count
+        if count is None:
+            found = None if self._trusts_counter else counted_by_torch(outcome.loss)
+            count = self._default_count(position) if found is None else found
         self._note(outcome, count)
         if window.alone:
             return outcome.loss / count if outcome.summed else outcome.loss
         divisor = window.divisor(count, own=window.counts is None or count is not window.counts[position])
-        return outcome.loss / divisor if outcome.summed else outcome.loss * (count / divisor)
+        if outcome.summed:
+            return outcome.loss / divisor
+        weighed: Tensor = _without_nothing(outcome.loss, count) * ratio(count, divisor)
+        return weighed
 
-    def _found_count(self, loss: Tensor, position: int) -> Count:
-        """What a mean is over that did not tell: what the user's `count` says, what torch divided by, or rows."""
+    def _default_count(self, position: int) -> Count:
+        """What a mean is over that did not tell, and that torch's own NLL did not make: what `count` says, or rows."""
         window = self.window
         assert window is not None
-        if window.counts is not None and self._trusts_counter:
-            return window.counts[position]
-        found = counted_by_torch(loss)
-        if found is not None:
-            return found
         if window.counts is not None:
             return window.counts[position]
         return window.rows[position] if self._counter is None else self._counter(window.batches[position])
@@ -243,14 +248,6 @@ class Ledger:
         self._entries.append(("loss", outcome.loss.detach(), count, outcome.summed))
         if outcome.named is not None:
             self._entries += [(name, value, count, outcome.summed) for name, value in outcome.named.items()]
-
-    def _add_one(self, value: float, count: float, summed: bool) -> None:
-        self.loss = (value / count if count else math.nan) if summed else value
-        self.counted, self.noted = count, True
-        if self.values:
-            self.values = {}
-        self._sums["loss"] = self._sums.get("loss", 0.0) + ((value if summed else value * count) if count else 0.0)
-        self._counts["loss"] = self._counts.get("loss", 0.0) + count
 
     def _add_all(self, numbers: list[float]) -> None:
         sums: dict[str, float] = {}
@@ -267,6 +264,13 @@ class Ledger:
         self.loss, self.counted = means.pop("loss", math.nan), counts.get("loss", 0.0)
         self.noted = self.noted or "loss" in counts
         self.values = means
+
+
+def _without_nothing(loss: Tensor, count: Count) -> Tensor:
+    """The loss of a micro-batch, 0 where it counts nothing: torch's mean over nothing is NaN."""
+    if isinstance(count, Tensor):
+        return torch.where(count == 0, torch.zeros_like(loss), loss)
+    return loss if count else loss.nan_to_num(0.0, 0.0, 0.0)
 
 
 def _number(value: float | Tensor) -> float | Tensor:

@@ -89,13 +89,15 @@ class Run:
             begun = clock()
         self.epoch_over = True
 
-    def owe(self, window: Window) -> None:
-        """Note what the gradients just computed must still be multiplied by; pay at once where user code reads them."""
-        self.factor = 1.0 if window.alone else window.owed
+    def owe(self, window: Window, loss: Tensor) -> Tensor:
+        """Note what the gradients must still be multiplied by, pay at once where user code reads them; pay the loss."""
+        owed = window.owed
+        self.factor = owed
         if self.scaler is not None:
             self.factor = self.factor * self.scaler.factor()
         if self.owner.pays_at_once:
             self.settle()
+        return loss * owed if isinstance(owed, Tensor) or owed != 1.0 else loss
 
     def settle(self) -> Tensor | None:
         """Multiply the gradients by what is owed; return the flag of non-finite ones where they are checked."""
@@ -108,14 +110,16 @@ class Run:
 
     def judge(self, flag: Tensor | None, norm: Tensor | None) -> bool:
         """Read the update's numbers, and say whether it may be applied; raises where that is the policy."""
-        asked = [number for number in (flag, norm) if number is not None]
-        read = self.ledger.close(*asked)
-        self._norm = read[-1] if norm is not None else None
-        if flag is None:
+        ledger = self.ledger
+        if norm is not None:
+            self._norm, *read = ledger.close(norm) if flag is None else ledger.close(norm, flag)
+        else:
+            self._norm, read = None, ledger.close() if flag is None else ledger.close(flag)
+        if not read:
             self._applied = True
             return True
         bad = read[0] != 0.0
-        if not bad and (late.finite(self.ledger.loss) or not self.ledger.noted):
+        if not bad and (not ledger.noted or late.finite(ledger.loss)):
             if self.scaler is not None:
                 self.scaler.adapt(False)
             self._applied = True

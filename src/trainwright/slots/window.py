@@ -78,8 +78,11 @@ class Window(Sequence[Any]):
         `own`: the step gave the count itself, or it was found in the loss, so that the others' are not known yet.
         """
         if self._base is None:
-            self._guessed = own or self.counts is None
-            self._base = self._guess(count) if self._guessed else _add(self.counts or [])
+            whole = 0 if own else _add(self.counts or [0])
+            self._guessed = not isinstance(whole, Tensor) and not whole  # nothing is known, or nothing is counted
+            self._base = self._guess(count) if self._guessed else _above_nothing(whole)
+        elif own:  # the first of the window had the count that the host knew, by chance
+            self._guessed = True
         self._total = self._total + count
         return self._base
 
@@ -93,8 +96,8 @@ class Window(Sequence[Any]):
             return 1.0
         assert self._base is not None
         if isinstance(self._base, Tensor) or isinstance(self._total, Tensor):
-            total = torch.as_tensor(self._total)
-            return torch.where(total == 0, torch.ones_like(total, dtype=torch.float64), self._base / total)
+            factor = ratio(self._base, torch.as_tensor(self._total))
+            return torch.where(torch.as_tensor(self._total) == 0, torch.ones_like(factor), factor)
         return 1.0 if self._base == self._total or not self._total else self._base / self._total
 
     def _guess(self, count: Count) -> Count:
@@ -131,6 +134,15 @@ def windows(
     while group := list(islice(batches, accumulate)):
         counts = [count(batch) for batch in group] if count is not None else None
         yield Window(group, [rows(batch) for batch in group], counts, move=move)
+
+
+def ratio(part: Count, whole: Count) -> Any:
+    """Return part / whole; with tensors in float64, for torch divides whole numbers in float32."""
+    if isinstance(part, Tensor):
+        return part.to(torch.float32 if part.device.type == "mps" else torch.float64) / whole
+    if isinstance(whole, Tensor):
+        return part / whole.to(torch.float32 if whole.device.type == "mps" else torch.float64)
+    return part / whole
 
 
 def rows_of(batch: Any) -> int:
@@ -184,6 +196,11 @@ def accumulation(setting: Accumulate) -> tuple[tuple[int, int], ...]:
     if 0 not in table:
         raise SettingError(message(f"accumulate={setting!r} says nothing of epoch 0", fix="accumulate={0: 1, 5: 4}"))
     return tuple(sorted(table.items()))
+
+
+def _above_nothing(count: Count) -> Count:
+    """A divisor for a window that counts nothing, as far as only the device knows."""
+    return torch.where(count == 0, torch.ones_like(count), count) if isinstance(count, Tensor) else count
 
 
 def _add(counts: list[Count]) -> Count:
