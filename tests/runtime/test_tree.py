@@ -298,3 +298,16 @@ def test_no_pickle_is_read_or_written(monkeypatch, tmp_path):
 
 def test_an_int_too_long_for_python_to_print_comes_back(tmp_path):
     assert through_files([1 << 20_000, -(1 << 20_000)], tmp_path) == [1 << 20_000, -(1 << 20_000)]
+
+
+@pytest.mark.gpu
+def test_tensors_of_a_device_are_read_to_the_cpu_or_put_back_with_their_ties(tmp_path):
+    flat = torch.arange(12.0, device="cuda")
+    tree = {"flat": flat, "rows": flat.view(3, 4).t(), "host": torch.ones(2)}
+    back = through_files(tree, tmp_path)
+    assert all(t.device.type == "cpu" for t in back.values())
+    jsonable, tensors = flatten(tree)
+    replace_file(tmp_path / "t", lambda target: write(target, tensors))
+    back = unflatten(jsonable, read_file(tmp_path / "t", read).tensors, device=torch.device("cuda"))
+    back["flat"][4] = 100.0
+    assert back["rows"][0, 1] == 100.0 and back["host"].device.type == "cpu" and back["rows"].device.type == "cuda"
