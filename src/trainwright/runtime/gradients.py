@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 
+_gradient = attrgetter("grad")
 _check = torch._amp_foreach_non_finite_check_and_unscale_
 
 
@@ -55,7 +57,7 @@ class Gradients:
         if plain and self._alike is not None:
             flag = self._flags[self._alike]
             try:
-                _check([p.grad for p in self.parameters], flag, self._one[self._alike])  # type: ignore[misc]
+                _check(list(map(_gradient, self.parameters)), flag, self._one[self._alike])
                 return flag
             except (TypeError, NotImplementedError):
                 pass  # a parameter without a gradient, or a sparse one: sorted out below

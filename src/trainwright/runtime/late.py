@@ -15,12 +15,12 @@ def read(values: Sequence[float | Tensor]) -> list[float]:
     """
     numbers = []
     for value in values:
-        if not isinstance(value, Tensor):
-            numbers.append(float(value))
-        elif value.is_cpu:
+        if type(value) is Tensor or isinstance(value, Tensor):
+            if not value.is_cpu:
+                return _read_together(values)
             numbers.append(value.item())
         else:
-            return _read_together(values)
+            numbers.append(float(value))
     return numbers
 
 
