@@ -20,9 +20,12 @@ LAYERS = {
     "trainer.py": 6,
     "tools": 7,
     "__init__.py": 8,
-    "__main__.py": 8,
+    "__main__.py": 9,
 }
-"""The number of every folder and top-level file: a file imports only what has a smaller one, or its own folder."""
+"""The number of every folder and top-level file: a file imports only what has a smaller one, or its own folder.
+
+The demo uses the public names, as any program of a user's does, and so lies above them.
+"""
 
 
 @dataclass(frozen=True, slots=True)

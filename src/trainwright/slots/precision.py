@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import KW_ONLY, dataclass
@@ -119,7 +120,7 @@ class LossScaler:
 
 def _single(value: float) -> float:
     """Return `value` rounded to float32, in which torch keeps its scale."""
-    return torch.tensor(value, dtype=torch.float32).item()
+    return array("f", [value])[0]
 
 
 class Switching(Protocol):

@@ -1,0 +1,109 @@
+"""Every Python block of the README and of the docs runs: the blocks of a page in order, in one namespace.
+
+A block right after a comment `<!-- not run: reason -->` is skipped, visibly and for that reason; with the reason
+`quoted from PATH` it must stand in that file.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import indent
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(
+    r"^(?:<!-- not run: (?P<reason>[^\n]+?) -->\n)?```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^```$", re.M | re.S
+)
+QUOTED = re.compile(r"quoted from (?P<path>\S+)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One block of Python of a page."""
+
+    page: Path
+    line: int
+    code: str
+    reason: str | None
+
+    @property
+    def name(self) -> str:
+        return f"{self.page.relative_to(ROOT).as_posix()}:{self.line}"
+
+
+def blocks(page: Path, text: str | None = None) -> Iterator[Block]:
+    """The Python blocks of a page, with the number of the line before their first."""
+    text = page.read_text() if text is None else text
+    for match in FENCE.finditer(text):
+        if match["language"] == "python":
+            yield Block(page, text[: match.start("code")].count("\n"), match["code"], match["reason"])
+
+
+def run(block: Block, namespace: dict[str, Any]) -> None:
+    """Run a block; what goes wrong in it names the line of the page."""
+    exec(compile("\n" * block.line + block.code, block.name, "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for block in blocks(page):
+        if block.reason is None:
+            run(block, namespace)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One test for each block that is not run, so that each is counted."""
+    if "unrun" in metafunc.fixturenames:
+        found = [block for page in PAGES for block in blocks(page) if block.reason is not None]
+        metafunc.parametrize("unrun", found or [None], ids=lambda block: block.name if block else "none")
+
+
+def test_a_block_that_is_not_run_is_a_true_quotation_or_is_skipped(unrun: Block | None) -> None:
+    if unrun is None:
+        return
+    assert unrun.reason is not None
+    compile(f"def body():\n{indent(unrun.code, ' ')}", unrun.name, "exec")
+    quoted = QUOTED.match(unrun.reason)
+    if quoted is None:
+        pytest.skip(f"not run: {unrun.reason}")
+    assert quotes(unrun.code, (ROOT / quoted["path"]).read_text()), (
+        f"{unrun.name} quotes what {quoted['path']} says no more"
+    )
+
+
+def quotes(code: str, source: str) -> bool:
+    """Whether the lines stand in the source like this, one after the other, at some depth."""
+    return any(indent(code, " " * depth) in source for depth in range(0, 20, 4))
+
+
+def test_blocks_run_in_order_and_errors_name_the_line_of_the_page() -> None:
+    text = "# A page\n\n```python\nx = 1\n```\n\n```console\n$ no\n```\n\n```python\nx += 1\nassert x == 3\n```\n"
+    found = list(blocks(ROOT / "page.md", text))
+    assert [block.line for block in found] == [3, 11]
+    namespace: dict[str, Any] = {}
+    run(found[0], namespace)
+    with pytest.raises(AssertionError) as failed:
+        run(found[1], namespace)
+    last = traceback.extract_tb(failed.value.__traceback__)[-1]
+    assert (last.filename, last.lineno, namespace["x"]) == ("page.md:11", 13, 2)
+
+
+def test_a_block_marked_as_not_run_is_found_with_its_reason() -> None:
+    text = "<!-- not run: needs a GPU -->\n```python\nmodel.cuda()\n```\n"
+    assert [block.reason for block in blocks(ROOT / "page.md", text)] == ["needs a GPU"]
+
+
+def test_a_quotation_that_the_source_does_not_hold_is_seen() -> None:
+    source = "def f():\n    if x:\n        y = 1\n        return y\n"
+    assert quotes("y = 1\nreturn y\n", source)
+    assert not quotes("y = 2\nreturn y\n", source)
