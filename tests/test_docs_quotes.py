@@ -1,0 +1,70 @@
+"""What the pages quote is still so: lines of source, the output of the README's first example, and every link."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+QUOTE = re.compile(r"<!-- not run: quoted from (\S+) -->\n```python\n(.*?)```", re.S)
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def quotes():
+    return [
+        pytest.param(source, text, id=f"{page.name}-{number}")
+        for page in PAGES
+        for number, (source, text) in enumerate(QUOTE.findall(page.read_text(encoding="utf-8")), 1)
+    ]
+
+
+def is_part_of(quote, source):
+    """Whether the quoted lines stand in the source one after another, indented by the same amount or more."""
+    wanted, lines = quote.rstrip().splitlines(), source.splitlines()
+    size = len(wanted)
+    return any(dedent("\n".join(lines[i : i + size])).splitlines() == wanted for i in range(len(lines) - size + 1))
+
+
+@pytest.mark.parametrize(("source", "quote"), quotes())
+def test_quoted_code_is_in_the_source_word_for_word(source, quote):
+    assert is_part_of(quote, (ROOT / source).read_text(encoding="utf-8")), f"{source} no longer has\n{quote}"
+
+
+def test_the_page_of_the_loop_quotes_all_four_methods_whole():
+    quoted = "\n".join(text for _, text in QUOTE.findall((ROOT / "docs/loop.md").read_text(encoding="utf-8")))
+    source = (ROOT / "src/trainwright/trainer.py").read_text(encoding="utf-8")
+    for name in ("update", "compute_gradients", "apply_gradients"):
+        body = re.search(rf"\n    def {name}\(.*?\"\"\"\n(.*?)\n\n    def ", source, re.S)[1]
+        assert dedent(body) in quoted, name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_to_a_file_leads_somewhere(page):
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
+    links = {link.split("#")[0] for link in LINK.findall(text) if "://" not in link}
+    assert [link for link in sorted(links) if link and not (page.parent / link).exists()] == []
+
+
+def shape(text):
+    """Words and places of a console's lines, without the numbers and curves that depend on the machine."""
+    text = re.sub(r"[▁▂▃▄▅▆▇█]+", "~", text)
+    text = re.sub(r"torch \S+", "torch #", re.sub(r"\d[\d.,]*(e-?\d+)?[kM%s]?", "#", text))
+    return [" ".join(line.split()) for line in text.strip().splitlines()]
+
+
+def test_the_readme_shows_what_its_first_example_prints(capsys):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    code, output = re.search(r"```python\n(.*?)```\n```text\n(.*?)```", text, re.S).groups()
+    state = torch.get_rng_state()
+    exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
+    torch.set_rng_state(state)
+    assert shape(capsys.readouterr().out) == shape(output)
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 180
