@@ -1,0 +1,280 @@
+"""Killed at any update and resumed is never killed: weights, state, history and data order, bit for bit."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from trainwright import (
+    Checkpoint,
+    CheckpointError,
+    EarlyStopping,
+    MixedPrecision,
+    OneCycle,
+    SettingError,
+    Trainer,
+    Updates,
+    accuracy,
+    batches,
+    latest_checkpoint,
+    load_weights,
+)
+
+
+def rows_of_data(rows=52, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, 6, generator=generator), torch.randint(0, 3, (rows,), generator=generator)
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3))
+
+
+class KilledError(Exception):
+    """Ends a run as a kill would: nothing is done after it."""
+
+
+class Dies(Trainer):
+    """Saves after one try of an update and dies in the next; draws from every random generator in each step."""
+
+    at = None
+
+    def training_step(self, batch):
+        x, y = batch
+        noise = 1 + 0.01 * (random.random() + np.random.rand())
+        return super().training_step((x * noise + 0.01 * torch.randn_like(x), y))
+
+    def update(self, window):
+        tries = self.progress.updates + self.progress.skipped
+        if self.at is not None and tries >= self.at:
+            raise KilledError
+        if self.at is not None and tries + 1 == self.at:
+            self.save()
+        return super().update(window)
+
+
+def seed():
+    random.seed(3)
+    np.random.seed(4)
+    torch.manual_seed(5)
+
+
+def shuffled(data):
+    return DataLoader(TensorDataset(*data), 4, shuffle=True)
+
+
+def go(directory, *, at=None, resume=None, epochs=4, loader=None, val=True, **settings):
+    model = network()
+    seed()
+    slots = {
+        "schedule": OneCycle(0.03),
+        "precision": MixedPrecision("fp16", init_scale=2.0**22, growth_interval=5),
+        "accumulate": 3,
+        "clip": 1.0,
+        "metrics": {"accuracy": accuracy},
+        "early_stopping": EarlyStopping("val_loss", patience=50, restore_best=False),
+        "checkpoint": Checkpoint(directory, best="val_accuracy", mode="max"),
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    trainer = Dies(model, optimizer, nn.CrossEntropyLoss(), console=False, **(slots | settings))
+    trainer.at = at
+    train = shuffled(rows_of_data()) if loader is None else loader()
+    held_out = batches(rows_of_data(seed=1), 16) if val else None
+    if at is None:
+        return trainer, trainer.fit(train, held_out, epochs=epochs, resume=resume)
+    with pytest.raises(KilledError):
+        trainer.fit(train, held_out, epochs=epochs, resume=resume)
+    return trainer, trainer.result
+
+
+def state_of(trainer):
+    state = trainer.optimizer.state_dict()["state"]
+    tensors = [value for values in state.values() for value in values.values()]
+    return [*trainer.model.state_dict().values(), *tensors]
+
+
+def check_equal(one, other):
+    (first, a), (second, b) = one, other
+    assert all(torch.equal(x, y) for x, y in zip(state_of(first), state_of(second), strict=True))
+    assert a.history == b.history
+    assert (a.updates, a.epochs, a.skipped, a.stopped) == (b.updates, b.epochs, b.skipped, b.stopped)
+    assert (a.best is None) == (b.best is None)
+    if a.best is not None:
+        assert (a.best.value, a.best.update, a.best.epoch) == (b.best.value, b.best.update, b.best.epoch)
+
+
+@pytest.mark.parametrize("at", [1, 4, 5, 8, 14])
+def test_killed_at_any_update_and_resumed_is_never_killed_with_every_slot_and_noise(at, tmp_path):
+    whole = go(tmp_path / "whole")
+    _, result = go(tmp_path / "cut", at=at)
+    assert result.stopped.startswith("KilledError")
+    assert result.updates + result.skipped == at
+    resumed = go(tmp_path / "cut", resume="auto")
+    check_equal(whole, resumed)
+    assert whole[1].skipped > 0
+
+
+def test_the_random_state_after_a_resumed_run_is_that_of_the_whole_run(tmp_path):
+    go(tmp_path / "whole")
+    whole = (random.random(), np.random.rand(), torch.rand(2).tolist())
+    go(tmp_path / "cut", at=7)
+    go(tmp_path / "cut", resume="auto")
+    assert (random.random(), np.random.rand(), torch.rand(2).tolist()) == whole
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        lambda: batches(rows_of_data(), 4, shuffle=True, seed=1),
+        lambda: batches(rows_of_data(), 4, shuffle=True),
+        lambda: list(zip(*(column.split(4) for column in rows_of_data()), strict=True)),
+        lambda: lambda epoch: batches(rows_of_data(seed=epoch), 4, shuffle=True, seed=epoch),
+    ],
+    ids=["batches", "no seed", "list", "per epoch"],
+)
+def test_resume_is_exact_for_every_kind_of_data(loader, tmp_path):
+    whole = go(tmp_path / "whole", loader=loader)
+    go(tmp_path / "cut", at=6, loader=loader)
+    check_equal(whole, go(tmp_path / "cut", loader=loader, resume="auto"))
+
+
+def test_two_interruptions_and_a_run_without_validation(tmp_path):
+    slots = {"early_stopping": None, "val": False}
+    whole = go(tmp_path / "whole", checkpoint=Checkpoint(tmp_path / "whole"), **slots)
+    cut = Checkpoint(tmp_path / "cut", every=Updates(4))
+    go(tmp_path / "cut", at=3, checkpoint=cut, **slots)
+    go(tmp_path / "cut", at=11, checkpoint=cut, resume="auto", **slots)
+    check_equal(whole, go(tmp_path / "cut", checkpoint=cut, resume="auto", **slots))
+
+
+def test_resume_of_an_older_checkpoint_by_its_path(tmp_path):
+    whole = go(tmp_path / "whole", checkpoint=Checkpoint(tmp_path / "whole", every=Updates(3), keep=9))
+    older = tmp_path / "whole" / "update-0000000006"
+    again = go(
+        tmp_path / "again", resume=str(older), checkpoint=Checkpoint(tmp_path / "again", every=Updates(3), keep=9)
+    )
+    check_equal((whole[0], whole[1]), again)
+
+
+def test_auto_with_nothing_there_starts(tmp_path):
+    whole = go(tmp_path / "whole")
+    check_equal(whole, go(tmp_path / "other", resume="auto"))
+
+
+def test_a_finished_run_gives_its_result_without_training(tmp_path):
+    trainer, result = go(tmp_path)
+
+    class Never(Dies):
+        def update(self, window):
+            raise AssertionError("trained")
+
+    model = network()
+    seed()
+    again = Never(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=0.01),
+        nn.CrossEntropyLoss(),
+        schedule=OneCycle(0.03),
+        precision=MixedPrecision("fp16", init_scale=2.0**22, growth_interval=5),
+        accumulate=3,
+        metrics={"accuracy": accuracy},
+        early_stopping=EarlyStopping("val_loss", patience=50, restore_best=False),
+        checkpoint=Checkpoint(tmp_path, best="val_accuracy", mode="max"),
+        console=False,
+    )
+    found = again.fit(shuffled(rows_of_data()), batches(rows_of_data(seed=1), 16), epochs=4, resume="auto")
+    check_equal((trainer, result), (again, found))
+
+
+def test_a_run_that_stopped_early_stays_stopped_with_a_later_end_and_restores_its_best(tmp_path):
+    slots = {"early_stopping": EarlyStopping("val_loss", patience=1, min_delta=10.0), "schedule": None}
+    trainer, result = go(tmp_path, **slots)
+    assert "did not improve" in result.stopped
+    assert result.epochs == 2
+    again, found = go(tmp_path, resume="auto", epochs=9, **slots)
+    assert (found.stopped, found.epochs, found.weights) == (result.stopped, 2, "best of epoch 1")
+    for mine, theirs in zip(trainer.model.state_dict().values(), again.model.state_dict().values(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_patience_and_the_best_go_on_over_a_resume(tmp_path):
+    slots = {"early_stopping": EarlyStopping("val_loss", patience=3, min_delta=10.0), "schedule": None}
+    whole = go(tmp_path / "whole", epochs=9, **slots)
+    go(tmp_path / "cut", at=12, epochs=9, **slots)
+    resumed = go(tmp_path / "cut", epochs=9, resume="auto", **slots)
+    check_equal(whole, resumed)
+    assert resumed[1].epochs == 4
+
+
+def test_a_later_end_goes_on_from_the_last_state(tmp_path):
+    whole = go(tmp_path / "whole", schedule=None, epochs=5)
+    go(tmp_path / "cut", schedule=None, epochs=2)
+    check_equal(whole, go(tmp_path / "cut", schedule=None, epochs=5, resume="auto"))
+
+
+# Refusals.
+
+
+def untouched(trainer_call, error, match):
+    with pytest.raises(error, match=match) as caught:
+        trainer_call()
+    return str(caught.value)
+
+
+def test_a_directory_of_another_run_is_refused_with_both_cures(tmp_path):
+    go(tmp_path, epochs=1)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    text = untouched(lambda: go(tmp_path, epochs=1), CheckpointError, "another run")
+    assert 'resume="auto"' in text
+    assert "Checkpoint(" in text
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_a_missing_path_is_refused(tmp_path):
+    untouched(lambda: go(tmp_path / "a", resume=str(tmp_path / "nothing")), CheckpointError, "does not exist")
+
+
+def test_auto_without_a_checkpoint_slot_is_refused(tmp_path):
+    text = untouched(lambda: go(tmp_path, resume="auto", checkpoint=None), SettingError, 'resume="auto" without')
+    assert "Checkpoint(" in text
+
+
+def test_a_trainer_with_other_parts_is_refused_by_their_names(tmp_path):
+    go(tmp_path, epochs=1)
+    text = untouched(lambda: go(tmp_path, resume="auto", schedule=None, precision=None), CheckpointError, "not used")
+    assert "schedule" in text
+    assert "precision" in text
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_shape(tmp_path):
+    go(tmp_path, epochs=1)
+    model = nn.Linear(6, 3)
+    trainer = Trainer(
+        model,
+        torch.optim.AdamW(model.parameters()),
+        nn.CrossEntropyLoss(),
+        checkpoint=Checkpoint(tmp_path),
+        console=False,
+    )
+    before = model.weight.clone()
+    with pytest.raises(CheckpointError):
+        trainer.fit(shuffled(rows_of_data()), epochs=1, resume="auto")
+    assert torch.equal(before, model.weight)
+
+
+def test_the_best_and_the_last_weights_are_found_in_the_directory(tmp_path):
+    trainer, result = go(tmp_path, val=True)
+    last = load_weights(tmp_path, which="last")
+    assert all(torch.equal(last[name], value) for name, value in trainer.model.state_dict().items())
+    assert latest_checkpoint(tmp_path).name == f"update-{result.updates:010d}"
+    assert result.best.path is not None
+    model = network()
+    load_weights(tmp_path, model)
+    best = load_weights(result.best.path)
+    assert all(torch.equal(best[name], value) for name, value in model.state_dict().items())
