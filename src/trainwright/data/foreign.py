@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from trainwright.base.errors import DataError, message

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-
 _gradient = attrgetter("grad")
 _check = torch._amp_foreach_non_finite_check_and_unscale_
 
