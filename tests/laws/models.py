@@ -83,7 +83,7 @@ def tensors(kind, rows, *, seed=5, dtype=torch.float32):
     return x, torch.randint(4, (rows,), generator=generator)
 
 
-def ready(kind, rows=44, size=8, **options):
+def ready(kind, rows=41, size=7, **options):
     """A list of batches of at most `size` rows, the last one short."""
     x, y = tensors(kind, rows, **options)
     return list(zip(x.split(size), y.split(size), strict=True))

@@ -1,0 +1,324 @@
+"""Faults that loops really have: each function plants one in the library, by a monkeypatch."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from itertools import chain
+
+import torch
+from torch import nn
+
+from trainwright import LossScaler, MixedPrecision, Plan, Sum, Trainer, Window
+from trainwright.data.foreign import LoaderBatches
+from trainwright.run import batches, evaluating, ledger, run
+from trainwright.run.ledger import Ledger
+from trainwright.run.run import Run
+from trainwright.runtime import gradients, modules
+from trainwright.runtime.gradients import Gradients
+from trainwright.slots import nonfinite, window
+from trainwright.slots.losses import KnownLoss
+from trainwright.slots.rates import TableRates
+
+
+def around(patch, owner, name, *, before=None, after=None):
+    """Do something more, before or after a method; both get its arguments."""
+    whole = getattr(owner, name)
+
+    def changed(*args, **kwargs):
+        if before is not None:
+            before(*args, **kwargs)
+        returned = whole(*args, **kwargs)
+        if after is not None:
+            after(*args, **kwargs)
+        return returned
+
+    patch.setattr(owner, name, changed)
+
+
+def without(patch, owner, name, returned=None):
+    """Leave a method out."""
+    patch.setattr(owner, name, lambda *args, **kwargs: returned)
+
+
+# Faults of a plain loop.
+
+
+def draws_from_the_global_rng(patch):
+    around(patch, Run, "record", before=lambda *_: torch.rand(1))
+
+
+def draws_before_the_loader(patch):
+    around(patch, LoaderBatches, "epoch", before=lambda *_, **__: torch.rand(1))
+
+
+def evaluation_moves_the_rng(patch):
+    patch.setattr(evaluating, "unmoved", nullcontext)
+
+
+def evaluation_leaves_eval_mode_behind(patch):
+    patch.setattr(modules, "evaluating", lambda *roots: nullcontext([root.eval() for root in roots]))
+
+
+def evaluation_in_train_mode(patch):
+    patch.setattr(modules, "evaluating", lambda *roots: nullcontext())
+
+
+def evaluation_wakes_what_was_in_eval_mode(patch):
+    around(patch, evaluating, "evaluate", after=lambda owner, *_, **__: owner.model.train())
+
+
+def gradients_are_rounded(patch):
+    around(patch, Gradients, "multiply_and_check", before=lambda self, *_: self.multiply(1 + 1e-6))
+
+
+def gradients_are_never_zeroed(patch):
+    without(patch, Gradients, "zero")
+
+
+def autocast_is_forgotten(patch):
+    without(patch, MixedPrecision, "autocast")
+
+
+def clipping_is_forgotten(patch):
+    def apply(self):
+        applied = self._run.judge(self._run.settle(), None)
+        if applied:
+            self.optimizer.step()
+        return applied
+
+    patch.setattr(Trainer, "apply_gradients", apply)
+
+
+def unscales_after_clipping(patch):
+    def apply(self):
+        norm = None if self.clip is None else self.clip(self._run.gradients.parameters)
+        applied = self._run.judge(self._run.settle(), norm)
+        if applied:
+            self.optimizer.step()
+        return applied
+
+    patch.setattr(Trainer, "apply_gradients", apply)
+
+
+def applies_an_overflow(patch):
+    without(patch, Run, "_applies_anyway", True)
+
+
+def counts_a_skipped_update(patch):
+    def count(self, *_):
+        self.counters.updates += self._applied is False
+
+    around(patch, Run, "record", after=count)
+
+
+def scale_is_never_adapted(patch):
+    without(patch, LossScaler, "adapt")
+
+
+def an_overflow_puts_statistics_back(patch):
+    around(
+        patch,
+        Run,
+        "_applies_anyway",
+        after=lambda self, _: [old.copy_(kept) for old, kept in zip(self._statistics, self._kept, strict=True)],
+    )
+
+
+def each_epoch_sets_train_mode(patch):
+    around(patch, Run, "windows", before=lambda self: self.owner.model.train())
+
+
+def rates_are_one_update_late(patch):
+    whole = TableRates.apply
+    patch.setattr(TableRates, "apply", lambda self, updates: whole(self, max(updates - 1, 0)))
+
+
+def a_sum_is_divided_by_its_rows(patch):
+    patch.setattr(batches, "loss_of", lambda owner, output, target: Sum(owner.loss(output, target), len(target)))
+
+
+def a_mean_is_made_of_a_sum(patch):
+    def loss_of(owner, output, target):
+        return Sum(owner.known.total(output, target), owner.ledger.count)
+
+    patch.setattr(batches, "loss_of", loss_of)
+
+
+def sparse_rows_are_added_up_first(patch):
+    def values(parameter, gradient):
+        parameter.grad = gradient.coalesce()
+        return parameter.grad._values()
+
+    patch.setattr(gradients, "_writable_values", values)
+
+
+def reports_the_mean_of_batch_means(patch):
+    without(patch, ledger, "counted_by_torch")
+    without(patch, Ledger, "_default_count", 1)
+
+
+def sees_the_first_group_only(patch):
+    def first(self, optimizer):
+        self.parameters = list(optimizer.param_groups[0]["params"])
+
+    around(patch, Gradients, "__init__", after=first)
+
+
+# Faults of accumulation.
+
+
+def _mean(outcome):
+    return outcome.loss / outcome.count if outcome.summed else outcome.loss
+
+
+def _weighed(patch, weigh):
+    """Weigh each micro-batch by a rule of one's own; its numbers are noted as before."""
+    whole = Ledger._weigh
+
+    def changed(self, outcome, position):
+        whole(self, outcome, position)
+        return weigh(outcome, self.window, position)
+
+    patch.setattr(Ledger, "_weigh", changed)
+    patch.setattr(Window, "owed", 1.0)
+
+
+def divides_by_the_configured_number(patch):
+    _weighed(patch, lambda outcome, window, position: _mean(outcome) / 3)
+
+
+def takes_the_mean_of_means(patch):
+    _weighed(patch, lambda outcome, window, position: _mean(outcome) / len(window))
+
+
+def weighs_the_last_backward_more(patch):
+    def weigh(outcome, window, position):
+        rows = window.rows[position] / sum(window.rows)
+        return outcome.loss * rows * (1 + 1e-6 * (position == len(window) - 1))
+
+    _weighed(patch, weigh)
+
+
+def divides_a_plain_sum(patch):
+    _weighed(patch, lambda outcome, window, position: outcome.loss / len(window))
+
+
+def drops_the_short_window(patch):
+    whole = run.windows
+
+    def full(given, size, **kwargs):
+        return (window for window in whole(given, size, **kwargs) if len(window) == size)
+
+    patch.setattr(run, "windows", full)
+
+
+def windows_run_across_epochs(patch):
+    whole, left = run.windows, []
+
+    def crossing(given, size, **kwargs):
+        for full in whole(chain(left.copy(), given), size, **kwargs):
+            left.clear()
+            if len(full) < size:
+                left.extend(full.batches)
+            else:
+                yield full
+
+    patch.setattr(run, "windows", crossing)
+
+
+def reads_one_window_ahead(patch):
+    whole = run.windows
+
+    def ahead(given, size, **kwargs):
+        coming = whole(given, size, **kwargs)
+        held = next(coming, None)
+        while held is not None:
+            following = next(coming, None)
+            yield held
+            held = following
+
+    patch.setattr(run, "windows", ahead)
+
+
+def accumulates_as_in_epoch_0(patch):
+    patch.setattr(Plan, "accumulated", lambda self, epoch: self.accumulate[0][1])
+
+
+def zeroes_after_the_step_only(patch):
+    zero = Gradients.zero
+    without(patch, Gradients, "zero")
+    around(patch, Trainer, "apply_gradients", after=lambda self: zero(self._run.gradients))
+
+
+def clips_each_micro_batch(patch):
+    def clip(self, batch):
+        if self.model.first.weight.grad is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip.max_norm)
+
+    around(patch, Trainer, "training_step", before=clip)
+
+
+def counts_ignored_targets(patch):
+    patch.setattr(KnownLoss, "count", lambda self, target: target.numel())
+
+
+def forgets_class_weights(patch):
+    patch.setattr(KnownLoss, "count", lambda self, target: int((target != self._ignore).sum()))
+
+
+def the_clock_counts_micro_batches(patch):
+    def count(self, window, returned):
+        self.counters.updates += len(window) - 1
+
+    around(patch, Run, "record", after=count)
+
+
+def the_scaler_adapts_at_each_micro_batch(patch):
+    around(patch, Trainer, "training_step", after=lambda self, batch: self._run.scaler.adapt(False))
+
+
+def what_is_owed_is_never_paid(patch):
+    patch.setattr(Window, "owed", 1.0)
+
+
+def pays_only_when_it_applies(patch):
+    def late(self, *_):
+        self.owner.pays_at_once = False
+
+    around(patch, Run, "owe", before=late)
+
+
+def returns_the_loss_before_it_is_weighed(patch):
+    whole = Run.owe
+
+    def owe(self, window, loss):
+        whole(self, window, loss)
+        return loss
+
+    patch.setattr(Run, "owe", owe)
+
+
+def adds_the_nan_of_a_mean_over_nothing(patch):
+    patch.setattr(ledger, "_without_nothing", lambda loss, count: loss)
+
+
+def divides_whole_numbers_in_float32(patch):
+    for module in (ledger, window):
+        patch.setattr(module, "ratio", lambda part, whole: part / whole)
+
+
+def divides_in_half_precision(patch):
+    patch.setattr(ledger, "ratio", lambda part, whole: torch.as_tensor(part / whole).half().double())
+
+
+def a_known_loss_outvotes_the_step(patch):
+    whole = Window.divisor
+    patch.setattr(Window, "divisor", lambda self, count, *, own: whole(self, count, own=self.counts is None))
+
+
+def a_users_count_is_not_asked(patch):
+    patch.setattr(Ledger, "_default_count", lambda self, position: self.window.rows[position])
+
+
+def applies_a_window_that_counts_nothing(patch):
+    without(patch, nonfinite, "judge", "apply")

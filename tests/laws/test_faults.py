@@ -1,0 +1,82 @@
+"""Every law must fail where what it guards is broken: each fault is planted, and the check of its law must see it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from trainwright import Updates
+
+from . import faults, test_plain, test_window
+from .test_window import UNEVEN
+
+ONE_MEAN = partial(test_window.check_update_hook, "a mean")
+SQUARES = partial(test_window.check_known, UNEVEN, "squares")
+
+SEEN_BY = {
+    faults.draws_from_the_global_rng: test_plain.check_loop,
+    faults.draws_before_the_loader: test_plain.check_loader,
+    faults.evaluation_moves_the_rng: test_plain.check_drawing_validation,
+    faults.evaluation_leaves_eval_mode_behind: partial(test_plain.check_validation, Updates(4)),
+    faults.evaluation_in_train_mode: partial(test_plain.check_evaluate, "cnn"),
+    faults.evaluation_wakes_what_was_in_eval_mode: test_plain.check_evaluate,
+    faults.gradients_are_rounded: test_plain.check_loop,
+    faults.gradients_are_never_zeroed: test_plain.check_loop,
+    faults.autocast_is_forgotten: partial(test_plain.check_loop, precision="bf16"),
+    faults.clipping_is_forgotten: test_plain.check_clip,
+    faults.unscales_after_clipping: (partial(test_plain.check_fp16, 0.5), test_window.check_once_per_update),
+    faults.applies_an_overflow: test_plain.check_fp16,
+    faults.counts_a_skipped_update: test_plain.check_fp16,
+    faults.scale_is_never_adapted: test_plain.check_fp16,
+    faults.an_overflow_puts_statistics_back: partial(test_plain.check_fp16, kind="cnn"),
+    faults.each_epoch_sets_train_mode: test_plain.check_frozen_norm,
+    faults.rates_are_one_update_late: test_plain.check_step_lr,
+    faults.a_sum_is_divided_by_its_rows: test_plain.check_sum,
+    faults.a_mean_is_made_of_a_sum: test_plain.check_loop,
+    faults.sparse_rows_are_added_up_first: test_plain.check_sparse,
+    faults.reports_the_mean_of_batch_means: test_plain.check_loop,
+    faults.sees_the_first_group_only: test_plain.check_groups,
+    faults.divides_by_the_configured_number: SQUARES,
+    faults.takes_the_mean_of_means: SQUARES,
+    faults.weighs_the_last_backward_more: test_window.check_equal_weights,
+    faults.divides_a_plain_sum: test_window.check_plain_sum,
+    faults.drops_the_short_window: (SQUARES, test_window.check_by_epoch),
+    faults.windows_run_across_epochs: (SQUARES, test_window.check_by_epoch),
+    faults.reads_one_window_ahead: test_window.check_on_policy,
+    faults.accumulates_as_in_epoch_0: test_window.check_by_epoch,
+    faults.zeroes_after_the_step_only: test_window.check_stale,
+    faults.clips_each_micro_batch: partial(test_window.check_known, replace(UNEVEN, clip=0.05), "squares"),
+    faults.counts_ignored_targets: partial(test_window.check_known, UNEVEN, "ignored"),
+    faults.forgets_class_weights: partial(test_window.check_known, UNEVEN, "weights"),
+    faults.the_clock_counts_micro_batches: test_window.check_once_per_update,
+    faults.the_scaler_adapts_at_each_micro_batch: test_window.check_once_per_update,
+    faults.what_is_owed_is_never_paid: partial(test_window.check_returned, UNEVEN, "a mean"),
+    faults.pays_only_when_it_applies: ONE_MEAN,
+    faults.returns_the_loss_before_it_is_weighed: ONE_MEAN,
+    faults.adds_the_nan_of_a_mean_over_nothing: partial(test_window.check_update_hook, "a mean by torch"),
+    faults.divides_whole_numbers_in_float32: partial(test_window.check_returned, UNEVEN, "a mean over a tensor"),
+    faults.divides_in_half_precision: partial(test_window.check_float32, UNEVEN, test_window.rows_loss, "numbers"),
+    faults.a_known_loss_outvotes_the_step: partial(test_window.check_own_count_wins, UNEVEN),
+    faults.a_users_count_is_not_asked: partial(test_window.check_count, UNEVEN),
+    faults.applies_a_window_that_counts_nothing: partial(test_window.check_empty_window, 2, "skip"),
+}
+
+
+@pytest.mark.parametrize("fault", SEEN_BY, ids=lambda fault: fault.__name__)
+def test_the_law_sees_the_fault(fault, monkeypatch):
+    checks = SEEN_BY[fault] if isinstance(SEEN_BY[fault], tuple) else (SEEN_BY[fault],)
+    with monkeypatch.context() as patch:
+        fault(patch)
+        for check in checks:
+            with pytest.raises(AssertionError):
+                check()
+    for check in checks:
+        check()
+
+
+def test_every_fault_is_seen_by_a_law():
+    written = {value for name, value in vars(faults).items() if getattr(value, "__module__", "") == faults.__name__}
+    helpers = {faults.around, faults.without, faults._mean, faults._weighed}
+    assert written - helpers == set(SEEN_BY)
