@@ -145,11 +145,11 @@ def _bce(module: nn.Module) -> bool:
 def _named(losses: Mapping[str, Any]) -> Outcome:
     outcomes = {name: read_outcome(value) for name, value in losses.items()}
     first = next(iter(outcomes.values()))
-    if any(outcome.summed != first.summed or outcome.named for outcome in outcomes.values()):
+    if any(outcome.named or not _alike(first, outcome) for outcome in outcomes.values()):
         raise StepError(
             message(
                 f"the named losses {', '.join(outcomes)} are not of one form",
-                want="all of them tensors, all Mean, or all Sum: they share one count",
+                want="all of them tensors, all Mean, or all Sum, over one and the same count",
                 where=False,
             )
         )
@@ -158,6 +158,13 @@ def _named(losses: Mapping[str, Any]) -> Outcome:
         loss = loss + outcome.loss
     named = {name: outcome.loss.detach() for name, outcome in outcomes.items()}
     return Outcome(loss, first.count, first.summed, named)
+
+
+def _alike(one: Outcome, other: Outcome) -> bool:
+    """Whether two losses are of one form and, as far as the host knows, over one count."""
+    known = not isinstance(one.count, Tensor) and not isinstance(other.count, Tensor)
+    same = one.count == other.count if known else (one.count is None) == (other.count is None)
+    return one.summed == other.summed and same
 
 
 def _scalar(loss: Any) -> Tensor:

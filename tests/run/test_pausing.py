@@ -1,0 +1,314 @@
+"""What happens between two updates: ends, validations, stages, best weights, saving."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from trainwright import (
+    Checkpoint,
+    EarlyStopping,
+    Epochs,
+    Mean,
+    Observer,
+    Seconds,
+    SettingError,
+    Trainer,
+    TrainwrightError,
+    Updates,
+)
+
+
+def pieces(number=6, rows=4, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randn(rows, 4, generator=generator), torch.randint(0, 3, (rows,), generator=generator))
+        for _ in range(number)
+    ]
+
+
+class Told(Observer):
+    def __init__(self):
+        self.events = []
+
+    def on_validate(self, record):
+        self.events.append(("validate", record.update))
+
+    def on_epoch(self, record):
+        self.events.append(("epoch", record.epoch))
+
+    def on_save(self, saved):
+        self.events.append(("save", saved.update))
+
+    def of(self, kind):
+        return [at for event, at in self.events if event == kind]
+
+
+class Planned(Trainer):
+    """Validates to planned numbers, by the updates applied so far; notes the weights at each validation."""
+
+    planned = (5.0, 3.0, 4.0, 1.0, 2.0, 2.0, 2.0)
+
+    def validation_step(self, batch):
+        self.weights = {**getattr(self, "weights", {}), self.progress.updates: self.model.weight.detach().clone()}
+        return Mean(torch.tensor(self.planned[max(self.progress.updates // 6 - 1, 0)]), 1)
+
+
+def make(cls=Trainer, **settings):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    return cls(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), console=False, **settings)
+
+
+# Ends.
+
+
+def test_epochs_end_a_run():
+    result = make().fit(pieces(), epochs=2)
+    assert (result.updates, result.epochs, result.stopped) == (12, 2, "epochs=2 reached")
+
+
+@pytest.mark.parametrize(("n", "epochs"), [(4, 0), (6, 1), (9, 1), (12, 2)])
+def test_max_updates_end_a_run_exactly_also_inside_an_epoch(n, epochs):
+    told = Told()
+    result = make(observers=[told]).fit(pieces(), pieces(1), max_updates=n)
+    assert (result.updates, result.epochs, result.stopped) == (n, epochs, f"max_updates={n} reached")
+    assert told.of("validate") == sorted({*range(6, n + 1, 6), n})
+    assert len(result.history) == len(told.of("validate"))
+
+
+def test_the_first_of_two_ends_holds():
+    assert make().fit(pieces(), epochs=1, max_updates=50).updates == 6
+    assert make().fit(pieces(), epochs=50, max_updates=7).updates == 7
+
+
+def test_max_seconds_end_a_run_after_the_update_in_hand():
+    result = make().fit(itertools.cycle(pieces()), max_seconds=0.05)
+    assert result.stopped == "max_seconds=0.05 reached"
+    assert result.updates > 0
+    assert 0.05 <= result.seconds < 5
+
+
+@pytest.mark.parametrize("n", [2, 6])
+def test_stop_ends_after_the_update_in_hand_validates_and_saves(n, tmp_path):
+    class Stops(Trainer):
+        def update(self, window):
+            if self.progress.updates + 1 == n:
+                self.stop("enough")
+            return super().update(window)
+
+    told = Told()
+    result = make(Stops, checkpoint=Checkpoint(tmp_path), observers=[told]).fit(pieces(), pieces(1), epochs=3)
+    assert (result.updates, result.stopped) == (n, "enough")
+    assert told.of("validate") == told.of("save") == [n]
+
+
+def test_stop_outside_a_run_is_an_error():
+    with pytest.raises(TrainwrightError, match="while fit"):
+        make().stop("now")
+
+
+def test_an_endless_stream_is_cut_into_epochs():
+    given = []
+
+    def stream():
+        for number, batch in enumerate(itertools.cycle(pieces())):
+            given.append(number)
+            yield batch
+
+    told = Told()
+    trainer = make(observers=[told], accumulate=2)
+    result = trainer.fit(stream(), pieces(1), epochs=3, epoch_updates=4)
+    assert (result.updates, result.epochs) == (12, 3)
+    assert told.of("epoch") == [1, 2, 3]
+    assert told.of("validate") == [4, 8, 12]
+    assert given == list(range(24))  # nothing is read ahead, and nothing is lost between epochs
+
+
+# Validation.
+
+
+@pytest.mark.parametrize(
+    ("span", "at"),
+    [
+        (Updates(4), [4, 8, 12, 16, 18]),
+        (Updates(6), [6, 12, 18]),
+        (Updates(100), [18]),
+        (Epochs(2), [12, 18]),
+        (Epochs(1), [6, 12, 18]),
+        (Seconds(1e-9), list(range(1, 19))),
+        (Seconds(1000), [18]),
+    ],
+)
+def test_validation_falls_due_by_its_span_and_at_the_end_never_twice(span, at):
+    told = Told()
+    result = make(observers=[told]).fit(pieces(), pieces(1), epochs=3, validate=span)
+    assert told.of("validate") == at
+    assert told.of("epoch") == [1, 2, 3]
+    updates = [row["update"] for row in result.history]
+    assert updates == sorted({*at, 6, 12, 18})
+
+
+@pytest.mark.parametrize("span", [Epochs(1.5), 3, "epoch"])
+def test_a_span_that_validation_cannot_fall_on_is_refused(span):
+    trainer = make()
+    before = trainer.model.weight.clone()
+    with pytest.raises(SettingError, match="validate="):
+        trainer.fit(pieces(), pieces(1), epochs=1, validate=span)
+    assert torch.equal(before, trainer.model.weight)
+
+
+def test_a_row_inside_an_epoch_holds_the_epochs_numbers_so_far():
+    rows = make().fit(pieces(), pieces(1), epochs=1, validate=Updates(3)).history
+    torch.manual_seed(0)
+    assert [row["update"] for row in rows] == [3, 6]
+    assert [row["epoch"] for row in rows] == [0, 1]
+
+
+# Early stopping and best weights.
+
+
+@pytest.mark.parametrize("where", ["memory", "checkpoint", "other number"])
+def test_the_best_weights_are_restored_from_memory_and_from_the_checkpoint(where, tmp_path):
+    best = {"memory": None, "checkpoint": Checkpoint(tmp_path, best="val_loss", keep=1)}
+    slot = best.get(where, Checkpoint(tmp_path, best="loss"))
+    trainer = make(Planned, early_stopping=EarlyStopping("val_loss", patience=3), checkpoint=slot)
+    result = trainer.fit(pieces(), pieces(1), epochs=20)
+    assert result.epochs == 7
+    assert result.stopped.startswith("val_loss did not improve on 1 (epoch 4) for 3 validations")
+    assert result.weights == "best of epoch 4"
+    assert torch.equal(trainer.model.weight, trainer.weights[24])
+    assert not torch.equal(trainer.model.weight, trainer.weights[42])
+    if where != "other number":
+        assert (result.best.name, result.best.value, result.best.epoch, result.best.update) == ("val_loss", 1.0, 4, 24)
+        assert (result.best.path is not None) == (where == "checkpoint")
+
+
+def test_the_best_is_restored_also_where_the_run_was_not_stopped_early():
+    trainer = make(Planned, early_stopping=EarlyStopping("val_loss", patience=5))
+    result = trainer.fit(pieces(), pieces(1), epochs=3)
+    assert (result.stopped, result.weights) == ("epochs=3 reached", "best of epoch 2")
+    assert torch.equal(trainer.model.weight, trainer.weights[12])
+
+
+def test_without_restore_best_the_last_weights_stay(tmp_path):
+    early = EarlyStopping("val_loss", patience=1, restore_best=False)
+    trainer = make(Planned, early_stopping=early, checkpoint=Checkpoint(tmp_path, best="val_loss"))
+    result = trainer.fit(pieces(), pieces(1), epochs=9)
+    assert (result.epochs, result.weights) == (3, "last")
+    assert torch.equal(trainer.model.weight, trainer.weights[18])
+
+
+def test_a_checkpoint_restores_its_best_where_it_is_asked_to(tmp_path):
+    trainer = make(Planned, checkpoint=Checkpoint(tmp_path, best="val_loss", restore_best=True))
+    result = trainer.fit(pieces(), pieces(1), epochs=3)
+    assert result.weights == "best of epoch 2"
+    assert torch.equal(trainer.model.weight, trainer.weights[12])
+
+
+@pytest.mark.parametrize("patience", [1, 2, 3])
+def test_patience_is_exact(patience):
+    class Worse(Planned):
+        planned = (1.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0)
+
+    result = make(Worse, early_stopping=EarlyStopping("val_loss", patience=patience)).fit(pieces(), pieces(1), epochs=7)
+    assert result.epochs == 1 + patience
+
+
+def test_patience_counts_validations_inside_an_epoch_too():
+    class Worse(Planned):
+        planned = (1.0,) * 7
+
+    result = make(Worse, early_stopping=EarlyStopping("val_loss", patience=2)).fit(
+        pieces(), pieces(1), epochs=7, validate=Updates(2)
+    )
+    assert (result.updates, result.epochs) == (6, 1)
+
+
+# Saving.
+
+
+@pytest.mark.parametrize(
+    ("every", "val", "at"),
+    [
+        ("auto", True, [6, 12, 18]),
+        ("auto", False, [6, 12, 18]),
+        (Updates(5), True, [5, 10, 15, 18]),
+        (Epochs(2), True, [12, 18]),
+        (Seconds(1e-9), False, list(range(1, 19))),
+        (Seconds(1000), False, [18]),
+    ],
+)
+def test_a_checkpoint_is_written_at_every_span_and_at_the_end(every, val, at, tmp_path):
+    told = Told()
+    trainer = make(checkpoint=Checkpoint(tmp_path, every=every, keep=30), observers=[told])
+    trainer.fit(pieces(), pieces(1) if val else None, epochs=3)
+    assert told.of("save") == at
+    assert sorted(path.name for path in tmp_path.glob("update-*")) == [f"update-{n:010d}" for n in at]
+
+
+def test_save_from_a_hook_is_written_when_the_update_is_whole(tmp_path):
+    class Saves(Trainer):
+        def training_step(self, batch):
+            if self.progress.updates == 2:
+                self.save()
+            return super().training_step(batch)
+
+    told = Told()
+    make(Saves, checkpoint=Checkpoint(tmp_path), observers=[told], accumulate=2).fit(pieces(), epochs=2)
+    assert told.of("save") == [3, 6]  # asked for in update 3
+
+    class Bare(Saves):
+        pass
+
+    with pytest.raises(SettingError, match="without a checkpoint slot"):
+        make(Bare).fit(pieces(), epochs=1)
+
+
+# Stages.
+
+
+def test_a_second_fit_is_a_new_stage():
+    told = Told()
+    trainer = make(Planned, observers=[told], early_stopping=EarlyStopping("val_loss", patience=3, restore_best=False))
+    first = trainer.fit(pieces(), pieces(1), epochs=2)
+    second = trainer.fit(pieces(), pieces(1), epochs=2)
+    assert (first.updates, second.updates, second.epochs) == (12, 12, 2)
+    assert trainer.progress.updates == 12
+    assert [row["update"] for row in second.history] == [6, 12, 18, 24]
+    assert [row["epoch"] for row in second.history] == [1, 2, 3, 4]
+    assert (first.best.epoch, second.best.epoch) == (2, 4)
+    assert second.best.update == 24
+
+
+def test_patience_starts_anew_in_a_next_stage():
+    class Worse(Planned):
+        planned = (1.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0)
+
+    trainer = make(Worse, early_stopping=EarlyStopping("val_loss", patience=2))
+    assert trainer.fit(pieces(), pieces(1), epochs=2).stopped == "epochs=2 reached"
+    second = trainer.fit(pieces(), pieces(1), epochs=7)
+    assert second.epochs == 3
+
+
+def test_the_numbers_of_a_stage_that_ended_inside_an_epoch_do_not_enter_the_next():
+    trainer = make()
+    for group in trainer.optimizer.param_groups:
+        group["lr"] = 0.0
+    trainer.fit(pieces(), max_updates=2)
+    row = trainer.fit(pieces(), epochs=1).history[-1]
+    fresh = make()
+    fresh.optimizer.param_groups[0]["lr"] = 0.0
+    assert row["loss"] == fresh.fit(pieces(), epochs=1).history[0]["loss"]
+
+
+def test_weights_and_optimizer_state_go_on_in_a_next_stage():
+    two = make()
+    two.fit(pieces(), epochs=1)
+    two.fit(pieces(), epochs=1)
+    one = make()
+    one.fit(pieces(), epochs=2)
+    assert torch.equal(one.model.weight, two.model.weight)
