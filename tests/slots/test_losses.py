@@ -1,0 +1,166 @@
+"""What steps may return, and the torch losses whose counts and sums are known: against torch's own means."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from trainwright import Mean, Step, StepError, Sum
+from trainwright.slots.losses import counted_by_torch, known_loss, read_outcome
+
+WEIGHT = torch.tensor([0.5, 2.0, 0.25, 1.5], dtype=torch.float64)
+
+
+def outputs(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+CLASSES = torch.tensor([0, 3, -100, 1, 2, -100, 1])
+GRID = CLASSES.repeat(3, 1)
+SHARES = outputs(7, 4).softmax(1)
+CASES = [
+    (nn.CrossEntropyLoss(), outputs(7, 4), CLASSES, 5),
+    (nn.CrossEntropyLoss(), outputs(3, 4, 7), GRID, 15),
+    (nn.CrossEntropyLoss(ignore_index=1), outputs(7, 4), CLASSES.clamp(min=0), 5),
+    (nn.CrossEntropyLoss(weight=WEIGHT), outputs(7, 4), CLASSES, 0.5 + 1.5 + 2.0 + 0.25 + 2.0),
+    (nn.CrossEntropyLoss(weight=WEIGHT, label_smoothing=0.2), outputs(7, 4), CLASSES, 6.25),
+    (nn.CrossEntropyLoss(label_smoothing=0.2), outputs(3, 4, 7), GRID, 15),
+    (nn.CrossEntropyLoss(weight=WEIGHT), outputs(7, 4), SHARES, 7),
+    (nn.CrossEntropyLoss(), outputs(3, 4, 5), outputs(3, 4, 5).softmax(1), 15),
+    (nn.CrossEntropyLoss(), outputs(4), outputs(4).softmax(0), 1),
+    (nn.CrossEntropyLoss(), outputs(4), torch.tensor(2), 1),
+    (nn.NLLLoss(weight=WEIGHT), outputs(7, 4).log_softmax(1), CLASSES, 6.25),
+    (nn.MSELoss(), outputs(7, 4), SHARES, 28),
+    (nn.L1Loss(), outputs(7), SHARES[:, 0], 7),
+    (nn.SmoothL1Loss(beta=0.5), outputs(7, 4), SHARES, 28),
+    (nn.HuberLoss(delta=0.3), outputs(7, 4), SHARES, 28),
+    (nn.BCELoss(weight=WEIGHT), outputs(7, 4).sigmoid(), SHARES, 28),
+    (nn.BCEWithLogitsLoss(pos_weight=WEIGHT), outputs(7, 4), SHARES, 28),
+    (F.cross_entropy, outputs(7, 4), CLASSES, 5),
+    (F.nll_loss, outputs(7, 4).log_softmax(1), CLASSES, 5),
+    (
+        partial(F.cross_entropy, weight=WEIGHT, ignore_index=0),
+        outputs(7, 4),
+        CLASSES.clamp(min=0),
+        1.5 + 2.0 + 0.25 + 2.0,
+    ),
+    (partial(F.mse_loss), outputs(7, 4), SHARES, 28),
+    (F.binary_cross_entropy_with_logits, outputs(7, 4), SHARES, 28),
+]
+
+
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_the_sum_over_the_count_is_torchs_mean(case):
+    loss, output, target, count = CASES[case]
+    known = known_loss(loss)
+    assert known.count(target) == pytest.approx(count)
+    assert float(known.total(output, target) / known.count(target)) == pytest.approx(
+        float(loss(output, target)), rel=1e-12
+    )
+
+
+@pytest.mark.parametrize("case", [0, 1, 10, 11])
+def test_each_row_has_a_value_of_its_own(case):
+    loss, output, target, _ = CASES[case]
+    rows = known_loss(loss).each_row(output, target)
+    assert rows.shape == (len(target),)
+
+
+def test_the_sum_of_a_loss_that_torch_broadcasts_has_torchs_scale():
+    loss, output, target = nn.MSELoss(), outputs(6, 1), outputs(6, 3)
+    known = known_loss(loss)
+    with pytest.warns(UserWarning, match="broadcast"):
+        assert float(known.total(output, target) / known.count(target)) == pytest.approx(float(loss(output, target)))
+
+
+def test_a_sum_over_nothing_is_0_with_gradient_0():
+    output = outputs(3, 4).requires_grad_()
+    known = known_loss(nn.CrossEntropyLoss())
+    target = torch.full((3,), -100)
+    total = known.total(output, target)
+    total.backward()
+    assert known.count(target) == 0 and float(total.detach()) == 0 and not output.grad.any()
+
+
+class Changed(nn.CrossEntropyLoss):
+    def forward(self, output, target):
+        return 2 * super().forward(output, target)
+
+
+def hooked():
+    loss = nn.CrossEntropyLoss()
+    loss.register_forward_hook(lambda *_: None)
+    return loss
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        Changed(),
+        hooked(),
+        nn.KLDivLoss(reduction="batchmean"),
+        nn.CrossEntropyLoss(reduction="none"),
+        partial(F.mse_loss, weight=WEIGHT),
+        lambda output, target: F.mse_loss(output, target) / 2,
+        nn.Sequential(),
+        None,
+    ],
+)
+def test_what_is_not_torchs_own_is_not_known(loss):
+    assert known_loss(loss) is None
+
+
+def test_a_sum_is_known_as_one():
+    assert known_loss(nn.CrossEntropyLoss(reduction="sum")).reduction == "sum"
+    assert known_loss(partial(F.l1_loss, reduction="sum")).reduction == "sum"
+
+
+@pytest.mark.parametrize("shape", [(7, 4), (3, 4, 7)])
+def test_torch_tells_what_it_divided_by(shape):
+    target = CLASSES if len(shape) == 2 else GRID
+    output = outputs(*shape).requires_grad_()
+    assert float(counted_by_torch(F.cross_entropy(output, target))) == int((target >= 0).sum())
+    assert float(counted_by_torch(F.cross_entropy(output, target, weight=WEIGHT))) == 6.25 * (
+        1 if len(shape) == 2 else 3
+    )
+    assert counted_by_torch(F.mse_loss(output, output.detach())) is None
+    assert counted_by_torch(F.cross_entropy(output.detach(), target)) is None
+
+
+def test_every_form_of_a_loss_is_read():
+    loss = torch.tensor(3.0)
+    mean, total = read_outcome(Mean(loss, 5)), read_outcome(Sum(loss, 5))
+    assert (mean.loss, mean.count, mean.summed) == (loss, 5, False)
+    assert (total.loss, total.count, total.summed) == (loss, 5, True)
+    assert read_outcome(loss).count is None and read_outcome(loss.reshape(1, 1)).loss.ndim == 0
+    assert read_outcome(Sum(loss)).count is None and read_outcome(Sum(loss)).summed
+
+
+def test_named_losses_are_added_and_share_a_count():
+    read = read_outcome({"a": Mean(torch.tensor(1.0), 4), "b": Mean(torch.tensor(2.0), 4)})
+    assert float(read.loss) == 3.0 and read.count == 4
+    assert {name: float(value) for name, value in read.named.items()} == {"a": 1.0, "b": 2.0}
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        None,
+        1.5,
+        {},
+        torch.zeros(3),
+        Mean(torch.zeros(2), 2),
+        (torch.tensor(1.0), 3),
+        {"a": torch.tensor(1.0), "b": Sum(torch.tensor(1.0), 2)},
+        {"a": {"b": torch.tensor(1.0)}},
+        {"a": Step(torch.tensor(1.0))},
+        Step(Step(torch.tensor(1.0))).loss,
+    ],
+)
+def test_what_is_no_loss_is_refused_with_what_a_step_may_return(returned):
+    with pytest.raises(StepError, match="want"):
+        read_outcome(returned)

@@ -1,0 +1,146 @@
+"""Windows by themselves: grouping, rows, counts, what is divided by and what stays owed; `accumulate=` checked."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from trainwright import DataError, SettingError, Window, windows
+from trainwright.slots.window import accumulation, ratio, rows_of
+
+
+def batch(rows):
+    return torch.zeros(rows, 2), torch.zeros(rows)
+
+
+def test_the_last_window_is_short_and_none_is_lost():
+    found = list(windows(iter([batch(n) for n in (3, 1, 4, 1, 5)]), 2))
+    assert [window.rows for window in found] == [[3, 1], [4, 1], [5]]
+    assert [window.alone for window in found] == [False, False, True]
+
+
+def test_a_window_is_fetched_whole_and_the_next_only_when_it_is_asked_for():
+    fetched = []
+    given = (fetched.append(n) or batch(n) for n in range(1, 6))
+    found = windows(given, 2)
+    assert fetched == []
+    next(found)
+    assert fetched == [1, 2]
+
+
+def test_counts_are_taken_of_host_batches_before_they_are_moved():
+    log = []
+    count, move = lambda b: log.append("count") or len(b[1]), lambda b: log.append("move") or b
+    window = next(windows(iter([batch(2), batch(3)]), 2, count=count, move=move))
+    assert log == ["count", "count"] and window.counts == [2, 3]
+    assert len(list(window)) == 2 and log[2:] == ["move", "move"]
+    window[0], window[0:2]
+    assert log[4:] == ["move"] * 3
+
+
+def test_a_lone_batch_is_counted_only_where_it_must_be_and_moved_once():
+    assert next(windows(iter([batch(2)]), 1, count=lambda b: 7)).counts is None
+    assert next(windows(iter([batch(2)]), 1, count=lambda b: 7, always_count=True)).counts == [7]
+    moved = []
+    window = next(windows(iter([batch(2)]), 1, move=lambda b: moved.append(b) or b))
+    assert window[0] is window[0] and len(moved) == 1
+
+
+def run(window, counts, own):
+    divisors = []
+    for position, count in enumerate(counts):
+        window.position = position
+        divisors.append(window.divisor(count, own=own))
+    return divisors, window.owed
+
+
+def test_known_counts_are_divided_by_their_sum_and_nothing_is_owed():
+    window = Window([0, 0, 0], [4, 4, 4], counts=[3, 0, 1])
+    assert run(window, window.counts, own=False) == ([4, 4, 4], 1.0)
+
+
+@pytest.mark.parametrize("counts", [[5, 1, 3], [0, 2, 7], [0.5, 0.25, 2.0]])
+def test_the_divisor_times_what_is_owed_is_the_whole(counts):
+    divisors, owed = run(Window([0, 0, 0], [8, 8, 8]), counts, own=True)
+    assert len(set(divisors)) == 1
+    assert divisors[0] / owed == pytest.approx(sum(counts), rel=1e-15)
+
+
+def test_counts_that_are_rows_owe_exactly_nothing():
+    assert run(Window([0, 0], [3, 5]), [3, 5], own=True) == ([8, 8], 1.0)
+
+
+def test_tensor_counts_are_divided_in_float64():
+    counts = [torch.tensor(n) for n in (3, 4, 4)]
+    divisors, owed = run(Window([0, 0, 0], [8, 8, 8]), counts, own=True)
+    assert owed.dtype == torch.float64 and float(divisors[0] / owed) == pytest.approx(11, rel=1e-15)
+    assert float(ratio(torch.tensor(1), 3)) == float(ratio(1, torch.tensor(3))) == ratio(1, 3) == 1 / 3
+
+
+@pytest.mark.parametrize("counts", [[0, 0], [torch.tensor(0), torch.tensor(0)]])
+@pytest.mark.parametrize("own", [True, False])
+def test_a_window_that_counts_nothing_owes_nothing_and_divides_by_more_than_0(counts, own):
+    divisors, owed = run(Window([0, 0], [3, 5], counts=None if own else counts), counts, own=own)
+    assert float(owed) == 1.0 and all(float(divisor) > 0 for divisor in divisors)
+
+
+def test_a_count_of_the_steps_own_after_a_known_one_is_made_up_for():
+    window = Window([0, 0], [3, 5], counts=[2, 2])
+    window.position = 0
+    base = window.divisor(2, own=False)
+    window.position = 1
+    assert window.divisor(6, own=True) == base == 4
+    assert window.owed == 4 / 8
+
+
+def test_a_window_can_be_run_again():
+    window = Window([0, 0], [3, 5])
+    first = run(window, [7, 2], own=True)
+    window.begin()
+    assert window.position == -1 and run(window, [7, 2], own=True) == first
+
+
+Pair = namedtuple("Pair", "x y")
+
+
+@dataclass
+class Held:
+    name: str
+    x: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("given", "rows"),
+    [
+        (torch.zeros(3, 2), 3),
+        (batch(4), 4),
+        (Pair(torch.zeros(5), torch.zeros(5, 2)), 5),
+        ({"name": "a", "x": torch.zeros(6, 1)}, 6),
+        ({"scale": torch.tensor(1.0), "x": [torch.zeros(7, 1)]}, 7),
+        (Held("a", torch.zeros(8)), 8),
+        ([torch.zeros(5, 3), torch.zeros(7, 3), torch.zeros(2, 3)], 3),
+        (([torch.zeros(5, 3), torch.zeros(7, 3)], torch.zeros(2)), 2),
+    ],
+)
+def test_rows_are_dim_0_of_the_first_tensor_or_the_length_of_a_ragged_list(given, rows):
+    assert rows_of(given) == rows
+
+
+@pytest.mark.parametrize("given", [{"name": "a"}, (), torch.tensor(1.0), "text"])
+def test_a_batch_without_rows_is_refused_with_the_override_to_write(given):
+    with pytest.raises(DataError, match="override count"):
+        rows_of(given)
+
+
+def test_accumulation_is_a_table_from_epoch_0():
+    assert accumulation(3) == ((0, 3),)
+    assert accumulation({5: 4, 0: 1}) == ((0, 1), (5, 4))
+
+
+@pytest.mark.parametrize("setting", [0, -1, True, 1.5, "2", {0: 0}, {-1: 2, 0: 1}, {0: 1, 2.5: 4}, {1: 4}, {}])
+def test_a_setting_that_is_no_table_is_refused(setting):
+    with pytest.raises(SettingError, match="accumulate="):
+        accumulation(setting)
