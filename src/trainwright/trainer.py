@@ -108,6 +108,7 @@ class Trainer(Generic[M]):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
+        setup.refuse_later_hooks(cls)
         refuse_near_names(cls, [*HOOKS, *METHODS])
 
     # The loop. An update is these four methods, read downwards.

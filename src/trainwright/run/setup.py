@@ -22,12 +22,25 @@ from trainwright.run.plan import Ends
 from trainwright.runtime.device import place, place_state
 from trainwright.slots.metrics import Meters
 
+_LATER_HOOKS = {
+    "begin_epoch": "give fit a function epoch -> data, or look at self.progress.epoch in a step",
+    "end_epoch": "write an Observer with on_epoch",
+    "after_update": "override update(self, window): super().update(window), then your own",
+}
+
 
 def refuse_later(**settings: object) -> None:
     """Refuse a setting whose part is designed but not built yet."""
     for name, value in settings.items():
         if value is not None:
             raise not_built(f"{name}=")
+
+
+def refuse_later_hooks(cls: type) -> None:
+    """Refuse a hook that is designed but not built yet: it would never be called."""
+    for name, instead in _LATER_HOOKS.items():
+        if name in vars(cls):
+            raise not_built(f"the hook {cls.__name__}.{name}", instead)
 
 
 def checked_model(model: Any) -> nn.Module:
