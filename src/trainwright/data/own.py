@@ -147,7 +147,7 @@ class Batches:
                     "the data are dealt into batches otherwise than when the state was saved",
                     have=", ".join(f"{name}={have[name]}" for name in differing),
                     want=", ".join(f"{name}={want[name]}" for name in differing),
-                    fix="write batches(...) as it was, or resume with resume_data=False",
+                    fix="write batches(...) as it was",
                 )
             )
         self._generators.load_state_dict(tree["generators"])

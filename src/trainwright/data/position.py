@@ -20,7 +20,7 @@ def skipped(iterator: Iterator[Any], skip: int, name: str) -> Iterator[Any]:
                 f"{name} ended while the batches were skipped that the run has trained on already",
                 have=f"{dropped} batches",
                 want=f"at least {skip}, as when the state was saved",
-                fix="give the data that the run was started with, or resume with resume_data=False",
+                fix="give the data that the run was started with",
             )
         )
     return iterator

@@ -152,4 +152,4 @@ class Continuing:
         elif left < 0:
             have = f"{loaded['taken']} batches taken from pass {loaded['pass']}, {-by} of them not trained on"
             what = "the saved state lies before the pass over the data that it was saved in"
-            raise DataError(message(what, have=have, fix="resume with resume_data=False"))
+            raise DataError(message(what, have=have, fix="resume from another checkpoint of the run"))
