@@ -89,8 +89,7 @@ def check_monitors(
         raise SettingError(
             message(
                 f"{who} watches {name!r}, which this run does not produce.{did_you_mean(name, produced)}",
-                have=", ".join(sorted(produced)),
-                want="one of these",
+                want=f"one of {', '.join(sorted(produced))}",
             )
         )
 
