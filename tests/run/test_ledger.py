@@ -22,7 +22,7 @@ def begun(ledger, rows, counts=None):
 
 
 def taken(ledger, *returned):
-    weighed = [float(ledger.take(one)) for one in returned]
+    weighed = [float(ledger.take(one).detach()) for one in returned]
     ledger.close()
     return weighed
 
