@@ -219,7 +219,7 @@ class Trainer(Generic[M]):
             return self.training_step(batch)
         inputs, target = self._split(batch)
         output = self.model(*inputs) if type(inputs) is tuple else batches.call(self.model, inputs)
-        loss = batches.exact_loss_of(self, output, target)
+        loss = batches.exact_loss_of(self, output, target) if self._summed is None else self._summed(output, target)
         return Step(loss, output, target) if self.metrics or self.spread else loss
 
     def predict_step(self, batch: Any) -> Any:
@@ -314,6 +314,8 @@ class Trainer(Generic[M]):
         self._has_own_step = "training_step" in own
         meters = Meters(self.metrics) if self.metrics else None
         self.ledger = Ledger(meters, counter=self.counter, trusts_counter=self.trusts_counter, rows_of=self.rows_of)
+        known = self.known
+        self._summed = known.summed if known is not None and known.reduction == "mean" else None
         self._split = self.split if "split" in own else batches.split
         self.spent_rates: Any = None
         self._run: Run = setup.NOT_RUNNING

@@ -10,6 +10,7 @@ from torch import Tensor
 from trainwright.base.errors import DataError, SettingError, message
 from trainwright.base.records import Sum
 from trainwright.run.owner import Owner
+from trainwright.slots.losses import no_target
 
 TARGETS = ("target", "targets", "labels", "label", "y")
 
@@ -78,7 +79,7 @@ def exact_loss_of(owner: Owner, output: Any, target: Any) -> Any:
     known = owner.known
     if known is None:
         return owner.loss(output, target)
-    return Sum(known.total(output, target), None if known.reduction == "sum" else known.count(target))
+    return known.summed(output, target) if known.reduction == "mean" else Sum(known.total(output, target))
 
 
 def no_loss(owner: Owner, target: Any) -> Exception:
@@ -92,11 +93,4 @@ def no_loss(owner: Owner, target: Any) -> Exception:
                 where=False,
             )
         )
-    return DataError(
-        message(
-            "a batch holds no target for the loss",
-            want="(inputs, target), or a dict with 'target', 'targets', 'labels', 'label' or 'y'",
-            fix="override split(self, batch) -> (inputs, target), or training_step(self, batch)",
-            where=False,
-        )
-    )
+    return no_target()

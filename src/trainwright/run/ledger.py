@@ -12,7 +12,7 @@ from torch import Tensor
 from trainwright.base.errors import SettingError, TrainwrightError, message
 from trainwright.base.records import Count, Step, Sum
 from trainwright.runtime import late
-from trainwright.slots.losses import Outcome, counted_by_torch, read_outcome
+from trainwright.slots.losses import Outcome, SumOver, counted_by_torch, read_outcome
 from trainwright.slots.metrics import Meters
 from trainwright.slots.window import Window, ratio, rows_of
 
@@ -56,6 +56,7 @@ class Ledger:
         self._entries: list[Entry] = []
         self._totals: list[Tensor] = []
         self._total_counts: list[Count] = []
+        self._uncounted: list[SumOver] = []
         self._sums: dict[str, float] = {}
         self._counts: dict[str, float] = {}
         self._noting = True
@@ -121,9 +122,13 @@ class Ledger:
         if type(returned) is Step:
             if self.meters is not None:
                 self.meters.update(returned.output, returned.target, self._rows_of(self.batch))
-            if returned.loss is None:
-                return
             returned = returned.loss
+            if returned is None:
+                return
+        if type(returned) is SumOver:  # what the default step gives, nearly always
+            self._totals.append(returned.total)
+            self._uncounted.append(returned)
+            return
         if type(returned) is Sum and returned.count is not None:
             self._totals.append(returned.total)
             self._total_counts.append(returned.count)
@@ -179,6 +184,10 @@ class Ledger:
         """Read the sums that an evaluation has noted: one stack, one read."""
         if not self._totals:
             return
+        if self._uncounted:
+            targets = torch.cat([noted.targets for noted in self._uncounted])
+            self._total_counts.append(self._uncounted[0].known.count(targets))
+            self._uncounted = []
         wide = torch.float32 if self._totals[0].device.type == "mps" else torch.float64
         total, *counts = late.read([torch.stack(self._totals).sum(dtype=wide), *self._total_counts])
         self._sums["loss"] = self._sums.get("loss", 0.0) + total

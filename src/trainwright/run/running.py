@@ -40,9 +40,7 @@ def running(
         undo.enter_context(switched(owner.precision))
         plan = make_plan(owner, source, val, ends=ends, notes=_wake(owner))
         run = Run(owner, source, plan)
-        keeper, found = _open_directory(owner, resume)
-        if keeper is not None:
-            undo.callback(keeper.release)
+        keeper, found = _open_directory(owner, resume, undo)
         pauses = Pauses(run, val, ends, keeper=keeper)
         owner.bind(run, pauses)
         undo.callback(owner.unbind)
@@ -131,21 +129,18 @@ def _check_parameters(owner: Owner) -> None:
         )
 
 
-def _open_directory(owner: Owner, resume: str | Path | None) -> tuple[Keeper | None, Path | None]:
+def _open_directory(owner: Owner, resume: str | Path | None, undo: ExitStack) -> tuple[Keeper | None, Path | None]:
     """Bind the checkpoint slot, and find what is to be resumed."""
     settings = owner.checkpoint
     if settings is None:
         if resume == "auto":
-            raise SettingError(
-                message(
-                    'resume="auto" without a checkpoint directory', fix='Trainer(..., checkpoint=Checkpoint("runs/x"))'
-                )
-            )
+            fix = 'Trainer(..., checkpoint=Checkpoint("runs/x"))'
+            raise SettingError(message('resume="auto" without a checkpoint directory', fix=fix))
         return None, find_checkpoint(resume, None)
-    keeper = settings.bind(owner.run_id or secrets.token_hex(8))
-    found = find_checkpoint(resume, settings.directory)
-    keeper.prepare(resuming=found is not None)
-    return keeper, found
+    keeper: Keeper = settings.bind(owner.run_id or secrets.token_hex(8))
+    undo.callback(keeper.release)
+    keeper.prepare(resuming=resume is not None)
+    return keeper, find_checkpoint(resume, settings.directory, run=keeper.run_id)
 
 
 def _rehearse(owner: Owner, run: Run, val: Source | None) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainwright.base.errors import StepError, message
+from trainwright.base.errors import DataError, StepError, message
 from trainwright.base.records import Count, Mean, Step, Sum
 
 Loss = Callable[..., Any]
@@ -51,6 +51,32 @@ def read_outcome(returned: Any) -> Outcome:
     )
 
 
+def no_target() -> DataError:
+    """Build the error for a batch in which a loss finds no target."""
+    return DataError(
+        message(
+            "a batch holds no target for the loss",
+            want="(inputs, target), or a dict with 'target', 'targets', 'labels', 'label' or 'y'",
+            fix="override split(self, batch) -> (inputs, target), or training_step(self, batch)",
+            where=False,
+        )
+    )
+
+
+class SumOver(Sum):
+    """A sum over the valid ones of `targets`, which are counted only when somebody asks: many at once, if need be."""
+
+    __slots__ = ("known", "targets")
+
+    def __init__(self, total: Tensor, known: KnownLoss, targets: Tensor) -> None:
+        self.total, self.known, self.targets = total, known, targets
+
+    @property
+    def count(self) -> Count:  # type: ignore[override]
+        """What the loss is a mean over."""
+        return self.known.count(self.targets)
+
+
 class KnownLoss:
     """A torch loss whose divisor is known: its count on the host, and the same loss as a sum.
 
@@ -64,6 +90,7 @@ class KnownLoss:
         self._kind = kind
         self._weight = options.get("weight")
         self._ignore = options.get("ignore_index", -100)
+        self._late = kind == "targets" and self._weight is None
         self._sum = rebuilt("sum")
         self._none = rebuilt("none")
 
@@ -73,6 +100,14 @@ class KnownLoss:
         if self._kind == "elements" and output.shape != target.shape:  # torch broadcasts, with a warning
             total = total * (target.numel() / math.prod(torch.broadcast_shapes(output.shape, target.shape)))
         return total
+
+    def summed(self, output: Tensor, target: Tensor) -> Sum:
+        """Return the loss as a sum with its count; one number per row is not counted before it must be."""
+        if target is None:
+            raise no_target()
+        if self._late and target.ndim == 1 and target.dtype is torch.int64:
+            return SumOver(self._sum(output, target), self, target)
+        return Sum(self.total(output, target), self.count(target))
 
     def count(self, target: Tensor) -> Count:
         """Return what the mean over `target` is a mean over; an int, or a float with class weights."""
