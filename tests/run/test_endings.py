@@ -1,0 +1,31 @@
+"""How a run ends by an error: the exception as it was, and a reason of one line in the Result."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from trainwright import NonFiniteError, Trainer
+
+
+def ended_by(error, data, cls=Trainer):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    trainer = cls(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), console=False)
+    with pytest.raises(error):
+        trainer.fit(data, epochs=2)
+    return trainer.result.stopped
+
+
+def test_the_reason_is_the_first_line_of_a_longer_message():
+    data = [(torch.full((2, 3), torch.nan), torch.zeros(2, 1))]
+    assert ended_by(NonFiniteError, data) == "NonFiniteError: update 1: the loss is not finite; no weight was changed"
+
+
+def test_an_interrupt_without_a_message_is_named_and_nothing_else():
+    class Interrupted(Trainer):
+        def training_step(self, batch):
+            raise KeyboardInterrupt
+
+    assert ended_by(KeyboardInterrupt, [(torch.zeros(2, 3), torch.zeros(2, 1))], Interrupted) == "KeyboardInterrupt"
