@@ -58,6 +58,11 @@ class LoaderBatches:
         tell_epoch(epoch, *self._tellable)
         return opened(iter(self._loader), skip, name=self.describe(), complaint=self._no_batches)
 
+    @property
+    def generators(self) -> list[Any]:
+        """The `torch.Generator`s of its own that a pass draws from; an evaluation puts them back."""
+        return self._generators.found
+
     def state_dict(self) -> dict[str, Any]:
         """The passes begun, and the loader's and samplers' own generators."""
         return {"passes": self._passes, "generators": self._generators.state_dict()}

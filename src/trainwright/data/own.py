@@ -126,6 +126,11 @@ class Batches:
             return self._data.batches(self._order(seed, epoch), self._dealing.size, self._left(skip))
         return self._fetched(seed, epoch, self._dealt(seed, epoch, skip))
 
+    @property
+    def generators(self) -> list[Any]:
+        """The `torch.Generator`s of its own that a pass draws from; an evaluation puts them back."""
+        return self._generators.found
+
     def state_dict(self) -> dict[str, Any]:
         """The seed, the passes that were begun by iterating, and what must not change."""
         return {

@@ -68,8 +68,8 @@ def move(batch: Any, device: torch.device) -> Any:
 def _rebuild(batch: Mapping[Any, Any], moved: dict[Any, Any]) -> Any:
     if type(batch) is dict:
         return moved
-    rebuilt = copy.copy(batch)
     try:
+        rebuilt = copy.copy(batch)
         for key, value in moved.items():
             rebuilt[key] = value  # type: ignore[index]
     except TypeError:  # a read-only mapping
