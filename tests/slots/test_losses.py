@@ -70,8 +70,9 @@ def test_each_row_has_a_value_of_its_own(case):
     assert rows.shape == (len(target),)
 
 
-def test_the_sum_of_a_loss_that_torch_broadcasts_has_torchs_scale():
-    loss, output, target = nn.MSELoss(), outputs(6, 1), outputs(6, 3)
+@pytest.mark.parametrize("shapes", [((6, 1), (6, 3)), ((6, 3), (6, 1)), ((4, 1), (1, 3))])
+def test_the_sum_of_a_loss_that_torch_broadcasts_has_torchs_scale(shapes):
+    loss, output, target = nn.MSELoss(), outputs(*shapes[0]), outputs(*shapes[1])
     known = known_loss(loss)
     with pytest.warns(UserWarning, match="broadcast"):
         assert float(known.total(output, target) / known.count(target)) == pytest.approx(float(loss(output, target)))
