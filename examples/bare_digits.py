@@ -1,7 +1,7 @@
 """The run of `full_digits.py` as a plain PyTorch loop: what the slots do, written out.
 
 Data      1,797 digits of 8 x 8 pixels that come with scikit-learn; 397 of them are held out
-Time      about 3 seconds on one CPU core (--smoke: two epochs, less)
+Time      2 to 3 seconds of training on one CPU core (--smoke: two epochs, less)
 Expected  at least 98 % of the held-out digits right at the best epoch: the very weights of `full_digits.py`
 Writes    runs/bare_digits.pt, the best weights (--smoke: nothing that stays)
 

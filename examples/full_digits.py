@@ -1,7 +1,7 @@
 """Mixed precision, accumulation, clipping, a schedule, early stopping, checkpoints: every slot, on digits.
 
 Data      1,797 digits of 8 x 8 pixels that come with scikit-learn; 397 of them are held out
-Time      about 3 seconds on one CPU core (--smoke: two epochs, less)
+Time      2 to 3 seconds of training on one CPU core (--smoke: two epochs, less)
 Expected  at least 98 % of the held-out digits right at the best epoch
 Writes    runs/full_digits (--smoke: nothing that stays)
 

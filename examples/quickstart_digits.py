@@ -1,7 +1,7 @@
 """Train a small network on handwritten digits: the shortest complete program.
 
 Data      1,797 digits of 8 x 8 pixels that come with scikit-learn; 397 of them are held out
-Time      about 1 second on one CPU core (--smoke: two epochs, less)
+Time      1 to 2 seconds of training on one CPU core (--smoke: two epochs, less)
 Expected  at least 97 % of the held-out digits right
 """
 
