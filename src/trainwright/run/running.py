@@ -83,7 +83,8 @@ def _until_the_end(owner: Owner, run: Run, pauses: Pauses) -> Iterator[tuple[Run
         yield run, pauses
         pauses.restore_best()
     except BaseException as error:
-        owner.counters.stopped = owner.counters.stopped or f"{type(error).__name__}: {error}"
+        first_line = str(error).partition("\n")[0]
+        owner.counters.stopped = owner.counters.stopped or f"{type(error).__name__}: {first_line}".removesuffix(": ")
         raise
     finally:
         owner.result = pauses.result()
