@@ -211,6 +211,7 @@ def check_named_losses_are_reported_each(accumulate):
     pieces = [(x[:5],), (x[5:],)]
     row = made.fit(pieces, pieces, epochs=1).history[0]
     first, second = x.mean().item(), x.square().mean().item()
+    assert {"first", "second", "loss", "val_first", "val_second", "val_loss"} <= set(row)
     for prefix in ("", "val_"):
         close(row[prefix + "first"], first)
         close(row[prefix + "second"], second)
@@ -336,17 +337,24 @@ def test_metrics_of_every_form_are_exact_over_uneven_batches_in_training_and_val
     check_metrics_are_exact_in_every_form(accumulate)
 
 
-def check_metrics_start_anew_each_epoch():
-    x, y = rows_of_data()
+def check_numbers_start_anew_each_epoch():
     model = linear()
-    made = trainer(model, metrics={"error": Errors(), "row": distance}, lr=0.0)
-    rows = made.fit(cut(x, y, UNEVEN), cut(x, y, UNEVEN), epochs=3).history
-    for name in ("loss", "error", "row", "val_error", "val_row", "val_loss"):
-        assert rows[0][name] == rows[1][name] == rows[2][name]
+    made = trainer(model, metrics={"object": Errors(), "row": distance}, lr=0.0)
+    rows = made.fit(
+        lambda epoch: cut(*rows_of_data(seed=epoch), UNEVEN), cut(*rows_of_data(), UNEVEN), epochs=3
+    ).history
+    for epoch, row in enumerate(rows):
+        x, y = rows_of_data(seed=epoch)
+        with torch.no_grad():
+            close(row["loss"], F.cross_entropy(model(x).double(), y).item())
+            expected = distance(model(x), y).double().mean().item()
+        close(row["object"], expected)
+        close(row["row"], expected)
+        assert all(row[name] == rows[0][name] for name in ("val_loss", "val_row", "val_object"))
 
 
 def test_numbers_start_anew_in_each_epoch_and_evaluation():
-    check_metrics_start_anew_each_epoch()
+    check_numbers_start_anew_each_epoch()
 
 
 class Logging(Trainer):

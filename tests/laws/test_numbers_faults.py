@@ -1,0 +1,284 @@
+"""Each fault of which the laws Numbers, Schedule and Traceless warn is planted once, and the law's own check fails."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from trainwright import Mean, TrainwrightError
+from trainwright.base.plan import Plan
+from trainwright.data.foreign import LoaderBatches
+from trainwright.run import evaluating
+from trainwright.run.ledger import Ledger
+from trainwright.run.run import Run
+from trainwright.runtime import modules
+from trainwright.slots.early_stopping import Watch
+from trainwright.slots.losses import KnownLoss, SumOver
+from trainwright.slots.rates import TableRates
+from trainwright.slots.schedule_stepped import SteppedRates
+from trainwright.slots.totals import Total
+
+from . import test_numbers as numbers
+from . import test_schedule_trainer as schedule
+from . import test_traceless as traceless
+
+Patch = pytest.MonkeyPatch
+FAULTS: dict[str, tuple[Callable[[Patch], None], Callable[[], Any]]] = {}
+
+
+def fault(check: Callable[..., Any], *arguments: Any):
+    """Register what plants a fault, with the check that must find it."""
+
+    def note(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
+        FAULTS[plant.__name__] = (plant, lambda: check(*arguments))
+        return plant
+
+    return note
+
+
+def with_entries(patch: Patch, change: Callable[..., Any]) -> None:
+    """Change what the ledger has noted just before it is read."""
+    close = Ledger.close
+
+    def changed(self, *more):
+        self._entries = [change(*entry) for entry in self._entries]
+        return close(self, *more)
+
+    patch.setattr(Ledger, "close", changed)
+
+
+# Numbers.
+
+
+@fault(numbers.check_training_loss_is_the_mean_over_rows, 2)
+def the_training_loss_is_divided_by_accumulate(patch):
+    note = Ledger._note
+
+    def divided(self, outcome, count):
+        size = 1 if self.window is None else len(self.window)
+        note(self, replace(outcome, loss=outcome.loss / size), count)
+
+    patch.setattr(Ledger, "_note", divided)
+
+
+@fault(numbers.check_training_loss_is_the_mean_over_rows, 1)
+def the_training_loss_is_a_mean_of_batch_means(patch):
+    with_entries(patch, lambda name, value, count, summed: (name, value, 1, summed))
+
+
+@fault(numbers.check_validation_loss_is_the_mean_over_rows)
+def the_validation_loss_is_a_mean_of_batch_means(patch):
+    note = Ledger.note
+
+    def by_batch(self, returned):
+        if isinstance(returned, SumOver):
+            returned = Mean(returned.total / returned.known.count(returned.targets), 1)
+        note(self, returned)
+
+    patch.setattr(Ledger, "note", by_batch)
+
+
+@fault(numbers.check_elements_weigh_a_loss_over_elements, 1)
+def a_loss_over_elements_is_weighed_by_rows(patch):
+    patch.setattr(Ledger, "_default_count", lambda self, position: self.window.rows[position])
+
+
+@fault(numbers.check_ignored_targets_do_not_count, 2)
+def ignored_targets_count(patch):
+    patch.setattr(KnownLoss, "count", lambda self, target: len(target))
+
+
+@fault(numbers.check_class_weights_are_counts)
+def class_weights_are_no_counts(patch):
+    patch.setattr(KnownLoss, "count", lambda self, target: len(target))
+
+
+@fault(numbers.check_more_rows_than_a_float32_counts)
+def counts_are_kept_in_float32(patch):
+    close = Ledger.close
+
+    def narrow(self, *more):
+        read = close(self, *more)
+        self._counts = {name: torch.tensor(n, dtype=torch.float32).item() for name, n in self._counts.items()}
+        return read
+
+    patch.setattr(Ledger, "close", narrow)
+
+
+@fault(numbers.check_metrics_are_exact_in_every_form)
+def a_metric_is_a_mean_of_batch_means(patch):
+    add = Total.add
+    patch.setattr(Total, "add", lambda self, value, count: add(self, value, 1))
+
+
+@fault(numbers.check_logged_numbers_are_weighted, 1)
+def logged_numbers_have_no_count(patch):
+    log = Ledger.log
+    patch.setattr(Ledger, "log", lambda self, name, value, count: log(self, name, value, 1))
+
+
+@fault(numbers.check_named_losses_are_reported_each, 2)
+def named_losses_are_forgotten_where_several_are_weighed(patch):
+    note = Ledger._note
+    patch.setattr(Ledger, "_note", lambda self, outcome, count: note(self, replace(outcome, named=None), count))
+
+
+@fault(numbers.check_numbers_start_anew_each_epoch)
+def sums_go_on_over_epochs(patch):
+    patch.setattr(Ledger, "reset", lambda self: None)
+
+
+@fault(numbers.check_a_nan_row_shows_in_training, "skip", 1)
+def a_nan_is_filtered_from_the_training_loss(patch):
+    with_entries(patch, lambda name, value, count, summed: (name, value, 0 if value != value else count, summed))
+
+
+@fault(numbers.check_a_nan_row_shows_in_validation)
+def a_nan_is_filtered_from_metrics(patch):
+    add = Total.add_sum
+    patch.setattr(
+        Total,
+        "add_sum",
+        lambda self, total, count: add(self, torch.as_tensor(total).nan_to_num(0.0), count),
+    )
+
+
+@fault(numbers.check_a_nan_is_never_best_and_never_resets_patience)
+def a_nan_beats_the_best(patch):
+    beats = Watch._beats
+    patch.setattr(Watch, "_beats", lambda self, value: math.isnan(value) or beats(self, value))
+
+
+@fault(numbers.check_early_stopping_follows_its_definition)
+def a_nan_resets_patience(patch):
+    judge = Watch.judge
+
+    def lenient(self, metrics, errors, *, epoch, update):
+        best = judge(self, metrics, errors, epoch=epoch, update=update)
+        self.waited = 0 if math.isnan(metrics["val_loss"]) else self.waited
+        return best
+
+    patch.setattr(Watch, "judge", lenient)
+
+
+@fault(numbers.check_min_delta_adds_up)
+def the_best_moves_with_any_gain(patch):
+    judge = Watch.judge
+
+    def moving(self, metrics, errors, *, epoch, update):
+        best = judge(self, metrics, errors, epoch=epoch, update=update)
+        if not best and self.best is not None and metrics["val_loss"] < self.best.value:
+            self.best = replace(self.best, value=metrics["val_loss"])
+        return best
+
+    patch.setattr(Watch, "judge", moving)
+
+
+@fault(numbers.check_early_stopping_follows_its_definition)
+def patience_is_one_too_long(patch):
+    stopped = Watch.stopped.fget
+    patch.setattr(
+        Watch, "stopped", property(lambda self: stopped(self) if self.waited > self.settings.patience else "")
+    )
+
+
+@fault(numbers.check_one_standard_error_is_over_rows)
+def the_standard_error_is_over_batches(patch):
+    each = KnownLoss.each_row
+    patch.setattr(KnownLoss, "each_row", lambda self, o, t: each(self, o, t).mean().expand(len(t)))
+
+
+# Schedule.
+
+
+@fault(schedule.check_a_skipped_update_does_not_advance, "skip", {"epochs": 5})
+def a_skipped_update_advances_the_schedule(patch):
+    apply = TableRates.apply
+
+    def by_tries(self, updates):
+        self.tries = getattr(self, "tries", -1) + 1
+        apply(self, self.tries)
+
+    patch.setattr(TableRates, "apply", by_tries)
+
+
+@fault(schedule.check_rates_are_torchs, "cosine", "one", "plain")
+def the_schedule_is_one_update_ahead(patch):
+    apply = TableRates.apply
+    patch.setattr(TableRates, "apply", lambda self, updates: apply(self, updates + 1))
+
+
+@fault(schedule.check_rates_are_torchs, "one cycle", "adam", "accumulate")
+def the_total_counts_micro_batches(patch):
+    patch.setattr(Plan, "updates_in", lambda self, epoch: self.batches)
+
+
+@fault(schedule.check_rates_are_torchs, "one cycle", "two", "accumulate")
+def the_total_forgets_short_windows(patch):
+    patch.setattr(Plan, "updates_in", lambda self, epoch: self.batches // self.accumulated(epoch))
+
+
+@fault(schedule.check_rates_are_torchs, "cosine, warmup", "two", "drop last")
+def the_rate_that_is_told_is_the_next_one(patch):
+    patch.setattr(Run, "learning_rates", lambda self: tuple(self.rates.at(self.counters.updates)))
+
+
+@fault(schedule.check_a_next_stage_starts_anew, "cosine, warmup")
+def a_next_stage_starts_from_the_last_rate(patch):
+    patch.setattr(TableRates, "put_back", lambda self: None)
+
+
+@fault(schedule.check_plateau_is_torchs, schedule.Plateau("val_loss", factor=0.5, patience=1))
+def a_plateau_takes_a_nan_for_a_gain(patch):
+    observe = SteppedRates.observe
+
+    def hidden(self, metrics):
+        observe(self, {name: -1e9 if math.isnan(value) else value for name, value in metrics.items()})
+
+    patch.setattr(SteppedRates, "observe", hidden)
+
+
+# Traceless.
+
+
+@fault(traceless.check_evaluation_leaves_everything_as_it_was, "DataLoader")
+def evaluation_moves_the_random_state(patch):
+    @contextmanager
+    def moved(generators=()):
+        yield
+
+    patch.setattr(evaluating, "unmoved", moved)
+
+
+@fault(traceless.check_evaluation_leaves_everything_as_it_was, "batches")
+def evaluation_ends_with_train_mode_for_every_module(patch):
+    def put_back(roots, modes):
+        for root in roots:
+            root.train()
+
+    patch.setattr(modules, "_put_back", put_back)
+
+
+@fault(traceless.check_a_run_with_validation_is_the_run_without, "batches")
+def the_model_stays_in_eval_mode_after_validation(patch):
+    patch.setattr(modules, "_put_back", lambda roots, modes: None)
+
+
+@fault(traceless.check_evaluating_inside_an_epoch_changes_nothing, traceless.TRAIN["generator"])
+def a_loaders_own_generator_is_moved(patch):
+    patch.setattr(LoaderBatches, "generators", ())
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_caught_by_the_laws_own_check(name, monkeypatch):
+    plant, check = FAULTS[name]
+    check()
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, TrainwrightError)):
+        check()
