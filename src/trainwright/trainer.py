@@ -26,9 +26,9 @@ from trainwright.run.plan import EACH_EPOCH, Ends, make_plan
 from trainwright.run.run import Run
 from trainwright.run.running import parts_of, running
 from trainwright.runtime.device import choose_device, move
-from trainwright.slots.checkpoint import Checkpoint
+from trainwright.slots.checkpoint import Saving
 from trainwright.slots.clip import as_clip
-from trainwright.slots.early_stopping import EarlyStopping
+from trainwright.slots.early_stopping import Stopping
 from trainwright.slots.losses import known_loss
 from trainwright.slots.metrics import Meters
 from trainwright.slots.nonfinite import Policy, as_policy
@@ -72,8 +72,8 @@ class Trainer(Generic[M]):
         accumulate: int | Mapping[int, int] = 1,
         clip: float | Clip | None = None,
         schedule: Schedule | Callable[[int, int], float] | None = None,
-        early_stopping: EarlyStopping | None = None,
-        checkpoint: Checkpoint | None = None,
+        early_stopping: Stopping | None = None,
+        checkpoint: Saving | None = None,
         nonfinite: str = "raise",
         parallel: str | None = "auto",
         device: str | torch.device = "auto",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -124,7 +124,7 @@ class OwnCheckpoint:
     directory: str | Path = "nowhere"
     best: Any = None
     mode = None
-    every = "auto"
+    every: Literal["auto"] = "auto"
     restore_best = False
 
     def __init__(self) -> None:

@@ -9,10 +9,10 @@ from dataclasses import KW_ONLY, dataclass
 from math import inf
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 from warnings import warn
 
-from trainwright.base.contracts import Tree
+from trainwright.base.contracts import Part, Tree
 from trainwright.base.errors import CheckpointError, SettingError, message
 from trainwright.base.names import did_you_mean
 from trainwright.base.records import Best, Saved
@@ -31,6 +31,8 @@ from trainwright.slots.saved import (
 __all__ = [
     "Checkpoint",
     "Keeper",
+    "Keeping",
+    "Saving",
     "encode",
     "find_checkpoint",
     "latest_checkpoint",
@@ -38,6 +40,69 @@ __all__ = [
     "load_weights",
     "save_weights",
 ]
+
+
+class Keeping(Part, Protocol):
+    """What the Trainer asks of one run's checkpoints: `prepare`, perhaps `adopt`, `judge` and `save`, `release`."""
+
+    run_id: str
+
+    @property
+    def settings(self) -> Saving:
+        """What was set."""
+        ...
+
+    @property
+    def best(self) -> Best | None:
+        """The best of the number that is judged, so far."""
+
+    def prepare(self, *, resuming: bool) -> None:
+        """Refuse what cannot be written to, before the first update."""
+
+    def adopt(self, path: Path, manifest: Mapping[str, Any]) -> None:
+        """Go on with the run of the checkpoint that was loaded."""
+
+    def judge(self, metrics: Mapping[str, float], *, epoch: int, update: int) -> bool:
+        """Whether these numbers are among the best, and to be saved now; asked only where `settings.best` is set."""
+        ...
+
+    def save(self, tree: Mapping[str, Tree], *, update: int, epoch: int, metrics: Mapping[str, float]) -> Saved:
+        """Write `{part: state}`."""
+        ...
+
+    def release(self) -> None:
+        """Called once, when the run ends in whatever way."""
+
+
+class Saving(Protocol):
+    """What fills the slot `checkpoint`: settings only; `bind` makes the thing with state, anew for each `fit`."""
+
+    @property
+    def directory(self) -> str | Path:
+        """Where checkpoints lie."""
+        ...
+
+    @property
+    def best(self) -> str | None:
+        """The number that is judged."""
+
+    @property
+    def mode(self) -> Literal["min", "max"] | None:
+        """Whether less or more of it is better."""
+
+    @property
+    def every(self) -> Span | Literal["auto"]:
+        """When to save: a span, or at each validation."""
+        ...
+
+    @property
+    def restore_best(self) -> bool:
+        """Whether the model holds the best weights when `fit` ends."""
+        ...
+
+    def bind(self, run_id: str) -> Keeping:
+        """The keeper of one run's checkpoints."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

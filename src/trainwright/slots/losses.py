@@ -197,8 +197,10 @@ def _named(losses: Mapping[str, Any]) -> Outcome:
 
 def _alike(one: Outcome, other: Outcome) -> bool:
     """Whether two losses are of one form and, as far as the host knows, over one count."""
-    known = not isinstance(one.count, Tensor) and not isinstance(other.count, Tensor)
-    same = one.count == other.count if known else (one.count is None) == (other.count is None)
+    if isinstance(one.count, Tensor) or isinstance(other.count, Tensor):
+        same = (one.count is None) == (other.count is None)
+    else:
+        same = one.count == other.count
     return one.summed == other.summed and same
 
 
