@@ -25,6 +25,8 @@ CASTS = {"float", "bool", "int"}
 OFF_THE_PATH = {"__init__", "state_dict", "load_state_dict"}
 ALLOWED = {
     ("run/run.py", "learning_rates"): "the rates of the parameter groups are plain numbers",
+    ("run/run.py", "judge"): "whether an update was applied, as the host knows it",
+    ("run/ledger.py", "waiting"): "a list",
     ("trainer.py", "_rows_or_count"): "the count of a host batch whose rows nothing tells",
 }
 """Casts on the path that touch no tensor of the device, each with its reason."""
