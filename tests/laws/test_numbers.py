@@ -199,6 +199,17 @@ def test_a_sum_without_count_is_reported_per_row():
     close(result.history[0]["val_loss"], expected)
 
 
+@pytest.mark.parametrize("count_as", [int, torch.tensor], ids=["host", "tensor"])
+def test_a_sum_over_nothing_leaves_the_mean_of_the_others_even_where_it_is_nan(count_as):
+    class Masked(Trainer):
+        def training_step(self, batch):
+            total = batch[0].sum() + 0 * self.model.weight.sum()
+            return Sum(total, count_as(len(batch[0]) if batch[0].isfinite().all() else 0))
+
+    pieces = [(torch.ones(3),), (torch.full((4,), math.nan),), (torch.full((1,), 5.0),)]
+    assert trainer(cls=Masked).evaluate(pieces)["val_loss"] == 8 / 4
+
+
 def check_named_losses_are_reported_each(accumulate):
     class Two(Trainer):
         def training_step(self, batch):

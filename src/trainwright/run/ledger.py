@@ -65,6 +65,8 @@ class Ledger:
         """Turn to the next window."""
         self.window = window
         self.noted = False
+        if self.values:
+            self.values = {}
         self._noting = True
 
     def begin_again(self) -> None:
@@ -80,6 +82,8 @@ class Ledger:
         if window is None:
             return self._rows_of(self.batch) if self._counter is None else self._counter(self.batch)
         index = window.position + 1
+        if index == len(window.batches):  # all of them have run
+            return sum(window.rows)
         if window.counts is not None:
             return window.counts[index]
         return window.rows[index] if self._counter is None else self._counter(window.batches[index])
@@ -130,7 +134,7 @@ class Ledger:
             self._uncounted.append(returned)
             return
         if type(returned) is Sum and returned.count is not None:
-            self._totals.append(returned.total)
+            self._totals.append(_without_nothing(returned.total, returned.count))
             self._total_counts.append(returned.count)
             return
         outcome = read_outcome(returned)
@@ -169,7 +173,7 @@ class Ledger:
             numbers = late.read([value, count, *more])
             read, counted = numbers[0], numbers[1]
             self.loss = (read / counted if counted else math.nan) if summed else read
-            self.counted, self.noted, self.values = counted, True, {}
+            self.counted, self.noted = counted, True
             if counted:
                 self._sums["loss"] = self._sums.get("loss", 0.0) + (read if summed else read * counted)
             self._counts["loss"] = self._counts.get("loss", 0.0) + counted
@@ -179,6 +183,11 @@ class Ledger:
                 self._add_all(numbers)
         self._entries = []
         return numbers[2 * size :]
+
+    @property
+    def waiting(self) -> bool:
+        """Whether numbers were noted that are not read yet."""
+        return bool(self._entries)
 
     def close_totals(self) -> None:
         """Read the sums that an evaluation has noted: one stack, one read."""
@@ -261,8 +270,10 @@ class Ledger:
     def _add_all(self, numbers: list[float]) -> None:
         sums: dict[str, float] = {}
         counts: dict[str, float] = {}
+        alone: dict[str, float | None] = {}
         size = len(self._entries)
         for (name, _, _, summed), value, count in zip(self._entries, numbers, numbers[size:], strict=False):
+            alone[name] = None if summed or name in alone else value
             # A number over nothing is NaN, or a sum of 0: neither belongs in the mean of the others.
             sums[name] = sums.get(name, 0.0) + ((value if summed else value * count) if count else 0.0)
             counts[name] = counts.get(name, 0.0) + count
@@ -270,13 +281,14 @@ class Ledger:
             self._sums[name] = self._sums.get(name, 0.0) + sums[name]
             self._counts[name] = self._counts.get(name, 0.0) + count
         means = {name: (sums[name] / n if n else math.nan) for name, n in counts.items()}
-        self.loss, self.counted = means.pop("loss", math.nan), counts.get("loss", 0.0)
-        self.noted = self.noted or "loss" in counts
-        self.values = means
+        means |= {name: value for name, value in alone.items() if value is not None}  # bit for bit what was given
+        if "loss" in means:
+            self.loss, self.counted, self.noted = means.pop("loss"), counts["loss"], True
+        self.values |= means
 
 
 def _without_nothing(loss: Tensor, count: Count) -> Tensor:
-    """The loss of a micro-batch, 0 where it counts nothing: torch's mean over nothing is NaN."""
+    """The loss of a batch, 0 where it counts nothing: torch's mean over nothing is NaN."""
     if isinstance(count, Tensor):
         return torch.where(count == 0, torch.zeros_like(loss), loss)
     return loss if count else loss.nan_to_num(0.0, 0.0, 0.0)
