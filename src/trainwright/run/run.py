@@ -124,14 +124,16 @@ class Run:
                 self.scaler.adapt(False)
             self._applied = True
             return True
-        self._applied = self._applies_anyway(bad)
-        return self._applied
+        applied = self._applies_anyway(bad)
+        self._applied = applied or bool(self._applied)  # one step that was applied makes it an update
+        return applied
 
     def record(self, window: Window, returned: Any) -> None:
         """Count the update, and tell who watches updates."""
         ledger, counters = self.ledger, self.counters
         if returned is not None and not ledger.noted:
             ledger.note_returned(returned)
+        if ledger.waiting:
             ledger.close()
         counters.batch += len(window.batches)
         counters.rows += window.rows[0] if window.alone else sum(window.rows)
