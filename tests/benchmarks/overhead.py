@@ -160,7 +160,8 @@ def row(title: str, times: dict[str, list[float]]) -> None:
     ours = ratios("trainer", "tuned")
     low, _, high = statistics.quantiles(ours, n=4)
     print(
-        f"| {title} | {statistics.median(times['tuned']) * 1e6:.0f} | {statistics.median(ratios('plain', 'tuned')):.3f} "
+        f"| {title} | {statistics.median(times['tuned']) * 1e6:.0f} "
+        f"| {statistics.median(ratios('plain', 'tuned')):.3f} "
         f"| {statistics.median(ours):.3f} | {low:.3f} to {high:.3f} "
         f"| {statistics.median(ratios('trainer', 'plain')):.3f} |",
         flush=True,
