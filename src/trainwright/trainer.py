@@ -187,7 +187,7 @@ class Trainer(Generic[M]):
             norm = clipped if norm is None else norm
         applied = run.judge(flag, norm)
         if applied:
-            self.optimizer.step()
+            run.step()  # the optimizer's
         return applied
 
     def _pause(self, run: Run, pauses: Pauses, *, epoch_ended: bool = False) -> None:
@@ -195,7 +195,7 @@ class Trainer(Generic[M]):
         pauses.arrive(epoch_ended=epoch_ended)
         validated = pauses.validation_is_due(epoch_ended=epoch_ended)
         best = False
-        if validated or epoch_ended:
+        if validated or epoch_ended or pauses.ends_unfinished:
             numbers = self.evaluate(pauses.val, name="val") if validated else None
             row = pauses.row(numbers, epoch_ended=epoch_ended)
             best = pauses.judge(row, validated=validated)
@@ -215,7 +215,7 @@ class Trainer(Generic[M]):
 
     def validation_step(self, batch: Any) -> Any:
         """Return what `training_step` may return; by default its own loss, or the class's own `training_step`."""
-        if self._has_own_step:
+        if self.steps_itself:
             return self.training_step(batch)
         inputs, target = self._split(batch)
         output = self.model(*inputs) if type(inputs) is tuple else batches.call(self.model, inputs)
@@ -311,11 +311,13 @@ class Trainer(Generic[M]):
         self.spread = early.monitor.removeprefix("val_") if early is not None and wants_error else None
         self.errors = {}
         self.run_id = ""
-        self._has_own_step = "training_step" in own
+        self.steps_itself = "training_step" in own
         meters = Meters(self.metrics) if self.metrics else None
         self.ledger = Ledger(meters, counter=self.counter, trusts_counter=self.trusts_counter, rows_of=self.rows_of)
         known = self.known
-        self._summed = known.summed if known is not None and known.reduction == "mean" else None
+        self._summed = (
+            known.summed if known is not None and known.reduction == "mean" and not self.steps_itself else None
+        )
         self._split = self.split if "split" in own else batches.split
         self.spent_rates: Any = None
         self._run: Run = setup.NOT_RUNNING

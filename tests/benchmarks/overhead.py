@@ -112,21 +112,26 @@ def trained_evaluation(model: nn.Module, data: Batches, epochs: int) -> None:
 
 
 def measure(
-    make: Callable[[], nn.Module], data: Batches, contestants: dict[str, Callable[..., None]], args: argparse.Namespace
+    make: Callable[[], nn.Module],
+    data: Batches,
+    contestants: dict[str, Callable[..., None]],
+    *,
+    epochs: int,
+    rounds: int,
 ) -> dict[str, list[float]]:
     """Seconds of thread time per update, by contestant, round by round."""
     times: dict[str, list[float]] = {name: [] for name in contestants}
-    for number in range(args.rounds + 1):
+    for number in range(rounds + 1):
         order = list(contestants) if number % 2 else list(contestants)[::-1]
         weights = {}
         for name in order:
             torch.manual_seed(0)
             model = make()
             begun = time.thread_time()
-            contestants[name](model, data, args.epochs)
+            contestants[name](model, data, epochs)
             spent = time.thread_time() - begun
             if number:  # the first round warms up
-                times[name].append(spent / (args.epochs * len(data)))
+                times[name].append(spent / (epochs * len(data)))
             weights[name] = torch.cat([p.detach().flatten() for p in model.parameters()])
         first = next(iter(weights.values()))
         assert all(torch.equal(first, other) for other in weights.values()), "the contestants differ"
@@ -149,8 +154,11 @@ def main() -> None:
         ("MLP 64-64-10, batch 32", mlp, digits(32, image=False)),
         ("CNN 16-32, batch 64", cnn, digits(64, image=True)),
     ):
-        for kind, contestants in (("train", train), ("evaluate", evaluate)):
-            row(f"{title}, {kind}", measure(make, data, contestants, args))
+        row(f"{title}, train", measure(make, data, train, epochs=args.epochs, rounds=args.rounds))
+        times = measure(make, data * 10, evaluate, epochs=max(1, args.epochs // 10), rounds=args.rounds)
+        row(f"{title}, evaluate, a pass of {10 * len(data)} batches", times)
+        times = measure(make, data, evaluate, epochs=args.epochs, rounds=args.rounds)
+        row(f"{title}, evaluate, a pass of {len(data)} batches", times)
 
 
 def row(title: str, times: dict[str, list[float]]) -> None:

@@ -169,7 +169,7 @@ def check_evaluating_inside_an_epoch_changes_nothing(make_train):
             self.train = train
             return super().fit(train, *args, **kwargs)
 
-    assert same(trained(None, train=make_train), trained(None, train=make_train, cls=Here))
+    assert same(trained(None, train=make_train, cls=Evaluates), trained(None, train=make_train, cls=Here))
 
 
 TRAIN = {

@@ -149,7 +149,7 @@ class Observer:
         """After every validation."""
 
     def on_epoch(self, record: Validation) -> None:
-        """After every finished epoch, and after its validation."""
+        """After every finished epoch, and its validation; also where a run ends inside an epoch without one."""
 
     def on_save(self, saved: Saved) -> None:
         """When a checkpoint is whole on disk."""

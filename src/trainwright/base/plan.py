@@ -30,6 +30,8 @@ class Plan:
     max_updates: int | None = None
     max_seconds: float | None = None
     epoch_updates: int | None = None
+    finished: str = ""
+    """The directory of a run that is finished already: it is loaded, and nothing is trained."""
     notes: tuple[str, ...] = ()
     """Further lines of the header: what was switched, what was chosen and why."""
 

@@ -35,6 +35,7 @@ class Console(Observer):
         self._width = width
         self._table = Table(self.width)
         self._last: tuple[int, int] | None = None
+        self._finished = ""
 
     @property
     def stream(self) -> TextIO:
@@ -52,8 +53,9 @@ class Console(Observer):
 
     def on_fit_start(self, plan: Plan) -> None:
         """Print what the run will do."""
-        self._table, self._last = Table(self.width), None
-        self._print(*header(plan, self.width), "")
+        self._table, self._last, self._finished = Table(self.width), None, plan.finished
+        if not plan.finished:
+            self._print(*header(plan, self.width), "")
 
     def on_validate(self, record: Validation) -> None:
         """Print a row."""
@@ -65,7 +67,7 @@ class Console(Observer):
 
     def on_fit_end(self, result: Result) -> None:
         """Print how the run ended, the best, and the course of the losses."""
-        self._print(*footer(result, self.width))
+        self._print(*(at_once(self._finished, result, self.width) if self._finished else footer(result, self.width)))
 
     def _row(self, record: Validation) -> None:
         if self._last != (record.epoch, record.update):
@@ -124,6 +126,13 @@ def footer(result: Result, width: int = WIDEST) -> list[str]:
     lines += [line for note in result.notes for line in joined([note], width, start=" note  ")]
     courses = [course for name in ("loss", "val_loss") if (course := _course(name, result.history))]
     return [*lines, *(f" {' ' * 5} {course}" for course in courses)]
+
+
+def at_once(finished: str, result: Result, width: int = WIDEST) -> list[str]:
+    """Return the line that is all there is to say of a run that was finished before it began."""
+    best = result.best
+    found = [] if best is None else [f"best {best.name} {number(best.value)}"]
+    return joined([f"{finished} is finished: {result.stopped}", *found, f"weights: {result.weights}"], width)
 
 
 def _versions() -> str:

@@ -31,7 +31,9 @@ def as_world(parallel: str | None) -> World:
     """Read the `parallel` setting: None is one process, "auto" is what the environment says."""
     if parallel not in (None, "auto"):
         if isinstance(parallel, str):
-            raise SettingError(message(f"parallel={parallel!r}", want='"auto" or None'))
+            raise SettingError(
+                message(f"parallel={parallel!r}: many processes are not built yet", want='"auto" or None')
+            )
         raise not_built(f"parallel={parallel!r}", 'parallel="auto"')
     if parallel == "auto" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise SettingError(

@@ -46,6 +46,8 @@ class Owner(Protocol):
     """Whether `count` is the user's own."""
     logs_freely: bool
     """Whether training steps are the user's own and may log any name."""
+    steps_itself: bool
+    """Whether `training_step` is the user's own; the default one, called from it, then returns a plain mean."""
     pays_at_once: bool
     """Whether `update` is the user's own, so that gradients must be whole when `compute_gradients` returns."""
 

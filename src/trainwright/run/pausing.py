@@ -66,6 +66,13 @@ class Pauses:
         fresh = self.counters.validated != self.counters.updates
         return self.val is not None and fresh and (rings or bool(self.counters.stopped))
 
+    @property
+    def ends_unfinished(self) -> bool:
+        """Whether the run ends inside an epoch whose numbers no row has told yet."""
+        update = self.counters.earlier_updates + self.counters.updates
+        told = bool(self.history) and self.history[-1]["update"] == update
+        return bool(self.counters.stopped) and self.counters.batch > 0 and not told
+
     def row(self, numbers: Mapping[str, float] | None, *, epoch_ended: bool) -> dict[str, float]:
         """Make the row of the history: the epoch's training numbers so far, and the validation's."""
         counters, ledger = self.counters, self.run.ledger
@@ -118,7 +125,7 @@ class Pauses:
         self._last_time, self._last_rows, self.run.waited = now, counters.rows, 0.0
         for notify in self._on_validate if validated else []:
             notify(record)
-        for notify in self._on_epoch if epoch_ended else []:
+        for notify in self._on_epoch if epoch_ended or not validated else []:
             notify(record)
 
     def saving_is_due(self, *, best: bool, validated: bool, epoch_ended: bool) -> bool:
@@ -210,8 +217,9 @@ class Pauses:
 
     def _notes(self) -> tuple[str, ...]:
         counters, total = self.counters, self.run.plan.updates
-        short = 0 if total is None else total - counters.updates
-        if not counters.skipped or self.run.rates is None or short <= 0 or self.ends.epochs != counters.epoch:
+        rates = self.run.rates
+        short = 0 if total is None or rates is None or rates.monitor is not None else total - counters.updates
+        if not counters.skipped or short <= 0 or self.ends.epochs != counters.epoch:
             return ()
         return (f"the schedule ended {short} short of its {total} updates: {counters.skipped} were skipped",)
 

@@ -20,6 +20,7 @@ from trainwright.run.owner import Owner
 from trainwright.run.state import Random
 from trainwright.runtime import late
 from trainwright.runtime.gradients import Gradients
+from trainwright.runtime.kernels import step_of
 from trainwright.runtime.modules import running_statistics
 from trainwright.runtime.randomness import random_state, set_random_state
 from trainwright.slots import nonfinite
@@ -37,6 +38,8 @@ class Run:
         self.ledger: Ledger = owner.ledger
         self.random = Random()
         self.gradients = Gradients(owner.optimizer)
+        self.step = step_of(owner.optimizer)
+        """One step of the optimizer."""
         self.rates: Rates | None = None if owner.schedule is None else owner.schedule.bind(owner.optimizer, plan)
         precision, device = owner.precision, owner.device.type
         self.autocast = None if precision is None else precision.autocast(device)
@@ -118,7 +121,8 @@ class Run:
         if not read:
             self._applied = True
             return True
-        bad = read[0] != 0.0
+        # Finite elements can have a norm that overflows: clipping by it would apply a gradient of zeros.
+        bad = read[0] != 0.0 or (self._norm is not None and not late.finite(self._norm))
         if not bad and (not ledger.noted or late.finite(ledger.loss)):
             if self.scaler is not None:
                 self.scaler.adapt(False)

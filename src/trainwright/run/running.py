@@ -46,7 +46,9 @@ def running(
         undo.callback(owner.unbind)
         _rehearse(owner, run, val)
         if found is not None:
-            plan = replace(plan, notes=(*plan.notes, *_load(owner, pauses, found)))
+            reports = _load(owner, pauses, found)
+            ended = owner.counters.stopped or pauses.end_reached()
+            plan = replace(plan, notes=(*plan.notes, *reports), finished=str(found.parent) if ended else "")
         if keeper is not None:
             owner.run_id = keeper.run_id
             encode(state.gather(owner.parts()))  # what cannot be saved is refused now, not at the first save
@@ -84,7 +86,7 @@ def _until_the_end(owner: Owner, run: Run, pauses: Pauses) -> Iterator[tuple[Run
         pauses.restore_best()
     except BaseException as error:
         first_line = str(error).partition("\n")[0]
-        owner.counters.stopped = owner.counters.stopped or f"{type(error).__name__}: {first_line}".removesuffix(": ")
+        owner.counters.stopped = f"{type(error).__name__}: {first_line}".removesuffix(": ")
         raise
     finally:
         owner.result = pauses.result()
@@ -172,12 +174,10 @@ def _load(owner: Owner, pauses: Pauses, found: Path) -> list[str]:
         pauses.keeper.adopt(found, manifest)
     reports = state.restore(owner.parts(), tree, origin=str(found))
     for report in reports:
-        warnings.warn(report, stacklevel=2)  # a schedule that is planned anew shall be heard without a console too
+        warnings.warn(report, stacklevel=5)  # at the line that calls `fit`: it shall be heard without a console too
     counters = owner.counters
     counters.stopped = "" if pauses.watch is None else pauses.watch.stopped
     at = counters.earlier_updates + counters.updates
-    if ended := counters.stopped or pauses.end_reached():
-        reports.append(f"this run is finished already, nothing is left to train: {ended}")
     for observer in owner.observers:
         resume_at = getattr(observer, "resume_at", None)
         if resume_at is not None:

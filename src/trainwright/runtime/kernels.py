@@ -1,0 +1,46 @@
+"""Call an optimizer's own step without torch's wrapper around it, where nobody could tell the difference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.optim.optimizer as torch_optimizer
+from torch.optim import Optimizer
+
+BEFORE, AFTER = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
+
+
+def step_of(optimizer: Optimizer) -> Callable[[], Any]:
+    """Return what makes one step of `optimizer`: its `step`, less a wrapper that has nothing to do.
+
+    Torch wraps every `step` to label it for the profiler and to call hooks, which costs 10 to 14 us a call (fused SGD
+    and AdamW, six parameters, one x86 core, torch 2.13). Where no profiler runs, no hook is registered, on this
+    optimizer or on all, and neither object nor class has been given another `step`, the function inside is called.
+    That is asked at every step, so that any of them may come at any time.
+    """
+    cls, own = type(optimizer), vars(optimizer)
+    wrapper = cls.step
+    inner = getattr(wrapper, "__wrapped__", None)
+    before_all = getattr(torch_optimizer, "_global_optimizer_pre_hooks", None)
+    after_all = getattr(torch_optimizer, "_global_optimizer_post_hooks", None)
+    profiled = getattr(torch.autograd, "_profiler_enabled", None)
+    known = getattr(wrapper, "hooked", False) and BEFORE in own and AFTER in own
+    if not known or inner is None or before_all is None or after_all is None or profiled is None:
+        return optimizer.step  # a torch that does it otherwise
+
+    def step() -> Any:
+        if (
+            own[BEFORE]
+            or own[AFTER]
+            or before_all
+            or after_all
+            or "step" in own
+            or cls.step is not wrapper
+            or profiled()
+        ):
+            return optimizer.step()
+        return inner(optimizer)
+
+    return step
