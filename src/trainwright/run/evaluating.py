@@ -21,7 +21,7 @@ from trainwright.runtime.randomness import unmoved
 from trainwright.slots.metrics import Meters
 from trainwright.slots.precision import switched
 
-READ_EVERY = 256
+READ_EVERY = 128
 """Batches between two reads of an evaluation's numbers: memory for that many scalars, and no wait per batch."""
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from trainwright.base.errors import SettingError, TrainwrightError, message
 from trainwright.base.records import Count, Step, Sum
 from trainwright.runtime import late
-from trainwright.slots.losses import Outcome, SumOver, counted_by_torch, read_outcome
+from trainwright.slots.losses import KnownLoss, Outcome, SumOver, counted_by_torch, read_outcome
 from trainwright.slots.metrics import Meters
 from trainwright.slots.window import Window, ratio, rows_of
 
@@ -56,7 +56,8 @@ class Ledger:
         self._entries: list[Entry] = []
         self._totals: list[Tensor] = []
         self._total_counts: list[Count] = []
-        self._uncounted: list[SumOver] = []
+        self._targets: list[Tensor] = []
+        self._known: KnownLoss | None = None
         self._sums: dict[str, float] = {}
         self._counts: dict[str, float] = {}
         self._noting = True
@@ -130,8 +131,13 @@ class Ledger:
             if returned is None:
                 return
         if type(returned) is SumOver:  # what the default step gives, nearly always
-            self._totals.append(returned.total)
-            self._uncounted.append(returned)
+            total = returned.total
+            if total.is_cpu:  # read at once, so that its memory serves for the next
+                self._sums["loss"] = self._sums.get("loss", 0.0) + late.host_value(total)
+            else:
+                self._totals.append(total)
+            self._targets.append(returned.targets)
+            self._known = returned.known
             return
         if type(returned) is Sum and returned.count is not None:
             self._totals.append(_without_nothing(returned.total, returned.count))
@@ -190,15 +196,15 @@ class Ledger:
         return bool(self._entries)
 
     def close_totals(self) -> None:
-        """Read the sums that an evaluation has noted: one stack, one read."""
-        if not self._totals:
+        """Read the sums that an evaluation has noted, in one stack, and count what they are over."""
+        if self._targets and self._known is not None:
+            self._total_counts.append(self._known.count(torch.cat(self._targets)))
+            self._targets = []
+        if not self._total_counts:
             return
-        if self._uncounted:
-            targets = torch.cat([noted.targets for noted in self._uncounted])
-            self._total_counts.append(self._uncounted[0].known.count(targets))
-            self._uncounted = []
-        wide = torch.float32 if self._totals[0].device.type == "mps" else torch.float64
-        total, *counts = late.read([torch.stack(self._totals).sum(dtype=wide), *self._total_counts])
+        wide = torch.float32 if self._totals and self._totals[0].device.type == "mps" else torch.float64
+        stacked = torch.stack(self._totals).sum(dtype=wide) if self._totals else 0.0
+        total, *counts = late.read([stacked, *self._total_counts])
         self._sums["loss"] = self._sums.get("loss", 0.0) + total
         self._counts["loss"] = self._counts.get("loss", 0.0) + sum(counts)
         self._totals, self._total_counts = [], []

@@ -24,6 +24,10 @@ def read(values: Sequence[float | Tensor]) -> list[float]:
     return numbers
 
 
+host_value = Tensor.item
+"""The value of a scalar that lies on the CPU: there is nothing to wait for."""
+
+
 def finite(value: float) -> bool:
     """Whether a number that was read is neither NaN nor infinite."""
     return value - value == 0.0

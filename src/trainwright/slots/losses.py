@@ -166,8 +166,10 @@ def _known(loss: Loss, kind: str, options: Mapping[str, Any], *, rebuilt: Callab
 
 def _with_reduction(module: nn.Module, reduction: str) -> Loss:
     if type(module) in _AS_FUNCTIONS and not dict(module.named_buffers()):
-        function, names = _AS_FUNCTIONS[type(module)]
-        return partial(function, **{name: getattr(module, name) for name in names}, reduction=reduction)
+        function, defaults = _AS_FUNCTIONS[type(module)]
+        options = {name: getattr(module, name) for name in defaults}
+        changed = {name: value for name, value in options.items() if value != defaults[name]}
+        return partial(function, **changed, reduction=reduction)
     twin = copy.copy(module)  # shares the buffers, so that class weights move with the original
     twin.reduction = reduction  # type: ignore[assignment]
     return twin.forward  # there are no hooks to run
@@ -236,13 +238,13 @@ _MODULES: dict[type[nn.Module], str] = {
     nn.BCELoss: "elements",
     nn.BCEWithLogitsLoss: "elements",
 }
-_AS_FUNCTIONS: dict[type[nn.Module], tuple[Loss, tuple[str, ...]]] = {
-    nn.CrossEntropyLoss: (F.cross_entropy, ("ignore_index", "label_smoothing")),
-    nn.NLLLoss: (F.nll_loss, ("ignore_index",)),
-    nn.MSELoss: (F.mse_loss, ()),
-    nn.L1Loss: (F.l1_loss, ()),
+_AS_FUNCTIONS: dict[type[nn.Module], tuple[Loss, dict[str, float]]] = {
+    nn.CrossEntropyLoss: (F.cross_entropy, {"ignore_index": -100, "label_smoothing": 0.0}),
+    nn.NLLLoss: (F.nll_loss, {"ignore_index": -100}),
+    nn.MSELoss: (F.mse_loss, {}),
+    nn.L1Loss: (F.l1_loss, {}),
 }
-"""What a module without buffers is short for: a function, and the attributes that it is called with."""
+"""What a module without buffers is short for: a function, and what else it is called with, by default."""
 _FUNCTIONS: dict[Any, str] = {
     F.cross_entropy: "targets",
     F.nll_loss: "targets",
