@@ -9,24 +9,24 @@ import pytest
 
 from trainwright import Updates
 
-from . import faults, test_plain, test_window
-from .test_window import UNEVEN
+from . import faults, test_plain, test_plain_evaluation, test_window, test_window_cuts, test_window_update
+from .window_cases import UNEVEN
 
-ONE_MEAN = partial(test_window.check_update_hook, "a mean")
+ONE_MEAN = partial(test_window_update.check_update_hook, "a mean")
 SQUARES = partial(test_window.check_known, UNEVEN, "squares")
 
 SEEN_BY = {
     faults.draws_from_the_global_rng: test_plain.check_loop,
     faults.draws_before_the_loader: test_plain.check_loader,
-    faults.evaluation_moves_the_rng: test_plain.check_drawing_validation,
-    faults.evaluation_leaves_eval_mode_behind: partial(test_plain.check_validation, Updates(4)),
-    faults.evaluation_in_train_mode: partial(test_plain.check_evaluate, "cnn"),
-    faults.evaluation_wakes_what_was_in_eval_mode: test_plain.check_evaluate,
+    faults.evaluation_moves_the_rng: test_plain_evaluation.check_drawing_validation,
+    faults.evaluation_leaves_eval_mode_behind: partial(test_plain_evaluation.check_validation, Updates(4)),
+    faults.evaluation_in_train_mode: partial(test_plain_evaluation.check_evaluate, "cnn"),
+    faults.evaluation_wakes_what_was_in_eval_mode: test_plain_evaluation.check_evaluate,
     faults.gradients_are_rounded: test_plain.check_loop,
     faults.gradients_are_never_zeroed: test_plain.check_loop,
     faults.autocast_is_forgotten: partial(test_plain.check_loop, precision="bf16"),
     faults.clipping_is_forgotten: test_plain.check_clip,
-    faults.unscales_after_clipping: (partial(test_plain.check_fp16, 0.5), test_window.check_once_per_update),
+    faults.unscales_after_clipping: (partial(test_plain.check_fp16, 0.5), test_window_update.check_once_per_update),
     faults.applies_an_overflow: test_plain.check_fp16,
     faults.counts_a_skipped_update: test_plain.check_fp16,
     faults.scale_is_never_adapted: test_plain.check_fp16,
@@ -40,27 +40,27 @@ SEEN_BY = {
     faults.sees_the_first_group_only: test_plain.check_groups,
     faults.divides_by_the_configured_number: SQUARES,
     faults.takes_the_mean_of_means: SQUARES,
-    faults.weighs_the_last_backward_more: test_window.check_equal_weights,
+    faults.weighs_the_last_backward_more: test_window_update.check_equal_weights,
     faults.divides_a_plain_sum: test_window.check_plain_sum,
-    faults.drops_the_short_window: (SQUARES, test_window.check_by_epoch),
-    faults.windows_run_across_epochs: (SQUARES, test_window.check_by_epoch),
-    faults.reads_one_window_ahead: test_window.check_on_policy,
-    faults.accumulates_as_in_epoch_0: test_window.check_by_epoch,
-    faults.zeroes_after_the_step_only: test_window.check_stale,
+    faults.drops_the_short_window: (SQUARES, test_window_cuts.check_by_epoch),
+    faults.windows_run_across_epochs: (SQUARES, test_window_cuts.check_by_epoch),
+    faults.reads_one_window_ahead: test_window_cuts.check_on_policy,
+    faults.accumulates_as_in_epoch_0: test_window_cuts.check_by_epoch,
+    faults.zeroes_after_the_step_only: test_window_update.check_stale,
     faults.clips_each_micro_batch: partial(test_window.check_known, replace(UNEVEN, clip=0.05), "squares"),
     faults.counts_ignored_targets: partial(test_window.check_known, UNEVEN, "ignored"),
     faults.forgets_class_weights: partial(test_window.check_known, UNEVEN, "weights"),
-    faults.the_clock_counts_micro_batches: test_window.check_once_per_update,
-    faults.the_scaler_adapts_at_each_micro_batch: test_window.check_once_per_update,
+    faults.the_clock_counts_micro_batches: test_window_update.check_once_per_update,
+    faults.the_scaler_adapts_at_each_micro_batch: test_window_update.check_once_per_update,
     faults.what_is_owed_is_never_paid: partial(test_window.check_returned, UNEVEN, "a mean"),
     faults.pays_only_when_it_applies: ONE_MEAN,
     faults.returns_the_loss_before_it_is_weighed: ONE_MEAN,
-    faults.adds_the_nan_of_a_mean_over_nothing: partial(test_window.check_update_hook, "a mean by torch"),
+    faults.adds_the_nan_of_a_mean_over_nothing: partial(test_window_update.check_update_hook, "a mean by torch"),
     faults.divides_whole_numbers_in_float32: partial(test_window.check_returned, UNEVEN, "a mean over a tensor"),
     faults.divides_in_half_precision: partial(test_window.check_float32, UNEVEN, test_window.rows_loss, "numbers"),
     faults.a_known_loss_outvotes_the_step: partial(test_window.check_own_count_wins, UNEVEN),
     faults.a_users_count_is_not_asked: partial(test_window.check_count, UNEVEN),
-    faults.applies_a_window_that_counts_nothing: partial(test_window.check_empty_window, 2, "skip"),
+    faults.applies_a_window_that_counts_nothing: partial(test_window_update.check_empty_window, 2, "skip"),
 }
 
 

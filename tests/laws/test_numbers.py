@@ -1,56 +1,19 @@
-"""The Numbers law: every reported number is an exact count-weighted mean in the user's own scale; a NaN shows."""
+"""The Numbers law: every reported number is an exact count-weighted mean in the user's own scale."""
 
 from __future__ import annotations
 
 import math
-import random
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainwright import Derived, EarlyStopping, Mean, Observer, SettingError, Step, Sum, Trainer, accuracy
+from trainwright import Derived, Mean, SettingError, Sum, Trainer, accuracy
 
+from .numbers_runs import UNEVEN, Errors, Seen, close, cut, distance, linear, rows_of_data, trainer
 
-def close(value, expected, rel=1e-6):
-    assert value == pytest.approx(expected, rel=rel), (value, expected)
-
-
-def rows_of_data(rows=20, classes=3, seed=0):
-    """Rows whose losses differ a lot, so that a mean of batch means is far from the mean."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, 4, generator=generator) * torch.linspace(0.1, 5, rows)[:, None]
-    return x, torch.randint(0, classes, (rows,), generator=generator)
-
-
-def cut(x, y, sizes):
-    return list(zip(x.split(sizes), y.split(sizes), strict=True))
-
-
-UNEVEN = [6, 6, 6, 2]
-
-
-def linear():
-    torch.manual_seed(0)
-    return nn.Linear(4, 3)
-
-
-def trainer(model=None, loss=None, cls=Trainer, lr=0.1, **settings):
-    model = linear() if model is None else model
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    return cls(model, optimizer, nn.CrossEntropyLoss() if loss is None else loss, console=False, **settings)
-
-
-class Seen(Observer):
-    def __init__(self):
-        self.updates, self.rows = [], []
-
-    def on_update(self, update):
-        self.updates.append(update)
-
-    def on_validate(self, record):
-        self.rows.append(record)
+# Losses.
 
 
 class Fixed(Trainer):
@@ -64,9 +27,6 @@ class Fixed(Trainer):
 def fixed(losses, counts, cls=Fixed, **settings):
     data = [(torch.full((2,), loss), torch.full((2,), count)) for loss, count in zip(losses, counts, strict=True)]
     return trainer(cls=cls, **settings), data
-
-
-# Losses.
 
 
 def check_training_loss_is_the_mean_over_rows(accumulate):
@@ -235,81 +195,7 @@ def test_named_losses_are_reported_each_and_their_sum_as_the_loss(accumulate):
     check_named_losses_are_reported_each(accumulate)
 
 
-# Many rows.
-
-
-class Constant(Trainer):
-    """The loss of a batch is its first number, over as many rows as it has; no row is touched."""
-
-    count_as = staticmethod(int)
-
-    def training_step(self, batch):
-        loss = batch[0][0] + 0 * self.model.weight.sum()
-        return Step(Mean(loss, self.count_as(len(batch[0]))), batch[0], batch[0])
-
-
-def check_more_rows_than_a_float32_counts(count_as=int):
-    many = [(torch.zeros(1).expand(2**24),), (torch.ones(1),), (torch.ones(1),), (torch.ones(1),)]
-    expected = 3 / (2**24 + 3)
-
-    class Counted(Constant):
-        pass
-
-    Counted.count_as = staticmethod(count_as)
-    metrics = {
-        "mean": lambda output, target: output[0],
-        "counted": lambda output, target: Mean(output[0], count_as(len(output))),
-        "summed": lambda output, target: Sum(output[0] * len(output), len(output)),
-    }
-    made = trainer(cls=Counted, metrics=metrics, lr=0.0)
-    row = made.fit(many, many, epochs=1).history[0]
-    names = ("loss", "val_loss", "val_mean", "val_counted", "val_summed", "mean", "counted", "summed")
-    assert {name: row[name] for name in names} == dict.fromkeys(names, expected)
-
-
-@pytest.mark.parametrize("count_as", [int, torch.tensor], ids=["host", "tensor"])
-def test_rows_beyond_two_to_the_24_are_all_counted(count_as):
-    check_more_rows_than_a_float32_counts(count_as)
-
-
-def test_a_metric_of_one_value_per_row_counts_beyond_two_to_the_24():
-    class One(Trainer):
-        def validation_step(self, batch):
-            return Step(None, batch[0], batch[0])
-
-    hits = [(torch.ones(1, dtype=torch.bool).expand(2**24),), (torch.zeros(1, dtype=torch.bool),)]
-    made = trainer(cls=One, metrics={"hit": lambda output, target: output})
-    assert made.evaluate(hits)["val_hit"] == 2**24 / (2**24 + 1)
-
-
 # Metrics and logged numbers.
-
-
-class Errors:
-    """A metric object: mean absolute error over all rows."""
-
-    def __init__(self):
-        self.reset()
-
-    def reset(self):
-        self.total, self.rows = 0.0, 0
-
-    def update(self, output, target):
-        self.total += float((output[:, 0] - target).abs().double().sum())
-        self.rows += len(target)
-
-    def compute(self):
-        return self.total / self.rows
-
-    def state_dict(self):
-        return {"total": self.total, "rows": self.rows}
-
-    def load_state_dict(self, tree):
-        self.total, self.rows = tree["total"], tree["rows"]
-
-
-def distance(output, target):
-    return (output[:, 0] - target).abs()
 
 
 METRICS = {
@@ -439,154 +325,6 @@ def test_history_has_a_row_of_floats_for_each_epoch():
     names = {"epoch", "update", "loss", "accuracy", "val_loss", "val_accuracy", "lr"}
     assert all(set(row) == names for row in rows)
     assert all(isinstance(value, int | float) for row in rows for value in row.values())
-
-
-# NaN.
-
-
-def check_a_nan_row_shows_in_validation():
-    x, y = rows_of_data()
-    x[13, 2] = math.nan
-    made = trainer(metrics={"row": distance, "mean": lambda o, t: distance(o, t).mean(), "object": Errors()})
-    numbers = made.evaluate(cut(x, y, UNEVEN))
-    assert all(math.isnan(value) for value in numbers.values()), numbers
-
-
-def test_a_nan_in_one_row_shows_in_every_number_of_the_evaluation():
-    check_a_nan_row_shows_in_validation()
-
-
-@pytest.mark.parametrize("policy", ["ignore", "skip"])
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_nan_in_one_training_row_shows_in_the_loss_of_the_epoch(policy, accumulate):
-    check_a_nan_row_shows_in_training(policy, accumulate)
-
-
-def check_a_nan_row_shows_in_training(policy, accumulate):
-    x, y = rows_of_data()
-    x[13, 2] = math.nan
-    seen = Seen()
-    made = trainer(nonfinite=policy, accumulate=accumulate, observers=[seen])
-    assert math.isnan(made.fit(cut(x, y, UNEVEN), epochs=1).history[0]["loss"])
-    assert math.isnan(seen.updates[2 // accumulate].loss)
-
-
-class Planned(Trainer):
-    """Validates to numbers that are planned, one per epoch."""
-
-    planned = ()
-
-    def validation_step(self, batch):
-        return Step(Mean(torch.tensor(self.planned[self.progress.epoch - 1], dtype=torch.float64), 1), None, None)
-
-
-def stops_at(values, patience, min_delta, mode):
-    """The definition, by hand: (epochs run, epoch of the best)."""
-    best, best_epoch, waited = None, None, 0
-    for epoch, value in enumerate(values, 1):
-        sign = 1 if mode == "min" else -1
-        if not math.isnan(value) and (
-            best is None or sign * value < sign * best - (min_delta if best is not None else 0)
-        ):
-            best, best_epoch, waited = value, epoch, 0
-        else:
-            waited += 1
-        if waited == patience:
-            return epoch, best_epoch
-    return len(values), best_epoch
-
-
-def run_planned(values, patience, min_delta, mode):
-    class Here(Planned):
-        planned = tuple(values)
-
-    early = EarlyStopping("val_loss", mode=mode, patience=patience, min_delta=min_delta)
-    made = trainer(cls=Here, early_stopping=early)
-    batch = [(torch.zeros(1, 4), torch.zeros(1, dtype=torch.long))]
-    return made.fit(batch, batch, epochs=len(values))
-
-
-def check_early_stopping_follows_its_definition(rounds=40):
-    rng = random.Random(0)
-    for _ in range(rounds):
-        length, patience = rng.randint(1, 10), rng.randint(1, 4)
-        min_delta, mode = rng.choice([0.0, 0.1]), rng.choice(["min", "max"])
-        sign = -1 if mode == "min" else 1
-        values = [
-            math.nan if rng.random() < 0.25 else 2 + sign * 0.04 * i * rng.choice([-1, 1, 1]) for i in range(length)
-        ]
-        epochs, best = stops_at(values, patience, min_delta, mode)
-        result = run_planned(values, patience, min_delta, mode)
-        assert result.epochs == epochs, (values, patience, min_delta, mode)
-        assert (result.best.epoch if result.best else None) == best
-        if epochs < length:
-            assert "did not improve" in result.stopped or "never better" in result.stopped
-
-
-def test_early_stopping_follows_its_definition_through_random_runs():
-    check_early_stopping_follows_its_definition()
-
-
-def check_a_nan_is_never_best_and_never_resets_patience():
-    nan = math.nan
-    assert run_planned([1.0, nan, nan, 0.5], 2, 0.0, "min").epochs == 3
-    result = run_planned([nan, 1.0, 2.0, 3.0, 4.0], 2, 0.0, "min")
-    assert (result.epochs, result.best.value, result.best.epoch) == (4, 1.0, 2)
-    assert run_planned([nan, nan, 1.0], 2, 0.0, "max").epochs == 2
-
-
-def test_a_nan_is_never_best_and_never_resets_patience():
-    check_a_nan_is_never_best_and_never_resets_patience()
-
-
-def check_min_delta_adds_up():
-    """A gain of 0.04 an epoch beats the best by 0.1 every third epoch, so three epochs of patience never run out."""
-    steady = [1.0 - 0.04 * i for i in range(12)]
-    result = run_planned(steady, 3, 0.1, "min")
-    assert (result.epochs, result.best.epoch) == (12, 10)
-    assert run_planned(steady, 2, 0.1, "min").epochs == 3
-
-
-def test_min_delta_is_cumulative():
-    check_min_delta_adds_up()
-
-
-def check_one_standard_error_is_over_rows():
-    x, y = rows_of_data()
-    model = linear()
-    early = EarlyStopping("val_loss", min_delta="1se")
-    made = trainer(model, early_stopping=early)
-    made.evaluate(cut(x, y, UNEVEN))
-    with torch.no_grad():
-        losses = F.cross_entropy(model(x).double(), y, reduction="none")
-    close(made.errors["val_loss"], losses.std(correction=0).item() / math.sqrt(len(x)))
-
-
-def test_one_standard_error_is_taken_over_the_rows_of_the_validation():
-    check_one_standard_error_is_over_rows()
-
-
-def test_one_standard_error_decides_in_fit():
-    x, y = rows_of_data()
-    pieces = cut(x, y, UNEVEN)
-    made = trainer(early_stopping=EarlyStopping("val_loss", min_delta="1se", patience=2), lr=1e-4)
-    result = made.fit(pieces, pieces, epochs=9)
-    assert result.epochs == 3  # gains far below the error of the mean
-    assert result.best.epoch == 1
-
-
-def test_one_standard_error_of_a_loss_without_rows_is_refused_before_the_first_update():
-    x, y = rows_of_data()
-    early = EarlyStopping("val_loss", min_delta="1se")
-
-    def unknown(output, target):
-        return F.cross_entropy(output, target)
-
-    made = trainer(loss=unknown, early_stopping=early)
-    before = made.model.weight.clone()
-    with pytest.raises(SettingError, match="one value per row"):
-        made.fit(cut(x, y, UNEVEN), cut(x, y, UNEVEN), epochs=1)
-    assert torch.equal(before, made.model.weight)
 
 
 def test_the_learning_rate_of_a_row_is_the_one_its_last_update_used():

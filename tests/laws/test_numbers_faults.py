@@ -25,6 +25,10 @@ from trainwright.slots.schedule_stepped import SteppedRates
 from trainwright.slots.totals import Total
 
 from . import test_numbers as numbers
+from . import test_numbers_early_stopping as early_stopping
+from . import test_numbers_many_rows as many_rows
+from . import test_numbers_nan as nan
+from . import test_schedule_stages as stages
 from . import test_schedule_trainer as schedule
 from . import test_traceless as traceless
 
@@ -99,7 +103,7 @@ def class_weights_are_no_counts(patch):
     patch.setattr(KnownLoss, "count", lambda self, target: len(target))
 
 
-@fault(numbers.check_more_rows_than_a_float32_counts)
+@fault(many_rows.check_more_rows_than_a_float32_counts)
 def counts_are_kept_in_float32(patch):
     close = Ledger.close
 
@@ -134,12 +138,12 @@ def sums_go_on_over_epochs(patch):
     patch.setattr(Ledger, "reset", lambda self: None)
 
 
-@fault(numbers.check_a_nan_row_shows_in_training, "skip", 1)
+@fault(nan.check_a_nan_row_shows_in_training, "skip", 1)
 def a_nan_is_filtered_from_the_training_loss(patch):
     with_entries(patch, lambda name, value, count, summed: (name, value, 0 if value != value else count, summed))
 
 
-@fault(numbers.check_a_nan_row_shows_in_validation)
+@fault(nan.check_a_nan_row_shows_in_validation)
 def a_nan_is_filtered_from_metrics(patch):
     add = Total.add_sum
     patch.setattr(
@@ -149,13 +153,13 @@ def a_nan_is_filtered_from_metrics(patch):
     )
 
 
-@fault(numbers.check_a_nan_is_never_best_and_never_resets_patience)
+@fault(nan.check_a_nan_is_never_best_and_never_resets_patience)
 def a_nan_beats_the_best(patch):
     beats = Watch._beats
     patch.setattr(Watch, "_beats", lambda self, value: math.isnan(value) or beats(self, value))
 
 
-@fault(numbers.check_early_stopping_follows_its_definition)
+@fault(early_stopping.check_early_stopping_follows_its_definition)
 def a_nan_resets_patience(patch):
     judge = Watch.judge
 
@@ -167,7 +171,7 @@ def a_nan_resets_patience(patch):
     patch.setattr(Watch, "judge", lenient)
 
 
-@fault(numbers.check_min_delta_adds_up)
+@fault(early_stopping.check_min_delta_adds_up)
 def the_best_moves_with_any_gain(patch):
     judge = Watch.judge
 
@@ -180,7 +184,7 @@ def the_best_moves_with_any_gain(patch):
     patch.setattr(Watch, "judge", moving)
 
 
-@fault(numbers.check_early_stopping_follows_its_definition)
+@fault(early_stopping.check_early_stopping_follows_its_definition)
 def patience_is_one_too_long(patch):
     stopped = Watch.stopped.fget
     patch.setattr(
@@ -188,7 +192,7 @@ def patience_is_one_too_long(patch):
     )
 
 
-@fault(numbers.check_one_standard_error_is_over_rows)
+@fault(early_stopping.check_one_standard_error_is_over_rows)
 def the_standard_error_is_over_batches(patch):
     each = KnownLoss.each_row
     patch.setattr(KnownLoss, "each_row", lambda self, o, t: each(self, o, t).mean().expand(len(t)))
@@ -229,7 +233,7 @@ def the_rate_that_is_told_is_the_next_one(patch):
     patch.setattr(Run, "learning_rates", lambda self: tuple(self.rates.at(self.counters.updates)))
 
 
-@fault(schedule.check_a_next_stage_starts_anew, "cosine, warmup")
+@fault(stages.check_a_next_stage_starts_anew, "cosine, warmup")
 def a_next_stage_starts_from_the_last_rate(patch):
     patch.setattr(TableRates, "put_back", lambda self: None)
 

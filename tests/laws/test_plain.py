@@ -2,60 +2,19 @@
 
 from __future__ import annotations
 
-import random
-from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainwright import ClipNorm, ClipValue, Epochs, MixedPrecision, Step, StepLR, Sum, Trainer, Updates
+from trainwright import ClipNorm, ClipValue, Epochs, MixedPrecision, Step, StepLR, Sum, Trainer
 
-from .models import Losses, Tied, assert_equal, assert_twins, build, ready, tensors
-
-EPOCHS = 9
-"""Times 6 batches: 54 updates."""
-
-
-def cast(precision):
-    return torch.autocast("cpu", torch.bfloat16) if precision == "bf16" else nullcontext()
-
-
-def by_hand(model, optimizer, loss_of, data, *, precision=None, epochs=EPOCHS, between=None, after=None):
-    """The plain loop. `between`: after backward; `after`: at an epoch's end. Returns losses of updates and the RNG."""
-    torch.manual_seed(3)
-    losses = []
-    for _ in range(epochs):
-        for x, y in data:
-            optimizer.zero_grad()
-            with cast(precision):
-                loss = loss_of(model(x), y)
-            loss.backward()
-            if between is not None:
-                between(model)
-            optimizer.step()
-            losses.append(loss.item())
-        if after is not None:
-            after()
-    return losses, torch.get_rng_state()
-
-
-def by_trainer(model, optimizer, loss, data, *, val=None, epochs=EPOCHS, trainer=Trainer, validate=None, **settings):
-    """The same by the Trainer."""
-    torch.manual_seed(3)
-    untouched = random.getstate(), np.random.get_state()
-    seen = Losses()
-    made = trainer(model, optimizer, loss, console=False, observers=[seen], **settings)
-    result = made.fit(data, val, epochs=epochs, **({} if validate is None else {"validate": validate}))
-    rng = torch.get_rng_state()
-    assert_equal((random.getstate(), np.random.get_state()[1].tolist()), (untouched[0], untouched[1][1].tolist()))
-    assert result.updates >= 50 and len(seen.updates) == result.updates + result.skipped
-    return made, result, seen.losses, rng
+from .models import Tied, assert_twins, build, ready, tensors
+from .plain_loops import EPOCHS, by_hand, by_trainer, cast
 
 
 def mean_of_epoch(losses, data, epoch, counts=None):
@@ -189,64 +148,6 @@ def check_step_lr():
     assert rates == [0.05 * 0.5 ** (epoch // 2) for epoch in range(EPOCHS) for _ in data]
 
 
-def check_validation(validate=None, kind="mlp"):
-    """Validation, also in the middle of an epoch: the plain loop that puts the RNG back after its own."""
-    data, val = ready(kind), ready(kind, 29, seed=9)
-    every = len(data) if validate is None else validate.n
-    theirs, ours = build(kind), build(kind)
-    model, optimizer = theirs
-    expected, vals = [], []
-    torch.manual_seed(3)
-    for _ in range(EPOCHS):
-        for x, y in data:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            expected.append(loss.item())
-            if len(expected) % every == 0:
-                rng = torch.get_rng_state()
-                vals.append(evaluated(model, val))
-                torch.set_rng_state(rng)
-    rng = torch.get_rng_state()
-    _, result, losses, our_rng = by_trainer(*ours, nn.CrossEntropyLoss(), data, val=val, validate=validate)
-    assert losses == expected
-    found = [row["val_loss"] for row in result.history if "val_loss" in row]
-    assert found[: len(vals)] == vals and len(found) - len(vals) <= (len(expected) % every > 0)
-    assert_twins(ours, theirs)
-    assert torch.equal(our_rng, rng)
-
-
-def evaluated(model, data):
-    """Loss over all rows, in eval mode; every draw a user's evaluation may make is made."""
-    model.eval()
-    with torch.no_grad():
-        total = sum(F.cross_entropy(model(x), y, reduction="sum").item() for x, y in data)
-        torch.rand(3)
-    model.train()
-    return total / sum(y.numel() for _, y in data)
-
-
-class Drawing(Trainer):
-    """A validation step that draws."""
-
-    def validation_step(self, batch):
-        torch.rand(5)
-        return super().validation_step(batch)
-
-
-def check_drawing_validation():
-    """What a validation draws does not move the training."""
-    theirs, ours = build("mlp"), build("mlp")
-    data = ready("mlp")
-    expected, rng = by_hand(*theirs, F.cross_entropy, data)
-    _, _, losses, our_rng = by_trainer(
-        *ours, nn.CrossEntropyLoss(), data, val=ready("mlp", 20), trainer=Drawing, validate=Updates(4)
-    )
-    assert losses == expected and torch.equal(our_rng, rng)
-    assert_twins(ours, theirs)
-
-
 class Weighted(Trainer):
     """Rows come with the factor of their batch, by which an overflow is planted."""
 
@@ -345,29 +246,6 @@ def check_groups(optimizer=torch.optim.SGD):
     assert_twins(ours, theirs)
 
 
-def check_evaluate(kind="mlp", precision=None):
-    """Each module's mode, the RNG and every gradient are afterwards what they were."""
-    model, optimizer = build(kind)
-    data = ready(kind, 29)
-    trainer = Drawing(model, optimizer, nn.CrossEntropyLoss(), precision=precision, console=False)
-    with cast(precision):
-        expected = evaluated(model, data)
-        model.eval()
-        with torch.no_grad():
-            outputs = torch.cat([model(x) for x, _ in data])
-        model.train()
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    first = next(model.children()).eval()
-    before, rng = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
-    assert trainer.evaluate(data, name="test") == {"test_loss": expected}
-    assert torch.equal(trainer.predict(data), outputs)
-    assert_equal(dict(model.state_dict()), before)
-    assert torch.equal(torch.get_rng_state(), rng)
-    assert model.training and not first.training
-    assert all(bool((parameter.grad == 1).all()) and parameter.requires_grad for parameter in model.parameters())
-
-
 @pytest.mark.parametrize("precision", [None, "bf16"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("kind", ["mlp", "cnn", "tied"])
@@ -413,16 +291,6 @@ def test_a_rate_per_epoch_is_torchs():
     check_step_lr()
 
 
-@pytest.mark.parametrize("validate", [None, Updates(4), Updates(5)])
-@pytest.mark.parametrize("kind", ["mlp", "cnn"])
-def test_validation_in_between_leaves_the_training_as_it_is(kind, validate):
-    check_validation(validate, kind)
-
-
-def test_what_a_validation_draws_does_not_move_the_training():
-    check_drawing_validation()
-
-
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("kind", ["mlp", "cnn"])
 def test_fp16_is_torchs_grad_scaler(kind, clip):
@@ -441,12 +309,6 @@ def test_sparse_gradients_are_the_plain_loop(optimizer):
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
 def test_groups_are_the_plain_loop(optimizer):
     check_groups(optimizer)
-
-
-@pytest.mark.parametrize("precision", [None, "bf16"])
-@pytest.mark.parametrize("kind", ["mlp", "cnn"])
-def test_evaluate_and_predict_are_the_plain_loop_without_a_trace(kind, precision):
-    check_evaluate(kind, precision)
 
 
 def test_a_step_that_returns_a_sum_with_a_count_trains_the_quotient():

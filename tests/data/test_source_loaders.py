@@ -1,0 +1,118 @@
+"""A DataLoader as a source: bitwise the plain loop, skipped and resumed exactly."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sources import LOADERS, Noisy, seeded, text
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+
+from trainwright.base.errors import DataError
+from trainwright.data.source import open_source
+
+
+def state() -> str:
+    return repr((random.getstate(), np.random.get_state()[1].tobytes(), torch.get_rng_state().tolist()))
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_a_loader_gives_what_the_plain_loop_gets_and_draws_what_it_draws(name: str) -> None:
+    seeded()
+    loader = LOADERS[name]()
+    plain = [[text(batch) for batch in loader] for _ in range(2)]
+    after = state()
+    seeded()
+    source = open_source(LOADERS[name]())
+    ours = [[text(batch) for batch in source.epoch(epoch)] for epoch in range(2)]
+    assert ours == plain
+    assert state() == after
+    assert source.length == (None if name == "iterable" else len(plain[0]))
+    assert source.repeatable
+    assert source.draws_global_rng
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "batch_size"),
+    [
+        ("plain", 20, 8),
+        ("drop_last", 16, 8),
+        ("sampler", 13, 8),
+        ("batch_sampler", 18, 6),
+        ("unbatched", None, None),
+        ("iterable", None, 4),
+    ],
+)
+def test_a_loader_knows_its_rows_where_they_can_be_known(name: str, rows: Any, batch_size: Any) -> None:
+    source = open_source(LOADERS[name]())
+    assert (source.rows, source.batch_size) == (rows, batch_size)
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+@pytest.mark.parametrize("name", LOADERS)
+def test_a_loader_goes_on_inside_an_epoch_with_the_random_state_of_its_start(name: str, epoch: int) -> None:
+    seeded()
+    source = open_source(LOADERS[name]())
+    for earlier in range(epoch):
+        list(source.epoch(earlier))
+    start = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    iterator = source.epoch(epoch)
+    next(iterator)
+    kept = source.state_dict()
+    rest = [text(batch) for batch in iterator]
+
+    resumed = open_source(LOADERS[name]())
+    resumed.load_state_dict(kept)
+    assert resumed.state_dict() == kept
+    torch.set_rng_state(start[0]), random.setstate(start[1]), np.random.set_state(start[2])
+    assert [text(batch) for batch in resumed.epoch(epoch, skip=1)] == rest
+
+
+def test_a_loader_resumed_between_epochs_draws_the_next_order() -> None:
+    source = open_source(LOADERS["generator"]())
+    list(source.epoch(0))
+    kept = source.state_dict()
+    following = [batch[0].tolist() for batch in source.epoch(1)]
+    resumed = open_source(LOADERS["generator"]())
+    resumed.load_state_dict(kept)
+    assert [batch[0].tolist() for batch in resumed.epoch(1)] == following
+
+
+def test_a_state_of_a_loader_with_other_generators_is_refused() -> None:
+    with pytest.raises(DataError, match=r"its random generators differ(.|\n)*no generator(.|\n)*loader.generator"):
+        open_source(LOADERS["plain"]()).load_state_dict(open_source(LOADERS["generator"]()).state_dict())
+
+
+def test_samplers_and_data_set_are_told_the_epoch_once() -> None:
+    class Told:
+        def __init__(self) -> None:
+            self.told: list[int] = []
+
+        def set_epoch(self, epoch: int) -> None:
+            self.told.append(epoch)
+
+    class ToldSampler(Told, SequentialSampler):
+        def __init__(self) -> None:
+            Told.__init__(self)
+            SequentialSampler.__init__(self, range(20))
+
+    class ToldBatches(Told, BatchSampler):
+        def __init__(self, sampler: Any) -> None:
+            Told.__init__(self)
+            BatchSampler.__init__(self, sampler, 4, False)
+
+    class ToldData(Told, Noisy):
+        pass
+
+    inner = ToldSampler()
+    outer, data = ToldBatches(inner), ToldData()
+    source = open_source(DataLoader(data, batch_sampler=outer))
+    for epoch in (0, 4):
+        next(source.epoch(epoch))
+    assert inner.told == outer.told == data.told == [0, 4]
+    sampler = ToldSampler()
+    next(open_source(DataLoader(data, sampler=sampler)).epoch(2))
+    assert sampler.told == [2]

@@ -1,0 +1,64 @@
+"""The Schedule law over stages: a later end plans anew, a next stage starts anew, and the plan says how long it is."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from torch import nn
+
+from trainwright import Checkpoint, Cosine, Trainer, batches
+
+from .schedule_runs import CASES, adam_groups, by_hand, network, one_group, rows_of_data, run, two_groups
+
+
+def check_a_later_end_plans_anew(tmp_path, schedule, scheduler):
+    slot = {"checkpoint": Checkpoint(tmp_path), "accumulate": 2, "optimizer": two_groups}
+    first, _, _ = run(schedule, epochs=2, **slot)
+    assert first.seen == by_hand(scheduler, 8, optimizer=two_groups)
+    with pytest.warns(UserWarning, match="re-planned: 8 -> 16 updates"):
+        second, told, result = run(schedule, epochs=4, resume="auto", **slot)
+    longer = by_hand(scheduler, 16, optimizer=two_groups)
+    assert second.seen == longer[8:]
+    assert [update.lrs for update in told] == [tuple(lr for lr, *_ in row) for row in longer[8:]]
+    assert result.updates == 16
+
+
+@pytest.mark.parametrize("case", ["one cycle", "cosine, warmup", "linear", "torch", "function"])
+def test_a_resumed_stage_with_a_later_end_plans_anew_and_says_so(case, tmp_path):
+    check_a_later_end_plans_anew(tmp_path, *CASES[case])
+
+
+def check_a_next_stage_starts_anew(case):
+    schedule, scheduler = CASES[case]
+    trainer, told, _ = run(schedule, optimizer=adam_groups, epochs=2)
+    expected = by_hand(scheduler, 14, optimizer=adam_groups)
+    assert trainer.seen == expected
+    trainer.seen = []
+    trainer.fit(batches(rows_of_data(), 3), epochs=2)
+    assert trainer.seen == expected
+    assert [update.update for update in told] == list(range(1, 29))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_schedule_of_a_next_stage_starts_anew(case):
+    check_a_next_stage_starts_anew(case)
+
+
+def test_a_rate_set_between_two_stages_is_where_the_next_schedule_starts():
+    trainer, _, _ = run(Cosine(), epochs=1)
+    for group in trainer.optimizer.param_groups:
+        group["lr"] = 0.5
+    trainer.seen = []
+    trainer.fit(batches(rows_of_data(), 3), epochs=1)
+    assert [row[0][0] for row in trainer.seen] == pytest.approx(
+        [0.5 * (1 + math.cos(math.pi * u / 7)) / 2 for u in range(7)]
+    )
+
+
+def test_the_plan_says_how_many_updates_the_run_makes():
+    model = network()
+    trainer = Trainer(model, one_group(model), nn.CrossEntropyLoss(), accumulate={0: 2, 1: 3}, console=False)
+    for ends in ({"epochs": 3}, {"max_updates": 5}, {"epochs": 2, "max_updates": 100}):
+        planned = trainer.plan(batches(rows_of_data(), 3), **ends).updates
+        assert trainer.fit(batches(rows_of_data(), 3), **ends).updates == planned

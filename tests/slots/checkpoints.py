@@ -1,0 +1,42 @@
+"""A tied model, its tree, and checkpoints made of it: shared by the tests of the checkpoint slot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from trainwright.runtime import storage
+
+NAN, INF = float("nan"), float("inf")
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 5)
+        self.head.weight = self.embed.weight
+
+
+def tree_of(model, update=0):
+    return {"model": model.state_dict(), "progress": {"updates": update, 3: (1, NAN)}, "state": {"a": torch.arange(3)}}
+
+
+def save(keeper, update, **metrics):
+    """Judge and save, as a run does after a validation."""
+    if keeper.settings.best in metrics:
+        keeper.judge(metrics, epoch=update // 10, update=update)
+    return keeper.save(tree_of(Tied(), update), update=update, epoch=update // 10, metrics=metrics)
+
+
+def updates(directory):
+    return sorted(int(path.name.removeprefix("update-")) for path in storage.scan(Path(directory)))
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[-1 if path.suffix == ".safetensors" else len(data) // 2] ^= 16
+    path.write_bytes(data)

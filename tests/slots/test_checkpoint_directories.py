@@ -1,0 +1,105 @@
+"""The checkpoint slot: whose directory it is, and which checkpoint a resume means."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+from checkpoints import save, updates
+
+from trainwright.base.errors import CheckpointError, SettingError
+from trainwright.slots.checkpoint import find_checkpoint, latest_checkpoint, load_tree
+
+
+def test_a_directory_of_another_run_is_refused_with_both_cures(start, tmp_path):
+    keeper = start()
+    save(keeper, 5)
+    keeper.release()
+    with pytest.raises(CheckpointError) as caught:
+        start(run_id="two")
+    text = str(caught.value)
+    assert "holds another run" in text and "update-0000000005" in text
+    assert 'fit(..., resume="auto")' in text and f'Checkpoint("{tmp_path}/run-2"' in text
+    start(run_id="one")  # a further stage of the same run; the refusal did not keep the lock
+
+
+def test_a_directory_with_a_damaged_checkpoint_is_not_started_over(start, tmp_path):
+    keeper = start()
+    (save(keeper, 5).path / "manifest.json").write_text("{}")
+    keeper.release()
+    with pytest.raises(CheckpointError, match="another run"):
+        start(run_id="two")
+    with (
+        pytest.warns(UserWarning, match="manifest"),
+        pytest.raises(CheckpointError, match=r"no whole checkpoint\n.*update-0000000005"),
+    ):
+        find_checkpoint("auto", tmp_path / "run")
+
+
+def test_two_runs_at_once_are_refused(start):
+    start()
+    with pytest.raises(CheckpointError, match="another run"):
+        start()
+
+
+def test_a_directory_that_cannot_be_written_is_refused_before_training(start, tmp_path):
+    (tmp_path / "run").touch()
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        start()
+
+
+def test_an_older_checkpoint_is_not_resumed_among_later_ones(start, tmp_path):
+    keeper = start()
+    for update in (1, 2, 3):
+        save(keeper, update)
+    keeper.release()
+    older = tmp_path / "run" / "update-0000000001"
+    manifest = load_tree(older)[1]
+    with pytest.raises(CheckpointError, match="update-0000000002, update-0000000003"):
+        start(resuming=True, run_id="two").adopt(older, manifest)
+    elsewhere = start("elsewhere", run_id="two", resuming=True, best="val_loss")
+    elsewhere.adopt(older, manifest)
+    elsewhere.load_state_dict({"best": "val_loss", "mode": "min", "top": [{"value": 1.0, "epoch": 0, "update": 1}]})
+    assert elsewhere.run_id == "one" and elsewhere.best.path == older
+    save(elsewhere, 2, val_loss=3.0)
+    assert updates(tmp_path / "run") == [1, 2, 3]
+
+
+def test_a_run_is_not_resumed_into_the_directory_of_another(start, tmp_path):
+    keeper = start()
+    path = save(keeper, 1).path
+    other = start("other", run_id="other")
+    save(other, 9)
+    with pytest.raises(CheckpointError, match="holds another run"):
+        other.adopt(path, load_tree(path)[1])
+
+
+def test_a_directory_of_several_runs_is_told_apart_by_the_id(start, tmp_path):
+    save(start(), 1)
+    save(start("other", run_id="other"), 9)
+    shutil.copytree(tmp_path / "other" / "update-0000000009", tmp_path / "run" / "update-0000000009")
+    with pytest.raises(CheckpointError, match=r"several runs\n.*one, other"):
+        latest_checkpoint(tmp_path / "run")
+    assert latest_checkpoint(tmp_path / "run", run="one").name == "update-0000000001"
+    assert find_checkpoint("auto", tmp_path / "run", run="other").name == "update-0000000009"
+
+
+def test_what_resume_means(start, tmp_path):
+    keeper = start()
+    one, two = save(keeper, 1).path, save(keeper, 2).path
+    run = tmp_path / "run"
+    assert find_checkpoint(None, run) is None
+    assert find_checkpoint("auto", run) == find_checkpoint(run, None) == find_checkpoint(str(two), run) == two
+    assert find_checkpoint(one, run) == one
+    assert find_checkpoint("auto", tmp_path / "nothing") is None and latest_checkpoint(tmp_path / "nothing") is None
+    with pytest.raises(CheckpointError, match="update-0000000002, update-0000000001"):
+        find_checkpoint(run / "update-0000000003", run)
+    with pytest.raises(CheckpointError, match=r"does not exist\n.* has run"):
+        find_checkpoint(tmp_path / "rnu", run)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="no checkpoint at all"):
+        find_checkpoint(tmp_path / "empty", run)
+    with pytest.raises(SettingError, match="without a checkpoint slot"):
+        find_checkpoint("auto", None)
+    (tmp_path / "latest").symlink_to(one)
+    assert find_checkpoint(tmp_path / "latest", None) == one
