@@ -20,6 +20,7 @@ from trainwright.data.source import open_source
 from trainwright.observers.console import Console, console_observers
 from trainwright.parallel.world import as_world
 from trainwright.run import batches, evaluating, setup
+from trainwright.run.hooks import Between, overridden, read_hooks
 from trainwright.run.ledger import Ledger
 from trainwright.run.pausing import Pauses
 from trainwright.run.plan import EACH_EPOCH, Ends, make_plan
@@ -29,13 +30,12 @@ from trainwright.runtime.device import choose_device, move
 from trainwright.slots.checkpoint import Saving
 from trainwright.slots.clip import as_clip
 from trainwright.slots.early_stopping import Stopping
-from trainwright.slots.losses import known_loss
 from trainwright.slots.metrics import Meters
 from trainwright.slots.nonfinite import Policy, as_policy
 from trainwright.slots.precision import as_precision
 from trainwright.slots.saved import save_weights
 from trainwright.slots.schedule import as_schedule
-from trainwright.slots.window import Window, accumulation, find_rows, rows_of
+from trainwright.slots.window import Window, accumulation, rows_of
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -58,8 +58,6 @@ class Trainer(Generic[M]):
 
     Raises SettingError for what cannot work together, and for a setting whose part is not built yet, by name.
     """
-
-    errors: Mapping[str, float]
 
     def __init__(
         self,
@@ -96,20 +94,23 @@ class Trainer(Generic[M]):
         self.accumulate = accumulation(accumulate)
         self.clip = as_clip(clip)
         self.schedule = as_schedule(schedule)
-        self.early_stopping = early_stopping
-        self.checkpoint = checkpoint
+        self.early_stopping = setup.checked_slot("early_stopping", early_stopping, 'EarlyStopping("val_loss")')
+        self.checkpoint = setup.checked_slot("checkpoint", checkpoint, 'Checkpoint("runs/1")')
         self.nonfinite: Policy = as_policy(nonfinite)
         self.world = as_world(parallel)
         self.observers: Sequence[Observer] = (*console_observers(console), *setup.checked_observers(observers))
-        self.known = known_loss(loss)
+        self.hooks = read_hooks(self, overridden(type(self), Trainer, HOOKS))
+        self.between = Between()
+        self.ledger = Ledger(Meters(self.metrics) if self.metrics else None, self.hooks)
         self.counters, self.history = Counters(), list[dict[str, float]]()
         self.result: Result | None = None
-        self._bind_hooks()
+        self._run: Run = setup.NOT_RUNNING
+        self._pauses: Pauses = setup.NOT_RUNNING
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         setup.refuse_later_hooks(cls)
-        refuse_near_names(cls, [*HOOKS, *METHODS])
+        refuse_near_names(cls, [*HOOKS, *METHODS], base=Trainer)
 
     # The loop. An update is these four methods, read downwards.
 
@@ -126,7 +127,13 @@ class Trainer(Generic[M]):
         validate: Span = EACH_EPOCH,
         resume: str | Path | None = None,
     ) -> Result:
-        """Train until one of the ends is reached or something asks to stop."""
+        """Train until one of the ends is reached or something asks to stop; return how it went.
+
+        `train`, `val`: `batches(...)`, a DataLoader, a Dataset, array or tuple of arrays (then with `batch_size`),
+        an iterable of batches, or a function of the epoch. At least one of `epochs`, `max_updates`, `max_seconds`
+        ends it; `epoch_updates` cuts an endless stream into epochs. `validate` says when `val` is evaluated, besides
+        at the end. `resume`: "auto" goes on with the newest checkpoint, a path with that one.
+        """
         ends = Ends(
             epochs=epochs,
             max_updates=max_updates,
@@ -194,13 +201,13 @@ class Trainer(Generic[M]):
         """Do what falls due between two updates: validate, judge, tell, save."""
         pauses.arrive(epoch_ended=epoch_ended)
         validated = pauses.validation_is_due(epoch_ended=epoch_ended)
-        best = False
+        best = keep = False
         if validated or epoch_ended or pauses.ends_unfinished:
             numbers = self.evaluate(pauses.val, name="val") if validated else None
             row = pauses.row(numbers, epoch_ended=epoch_ended)
-            best = pauses.judge(row, validated=validated)
+            best, keep = pauses.judge(row, validated=validated)
             pauses.tell(row, best=best, validated=validated, epoch_ended=epoch_ended)
-        if pauses.saving_is_due(best=best, validated=validated, epoch_ended=epoch_ended):
+        if pauses.saving_is_due(keep=keep, validated=validated, epoch_ended=epoch_ended):
             pauses.save()
         run.due = pauses.next_due()
 
@@ -208,23 +215,24 @@ class Trainer(Generic[M]):
 
     def training_step(self, batch: Any) -> Any:
         """Return the loss of one micro-batch: a tensor (a mean), `Mean`, `Sum`, `Step`, or a dict of named losses."""
-        inputs, target = self._split(batch)
+        inputs, target = self.hooks.split(batch)
         output = self.model(*inputs) if type(inputs) is tuple else batches.call(self.model, inputs)
         loss = batches.loss_of(self, output, target)
         return Step(loss, output, target) if self.metrics else loss
 
     def validation_step(self, batch: Any) -> Any:
         """Return what `training_step` may return; by default its own loss, or the class's own `training_step`."""
-        if self.steps_itself:
+        hooks = self.hooks
+        if hooks.steps_itself:
             return self.training_step(batch)
-        inputs, target = self._split(batch)
+        inputs, target = hooks.split(batch)
         output = self.model(*inputs) if type(inputs) is tuple else batches.call(self.model, inputs)
-        loss = batches.exact_loss_of(self, output, target) if self._summed is None else self._summed(output, target)
-        return Step(loss, output, target) if self.metrics or self.spread else loss
+        loss = batches.exact_loss_of(self, output, target) if hooks.summed is None else hooks.summed(output, target)
+        return Step(loss, output, target) if self.metrics or self.hooks.spread else loss
 
     def predict_step(self, batch: Any) -> Any:
         """Return the output for one batch."""
-        inputs, _ = self._split(batch)
+        inputs, _ = self.hooks.split(batch)
         return batches.call(self.model, inputs)
 
     def split(self, batch: Any) -> tuple[Any, Any]:
@@ -233,8 +241,9 @@ class Trainer(Generic[M]):
 
     def count(self, batch: Any) -> Count:
         """Return what the loss of this host batch is a mean over: what torch divides by, else its rows."""
-        target = None if self.known is None else batches.known_target(batch)
-        return rows_of(batch) if self.known is None or target is None else self.known.count(target)
+        known = self.hooks.known
+        target = None if known is None else self.hooks.target(batch)
+        return known.count(target) if known is not None and isinstance(target, Tensor) else rows_of(batch)
 
     def to_device(self, batch: Any) -> Any:
         """Return the batch on `self.device`, with all its types kept."""
@@ -249,19 +258,32 @@ class Trainer(Generic[M]):
     def evaluate(self, data: Any, name: str = "val", *, batch_size: int | None = None) -> dict[str, float]:
         """Return exact means over all rows of `data` as `<name>_loss` and so on; leaves no trace."""
         source = open_source(data, batch_size=batch_size, role=name)
-        evaluation = evaluating.evaluate(self, source, name=name, spread=self.spread)
-        self.errors = evaluation.errors
+        evaluation = evaluating.evaluate(self, source, name=name)
+        self.between.errors = evaluation.errors
         return evaluation.numbers
 
     def predict(self, data: Any, *, batch_size: int | None = None) -> Any:
         """Return the outputs for all rows of `data`, in order, joined, on the CPU; leaves no trace."""
         return evaluating.predict(self, open_source(data, batch_size=batch_size, role="predict"))
 
-    def plan(self, train: Any, val: Any = None, *, batch_size: int | None = None, **ends: Any) -> Plan:
-        """Return what `fit` with these arguments would do, without doing any of it."""
-        checked = Ends(**ends)
-        source, held_out = setup.open_data(self, train, val, ends=checked, batch_size=batch_size)
-        return make_plan(self, source, held_out, ends=checked)
+    def plan(
+        self,
+        train: Any,
+        val: Any = None,
+        *,
+        epochs: int | None = None,
+        max_updates: int | None = None,
+        max_seconds: float | None = None,
+        epoch_updates: int | None = None,
+        batch_size: int | None = None,
+    ) -> Plan:
+        """Return the arithmetic of such a `fit`, without doing any of it; contradictions in it are raised."""
+        ends = Ends(epochs=epochs, max_updates=max_updates, max_seconds=max_seconds, epoch_updates=epoch_updates)
+        source, held_out = setup.open_data(self, train, val, ends=ends, batch_size=batch_size)
+        planned = make_plan(self, source, held_out, ends=ends)
+        if self.schedule is not None:
+            self.schedule.bind(self.optimizer, planned)
+        return planned
 
     def log(self, name: str, value: float | Tensor, count: Count | None = None) -> None:
         """Report a number from inside a step; its mean is weighted by `count`, by default the batch's."""
@@ -294,46 +316,11 @@ class Trainer(Generic[M]):
 
     # For the run that this trainer owns.
 
-    def _bind_hooks(self) -> None:
-        """Find out once which hooks are the class's own, so that no step has to ask."""
-        own = setup.overridden(type(self), Trainer, HOOKS)
-        early = self.early_stopping
-        self.mover: Callable[[Any], Any] | None
-        self.mover = self.to_device if self.device.type != "cpu" or "to_device" in own else None
-        self.counter: Callable[[Any], Count] | None
-        self.counter = self.count if "count" in own or self.known is not None else None
-        self.trusts_counter = "count" in own
-        self.rows_of: Callable[[Any], int]
-        self.rows_of = self._rows_or_count if "count" in own else rows_of
-        self.logs_freely = not own.isdisjoint({"training_step", "update", "compute_gradients"})
-        self.pays_at_once = "update" in own
-        wants_error = early is not None and getattr(early, "min_delta", 0) == "1se"
-        self.spread = early.monitor.removeprefix("val_") if early is not None and wants_error else None
-        self.errors = {}
-        self.run_id = ""
-        self.steps_itself = "training_step" in own
-        meters = Meters(self.metrics) if self.metrics else None
-        self.ledger = Ledger(meters, counter=self.counter, trusts_counter=self.trusts_counter, rows_of=self.rows_of)
-        known = self.known
-        self._summed = (
-            known.summed if known is not None and known.reduction == "mean" and not self.steps_itself else None
-        )
-        self._split = self.split if "split" in own else batches.split
-        self.spent_rates: Any = None
-        self._run: Run = setup.NOT_RUNNING
-        self._pauses: Pauses = setup.NOT_RUNNING
-
-    def _rows_or_count(self, batch: Any) -> int:
-        """The rows of a batch, or what the user's `count` says where no tensor tells them."""
-        rows = find_rows(batch)
-        return int(self.count(batch)) if rows is None else rows
-
-    def bind(self, run: Run, pauses: Pauses) -> None:
+    def hold(self, run: Run, pauses: Pauses) -> None:
         """Hold the run while it lasts."""
-        self._run = run
-        self._pauses = pauses
+        self._run, self._pauses = run, pauses
 
-    def unbind(self) -> None:
+    def let_go(self) -> None:
         """Let go of it, but for what the next stage needs."""
-        self.spent_rates = self._run.rates
+        self.between.rates = self._run.rates
         self._run, self._pauses = setup.NOT_RUNNING, setup.NOT_RUNNING

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import chain
 
 import torch
@@ -139,7 +140,7 @@ def a_sum_is_divided_by_its_rows(patch):
 
 def a_mean_is_made_of_a_sum(patch):
     def loss_of(owner, output, target):
-        return Sum(owner.known.total(output, target), owner.ledger.count)
+        return Sum(owner.hooks.known.total(output, target), owner.ledger.count)
 
     patch.setattr(batches, "loss_of", loss_of)
 
@@ -283,7 +284,7 @@ def what_is_owed_is_never_paid(patch):
 
 def pays_only_when_it_applies(patch):
     def late(self, *_):
-        self.owner.pays_at_once = False
+        self.owner.hooks = replace(self.owner.hooks, updates_itself=False)
 
     around(patch, Run, "owe", before=late)
 

@@ -236,9 +236,9 @@ def test_a_metric_object_of_the_users_own_is_not_touched():
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),
         nn.CrossEntropyLoss(),
-        metrics={"rows": mine, "twice": Derived(lambda numbers: 2 * numbers["rows"])},
+        metrics={"seen": mine, "twice": Derived(lambda numbers: 2 * numbers["seen"])},
         console=False,
     )
     row = trainer.fit(batches(rows_of_data(), 8), batches(rows_of_data(12), 8), epochs=1).history[0]
-    assert (row["rows"], row["val_rows"], row["val_twice"]) == (30, 12, 24)
+    assert (row["seen"], row["val_seen"], row["val_twice"]) == (30, 12, 24)
     assert mine.rows == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,12 @@ from torch.nn import functional as F
 
 from trainwright import Mean, SettingError, Step, StepError, Sum, TrainwrightError, Window
 from trainwright.run.ledger import Ledger
+from trainwright.slots.window import rows_of
+
+
+def told(count, counts_itself=False):
+    """Hooks of a trainer whose `count` says this."""
+    return SimpleNamespace(count=lambda batch: count, counts_itself=counts_itself, rows=rows_of)
 
 
 def number(value):
@@ -48,11 +55,11 @@ def test_a_count_of_the_steps_own_comes_first_then_the_users_then_torchs_then_ro
         taken(begun(ledger, [6], counts), returned)
         return ledger.counted
 
-    trusting = Ledger(counter=lambda batch: 9, trusts_counter=True)
+    trusting = Ledger(hooks=told(9, counts_itself=True))
     assert counted(trusting, Mean(by_torch, 2), [9]) == 2
     assert counted(trusting, by_torch, [9]) == 9
-    assert counted(Ledger(counter=lambda batch: 5), by_torch) == 4
-    assert counted(Ledger(counter=lambda batch: 5), number(1.0)) == 5
+    assert counted(Ledger(hooks=told(5)), by_torch) == 4
+    assert counted(Ledger(hooks=told(5)), number(1.0)) == 5
     assert counted(Ledger(), number(1.0)) == 6
 
 
@@ -114,7 +121,7 @@ def test_logged_numbers_default_to_the_count_of_the_batch_in_hand():
 
 @pytest.mark.parametrize("name", ["loss", "lr", "epoch", "rows", "val_x"])
 def test_a_name_that_is_taken_is_refused(name):
-    with pytest.raises(SettingError, match="the name is taken"):
+    with pytest.raises(SettingError, match="is reserved|starts with val_"):
         begun(Ledger(), [1]).log(name, 1.0, None)
 
 

@@ -137,7 +137,11 @@ class Observer:
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        refuse_near_names(cls, EVENTS, prefix="on_")
+        refuse_near_names(cls, EVENTS, base=Observer, prefix="on_")
+        if unknown := set(cls.wants) - {"grad_norm"}:
+            raise TypeError(f"{cls.__name__}.wants: {', '.join(sorted(unknown))}: only 'grad_norm' can be asked for")
+        if "every" in vars(cls):
+            raise TypeError(f"{cls.__name__}.every is not built yet: count updates in on_update")
 
     def on_fit_start(self, plan: Plan) -> None:
         """Before the first update."""

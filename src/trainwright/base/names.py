@@ -5,6 +5,32 @@ from __future__ import annotations
 from collections.abc import Collection
 from difflib import get_close_matches
 
+from trainwright.base.errors import SettingError, message
+
+RESERVED = frozenset({"epoch", "grad_norm", "loss", "lr", "rows", "skipped", "update"})
+"""Numbers that the run itself reports; no metric, logged number or named loss may have such a name."""
+
+
+def check_name(name: str, what: str = "metric") -> None:
+    """Refuse a name that the run itself reports under, or that starts with `val_`."""
+    if not isinstance(name, str) or not name:
+        raise SettingError(message(f"{what} name {name!r}", want="a string that is not empty"))
+    if name in RESERVED:
+        raise SettingError(
+            message(
+                f"{what} name {name!r} is reserved",
+                want=f"another name than {', '.join(sorted(RESERVED))}",
+                fix=f'"my_{name}"',
+            )
+        )
+    if name.startswith("val_"):
+        raise SettingError(
+            message(
+                f"{what} name {name!r} starts with val_, which validation puts there itself",
+                fix=f'"{name.removeprefix("val_")}"',
+            )
+        )
+
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
     """`` Did you mean 'x'?`` with the nearest known name, or an empty string where none is near."""
@@ -12,12 +38,16 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
-def refuse_near_names(cls: type, known: Collection[str], *, cutoff: float = 0.85, prefix: str = "") -> None:
-    """Raise TypeError where a method defined in `cls` is almost, but not quite, one of the `known` names.
+def refuse_near_names(
+    cls: type, known: Collection[str], *, base: type | None = None, cutoff: float = 0.85, prefix: str = ""
+) -> None:
+    """Raise TypeError where a method defined in `cls`, or in a mixin beside `base`, nearly has a `known` name.
 
     With a `prefix` every method that starts with it must be known.
     """
-    for name, value in vars(cls).items():
+    inherited = set() if base is None else set(base.__mro__)
+    own = [cls] if base is None else [one for one in cls.__mro__ if one not in inherited]
+    for name, value in [item for one in own for item in vars(one).items()]:
         if name in known or name.startswith("_") or not callable(value):
             continue
         near = get_close_matches(name, sorted(known), n=1, cutoff=cutoff)

@@ -47,7 +47,8 @@ class LoaderBatches:
         """Rows, batch size and workers."""
         rows = "" if self.rows is None else f"{self.rows:,} rows in "
         size = "batches" if self.batch_size is None else f"batches of {self.batch_size}"
-        workers = f", {self._loader.num_workers} workers" if self._loader.num_workers else ""
+        n = self._loader.num_workers
+        workers = f", {n} worker{'s' if n > 1 else ''}" if n else ""
         return f"{rows}{size} from a {type(self._loader).__name__}{workers}"
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:

@@ -8,6 +8,7 @@ from numbers import Number
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -52,7 +53,7 @@ def takes_batch_size(data: Any) -> bool:
 
 
 class PerEpoch:
-    """A function `epoch -> data`, called once per epoch; length and rows are those of epoch 0."""
+    """A function `epoch -> data`, called once per epoch; length and rows are those of the epoch in hand."""
 
     repeatable = True
     draws_global_rng = True
@@ -76,6 +77,11 @@ class PerEpoch:
         """The data of epoch 0."""
         return f"{self._source.describe()}, made for each epoch"
 
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """The generators that the data in hand draw from, apart from the process's."""
+        return list(getattr(self._source, "generators", ()))
+
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
         """The batches of the data that the function gives for `epoch`."""
         same = self._fresh and epoch == self._epoch
@@ -84,6 +90,7 @@ class PerEpoch:
             same = data is self._data
             if not same:
                 self._data, self._source = data, self._opened(data)
+                self.length, self.rows = self._source.length, self._source.rows
         loaded, self._loaded = self._loaded, None
         # A state of another epoch's data belongs to those data, unless all epochs share them.
         if loaded is not None and (same or loaded["epoch"] == epoch):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from trainwright.base.contracts import Source
 from trainwright.base.errors import DataError, message
 from trainwright.data.position import length_of, opened, skipped, tell_epoch
@@ -34,7 +36,8 @@ class ReadyBatches:
     def describe(self) -> str:
         """The class, and the number of batches."""
         name = type(self._data).__name__
-        return f"a {name} of batches" if self.length is None else f"a {name} of {self.length:,} batches"
+        several = "batches" if self.length != 1 else "batch"
+        return f"a {name} of batches" if self.length is None else f"a {name} of {self.length:,} {several}"
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
         """A pass over the batches; its first `skip` are read and dropped."""
@@ -87,6 +90,11 @@ class Continuing:
         self._given = 0
         """Batches given to the epoch in hand."""
         self._loaded: dict[str, Any] | None = None
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """The generators that the source draws from, apart from the process's."""
+        return list(getattr(self._source, "generators", ()))
 
     def describe(self) -> str:
         """The source, without end."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from trainwright.base.errors import DataError, SettingError, message
 from trainwright.base.records import Sum
-from trainwright.run.owner import Owner
 from trainwright.slots.losses import no_target
+
+if TYPE_CHECKING:
+    from trainwright.run.owner import Owner
 
 TARGETS = ("target", "targets", "labels", "label", "y")
 
@@ -62,11 +64,11 @@ def loss_of(owner: Owner, output: Any, target: Any) -> Any:
     """Return the loss of a micro-batch in training: as the user gave it, or as a sum where several are weighed."""
     if target is None or owner.loss is None:
         raise no_loss(owner, target)
-    known, window = owner.known, owner.ledger.window
+    known, window = owner.hooks.known, owner.ledger.window
     if known is not None and known.reduction == "sum":
         return Sum(owner.loss(output, target))
     # A step of the user's own that calls the default one may add to what it returns: that is a plain mean.
-    if known is None or window is None or window.alone or owner.steps_itself:
+    if known is None or window is None or window.alone or owner.hooks.steps_itself:
         return owner.loss(output, target)
     return Sum(known.total(output, target), owner.ledger.count)
 
@@ -75,7 +77,7 @@ def exact_loss_of(owner: Owner, output: Any, target: Any) -> Any:
     """Return the loss of a batch in an evaluation: the sum over what is counted, where torch's loss is known."""
     if target is None or owner.loss is None:
         raise no_loss(owner, target)
-    known = owner.known
+    known = owner.hooks.known
     if known is None:
         return owner.loss(output, target)
     return known.summed(output, target) if known.reduction == "mean" else Sum(known.total(output, target))

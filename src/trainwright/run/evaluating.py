@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from trainwright.base.records import Step
 from trainwright.run.ledger import Ledger
 from trainwright.run.owner import Owner
 from trainwright.runtime import modules
+from trainwright.runtime.device import move
 from trainwright.runtime.randomness import unmoved
 from trainwright.slots.metrics import Meters
 from trainwright.slots.precision import switched
@@ -45,16 +47,14 @@ def traceless(owner: Owner, source: Source) -> Iterator[None]:
         yield
 
 
-def evaluate(
-    owner: Owner, source: Source, *, name: str, spread: str | None = None, batches: int | None = None
-) -> Evaluation:
+def evaluate(owner: Owner, source: Source, *, name: str, batches: int | None = None) -> Evaluation:
     """Run `validation_step` over one pass of `source` (at most `batches` of it); numbers are named `<name>_loss` etc.
 
-    `spread` names a number (without the prefix) whose standard error over rows is wanted too.
+    The standard error over rows of `hooks.spread` is wanted too.
     """
-    meters = _meters(owner, spread)
-    ledger = Ledger(meters, counter=owner.counter, rows_of=owner.rows_of)
-    move = owner.mover
+    meters = _meters(owner, owner.hooks.spread)
+    ledger = Ledger(meters, owner.hooks)
+    move = owner.hooks.move
     outer, owner.ledger = owner.ledger, ledger
     step = _with_autocast(owner, owner.validation_step)
     seen = 0
@@ -84,8 +84,8 @@ def predict(owner: Owner, source: Source) -> Any:
     outputs: list[Any] = []
     with traceless(owner, source):
         for batch in source.epoch(0):
-            output = step(batch if owner.mover is None else owner.mover(batch))
-            outputs.append(_to_cpu(output.output if type(output) is Step else output))
+            output = step(batch if owner.hooks.move is None else owner.hooks.move(batch))
+            outputs.append(move(output.output if type(output) is Step else output, torch.device("cpu")))
     if not outputs:
         raise DataError(message("the data to predict gave no batch", want="at least one batch"))
     return join(outputs)
@@ -103,6 +103,9 @@ def join(outputs: list[Any]) -> Any:
         return type(first)(join(list(column)) for column in zip(*outputs, strict=True))
     if isinstance(first, dict):
         return {key: join([output[key] for output in outputs]) for key in first}
+    if dataclasses.is_dataclass(first) and not isinstance(first, type):
+        names = [field.name for field in dataclasses.fields(first)]
+        return dataclasses.replace(first, **{n: join([getattr(output, n) for output in outputs]) for n in names})
     return outputs
 
 
@@ -112,14 +115,14 @@ _HIDDEN = "loss of each row"
 def _meters(owner: Owner, spread: str | None) -> Meters | None:
     metrics = dict(owner.metrics or {})
     if spread == "loss":
-        if owner.known is None:
+        if owner.hooks.known is None:
             raise SettingError(
                 message(
                     'min_delta="1se" on a loss needs one value per row, and this loss is none of torch\'s own',
                     fix="monitor a metric that returns one value per row",
                 )
             )
-        metrics[_HIDDEN] = owner.known.each_row
+        metrics[_HIDDEN] = owner.hooks.known.each_row
     return Meters(metrics, spread=spread is not None) if metrics else None
 
 
@@ -143,15 +146,3 @@ def _with_autocast(owner: Owner, step: Callable[[Any], Any]) -> Callable[[Any], 
             return step(batch)
 
     return under_autocast
-
-
-def _to_cpu(output: Any) -> Any:
-    if isinstance(output, Tensor):
-        return output.detach().cpu()
-    if isinstance(output, tuple) and hasattr(output, "_fields"):
-        return type(output)(*(_to_cpu(value) for value in output))
-    if isinstance(output, tuple | list):
-        return type(output)(_to_cpu(value) for value in output)
-    if isinstance(output, dict):
-        return {key: _to_cpu(value) for key, value in output.items()}
-    return output

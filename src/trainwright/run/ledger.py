@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainwright.base.errors import SettingError, TrainwrightError, message
+from trainwright.base.names import check_name
 from trainwright.base.records import Count, Step, Sum
+from trainwright.run.hooks import Hooks
 from trainwright.runtime import late
 from trainwright.slots.losses import KnownLoss, Outcome, SumOver, counted_by_torch, read_outcome
 from trainwright.slots.metrics import Meters
 from trainwright.slots.window import Window, ratio, rows_of
 
-RESERVED = frozenset({"loss", "lr", "epoch", "update", "grad_norm", "rows", "skipped"})
 Entry = tuple[str, float | Tensor, Count, bool]
 """(name, value, count, whether the value is a sum already)."""
 
@@ -30,10 +30,7 @@ class Ledger:
     def __init__(
         self,
         meters: Meters | None = None,
-        *,
-        counter: Callable[[Any], Count] | None = None,
-        trusts_counter: bool = False,
-        rows_of: Callable[[Any], int] = rows_of,
+        hooks: Hooks | None = None,
     ) -> None:
         self.meters = meters
         self.window: Window | None = None
@@ -47,12 +44,12 @@ class Ledger:
         self.counted = 0.0
         """What that loss is a mean over."""
         self.noted = False
-        """Whether a loss was among the numbers closed last."""
+        """Whether a loss of the window in hand was taken down."""
         self.values: dict[str, float] = {}
         """Named losses and logged numbers of what was closed last."""
-        self._counter = counter
-        self._trusts_counter = trusts_counter
-        self._rows_of = rows_of
+        self._counter = None if hooks is None else hooks.count
+        self._trusts_counter = hooks is not None and hooks.counts_itself
+        self._rows_of = rows_of if hooks is None else hooks.rows
         self._entries: list[Entry] = []
         self._totals: list[Tensor] = []
         self._total_counts: list[Count] = []
@@ -66,6 +63,7 @@ class Ledger:
         """Turn to the next window."""
         self.window = window
         self.noted = False
+        self.loss = math.nan
         if self.values:
             self.values = {}
         self._noting = True
@@ -105,6 +103,7 @@ class Ledger:
                 found = None if self._trusts_counter else counted_by_torch(returned)
                 count = self._default_count(position) if found is None else found
                 self._entries.append(("loss", returned, count, False))
+                self.noted = True
             return returned
         return self._weigh(read_outcome(returned), position)
 
@@ -139,7 +138,7 @@ class Ledger:
             self._targets.append(returned.targets)
             self._known = returned.known
             return
-        if type(returned) is Sum and returned.count is not None:
+        if type(returned) is Sum and returned.count is not None and returned.total.ndim == 0:
             self._totals.append(_without_nothing(returned.total, returned.count))
             self._total_counts.append(returned.count)
             return
@@ -150,21 +149,20 @@ class Ledger:
         self._note(outcome, count)
 
     def note_returned(self, returned: Any) -> None:
-        """Take down what an overridden `update` returned, where no step of this window was noted."""
-        if not self._noting:
-            return
+        """Take down what an `update` returned: a loss where no step of this window gave one, and other numbers."""
         rows = 0 if self.window is None else sum(self.window.rows)
-        if isinstance(returned, dict):
-            self._entries += [(name, _number(value), rows, False) for name, value in returned.items()]
-        else:
-            self._entries.append(("loss", _number(returned), rows, False))
+        for name, value in (returned if isinstance(returned, dict) else {"loss": returned}).items():
+            if name != "loss":
+                check_name(name, "returned")
+            if name != "loss" or not self.noted:
+                self._entries.append((name, _number(value), rows, False))
+        self.noted = True
 
     def log(self, name: str, value: float | Tensor, count: Count | None) -> None:
         """Take down a number of the user's own; `count` defaults to that of the batch in hand."""
-        if name in RESERVED or name.startswith("val_"):
-            raise SettingError(
-                message(f"log({name!r}, ...): the name is taken", want="a name of its own, without val_ before it")
-            )
+        check_name(name, "logged")
+        if self.meters is not None and name in self.meters.names:
+            raise SettingError(message(f"log({name!r}, ...): a metric has this name", fix=f'log("my_{name}", ...)'))
         if self.window is None and self.batch is None:
             raise TrainwrightError(message(f"log({name!r}, ...) outside a step", want="a call from a step"))
         if self._noting:
@@ -179,7 +177,7 @@ class Ledger:
             numbers = late.read([value, count, *more])
             read, counted = numbers[0], numbers[1]
             self.loss = (read / counted if counted else math.nan) if summed else read
-            self.counted, self.noted = counted, True
+            self.counted = counted
             if counted:
                 self._sums["loss"] = self._sums.get("loss", 0.0) + (read if summed else read * counted)
             self._counts["loss"] = self._counts.get("loss", 0.0) + counted
@@ -270,6 +268,7 @@ class Ledger:
         if not self._noting:
             return
         self._entries.append(("loss", outcome.loss.detach(), count, outcome.summed))
+        self.noted = True
         if outcome.named is not None:
             self._entries += [(name, value, count, outcome.summed) for name, value in outcome.named.items()]
 
@@ -289,7 +288,7 @@ class Ledger:
         means = {name: (sums[name] / n if n else math.nan) for name, n in counts.items()}
         means |= {name: value for name, value in alone.items() if value is not None}  # bit for bit what was given
         if "loss" in means:
-            self.loss, self.counted, self.noted = means.pop("loss"), counts["loss"], True
+            self.loss, self.counted = means.pop("loss"), counts["loss"]
         self.values |= means
 
 

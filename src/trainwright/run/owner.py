@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 
 from trainwright.base.contracts import Clip, Observer, Part, Precision, Schedule
 from trainwright.base.progress import Counters
-from trainwright.base.records import Count, Result
+from trainwright.base.records import Result
+from trainwright.run.hooks import Between, Hooks
 from trainwright.run.ledger import Ledger
-from trainwright.slots.losses import KnownLoss
 from trainwright.slots.nonfinite import Policy
 
 
@@ -32,43 +32,21 @@ class Owner(Protocol):
     nonfinite: Policy
     observers: Sequence[Observer]
 
-    known: KnownLoss | None
+    hooks: Hooks
+    between: Between
     ledger: Ledger
     counters: Counters
     history: list[dict[str, float]]
-    mover: Callable[[Any], Any] | None
-    """`to_device`, or None where batches already lie right."""
-    counter: Callable[[Any], Count] | None
-    """`count`, or None where the loss counts rows."""
-    rows_of: Callable[[Any], int]
-    """The rows of a host batch."""
-    trusts_counter: bool
-    """Whether `count` is the user's own."""
-    logs_freely: bool
-    """Whether training steps are the user's own and may log any name."""
-    steps_itself: bool
-    """Whether `training_step` is the user's own; the default one, called from it, then returns a plain mean."""
-    pays_at_once: bool
-    """Whether `update` is the user's own, so that gradients must be whole when `compute_gradients` returns."""
-
-    spread: str | None
-    """The number whose standard error early stopping asks for, without `val_`."""
-    errors: Mapping[str, float]
-    """Standard errors of the last evaluation."""
-    run_id: str
-    """Marks this run's checkpoints; empty before the first."""
     result: Result | None
-    spent_rates: Any
-    """The schedule of the stage before, bound; None before the first."""
 
     def parts(self) -> dict[str, Part]:
         """Everything with state, by name."""
         ...
 
-    def bind(self, run: Any, pauses: Any) -> None:
+    def hold(self, run: Any, pauses: Any) -> None:
         """Hold the run while it lasts."""
 
-    def unbind(self) -> None:
+    def let_go(self) -> None:
         """Let go of it."""
 
     def validation_step(self, batch: Any) -> Any:

@@ -33,6 +33,7 @@ class Pauses:
         self.wants_save = False
         """Whether `save()` was called: a checkpoint is written at the coming boundary."""
         self._weights = "last"
+        self._before, self._started = self.counters.seconds, time.perf_counter()
 
     def start(self) -> None:
         """Set clocks and bells going, after loading."""
@@ -45,7 +46,7 @@ class Pauses:
         observers = self.owner.observers
         self._on_validate, self._on_epoch = listeners(observers, "on_validate"), listeners(observers, "on_epoch")
         self._on_save = listeners(observers, "on_save")
-        self._saved_at = -1
+        self._updates_before = counters.updates - (1 if counters.batch else 0)
         if not counters.stopped:
             counters.stopped = self.end_reached()
         self.run.due = self.next_due()
@@ -53,9 +54,10 @@ class Pauses:
     def arrive(self, *, epoch_ended: bool) -> None:
         """Bring the counters up to date, and find out whether an end is reached."""
         counters = self.counters
-        counters.seconds = self._before + time.perf_counter() - self._started
+        self.stop_clock()
         if epoch_ended:
-            counters.epoch, counters.batch = counters.epoch + 1, 0
+            self.run.check_epoch(self._updates_before)
+            counters.epoch, counters.batch, self._updates_before = counters.epoch + 1, 0, counters.updates
             if self.run.rates is not None:
                 self.run.rates.epoch_ended()
         counters.stopped = counters.stopped or self.end_reached()
@@ -90,21 +92,24 @@ class Pauses:
         self.history.append(row)
         return row
 
-    def judge(self, row: Mapping[str, float], *, validated: bool) -> bool:
-        """Show the row to early stopping, the checkpoint and the schedule; return whether it is the best so far."""
+    def judge(self, row: Mapping[str, float], *, validated: bool) -> tuple[bool, bool]:
+        """Show the row to early stopping, the checkpoint and the schedule; return whether it is the best, and kept."""
         where = {"epoch": int(row["epoch"]), "update": int(row["update"])}
         best = False
         watch, keeper, rates = self.watch, self.keeper, self.run.rates
         if watch is not None and _concerns(self.owner.early_stopping.monitor, row, validated):
-            best = watch.judge(row, self.owner.errors, **where)
+            best = watch.judge(row, self.owner.between.errors, **where)
             if best and self.restores_from_memory:
-                watch.weights = _copied(self.owner.model, watch.weights)
+                watch.weights = _copied(self.owner.model, getattr(watch, "weights", None))
             self.counters.stopped = self.counters.stopped or watch.stopped
+        keep = best
         if keeper is not None and keeper.settings.best and _concerns(keeper.settings.best, row, validated):
-            best = keeper.judge(row, **where) or best
+            keep = keeper.judge(row, **where) or keep
+            if watch is None:
+                best = keeper.best is not None and keeper.best.update == where["update"]
         if rates is not None and (validated or self.val is None):  # each validation, or each epoch without one
             rates.observe(row)
-        return best
+        return best, keep
 
     def tell(self, row: Mapping[str, float], *, best: bool, validated: bool, epoch_ended: bool) -> None:
         """Tell the observers."""
@@ -128,14 +133,15 @@ class Pauses:
         for notify in self._on_epoch if epoch_ended or not validated else []:
             notify(record)
 
-    def saving_is_due(self, *, best: bool, validated: bool, epoch_ended: bool) -> bool:
-        """Whether to save now: the span has passed, it is the best, it was asked for, or the run ends."""
+    def saving_is_due(self, *, keep: bool, validated: bool, epoch_ended: bool) -> bool:
+        """Whether to save now: the span has passed, it is among the best, it was asked for, or the run ends."""
+        self.stop_clock()
         if self.keeper is None:
             return False
         rings = validated or (epoch_ended and self.val is None)
         if self._saves is not None:
             rings = self._saves.rings(self.counters, epoch_ended=epoch_ended)
-        return rings or best or bool(self.counters.stopped) or self.wants_save
+        return rings or keep or bool(self.counters.stopped) or self.wants_save
 
     def save(self) -> None:
         """Write a checkpoint of the whole state."""
@@ -168,7 +174,7 @@ class Pauses:
         if ends.max_updates is not None:
             dues.append(ends.max_updates)
         if ends.max_seconds is not None:
-            dues.append(counters.updates + 1)
+            dues.append(counters.updates)  # time passes in updates that are held back too
         return min(dues, default=math.inf)
 
     @property
@@ -215,10 +221,16 @@ class Pauses:
             notes=self._notes(),
         )
 
+    def stop_clock(self) -> None:
+        """Bring the seconds of this stage, over all of its sessions, up to now."""
+        self.counters.seconds = self._before + time.perf_counter() - self._started
+
     def _notes(self) -> tuple[str, ...]:
         counters, total = self.counters, self.run.plan.updates
         rates = self.run.rates
         short = 0 if total is None or rates is None or rates.monitor is not None else total - counters.updates
+        if counters.skipped and not counters.updates:
+            return (f"nothing was trained: all {counters.skipped} updates were skipped",)
         if not counters.skipped or short <= 0 or self.ends.epochs != counters.epoch:
             return ()
         return (f"the schedule ended {short} short of its {total} updates: {counters.skipped} were skipped",)
@@ -229,7 +241,8 @@ class Pauses:
         if ends.max_updates is not None and counters.updates >= ends.max_updates:
             return f"max_updates={ends.max_updates} reached"
         if ends.epochs is not None and counters.epoch >= ends.epochs:
-            return f"epochs={ends.epochs} reached"
+            past = f" (epoch {counters.epoch} was)" if counters.epoch > ends.epochs else ""
+            return f"epochs={ends.epochs} reached{past}"
         if ends.max_seconds is not None and counters.seconds >= ends.max_seconds:
             return f"max_seconds={ends.max_seconds:g} reached"
         return ""

@@ -11,7 +11,9 @@ from trainwright.base.contracts import Source
 from trainwright.base.errors import DataError, SettingError, message
 from trainwright.base.names import did_you_mean
 from trainwright.base.plan import Plan
+from trainwright.base.progress import Counters
 from trainwright.base.spans import Epochs, Span
+from trainwright.run.due import Bell
 from trainwright.run.owner import Owner
 
 EACH_EPOCH = Epochs(1)
@@ -29,6 +31,7 @@ class Ends:
     validate: Span = EACH_EPOCH
 
     def __post_init__(self) -> None:
+        Bell(self.validate, Counters(), of="validate")
         for name in ("epochs", "max_updates", "epoch_updates"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
@@ -64,11 +67,11 @@ def make_plan(owner: Owner, source: Source, val: Source | None, *, ends: Ends, n
 
 
 def check_monitors(
-    owner: Owner, *, has_val: bool, produced: set[str], open_ended: bool, rates: str | None = None
+    owner: Owner, *, has_val: bool, produced: set[str], free: tuple[bool, bool], rates: str | None = None
 ) -> None:
     """Refuse a number that is watched and that nothing produces.
 
-    `produced`: names known before the first update; `open_ended`: training steps of the user's may log more.
+    `produced`: names known before the first update; `free`: whether training, and evaluation, may give more.
     """
     watched = {
         "EarlyStopping": getattr(owner.early_stopping, "monitor", None),
@@ -76,7 +79,7 @@ def check_monitors(
         "the schedule": rates,
     }
     for who, name in watched.items():
-        if name is None or name in produced or (open_ended and not name.startswith("val_")):
+        if name is None or name in produced or _is_free(name, free, has_val):
             continue
         if name.startswith("val_") and not has_val:
             raise SettingError(
@@ -92,6 +95,12 @@ def check_monitors(
                 want=f"one of {', '.join(sorted(produced))}",
             )
         )
+
+
+def _is_free(name: str, free: tuple[bool, bool], has_val: bool) -> bool:
+    """Whether code of the user's own may yet produce this number."""
+    training, evaluation = free
+    return (evaluation and has_val) if name.startswith("val_") else training
 
 
 def _check_data(source: Source, ends: Ends) -> None:
@@ -116,6 +125,10 @@ def _check_data(source: Source, ends: Ends) -> None:
 
 def _notes(owner: Owner, plan: Plan) -> list[str]:
     notes = []
+    if plan.val and owner.hooks.steps_itself and not owner.hooks.validates_itself:
+        notes.append("validates by training_step, in eval mode: override validation_step for anything else")
+    if _saves_late(owner, plan):
+        notes.append("saves at the end alone: give Checkpoint(..., every=Updates(n)) for more")
     if str(owner.precision) == "tf32" and owner.device.type == "cpu":
         notes.append("tf32 has no effect on a cpu")
     if (early := owner.early_stopping) is not None:
@@ -124,6 +137,11 @@ def _notes(owner: Owner, plan: Plan) -> list[str]:
         best = f", best by {checkpoint.best}" if getattr(checkpoint, "best", None) else ""
         notes.append(f"checkpoints in {checkpoint.directory}{best}")
     return notes
+
+
+def _saves_late(owner: Owner, plan: Plan) -> bool:
+    """Whether nothing falls due at which a checkpoint would be written before the run ends."""
+    return owner.checkpoint is not None and owner.checkpoint.every == "auto" and plan.updates_in(0) is None
 
 
 def _size(model: nn.Module) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
@@ -28,16 +29,27 @@ from trainwright.slots.clip import ClipNorm
 from trainwright.slots.precision import check_weights
 from trainwright.slots.window import Window, windows
 
+PATIENCE = 1000
+"""Updates in a row without an applied step after which the run ends in an error."""
+
 
 class Run:
     """What the loop reads and writes at each update, bound once before the first."""
+
+    _applied: bool | None = None
+    """What `apply_gradients` said in this update; None where it was not called."""
+    _stepped = False
+    """Whether the optimizer made a step in this update, as far as anybody watches."""
+    _norm: float | None = None
+    _idle = 0
+    """Updates in a row in which no step was applied."""
 
     def __init__(self, owner: Owner, source: Source, plan: Plan) -> None:
         self.owner, self.source, self.plan = owner, source, plan
         self.counters: Counters = owner.counters
         self.ledger: Ledger = owner.ledger
         self.random = Random()
-        self.gradients = Gradients(owner.optimizer)
+        self._take_groups()
         self.step = step_of(owner.optimizer)
         """One step of the optimizer."""
         self.rates: Rates | None = None if owner.schedule is None else owner.schedule.bind(owner.optimizer, plan)
@@ -58,10 +70,20 @@ class Run:
         self.waited = 0.0
         """Seconds spent waiting for data since the last record."""
         self.notify_update = listeners(owner.observers, "on_update")
-        self._applied: bool | None = None
-        self._norm: float | None = None
         self._statistics = running_statistics(owner.model) if owner.nonfinite != "ignore" else []
         self._kept = [statistic.clone() for statistic in self._statistics]
+
+    @contextmanager
+    def watching_steps(self) -> Iterator[None]:
+        """Notice the steps that an `update` of the user's own makes without `apply_gradients`."""
+        if not self.owner.hooks.updates_itself:
+            yield
+            return
+        handle = self.owner.optimizer.register_step_post_hook(self._note_step)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     def windows(self) -> Iterator[Window]:
         """The windows of what is left of the epoch; fewer where the run is stopped in the middle of it."""
@@ -69,21 +91,21 @@ class Run:
         size = self.plan.accumulated(counters.epoch)
         left = None if self.plan.epoch_updates is None else self.plan.epoch_updates - math.ceil(counters.batch / size)
         self.epoch_over = False
-        if not self.gradients.belong_to(owner.optimizer):
-            self.gradients = Gradients(owner.optimizer)
         begun = clock()
         grouped = windows(
             self._batches(),
             size,
-            rows=owner.rows_of,
-            count=owner.counter,
-            always_count=owner.trusts_counter,
-            move=owner.mover,
+            rows=owner.hooks.rows,
+            count=owner.hooks.count,
+            always_count=owner.hooks.counts_itself,
+            move=owner.hooks.move,
         )
         for window in islice(grouped, left):
             self.waited += clock() - begun
             self.ledger.begin(window)
-            self._applied = None
+            self._applied, self._norm, self._stepped = None, None, False
+            if len(owner.optimizer.param_groups) != self._groups:
+                self._take_groups()
             if self._kept:
                 torch._foreach_copy_(self._kept, self._statistics)
             yield window
@@ -98,7 +120,7 @@ class Run:
         self.factor = owed
         if self.scaler is not None:
             self.factor = self.factor * self.scaler.factor()
-        if self.owner.pays_at_once:
+        if self.owner.hooks.updates_itself:
             self.settle()
         return loss * owed if isinstance(owed, Tensor) or owed != 1.0 else loss
 
@@ -135,18 +157,35 @@ class Run:
     def record(self, window: Window, returned: Any) -> None:
         """Count the update, and tell who watches updates."""
         ledger, counters = self.ledger, self.counters
-        if returned is not None and not ledger.noted:
+        if returned is not None and (not ledger.noted or type(returned) is dict):
             ledger.note_returned(returned)
         if ledger.waiting:
             ledger.close()
         counters.batch += len(window.batches)
         counters.rows += window.rows[0] if window.alone else sum(window.rows)
-        if self._applied is False:
-            counters.skipped += 1
-        else:
+        if self._applied if self._applied is not None else self._stepped:
             counters.updates += 1
+            self._idle = 0
+        else:
+            counters.skipped += self._applied is not None
+            self._idle += 1
+            if self._idle >= PATIENCE:
+                raise nonfinite.nothing_applied(f"{PATIENCE} updates in a row", told=self._applied is not None)
         if self.notify_update:
             self._tell(window)
+
+    def check_epoch(self, updates_before: int) -> None:
+        """Refuse to go on after an epoch in which an `update` of the user's own made no step at all."""
+        if self.counters.updates == updates_before and self._idle and self._applied is None:
+            raise nonfinite.nothing_applied("an epoch", told=False)
+
+    def _take_groups(self) -> None:
+        """Take over the optimizer's parameters as they are grouped now; a group may be added at any time."""
+        self.gradients = Gradients(self.owner.optimizer)
+        self._groups = len(self.owner.optimizer.param_groups)
+
+    def _note_step(self, *_: Any) -> None:
+        self._stepped = True
 
     def learning_rates(self) -> tuple[float, ...]:
         """The rate of each parameter group, as the last update used it."""
@@ -158,7 +197,7 @@ class Run:
         counters, plan = self.counters, self.plan
         if plan.epoch_updates is not None:
             return math.ceil(counters.batch / plan.accumulated(counters.epoch)) >= plan.epoch_updates
-        return self.source.length is not None and counters.batch >= self.source.length
+        return counters.batch == self.source.length  # data that give more than they said go on
 
     def _batches(self) -> Iterator[Any]:
         """The epoch's iterator, at its batch; on resume every random state is what it was there."""
@@ -192,7 +231,7 @@ class Run:
             torch._foreach_copy_(self._statistics, self._kept)
         if verdict == "raise":
             raise nonfinite.error(
-                update=self.counters.updates + 1,
+                update=self.counters.earlier_updates + self.counters.updates + 1,
                 loss=ledger.loss,
                 lr=self.learning_rates()[0],
                 norm=self._norm,
@@ -210,8 +249,8 @@ class Run:
             lrs=rates,
             grad_norm=self._norm,
             rows=sum(window.rows),
-            skipped=self._applied is False,
-            values=self.ledger.values,
+            skipped=not (self._stepped if self._applied is None else self._applied),
+            values=dict(self.ledger.values),
         )
         for notify in self.notify_update:
             notify(update)

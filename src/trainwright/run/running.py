@@ -42,15 +42,15 @@ def running(
         run = Run(owner, source, plan)
         keeper, found = _open_directory(owner, resume, undo)
         pauses = Pauses(run, val, ends, keeper=keeper)
-        owner.bind(run, pauses)
-        undo.callback(owner.unbind)
+        owner.hold(run, pauses)
+        undo.callback(owner.let_go)
         _rehearse(owner, run, val)
         if found is not None:
             reports = _load(owner, pauses, found)
             ended = owner.counters.stopped or pauses.end_reached()
             plan = replace(plan, notes=(*plan.notes, *reports), finished=str(found.parent) if ended else "")
         if keeper is not None:
-            owner.run_id = keeper.run_id
+            owner.between.run_id = keeper.run_id
             encode(state.gather(owner.parts()))  # what cannot be saved is refused now, not at the first save
         for notify in listeners(owner.observers, "on_fit_start"):
             notify(plan)
@@ -82,9 +82,11 @@ def parts_of(run: Run, pauses: Pauses) -> dict[str, Part]:
 def _until_the_end(owner: Owner, run: Run, pauses: Pauses) -> Iterator[tuple[Run, Pauses]]:
     try:
         pauses.start()
-        yield run, pauses
+        with run.watching_steps():
+            yield run, pauses
         pauses.restore_best()
     except BaseException as error:
+        pauses.stop_clock()
         first_line = str(error).partition("\n")[0]
         owner.counters.stopped = f"{type(error).__name__}: {first_line}".removesuffix(": ")
         raise
@@ -106,30 +108,31 @@ def _check_parameters(owner: Owner) -> None:
     """Refuse a trainable parameter that no optimizer trains, and an optimizer that trains another model."""
     trained = {id(p) for group in owner.optimizer.param_groups for p in group["params"]}
     roots = {"model": owner.model, "loss": owner.loss}
-    named = {
+    trainable = {
         f"{root}.{name}": parameter
         for root, module in roots.items()
         if isinstance(module, nn.Module)
         for name, parameter in module.named_parameters()
+        if parameter.requires_grad
     }
-    left_out = [name for name, p in named.items() if p.requires_grad and id(p) not in trained]
-    if len(left_out) == len([p for p in named.values() if p.requires_grad]):
-        raise SettingError(
-            message(
-                "the optimizer trains no parameter of this model",
-                want="an optimizer over model.parameters() of the model that is given",
-                fix="build the optimizer from the same model object",
-            )
-        )
-    if left_out:
-        raise SettingError(
-            message(
-                f"{len(left_out)} trainable parameters are in no optimizer",
-                have=", ".join(left_out[:5]),
-                want="every parameter that requires a gradient in the optimizer",
-                fix="add them to the optimizer, or parameter.requires_grad_(False)",
-            )
-        )
+    left_out = [name for name, p in trainable.items() if id(p) not in trained]
+    if left_out or not trainable:
+        raise _nothing_trains(left_out, len(trainable))
+
+
+def _nothing_trains(left_out: list[str], trainable: int) -> SettingError:
+    if not trainable:
+        what, have = "nothing in the model requires a gradient: there is nothing to train", ""
+        want, fix = "parameters that are trained", "parameter.requires_grad_(True), or evaluate() alone"
+    elif len(left_out) == trainable:
+        what, have = "the optimizer trains no parameter of this model", ""
+        want = "an optimizer over model.parameters() of the model that is given"
+        fix = "build the optimizer from the same model object"
+    else:
+        what, have = f"{len(left_out)} trainable parameters are in no optimizer", ", ".join(left_out[:5])
+        want = "every parameter that requires a gradient in the optimizer"
+        fix = "add them to the optimizer, or parameter.requires_grad_(False)"
+    return SettingError(message(what, have=have, want=want, fix=fix))
 
 
 def _open_directory(owner: Owner, resume: str | Path | None, undo: ExitStack) -> tuple[Keeper | None, Path | None]:
@@ -140,7 +143,7 @@ def _open_directory(owner: Owner, resume: str | Path | None, undo: ExitStack) ->
             fix = 'Trainer(..., checkpoint=Checkpoint("runs/x"))'
             raise SettingError(message('resume="auto" without a checkpoint directory', fix=fix))
         return None, find_checkpoint(resume, None)
-    keeper: Keeper = settings.bind(owner.run_id or secrets.token_hex(8))
+    keeper: Keeper = settings.bind(owner.between.run_id or secrets.token_hex(8))
     undo.callback(keeper.release)
     keeper.prepare(resuming=resume is not None)
     return keeper, find_checkpoint(resume, settings.directory, run=keeper.run_id)
@@ -151,12 +154,13 @@ def _rehearse(owner: Owner, run: Run, val: Source | None) -> None:
     produced = {"loss", *(owner.metrics or {})}
     owner.ledger.must_feed = val is None and bool(owner.metrics)
     if val is not None and val.repeatable:
-        first = evaluate(owner, val, name="val", spread=owner.spread, batches=1)
+        first = evaluate(owner, val, name="val", batches=1)
         produced |= set(first.numbers)
     elif val is not None:
         produced |= {f"val_{name}" for name in produced}
     monitor = None if run.rates is None else run.rates.monitor
-    check_monitors(owner, has_val=val is not None, produced=produced, open_ended=owner.logs_freely, rates=monitor)
+    free = (owner.hooks.logs_freely, owner.hooks.evaluates_itself)
+    check_monitors(owner, has_val=val is not None, produced=produced, free=free, rates=monitor)
 
 
 def _load(owner: Owner, pauses: Pauses, found: Path) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -21,6 +21,8 @@ from trainwright.run.owner import Owner
 from trainwright.run.plan import Ends
 from trainwright.runtime.device import place, place_state
 from trainwright.slots.metrics import Meters
+
+T = TypeVar("T")
 
 _LATER_HOOKS = {
     "begin_epoch": "give fit a function epoch -> data, or look at self.progress.epoch in a step",
@@ -73,6 +75,13 @@ def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
     return dict(metrics or {})
 
 
+def checked_slot(name: str, value: T | None, example: str) -> T | None:
+    """Refuse a value that is no settings object: one that `bind` makes something of."""
+    if value is None or (hasattr(value, "bind") and not isinstance(value, type)):
+        return value
+    raise TypeError(message(f"{name}={value!r}", want=f"{example}, or an object with bind()", fix=f"{name}={example}"))
+
+
 def checked_observers(observers: Collection[Observer]) -> tuple[Observer, ...]:
     """Refuse an observer that is none."""
     for observer in observers:
@@ -118,11 +127,6 @@ def make_optimizer(optimizer: Any, model: nn.Module) -> Optimizer | None:
     )
 
 
-def overridden(cls: type, base: type, hooks: Collection[str]) -> set[str]:
-    """Return the hooks that a subclass defines itself."""
-    return {name for name in hooks if getattr(cls, name) is not getattr(base, name)}
-
-
 def open_data(
     owner: Owner, train: Any, val: Any, *, ends: Ends, batch_size: int | None
 ) -> tuple[Source, Source | None]:
@@ -131,7 +135,7 @@ def open_data(
         raise SettingError(
             message("fit() without an optimizer", fix="Trainer(model, torch.optim.AdamW(model.parameters()), loss)")
         )
-    if owner.loss is None and not owner.logs_freely:
+    if owner.loss is None and not owner.hooks.logs_freely:
         raise SettingError(
             message(
                 "no loss: loss is None and training_step is not overridden",
@@ -159,8 +163,8 @@ def begin_stage(owner: Owner) -> None:
         earlier_epochs=counters.earlier_epochs + counters.epoch,
     )
     counters.load_state_dict(fresh.state_dict())
-    if hasattr(owner.spent_rates, "put_back"):
-        owner.spent_rates.put_back()
+    if hasattr(owner.between.rates, "put_back"):
+        owner.between.rates.put_back()
 
 
 class NotRunning:

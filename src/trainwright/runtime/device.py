@@ -18,11 +18,14 @@ def choose_device(wanted: str | torch.device, model: nn.Module) -> torch.device:
     """Return the device of a run: as given; "auto" is where the model lies, else cuda, mps, cpu in this order."""
     if wanted != "auto":
         try:
-            return torch.device(wanted)
+            device = torch.device(wanted)
         except RuntimeError as error:
             raise SettingError(
                 message(f"device={wanted!r} is no device", want='"auto", "cpu", "cuda", "cuda:1", "mps"')
             ) from error
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise SettingError(message(f"device={wanted!r}, and this torch sees no CUDA device", fix='device="auto"'))
+        return device
     placed = {p.device for p in model.parameters()}
     for device in placed:
         if device.type != "cpu":

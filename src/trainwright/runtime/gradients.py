@@ -28,10 +28,6 @@ class Gradients:
         self._flags = {device: torch.zeros((), device=device) for device in devices}
         self._one = {device: torch.ones((), device=device) for device in devices}
 
-    def belong_to(self, optimizer: Optimizer) -> bool:
-        """Whether these are still all parameters of the optimizer."""
-        return len(self.parameters) == sum(len(group["params"]) for group in optimizer.param_groups)
-
     def zero(self) -> None:
         """Drop every gradient (`set_to_none`), by the optimizer's own method where it overrides torch's."""
         if self._zero_grad is not None:

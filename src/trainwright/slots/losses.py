@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainwright.base.errors import DataError, StepError, message
+from trainwright.base.names import RESERVED
 from trainwright.base.records import Count, Mean, Step, Sum
 
 Loss = Callable[..., Any]
@@ -180,6 +181,15 @@ def _bce(module: nn.Module) -> bool:
 
 
 def _named(losses: Mapping[str, Any]) -> Outcome:
+    if not RESERVED.isdisjoint(losses):
+        raise StepError(
+            message(
+                f"a step returned the losses {', '.join(map(repr, losses))}: all would be added up and trained",
+                want="named losses, none of them called " + ", ".join(sorted(RESERVED)),
+                fix='return the loss alone, and report other numbers by self.log("accuracy", value)',
+                where=False,
+            )
+        )
     outcomes = {name: read_outcome(value) for name, value in losses.items()}
     first = next(iter(outcomes.values()))
     if any(outcome.named or not _alike(first, outcome) for outcome in outcomes.values()):

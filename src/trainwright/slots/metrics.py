@@ -15,17 +15,14 @@ from torch import Tensor
 
 from trainwright.base.contracts import Metric
 from trainwright.base.errors import CheckpointError, SettingError, message
-from trainwright.base.names import did_you_mean
+from trainwright.base.names import check_name, did_you_mean
 from trainwright.base.records import Sum
 from trainwright.slots.totals import Reading, Total, read_totals
 
-__all__ = ["RESERVED", "Derived", "Meters", "MetricFunction", "Reading", "Total", "accuracy", "check_name", "top_k"]
+__all__ = ["Derived", "Meters", "MetricFunction", "Reading", "Total", "accuracy", "top_k"]
 
 MetricFunction = Callable[[Any, Any], Any]
 """`fn(output, target)` returns a mean over rows, one value per row, `Mean(value, count)` or `Sum(total, count)`."""
-
-RESERVED = frozenset({"epoch", "grad_norm", "loss", "lr", "update"})
-"""Names that the run itself reports."""
 
 IGNORED = -100
 """The class number of targets that do not count, as in torch's cross entropy."""
@@ -229,27 +226,6 @@ class Meters:
             message(
                 f"metrics {', '.join(map(repr, names))} read an output and a target, and the step gave no {missing}",
                 fix="return Step(loss, output, target)   # from training_step or validation_step",
-            )
-        )
-
-
-def check_name(name: str, what: str = "metric") -> None:
-    """Refuse a name that the run itself reports under, or that starts with `val_`."""
-    if not isinstance(name, str) or not name:
-        raise SettingError(message(f"{what} name {name!r}", want="a string that is not empty"))
-    if name in RESERVED:
-        raise SettingError(
-            message(
-                f"{what} name {name!r} is reserved",
-                want=f"another name than {', '.join(sorted(RESERVED))}",
-                fix=f'"my_{name}"',
-            )
-        )
-    if name.startswith("val_"):
-        raise SettingError(
-            message(
-                f"{what} name {name!r} starts with val_, which validation puts there itself",
-                fix=f'"{name.removeprefix("val_")}"',
             )
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from trainwright.base.errors import NonFiniteError, SettingError, message
+from trainwright.base.errors import NonFiniteError, SettingError, StepError, message
 from trainwright.base.names import did_you_mean
 
 Policy = Literal["raise", "skip", "ignore"]
@@ -35,6 +35,27 @@ def judge(
     if scaled and not gradient_is_finite and loss_is_finite and not at_floor:
         return "overflow"
     return "apply" if policy == "ignore" else policy
+
+
+def nothing_applied(span: str, *, told: bool) -> NonFiniteError | StepError:
+    """Build the error for a run that goes on without training anything; `told`: updates were held back."""
+    if told:
+        return NonFiniteError(
+            message(
+                f"{span} without one update that was applied: every loss or gradient was not finite",
+                want="an update now and then",
+                fix="look at the data, the learning rate and the initial loss scale",
+                where=False,
+            )
+        )
+    return StepError(
+        message(
+            f"{span} without one step of the optimizer",
+            want="an update(self, window) that calls apply_gradients()",
+            fix="self.apply_gradients()",
+            where=False,
+        )
+    )
 
 
 def error(*, update: int, loss: float, lr: float, norm: float | None, counted: float | None) -> NonFiniteError:

@@ -1,0 +1,93 @@
+"""Which hooks of a trainer are the class's own, and what follows from it: found once, so that no step has to ask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainwright.base.records import Count, Sum
+from trainwright.run import batches
+from trainwright.slots.losses import KnownLoss, known_loss
+from trainwright.slots.window import find_rows, rows_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hooks:
+    """What the loop calls for each batch, and whose code it is."""
+
+    known: KnownLoss | None
+    """The loss, where it is one of torch's own whose count is known."""
+    split: Callable[[Any], tuple[Any, Any]]
+    move: Callable[[Any], Any] | None
+    """`to_device`, or None where batches already lie right."""
+    count: Callable[[Any], Count] | None
+    """`count`, or None where the loss counts rows."""
+    rows: Callable[[Any], int]
+    """The rows of a host batch; what the user's `count` says where no tensor tells them."""
+    summed: Callable[[Any, Any], Sum] | None
+    """The known loss as a sum with its count, for evaluations by the default step."""
+    target: Callable[[Any], Any]
+    """The target of a host batch, None where it is not known."""
+    spread: str | None
+    """The number whose standard error early stopping asks for, without `val_`."""
+    counts_itself: bool
+    """Whether `count` is the user's own."""
+    steps_itself: bool
+    """Whether `training_step` is the user's own; the default one, called from it, then returns a plain mean."""
+    validates_itself: bool
+    """Whether `validation_step` is the user's own."""
+    evaluates_itself: bool
+    """Whether `evaluate` is the user's own, and may give numbers of any name."""
+    logs_freely: bool
+    """Whether training steps are the user's own, and may log any name."""
+    updates_itself: bool
+    """Whether `update` is the user's own, so that gradients must be whole when `compute_gradients` returns."""
+
+
+@dataclass(slots=True)
+class Between:
+    """What one `fit` or evaluation leaves for what comes after it."""
+
+    run_id: str = ""
+    """Marks this run's checkpoints; empty before the first."""
+    rates: Any = None
+    """The schedule of the stage before, bound."""
+    errors: dict[str, float] = field(default_factory=dict)
+    """Standard errors of the last evaluation."""
+
+
+def overridden(cls: type, base: type, hooks: Collection[str]) -> set[str]:
+    """Return the hooks that a subclass defines itself."""
+    return {name for name in hooks if getattr(cls, name) is not getattr(base, name)}
+
+
+def read_hooks(trainer: Any, own: set[str]) -> Hooks:
+    """Bind the hooks of a trainer whose class defines `own` of them."""
+    known = known_loss(trainer.loss)
+    steps, counts, early = "training_step" in own, "count" in own, trainer.early_stopping
+    split = trainer.split if "split" in own else batches.split
+    exact = known is not None and known.reduction == "mean" and not steps
+    # A step of the user's own may take batches that the default `split` cannot read.
+    reads_by_split = "split" in own or not steps
+    return Hooks(
+        known=known,
+        split=split,
+        move=trainer.to_device if trainer.device.type != "cpu" or "to_device" in own else None,
+        count=trainer.count if counts or known is not None else None,
+        rows=(lambda batch: _rows_or_count(trainer, batch)) if counts else rows_of,
+        summed=known.summed if known is not None and exact else None,
+        target=(lambda batch: split(batch)[1]) if reads_by_split else batches.known_target,
+        spread=early.monitor.removeprefix("val_") if getattr(early, "min_delta", 0) == "1se" else None,
+        counts_itself=counts,
+        steps_itself=steps,
+        validates_itself="validation_step" in own,
+        evaluates_itself="evaluate" in own,
+        logs_freely=not own.isdisjoint({"training_step", "update", "compute_gradients"}),
+        updates_itself="update" in own,
+    )
+
+
+def _rows_or_count(trainer: Any, batch: Any) -> int:
+    rows = find_rows(batch)
+    return int(trainer.count(batch)) if rows is None else rows

@@ -1,0 +1,71 @@
+"""The law Window where `split` is the user's own: the count is that of the target that `split` finds."""
+
+import pytest
+import torch
+from torch import nn
+
+from trainwright import Trainer
+
+ROWS = [7, 3, 5, 2]
+
+
+def data(target_first):
+    generator = torch.Generator().manual_seed(3)
+    x = [torch.randn(n, 4, generator=generator, dtype=torch.float64) for n in ROWS]
+    wide = [torch.randn(n, 3, generator=generator, dtype=torch.float64) for n in ROWS]
+    classes = [torch.randint(0, 3, (n,), generator=generator) for n in ROWS]
+    classes = [torch.where(torch.rand(len(t), generator=generator) < 0.4, -100, t) for t in classes]
+    for target in classes:
+        target[0] = 1  # no batch counts nothing: alone, torch's mean over it is NaN
+    if target_first:
+        return list(zip(classes, x, strict=True)), x, classes
+    return [{"left": a, "distance": b} for a, b in zip(x, wide, strict=True)], x, wide
+
+
+class Named(Trainer):
+    def split(self, batch):
+        return batch["left"], batch["distance"]
+
+
+class First(Trainer):
+    def split(self, batch):
+        return (batch[1],), batch[0]
+
+
+def trained_by_hand(x, target, loss, k):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    total = count = 0.0
+    for start in range(0, len(x), k):
+        inputs, wanted = torch.cat(x[start : start + k]), torch.cat(target[start : start + k])
+        optimizer.zero_grad()
+        made = loss(model(inputs), wanted)
+        n = wanted.numel() if wanted.is_floating_point() else int((wanted != -100).sum())
+        total, count = total + made.item() * n, count + n
+        made.backward()
+        optimizer.step()
+    return model, total / count
+
+
+def check_a_split_of_the_users_own_is_weighed_right(cls, loss, k):
+    batches, x, target = data(cls is First)
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).double()
+    trainer = cls(model, torch.optim.SGD(model.parameters(), lr=0.3), loss, accumulate=k, console=False)
+    told = trainer.fit(batches, epochs=1).history[-1]["loss"]
+    hand, expected = trained_by_hand(x, target, loss, k)
+    assert (model.weight - hand.weight).abs().max() / hand.weight.abs().max() <= 1e-12
+    assert told == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("k", [1, 3, 4])
+@pytest.mark.parametrize(("cls", "loss"), [(Named, nn.MSELoss()), (First, nn.CrossEntropyLoss())])
+def test_a_split_of_the_users_own_is_weighed_by_the_target_it_finds(cls, loss, k):
+    check_a_split_of_the_users_own_is_weighed_right(cls, loss, k)
+
+
+def test_the_law_sees_a_count_of_the_default_split(monkeypatch):
+    monkeypatch.setattr(Trainer, "count", lambda self, batch: ROWS[0])
+    with pytest.raises(AssertionError):
+        check_a_split_of_the_users_own_is_weighed_right(Named, nn.MSELoss(), 3)
