@@ -121,7 +121,7 @@ def test_logged_numbers_default_to_the_count_of_the_batch_in_hand():
 
 @pytest.mark.parametrize("name", ["loss", "lr", "epoch", "rows", "val_x"])
 def test_a_name_that_is_taken_is_refused(name):
-    with pytest.raises(SettingError, match="is reserved|starts with val_"):
+    with pytest.raises(SettingError, match=r"is reserved|starts with val_"):
         begun(Ledger(), [1]).log(name, 1.0, None)
 
 
