@@ -181,6 +181,7 @@ class Trainer(Generic[M]):
                 run.scaler.scale(loss).backward()
             total = loss if total is None else total.detach() + loss.detach()
         assert total is not None
+        ledger.noting = True
         # A lone micro-batch is not weighed: what it owes is the loss scale alone.
         return total if window.alone and run.scaler is None else run.owe(window, total)
 
@@ -241,9 +242,8 @@ class Trainer(Generic[M]):
 
     def count(self, batch: Any) -> Count:
         """Return what the loss of this host batch is a mean over: what torch divides by, else its rows."""
-        known = self.hooks.known
-        target = None if known is None else self.hooks.target(batch)
-        return known.count(target) if known is not None and isinstance(target, Tensor) else rows_of(batch)
+        known, target = self.hooks.known, batches.known_target(batch)
+        return rows_of(batch) if known is None or target is None else known.count(target)
 
     def to_device(self, batch: Any) -> Any:
         """Return the batch on `self.device`, with all its types kept."""

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from trainwright import Trainer
+from trainwright.slots.losses import KnownLoss
 
 ROWS = [7, 3, 5, 2]
 
@@ -65,7 +66,43 @@ def test_a_split_of_the_users_own_is_weighed_by_the_target_it_finds(cls, loss, k
     check_a_split_of_the_users_own_is_weighed_right(cls, loss, k)
 
 
-def test_the_law_sees_a_count_of_the_default_split(monkeypatch):
-    monkeypatch.setattr(Trainer, "count", lambda self, batch: ROWS[0])
+def test_the_law_sees_a_count_of_rows(monkeypatch):
+    monkeypatch.setattr(KnownLoss, "count", lambda self, target: len(target))
     with pytest.raises(AssertionError):
         check_a_split_of_the_users_own_is_weighed_right(Named, nn.MSELoss(), 3)
+
+
+def test_a_split_of_the_users_own_is_called_once_per_batch():
+    class Counted(First):
+        calls = 0
+
+        def split(self, batch):
+            Counted.calls += 1
+            return super().split(batch)
+
+    batches, _, _ = data(True)
+    for k in (1, 3):
+        model = nn.Linear(4, 3).double()
+        trainer = Counted(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), accumulate=k,
+                          console=False)  # fmt: skip
+        trainer.fit(batches, epochs=1)
+    assert Counted.calls == 2 * len(ROWS)
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_a_count_of_the_users_own_weighs_means_whatever_the_loss_counts(k):
+    class ByRows(Trainer):
+        def count(self, batch):
+            return len(batch["distance"])
+
+        def split(self, batch):
+            return batch["left"], batch["distance"]
+
+    batches, x, target = data(False)
+    model = nn.Linear(4, 3).double()
+    trainer = ByRows(model, torch.optim.SGD(model.parameters(), lr=0.0), nn.MSELoss(), accumulate=k, console=False)
+    row = trainer.fit(batches, batches, epochs=1).history[-1]
+    means = [nn.functional.mse_loss(model(a), b).item() for a, b in zip(x, target, strict=True)]
+    expected = sum(n * mean for n, mean in zip(ROWS, means, strict=True)) / sum(ROWS)
+    assert row["loss"] == pytest.approx(expected, rel=1e-12)
+    assert row["val_loss"] == pytest.approx(expected, rel=1e-12)

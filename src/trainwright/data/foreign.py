@@ -56,7 +56,8 @@ class LoaderBatches:
         self._wake_workers(epoch)
         self._generators.begin(epoch)
         self._passes += 1
-        tell_epoch(epoch, *self._tellable)
+        if self._role == "train":  # an evaluation leaves data that it shares with training in their epoch
+            tell_epoch(epoch, *self._tellable)
         return opened(iter(self._loader), skip, name=self.describe(), complaint=self._no_batches)
 
     @property

@@ -41,7 +41,8 @@ class ReadyBatches:
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
         """A pass over the batches; its first `skip` are read and dropped."""
-        tell_epoch(epoch, self._data)
+        if self._role == "train":
+            tell_epoch(epoch, self._data)
         if not skip and isinstance(self._data, list) and self._data:
             return iter(self._data)
         return opened(iter(self._data), skip, name=self.describe(), complaint=self._no_batches)

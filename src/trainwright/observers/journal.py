@@ -25,9 +25,9 @@ _encode = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",",
 class Journal(Observer):
     """Appends one JSON object per event to a file: start, update, validate, epoch, save, end.
 
-    `updates=n` writes every nth update (a skipped one always); each line costs a few microseconds. Lines are handed to the system
-    at each validation, epoch, save and end; a crash loses at most the updates since. NaN and infinity are
-    written as the strings "NaN", "Infinity", "-Infinity", which `read_journal` turns back into numbers.
+    `updates=n` writes every nth update (a skipped one always); each line costs a few microseconds. Lines are handed
+    to the system at each validation, epoch, save and end; a crash loses at most the updates since. NaN and infinity
+    are written as the strings "NaN", "Infinity", "-Infinity", which `read_journal` turns back into numbers.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, updates: int | Updates = 1) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from trainwright.base.errors import DataError, SettingError, message
-from trainwright.base.records import Sum
+from trainwright.base.records import Mean, Sum
 from trainwright.slots.losses import no_target
 
 if TYPE_CHECKING:
@@ -68,9 +68,12 @@ def loss_of(owner: Owner, output: Any, target: Any) -> Any:
     if known is not None and known.reduction == "sum":
         return Sum(owner.loss(output, target))
     # A step of the user's own that calls the default one may add to what it returns: that is a plain mean.
-    if known is None or window is None or window.alone or owner.hooks.steps_itself:
+    if known is None or window is None or owner.hooks.steps_itself or owner.hooks.counts_itself:
         return owner.loss(output, target)
-    return Sum(known.total(output, target), owner.ledger.count)
+    if owner.hooks.count is None:  # what the target counts is known only now
+        mean = window.alone
+        return Mean(owner.loss(output, target), known.count(target)) if mean else known.summed(output, target)
+    return owner.loss(output, target) if window.alone else Sum(known.total(output, target), owner.ledger.count)
 
 
 def exact_loss_of(owner: Owner, output: Any, target: Any) -> Any:
@@ -78,7 +81,7 @@ def exact_loss_of(owner: Owner, output: Any, target: Any) -> Any:
     if target is None or owner.loss is None:
         raise no_loss(owner, target)
     known = owner.hooks.known
-    if known is None:
+    if known is None or (owner.hooks.counts_itself and known.reduction == "mean"):
         return owner.loss(output, target)
     return known.summed(output, target) if known.reduction == "mean" else Sum(known.total(output, target))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from trainwright.base.records import Count, Sum
@@ -22,13 +23,11 @@ class Hooks:
     move: Callable[[Any], Any] | None
     """`to_device`, or None where batches already lie right."""
     count: Callable[[Any], Count] | None
-    """`count`, or None where the loss counts rows."""
+    """`count`, or None where nothing is known before the step: rows are counted then, or what the step finds."""
     rows: Callable[[Any], int]
     """The rows of a host batch; what the user's `count` says where no tensor tells them."""
     summed: Callable[[Any, Any], Sum] | None
     """The known loss as a sum with its count, for evaluations by the default step."""
-    target: Callable[[Any], Any]
-    """The target of a host batch, None where it is not known."""
     spread: str | None
     """The number whose standard error early stopping asks for, without `val_`."""
     counts_itself: bool
@@ -67,17 +66,16 @@ def read_hooks(trainer: Any, own: set[str]) -> Hooks:
     known = known_loss(trainer.loss)
     steps, counts, early = "training_step" in own, "count" in own, trainer.early_stopping
     split = trainer.split if "split" in own else batches.split
-    exact = known is not None and known.reduction == "mean" and not steps
-    # A step of the user's own may take batches that the default `split` cannot read.
-    reads_by_split = "split" in own or not steps
+    exact = known is not None and known.reduction == "mean" and not steps and not counts
+    # A `split` of the user's own may draw, change or take out: it is called once per batch, in the step.
+    counts_before = counts or (known is not None and "split" not in own)
     return Hooks(
         known=known,
         split=split,
         move=trainer.to_device if trainer.device.type != "cpu" or "to_device" in own else None,
-        count=trainer.count if counts or known is not None else None,
-        rows=(lambda batch: _rows_or_count(trainer, batch)) if counts else rows_of,
+        count=trainer.count if counts_before else None,
+        rows=partial(_rows_or_count, trainer) if counts else rows_of,
         summed=known.summed if known is not None and exact else None,
-        target=(lambda batch: split(batch)[1]) if reads_by_split else batches.known_target,
         spread=early.monitor.removeprefix("val_") if getattr(early, "min_delta", 0) == "1se" else None,
         counts_itself=counts,
         steps_itself=steps,

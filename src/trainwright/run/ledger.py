@@ -15,7 +15,7 @@ from trainwright.run.hooks import Hooks
 from trainwright.runtime import late
 from trainwright.slots.losses import KnownLoss, Outcome, SumOver, counted_by_torch, read_outcome
 from trainwright.slots.metrics import Meters
-from trainwright.slots.window import Window, ratio, rows_of
+from trainwright.slots.window import Window, above_nothing, ratio, rows_of
 
 Entry = tuple[str, float | Tensor, Count, bool]
 """(name, value, count, whether the value is a sum already)."""
@@ -57,7 +57,8 @@ class Ledger:
         self._known: KnownLoss | None = None
         self._sums: dict[str, float] = {}
         self._counts: dict[str, float] = {}
-        self._noting = True
+        self.noting = True
+        """Whether what steps return is taken down: not in a second pass over the same window."""
 
     def begin(self, window: Window) -> None:
         """Turn to the next window."""
@@ -66,13 +67,13 @@ class Ledger:
         self.loss = math.nan
         if self.values:
             self.values = {}
-        self._noting = True
+        self.noting = True
 
     def begin_again(self) -> None:
         """Run the same window once more: only its first pass is noted (SAM and LBFGS run it again, elsewhere)."""
         assert self.window is not None
         self.window.begin()
-        self._noting = False
+        self.noting = False
 
     @property
     def count(self) -> Count:
@@ -93,13 +94,13 @@ class Ledger:
         assert window is not None
         window.position = position = window.position + 1
         if type(returned) is Step:
-            if self.meters is not None and self._noting:
+            if self.meters is not None and self.noting:
                 self.meters.update(returned.output, returned.target, window.rows[position])
             returned = returned.loss
         elif self.must_feed:
             self.check_fed(returned)
         if window.alone and type(returned) is Tensor and returned.ndim == 0:  # the common case needs no weight
-            if self._noting:
+            if self.noting:
                 found = None if self._trusts_counter else counted_by_torch(returned)
                 count = self._default_count(position) if found is None else found
                 self._entries.append(("loss", returned, count, False))
@@ -165,7 +166,7 @@ class Ledger:
             raise SettingError(message(f"log({name!r}, ...): a metric has this name", fix=f'log("my_{name}", ...)'))
         if self.window is None and self.batch is None:
             raise TrainwrightError(message(f"log({name!r}, ...) outside a step", want="a call from a step"))
-        if self._noting:
+        if self.noting:
             self._entries.append((name, _number(value), self.count if count is None else count, False))
 
     def close(self, *more: float | Tensor) -> list[float]:
@@ -249,7 +250,7 @@ class Ledger:
             count = self._default_count(position) if found is None else found
         self._note(outcome, count)
         if window.alone:
-            return outcome.loss / count if outcome.summed else outcome.loss
+            return outcome.loss / above_nothing(count) if outcome.summed else outcome.loss
         divisor = window.divisor(count, own=window.counts is None or count is not window.counts[position])
         if outcome.summed:
             return outcome.loss / divisor
@@ -265,7 +266,7 @@ class Ledger:
         return window.rows[position] if self._counter is None else self._counter(window.batches[position])
 
     def _note(self, outcome: Outcome, count: Count) -> None:
-        if not self._noting:
+        if not self.noting:
             return
         self._entries.append(("loss", outcome.loss.detach(), count, outcome.summed))
         self.noted = True
@@ -300,4 +301,4 @@ def _without_nothing(loss: Tensor, count: Count) -> Tensor:
 
 
 def _number(value: float | Tensor) -> float | Tensor:
-    return value.detach() if isinstance(value, Tensor) else value
+    return value.detach().clone() if isinstance(value, Tensor) else value  # it may be changed in place later

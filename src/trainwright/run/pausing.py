@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any
+from warnings import warn
 
 from torch import Tensor
 
@@ -17,6 +19,7 @@ from trainwright.run import state
 from trainwright.run.due import Bell
 from trainwright.run.plan import Ends
 from trainwright.run.run import Run
+from trainwright.runtime.storage import update_name
 from trainwright.slots.checkpoint import Keeper
 from trainwright.slots.saved import load_weights
 
@@ -99,8 +102,9 @@ class Pauses:
         watch, keeper, rates = self.watch, self.keeper, self.run.rates
         if watch is not None and _concerns(self.owner.early_stopping.monitor, row, validated):
             best = watch.judge(row, self.owner.between.errors, **where)
-            if best and self.restores_from_memory:
-                watch.weights = _copied(self.owner.model, getattr(watch, "weights", None))
+            if best and getattr(self.owner.early_stopping, "restore_best", False):
+                held = getattr(watch, "weights", None)
+                watch.weights = _copied(self.owner.model, held) if self.restores_from_memory else None
             self.counters.stopped = self.counters.stopped or watch.stopped
         keep = best
         if keeper is not None and keeper.settings.best and _concerns(keeper.settings.best, row, validated):
@@ -148,13 +152,15 @@ class Pauses:
         assert self.keeper is not None
         self.wants_save = False
         counters = self.counters
-        row = self.history[-1] if self.history else {}
-        current = row if row.get("update") == counters.earlier_updates + counters.updates else {}
+        update = counters.earlier_updates + counters.updates
+        measured: dict[str, float] = {}
+        for row in self.history[-2:]:  # a validation and the epoch's end may meet at one update
+            measured |= row if row["update"] == update else {}
         saved = self.keeper.save(
             state.gather(self.owner.parts()),
-            update=counters.earlier_updates + counters.updates,
+            update=update,
             epoch=counters.earlier_epochs + counters.epoch,
-            metrics=current,
+            metrics=measured,
         )
         for notify in self._on_save:
             notify(saved)
@@ -191,19 +197,29 @@ class Pauses:
         """Leave the model with the best weights, where a slot promises them."""
         early, keeper, watch = self.owner.early_stopping, self.keeper, self.watch
         if watch is not None and watch.best is not None and getattr(early, "restore_best", False):
-            if self.restores_from_memory:
-                self.owner.model.load_state_dict(watch.weights)
+            weights = getattr(watch, "weights", None)
+            if weights is not None:
+                self.owner.model.load_state_dict(weights)
+                self._weights = f"best of epoch {watch.best.epoch}"
             else:
-                assert keeper is not None and keeper.best is not None
-                self._load(keeper.best)
-            self._weights = f"best of epoch {watch.best.epoch}"
+                self._load(watch.best)
         elif keeper is not None and keeper.settings.restore_best and keeper.best is not None:
             self._load(keeper.best)
-            self._weights = f"best of epoch {keeper.best.epoch}"
 
     def _load(self, best: Best) -> None:
-        assert best.path is not None
-        load_weights(best.path, self.owner.model)
+        """Load the weights of a best from its checkpoint; where that is gone, say so and keep the last."""
+        keeper = self.keeper
+        saved = [] if keeper is None else [*getattr(keeper, "saved", []), keeper.best and keeper.best.path]
+        name = update_name(best.update)
+        found = [path for path in saved if path is not None and path.name == name]
+        if not found:
+            warn(
+                f"the weights of the best {best.name} (update {best.update}) were not kept: the last ones stay",
+                stacklevel=6,
+            )
+            return
+        load_weights(found[0], self.owner.model)
+        self._weights = f"best of epoch {best.epoch}"
 
     def result(self) -> Result:
         """Say how the run ended."""
@@ -256,8 +272,11 @@ def _concerns(monitor: str, row: Mapping[str, float], validated: bool) -> bool:
 def _copied(model: Any, into: dict[str, Tensor] | None) -> dict[str, Tensor]:
     """A host copy of the weights, into the tensors of the copy before where there is one."""
     state_dict = model.state_dict()
-    if into is None:
-        return {name: value.detach().cpu().clone() for name, value in state_dict.items()}
-    for name, value in state_dict.items():
-        into[name].copy_(value)
-    return into
+    if into is not None and all(isinstance(value, Tensor) for value in into.values()):
+        for name, value in state_dict.items():
+            into[name].copy_(value)
+        return into
+    return {
+        name: value.detach().cpu().clone() if isinstance(value, Tensor) else deepcopy(value)  # extra state
+        for name, value in state_dict.items()
+    }

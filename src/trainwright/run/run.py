@@ -41,6 +41,8 @@ class Run:
     _stepped = False
     """Whether the optimizer made a step in this update, as far as anybody watches."""
     _norm: float | None = None
+    _unjudged = False
+    """Whether gradients were checked that nobody has judged."""
     _idle = 0
     """Updates in a row in which no step was applied."""
 
@@ -106,6 +108,8 @@ class Run:
             self._applied, self._norm, self._stepped = None, None, False
             if len(owner.optimizer.param_groups) != self._groups:
                 self._take_groups()
+            if self._unjudged:  # an update of the user's own gave its gradients up
+                self.gradients.lower_flags()
             if self._kept:
                 torch._foreach_copy_(self._kept, self._statistics)
             yield window
@@ -128,6 +132,7 @@ class Run:
         """Multiply the gradients by what is owed; return the flag of non-finite ones where they are checked."""
         factor, self.factor = self.factor, 1.0
         if self.checks:
+            self._unjudged = True
             return self.gradients.multiply_and_check(factor)
         if isinstance(factor, Tensor) or factor != 1.0:
             self.gradients.multiply(factor)
@@ -135,7 +140,7 @@ class Run:
 
     def judge(self, flag: Tensor | None, norm: Tensor | None) -> bool:
         """Read the update's numbers, and say whether it may be applied; raises where that is the policy."""
-        ledger = self.ledger
+        ledger, self._unjudged = self.ledger, False
         if norm is not None:
             self._norm, *read = ledger.close(norm) if flag is None else ledger.close(norm, flag)
         else:

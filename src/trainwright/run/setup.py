@@ -171,6 +171,8 @@ class NotRunning:
     """Stands where the run is while there is none; whatever is asked of it, it says so."""
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copying and pickling ask for these
+            raise AttributeError(name)
         raise TrainwrightError(message("this works only while fit() is running", want="a call from a hook or a step"))
 
 

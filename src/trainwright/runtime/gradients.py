@@ -25,13 +25,13 @@ class Gradients:
         kinds = {(p.device, p.dtype) for p in self.parameters}
         self._alike = next(iter(kinds))[0] if len(kinds) == 1 else None
         devices = {device for device, _ in kinds}
-        self._flags = {device: torch.zeros((), device=device) for device in devices}
-        self._one = {device: torch.ones((), device=device) for device in devices}
+        self._flags = {device: torch.zeros((), dtype=torch.float32, device=device) for device in devices}
+        self._one = {device: torch.ones((), dtype=torch.float32, device=device) for device in devices}
 
     def zero(self) -> None:
         """Drop every gradient (`set_to_none`), by the optimizer's own method where it overrides torch's."""
         if self._zero_grad is not None:
-            self._zero_grad(set_to_none=True)
+            self._zero_grad()
             return
         for parameter in self.parameters:
             parameter.grad = None
@@ -84,6 +84,8 @@ class Gradients:
                 continue
             if gradient.is_sparse:
                 gradient = _writable_values(parameter, gradient)
+            if gradient.is_complex():
+                gradient = torch.view_as_real(gradient)
             groups[gradient.device, gradient.dtype].append(gradient)
         return groups
 

@@ -35,8 +35,7 @@ def wake(model: nn.Module) -> list[str]:
         if parameters and not any(p.requires_grad for p in parameters):
             asleep.update(module.modules())
     switched = [(name, module) for name, module in model.named_modules() if module not in asleep]
-    for _, module in switched:
-        module.training = True
+    _put_back((model,), [(module, module not in asleep) for module in model.modules()])
     return [name or type(model).__name__ for name, _ in switched]
 
 

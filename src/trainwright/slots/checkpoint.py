@@ -323,7 +323,7 @@ class Keeper:
         """Remove all but the last `keep` and the best `top`; only what bears this run's id and is readable."""
         last = sorted(self._saved, reverse=True)[: self.settings.keep]
         judged = sorted((value, update) for update, value in self._saved.items() if value < inf)
-        best = [update for _, update in judged[: self.settings.top]]
+        best = [update for _, update in judged[: self.settings.top]] + [kept.update for kept in self._top]
         for update in sorted(set(self._saved) - {*last, *best}):
             path = self.directory / storage.update_name(update)
             del self._saved[update]

@@ -89,14 +89,23 @@ class KnownLoss:
         self.mean = loss
         self.reduction: str = options.get("reduction", "mean")
         self._kind = kind
-        self._weight = options.get("weight")
-        self._ignore = options.get("ignore_index", -100)
+        self._options = options
         self._late = kind == "targets" and self._weight is None
         self._sum = rebuilt("sum")
         self._none = rebuilt("none")
 
+    @property
+    def _weight(self) -> Tensor | None:
+        """The class weights as they are now: a module's may be replaced, or moved to another device."""
+        if "weight" not in self._options:
+            return None
+        weight: Tensor = getattr(self.mean, "weight", self._options["weight"])
+        return weight
+
     def total(self, output: Tensor, target: Tensor) -> Tensor:
         """Return the sum whose mean over `count(target)` is the loss; its gradient is 0 where nothing is counted."""
+        if output.dtype in _HALVES:  # a sum over a batch overflows them where its mean does not
+            output, target = output.float(), target.float() if target.is_floating_point() else target
         total: Tensor = self._sum(output, target)
         if self._kind == "elements" and output.shape != target.shape:  # torch broadcasts, with a warning
             total = total * (target.numel() / math.prod(torch.broadcast_shapes(output.shape, target.shape)))
@@ -106,7 +115,7 @@ class KnownLoss:
         """Return the loss as a sum with its count; one number per row is not counted before it must be."""
         if target is None:
             raise no_target()
-        if self._late and target.ndim == 1 and target.dtype is torch.int64:
+        if self._late and target.ndim == 1 and target.dtype is torch.int64 and output.dtype not in _HALVES:
             return SumOver(self._sum(output, target), self, target)
         return Sum(self.total(output, target), self.count(target))
 
@@ -116,12 +125,13 @@ class KnownLoss:
             return target.numel()
         if target.is_floating_point():
             return target.numel() // int(target.shape[1 if target.ndim > 1 else 0])
-        if self._weight is None:
+        ignored, weight = self._options.get("ignore_index", -100), self._weight
+        if weight is None:
             if not target.is_cpu:
-                return torch.count_nonzero(target != self._ignore)
-            return int(np.count_nonzero(target.numpy() != self._ignore))  # a quarter of the time torch takes
-        weight = self._weight.to(target.device)
-        valid = target != self._ignore
+                return torch.count_nonzero(target != ignored)
+            return int(np.count_nonzero(target.numpy() != ignored))  # a quarter of the time torch takes
+        weight = weight.to(target.device)
+        valid = target != ignored
         weighed = torch.where(valid, weight[torch.where(valid, target, 0)].double(), 0.0).sum()
         return weighed if not target.is_cpu else float(weighed)
 
@@ -237,6 +247,7 @@ def _shown(value: Any) -> str:
     return "None" if value is None else f"{type(value).__name__}"
 
 
+_HALVES = {torch.float16, torch.bfloat16}
 _REDUCTIONS = {"mean", "sum"}
 _MODULES: dict[type[nn.Module], str] = {
     nn.CrossEntropyLoss: "targets",

@@ -80,7 +80,7 @@ class Window(Sequence[Any]):
         if self._base is None:
             whole = 0 if own else _add(self.counts or [0])
             self._guessed = not isinstance(whole, Tensor) and not whole  # nothing is known, or nothing is counted
-            self._base = self._guess(count) if self._guessed else _above_nothing(whole)
+            self._base = self._guess(count) if self._guessed else above_nothing(whole)
         elif own:  # the first of the window had the count that the host knew, by chance
             self._guessed = True
         self._total = self._total + count
@@ -198,7 +198,7 @@ def accumulation(setting: Accumulate) -> tuple[tuple[int, int], ...]:
     return tuple(sorted(table.items()))
 
 
-def _above_nothing(count: Count) -> Count:
+def above_nothing(count: Count) -> Count:
     """A divisor for a window that counts nothing, as far as only the device knows."""
     return torch.where(count == 0, torch.ones_like(count), count) if isinstance(count, Tensor) else count
 
