@@ -352,7 +352,7 @@ def test_rates_amounts_and_times():
         "0", "980", "1000", "1.0k", "19.8k", "5.2M", "7.0G",
     ]  # fmt: skip
     assert [duration(x) for x in (0.04, 9.96, 99.94, 99.96, 245, 3600, 9000)] == [
-        "0.0s", "10.0s", "99.9s", "1m40s", "4m05s", "1h00m", "2h30m",
+        "40ms", "10.0s", "99.9s", "1m40s", "4m05s", "1h00m", "2h30m",
     ]  # fmt: skip
 
 

@@ -278,3 +278,17 @@ def test_the_best_and_the_last_weights_are_found_in_the_directory(tmp_path):
     load_weights(tmp_path, model)
     best = load_weights(result.best.path)
     assert all(torch.equal(best[name], value) for name, value in model.state_dict().items())
+
+
+def test_a_setting_of_the_optimizer_that_the_checkpoint_overrules_is_named(tmp_path):
+    def run(lr, epochs):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        trainer = Trainer(model, optimizer, nn.MSELoss(), checkpoint=Checkpoint(tmp_path), console=False)
+        return trainer.fit([(torch.ones(2, 3), torch.ones(2, 1))], epochs=epochs, resume="auto")
+
+    run(0.01, 1)
+    run(0.01, 2)
+    with pytest.warns(UserWarning, match=r"lr=0\.01 .* is the checkpoint's, 0\.5 is not used"):
+        run(0.5, 3)

@@ -70,7 +70,7 @@ def test_the_reason_names_number_value_epoch_and_wait():
     assert watch.stopped == "val_loss did not improve on 0.1324 (epoch 2) for 2 validations"
     assert (watch.best.name, watch.best.value, watch.best.epoch, watch.best.update) == ("val_loss", 0.13239, 2, 20)
     watch, _, _ = run(EarlyStopping("val_loss", patience=1), [NAN])
-    assert watch.stopped == "val_loss was never better than inf for 1 validation"
+    assert watch.stopped == "val_loss was never a finite number for 1 validation"
     assert watch.best is None
 
 

@@ -121,7 +121,7 @@ def _called(make: Any, epoch: int, role: str) -> Any:
                 f"{role} data: the function cannot be called with the epoch",
                 have=str(error),
                 want="a function of one argument, the epoch from 0",
-                fix="lambda epoch: make()",
+                fix=f"lambda epoch: {getattr(make, '__name__', 'make')}()",
             )
         ) from None
     except ValueError:

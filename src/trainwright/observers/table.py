@@ -20,7 +20,8 @@ class Table:
     """Rows of validations and epochs under one header, no wider than `width`.
 
     A column appears with the first number that needs it, and the header is then printed again. Where there is no
-    room, `WIDE_FIRST` go first, then the last metrics, which a line names.
+    room, `WIDE_FIRST` go first, then training's side of metrics that validation gives too, then the last metrics;
+    a line names them.
     """
 
     def __init__(self, width: int) -> None:
@@ -40,7 +41,10 @@ class Table:
         self._known = sorted({*self._known, *cells}, key=_place([*self._known, *cells]).__getitem__)
         self._shown, self._hidden = list(self._known), []
         optional = [name for name in WIDE_FIRST if name in self._known]
-        optional += [name for name in reversed(self._known) if _is_metric(name)]
+        metrics = [name for name in reversed(self._known) if _is_metric(name)]
+        validated = [name for name in metrics if name.startswith("val_")]
+        optional += [name for name in metrics if f"val_{name}" in validated]  # training's before validation's
+        optional += [name for name in metrics if name not in optional]
         for name in optional:
             if len(self._line({name: "" for name in self._shown})) > self._width:
                 self._shown.remove(name)
@@ -79,7 +83,9 @@ def amount(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """0.4s, 59.1s, 4m05s, 2h30m."""
+    """35ms, 0.4s, 59.1s, 4m05s, 2h30m."""
+    if seconds < 0.0995:
+        return f"{seconds * 1000:.0f}ms"
     if seconds < 99.95:
         return f"{seconds:.1f}s"
     minutes, rest = divmod(round(seconds), 60)

@@ -241,6 +241,7 @@ class Run:
                 lr=self.learning_rates()[0],
                 norm=self._norm,
                 counted=ledger.counted if ledger.noted else None,
+                whole=not owner.hooks.updates_itself,
             )
         return verdict == "apply"
 

@@ -176,7 +176,8 @@ def _load(owner: Owner, pauses: Pauses, found: Path) -> list[str]:
         )
     if pauses.keeper is not None:
         pauses.keeper.adopt(found, manifest)
-    reports = state.restore(owner.parts(), tree, origin=str(found))
+    given = [_settings(group) for group in owner.optimizer.param_groups]
+    reports = [*state.restore(owner.parts(), tree, origin=str(found)), *_unused(owner, given)]
     for report in reports:
         warnings.warn(report, stacklevel=5)  # at the line that calls `fit`: it shall be heard without a console too
     counters = owner.counters
@@ -187,6 +188,21 @@ def _load(owner: Owner, pauses: Pauses, found: Path) -> list[str]:
         if resume_at is not None:
             resume_at(at)
     return [f"resumed from {found} at update {at}", *reports]
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if isinstance(value, int | float | tuple)}
+
+
+def _unused(owner: Owner, given: list[dict[str, Any]]) -> list[str]:
+    """Name the settings of the optimizer that the checkpoint has overruled; what a schedule sets is its own affair."""
+    scheduled = set() if owner.schedule is None else {"lr", "initial_lr", "momentum", "betas"}
+    return [
+        f"resumed: {key}={group[key]!r} of the optimizer's group {index} is the checkpoint's, {mine!r} is not used"
+        for index, (settings, group) in enumerate(zip(given, owner.optimizer.param_groups, strict=True))
+        for key, mine in settings.items()
+        if key not in scheduled and group.get(key) != mine
+    ]
 
 
 def _take_progress(owner: Owner, tree: Any) -> None:

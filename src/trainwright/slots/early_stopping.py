@@ -127,7 +127,7 @@ class Watch:
             return ""
         for_long = f"for {self.waited} validation{'s' if self.waited > 1 else ''}"
         if self.best is None:
-            return f"{self.settings.monitor} was never better than {'inf' if self.mode == 'min' else '-inf'} {for_long}"
+            return f"{self.settings.monitor} was never a finite number {for_long}"
         return f"{self.settings.monitor} did not improve on {self.best.value:.4g} (epoch {self.best.epoch}) {for_long}"
 
     def state_dict(self) -> dict[str, Any]:

@@ -58,7 +58,9 @@ def nothing_applied(span: str, *, told: bool) -> NonFiniteError | StepError:
     )
 
 
-def error(*, update: int, loss: float, lr: float, norm: float | None, counted: float | None) -> NonFiniteError:
+def error(
+    *, update: int, loss: float, lr: float, norm: float | None, counted: float | None, whole: bool = True
+) -> NonFiniteError:
     """Build the error that names the update, its loss, learning rate and gradient norm."""
     what = "loss" if loss - loss != 0 else "gradient"
     shown = "" if norm is None else f", gradient norm {norm:g}"
@@ -69,7 +71,7 @@ def error(*, update: int, loss: float, lr: float, norm: float | None, counted: f
         fix += "; if a mean over nothing is the cause, return Sum(total, count) from the step"
     return NonFiniteError(
         message(
-            f"update {update}: the {what} is not finite; no weight was changed",
+            f"update {update}: the {what} is not finite; {'no weight was changed' if whole else 'it was not applied'}",
             have=f"loss {loss:g}, learning rate {lr:g}{shown}",
             want="finite numbers",
             fix=fix,

@@ -87,6 +87,8 @@ def find_checkpoint(resume: str | Path | None, directory: str | Path | None, *, 
     """
     if resume is None:
         return None
+    if not isinstance(resume, str | Path):
+        raise SettingError(message(f"resume={resume!r}", want='"auto", a path or None', fix='resume="auto"'))
     if resume == "auto":
         if directory is None:
             fix = 'Trainer(..., checkpoint=Checkpoint("runs/1")), or resume="path/of/a/checkpoint"'
