@@ -174,7 +174,7 @@ class Trainer(Generic[M]):
             else:
                 with run.autocast:
                     returned = self.training_step(batch)
-            loss = ledger.take(returned)
+            loss = ledger.weigh(returned)
             if run.scaler is None:
                 loss.backward()
             else:

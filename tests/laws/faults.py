@@ -174,13 +174,13 @@ def _mean(outcome):
 
 def _weighed(patch, weigh):
     """Weigh each micro-batch by a rule of one's own; its numbers are noted as before."""
-    whole = Ledger._weigh
+    whole = Ledger._weighed
 
     def changed(self, outcome, position):
         whole(self, outcome, position)
         return weigh(outcome, self.window, position)
 
-    patch.setattr(Ledger, "_weigh", changed)
+    patch.setattr(Ledger, "_weighed", changed)
     patch.setattr(Window, "owed", 1.0)
 
 

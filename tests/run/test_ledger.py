@@ -29,14 +29,14 @@ def begun(ledger, rows, counts=None):
 
 
 def taken(ledger, *returned):
-    weighed = [float(ledger.take(one).detach()) for one in returned]
+    weighed = [float(ledger.weigh(one).detach()) for one in returned]
     ledger.close()
     return weighed
 
 
 def test_a_lone_mean_is_handed_on_as_it_is():
     ledger, loss = begun(Ledger(), [4]), number(2.5)
-    assert ledger.take(loss) is loss
+    assert ledger.weigh(loss) is loss
     ledger.close()
     assert (ledger.loss, ledger.counted, ledger.noted) == (2.5, 4, True)
 
@@ -102,7 +102,7 @@ def test_a_window_over_nothing_is_nan():
 
 def test_a_second_pass_is_weighed_as_the_first_and_not_noted():
     ledger = begun(Ledger(), [1, 3])
-    first = [float(ledger.take(number(loss))) for loss in (8.0, 4.0)]
+    first = [float(ledger.weigh(number(loss))) for loss in (8.0, 4.0)]
     ledger.begin_again()
     ledger.log("late", 1.0, None)
     assert taken(ledger, number(8.0), number(4.0)) == first
@@ -113,7 +113,7 @@ def test_logged_numbers_default_to_the_count_of_the_batch_in_hand():
     ledger = begun(Ledger(), [1, 3])
     for loss, value in ((number(1.0), 10.0), (number(1.0), torch.tensor(2.0, requires_grad=True))):
         ledger.log("extra", value, None)
-        ledger.take(loss)
+        ledger.weigh(loss)
     ledger.log("own", 5.0, 7)
     ledger.close()
     assert ledger.values == {"extra": 4.0, "own": 5.0}
@@ -142,7 +142,7 @@ def test_what_an_update_returns_is_told_where_no_step_was():
 
 def test_close_reads_what_else_is_asked_for():
     ledger = begun(Ledger(), [2])
-    ledger.take(number(1.0))
+    ledger.weigh(number(1.0))
     assert ledger.close(number(8.0), 9) == [8.0, 9.0]
     assert ledger.close() == [] and ledger.close(number(3.0)) == [3.0]
 
@@ -159,4 +159,4 @@ def test_the_running_sums_go_on_after_a_resume():
 def test_a_step_that_returns_no_loss_is_refused():
     for returned in (None, torch.zeros(3), Step(None)):
         with pytest.raises(StepError, match="a step returned"):
-            begun(Ledger(), [2]).take(returned)
+            begun(Ledger(), [2]).weigh(returned)

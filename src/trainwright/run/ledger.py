@@ -88,8 +88,8 @@ class Ledger:
             return window.counts[index]
         return window.rows[index] if self._counter is None else self._counter(window.batches[index])
 
-    def take(self, returned: Any) -> Tensor:
-        """Take down what a training step returned; return what `backward` is to be called on."""
+    def weigh(self, returned: Any) -> Tensor:
+        """Take down what a training step returned; return it weighed by its share of the window, for `backward`."""
         window = self.window
         assert window is not None
         window.position = position = window.position + 1
@@ -106,7 +106,7 @@ class Ledger:
                 self._entries.append(("loss", returned, count, False))
                 self.noted = True
             return returned
-        return self._weigh(read_outcome(returned), position)
+        return self._weighed(read_outcome(returned), position)
 
     def check_fed(self, returned: Any) -> None:
         """Refuse what a step returned where metrics read outputs and it holds none."""
@@ -237,7 +237,7 @@ class Ledger:
         if self.meters is not None and tree["meters"] is not None:
             self.meters.load_state_dict(tree["meters"])
 
-    def _weigh(self, outcome: Outcome, position: int) -> Tensor:
+    def _weighed(self, outcome: Outcome, position: int) -> Tensor:
         """Note an outcome; return it weighed by its share of the window."""
         window = self.window
         assert window is not None
