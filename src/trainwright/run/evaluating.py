@@ -60,7 +60,7 @@ def evaluate(owner: Owner, source: Source, *, name: str, batches: int | None = N
     seen = 0
     try:
         with traceless(owner, source):
-            for batch in islice(source.epoch(0), batches):
+            for batch in source.epoch(0) if batches is None else islice(source.epoch(0), batches):
                 ledger.batch = batch
                 returned = step(batch if move is None else move(batch))
                 if not seen:

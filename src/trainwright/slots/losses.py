@@ -115,7 +115,7 @@ class KnownLoss:
         """Return the loss as a sum with its count; one number per row is not counted before it must be."""
         if target is None:
             raise no_target()
-        if self._late and target.ndim == 1 and target.dtype is torch.int64 and output.dtype not in _HALVES:
+        if self._late and target.ndim == 1 and target.dtype is _INT64 and output.dtype is _FLOAT32:
             return SumOver(self._sum(output, target), self, target)
         return Sum(self.total(output, target), self.count(target))
 
@@ -247,6 +247,7 @@ def _shown(value: Any) -> str:
     return "None" if value is None else f"{type(value).__name__}"
 
 
+_INT64, _FLOAT32 = torch.int64, torch.float32
 _HALVES = {torch.float16, torch.bfloat16}
 _REDUCTIONS = {"mean", "sum"}
 _MODULES: dict[type[nn.Module], str] = {
