@@ -100,14 +100,14 @@ class Pauses:
         where = {"epoch": int(row["epoch"]), "update": int(row["update"])}
         best = False
         watch, keeper, rates = self.watch, self.keeper, self.run.rates
-        if watch is not None and _concerns(self.owner.early_stopping.monitor, row, validated):
+        if watch is not None and _concerns(self.owner.early_stopping.monitor, validated):
             best = watch.judge(row, self.owner.between.errors, **where)
             if best and getattr(self.owner.early_stopping, "restore_best", False):
                 held = getattr(watch, "weights", None)
                 watch.weights = _copied(self.owner.model, held) if self.restores_from_memory else None
             self.counters.stopped = self.counters.stopped or watch.stopped
         keep = best
-        if keeper is not None and keeper.settings.best and _concerns(keeper.settings.best, row, validated):
+        if keeper is not None and keeper.settings.best and _concerns(keeper.settings.best, validated):
             keep = keeper.judge(row, **where) or keep
             if watch is None:
                 best = keeper.best is not None and keeper.best.update == where["update"]
@@ -264,7 +264,7 @@ class Pauses:
         return ""
 
 
-def _concerns(monitor: str, row: Mapping[str, float], validated: bool) -> bool:
+def _concerns(monitor: str, validated: bool) -> bool:
     """Whether a row is one to judge `monitor` by: validations for `val_...`, any row for training numbers."""
     return validated or not monitor.startswith("val_")
 
