@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from trainwright.base.contracts import Source
 from trainwright.base.errors import DataError, SettingError, message
 from trainwright.base.records import Step
+from trainwright.run.failure import explain
 from trainwright.run.ledger import Ledger
 from trainwright.run.owner import Owner
 from trainwright.runtime import modules
@@ -71,6 +72,9 @@ def evaluate(owner: Owner, source: Source, *, name: str, batches: int | None = N
                     ledger.close()
                     ledger.close_totals()
             numbers = ledger.means(f"{name}_")
+    except BaseException as error:
+        explain(error, owner)
+        raise
     finally:
         owner.ledger = outer
     if not seen:
@@ -82,10 +86,14 @@ def predict(owner: Owner, source: Source) -> Any:
     """Return the outputs of `predict_step` over one pass in data order, joined on the CPU; see `join`."""
     step = _with_autocast(owner, owner.predict_step)
     outputs: list[Any] = []
-    with traceless(owner, source):
-        for batch in source.epoch(0):
-            output = step(batch if owner.hooks.move is None else owner.hooks.move(batch))
-            outputs.append(move(output.output if type(output) is Step else output, torch.device("cpu")))
+    try:
+        with traceless(owner, source):
+            for batch in source.epoch(0):
+                output = step(batch if owner.hooks.move is None else owner.hooks.move(batch))
+                outputs.append(move(output.output if type(output) is Step else output, torch.device("cpu")))
+    except BaseException as error:
+        explain(error, owner)
+        raise
     if not outputs:
         raise DataError(message("the data to predict gave no batch", want="at least one batch"))
     return join(outputs)

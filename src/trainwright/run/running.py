@@ -17,6 +17,7 @@ from trainwright.base.errors import SettingError, message
 from trainwright.base.plan import Plan
 from trainwright.run import state
 from trainwright.run.evaluating import evaluate
+from trainwright.run.failure import explain
 from trainwright.run.owner import Owner
 from trainwright.run.pausing import Pauses
 from trainwright.run.plan import Ends, check_monitors, make_plan
@@ -86,6 +87,7 @@ def _until_the_end(owner: Owner, run: Run, pauses: Pauses) -> Iterator[tuple[Run
             yield run, pauses
         pauses.restore_best()
     except BaseException as error:
+        explain(error, owner)
         pauses.stop_clock()
         first_line = str(error).partition("\n")[0]
         owner.counters.stopped = f"{type(error).__name__}: {first_line}".removesuffix(": ")

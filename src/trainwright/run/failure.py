@@ -1,0 +1,79 @@
+"""Adds a note to an exception that comes out of a step: which batch it was, its shapes, and the cause where known."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from trainwright.base.errors import TrainwrightError
+from trainwright.run.causes import cause_of
+from trainwright.run.sites import MISSING, Site, find_site, module_of, shown
+
+HEAD = "trainwright: "
+
+
+def explain(error: BaseException, owner: Any) -> None:
+    """Add one note to an exception of a training, validation or predict step; type, message and traceback stay.
+
+    Errors of this library, interrupts, and errors that carry a note already are left alone.
+    """
+    if not isinstance(error, Exception) or isinstance(error, TrainwrightError):
+        return
+    if any(note.startswith(HEAD) for note in getattr(error, "__notes__", ())):
+        return
+    try:
+        site = find_site(error, owner)
+        if site is not None:
+            error.add_note(_note(site))
+    except Exception as another:  # a step may hold any object; nothing that it does may replace the user's error
+        error.add_note(f"{HEAD}what the failed step held cannot be shown: {type(another).__name__}: {another}")
+
+
+def _note(site: Site) -> str:
+    lines = [f"{HEAD}{_failed(site)} failed on {site.place}"]
+    entries = {"batch": site.batch, "output": site.output}
+    lines += [f"  {name:<9}{shown(value)}" for name, value in entries.items() if value is not MISSING]
+    found = cause_of(site)
+    if found is not None:
+        lines += [f"  {label:<9}{text}" for label, text in zip(("why", "fix"), found, strict=True)]
+    return "\n".join(lines)
+
+
+def _failed(site: Site) -> str:
+    """What failed, by the name that the user knows it by."""
+    metric = _metric(site)
+    if metric:
+        return f"metric {metric!r}"
+    if site.in_loss:
+        return loss_name(site)
+    layer = site.layer
+    if layer is not None:
+        name, module, _ = layer
+        return (
+            f"{type(module).__name__} {name!r} of {type(site.owner.model).__name__}" if name else type(module).__name__
+        )
+    if any(f.f_code.co_name == "backward" and module_of(f).startswith("torch.") for f in site.frames):
+        return "backward()"
+    step = site.step
+    return f"{type(site.owner).__name__}.{'training_step' if step is None else step.f_code.co_name}"
+
+
+def _metric(site: Site) -> str:
+    """The name of the metric that was taking in a batch."""
+    where = {"function": "_update", "module": "trainwright.slots.metrics"}
+    metric, meters = site.local("metric", **where), site.local("self", **where)
+    if metric is not MISSING:
+        return str(next(name for name, one in meters._objects.items() if one is metric))
+    name = site.local("name", **where)
+    return "" if name is MISSING else str(name)
+
+
+def loss_name(site: Site) -> str:
+    """The name of the loss: of torch's function where the step calls it itself."""
+    loss, frame = site.owner.loss, site.torch_loss
+    if loss is None and frame is not None:
+        return str(frame.f_code.co_name)
+    function = loss.func if isinstance(loss, partial) else loss
+    return type(loss).__name__ if isinstance(loss, nn.Module) else str(getattr(function, "__name__", "the loss"))
