@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from trainwright.base.errors import DataError, SettingError, message
 from trainwright.base.records import Mean, Sum
-from trainwright.slots.losses import no_target
+from trainwright.slots.losses import check_shapes, no_target
 
 if TYPE_CHECKING:
     from trainwright.run.owner import Owner
@@ -54,10 +55,21 @@ def known_target(batch: Any) -> Tensor | None:
 
 
 def call(model: Any, inputs: Any) -> Any:
-    """Call a model with a tuple as positional inputs, a mapping as keywords, anything else as it is."""
+    """Call a model with a tuple as positional inputs, a mapping as keywords, anything else as it is.
+
+    Raises DataError where the keys of a mapping are not what the model's `forward` takes.
+    """
     if isinstance(inputs, tuple):
         return model(*inputs)
-    return model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
+    if not isinstance(inputs, Mapping):
+        return model(inputs)
+    try:
+        return model(**inputs)
+    except TypeError as error:
+        names = _names_taken(model, inputs)
+        if names is None:
+            raise
+        raise _other_keys(model, inputs, names) from error
 
 
 def loss_of(owner: Owner, output: Any, target: Any) -> Any:
@@ -65,6 +77,8 @@ def loss_of(owner: Owner, output: Any, target: Any) -> Any:
     if target is None or owner.loss is None:
         raise no_loss(owner, target)
     known, window = owner.hooks.known, owner.ledger.window
+    if known is not None and known.each_element and output.shape != target.shape:
+        check_shapes(owner.loss, output, target)
     if known is not None and known.reduction == "sum":
         return Sum(owner.loss(output, target))
     # A step of the user's own that calls the default one may add to what it returns: that is a plain mean.
@@ -81,6 +95,8 @@ def exact_loss_of(owner: Owner, output: Any, target: Any) -> Any:
     if target is None or owner.loss is None:
         raise no_loss(owner, target)
     known = owner.hooks.known
+    if known is not None and known.each_element and output.shape != target.shape:
+        check_shapes(owner.loss, output, target)
     if known is None or (owner.hooks.counts_itself and known.reduction == "mean"):
         return owner.loss(output, target)
     return known.summed(output, target) if known.reduction == "mean" else Sum(known.total(output, target))
@@ -98,3 +114,26 @@ def no_loss(owner: Owner, target: Any) -> Exception:
             )
         )
     return no_target()
+
+
+def _names_taken(model: Any, inputs: Mapping[Any, Any]) -> list[str] | None:
+    """The names that a model's `forward` must be given, where these inputs do not fit it; None where they do."""
+    signature = inspect.signature(getattr(model, "forward", model))
+    try:
+        signature.bind(**inputs)
+    except TypeError:
+        return [name for name, one in signature.parameters.items() if one.default is one.empty]
+    return None
+
+
+def _other_keys(model: Any, inputs: Mapping[Any, Any], names: list[str]) -> DataError:
+    given = [key for key in inputs if isinstance(key, str)]
+    taken = "".join(f'inputs["{key}"], ' for key in given[: len(names)]) or "..."
+    return DataError(
+        message(
+            f"a batch is a dict, and {type(model).__name__}.forward does not take its keys",
+            have=", ".join(map(repr, inputs)) + ", beside the target",
+            want=", ".join(map(repr, names)),
+            fix=f"def split(self, batch): inputs, target = super().split(batch); return ({taken.strip()}), target",
+        )
+    )

@@ -2,9 +2,205 @@
 
 from __future__ import annotations
 
-from trainwright.run.sites import Site
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainwright.run.sites import MISSING, Site, dtype_name, place_of_fix, tensors, title
+from trainwright.run.wrong_losses import loss_cause
+from trainwright.slots.window import find_rows
+
+Cause = tuple[str, str]
+"""Why it failed, and what to write instead."""
 
 
-def cause_of(site: Site) -> tuple[str, str] | None:
+def cause_of(site: Site) -> Cause | None:
     """Why a step failed and what to write instead, or None where it is not known."""
+    return next((found for look in _KNOWN if (found := look(site)) is not None), None)
+
+
+def _memory(site: Site) -> Cause | None:
+    full = isinstance(site.error, torch.OutOfMemoryError) or any(
+        text in str(site.error) for text in ("out of memory", "can't allocate memory")
+    )
+    if not full:
+        return None
+    rows = None if site.batch is MISSING else find_rows(site.batch)
+    why = f"the {'step' if rows is None else f'batch of {rows} rows'} does not fit in the memory of {site.owner.device}"
+    if rows is None or rows < 2:
+        return why, 'smaller inputs, or Trainer(..., precision="bf16")'
+    if site.role != "train":
+        return why, f"smaller batches for this data, such as batch_size={rows // 2}: its numbers stay the same"
+    of_epochs = dict(site.owner.accumulate)
+    k = 2 * of_epochs[max(epoch for epoch in of_epochs if epoch <= site.owner.counters.epoch)]
+    return why, f"batches of {rows // 2} rows with Trainer(..., accumulate={k}): the same rows in each update"
+
+
+def _devices(site: Site) -> Cause | None:
+    if "device" not in str(site.error):
+        return None
+    device, fix = site.owner.device, "create it with device=x.device, or by self.register_buffer(...) in the model"
+    for name, parameter in site.owner.model.named_parameters():
+        if not _same(parameter.device, device):
+            why = f"the model's {name} is on {parameter.device}, and the Trainer was built for {device}"
+            return why, f"move the model before Trainer(...), or Trainer(..., device={str(parameter.device)!r})"
+    away = [t for t in (() if site.batch is MISSING else tensors(site.batch)) if not _same(t.device, device)]
+    if away:
+        why = f"the model is on {device}, and the batch has a tensor on {away[0].device}"
+        return why, "return super().to_device(batch) from to_device(self, batch)"
+    for frame, line in site.own_lines():
+        place = f"{frame.f_code.co_qualname} ({frame.f_code.co_filename.rpartition('/')[2]}:{line})"
+        for name, value in frame.f_locals.items():
+            if isinstance(value, Tensor) and not _same(value.device, device):
+                return f"model and batch are on {device}; {name!r} in {place} is on {value.device}", fix
+        return f"model and batch are on {device}; a tensor made in {place} is not", fix
     return None
+
+
+def _dtypes(site: Site) -> Cause | None:
+    wanted = next((p.dtype for p in site.owner.model.parameters() if p.is_floating_point()), None)
+    if wanted is None or site.batch is MISSING or not _speaks_of_types(site):
+        return None
+    cast = "float()" if wanted == torch.float32 else f"to({wanted})"
+    inputs = site.inputs
+    for tensor in tensors(site.batch if inputs is MISSING else inputs):
+        if tensor.dtype != wanted:
+            numpy = ", NumPy's own type" if tensor.dtype == torch.float64 else ""
+            why = f"the weights are {str(wanted).removeprefix('torch.')}, and the inputs {dtype_name(tensor)}{numpy}"
+            return why, f"x = x.{cast} in the Dataset, or inputs.{cast} in {place_of_fix(site)}"
+    return None
+
+
+def _speaks_of_types(site: Site) -> bool:
+    text = str(site.error)
+    known = (
+        "same dtype",
+        "should be the same",
+        "expected scalar type",
+        "does not match weight dtype",
+        "same data type",
+    )
+    return any(part in text for part in known)
+
+
+def _one_row(site: Site) -> Cause | None:
+    if "more than 1 value per channel" not in str(site.error):
+        return None
+    rows = None if site.batch is MISSING else find_rows(site.batch)
+    layer = site.layer
+    name = "BatchNorm" if layer is None else title(layer[0], layer[1])
+    why = f"{name} takes a mean over the rows of a batch, and this one has {rows} row{'' if rows == 1 else 's'}"
+    return why, "drop_last=True in batches(...) or DataLoader(...), or a batch_size that leaves no lone row"
+
+
+def _numbers_of_an_embedding(site: Site) -> Cause | None:
+    name, embedding, given = _called_layer(site)
+    if not isinstance(site.error, IndexError) or not isinstance(embedding, nn.Embedding):
+        return None
+    if given is None or not given.is_cpu or not given.numel():
+        return None
+    least, most, size = int(given.min()), int(given.max()), embedding.num_embeddings
+    why = f"{title(name, embedding)} has {size} rows, 0 to {size - 1}; the inputs go from {least} to {most}"
+    return why, f"nn.Embedding({most + 1}, {embedding.embedding_dim})" if least >= 0 else "number the inputs from 0"
+
+
+def _features(site: Site) -> Cause | None:
+    name, linear, given = _called_layer(site)
+    if not isinstance(site.error, RuntimeError) or not isinstance(linear, nn.Linear) or given is None:
+        return None
+    have, want, gives = given.shape[-1], linear.in_features, linear.out_features
+    if have == want:
+        return None
+    why = f"{title(name, linear)} takes {want} features; it got {have}, in {tuple(given.shape)}"
+    if given.ndim > 2 and given[0].numel() == want:
+        return why, "nn.Flatten() before it"
+    return why, f"nn.Linear({have}, {gives}) in place of nn.Linear({want}, {gives})"
+
+
+def _channels(site: Site) -> Cause | None:
+    name, module, given = _called_layer(site)
+    if not isinstance(site.error, RuntimeError) or not isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        return None
+    dims, want = module.weight.ndim, module.in_channels
+    if given is None or (given.ndim == dims and given.shape[1] == want):
+        return None
+    why = f"{title(name, module)} takes (rows, {want} channels, ...); it got {tuple(given.shape)}"
+    if given.ndim == dims - 1 and want == 1:
+        return why, f"x.unsqueeze(1) in forward, or inputs.unsqueeze(1) in {place_of_fix(site)}"
+    if given.ndim == dims and given.shape[-1] == want:
+        return why, f"x.movedim(-1, 1) in forward, or inputs.movedim(-1, 1) in {place_of_fix(site)}"
+    return (why, f"nn.{type(module).__name__}({given.shape[1]}, ...)") if given.ndim == dims else None
+
+
+def _called_layer(site: Site) -> tuple[str, nn.Module | None, Tensor | None]:
+    """The innermost module that was called, by name, and what it was called with where that is one tensor."""
+    if site.layer is None:
+        return "", None, None
+    name, module, frame = site.layer
+    given = frame.f_locals.get("input")
+    return name, module, given if isinstance(given, Tensor) and given.ndim else None
+
+
+def _no_gradient(site: Site) -> Cause | None:
+    if "does not require grad" not in str(site.error) or not site.in_backward:
+        return None
+    returned = site.loop.f_locals.get("returned")
+    output = getattr(returned, "output", None)
+    why = "the loss depends on no weight that is trained"
+    if isinstance(output, Tensor) and output.requires_grad:
+        why = "the output requires a gradient, and the loss that was made of it does not"
+    elif not any(p.requires_grad for p in site.owner.model.parameters()):
+        why = "no parameter of the model requires a gradient any more"
+        return why, "parameter.requires_grad_(True) for those that are to be trained"
+    return (
+        why,
+        "return the loss as it was computed: no detach(), item(), torch.tensor(loss) or torch.no_grad() around it",
+    )
+
+
+def _second_backward(site: Site) -> Cause | None:
+    if "backward through the graph a second time" not in str(site.error) or not site.in_backward:
+        return None
+    why = "the loss reaches back into an earlier batch: something computed there was kept and used again"
+    return why, "hidden = hidden.detach() on whatever is kept for the next batch"
+
+
+def _arguments(site: Site) -> Cause | None:
+    """A call of the model with other arguments than its `forward` takes."""
+    inputs, model = site.inputs, site.owner.model
+    if not isinstance(site.error, TypeError) or not isinstance(inputs, tuple) or _binds(model.forward, inputs):
+        return None
+    names = list(inspect.signature(model.forward).parameters)
+    why = (
+        f"{type(model).__name__}.forward takes ({', '.join(names)}); the batch without its last item has {len(inputs)}"
+    )
+    taken = ", ".join(f"batch[{index}]" for index in range(min(len(names), len(inputs))))
+    return why, f"def split(self, batch): return ({taken},), batch[-1]"
+
+
+def _binds(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bool:
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError:
+        return False
+    return True
+
+
+def _device_assert(site: Site) -> Cause | None:
+    if "device-side assert" not in str(site.error):
+        return None
+    why = f"an index was out of range on {site.owner.device}, at this batch or a little earlier"
+    return why, 'Trainer(..., device="cpu") names the place; nothing works on this device until the process ends'
+
+
+def _same(one: torch.device, other: torch.device) -> bool:
+    return one.type == other.type and (one.index is None or other.index is None or one.index == other.index)
+
+
+_KNOWN = (
+    *(_memory, _device_assert, loss_cause, _devices, _dtypes, _one_row, _numbers_of_an_embedding, _features),
+    *(_channels, _no_gradient, _second_backward, _arguments),
+)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
-
-from torch import nn
 
 from trainwright.base.errors import TrainwrightError
 from trainwright.run.causes import cause_of
-from trainwright.run.sites import MISSING, Site, find_site, module_of, shown
+from trainwright.run.sites import MISSING, Site, find_site, shown, title
+from trainwright.run.wrong_losses import loss_name
 
 HEAD = "trainwright: "
 
@@ -51,10 +49,8 @@ def _failed(site: Site) -> str:
     layer = site.layer
     if layer is not None:
         name, module, _ = layer
-        return (
-            f"{type(module).__name__} {name!r} of {type(site.owner.model).__name__}" if name else type(module).__name__
-        )
-    if any(f.f_code.co_name == "backward" and module_of(f).startswith("torch.") for f in site.frames):
+        return title(name, module) + (f" of {type(site.owner.model).__name__}" if name else "")
+    if site.in_backward:
         return "backward()"
     step = site.step
     return f"{type(site.owner).__name__}.{'training_step' if step is None else step.f_code.co_name}"
@@ -68,12 +64,3 @@ def _metric(site: Site) -> str:
         return str(next(name for name, one in meters._objects.items() if one is metric))
     name = site.local("name", **where)
     return "" if name is MISSING else str(name)
-
-
-def loss_name(site: Site) -> str:
-    """The name of the loss: of torch's function where the step calls it itself."""
-    loss, frame = site.owner.loss, site.torch_loss
-    if loss is None and frame is not None:
-        return str(frame.f_code.co_name)
-    function = loss.func if isinstance(loss, partial) else loss
-    return type(loss).__name__ if isinstance(loss, nn.Module) else str(getattr(function, "__name__", "the loss"))

@@ -41,9 +41,14 @@ class Site:
 
     @property
     def step(self) -> FrameType | None:
-        """The outermost frame of a step, or of an `update` of the user's own."""
+        """The innermost frame of a step, for one may call another; else that of an `update` of the user's own."""
         own = self.loop if self.loop.f_code.co_name == "update" else None
-        return next((frame for frame in self.frames if frame.f_code.co_name in STEPS), own)
+        return next((frame for frame in reversed(self.frames) if frame.f_code.co_name in STEPS), own)
+
+    @property
+    def steps_by_default(self) -> bool:
+        """Whether it was the Trainer's own step, which splits batches and calls the model and the loss."""
+        return self.step is None or module_of(self.step) == "trainwright.trainer"
 
     def local(self, *names: str, function: str = "", module: str = "") -> Any:
         """The innermost local variable of one of these names, in frames of that function and module; else MISSING."""
@@ -66,10 +71,18 @@ class Site:
 
     @property
     def in_loss(self) -> bool:
-        """Whether the loss was being computed."""
-        names = {"loss_of", "exact_loss_of"}
-        ours = any(f.f_code.co_name in names and module_of(f) == "trainwright.run.batches" for f in self.frames)
-        return ours or self.torch_loss is not None
+        """Whether a loss was being computed."""
+        return self.calls_own_loss or self.torch_loss is not None
+
+    @property
+    def calls_own_loss(self) -> bool:
+        """Whether it was the Trainer's loss, called by the default step or by one of the user's own."""
+        loss, ours = self.owner.loss, ("trainwright.run.batches", "trainwright.slots.losses")
+        return loss is not None and any(
+            frame.f_locals.get("self") is loss
+            or (module_of(frame) in ours and frame.f_code.co_name in ("loss_of", "exact_loss_of", "summed", "total"))
+            for frame in self.frames
+        )
 
     @property
     def torch_loss(self) -> FrameType | None:
@@ -90,10 +103,28 @@ class Site:
                 return names[id(module)], module, frame
         return None
 
+    @property
+    def inputs(self) -> Any:
+        """What the default step has passed to the model; else MISSING."""
+        step = self.step
+        return MISSING if step is None or not self.steps_by_default else step.f_locals.get("inputs", MISSING)
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether gradients were being computed."""
+        return any(f.f_code.co_name == "backward" and module_of(f).startswith("torch.") for f in self.frames)
+
+    def own_lines(self) -> Iterator[tuple[FrameType, int]]:
+        """The frames of the user's own code with the line that each was at, innermost first."""
+        lines = {id(frame): line for frame, line in _lines(self.error.__traceback__)}
+        for frame in reversed(self.frames):
+            if not module_of(frame).startswith(("torch.", "trainwright.")) and not _installed(frame):
+                yield frame, lines[id(frame)]
+
 
 def find_site(error: BaseException, owner: Any) -> Site | None:
     """The innermost loop over batches that the exception passed, or None where it came from no batch."""
-    frames = tuple(walk(error.__traceback__))
+    frames = tuple(frame for frame, _ in _lines(error.__traceback__))
     for index in range(len(frames) - 1, -1, -1):
         frame, inner = frames[index], frames[index + 1 :]
         role = _role(frame)
@@ -101,13 +132,6 @@ def find_site(error: BaseException, owner: Any) -> Site | None:
             batch, place = _in_hand(frame, inner, owner=owner, role=role)
             return Site(owner=owner, error=error, role=role, place=place, batch=batch, frames=inner, loop=frame)
     return None
-
-
-def walk(traceback: TracebackType | None) -> Iterator[FrameType]:
-    """The frames of a traceback, outermost first."""
-    while traceback is not None:
-        yield traceback.tb_frame
-        traceback = traceback.tb_next
 
 
 def module_of(frame: FrameType) -> str:
@@ -130,7 +154,7 @@ def tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
 def shown(value: Any, depth: int = 0) -> str:
     """Shapes, dtypes and devices of a nested batch, with its many items left out: never a value of it."""
     if isinstance(value, Tensor):
-        return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')} {value.device}"
+        return f"{tuple(value.shape)} {dtype_name(value)} {value.device}"
     if isinstance(value, np.ndarray):
         return f"{value.shape} {value.dtype} ndarray"
     if depth < DEEPEST and isinstance(value, Mapping):
@@ -140,6 +164,36 @@ def shown(value: Any, depth: int = 0) -> str:
         items = [shown(item, depth + 1) for item in value[:MOST_ITEMS]]
         return ("[{}]" if isinstance(value, list) else "({})").format(_listed(items, len(value)))
     return type(value).__name__
+
+
+def title(name: str, module: nn.Module) -> str:
+    """A module by its type, and by its name in the model where it is not the model itself."""
+    return f"{type(module).__name__} {name!r}" if name else type(module).__name__
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """The name of a tensor's type without torch's prefix."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def place_of_fix(site: Site) -> str:
+    """The method in which a batch is best changed: the user's own step, else `split`."""
+    step = site.step
+    if step is None or site.steps_by_default:
+        return "split(self, batch)"
+    return f"{step.f_code.co_name}(self, {'window' if step.f_code.co_name == 'update' else 'batch'})"
+
+
+def _lines(traceback: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
+    """The frames of a traceback with the line that each was at, outermost first."""
+    while traceback is not None:
+        yield traceback.tb_frame, traceback.tb_lineno
+        traceback = traceback.tb_next
+
+
+def _installed(frame: FrameType) -> bool:
+    name = frame.f_code.co_filename
+    return name.startswith("<") or "site-packages" in name or "/lib/python" in name
 
 
 def _listed(items: list[str], size: int) -> str:
@@ -169,7 +223,7 @@ def _fetches(frame: FrameType) -> bool:
 def _in_hand(loop: FrameType, inner: tuple[FrameType, ...], *, owner: Any, role: str) -> tuple[Any, str]:
     """The batch in hand, as the step got it, and where it stands."""
     if role != "train":
-        step = next((frame for frame in inner if frame.f_code.co_name in STEPS), None)
+        step = next((frame for frame in inner if frame.f_code.co_name in STEPS), None)  # with the batch as moved
         done = loop.f_locals.get("seen", len(loop.f_locals.get("outputs", ())))
         batch = loop.f_locals.get("batch", MISSING) if step is None else _first_argument(step)
         return batch, f"{role} batch {done + 1}"

@@ -64,6 +64,33 @@ def no_target() -> DataError:
     )
 
 
+def fix_of_shapes(output: Tensor, target: Tensor, where: str = "split(self, batch)") -> str:
+    """Return what to write so that output and target with one number per row, (N, 1) and (N), come to one shape."""
+    if output.ndim == target.ndim + 1 and output.shape[-1] == 1:
+        return f"target.unsqueeze({target.ndim}) in {where}"
+    if target.ndim == output.ndim + 1 and target.shape[-1] == 1:
+        return f"target.squeeze({output.ndim}) in {where}"
+    return f"a last layer of {math.prod(target.shape[1:])} outputs, or other targets from {where}"
+
+
+def check_shapes(loss: Loss, output: Tensor, target: Tensor) -> None:
+    """Refuse an output and a target whose rows torch would compare crosswise: (N, 1) with (N) gives N * N numbers.
+
+    Sizes of 1 that change nothing are let pass, and so is a target without dimensions: it is one for all rows.
+    """
+    if output.ndim == target.ndim or not target.ndim or output.numel() == target.numel() == 1:
+        return
+    name = type(loss).__name__ if isinstance(loss, nn.Module) else getattr(loss, "__name__", "the loss")
+    raise DataError(
+        message(
+            f"{name} on an output {tuple(output.shape)} and a target {tuple(target.shape)}",
+            have="shapes that torch stretches over one another, so that rows meet other rows",
+            want="an output and a target of one shape",
+            fix=fix_of_shapes(output, target),
+        )
+    )
+
+
 class SumOver(Sum):
     """A sum over the valid ones of `targets`, which are counted only when somebody asks: many at once, if need be."""
 
@@ -88,7 +115,8 @@ class KnownLoss:
     def __init__(self, loss: Loss, kind: str, options: Mapping[str, Any], *, rebuilt: Callable[[str], Loss]) -> None:
         self.mean = loss
         self.reduction: str = options.get("reduction", "mean")
-        self._kind = kind
+        self.each_element = kind == "elements"
+        """Whether output and target are compared element by element."""
         self._options = options
         self._late = kind == "targets" and self._weight is None
         self._sum = rebuilt("sum")
@@ -107,7 +135,8 @@ class KnownLoss:
         if output.dtype in _HALVES:  # a sum over a batch overflows them where its mean does not
             output, target = output.float(), target.float() if target.is_floating_point() else target
         total: Tensor = self._sum(output, target)
-        if self._kind == "elements" and output.shape != target.shape:  # torch broadcasts, with a warning
+        if self.each_element and output.shape != target.shape:
+            check_shapes(self.mean, output, target)  # torch broadcasts what is left, with a warning
             total = total * (target.numel() / math.prod(torch.broadcast_shapes(output.shape, target.shape)))
         return total
 
@@ -121,7 +150,7 @@ class KnownLoss:
 
     def count(self, target: Tensor) -> Count:
         """Return what the mean over `target` is a mean over; an int, or a float with class weights."""
-        if self._kind == "elements":
+        if self.each_element:
             return target.numel()
         if target.is_floating_point():
             return target.numel() // int(target.shape[1 if target.ndim > 1 else 0])
