@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from trainwright.base.figures import history_figure
+
 Count = int | float | Tensor
 
 
@@ -121,3 +123,10 @@ class Result:
     """Which weights the model holds now: "last" or "best of epoch n"."""
     notes: tuple[str, ...] = ()
     """What else is worth a line: a schedule that skipped updates left short of its end."""
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """Draw the history: losses, other numbers, learning rates, the best marked; save it under `path` where given.
+
+        Returns a matplotlib Figure. SettingError without matplotlib: `pip install "trainwright[plot]"`.
+        """
+        return history_figure(self.history, best=self.best, path=path)

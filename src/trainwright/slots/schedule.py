@@ -47,6 +47,7 @@ from trainwright.slots.schedule_lengths import (
     start_of,
     warmup_updates,
 )
+from trainwright.slots.schedule_plot import Drawn
 from trainwright.slots.schedule_stepped import Plateau, TorchSchedule
 
 __all__ = [
@@ -103,7 +104,7 @@ def as_schedule(value: object) -> Schedule | None:
 
 
 @dataclass(frozen=True, slots=True)
-class StepLR:
+class StepLR(Drawn):
     """torch's `StepLR`: the rate times `gamma` whenever another `step` has passed, counted from the warm-up's end.
 
     Epochs are those of the plan: where `accumulate` changes, the rate still falls at the ends of epochs.
@@ -134,7 +135,7 @@ class StepLR:
 
 
 @dataclass(frozen=True, slots=True)
-class Exponential:
+class Exponential(Drawn):
     """torch's `ExponentialLR`, stepped each time `every` has passed: the rate times `gamma`, after the warm-up.
 
     `every=Epochs(1)` is what torch's examples do; `every=Updates(1)` falls with each update.
@@ -164,7 +165,7 @@ class Exponential:
 
 
 @dataclass(frozen=True, slots=True)
-class MultiStep:
+class MultiStep(Drawn):
     """torch's `MultiStepLR`: the rate times `gamma` at each milestone.
 
     A milestone is a point of the run, warm-up included: `Epochs(30)` is the end of the 30th epoch, 0.5 half of the run.
@@ -207,7 +208,7 @@ class MultiStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Linear:
+class Linear(Drawn):
     """torch's `LinearLR`: from `start` to `final`, factors of each group's own rate, over a length (else: the rest).
 
     Without `over` it takes what the warm-up leaves of the run; `final` is the rate that an update after the last
@@ -244,7 +245,7 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cosine:
+class Cosine(Drawn):
     """torch's `SequentialLR(LinearLR, CosineAnnealingLR)`: warm-up, then half a cosine down over the rest of the run.
 
     `final` is a factor of each group's own rate (`eta_min = final * lr`). It is the rate that an update after the
@@ -272,7 +273,7 @@ class Cosine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WarmupStableDecay:
+class WarmupStableDecay(Drawn):
     """Warm-up, then each group's own rate, then down to `final` times it in the last `decay` of the run.
 
     With T updates in the run, w of warm-up and d of decay, update u (from 0) has the rate lr times
@@ -321,7 +322,7 @@ class WarmupStableDecay:
 
 
 @dataclass(frozen=True, slots=True)
-class FunctionSchedule:
+class FunctionSchedule(Drawn):
     """torch's `LambdaLR` over the run: any function `(update, total) -> factor` of each group's own rate.
 
     With w updates of warm-up the function counts from its end: update 0 of total - w.

@@ -23,6 +23,7 @@ from trainwright.slots.schedule_lengths import (
     settings_text,
     warmup_updates,
 )
+from trainwright.slots.schedule_plot import Drawn
 
 CycleMomentum = Literal["auto"] | bool
 PerGroup = float | Sequence[float]
@@ -30,7 +31,7 @@ PerGroup = float | Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)
-class OneCycle:
+class OneCycle(Drawn):
     """torch's `OneCycleLR` over the whole run: up to `max_lr`, then down, with the momentum the other way round.
 
     `warmup` is torch's `pct_start`, the part of the run in which the rate rises; a span is turned into that part.
@@ -102,7 +103,7 @@ class OneCycle:
 
 
 @dataclass(frozen=True, slots=True)
-class Cyclic:
+class Cyclic(Drawn):
     """torch's `CyclicLR`: up from `base_lr` to `max_lr` and down again, for as long as the run goes.
 
     A warm-up rises to `base_lr`. `cycle_momentum="auto"` is as in torch for a group that has a momentum (or a first

@@ -20,6 +20,7 @@ from trainwright.base.plan import Plan
 from trainwright.base.spans import Epochs
 from trainwright.slots.rates import Base, Owned, StandIn, base_of, check_groups, check_keys, check_none_removed, said
 from trainwright.slots.schedule_lengths import check_choice, check_number, epoch_at, settings_text
+from trainwright.slots.schedule_plot import Drawn
 
 Unit = Literal["update", "epoch", "validation"]
 
@@ -27,7 +28,7 @@ _KEYS = ("schedule", "total", "base", "monitor", "steps", "keys", "groups", "tor
 
 
 @dataclass(frozen=True, slots=True)
-class Plateau:
+class Plateau(Drawn):
     """torch's `ReduceLROnPlateau`: the rate times `factor` after `patience` validations without improvement.
 
     `mode` may be left out for a monitor whose name ends in "loss". A NaN is no improvement. Patience and cooldown
@@ -93,7 +94,7 @@ class Plateau:
 
 
 @dataclass(frozen=True, slots=True)
-class TorchSchedule:
+class TorchSchedule(Drawn):
     """Any scheduler of torch's kind: `factory(optimizer)` or `factory(optimizer, total)` builds it.
 
     It is stepped once per applied update, per epoch or per validation, and `total` is how often that is in the run.
