@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import functools
+import inspect
+from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
+from typing import Any, ParamSpec, TypeVar
 
-from trainwright.base.errors import SettingError, message
+from trainwright.base.errors import SettingError, message, user_line
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 RESERVED = frozenset({"epoch", "grad_norm", "loss", "lr", "rows", "skipped", "update"})
 """Numbers that the run itself reports; no metric, logged number or named loss may have such a name."""
@@ -38,6 +44,24 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
+def suggests(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a call with an argument that `function` does not take say which one was meant.
+
+    The TypeError of the call itself gains a note; one that is raised inside the function passes untouched.
+    """
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except TypeError as error:
+            if error.__traceback__ is not None and error.__traceback__.tb_next is None:  # no frame of the function
+                _suggest(error, function, kwargs)
+            raise
+
+    return called
+
+
 def refuse_near_names(
     cls: type, known: Collection[str], *, base: type | None = None, cutoff: float = 0.85, prefix: str = ""
 ) -> None:
@@ -58,3 +82,17 @@ def refuse_near_names(
                 f"  want  one of {', '.join(sorted(known))}\n"
                 f"  fix   rename it; a helper of your own may start with an underscore"
             )
+
+
+def _suggest(error: TypeError, function: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    parameters = [one for name, one in inspect.signature(function).parameters.items() if name != "self"]
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return
+    name = function.__qualname__.removesuffix(".__init__")
+    known = {one.name for one in parameters}
+    unknown = [f"{name} takes no {wrong!r}.{did_you_mean(wrong, known)}" for wrong in given if wrong not in known]
+    by_name = ", ".join(one.name for one in parameters if one.kind is one.KEYWORD_ONLY)
+    by_position = ", ".join(one.name for one in parameters if one.kind is not one.KEYWORD_ONLY)
+    lines = [f"trainwright: {' '.join(unknown) or f'{name} was called with other arguments than it takes.'}"]
+    entries = {"by position": by_position, "by name": by_name, "where": user_line()}
+    error.add_note("\n".join([*lines, *(f"  {label:<13}{text}" for label, text in entries.items() if text)]))
