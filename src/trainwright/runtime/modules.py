@@ -1,4 +1,4 @@
-"""Module modes: each module's own, kept over an evaluation, and woken where a model was left in eval mode."""
+"""Module modes: each one's own, kept over an evaluation or a block, and woken where a model was left in eval mode."""
 
 from __future__ import annotations
 
@@ -6,30 +6,44 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+
+from trainwright.base.errors import message
+from trainwright.runtime.freezing import has_running_statistics, held
+
+
+@contextmanager
+def mode(module: nn.Module, *, train: bool) -> Iterator[None]:
+    """Train or eval mode inside; afterwards every module has its own mode again, also after an error.
+
+    What `freeze` keeps in eval mode stays there.
+    """
+    if not isinstance(train, bool):
+        raise TypeError(
+            message(f"mode(module, train={train!r})", want="True or False", fix="mode(module, train=False)")
+        )
+    with _kept((module,)):
+        module.train(train)
+        yield
 
 
 @contextmanager
 def evaluating(*roots: nn.Module) -> Iterator[None]:
     """Eval mode inside; afterwards every module has its own mode again, whatever it was."""
-    modes = [(module, module.training) for root in roots for module in root.modules()]
-    try:
+    with _kept(roots):
         for root in roots:
             root.eval()
         yield
-    finally:
-        _put_back(roots, modes)
 
 
 def wake(model: nn.Module) -> list[str]:
     """Switch a model that lies wholly in eval mode to train mode; return the names of what was switched.
 
-    A module that has parameters none of which requires a gradient stays in eval mode, with all that lies inside it.
-    A model with any module in train mode is left as it is.
+    A module that has parameters none of which requires a gradient stays in eval mode, with all that lies inside it,
+    and so does what `freeze` keeps there. A model with any module in train mode is left as it is.
     """
     if any(module.training for module in model.modules()):
         return []
-    asleep: set[nn.Module] = set()
+    asleep = {module for module in model.modules() if held(module)}
     for module in model.modules():
         parameters = list(module.parameters())
         if parameters and not any(p.requires_grad for p in parameters):
@@ -44,9 +58,18 @@ def running_statistics(model: nn.Module) -> list[Tensor]:
     return [
         buffer
         for module in model.modules()
-        if isinstance(module, _NormBase) and module.track_running_stats
+        if has_running_statistics(module)
         for buffer in module.buffers(recurse=False)
     ]
+
+
+@contextmanager
+def _kept(roots: tuple[nn.Module, ...]) -> Iterator[None]:
+    modes = [(module, module.training) for root in roots for module in root.modules()]
+    try:
+        yield
+    finally:
+        _put_back(roots, modes)
 
 
 def _put_back(roots: tuple[nn.Module, ...], modes: list[tuple[nn.Module, bool]]) -> None:
@@ -55,4 +78,18 @@ def _put_back(roots: tuple[nn.Module, ...], modes: list[tuple[nn.Module, bool]])
             # A module with a `train` of its own (merged LoRA weights, say) must hear of the change.
             root.train(next(mode for module, mode in modes if module is root))
     for module, mode in modes:
-        module.training = mode
+        module.training = mode and not held(module)
+
+
+@contextmanager
+def untrained(*roots: nn.Module) -> Iterator[None]:
+    """Eval mode and no parameter that requires a gradient inside; both put back afterwards."""
+    wanted = [(p, p.requires_grad) for root in roots for p in root.parameters()]
+    with evaluating(*roots):
+        for parameter, _ in wanted:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter, before in wanted:
+                parameter.requires_grad_(before)
