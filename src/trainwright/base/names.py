@@ -40,8 +40,13 @@ def check_name(name: str, what: str = "metric") -> None:
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
     """`` Did you mean 'x'?`` with the nearest known name, or an empty string where none is near."""
-    near = get_close_matches(name, sorted(known), n=1, cutoff=0.6)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    near = nearest(name, known)
+    return "" if near is None else f" Did you mean {near!r}?"
+
+
+def nearest(name: str, known: Collection[str]) -> str | None:
+    """The nearest known name, or None where none is near."""
+    return next(iter(get_close_matches(name, sorted(known), n=1, cutoff=0.6)), None)
 
 
 def suggests(function: Callable[P, R]) -> Callable[P, R]:

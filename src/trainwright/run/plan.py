@@ -9,7 +9,7 @@ from torch import nn
 
 from trainwright.base.contracts import Source
 from trainwright.base.errors import DataError, SettingError, message
-from trainwright.base.names import did_you_mean
+from trainwright.base.names import did_you_mean, nearest
 from trainwright.base.plan import Plan
 from trainwright.base.progress import Counters
 from trainwright.base.spans import Epochs, Span
@@ -93,6 +93,7 @@ def check_monitors(
             message(
                 f"{who} watches {name!r}, which this run does not produce.{did_you_mean(name, produced)}",
                 want=f"one of {', '.join(sorted(produced))}",
+                fix=f"watch {nearest(name, produced) or ('val_loss' if has_val else 'loss')!r}",
             )
         )
 

@@ -87,6 +87,6 @@ def _check_tensors(name: str, module: nn.Module, saved: Mapping[str, Any], *, or
                 f"{len(missing)} are missing, {len(unexpected)} are not in the model",
                 have="; ".join((wrong + missing + unexpected)[:5]),
                 want="the model as it was saved",
-                where=False,
+                fix=f"build the {name} as when it was saved, or leave resume out and give Checkpoint() a new directory",
             )
         )

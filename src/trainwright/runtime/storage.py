@@ -140,7 +140,7 @@ def make_root(root: Path) -> None:
         probe.mkdir(mode=0o700)
         probe.rmdir()
     except OSError as error:
-        fix = "free space, allow writing there, or give another directory"
+        fix = 'free space, allow writing there, or Checkpoint("another/directory")'
         raise CheckpointError(message(f"checkpoints cannot be written to {root}", have=str(error), fix=fix)) from error
 
 

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import KW_ONLY, dataclass
+from difflib import get_close_matches
 from typing import Any, Protocol, cast
 
 import torch
@@ -13,7 +14,6 @@ from torch import Tensor
 
 from trainwright.base.contracts import Precision, Scaler
 from trainwright.base.errors import SettingError, message
-from trainwright.base.names import did_you_mean
 
 KINDS = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": None}
 
@@ -38,9 +38,7 @@ class MixedPrecision:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise SettingError(
-                message(f"precision {self.kind!r} is unknown.{did_you_mean(str(self.kind), KINDS)}", want=_WANTED)
-            )
+            raise _unknown(self.kind)
         ok = self.init_scale >= self.min_scale > 0 and self.growth_factor > 1 > self.backoff_factor > 0
         if not ok or self.growth_interval < 1:
             raise SettingError(
@@ -145,6 +143,16 @@ def as_precision(setting: str | Precision | None, device: torch.device) -> Preci
     raise SettingError(message(f"precision={setting!r}", want=_WANTED, fix='precision="bf16"'))
 
 
+def _unknown(kind: object) -> SettingError:
+    plain = str(kind).lower().removesuffix("-mixed").removesuffix("-true")
+    if plain in _FULL:
+        return SettingError(message(f"precision={kind!r} is unknown", want=_WANTED, fix="precision=None"))
+    meant = _OTHER_NAMES.get(plain) or next(iter(get_close_matches(plain, KINDS, n=1)), None)
+    hint = "" if meant is None else f" Did you mean {meant!r}?"
+    fix = f'precision="{meant or "auto"}"'
+    return SettingError(message(f"precision={kind!r} is unknown.{hint}", want=_WANTED, fix=fix))
+
+
 def check_weights(scaler: Scaler | None, parameters: list[Tensor]) -> None:
     """Refuse loss scaling for weights that are fp16 themselves: their gradients cannot be unscaled."""
     if scaler is not None and any(p.dtype == torch.float16 for p in parameters):
@@ -167,4 +175,6 @@ def switched(precision: Precision | None) -> Iterator[None]:
         yield
 
 
+_OTHER_NAMES = {"bfloat16": "bf16", "16": "fp16", "float16": "fp16", "half": "fp16", "amp": "fp16", "tf": "tf32"}
+_FULL = {"32", "fp32", "float32", "float", "full"}
 _WANTED = 'None, "bf16", "fp16", "tf32", "auto" or MixedPrecision(...)'

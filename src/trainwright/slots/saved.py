@@ -95,7 +95,7 @@ def find_checkpoint(resume: str | Path | None, directory: str | Path | None, *, 
             raise SettingError(message('fit(resume="auto") without a checkpoint slot', fix=fix))
         path = Path(directory).expanduser()
     else:
-        path = _existing(resume)
+        path = _existing(resume, written="resume={!r}")
         if (path / storage.MANIFEST).exists() or storage.is_name(path.name):
             storage.verify(path)
             return path
@@ -151,15 +151,18 @@ def rank(manifest: Mapping[str, Any], monitor: str | None, mode: str | None) -> 
     return -value if mode == "max" else value
 
 
-def _existing(path: str | Path) -> Path:
-    """A path that a user gave, links followed; CheckpointError lists what is there instead."""
+def _existing(path: str | Path, *, written: str = "{}") -> Path:
+    """A path that a user gave, links followed; CheckpointError lists what is there instead. `written`: how it reads."""
     given = Path(path).expanduser()
     if given.exists():
         return given.resolve()
     near = next(parent for parent in (given.parent, *given.parents) if parent.is_dir())
-    names = [found.name for found in storage.scan(near)] or sorted(entry.name for entry in near.iterdir())
+    saved = storage.scan(near)
+    names = [found.name for found in saved] or sorted(entry.name for entry in near.iterdir())
     have = f"{near} has {', '.join(names[:10]) or 'nothing in it'}{' ...' if len(names) > 10 else ''}"
-    raise CheckpointError(message(f"{given} does not exist", have=have))
+    fix = written.format(str(saved[0])) if saved else ""
+    fix = " or ".join(filter(None, (fix, 'resume="auto"' if written != "{}" else "")))
+    raise CheckpointError(message(f"{written.format(str(given))} does not exist", have=have, fix=fix))
 
 
 def _of_one_run(directory: Path, run: str | None) -> Iterator[Path]:

@@ -43,6 +43,7 @@ from trainwright.slots.schedule_lengths import (
     check_warmup,
     end_of,
     every,
+    no_schedule,
     settings_text,
     start_of,
     warmup_updates,
@@ -94,13 +95,7 @@ def as_schedule(value: object) -> Schedule | None:
         return value  # type: ignore[return-value]
     if callable(value):
         return FunctionSchedule(cast("Callable[[int, int], float]", value))
-    raise SettingError(
-        message(
-            f"schedule={value!r} is no schedule",
-            want="OneCycle(...), Cosine(...), ..., TorchSchedule(...), or a function (update, total) -> factor",
-            fix="schedule=Cosine(warmup=0.1)",
-        )
-    )
+    raise no_schedule(value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields
+from difflib import get_close_matches
 from functools import partial
 from itertools import count
 from typing import Any
@@ -15,6 +16,41 @@ from trainwright.base.spans import Epochs, Seconds, Updates
 
 Length = Updates | Epochs | float
 """A span, or a fraction of the run as a float below 1."""
+
+
+_EXAMPLES = {
+    "Cosine": "Cosine(warmup=0.1)",
+    "Cyclic": "Cyclic(1e-4, 1e-2)",
+    "Exponential": "Exponential(0.95)",
+    "Linear": "Linear()",
+    "MultiStep": "MultiStep([0.5, 0.75])",
+    "OneCycle": "OneCycle(max_lr=1e-2)",
+    "Plateau": 'Plateau("val_loss")',
+    "StepLR": "StepLR(Epochs(30), gamma=0.1)",
+    "WarmupStableDecay": "WarmupStableDecay(warmup=0.1, decay=0.2)",
+}
+_OTHER_NAMES = {"cosineannealing": "Cosine", "reduceonplateau": "Plateau", "step": "StepLR", "wsd": "WarmupStableDecay"}
+
+
+def no_schedule(value: object) -> SettingError:
+    """Build the error for what is no schedule; where it is the name of one, with the line to write."""
+    meant = _schedule_named(value) if isinstance(value, str) else None
+    hint = "" if meant is None else f" Did you mean {_EXAMPLES[meant]}?"
+    return SettingError(
+        message(
+            f"schedule={value!r} is no schedule.{hint}",
+            want=f"{', '.join(f'{name}(...)' for name in _EXAMPLES)}, TorchSchedule(...), "
+            "or a function (update, total) -> factor",
+            fix=f"schedule={_EXAMPLES[meant or 'Cosine']}",
+        )
+    )
+
+
+def _schedule_named(name: str) -> str | None:
+    plain = "".join(letter for letter in name.lower() if letter.isalnum())
+    known = {one.lower(): one for one in _EXAMPLES} | _OTHER_NAMES
+    near = get_close_matches(plain, known, n=1) or get_close_matches(plain.removesuffix("lr"), known, n=1)
+    return known[near[0]] if near else None
 
 
 def check_length(value: object, written: str, *, least: float | None = None) -> None:
