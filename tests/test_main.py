@@ -20,6 +20,16 @@ def test_the_demo_shows_the_table_and_gets_97_percent_of_the_test_digits(capsys)
     assert float(re.search(r"([\d.]+)% of the 397 held-out digits are right", shown)[1]) >= 97
 
 
+def test_the_demo_ends_with_the_report_on_the_test_digits(capsys):
+    main(["--epochs", "2"])
+    shown = capsys.readouterr().out
+    right = float(re.search(r"([\d.]+)% of the 397 held-out digits are right", shown)[1])
+    report = shown.partition("digits are right.\n\n")[2]
+    assert [line.split()[0] for line in report.splitlines() if line][:11] == ["precision", *map(str, range(10))]
+    assert abs(float(re.search(r"accuracy +([\d.]+) +397", report)[1]) - right / 100) <= 0.0056
+    assert report.splitlines()[-1].startswith("weighted avg")
+
+
 def test_the_demo_gives_the_same_numbers_each_time_and_moves_no_state_of_the_process(capsys):
     numbers = []
     for seed in (5, 6):

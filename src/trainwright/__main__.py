@@ -15,7 +15,7 @@ TRAINING, VALIDATION, TEST = 1200, 200, 397
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train, and say what was done and how many held-out digits are right; nothing is written to disk."""
+    """Train, and say what was done, how many held-out digits are right and which; nothing is written to disk."""
     parser = argparse.ArgumentParser(
         prog="python -m trainwright",
         description="Train a small network on the 1,797 handwritten digits that come with scikit-learn.",
@@ -48,7 +48,7 @@ def _demo(epochs: int) -> None:
     )
     trainer.fit(train, val, epochs=epochs)
     right = trainer.evaluate(test, name="test")["test_accuracy"]
-    print(f"\n{right:.1%} of the {TEST} held-out digits are right.")
+    print(f"\n{right:.1%} of the {TEST} held-out digits are right.\n\n{trainer.report(test)}")
 
 
 def _digits() -> tuple[Batches, Batches, Batches]:

@@ -25,6 +25,7 @@ from trainwright.slots.scores import MAE, R2, RMSE
 from trainwright.slots.totals import Total
 
 Kind = Literal["classes", "values"]
+Asked = Literal["auto", "classes", "values"]
 
 _MOST_LINES = 20
 """Columns that the text shows one by one."""
@@ -75,7 +76,7 @@ def report(
     owner: Owner,
     source: Source,
     *,
-    kind: Literal["auto", "classes", "values"] = "auto",
+    kind: Asked = "auto",
     names: Sequence[str] | None = None,
 ) -> Report:
     """Compare what `predict_step` gives with the targets over one pass of `source`, without a trace.
@@ -213,14 +214,15 @@ def _of_values(
         raise SettingError(
             message(f"report(names=...) with {len(shown)} names", want=f"one for each of {output.shape[1]} columns")
         )
-    numbers: dict[str, Any] = {**_scores(output, target), "rows": len(target)}
+    rows = sum(len(true) for _, true in pairs)
+    numbers: dict[str, Any] = {**_scores(output, target), "rows": rows}
     lines: dict[str, Any] = {}
     if several:
         pieces = zip(shown, output.unbind(1), target.unbind(1), strict=True)
         numbers["columns"] = {name: _scores(found, true) for name, found, true in pieces}
         lines = numbers["columns"] if len(shown) <= _MOST_LINES else {}
     lines = {**lines, f"all {len(shown)} columns" if several else "": numbers}
-    return _table(lines, rows=len(target)), shown, numbers
+    return _table(lines, rows=rows), shown, numbers
 
 
 def _columns(batches: Tensor | list[Tensor]) -> Tensor:
