@@ -16,11 +16,17 @@ from trainwright.base.spans import Epochs, Seconds, Updates
 from trainwright.data.own import Batches, batches
 from trainwright.observers.console import Console
 from trainwright.observers.journal import Journal, journal_to_csv, read_journal
+from trainwright.observers.probe import Probe
+from trainwright.run.report import Report
+from trainwright.runtime.freezing import freeze, unfreeze
 from trainwright.runtime.gradients import Gradients
+from trainwright.runtime.modules import mode
+from trainwright.slots.average import EMA, SWA
 from trainwright.slots.checkpoint import Checkpoint
 from trainwright.slots.clip import ClipNorm, ClipValue
 from trainwright.slots.early_stopping import EarlyStopping
 from trainwright.slots.metrics import Derived, accuracy, top_k
+from trainwright.slots.optimizers import adamw
 from trainwright.slots.precision import LossScaler, MixedPrecision
 from trainwright.slots.saved import latest_checkpoint, load_weights, save_weights
 from trainwright.slots.schedule import (
@@ -39,6 +45,8 @@ from trainwright.slots.window import Window, windows
 from trainwright.trainer import Trainer
 
 __all__ = [
+    "EMA",
+    "SWA",
     "Batches",
     "Best",
     "Checkpoint",
@@ -69,8 +77,10 @@ __all__ = [
     "Plan",
     "Plateau",
     "Precision",
+    "Probe",
     "Progress",
     "Rates",
+    "Report",
     "Result",
     "Saved",
     "Scaler",
@@ -92,13 +102,17 @@ __all__ = [
     "Window",
     "__version__",
     "accuracy",
+    "adamw",
     "batches",
+    "freeze",
     "journal_to_csv",
     "latest_checkpoint",
     "load_weights",
+    "mode",
     "read_journal",
     "save_weights",
     "top_k",
+    "unfreeze",
     "windows",
 ]
 __version__ = "0.1.0"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -18,15 +19,20 @@ from trainwright.base.records import Count, Result, Step
 from trainwright.base.spans import Span
 from trainwright.data.source import open_source
 from trainwright.observers.console import Console, console_observers
+from trainwright.observers.live import write_line
 from trainwright.parallel.world import as_world
-from trainwright.run import batches, evaluating, setup
+from trainwright.run import batches, evaluating, own_updates, setup
 from trainwright.run.hooks import Between, overridden, read_hooks
 from trainwright.run.ledger import Ledger
+from trainwright.run.optimizers import by_name, make_optimizers
 from trainwright.run.pausing import Pauses
 from trainwright.run.plan import EACH_EPOCH, Ends, make_plan
+from trainwright.run.report import Asked, Report, report
 from trainwright.run.run import Run
 from trainwright.run.running import parts_of, running
+from trainwright.run.steppers import bind_rates
 from trainwright.runtime.device import choose_device, move
+from trainwright.slots.average import Averaging
 from trainwright.slots.checkpoint import Saving
 from trainwright.slots.clip import as_clip
 from trainwright.slots.early_stopping import Stopping
@@ -41,20 +47,24 @@ M = TypeVar("M", bound=nn.Module)
 
 HOOKS = (
     *("training_step", "validation_step", "predict_step", "split", "count", "to_device"),
+    *("begin_epoch", "end_epoch", "after_update"),
     *("update", "compute_gradients", "apply_gradients", "evaluate", "parts"),
 )
-METHODS = ("fit", "predict", "plan", "save", "save_weights", "stop", "log")
+METHODS = ("fit", "minimize", "autocast", "predict", "report", "plan", "save", "save_weights", "stop", "log", "print")
 
 
 class Trainer(Generic[M]):
     """Trains a model: composes precision, accumulation, clipping, a schedule, early stopping and checkpoints.
 
     `model`: any module; it is moved to `device`. `optimizer`: an Optimizer, a function `model -> Optimizer`, a torch
-    class or a partial of one; None for a trainer that only evaluates and predicts. `loss`: `loss(output, target)`.
+    class or a partial of one, or a dict of these; None for a trainer that only evaluates and predicts. `loss`:
+    `loss(output, target)`; None where steps are overridden or the model returns its own.
     `metrics`: by name, functions of (output, target), objects with update, compute and reset, or `Derived`.
     `precision`: None, "bf16", "fp16", "tf32", "auto" or `MixedPrecision`. `accumulate`: micro-batches per update, or
     `{first epoch: micro-batches}`. `clip`: a norm, `ClipNorm`, `ClipValue` or a function of the parameters.
-    `nonfinite`: "raise", "skip" or "ignore" an update whose loss or gradient is not finite.
+    `nonfinite`: "raise", "skip" or "ignore" an update whose loss or gradient is not finite. With several optimizers
+    `clip` and `schedule` are dicts by the same names. `average`: `EMA(...)` or `SWA(...)`. `frozen`: modules by name
+    that help and are not trained, such as a teacher.
 
     Raises SettingError for what cannot work together, and for a setting whose part is not built yet, by name.
     """
@@ -62,54 +72,57 @@ class Trainer(Generic[M]):
     def __init__(
         self,
         model: M,
-        optimizer: Optimizer | Callable[..., Optimizer] | None = None,
+        optimizer: Optimizer | Callable[..., Optimizer] | Mapping[str, Any] | None = None,
         loss: Callable[..., Any] | None = None,
         *,
         metrics: Mapping[str, Any] | None = None,
         precision: str | Precision | None = None,
         accumulate: int | Mapping[int, int] = 1,
-        clip: float | Clip | None = None,
-        schedule: Schedule | Callable[[int, int], float] | None = None,
+        clip: float | Clip | Mapping[str, Any] | None = None,
+        schedule: Schedule | Callable[[int, int], float] | Mapping[str, Any] | None = None,
         early_stopping: Stopping | None = None,
         checkpoint: Saving | None = None,
+        average: Averaging | None = None,
+        frozen: Mapping[str, nn.Module] | None = None,
         nonfinite: str = "raise",
         parallel: str | None = "auto",
         device: str | torch.device = "auto",
         console: bool | Console = True,
         observers: Sequence[Observer] = (),
-        average: None = None,
-        frozen: None = None,
         on_error: None = None,
         on_oom: None = None,
         fast: None = None,
     ) -> None:
-        setup.refuse_later(average=average, frozen=frozen, on_error=on_error, on_oom=on_oom, fast=fast)
+        setup.refuse_later(on_error=on_error, on_oom=on_oom, fast=fast)
         self.device = choose_device(device, setup.checked_model(model))
         self.model: M = model
         self.loss = setup.checked_loss(loss)
-        setup.place_all(self.device, model, loss)
-        self.optimizer: Any = setup.make_optimizer(optimizer, model)
+        self.frozen = setup.checked_frozen(frozen, model)
+        setup.place_all(self.device, model, loss, *self.frozen.values())
+        self.optimizers = make_optimizers(optimizer, model)
         self.metrics = setup.checked_metrics(metrics)
         self.precision = as_precision(precision, self.device)
         self.accumulate = accumulation(accumulate)
-        self.clip = as_clip(clip)
-        self.schedule = as_schedule(schedule)
+        self.clip: Any = by_name(clip, as_clip, what="clip", optimizers=self.optimizers)
+        self.schedule: Any = by_name(schedule, as_schedule, what="schedule", optimizers=self.optimizers)
         self.early_stopping = setup.checked_slot("early_stopping", early_stopping, 'EarlyStopping("val_loss")')
         self.checkpoint = setup.checked_slot("checkpoint", checkpoint, 'Checkpoint("runs/1")')
+        self.average = setup.checked_slot("average", average, "EMA(0.999)")
         self.nonfinite: Policy = as_policy(nonfinite)
         self.world = as_world(parallel)
+        self.is_main = self.world.is_main
         self.observers: Sequence[Observer] = (*console_observers(console), *setup.checked_observers(observers))
         self.hooks = read_hooks(self, overridden(type(self), Trainer, HOOKS))
         self.between = Between()
         self.ledger = Ledger(Meters(self.metrics) if self.metrics else None, self.hooks)
         self.counters, self.history = Counters(), list[dict[str, float]]()
+        self.state: dict[str, Any] = {}
         self.result: Result | None = None
         self._run: Run = setup.NOT_RUNNING
         self._pauses: Pauses = setup.NOT_RUNNING
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        setup.refuse_later_hooks(cls)
         refuse_near_names(cls, [*HOOKS, *METHODS], base=Trainer)
 
     # The loop. An update is these four methods, read downwards.
@@ -142,14 +155,20 @@ class Trainer(Generic[M]):
             validate=validate,
         )
         source, held_out = setup.open_data(self, train, val, ends=ends, batch_size=batch_size)
-        setup.begin_stage(self)
+        setup.begin_stage(self, resumes=resume is not None)
         with running(self, source, held_out, ends=ends, resume=resume) as (run, pauses):
             counters = run.counters
             while not counters.stopped:
                 for window in run.windows():
                     if run.rates is not None:
                         run.rates.apply(counters.updates)
-                    run.record(window, self.update(window))
+                    applied = run.count(window, self.update(window))
+                    if applied and run.after_update is not None:
+                        run.after_update()
+                    if applied and run.average is not None:
+                        run.average.take(counters.updates)
+                    if run.notify_update:
+                        run.tell(window)
                     if counters.updates >= run.due and not run.at_end:  # else the pause of the epoch's end does it
                         self._pause(run, pauses)
                 if run.epoch_over:
@@ -166,8 +185,9 @@ class Trainer(Generic[M]):
         """Zero the gradients, run every micro-batch forward and backward by its share; return the window's loss."""
         run, ledger, total = self._run, self.ledger, None
         run.gradients.zero()
-        if window.position >= 0:
+        if window.begun:
             ledger.begin_again()
+        window.begun = True
         for batch in window:
             if run.autocast is None:
                 returned = self.training_step(batch)
@@ -185,29 +205,48 @@ class Trainer(Generic[M]):
         # A lone micro-batch is not weighed: what it owes is the loss scale alone.
         return total if window.alone and run.scaler is None else run.owe(window, total)
 
-    def apply_gradients(self) -> bool:
-        """Take the gradients to the weights: unscale and weigh, clip, check, step. Returns whether it was applied."""
+    def apply_gradients(self, name: str | None = None, closure: Callable[[], Any] | None = None) -> bool:
+        """Take the gradients to the weights: unscale and weigh, clip, check, step. Returns whether it was applied.
+
+        `name` chooses one of several optimizers. `closure` is for optimizers that evaluate the loss themselves, as
+        LBFGS does: `apply_gradients(closure=lambda: self.compute_gradients(window))`.
+        """
         run = self._run
-        flag = run.settle()
-        norm = run.gradients.norm() if run.measures_norm else None
-        if self.clip is not None:
-            clipped = self.clip(run.gradients.parameters)
-            norm = clipped if norm is None else norm
-        applied = run.judge(flag, norm)
+        if closure is not None:
+            return own_updates.step_by_closure(run, closure, name)
+        chosen = run.steppers.all if name is None else run.steppers.choose(name)
+        flag = run.settle(chosen.gradients)
+        for stepper in chosen.steppers:
+            if stepper.limits:
+                stepper.limit()  # measure and clip
+        applied = run.judge(flag, chosen)
         if applied:
-            run.step()  # the optimizer's
+            for stepper in chosen.steppers:
+                stepper.step()  # the optimizer's
         return applied
 
+    def minimize(self, loss: Any, name: str | None = None) -> bool:
+        """Zero the gradients of one optimizer, run `loss` backward and apply: what an `update` of GANs does twice.
+
+        `loss` is whatever a step may return; a tensor counts the window's rows. Returns whether it was applied.
+        """
+        run = self._run
+        run.losing = own_updates.backward_of(run, loss, name)
+        return self.apply_gradients(name)
+
     def _pause(self, run: Run, pauses: Pauses, *, epoch_ended: bool = False) -> None:
-        """Do what falls due between two updates: validate, judge, tell, save."""
+        """Do what falls due between two updates: probe, validate, judge, tell, save."""
         pauses.arrive(epoch_ended=epoch_ended)
+        pauses.probe(self, epoch_ended=epoch_ended)
         validated = pauses.validation_is_due(epoch_ended=epoch_ended)
         best = keep = False
         if validated or epoch_ended or pauses.ends_unfinished:
-            numbers = self.evaluate(pauses.val, name="val") if validated else None
+            numbers = pauses.validate(self.evaluate) if validated else None
             row = pauses.row(numbers, epoch_ended=epoch_ended)
             best, keep = pauses.judge(row, validated=validated)
             pauses.tell(row, best=best, validated=validated, epoch_ended=epoch_ended)
+            if epoch_ended and self.hooks.end_epoch is not None:
+                self.hooks.end_epoch(dict(row))
         if pauses.saving_is_due(keep=keep, validated=validated, epoch_ended=epoch_ended):
             pauses.save()
         run.due = pauses.next_due()
@@ -216,6 +255,8 @@ class Trainer(Generic[M]):
 
     def training_step(self, batch: Any) -> Any:
         """Return the loss of one micro-batch: a tensor (a mean), `Mean`, `Sum`, `Step`, or a dict of named losses."""
+        if self.loss is None:
+            return batches.own_loss(self, batch)
         inputs, target = self.hooks.split(batch)
         output = self.model(*inputs) if type(inputs) is tuple else batches.call(self.model, inputs)
         loss = batches.loss_of(self, output, target)
@@ -224,7 +265,7 @@ class Trainer(Generic[M]):
     def validation_step(self, batch: Any) -> Any:
         """Return what `training_step` may return; by default its own loss, or the class's own `training_step`."""
         hooks = self.hooks
-        if hooks.steps_itself:
+        if hooks.steps_itself or self.loss is None:
             return self.training_step(batch)
         inputs, target = hooks.split(batch)
         output = self.model(*inputs) if type(inputs) is tuple else batches.call(self.model, inputs)
@@ -249,6 +290,15 @@ class Trainer(Generic[M]):
         """Return the batch on `self.device`, with all its types kept."""
         return move(batch, self.device)
 
+    def begin_epoch(self, epoch: int) -> None:
+        """Run before the first window of an epoch (from 0); may change model, groups, what is trained, and data."""
+
+    def end_epoch(self, metrics: dict[str, float]) -> None:
+        """Run after an epoch and its validation, with the row that `history` gets."""
+
+    def after_update(self) -> None:
+        """Run after each update that was applied: the weights are the new ones, `.grad` is what they were moved by."""
+
     def parts(self) -> dict[str, Part]:
         """Return everything that belongs in a checkpoint, by name; add to `super().parts()` what is your own."""
         return parts_of(self._run, self._pauses)
@@ -259,12 +309,16 @@ class Trainer(Generic[M]):
         """Return exact means over all rows of `data` as `<name>_loss` and so on; leaves no trace."""
         source = open_source(data, batch_size=batch_size, role=name)
         evaluation = evaluating.evaluate(self, source, name=name)
-        self.between.errors = evaluation.errors
+        self.between.errors |= evaluation.errors
         return evaluation.numbers
 
     def predict(self, data: Any, *, batch_size: int | None = None) -> Any:
         """Return the outputs for all rows of `data`, in order, joined, on the CPU; leaves no trace."""
         return evaluating.predict(self, open_source(data, batch_size=batch_size, role="predict"))
+
+    def report(self, data: Any, *, kind: Asked = "auto", batch_size: int | None = None) -> Report:
+        """Return scikit-learn's report on classes ("classes"), or R2, MAE and RMSE ("values"), over all rows."""
+        return report(self, open_source(data, batch_size=batch_size, role="report"), kind=kind)
 
     def plan(
         self,
@@ -281,13 +335,22 @@ class Trainer(Generic[M]):
         ends = Ends(epochs=epochs, max_updates=max_updates, max_seconds=max_seconds, epoch_updates=epoch_updates)
         source, held_out = setup.open_data(self, train, val, ends=ends, batch_size=batch_size)
         planned = make_plan(self, source, held_out, ends=ends)
-        if self.schedule is not None:
-            self.schedule.bind(self.optimizer, planned)
+        bind_rates(self.schedule, self.optimizers, planned)
         return planned
 
     def log(self, name: str, value: float | Tensor, count: Count | None = None) -> None:
         """Report a number from inside a step; its mean is weighted by `count`, by default the batch's."""
         self.ledger.log(name, value, count)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return a context that computes as steps do, for an `update` of your own."""
+        context = None if self.precision is None else self.precision.autocast(self.device.type)
+        return nullcontext() if context is None else context
+
+    def print(self, *values: object) -> None:
+        """Print a line, on the main process only, without tearing the live bar."""
+        if self.is_main:
+            write_line(" ".join(map(str, values)))
 
     def save(self) -> None:
         """Have a checkpoint written as soon as the update in hand is whole; during `fit` only."""
@@ -296,13 +359,19 @@ class Trainer(Generic[M]):
     def save_weights(self, path: str | Path) -> None:
         """Write the model's weights to one safetensors file: CPU tensors, plain keys."""
         if self.world.is_main:
-            save_weights(path, self.model.state_dict())
+            with evaluating.showing(self):
+                save_weights(path, self.model.state_dict())
 
     def stop(self, reason: str) -> None:
         """End `fit` after the update in hand, for a `reason` that `Result.stopped` tells."""
         run = self._run
         run.counters.stopped = reason or "stop() was called"
         run.due = 0
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer, where there is only one without a name; None where there is none."""
+        return setup.only(self.optimizers)
 
     @property
     def progress(self) -> Progress:

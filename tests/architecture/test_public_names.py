@@ -24,7 +24,7 @@ def written(value: object) -> bool:
 
 
 def test_all_is_sorted_and_holds_every_public_name() -> None:
-    assert trainwright.__all__ == sorted(trainwright.__all__)
+    assert trainwright.__all__ == sorted(trainwright.__all__, key=lambda name: (not name.isupper(), name))
     assert set(trainwright.__all__) == {*imported_names(), "__version__"}
     assert len(trainwright.__all__) == len(set(trainwright.__all__))
 

@@ -45,7 +45,7 @@ def without(patch, owner, name, returned=None):
 
 
 def draws_from_the_global_rng(patch):
-    around(patch, Run, "record", before=lambda *_: torch.rand(1))
+    around(patch, Run, "count", before=lambda *_: torch.rand(1))
 
 
 def draws_before_the_loader(patch):
@@ -82,7 +82,8 @@ def autocast_is_forgotten(patch):
 
 def clipping_is_forgotten(patch):
     def apply(self):
-        applied = self._run.judge(self._run.settle(), None)
+        chosen = self._run.steppers.all
+        applied = self._run.judge(self._run.settle(chosen.gradients), chosen)
         if applied:
             self.optimizer.step()
         return applied
@@ -92,8 +93,9 @@ def clipping_is_forgotten(patch):
 
 def unscales_after_clipping(patch):
     def apply(self):
-        norm = None if self.clip is None else self.clip(self._run.gradients.parameters)
-        applied = self._run.judge(self._run.settle(), norm)
+        chosen = self._run.steppers.all
+        chosen.steppers[0].limit()
+        applied = self._run.judge(self._run.settle(chosen.gradients), chosen)
         if applied:
             self.optimizer.step()
         return applied
@@ -102,14 +104,14 @@ def unscales_after_clipping(patch):
 
 
 def applies_an_overflow(patch):
-    without(patch, Run, "_applies_anyway", True)
+    without(patch, Run, "applies_anyway", True)
 
 
 def counts_a_skipped_update(patch):
     def count(self, *_):
         self.counters.updates += self._applied is False
 
-    around(patch, Run, "record", after=count)
+    around(patch, Run, "count", after=count)
 
 
 def scale_is_never_adapted(patch):
@@ -120,8 +122,8 @@ def an_overflow_puts_statistics_back(patch):
     around(
         patch,
         Run,
-        "_applies_anyway",
-        after=lambda self, _: [old.copy_(kept) for old, kept in zip(self._statistics, self._kept, strict=True)],
+        "applies_anyway",
+        after=lambda self, *_: [old.copy_(kept) for old, kept in zip(self._statistics, self._kept, strict=True)],
     )
 
 
@@ -271,7 +273,7 @@ def the_clock_counts_micro_batches(patch):
     def count(self, window, returned):
         self.counters.updates += len(window) - 1
 
-    around(patch, Run, "record", after=count)
+    around(patch, Run, "count", after=count)
 
 
 def the_scaler_adapts_at_each_micro_batch(patch):

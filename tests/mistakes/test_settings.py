@@ -269,7 +269,7 @@ def test_an_unknown_setting_is_a_type_error():
 # What is not built.
 
 
-@pytest.mark.parametrize("name", ["average", "frozen", "on_error", "on_oom", "fast"])
+@pytest.mark.parametrize("name", ["on_error", "on_oom", "fast"])
 def test_a_setting_that_is_not_built_yet_is_refused_by_name(name):
     with pytest.raises(SettingError, match=f"{name}= is not built yet"):
         make(**{name: "save"})
@@ -280,10 +280,6 @@ def test_other_things_that_are_not_built_yet_are_refused_by_name(monkeypatch):
         make(parallel=object())
     with pytest.raises(SettingError, match="parallel='ddp'"):
         make(parallel="ddp")
-    model = network()
-    with pytest.raises(SettingError, match=r"optimizer={...}.*not built yet"):
-        Trainer(model, {"G": torch.optim.SGD(model.parameters(), lr=0.1)})
-    refused(make(), SettingError, "val={...}.*not built yet", val={"a": pieces(1)})
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SettingError, match="several processes is not built yet"):
         make()

@@ -24,7 +24,9 @@ def number(value):
 
 
 def begun(ledger, rows, counts=None):
-    ledger.begin(Window([torch.zeros(n) for n in rows], rows, counts=counts))
+    window = Window([torch.zeros(n) for n in rows], rows, counts=counts)
+    window.begun = True
+    ledger.begin(window)
     return ledger
 
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from trainwright.base.names import refuse_near_names
 from trainwright.base.plan import Plan
 from trainwright.base.records import Result, Saved, Update, Validation
+from trainwright.base.spans import Span
 
 Tree = Any
 """None, bool, int, float, str, bytes, tensor, ndarray, list, tuple, dict with str or int keys."""
@@ -134,14 +135,14 @@ class Observer:
 
     wants: ClassVar[frozenset[str]] = frozenset()
     """Numbers that cost something and are computed only where asked for: "grad_norm"."""
+    every: Span | None = None
+    """How often `on_update` is called: `Updates(n)` or `Seconds(n)`; None: at every update. Read once, before `fit`."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         refuse_near_names(cls, EVENTS, base=Observer, prefix="on_")
         if unknown := set(cls.wants) - {"grad_norm"}:
             raise TypeError(f"{cls.__name__}.wants: {', '.join(sorted(unknown))}: only 'grad_norm' can be asked for")
-        if "every" in vars(cls):
-            raise TypeError(f"{cls.__name__}.every is not built yet: count updates in on_update")
 
     def on_fit_start(self, plan: Plan) -> None:
         """Before the first update."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from copy import copy
 from numbers import Number
 from typing import Any
 
@@ -16,6 +17,7 @@ from trainwright.base.contracts import Source
 from trainwright.base.errors import DataError, message
 from trainwright.data.foreign import LoaderBatches
 from trainwright.data.own import Batches, batches
+from trainwright.data.position import Generators
 from trainwright.data.stream import ReadyBatches
 
 _FORMS = (
@@ -185,3 +187,12 @@ def _no_data(data: Any, what: str, fix: str = "") -> DataError:
 def _name(data: Any) -> str:
     name = type(data).__name__
     return f"{'an' if name[0] in 'AEIOaeiou' else 'a'} {name}"
+
+
+def beside(source: Source) -> Source:
+    """The same data for a pass beside training's: what it does to a source's own position is done to a copy."""
+    aside = copy(source)
+    for name, value in vars(source).items():
+        if isinstance(value, Generators):
+            setattr(aside, name, copy(value))
+    return aside

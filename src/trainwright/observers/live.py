@@ -73,6 +73,11 @@ class LiveBar(Observer):
             self._bar = None
 
 
+def write_line(text: str) -> None:
+    """Print a line on standard output above any bar that is being drawn."""
+    tqdm.write(text)
+
+
 class _Bar(tqdm):  # type: ignore[type-arg]
     """A tqdm bar that asks for its numbers when it is drawn, with no thread that watches it."""
 

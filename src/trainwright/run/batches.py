@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from trainwright.base.errors import DataError, SettingError, message
-from trainwright.base.records import Mean, Sum
+from trainwright.base.records import Mean, Step, Sum
 from trainwright.slots.losses import check_shapes, no_target
 
 if TYPE_CHECKING:
@@ -72,6 +72,28 @@ def call(model: Any, inputs: Any) -> Any:
         raise _other_keys(model, inputs, names) from error
 
 
+def own_loss(owner: Owner, batch: Any) -> Step:
+    """Return the loss that the model itself gives for a batch, where the Trainer has none.
+
+    A mapping goes to the model whole, a sequence as positional arguments; what comes back is a scalar, or something
+    with a `loss` (attribute or key), whose `logits`, where it has them, are the output for metrics.
+    """
+    inputs = batch if isinstance(batch, Mapping | tuple) else tuple(batch) if isinstance(batch, list) else (batch,)
+    try:
+        returned = call(owner.model, inputs)
+    except TypeError:
+        if _takes(owner.model, inputs):
+            raise
+        raise _without_loss(owner, f"does not take a whole {type(batch).__name__} with the target in it") from None
+    loss = returned if isinstance(returned, Tensor) else _named(returned, "loss")
+    if not isinstance(loss, Tensor) or loss.ndim:
+        raise _without_loss(owner, f"returned {_kind(returned)}")
+    if isinstance(returned, Tensor):
+        return Step(loss)
+    logits = _named(returned, "logits")
+    return Step(loss, returned if logits is None else logits, known_target(batch))
+
+
 def loss_of(owner: Owner, output: Any, target: Any) -> Any:
     """Return the loss of a micro-batch in training: as the user gave it, or as a sum where several are weighed."""
     if target is None or owner.loss is None:
@@ -100,6 +122,45 @@ def exact_loss_of(owner: Owner, output: Any, target: Any) -> Any:
     if known is None or (owner.hooks.counts_itself and known.reduction == "mean"):
         return owner.loss(output, target)
     return known.summed(output, target) if known.reduction == "mean" else Sum(known.total(output, target))
+
+
+def _takes(model: Any, inputs: Any) -> bool:
+    """Whether the model's `forward` can be called with these inputs at all."""
+    try:
+        signature = inspect.signature(model.forward)
+        signature.bind(**inputs) if isinstance(inputs, Mapping) else signature.bind(*inputs)
+    except TypeError:
+        return False
+    except ValueError:  # no signature is known
+        return True
+    return True
+
+
+def _without_loss(owner: Owner, but: str) -> SettingError:
+    return SettingError(
+        message(
+            f"no loss: loss is None, training_step is not overridden, and {type(owner.model).__name__} {but}",
+            want="a loss, a training_step(self, batch) that returns one, or a model that returns its own "
+            "(a scalar, or something with `loss`)",
+            fix="Trainer(model, optimizer, nn.CrossEntropyLoss())",
+        )
+    )
+
+
+def _named(value: Any, name: str) -> Any:
+    """The attribute or the item of this name, or None."""
+    if isinstance(value, Mapping):
+        return value.get(name)
+    return getattr(value, name, None)
+
+
+def _kind(value: Any) -> str:
+    """What a model returned, in a few words."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, Mapping):
+        return f"a {type(value).__name__} with {', '.join(map(repr, value)) or 'nothing'}, and no 'loss'"
+    return f"a {type(value).__name__} without a loss"
 
 
 def no_loss(owner: Owner, target: Any) -> Exception:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from trainwright.base.contracts import Source
 from trainwright.base.errors import DataError, SettingError, message
 from trainwright.base.records import Step
+from trainwright.data.source import beside
 from trainwright.run.failure import explain
 from trainwright.run.ledger import Ledger
 from trainwright.run.owner import Owner
 from trainwright.runtime import modules
 from trainwright.runtime.device import move
 from trainwright.runtime.randomness import unmoved
+from trainwright.runtime.snapshot import snapshot
 from trainwright.slots.metrics import Meters
 from trainwright.slots.precision import switched
 
@@ -38,14 +40,71 @@ class Evaluation:
 
 @contextmanager
 def traceless(owner: Owner, source: Source) -> Iterator[None]:
-    """Eval mode and no gradients inside; modes and every random state put back afterwards, the loader's own too."""
-    roots = [module for module in (owner.model, owner.loss) if isinstance(module, nn.Module)]
+    """Eval mode, no gradients, the weights that count and a copy of the state inside; all put back afterwards.
+
+    Every random state too, that of the loader included.
+    """
+    roots = [module for module in (owner.model, owner.loss, *owner.frozen.values()) if isinstance(module, nn.Module)]
     with ExitStack() as stack:
         stack.enter_context(unmoved(getattr(source, "generators", ())))
+        stack.enter_context(showing(owner))
         stack.enter_context(modules.evaluating(*roots))
         stack.enter_context(torch.no_grad())
         stack.enter_context(switched(owner.precision))
+        stack.enter_context(_state_aside(owner))
         yield
+
+
+def showing(owner: Owner) -> AbstractContextManager[None]:
+    """The weights that count, inside."""
+    return nullcontext() if owner.between.shown is None else owner.between.shown.evaluated()
+
+
+@contextmanager
+def _state_aside(owner: Owner) -> Iterator[None]:
+    """A copy of the user's state inside."""
+    state = owner.state
+    owner.state = snapshot(state)
+    try:
+        yield
+    finally:
+        owner.state = state
+
+
+def feed(owner: Owner, source: Source) -> None:
+    """Run a pass of the training data through the model as training does, without a gradient or any other trace."""
+    if not source.repeatable or source.length is None:
+        raise SettingError(
+            message(
+                f"the averaged weights need BatchNorm statistics of their own, and {source.describe()} "
+                "cannot be passed over again",
+                want="training data with a length, or a model without BatchNorm",
+                fix="average=EMA(0.999), which takes the statistics of training",
+            )
+        )
+    ledger = Ledger(None, owner.hooks)
+    outer, owner.ledger = owner.ledger, ledger
+    step, move = _with_autocast(owner, owner.training_step), owner.hooks.move
+    aside = beside(source)
+    try:
+        with unmoved(getattr(aside, "generators", ())), torch.no_grad(), _state_aside(owner):
+            for batch in aside.epoch(owner.counters.epoch):
+                ledger.batch = batch
+                step(batch if move is None else move(batch))
+    finally:
+        owner.ledger = outer
+
+
+@contextmanager
+def probing(owner: Owner, source: Source) -> Iterator[None]:
+    """What a probe runs in: as without a trace as an evaluation, under the autocast of the precision."""
+    outer, owner.ledger = owner.ledger, Ledger(None, owner.hooks)
+    context = None if owner.precision is None else owner.precision.autocast(owner.device.type)
+    try:
+        with traceless(owner, source), nullcontext() if context is None else context:
+            yield
+    finally:
+        owner.ledger = outer
 
 
 def evaluate(owner: Owner, source: Source, *, name: str, batches: int | None = None) -> Evaluation:

@@ -26,6 +26,12 @@ class Hooks:
     """`count`, or None where nothing is known before the step: rows are counted then, or what the step finds."""
     rows: Callable[[Any], int]
     """The rows of a host batch; what the user's `count` says where no tensor tells them."""
+    begin_epoch: Callable[[int], None] | None
+    """`begin_epoch`, or None where nothing is done there."""
+    end_epoch: Callable[[dict[str, float]], None] | None
+    """`end_epoch`, or None."""
+    after_update: Callable[[], None] | None
+    """`after_update`, or None."""
     summed: Callable[[Any, Any], Sum] | None
     """The known loss as a sum with its count, for evaluations by the default step."""
     spread: str | None
@@ -41,7 +47,7 @@ class Hooks:
     logs_freely: bool
     """Whether training steps are the user's own, and may log any name."""
     updates_itself: bool
-    """Whether `update` is the user's own, so that gradients must be whole when `compute_gradients` returns."""
+    """Whether code of the user's own may read gradients, so that they are whole when `compute_gradients` returns."""
 
 
 @dataclass(slots=True)
@@ -53,7 +59,15 @@ class Between:
     rates: Any = None
     """The schedule of the stage before, bound."""
     errors: dict[str, float] = field(default_factory=dict)
-    """Standard errors of the last evaluation."""
+    """Standard errors of the last evaluations."""
+    shown: Any = None
+    """The weights that the last `fit` trained, beside those that the model shows."""
+    stages: list[dict[str, Any]] = field(default_factory=list)
+    """How each finished stage ended, for a checkpoint of a later one."""
+    begun: bool = False
+    """Whether a `fit` has run at all."""
+    failed: bool = False
+    """Whether the last one ended in an error, so that a resume goes on in it."""
 
 
 def overridden(cls: type, base: type, hooks: Collection[str]) -> set[str]:
@@ -82,7 +96,10 @@ def read_hooks(trainer: Any, own: set[str]) -> Hooks:
         validates_itself="validation_step" in own,
         evaluates_itself="evaluate" in own,
         logs_freely=not own.isdisjoint({"training_step", "update", "compute_gradients"}),
-        updates_itself="update" in own,
+        updates_itself=not own.isdisjoint({"update", "apply_gradients"}),
+        begin_epoch=trainer.begin_epoch if "begin_epoch" in own else None,
+        end_epoch=trainer.end_epoch if "end_epoch" in own else None,
+        after_update=trainer.after_update if "after_update" in own else None,
     )
 
 

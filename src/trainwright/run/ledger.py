@@ -82,7 +82,7 @@ class Ledger:
         if window is None:
             return self._rows_of(self.batch) if self._counter is None else self._counter(self.batch)
         index = window.position + 1
-        if index == len(window.batches):  # all of them have run
+        if not window.begun or index == len(window.batches):  # none is in hand: before the first, or after the last
             return sum(window.rows)
         if window.counts is not None:
             return window.counts[index]
@@ -107,6 +107,21 @@ class Ledger:
                 self.noted = True
             return returned
         return self._weighed(read_outcome(returned), position)
+
+    def alone(self, returned: Any) -> Tensor:
+        """Return a loss that an `update` of the user's own minimizes by itself; it counts the window's rows."""
+        assert self.window is not None
+        rows = sum(self.window.rows)
+        if type(returned) is Step:
+            if self.meters is not None:
+                self.meters.update(returned.output, returned.target, rows)
+            returned = returned.loss
+        outcome = read_outcome(returned)
+        if outcome.named is not None:
+            self._entries += [(name, value, rows, outcome.summed) for name, value in outcome.named.items()]
+        if outcome.summed and outcome.count is not None:
+            return outcome.loss / above_nothing(outcome.count)
+        return outcome.loss
 
     def check_fed(self, returned: Any) -> None:
         """Refuse what a step returned where metrics read outputs and it holds none."""
@@ -158,6 +173,17 @@ class Ledger:
             if name != "loss" or not self.noted:
                 self._entries.append((name, _number(value), rows, False))
         self.noted = True
+
+    def note_probed(self, numbers: Any, what: str) -> None:
+        """Take down what a probe returned: a dict of numbers, or nothing."""
+        if numbers is None:
+            return
+        if not isinstance(numbers, dict):
+            have = f"a {type(numbers).__name__}"
+            raise SettingError(message(f"{what} returned {have}", want="a dict of numbers, or None", where=False))
+        for name, value in numbers.items():
+            check_name(name, "probed")
+            self._entries.append((name, _number(value), 1, False))
 
     def log(self, name: str, value: float | Tensor, count: Count | None) -> None:
         """Take down a number of the user's own; `count` defaults to that of the batch in hand."""

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
-from trainwright.base.contracts import Clip, Observer, Part, Precision, Schedule
+from trainwright.base.contracts import Observer, Part, Precision
 from trainwright.base.progress import Counters
 from trainwright.base.records import Result
 from trainwright.run.hooks import Between, Hooks
@@ -21,12 +23,15 @@ class Owner(Protocol):
     model: Any
     loss: Any
     metrics: Any
-    optimizer: Any
+    optimizers: dict[str, Optimizer]
+    frozen: dict[str, nn.Module]
+    state: dict[str, Any]
+    average: Any
     device: torch.device
     precision: Precision | None
     accumulate: tuple[tuple[int, int], ...]
-    clip: Clip | None
-    schedule: Schedule | None
+    clip: Any
+    schedule: Any
     early_stopping: Any
     checkpoint: Any
     nonfinite: Policy
@@ -48,6 +53,9 @@ class Owner(Protocol):
 
     def let_go(self) -> None:
         """Let go of it."""
+
+    def training_step(self, batch: Any) -> Any:
+        """The step of training."""
 
     def validation_step(self, batch: Any) -> Any:
         """The step of an evaluation."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import Any
 from warnings import warn
@@ -15,8 +15,10 @@ from trainwright.base.contracts import Source, listeners
 from trainwright.base.errors import SettingError, message
 from trainwright.base.records import Best, Result, Validation
 from trainwright.base.spans import Span
+from trainwright.observers.probe import Probe
 from trainwright.run import state
 from trainwright.run.due import Bell
+from trainwright.run.evaluating import probing
 from trainwright.run.plan import Ends
 from trainwright.run.run import Run
 from trainwright.runtime.storage import update_name
@@ -27,7 +29,7 @@ from trainwright.slots.saved import load_weights
 class Pauses:
     """The steps of a pause, each of them one line of the trainer's `_pause`."""
 
-    def __init__(self, run: Run, val: Source | None, ends: Ends, *, keeper: Keeper | None) -> None:
+    def __init__(self, run: Run, val: Mapping[str, Source], ends: Ends, *, keeper: Keeper | None) -> None:
         self.run, self.val, self.ends = run, val, ends
         self.owner, self.counters, self.history = run.owner, run.counters, run.owner.history
         early = run.owner.early_stopping
@@ -35,7 +37,7 @@ class Pauses:
         self.keeper = keeper
         self.wants_save = False
         """Whether `save()` was called: a checkpoint is written at the coming boundary."""
-        self._weights = "last"
+        self.weights = ""
         self._before, self._started = self.counters.seconds, time.perf_counter()
 
     def start(self) -> None:
@@ -47,6 +49,7 @@ class Pauses:
         every: Span | str = "auto" if keeper is None else keeper.settings.every
         self._saves = None if isinstance(every, str) else Bell(every, counters, of="every")
         observers = self.owner.observers
+        self._probes = [(one, Bell(one.span, counters, of="Probe(every=)")) for one in observers if type(one) is Probe]
         self._on_validate, self._on_epoch = listeners(observers, "on_validate"), listeners(observers, "on_epoch")
         self._on_save = listeners(observers, "on_save")
         self._updates_before = counters.updates - (1 if counters.batch else 0)
@@ -63,13 +66,31 @@ class Pauses:
             counters.epoch, counters.batch, self._updates_before = counters.epoch + 1, 0, counters.updates
             if self.run.rates is not None:
                 self.run.rates.epoch_ended()
+            if self.run.shown.average is not None:
+                self.run.shown.average.epoch_ended(counters.updates, counters.epoch)
         counters.stopped = counters.stopped or self.end_reached()
+
+    def probe(self, trainer: Any, *, epoch_ended: bool) -> None:
+        """Call the probes whose turn it is, and take down the numbers that they return."""
+        for probe, bell in self._probes:
+            if bell.rings(self.counters, epoch_ended=epoch_ended):
+                with probing(self.owner, self.run.source):
+                    numbers = probe.fn(trainer)
+                self.run.ledger.note_probed(numbers, probe.name)
+
+    def validate(self, evaluate: Callable[..., dict[str, float]]) -> dict[str, float]:
+        """The numbers of every set of validation data."""
+        self.owner.between.errors = {}
+        numbers: dict[str, float] = {}
+        for name, source in self.val.items():
+            numbers |= evaluate(source, name=name)
+        return numbers
 
     def validation_is_due(self, *, epoch_ended: bool) -> bool:
         """Whether to validate now: the span has passed, or the run ends; never twice at one update."""
         rings = self._validates.rings(self.counters, epoch_ended=epoch_ended)
         fresh = self.counters.validated != self.counters.updates
-        return self.val is not None and fresh and (rings or bool(self.counters.stopped))
+        return bool(self.val) and fresh and (rings or bool(self.counters.stopped))
 
     @property
     def ends_unfinished(self) -> bool:
@@ -86,7 +107,7 @@ class Pauses:
             "update": counters.earlier_updates + counters.updates,
             **ledger.means(),
             **(numbers or {}),
-            "lr": self.run.learning_rates()[0],
+            **(self.run.steppers.numbers() or {"lr": self.run.learning_rates()[0]}),
         }
         if epoch_ended:
             ledger.reset()
@@ -104,14 +125,15 @@ class Pauses:
             best = watch.judge(row, self.owner.between.errors, **where)
             if best and getattr(self.owner.early_stopping, "restore_best", False):
                 held = getattr(watch, "weights", None)
-                watch.weights = _copied(self.owner.model, held) if self.restores_from_memory else None
+                with self.run.shown.evaluated():
+                    watch.weights = _copied(self.owner.model, held) if self.restores_from_memory else None
             self.counters.stopped = self.counters.stopped or watch.stopped
         keep = best
         if keeper is not None and keeper.settings.best and _concerns(keeper.settings.best, validated):
             keep = keeper.judge(row, **where) or keep
             if watch is None:
                 best = keeper.best is not None and keeper.best.update == where["update"]
-        if rates is not None and (validated or self.val is None):  # each validation, or each epoch without one
+        if rates is not None and (validated or not self.val):  # each validation, or each epoch without one
             rates.observe(row)
         return best, keep
 
@@ -142,7 +164,7 @@ class Pauses:
         self.stop_clock()
         if self.keeper is None:
             return False
-        rings = validated or (epoch_ended and self.val is None)
+        rings = validated or (epoch_ended and not self.val)
         if self._saves is not None:
             rings = self._saves.rings(self.counters, epoch_ended=epoch_ended)
         return rings or keep or bool(self.counters.stopped) or self.wants_save
@@ -156,12 +178,13 @@ class Pauses:
         measured: dict[str, float] = {}
         for row in self.history[-2:]:  # a validation and the epoch's end may meet at one update
             measured |= row if row["update"] == update else {}
-        saved = self.keeper.save(
-            state.gather(self.owner.parts()),
-            update=update,
-            epoch=counters.earlier_epochs + counters.epoch,
-            metrics=measured,
-        )
+        with self.run.shown.evaluated():
+            saved = self.keeper.save(
+                state.gather(self.owner.parts()),
+                update=update,
+                epoch=counters.earlier_epochs + counters.epoch,
+                metrics=measured,
+            )
         for notify in self._on_save:
             notify(saved)
 
@@ -174,7 +197,8 @@ class Pauses:
     def next_due(self) -> float:
         """Return the update at which the loop must pause next, ends of epochs apart."""
         counters, ends = self.counters, self.ends
-        dues = [self._validates.next_update(counters)] if self.val is not None else []
+        dues = [self._validates.next_update(counters)] if self.val else []
+        dues += [bell.next_update(counters) for _, bell in self._probes]
         if self._saves is not None:
             dues.append(self._saves.next_update(counters))
         if ends.max_updates is not None:
@@ -194,13 +218,14 @@ class Pauses:
         return not same or bool(getattr(early, "min_delta", 0))
 
     def restore_best(self) -> None:
-        """Leave the model with the best weights, where a slot promises them."""
+        """Leave the model with the weights that count: averaged ones, and the best, where a slot promises them."""
+        self.run.shown.leave()
         early, keeper, watch = self.owner.early_stopping, self.keeper, self.watch
         if watch is not None and watch.best is not None and getattr(early, "restore_best", False):
             weights = getattr(watch, "weights", None)
             if weights is not None:
                 self.owner.model.load_state_dict(weights)
-                self._weights = f"best of epoch {watch.best.epoch}"
+                self.weights = f"best of epoch {watch.best.epoch}"
             else:
                 self._load(watch.best)
         elif keeper is not None and keeper.settings.restore_best and keeper.best is not None:
@@ -219,7 +244,7 @@ class Pauses:
             )
             return
         load_weights(found[0], self.owner.model)
-        self._weights = f"best of epoch {best.epoch}"
+        self.weights = f"best of epoch {best.epoch}"
 
     def result(self) -> Result:
         """Say how the run ended."""
@@ -233,7 +258,7 @@ class Pauses:
             stopped=counters.stopped,
             seconds=counters.seconds,
             skipped=counters.skipped,
-            weights=self._weights,
+            weights=", ".join([one for one in (self.run.shown.name, self.weights) if one]) or "last",
             notes=self._notes(),
         )
 

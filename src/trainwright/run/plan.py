@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
@@ -44,7 +45,9 @@ class Ends:
             )
 
 
-def make_plan(owner: Owner, source: Source, val: Source | None, *, ends: Ends, notes: tuple[str, ...] = ()) -> Plan:
+def make_plan(
+    owner: Owner, source: Source, val: Mapping[str, Source], *, ends: Ends, notes: tuple[str, ...] = ()
+) -> Plan:
     """Work out the run, or say what contradicts what."""
     _check_data(source, ends)
     plan = Plan(
@@ -53,7 +56,7 @@ def make_plan(owner: Owner, source: Source, val: Source | None, *, ends: Ends, n
         device=_device(owner.device),
         precision="" if owner.precision is None else str(owner.precision),
         train=source.describe(),
-        val="" if val is None else val.describe(),
+        val=_described(val),
         batches=source.length,
         rows=source.rows,
         batch_size=source.batch_size,
@@ -67,18 +70,18 @@ def make_plan(owner: Owner, source: Source, val: Source | None, *, ends: Ends, n
 
 
 def check_monitors(
-    owner: Owner, *, has_val: bool, produced: set[str], free: tuple[bool, bool], rates: str | None = None
+    owner: Owner, *, has_val: bool, produced: set[str], free: tuple[bool, bool], rates: Sequence[str] = ()
 ) -> None:
     """Refuse a number that is watched and that nothing produces.
 
     `produced`: names known before the first update; `free`: whether training, and evaluation, may give more.
     """
-    watched = {
-        "EarlyStopping": getattr(owner.early_stopping, "monitor", None),
-        "Checkpoint(best=...)": getattr(owner.checkpoint, "best", None),
-        "the schedule": rates,
-    }
-    for who, name in watched.items():
+    watched = [
+        ("EarlyStopping", getattr(owner.early_stopping, "monitor", None)),
+        ("Checkpoint(best=...)", getattr(owner.checkpoint, "best", None)),
+        *(("the schedule", name) for name in rates),
+    ]
+    for who, name in watched:
         if name is None or name in produced or _is_free(name, free, has_val):
             continue
         if name.startswith("val_") and not has_val:
@@ -96,6 +99,13 @@ def check_monitors(
                 fix=f"watch {nearest(name, produced) or ('val_loss' if has_val else 'loss')!r}",
             )
         )
+
+
+def _described(val: Mapping[str, Source]) -> str:
+    """The validation data in a few words, by name where there are several."""
+    if list(val) == ["val"]:
+        return val["val"].describe()
+    return "; ".join(f"{name.removeprefix('val_')}: {source.describe()}" for name, source in val.items())
 
 
 def _is_free(name: str, free: tuple[bool, bool], has_val: bool) -> bool:

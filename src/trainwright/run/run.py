@@ -12,20 +12,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainwright.base.contracts import Rates, Scaler, Source, listeners
+from trainwright.base.contracts import Observer, Scaler, Source
+from trainwright.base.errors import SettingError, message
 from trainwright.base.plan import Plan
 from trainwright.base.progress import Counters
 from trainwright.base.records import Update
+from trainwright.base.spans import Epochs
+from trainwright.run.due import Bell
+from trainwright.run.evaluating import feed
 from trainwright.run.ledger import Ledger
+from trainwright.run.optimizers import check_parameters
 from trainwright.run.owner import Owner
+from trainwright.run.shown import Shown
 from trainwright.run.state import Random
+from trainwright.run.steppers import Chosen, Steppers, bind_rates
 from trainwright.runtime import late
 from trainwright.runtime.gradients import Gradients
-from trainwright.runtime.kernels import step_of
 from trainwright.runtime.modules import running_statistics
 from trainwright.runtime.randomness import random_state, set_random_state
+from trainwright.runtime.snapshot import snapshot
 from trainwright.slots import nonfinite
-from trainwright.slots.clip import ClipNorm
+from trainwright.slots.average import Average
 from trainwright.slots.precision import check_weights
 from trainwright.slots.window import Window, windows
 
@@ -39,8 +46,11 @@ class Run:
     _applied: bool | None = None
     """What `apply_gradients` said in this update; None where it was not called."""
     _stepped = False
-    """Whether the optimizer made a step in this update, as far as anybody watches."""
-    _norm: float | None = None
+    """Whether an optimizer made a step in this update, as far as anybody watches."""
+    _overflowed: bool | None = None
+    """Whether a gradient of this update was not finite; None where none was judged."""
+    unscales = False
+    """Whether the gradients of this update were made by a backward that knows of the loss scale."""
     _unjudged = False
     """Whether gradients were checked that nobody has judged."""
     _idle = 0
@@ -51,19 +61,8 @@ class Run:
         self.counters: Counters = owner.counters
         self.ledger: Ledger = owner.ledger
         self.random = Random()
-        self._take_groups()
-        self.step = step_of(owner.optimizer)
-        """One step of the optimizer."""
-        self.rates: Rates | None = None if owner.schedule is None else owner.schedule.bind(owner.optimizer, plan)
-        precision, device = owner.precision, owner.device.type
-        self.autocast = None if precision is None else precision.autocast(device)
-        self.scaler: Scaler | None = None if precision is None else precision.scaler(device)
-        check_weights(self.scaler, self.gradients.parameters)
-        self.checks = owner.nonfinite != "ignore" or self.scaler is not None
-        """Whether gradients are looked at before they are applied."""
-        wants_norm = any("grad_norm" in observer.wants for observer in owner.observers)
-        self.measures_norm = wants_norm and not isinstance(owner.clip, ClipNorm)
-        """Whether the norm must be computed although clipping does not give it."""
+        self._bind_slots(owner)
+        self.after_update = owner.hooks.after_update
         self.factor: float | Tensor = 1.0
         """What the gradients are still to be multiplied by: the loss scale undone, and the window's share."""
         self.due: float = 0
@@ -71,9 +70,34 @@ class Run:
         self.epoch_over = False
         self.waited = 0.0
         """Seconds spent waiting for data since the last record."""
-        self.notify_update = listeners(owner.observers, "on_update")
-        self._statistics = running_statistics(owner.model) if owner.nonfinite != "ignore" else []
-        self._kept = [statistic.clone() for statistic in self._statistics]
+        self.minimized: dict[str, list[float]] = {}
+        """For each name given to `minimize` in this update: the sum of its losses, and what they count."""
+        self.losing: Tensor | None = None
+        """The loss that `minimize` is taking to the weights, until it is judged."""
+        self._begun = -1
+        self.notify_update = [
+            (observer.on_update, _bell(observer, self.counters))
+            for observer in owner.observers
+            if type(observer).on_update is not Observer.on_update
+        ]
+        self._plan_epoch()
+
+    def _bind_slots(self, owner: Owner) -> None:
+        wants_norm = any("grad_norm" in observer.wants for observer in owner.observers)
+        self.steppers = Steppers(owner.optimizers, owner.clip, wants_norm=wants_norm)
+        self.gradients = self.steppers.all.gradients
+        """The gradients of all optimizers together."""
+        self.rates = bind_rates(owner.schedule, owner.optimizers, self.plan)
+        average: Average | None = None if owner.average is None else owner.average.bind(owner.model, self.plan)
+        self.average = average if average is not None and average.each_update else None
+        """The average, where each update counts in it."""
+        self.shown = Shown(owner.model, average=average, optimizers=owner.optimizers, forward=self._feed)
+        precision, device = owner.precision, owner.device.type
+        self.autocast = None if precision is None else precision.autocast(device)
+        self.scaler: Scaler | None = None if precision is None else precision.scaler(device)
+        check_weights(self.scaler, self.gradients.parameters)
+        self.checks = owner.nonfinite != "ignore" or self.scaler is not None
+        """Whether gradients are looked at before they are applied."""
 
     @contextmanager
     def watching_steps(self) -> Iterator[None]:
@@ -81,42 +105,56 @@ class Run:
         if not self.owner.hooks.updates_itself:
             yield
             return
-        handle = self.owner.optimizer.register_step_post_hook(self._note_step)
+        handles = [one.register_step_post_hook(self._note_step) for one in self.owner.optimizers.values()]
         try:
             yield
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
 
     def windows(self) -> Iterator[Window]:
         """The windows of what is left of the epoch; fewer where the run is stopped in the middle of it."""
         counters, owner, clock = self.counters, self.owner, time.perf_counter
-        size = self.plan.accumulated(counters.epoch)
-        left = None if self.plan.epoch_updates is None else self.plan.epoch_updates - math.ceil(counters.batch / size)
         self.epoch_over = False
+        self.begin_epoch(counters.epoch)
+        if counters.stopped:
+            return
         begun = clock()
-        grouped = windows(
-            self._batches(),
-            size,
-            rows=owner.hooks.rows,
-            count=owner.hooks.count,
-            always_count=owner.hooks.counts_itself,
-            move=owner.hooks.move,
-        )
-        for window in islice(grouped, left):
+        for window in self._grouped():
             self.waited += clock() - begun
             self.ledger.begin(window)
-            self._applied, self._norm, self._stepped = None, None, False
-            if len(owner.optimizer.param_groups) != self._groups:
-                self._take_groups()
+            self._applied, self._stepped = None, False
+            for stepper in self.steppers.all.steppers:
+                stepper.norm = None
+                if len(stepper.optimizer.param_groups) != stepper.groups:
+                    self._take_groups()
             if self._unjudged:  # an update of the user's own gave its gradients up
-                self.gradients.lower_flags()
+                self.steppers.lower_flags()
+                self._unjudged = False
             if self._kept:
                 torch._foreach_copy_(self._kept, self._statistics)
+            if self._keeps_state:
+                self._kept_state = snapshot(owner.state)
             yield window
             if counters.stopped and not self.at_end:
                 return
             begun = clock()
         self.epoch_over = True
+
+    def _grouped(self) -> Iterator[Window]:
+        """What is left of the epoch's batches, in windows."""
+        counters, hooks = self.counters, self.owner.hooks
+        size = self.plan.accumulated(counters.epoch)
+        left = None if self.plan.epoch_updates is None else self.plan.epoch_updates - math.ceil(counters.batch / size)
+        grouped = windows(
+            self._batches(),
+            size,
+            rows=hooks.rows,
+            count=hooks.count,
+            always_count=hooks.counts_itself,
+            move=hooks.move,
+        )
+        return islice(grouped, left)
 
     def owe(self, window: Window, loss: Tensor) -> Tensor:
         """Note what the gradients must still be multiplied by, pay at once where user code reads them; pay the loss."""
@@ -124,77 +162,144 @@ class Run:
         self.factor = owed
         if self.scaler is not None:
             self.factor = self.factor * self.scaler.factor()
+            self.unscales = True
         if self.owner.hooks.updates_itself:
-            self.settle()
+            self.settle(self.gradients)
         return loss * owed if isinstance(owed, Tensor) or owed != 1.0 else loss
 
-    def settle(self) -> Tensor | None:
-        """Multiply the gradients by what is owed; return the flag of non-finite ones where they are checked."""
+    def settle(self, gradients: Gradients) -> Tensor | None:
+        """Multiply gradients by what is owed; return the flag of non-finite ones where they are checked."""
         factor, self.factor = self.factor, 1.0
         if self.checks:
             self._unjudged = True
-            return self.gradients.multiply_and_check(factor)
+            return gradients.multiply_and_check(factor)
         if isinstance(factor, Tensor) or factor != 1.0:
-            self.gradients.multiply(factor)
+            gradients.multiply(factor)
         return None
 
-    def judge(self, flag: Tensor | None, norm: Tensor | None) -> bool:
-        """Read the update's numbers, and say whether it may be applied; raises where that is the policy."""
-        ledger, self._unjudged = self.ledger, False
-        if norm is not None:
-            self._norm, *read = ledger.close(norm) if flag is None else ledger.close(norm, flag)
-        else:
-            self._norm, read = None, ledger.close() if flag is None else ledger.close(flag)
-        if not read:
+    def judge(self, flag: Tensor | None, chosen: Chosen) -> bool:
+        """Read the update's numbers, and say whether `chosen` may step; raises where that is the policy."""
+        ledger, loss, self.losing = self.ledger, self.losing, None
+        if self.scaler is not None and not self.unscales:
+            raise nonfinite.not_scaled()
+        wanted: list[Tensor | float] = [] if flag is None else [flag]
+        if loss is not None:
+            wanted.append(loss)
+        for stepper in chosen.steppers:
+            if stepper.norm is not None:
+                wanted.append(stepper.norm)
+        read = ledger.close(*wanted)
+        bad = flag is not None and read[0] != 0.0
+        at = 0 if flag is None else 1
+        value = ledger.loss if ledger.noted else 0.0
+        if loss is not None:
+            value, at = read[at], at + 1
+        for stepper in chosen.steppers:
+            if stepper.norm is not None:
+                stepper.norm, at = read[at], at + 1
+                # Finite elements can have a norm that overflows: clipping by it would apply a gradient of zeros.
+                bad = bad or (flag is not None and not late.finite(stepper.norm))
+        if loss is not None:
+            self.minimized[chosen.steppers[0].name][0] += value
+        if not bad and (flag is None or late.finite(value)):
             self._applied = True
+            self._overflowed = self._overflowed is True
+            self._unjudged = self._unjudged and chosen is not self.steppers.all
             return True
-        # Finite elements can have a norm that overflows: clipping by it would apply a gradient of zeros.
-        bad = read[0] != 0.0 or (self._norm is not None and not late.finite(self._norm))
-        if not bad and (not ledger.noted or late.finite(ledger.loss)):
-            if self.scaler is not None:
-                self.scaler.adapt(False)
-            self._applied = True
-            return True
-        applied = self._applies_anyway(bad)
-        self._applied = applied or bool(self._applied)  # one step that was applied makes it an update
+        applied = self.applies_anyway(bad, value, chosen)
+        self._applied = applied or self._applied is True  # one step that was applied makes it an update
         return applied
 
-    def record(self, window: Window, returned: Any) -> None:
-        """Count the update, and tell who watches updates."""
+    def count(self, window: Window, returned: Any) -> bool:
+        """Count the update and close its numbers; return whether a step was applied in it."""
         ledger, counters = self.ledger, self.counters
+        if self.minimized:
+            self._note_minimized(returned)
         if returned is not None and (not ledger.noted or type(returned) is dict):
             ledger.note_returned(returned)
         if ledger.waiting:
             ledger.close()
+        if self.scaler is not None:
+            self._adapt(self.scaler)
         counters.batch += len(window.batches)
         counters.rows += window.rows[0] if window.alone else sum(window.rows)
         if self._applied if self._applied is not None else self._stepped:
             counters.updates += 1
             self._idle = 0
-        else:
-            counters.skipped += self._applied is not None
-            self._idle += 1
-            if self._idle >= PATIENCE:
-                raise nonfinite.nothing_applied(f"{PATIENCE} updates in a row", told=self._applied is not None)
-        if self.notify_update:
-            self._tell(window)
+            return True
+        counters.skipped += self._applied is not None
+        self._idle += 1
+        if self._idle >= PATIENCE:
+            raise nonfinite.nothing_applied(f"{PATIENCE} updates in a row", told=self._applied is not None)
+        return False
+
+    def tell(self, window: Window) -> None:
+        """Tell those who watch updates and whose turn it is."""
+        update = None
+        for notify, bell in self.notify_update:
+            if bell is None or bell.rings(self.counters, epoch_ended=False):
+                update = self._update(window) if update is None else update
+                notify(update)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Run the user's `begin_epoch`, once for each epoch, and plan anew what it has changed."""
+        if self._begun == epoch:
+            return
+        self._begun = epoch
+        if self.owner.hooks.begin_epoch is not None:
+            self.owner.hooks.begin_epoch(epoch)
+        self._plan_epoch()
 
     def check_epoch(self, updates_before: int) -> None:
         """Refuse to go on after an epoch in which an `update` of the user's own made no step at all."""
         if self.counters.updates == updates_before and self._idle and self._applied is None:
             raise nonfinite.nothing_applied("an epoch", told=False)
 
+    def _plan_epoch(self) -> None:
+        """Take what is trained and what is kept as it is now: layers may come, be frozen or be set free."""
+        owner = self.owner
+        check_parameters(owner)
+        self._take_groups()
+        if self.shown.average is not None:
+            self.shown.average.meet(owner.model)
+        self._statistics = running_statistics(owner.model) if owner.nonfinite != "ignore" else []
+        self._kept = [statistic.clone() for statistic in self._statistics]
+        self._keeps_state = owner.nonfinite == "skip"
+
     def _take_groups(self) -> None:
-        """Take over the optimizer's parameters as they are grouped now; a group may be added at any time."""
-        self.gradients = Gradients(self.owner.optimizer)
-        self._groups = len(self.owner.optimizer.param_groups)
+        """Take over the optimizers' parameters as they are grouped now; a group may be added at any time."""
+        self.steppers.take_groups()
+        self.gradients = self.steppers.all.gradients
+
+    def _feed(self) -> None:
+        """Run the training data once through the model: an average estimates its BatchNorm statistics by it."""
+        feed(self.owner, self.source)
+
+    def _adapt(self, scaler: Scaler) -> None:
+        """Adapt the loss scale once, by all that this update has seen."""
+        if self._overflowed is not None:
+            scaler.adapt(self._overflowed)
+        elif self._stepped and not self.unscales:
+            raise nonfinite.not_scaled()
+        self._overflowed, self.unscales = None, False
+
+    def _note_minimized(self, returned: Any) -> None:
+        """Report the losses that were minimized, where `update` itself returned no number of that name."""
+        given = returned if isinstance(returned, dict) else {}
+        named = self.steppers.named
+        means = {f"loss_{name}" if named else "loss": total / n for name, (total, n) in self.minimized.items()}
+        self.minimized = {}
+        numbers = {name: value for name, value in means.items() if name not in given and name != "loss"}
+        if returned is None or (given and "loss" not in given):
+            numbers["loss"] = sum(means.values())
+        self.ledger.note_returned(numbers)
 
     def _note_step(self, *_: Any) -> None:
         self._stepped = True
 
     def learning_rates(self) -> tuple[float, ...]:
-        """The rate of each parameter group, as the last update used it."""
-        return tuple(float(group["lr"]) for group in self.owner.optimizer.param_groups)
+        """The rate of each parameter group of each optimizer, as the last update used it."""
+        return tuple(rate for stepper in self.steppers.all.steppers for rate in stepper.rates)
 
     @property
     def at_end(self) -> bool:
@@ -219,44 +324,65 @@ class Run:
         set_random_state(loaded)
         return iterator
 
-    def _applies_anyway(self, bad: bool) -> bool:
+    def applies_anyway(self, bad: bool, loss: float, chosen: Chosen) -> bool:
         """Deal with a loss or gradient that is not finite, as the policy says."""
         owner, ledger, scaler = self.owner, self.ledger, self.scaler
         verdict = nonfinite.judge(
             owner.nonfinite,
-            loss_is_finite=late.finite(ledger.loss) or not ledger.noted,
+            loss_is_finite=late.finite(loss),
             gradient_is_finite=not bad,
             scaled=scaler is not None,
             at_floor=scaler is not None and scaler.at_floor,
         )
+        self._overflowed = bad or self._overflowed is True
         self.gradients.lower_flags()
-        if scaler is not None:
-            scaler.adapt(bad)
+        chosen.gradients.lower_flags()
         if verdict in ("raise", "skip") and self._kept:
             torch._foreach_copy_(self._statistics, self._kept)
+        if verdict == "skip":
+            owner.state.clear()
+            owner.state.update(snapshot(self._kept_state))
         if verdict == "raise":
+            norm = chosen.steppers[0].norm
             raise nonfinite.error(
                 update=self.counters.earlier_updates + self.counters.updates + 1,
-                loss=ledger.loss,
-                lr=self.learning_rates()[0],
-                norm=self._norm,
+                loss=loss,
+                lr=chosen.steppers[0].rates[0],
+                norm=norm if isinstance(norm, float) else None,
                 counted=ledger.counted if ledger.noted else None,
                 whole=not owner.hooks.updates_itself,
             )
         return verdict == "apply"
 
-    def _tell(self, window: Window) -> None:
-        counters, rates = self.counters, self.learning_rates()
-        update = Update(
+    def refuse(self, chosen: Chosen) -> bool:
+        """Hold back a step after it was made and undone; raises where that is the policy."""
+        self._applied = self.applies_anyway(True, self.ledger.loss if self.ledger.noted else 0.0, chosen)
+        return self._applied
+
+    def _update(self, window: Window) -> Update:
+        """The record of the update in hand."""
+        counters, ledger, steppers = self.counters, self.ledger, self.steppers
+        if ledger.waiting:  # what `after_update` has logged
+            ledger.close()
+        rates, first = self.learning_rates(), steppers.all.steppers[0].norm
+        return Update(
             update=counters.earlier_updates + counters.updates,
             epoch=counters.earlier_epochs + counters.epoch,
-            loss=self.ledger.loss,
+            loss=ledger.loss,
             lr=rates[0],
             lrs=rates,
-            grad_norm=self._norm,
+            grad_norm=first if isinstance(first, float) else None,
             rows=sum(window.rows),
             skipped=not (self._stepped if self._applied is None else self._applied),
-            values=dict(self.ledger.values),
+            values=ledger.values | steppers.numbers() | steppers.norms() if steppers.named else dict(ledger.values),
         )
-        for notify in self.notify_update:
-            notify(update)
+
+
+def _bell(observer: Observer, counters: Counters) -> Bell | None:
+    """What rings when it is the observer's turn; None where each update is."""
+    if observer.every is None:
+        return None
+    if isinstance(observer.every, Epochs):
+        what = f"{type(observer).__name__}.every={observer.every}: on_update comes after updates"
+        raise SettingError(message(what, want="Updates(n) or Seconds(n)", fix="override on_epoch instead"))
+    return Bell(observer.every, counters, of="every")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
-from torch import nn
-from torch.optim import Optimizer
+from torch import Tensor, nn
 
 from trainwright.base.contracts import Observer, Source
 from trainwright.base.errors import SettingError, TrainwrightError, message, not_built
@@ -19,16 +17,11 @@ from trainwright.data.source import open_source, takes_batch_size
 from trainwright.data.stream import Continuing
 from trainwright.run.owner import Owner
 from trainwright.run.plan import Ends
-from trainwright.runtime.device import place, place_state
+from trainwright.run.steppers import ONLY
+from trainwright.runtime.device import place
 from trainwright.slots.metrics import Meters
 
 T = TypeVar("T")
-
-_LATER_HOOKS = {
-    "begin_epoch": "give fit a function epoch -> data, or look at self.progress.epoch in a step",
-    "end_epoch": "write an Observer with on_epoch",
-    "after_update": "override update(self, window): super().update(window), then your own",
-}
 
 
 def refuse_later(**settings: object) -> None:
@@ -36,13 +29,6 @@ def refuse_later(**settings: object) -> None:
     for name, value in settings.items():
         if value is not None:
             raise not_built(f"{name}=")
-
-
-def refuse_later_hooks(cls: type) -> None:
-    """Refuse a hook that is designed but not built yet: it would never be called."""
-    for name, instead in _LATER_HOOKS.items():
-        if name in vars(cls):
-            raise not_built(f"the hook {cls.__name__}.{name}", instead)
 
 
 def checked_model(model: Any) -> nn.Module:
@@ -99,72 +85,77 @@ def place_all(device: torch.device, *modules: Any) -> None:
             place(module, device)
 
 
-def make_optimizer(optimizer: Any, model: nn.Module) -> Optimizer | None:
-    """Take an Optimizer; call a torch class or a partial of one with named parameters, a function with the model."""
-    if optimizer is None:
-        return None
-    if isinstance(optimizer, Mapping):
-        raise not_built(
-            "optimizer={...}, several named optimizers,", "override update(self, window) with one optimizer"
-        )
-    if isinstance(optimizer, Optimizer):
-        place_state(optimizer)
-        return optimizer
-    made: Any = None
-    target = optimizer.func if isinstance(optimizer, partial) else optimizer
-    if inspect.isclass(target) and issubclass(target, Optimizer):
-        made = optimizer([item for item in model.named_parameters() if item[1].requires_grad])
-    elif callable(optimizer):
-        made = optimizer(model)
-    if isinstance(made, Optimizer):
-        return made
-    raise TypeError(
-        message(
-            f"optimizer={optimizer!r}" + ("" if made is None else f" gave a {type(made).__name__}"),
-            want="an Optimizer, a torch class or a partial of one, or a function model -> Optimizer",
-            fix="torch.optim.AdamW(model.parameters(), lr=1e-3)",
-        )
-    )
+def checked_frozen(frozen: Mapping[str, nn.Module] | None, model: nn.Module) -> dict[str, nn.Module]:
+    """Check `frozen=`: modules by name, none of them a part of the model."""
+    if frozen is None:
+        return {}
+    if not isinstance(frozen, Mapping):
+        raise TypeError(message(f"frozen={type(frozen).__name__}", want="a dict", fix='frozen={"teacher": teacher}'))
+    own = {id(parameter) for parameter in model.parameters()}
+    for name, module in frozen.items():
+        if not isinstance(module, nn.Module):
+            raise TypeError(message(f"frozen[{name!r}]: a {type(module).__name__}", want="a torch.nn.Module"))
+        if any(id(parameter) in own for parameter in module.parameters()):
+            raise SettingError(
+                message(
+                    f"frozen[{name!r}] shares parameters with the model",
+                    want="a module beside the model, such as a teacher",
+                    fix="freeze(model.part), which keeps a part of the model as it is",
+                )
+            )
+    return dict(frozen)
 
 
 def open_data(
     owner: Owner, train: Any, val: Any, *, ends: Ends, batch_size: int | None
-) -> tuple[Source, Source | None]:
-    """Open training and validation data; what is wrong with the trainer's parts for a `fit` is said first."""
-    if owner.optimizer is None:
+) -> tuple[Source, dict[str, Source]]:
+    """Open training data, and validation data by the name that their numbers get: "val", or "val_<key>" of a dict.
+
+    What is wrong with the trainer's parts for a `fit` is said first.
+    """
+    if not owner.optimizers:
         raise SettingError(
             message("fit() without an optimizer", fix="Trainer(model, torch.optim.AdamW(model.parameters()), loss)")
         )
-    if owner.loss is None and not owner.hooks.logs_freely:
-        raise SettingError(
-            message(
-                "no loss: loss is None and training_step is not overridden",
-                want="a loss, or a training_step(self, batch) that returns one",
-                fix="Trainer(model, optimizer, nn.CrossEntropyLoss())",
-            )
-        )
-    if isinstance(val, Mapping):
-        raise not_built("val={...}, several validation sets,", "fit(train, one_of_them)")
     source = open_source(train, batch_size=batch_size, shuffle=True, role="train")
     if ends.epoch_updates is not None and source.length is None:
         source = Continuing(source)
-    return source, None if val is None else open_source(val, batch_size=_fitting(val, batch_size), role="val")
+    return source, {
+        name: open_source(data, batch_size=_fitting(data, batch_size), role=name)
+        for name, data in _held_out(val).items()
+    }
 
 
-def begin_stage(owner: Owner) -> None:
-    """Start the counters of a `fit` anew, the totals over all stages apart, and the rates from the optimizer's own."""
-    counters = owner.counters
+def begin_stage(owner: Owner, *, resumes: bool) -> None:
+    """Start the counters of a `fit` anew, the totals over all stages apart, and the rates from the optimizer's own.
+
+    A `fit` that resumes after one that failed is the same stage once more.
+    """
+    counters, between = owner.counters, owner.between
     owner.ledger.reset()
-    if not (counters.updates or counters.epoch or counters.stopped):
-        return
-    fresh = Counters(
-        stage=counters.stage + 1,
-        earlier_updates=counters.earlier_updates + counters.updates,
-        earlier_epochs=counters.earlier_epochs + counters.epoch,
+    if between.begun:
+        again = between.failed and resumes
+        fresh = Counters(
+            stage=counters.stage + (not again),
+            earlier_updates=counters.earlier_updates + (0 if again else counters.updates),
+            earlier_epochs=counters.earlier_epochs + (0 if again else counters.epoch),
+        )
+        counters.load_state_dict(fresh.state_dict())
+    if hasattr(between.rates, "put_back"):
+        between.rates.put_back()
+    if between.shown is not None:
+        between.shown.put_back()
+        between.shown = None
+
+
+def only(optimizers: Mapping[str, Any]) -> Any:
+    """The one optimizer that was given without a name, or None where there is none at all."""
+    if not optimizers or ONLY in optimizers:
+        return optimizers.get(ONLY)
+    names = ", ".join(map(repr, optimizers))
+    raise SettingError(
+        message(f"self.optimizer, and there are several: {names}", fix=f"self.optimizers[{next(iter(optimizers))!r}]")
     )
-    counters.load_state_dict(fresh.state_dict())
-    if hasattr(owner.between.rates, "put_back"):
-        owner.between.rates.put_back()
 
 
 class NotRunning:
@@ -191,6 +182,18 @@ def fast_path(owner: Owner) -> str:
     if owner.device.type != "cpu":
         reads = "one read per update: loss, non-finite flag and norm together"
     return f"eager on {owner.device.type}: {reads}"
+
+
+def _held_out(val: Any) -> dict[str, Any]:
+    """Validation data by the prefix of their numbers. A dict of columns of arrays or tensors is one data set."""
+    if val is None:
+        return {}
+    if not isinstance(val, dict) or all(isinstance(one, Tensor | np.ndarray) for one in val.values()):
+        return {"val": val}
+    for name in val:
+        if not isinstance(name, str) or not name.isidentifier():
+            raise SettingError(message(f"val={{{name!r}: ...}}", want="names that are identifiers", fix='"clean"'))
+    return {f"val_{name}": data for name, data in val.items()}
 
 
 def _fitting(val: Any, batch_size: int | None) -> int | None:

@@ -1,4 +1,4 @@
-"""The gradients of one optimizer: zeroed, multiplied once by what is owed, checked, measured."""
+"""The gradients of one optimizer or of several: zeroed, multiplied once by what is owed, checked, measured."""
 
 from __future__ import annotations
 
@@ -14,14 +14,19 @@ _check = torch._amp_foreach_non_finite_check_and_unscale_
 
 
 class Gradients:
-    """The trainable parameters of an optimizer, grouped for the kernels once instead of at each update."""
+    """The parameters of optimizers, grouped for the kernels once instead of at each update."""
 
-    __slots__ = ("_alike", "_flags", "_one", "_zero_grad", "parameters")
+    __slots__ = ("_alike", "_flags", "_one", "_zero_grads", "parameters")
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
-        own = type(optimizer).zero_grad is Optimizer.zero_grad and "zero_grad" not in vars(optimizer)
-        self._zero_grad = None if own else optimizer.zero_grad
+    def __init__(self, *optimizers: Optimizer) -> None:
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        found = {id(p): p for group in groups for p in group["params"]}  # two optimizers may train the same one
+        self.parameters: list[Tensor] = list(found.values())
+        self._zero_grads = [
+            optimizer.zero_grad
+            for optimizer in optimizers
+            if type(optimizer).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(optimizer)
+        ]
         kinds = {(p.device, p.dtype) for p in self.parameters}
         self._alike = next(iter(kinds))[0] if len(kinds) == 1 else None
         devices = {device for device, _ in kinds}
@@ -29,12 +34,12 @@ class Gradients:
         self._one = {device: torch.ones((), dtype=torch.float32, device=device) for device in devices}
 
     def zero(self) -> None:
-        """Drop every gradient (`set_to_none`), by the optimizer's own method where it overrides torch's."""
-        if self._zero_grad is not None:
-            self._zero_grad()
-            return
-        for parameter in self.parameters:
-            parameter.grad = None
+        """Drop every gradient (`set_to_none`), by the optimizer's own method too where it overrides torch's."""
+        for zero_grad in self._zero_grads:
+            zero_grad()
+        if not self._zero_grads:
+            for parameter in self.parameters:
+                parameter.grad = None
 
     def multiply(self, factor: float | Tensor) -> None:
         """Multiply every gradient by `factor` in place."""

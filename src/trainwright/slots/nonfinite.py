@@ -58,6 +58,18 @@ def nothing_applied(span: str, *, told: bool) -> NonFiniteError | StepError:
     )
 
 
+def not_scaled() -> StepError:
+    """Build the error for gradients under a loss scale that no backward of the library's made."""
+    return StepError(
+        message(
+            "precision='fp16' and a backward() of your own: its gradients were not scaled",
+            want="gradients whose loss was multiplied by the loss scale",
+            fix="self.minimize(loss), or self.compute_gradients(window), in the place of loss.backward()",
+            where=False,
+        )
+    )
+
+
 def error(
     *, update: int, loss: float, lr: float, norm: float | None, counted: float | None, whole: bool = True
 ) -> NonFiniteError:

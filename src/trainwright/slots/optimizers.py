@@ -41,11 +41,13 @@ def adamw(
     parameters are floating point on devices that have them, the CPU included. SettingError for a setting that cannot
     work, and for a name in `lrs` without a parameter to hold for.
     """
-    return _AdamW(lr=lr, weight_decay=weight_decay, betas=betas, eps=eps, lrs=lrs, fused=fused)
+    return GroupedAdamW(lr=lr, weight_decay=weight_decay, betas=betas, eps=eps, lrs=lrs, fused=fused)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _AdamW:
+class GroupedAdamW:
+    """What `adamw` gives: makes the optimizer of a model when it is called with it."""
+
     lr: float
     weight_decay: float
     betas: tuple[float, float]
@@ -72,6 +74,7 @@ class _AdamW:
         return f"adamw({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
     def __call__(self, model: nn.Module) -> torch.optim.AdamW:
+        """Group the model's parameters, and make the optimizer."""
         named = _parameters(model)
         fused = _has_fused(named.values()) if self.fused == "auto" else self.fused
         return torch.optim.AdamW(

@@ -29,7 +29,9 @@ class Window(Sequence[Any]):
     """
 
     position = -1
-    """The micro-batch in hand; -1 before the first."""
+    """The micro-batch that has run last; -1 before the first."""
+    begun = False
+    """Whether its micro-batches are being run, or have been."""
     _moved: Any = None
     _base: Count | None = None
     _total: Count = 0

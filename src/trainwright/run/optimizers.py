@@ -1,0 +1,125 @@
+"""What `optimizer=`, `clip=` and `schedule=` are made into: one of each, or one for every name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.optim import Optimizer
+
+from trainwright.base.errors import SettingError, message
+from trainwright.base.names import did_you_mean
+from trainwright.run.owner import Owner
+from trainwright.run.steppers import ONLY
+from trainwright.runtime.device import place_state
+from trainwright.slots.optimizers import GroupedAdamW
+
+T = TypeVar("T")
+
+
+def make_optimizers(optimizer: Any, model: nn.Module) -> dict[str, Optimizer]:
+    """Take Optimizers as they are; call a torch class or a partial with named parameters, a function with the model.
+
+    A dict gives several by name; a class or a partial in it gets the parameters of the submodule of that name. Without
+    a name the only one is called "optimizer"; None gives an empty dict.
+    """
+    if optimizer is None:
+        return {}
+    if not isinstance(optimizer, Mapping):
+        return {ONLY: _make(optimizer, model, "optimizer=", root=model)}
+    if not optimizer:
+        raise SettingError(message("optimizer={} names no optimizer", fix="optimizer=None, for a trainer without one"))
+    made = {}
+    for name, one in optimizer.items():
+        if not isinstance(name, str) or not name.isidentifier():
+            raise SettingError(message(f"optimizer={{{name!r}: ...}}", want="a name that is an identifier", fix='"G"'))
+        inner = getattr(model, name, None)
+        made[name] = _make(one, model, f"optimizer[{name!r}]=", root=inner if isinstance(inner, nn.Module) else None)
+    if len({id(one) for one in made.values()}) < len(made):
+        raise SettingError(message("optimizer={...} holds one optimizer under two names", want="one for each name"))
+    return made
+
+
+def by_name(
+    setting: Any, check: Callable[[Any], T], *, what: str, optimizers: Mapping[str, Optimizer]
+) -> T | dict[str, T] | None:
+    """Check `clip=` or `schedule=`: one for a single optimizer, a dict of the same names for several."""
+    if setting is None:
+        return None
+    names = [] if ONLY in optimizers and len(optimizers) == 1 else list(optimizers)
+    if not names:
+        if isinstance(setting, Mapping):
+            fix = f"{what}={next(iter(setting.values()), '...')!r}"
+            raise SettingError(message(f"{what}={setting!r} for one optimizer without a name", fix=fix))
+        return check(setting)
+    if not isinstance(setting, Mapping):
+        fix = f"{what}={{" + ", ".join(f"{name!r}: {setting!r}" for name in names) + "}"
+        raise SettingError(message(f"{what}={setting!r}, and there are several optimizers: which is meant?", fix=fix))
+    if unknown := [name for name in setting if name not in optimizers]:
+        hint = did_you_mean(str(unknown[0]), names)
+        raise SettingError(
+            message(f"{what}={{{unknown[0]!r}: ...}}: no optimizer has this name.{hint}", want=f"one of {names}")
+        )
+    return {name: check(one) for name, one in setting.items() if one is not None}
+
+
+def check_parameters(owner: Owner) -> None:
+    """Refuse a trainable parameter that no optimizer trains, and an optimizer that trains another model."""
+    groups = [group for optimizer in owner.optimizers.values() for group in optimizer.param_groups]
+    trained = {id(p) for group in groups for p in group["params"]}
+    roots = {"model": owner.model, "loss": owner.loss}
+    trainable = {
+        f"{root}.{name}": parameter
+        for root, module in roots.items()
+        if isinstance(module, nn.Module)
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
+    }
+    left_out = [name for name, p in trainable.items() if id(p) not in trained]
+    if left_out or not trainable:
+        raise _nothing_trains(left_out, len(trainable))
+
+
+def _make(optimizer: Any, model: nn.Module, what: str, *, root: nn.Module | None) -> Optimizer:
+    """One optimizer; `root` is the module whose parameters a torch class is called with."""
+    if isinstance(optimizer, Optimizer):
+        place_state(optimizer)
+        return optimizer
+    made: Any = None
+    target = optimizer.func if isinstance(optimizer, partial) else optimizer
+    ours = isinstance(optimizer, GroupedAdamW)
+    if ours or (inspect.isclass(target) and issubclass(target, Optimizer)):
+        name = "adamw(...)" if ours else target.__name__
+        if root is None:
+            what = f"{what}{name}: whose parameters does it train? The model has no submodule of this name"
+            raise SettingError(message(what, fix="lambda model: torch.optim.AdamW(model.part.parameters(), lr=1e-3)"))
+        made = optimizer(root if ours else list(root.named_parameters()))  # frozen ones too: they may be set free later
+    elif callable(optimizer):
+        made = optimizer(model)
+    if isinstance(made, Optimizer):
+        return made
+    raise TypeError(
+        message(
+            f"{what}{optimizer!r}" + ("" if made is None else f" gave a {type(made).__name__}"),
+            want="an Optimizer, a torch class or a partial of one, or a function model -> Optimizer",
+            fix="torch.optim.AdamW(model.parameters(), lr=1e-3)",
+        )
+    )
+
+
+def _nothing_trains(left_out: list[str], trainable: int) -> SettingError:
+    if not trainable:
+        what, have = "nothing in the model requires a gradient: there is nothing to train", ""
+        want, fix = "parameters that are trained", "parameter.requires_grad_(True), or evaluate() alone"
+    elif len(left_out) == trainable:
+        what, have = "the optimizer trains no parameter of this model", ""
+        want = "an optimizer over model.parameters() of the model that is given"
+        fix = "build the optimizer from the same model object"
+    else:
+        what, have = f"{len(left_out)} trainable parameters are in no optimizer", ", ".join(left_out[:5])
+        want = "every parameter that requires a gradient in the optimizer"
+        fix = "add them to the optimizer, or parameter.requires_grad_(False)"
+    return SettingError(message(what, have=have, want=want, fix=fix))

@@ -1,0 +1,74 @@
+"""The helpers of an `update` of the user's own: one loss for one optimizer, and a step that calls a closure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainwright.run.run import Run
+from trainwright.runtime import late
+from trainwright.runtime.gradients import Gradients
+
+
+def backward_of(run: Run, loss: Any, name: str | None) -> Tensor:
+    """Zero the gradients of one optimizer, and run `loss` backward; return it in the user's own scale."""
+    chosen = run.steppers.one(name, "minimize(loss)")
+    chosen.gradients.zero()
+    value = run.ledger.alone(loss)
+    run.minimized.setdefault(chosen.steppers[0].name, [0.0, 0])[1] += 1
+    if run.scaler is None:
+        value.backward()
+    else:
+        run.scaler.scale(value).backward()
+        run.factor, run.unscales = run.scaler.factor(), True
+    return value.detach()
+
+
+class _HeldBack(Exception):
+    """Leaves an optimizer's step before it has changed anything."""
+
+
+def step_by_closure(run: Run, closure: Callable[[], Any], name: str | None) -> bool:
+    """One step of an optimizer that evaluates loss and gradient itself, as often as it likes (LBFGS).
+
+    Each evaluation is clipped. The first is judged like that of any update, before anything has changed. Later ones
+    are trials that a line search may give up, so that what is judged after the step is whether the weights are finite;
+    where they are not, those from before are put back, and the optimizer forgets what it had gathered.
+    """
+    chosen = run.steppers.one(name, "apply_gradients(closure=...)")
+    (stepper,) = chosen.steppers
+    optimizer: Any = stepper.optimizer
+    weights = Gradients(optimizer).parameters
+    before = [p.detach().clone() for p in weights] if run.checks else []
+    judged = False
+
+    def evaluate() -> Any:
+        nonlocal judged
+        with torch.enable_grad():
+            loss = closure()
+        flag = run.settle(chosen.gradients)
+        stepper.limit()
+        if not judged:
+            judged = True
+            if not run.judge(flag, chosen):
+                raise _HeldBack
+        chosen.gradients.lower_flags()
+        return loss
+
+    try:
+        optimizer.step(evaluate)
+    except _HeldBack:
+        return False
+    if run.checks and not _all_finite(weights):
+        with torch.no_grad():
+            torch._foreach_copy_(weights, before)
+        optimizer.state.clear()
+        return run.refuse(chosen)
+    return True
+
+
+def _all_finite(weights: list[Tensor]) -> bool:
+    return all(late.read([torch.isfinite(weight).all() for weight in weights]))

@@ -1,0 +1,114 @@
+"""Finds where a run goes on: the checkpoint that is meant, the stage it was saved in, and everything it holds."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+from trainwright.base.contracts import Tree
+from trainwright.base.errors import SettingError, message
+from trainwright.run import state
+from trainwright.run.owner import Owner
+from trainwright.run.pausing import Pauses
+from trainwright.run.run import Run
+from trainwright.slots.saved import load_tree
+
+
+class Found:
+    """A checkpoint that was read, and what it means for the `fit` in hand; `None` in the place of a path: nothing."""
+
+    def __init__(self, path: Path | None, *, stage: int) -> None:
+        self.path = path
+        self.tree: dict[str, Tree] = {}
+        self.manifest: dict[str, Any] = {}
+        self.passes = False
+        """Whether the `fit` in hand was over when it was saved, and a later one under way."""
+        if path is None:
+            return
+        self.tree, self.manifest = load_tree(path)
+        self._progress = self.tree.get("progress") or {}
+        self.saved_stage = int(self._progress.get("counters", {}).get("stage", 0))
+        self.passes = self.saved_stage > stage
+
+    def begin_epochs(self, owner: Owner, run: Run) -> None:
+        """Run `begin_epoch` for every epoch that had begun when it was saved; a new run begins its first."""
+        counters = owner.counters
+        if self.path is None:
+            run.begin_epoch(counters.epoch)
+            return
+        saved = self._ended(counters.stage)["counters"] if self.passes else self._progress["counters"]
+        for epoch in range(saved["epoch"] + (saved["batch"] > 0)):
+            counters.epoch = epoch
+            run.begin_epoch(epoch)
+
+    def load(self, owner: Owner, pauses: Pauses) -> list[str]:
+        """Load it into everything bound; return the lines that the header says about it."""
+        assert self.path is not None
+        keeper, counters = pauses.keeper, owner.counters
+        if keeper is not None:
+            keeper.adopt(self.path, self.manifest)
+        given = _settings(owner)
+        reports = [*state.restore(owner.parts(), self.tree, origin=str(self.path)), *_unused(owner, given)]
+        for report in reports:
+            warnings.warn(report, stacklevel=6)  # at the line that calls `fit`: it shall be heard without a console too
+        counters.stopped = "" if pauses.watch is None else pauses.watch.stopped
+        at = counters.earlier_updates + counters.updates
+        for observer in owner.observers:
+            resume_at = getattr(observer, "resume_at", None)
+            if resume_at is not None:
+                resume_at(at)
+        return [f"resumed from {self.path} at update {at}", *reports]
+
+    def pass_stage(self, owner: Owner, pauses: Pauses) -> list[str]:
+        """Take the counters and the history that this stage ended with: a later one is loaded by its own `fit`."""
+        assert self.path is not None
+        if pauses.keeper is not None:
+            pauses.keeper.adopt(self.path, self.manifest)
+        ended = self._ended(owner.counters.stage)
+        owner.counters.load_state_dict(ended["counters"])
+        owner.history[:] = self._progress["history"][: ended["rows"]]
+        pauses.weights = ended["weights"]
+        return [f"passed over: {self.path} is of a later fit of this run"]
+
+    def _ended(self, stage: int) -> dict[str, Any]:
+        ended: dict[str, Any] = self._progress["stages"][stage]
+        return ended
+
+
+def find(path: Path | None, resume: Any, *, stage: int) -> Found:
+    """Read what was found; nothing where "auto" has found a checkpoint of an earlier `fit` alone."""
+    found = Found(path, stage=stage)
+    if path is None or found.saved_stage >= stage:
+        return found
+    if resume == "auto":
+        return Found(None, stage=stage)
+    raise SettingError(
+        message(
+            f"resume={str(resume)!r} was saved in fit number {found.saved_stage + 1} of its run, "
+            f"this is number {stage + 1}",
+            want="a checkpoint of the same fit, or of a later one",
+            fix='resume="auto", which starts this fit where there is none of it',
+        )
+    )
+
+
+def _settings(owner: Owner) -> list[dict[str, Any]]:
+    """The plain settings of every parameter group, of all optimizers in order."""
+    return [
+        {"what": f"{name}'s group {index}"}
+        | {key: value for key, value in group.items() if isinstance(value, int | float | tuple)}
+        for name, optimizer in owner.optimizers.items()
+        for index, group in enumerate(optimizer.param_groups)
+    ]
+
+
+def _unused(owner: Owner, given: list[dict[str, Any]]) -> list[str]:
+    """Name the settings of optimizers that the checkpoint has overruled; what a schedule sets is its own affair."""
+    scheduled = {"what"} | (set() if owner.schedule is None else {"lr", "initial_lr", "momentum", "betas"})
+    return [
+        f"resumed: {key}={loaded.get(key)!r} of the {settings['what']} is the checkpoint's, {mine!r} is not used"
+        for settings, loaded in zip(given, _settings(owner), strict=True)
+        for key, mine in settings.items()
+        if key not in scheduled and loaded.get(key) != mine
+    ]

@@ -1,0 +1,121 @@
+"""Which weights the model shows while it is evaluated, kept and saved, where they are not those that are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainwright.base.contracts import Tree
+from trainwright.base.errors import SettingError, message
+from trainwright.slots.average import Average
+
+
+class Shown:
+    """Averaged weights, and those of optimizers that keep two sets themselves (schedule-free ones).
+
+    One `fit` has one of these. Inside `evaluated()` the model holds the weights that count; `leave` keeps it so when
+    the run is over, and `put_back` takes the trained ones up again for a next `fit`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        average: Average | None,
+        optimizers: Mapping[str, Optimizer],
+        forward: Callable[[], None] | None = None,
+    ) -> None:
+        self.model, self.average, self._forward = model, average, forward
+        self._switching: list[Any] = [one for one in optimizers.values() if _switches(one)]
+        self._raw: list[Tensor] | None = None
+        self._inside = False
+        if average is not None and self._switching:
+            name = type(self._switching[0]).__name__
+            raise SettingError(message(f"average={average.name}, and {name} averages by itself", fix="average=None"))
+
+    @property
+    def differs(self) -> bool:
+        """Whether there may be two sets of weights at all."""
+        return self.average is not None or bool(self._switching)
+
+    @property
+    def name(self) -> str:
+        """What the shown weights are called: "averaged", or nothing where they are those that are trained."""
+        return "averaged" if self._switching or (self.average is not None and self.average.taken) else ""
+
+    def start(self) -> None:
+        """Have the optimizers show the weights that are trained."""
+        for optimizer in self._switching:
+            optimizer.train()
+
+    @contextmanager
+    def evaluated(self) -> Iterator[None]:
+        """The weights that count inside; afterwards the trained ones again, bit for bit."""
+        if self._inside or not self.differs:
+            yield
+            return
+        self._inside = True
+        try:
+            if self.average is not None:
+                with self.average.swapped(self._forward):
+                    yield
+            else:
+                self._raw = [p.detach().clone() for p in self._parameters]
+                self._show()
+                try:
+                    yield
+                finally:
+                    self._hide()
+        finally:
+            self._inside = False
+
+    def leave(self) -> None:
+        """Leave the model with the weights that count, for good."""
+        if self.average is not None:
+            self.average.leave(self._forward)
+        self._show()
+        self._inside = True
+
+    def put_back(self) -> bool:
+        """Take the trained weights up again; False where somebody has changed the weights since `leave`."""
+        return self.average is None or self.average.put_back()
+
+    def state_dict(self) -> Tree:
+        """The trained weights; to be asked for inside `evaluated`, when part "model" holds those that count."""
+        if self.average is not None:
+            return self.average.state_dict()
+        return {"raw": self._raw}
+
+    def load_state_dict(self, tree: Tree, /) -> None:
+        """Take over a state, after the model and the optimizers have been loaded."""
+        if self.average is not None:
+            self.average.load_state_dict(tree)
+            return
+        self.start()
+        with torch.no_grad():
+            for parameter, raw in zip(self._parameters, tree["raw"], strict=True):
+                parameter.copy_(raw)
+
+    @property
+    def _parameters(self) -> list[Tensor]:
+        return [p for one in self._switching for group in one.param_groups for p in group["params"]]
+
+    def _show(self) -> None:
+        for optimizer in self._switching:
+            optimizer.eval()
+
+    def _hide(self) -> None:
+        self.start()
+        assert self._raw is not None
+        with torch.no_grad():
+            torch._foreach_copy_(self._parameters, self._raw)
+        self._raw = None
+
+
+def _switches(optimizer: Optimizer) -> bool:
+    return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))

@@ -1,0 +1,204 @@
+"""The optimizers of a run, by name: each with its gradients, its clip, its step and its rates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainwright.base.contracts import Clip, Part, Rates, Schedule, Tree
+from trainwright.base.errors import SettingError, message
+from trainwright.base.names import did_you_mean
+from trainwright.base.plan import Plan
+from trainwright.runtime.gradients import Gradients
+from trainwright.runtime.kernels import step_of
+from trainwright.slots.clip import ClipNorm
+
+ONLY = "optimizer"
+"""The name of an optimizer that was given without one."""
+
+
+class Stepper:
+    """One optimizer, and what is done to its gradients before its step."""
+
+    __slots__ = ("clip", "gradients", "groups", "limits", "measures_norm", "name", "norm", "optimizer", "step")
+
+    def __init__(self, name: str, optimizer: Optimizer, *, clip: Clip | None, wants_norm: bool) -> None:
+        self.name, self.optimizer, self.clip = name, optimizer, clip
+        self.measures_norm = wants_norm and not isinstance(clip, ClipNorm)
+        """Whether the norm must be computed although clipping does not give it."""
+        self.limits = self.measures_norm or clip is not None
+        """Whether anything is done between unscaling and the step."""
+        self.norm: Tensor | float | None = None
+        """The norm of the last gradient that was applied, before clipping; a tensor until it is read."""
+        self.step = step_of(optimizer)
+        """One step of the optimizer."""
+        self.take_groups()
+
+    def take_groups(self) -> None:
+        """Take over the parameters as they are grouped now; a group may be added at any time."""
+        self.gradients = Gradients(self.optimizer)
+        self.groups = len(self.optimizer.param_groups)
+
+    def limit(self) -> None:
+        """Measure the norm where something asks for it, and clip."""
+        self.norm = self.gradients.norm() if self.measures_norm else None
+        if self.clip is not None:
+            norm = self.clip(self.gradients.parameters)
+            self.norm = norm if self.norm is None else self.norm
+
+    @property
+    def rates(self) -> list[float]:
+        """The learning rate of each group, as it is now."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+
+class Chosen(NamedTuple):
+    """Some steppers, and all of their gradients together."""
+
+    steppers: tuple[Stepper, ...]
+    gradients: Gradients
+
+
+class Steppers:
+    """Every optimizer of a run, and each of them alone."""
+
+    def __init__(self, optimizers: Mapping[str, Optimizer], clip: Any, *, wants_norm: bool) -> None:
+        clips = clip if isinstance(clip, Mapping) else dict.fromkeys(optimizers, clip)
+        self._steppers = tuple(
+            Stepper(name, optimizer, clip=clips.get(name), wants_norm=wants_norm)
+            for name, optimizer in optimizers.items()
+        )
+        self.named = len(optimizers) > 1 or ONLY not in optimizers
+        """Whether the optimizers were given by name, so that numbers carry it."""
+        self._together()
+
+    def choose(self, name: str | None) -> Chosen:
+        """Those that `apply_gradients(name)` means; StepError-like SettingError for a name that is none."""
+        if name is None:
+            return self.all
+        if name not in self._alone:
+            fix = f"one of {', '.join(map(repr, self._alone))}" if self.named else "leave the name out"
+            raise SettingError(message(f"no optimizer {name!r}.{did_you_mean(name, self._alone)}", fix=fix))
+        return self._alone[name]
+
+    def one(self, name: str | None, caller: str) -> Chosen:
+        """The one that is meant; an error where there are several and none is named."""
+        if name is None and len(self._steppers) > 1:
+            names = ", ".join(map(repr, self._alone))
+            what = f"{caller} without a name, and there are several optimizers: {names}"
+            raise SettingError(message(what, fix=f"name one of {names}"))
+        return self.choose(name)
+
+    def take_groups(self) -> None:
+        """Take over every optimizer's parameters as they are grouped now."""
+        for stepper in self._steppers:
+            stepper.take_groups()
+        self._together()
+
+    def lower_flags(self) -> None:
+        """Forget what was not finite."""
+        self.all.gradients.lower_flags()
+        if len(self._steppers) > 1:
+            for stepper in self._steppers:
+                stepper.gradients.lower_flags()
+
+    def numbers(self) -> dict[str, float]:
+        """`lr_<name>` of named optimizers; nothing where there is only one without a name."""
+        return {f"lr_{stepper.name}": stepper.rates[0] for stepper in self._steppers} if self.named else {}
+
+    def norms(self) -> dict[str, float]:
+        """`grad_norm_<name>` of those that were measured."""
+        return {f"grad_norm_{s.name}": float(s.norm) for s in self._steppers if s.norm is not None}
+
+    def _together(self) -> None:
+        steppers = self._steppers
+        self._alone = {stepper.name: Chosen((stepper,), stepper.gradients) for stepper in steppers}
+        alone = len(steppers) == 1
+        gradients = steppers[0].gradients if alone else Gradients(*[stepper.optimizer for stepper in steppers])
+        self.all = Chosen(steppers, gradients)
+
+
+class NamedRates:
+    """The schedules of several optimizers as one."""
+
+    def __init__(self, rates: Mapping[str, Rates]) -> None:
+        self._rates = dict(rates)
+        monitors = [each.monitor for each in rates.values() if each.monitor is not None]
+        self.monitor: str | None = monitors[0] if monitors else None
+        self.monitors = tuple(monitors)
+
+    def apply(self, updates: int) -> None:
+        """Set the rates of every optimizer for the update that follows `updates` applied ones."""
+        for rates in self._rates.values():
+            rates.apply(updates)
+
+    def observe(self, metrics: Mapping[str, float]) -> None:
+        """Show every schedule the numbers."""
+        for rates in self._rates.values():
+            rates.observe(metrics)
+
+    def epoch_ended(self) -> None:
+        """Tell every schedule."""
+        for rates in self._rates.values():
+            rates.epoch_ended()
+
+    def put_back(self) -> None:
+        """Give the groups of every optimizer the values that they had before."""
+        for rates in self._rates.values():
+            put_back = getattr(rates, "put_back", None)
+            if put_back is not None:
+                put_back()
+
+    def state_dict(self) -> Tree:
+        """Each schedule's state by name."""
+        return gather_named(self._rates)
+
+    def load_state_dict(self, tree: Tree, /) -> str | None:
+        """Take each schedule's state; returns what they report."""
+        said = [(name, rates.load_state_dict(tree[name])) for name, rates in self._rates.items()]
+        return "; ".join(f"{name}: {report}" for name, report in said if isinstance(report, str)) or None
+
+
+def monitors(rates: Rates | None) -> tuple[str, ...]:
+    """The numbers that schedules read."""
+    if rates is None:
+        return ()
+    named: tuple[str, ...] = getattr(rates, "monitors", (rates.monitor,) if rates.monitor is not None else ())
+    return named
+
+
+class NamedParts:
+    """Several parts of a checkpoint as one, by name."""
+
+    def __init__(self, parts: Mapping[str, Any]) -> None:
+        self._parts = parts
+
+    def state_dict(self) -> Tree:
+        """Each part's state by name."""
+        return gather_named(self._parts)
+
+    def load_state_dict(self, tree: Tree, /) -> None:
+        """Give each part its state; KeyError where the names are others."""
+        if set(tree) != set(self._parts):
+            raise ValueError(f"the checkpoint has {sorted(tree)}, this Trainer {sorted(self._parts)}")
+        for name, part in self._parts.items():
+            part.load_state_dict(tree[name])
+
+
+def gather_named(parts: Mapping[str, Part]) -> dict[str, Tree]:
+    """The state of each part by name."""
+    return {name: part.state_dict() for name, part in parts.items()}
+
+
+def bind_rates(schedule: Any, optimizers: Mapping[str, Optimizer], plan: Plan) -> Rates | None:
+    """Bind a schedule, or one for each of several optimizers; None where there is none."""
+    if schedule is None:
+        return None
+    if isinstance(schedule, Mapping):
+        each: Mapping[str, Schedule] = schedule
+        return NamedRates({name: one.bind(optimizers[name], plan) for name, one in each.items()})
+    rates: Rates = schedule.bind(next(iter(optimizers.values())), plan)
+    return rates
