@@ -132,11 +132,13 @@ class KnownLoss:
 
     def total(self, output: Tensor, target: Tensor) -> Tensor:
         """Return the sum whose mean over `count(target)` is the loss; its gradient is 0 where nothing is counted."""
+        stretched = self.each_element and output.shape != target.shape
+        if stretched:
+            check_shapes(self.mean, output, target)  # torch broadcasts what is let pass, with a warning
         if output.dtype in _HALVES:  # a sum over a batch overflows them where its mean does not
             output, target = output.float(), target.float() if target.is_floating_point() else target
         total: Tensor = self._sum(output, target)
-        if self.each_element and output.shape != target.shape:
-            check_shapes(self.mean, output, target)  # torch broadcasts what is left, with a warning
+        if stretched:
             total = total * (target.numel() / math.prod(torch.broadcast_shapes(output.shape, target.shape)))
         return total
 
