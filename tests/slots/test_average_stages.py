@@ -1,0 +1,267 @@
+"""Averages over stages and checkpoints: left in the model and taken out again, parameters that come and go, resume."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+import torch
+from averages import X, normed, same, train, values, weights
+from torch import nn
+
+from trainwright.base.contracts import Part
+from trainwright.base.errors import CheckpointError
+from trainwright.base.plan import Plan
+from trainwright.base.spans import Epochs, Updates
+from trainwright.runtime.tree import flatten, unflatten
+from trainwright.slots.average import EMA, SWA
+
+HALF = EMA(0.5)
+
+
+def averaged(settings=HALF, updates=3):
+    model = normed()
+    average = settings.bind(model)
+    for update in train(model, updates=updates):
+        average.take(update)
+    return model, average
+
+
+def forward_of(model):
+    def forward():
+        torch.manual_seed(5)
+        for batch in X.split(8):
+            model(batch)
+
+    return forward
+
+
+def test_what_is_left_is_put_back():
+    for settings in (EMA(0.5), SWA(Updates(1), Updates(1))):
+        model, average = averaged(settings)
+        raw = values(model)
+        with average.swapped(forward_of(model)):
+            inside = values(model)
+        assert not average.put_back() and same(values(model), raw)  # nothing was left
+        assert average.leave()
+        assert same(values(model), inside) and average.holds
+        with average.swapped():
+            assert same(values(model), inside)
+        assert same(values(model), inside)
+        assert average.put_back() and same(values(model), raw) and not average.holds
+        average.take(4)
+
+
+def test_a_model_that_was_moved_is_unchanged():
+    model, average = averaged()
+    raw = values(model)
+    average.leave()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()  # what `model.to(device)` does
+    assert average.put_back() and same(values(model), raw)
+
+
+def load_again(model):
+    model.load_state_dict(model.state_dict())
+
+
+def assign(model):
+    model.load_state_dict(deepcopy(model.state_dict()), assign=True)
+
+
+def edit_data(model):
+    model[0].bias.data.add_(1)
+
+
+def replace_data(model):
+    nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(model.parameters()) * 2, model.parameters())
+
+
+def new_layer(model):
+    model[4] = nn.Linear(6, 1)
+
+
+def convert(model):
+    model.double()
+
+
+@pytest.mark.parametrize("change", [load_again, assign, edit_data, replace_data, new_layer, convert])
+def test_weights_that_somebody_changed_stay(change):
+    model, average = averaged()
+    average.leave()
+    change(model)
+    changed = values(model)
+    assert not average.put_back()
+    assert same(values(model), changed) and not average.holds
+
+
+def test_weights_loaded_on_top_are_what_was_left():
+    model, average = averaged()
+    raw = weights(model)
+    average.leave()
+    with torch.no_grad():
+        model[0].weight.fill_(7)
+    assert average.leave()
+    assert (model[0].weight == 7).all()
+    assert average.put_back() and same(weights(model), raw)
+    average.leave()
+    with torch.no_grad():
+        model[0].weight.fill_(7)
+    average.leave()
+    model[0].weight.data.fill_(8)
+    assert not average.put_back()
+
+
+def test_new_parameters_join_with_their_current_value_and_old_ones_leave():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    average = EMA(0.5).bind(model)
+    for update in train(model, updates=3):
+        average.take(update)
+    groups = average._groups
+    average.meet(model)
+    assert average._groups is groups
+    before = average._groups[0].averages[0].clone()
+    model[1] = nn.Linear(4, 2)
+    average.meet(model)
+    with average.swapped():
+        assert torch.equal(model[0].weight, before)
+        joined = weights(model[1])
+    assert same(joined, weights(model[1]))
+    with torch.no_grad():
+        model[1].bias += 1
+    average.take(4)
+    with average.swapped():
+        assert torch.equal(model[1].bias, torch.lerp(joined[1], joined[1] + 1, 0.5))
+        assert list(average.state_dict()["raw"]) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+        assert average.state_dict()["raw"]["1.weight"].shape == (2, 4)
+
+
+def test_a_changed_model_has_its_statistics_estimated_anew():
+    model, average = averaged(SWA(Updates(1), Updates(1)))
+    with average.swapped(forward_of(model)):
+        pass
+    average.meet(model)
+    assert not average.needs_statistics
+    model[3] = nn.BatchNorm1d(6, affine=False)  # no parameters, but statistics
+    average.meet(model)
+    assert average.needs_statistics
+    with average.swapped(forward_of(model)):
+        pass
+    model[3] = nn.BatchNorm1d(6, affine=False, track_running_stats=False)
+    average.meet(model)
+    assert average.needs_statistics
+    model[1] = model[3]
+    average.meet(model)
+    assert not average.needs_statistics
+
+
+def test_a_parameter_that_was_resized_or_converted_is_met_as_it_is():
+    model, average = averaged()
+    model[4].weight.data = torch.ones(3, 6)
+    model[0].double()
+    average.meet(model)
+    average.take(4)
+    with average.swapped():
+        assert (model[4].weight == 1).all() and model[0].weight.dtype == torch.float64
+
+
+def go_on(model, average, *, updates):
+    """Train in epochs of three updates, and have the averaged weights in the model at the end of each."""
+    for update in train(model, updates=len(updates), first=updates.start):
+        average.take(update)
+        if update % 3 == 0:
+            average.epoch_ended(update, update // 3)
+            with average.swapped(forward_of(model)):
+                pass
+
+
+def finish(settings, *, cut=None):
+    """How often it was averaged, the raw and the averaged model after 9 updates; resumed anew after update `cut`."""
+    model = normed()
+    average = settings.bind(model)
+    go_on(model, average, updates=range(1, (cut or 9) + 1))
+    if cut is not None:
+        with average.swapped(forward_of(model)):
+            tree = {"model": model.state_dict(), "average": average.state_dict()}
+            saved = deepcopy(unflatten(*flatten(tree)))
+        model = normed()
+        model[0].weight.data.fill_(9)
+        average = settings.bind(model)
+        model.load_state_dict(saved["model"])
+        assert average.load_state_dict(saved["average"]) is None
+        assert not average.needs_statistics
+        go_on(model, average, updates=range(cut + 1, 10))
+    raw = values(model)
+    with average.swapped(forward_of(model)):
+        return average.taken, raw, values(model)
+
+
+@pytest.mark.parametrize("cut", [1, 3, 4, 6, 8])
+@pytest.mark.parametrize("settings", [EMA(0.9), EMA(0.9, warmup=True), SWA(Updates(2), Updates(1)), SWA(Epochs(1))])
+def test_resumed_is_never_interrupted_to_the_bit(settings, cut):
+    taken, raw, averages = finish(settings)
+    resumed = finish(settings, cut=cut)
+    assert resumed[0] == taken
+    assert same(resumed[1], raw) and same(resumed[2], averages)
+    assert not same(raw, averages)
+
+
+def test_the_state_goes_with_the_averaged_weights():
+    model, average = averaged()
+    assert isinstance(average, Part)
+    with pytest.raises(CheckpointError, match=r"with average.swapped\(\): save"):
+        average.state_dict()
+    raw = weights(model)
+    average.leave()
+    assert same(list(average.state_dict()["raw"].values()), raw)
+    fresh = EMA().bind(model).state_dict()
+    assert fresh["raw"] is None and fresh["taken"] == 0
+
+
+def test_a_state_without_an_average_starts_anew():
+    model, average = averaged()
+    raw = values(model)
+    average.load_state_dict(EMA(0.5).bind(normed()).state_dict())
+    assert average.taken == 0 and same(values(model), raw)
+    with average.swapped():
+        assert same(values(model), raw)
+
+
+def test_a_norm_that_was_frozen_is_still_so_after_resume():
+    model, average = averaged(SWA(Updates(1), Updates(1)), updates=0)
+    model[1].eval()
+    for update in train(model, updates=2):
+        average.take(update)
+    assert not average.needs_statistics
+    with average.swapped():
+        saved = deepcopy((model.state_dict(), average.state_dict()))
+    model = normed()
+    model.load_state_dict(saved[0])
+    average = SWA(Updates(1), Updates(1)).bind(model)
+    average.load_state_dict(saved[1])
+    with average.swapped():
+        assert average.state_dict()["asleep"] == ["1"]
+
+
+def test_another_kind_or_another_model_is_refused_and_nothing_is_changed():
+    model, average = averaged()
+    with average.swapped():
+        saved = deepcopy(average.state_dict())
+    with pytest.raises(CheckpointError, match=r"another kind of average(.|\n)*EMA\(decay=0.5\)(.|\n)*SWA"):
+        SWA(Updates(1), Updates(1)).bind(model).load_state_dict(saved)
+    other = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    before, average = values(other), EMA(0.5).bind(other)
+    with pytest.raises(CheckpointError, match=r"1\.weight \(checkpoint \(6,\), model \(2, 6\)\)"):
+        average.load_state_dict(saved)
+    assert average.taken == 0 and same(values(other), before)
+
+
+def test_other_settings_go_on_and_say_so():
+    model, average = averaged()
+    with average.swapped():
+        saved = deepcopy(average.state_dict())
+    said = EMA(0.75).bind(model).load_state_dict(saved)
+    assert said == "resumed: the average was EMA(decay=0.5) until now, and goes on as EMA(decay=0.75)"
+    begins = [SWA().bind(model, Plan(batches=4, epochs=epochs)) for epochs in (4, 8)]
+    said = begins[1].load_state_dict(begins[0].state_dict())
+    assert said == "resumed: the average was SWA() from update 12 until now, and goes on as SWA() from update 24"
