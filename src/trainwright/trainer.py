@@ -167,8 +167,8 @@ class Trainer(Generic[M]):
                         run.after_update()
                     if applied and run.average is not None:
                         run.average.take(counters.updates)
-                    if run.notify_update:
-                        run.tell(window)
+                    if run.teller is not None:
+                        run.teller.tell(window, applied=applied)
                     if counters.updates >= run.due and not run.at_end:  # else the pause of the epoch's end does it
                         self._pause(run, pauses)
                 if run.epoch_over:

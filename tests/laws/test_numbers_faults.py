@@ -16,7 +16,7 @@ from trainwright.base.plan import Plan
 from trainwright.data.foreign import LoaderBatches
 from trainwright.run import evaluating
 from trainwright.run.ledger import Ledger
-from trainwright.run.run import Run
+from trainwright.run.telling import Teller
 from trainwright.runtime import modules
 from trainwright.slots.early_stopping import Watch
 from trainwright.slots.losses import KnownLoss, SumOver
@@ -230,7 +230,13 @@ def the_total_forgets_short_windows(patch):
 
 @fault(schedule.check_rates_are_torchs, "cosine, warmup", "two", "drop last")
 def the_rate_that_is_told_is_the_next_one(patch):
-    patch.setattr(Run, "learning_rates", lambda self: tuple(self.rates.at(self.counters.updates)))
+    whole = Teller.tell
+
+    def late(self, window, *, applied):
+        self._owner._run.rates.apply(self._counters.updates)
+        whole(self, window, applied=applied)
+
+    patch.setattr(Teller, "tell", late)
 
 
 @fault(stages.check_a_next_stage_starts_anew, "cosine, warmup")

@@ -172,7 +172,7 @@ class Ledger:
                 check_name(name, "returned")
             if name != "loss" or not self.noted:
                 self._entries.append((name, _number(value), rows, False))
-        self.noted = True
+            self.noted = self.noted or name == "loss"
 
     def note_probed(self, numbers: Any, what: str) -> None:
         """Take down what a probe returned: a dict of numbers, or nothing."""

@@ -107,7 +107,7 @@ class Pauses:
             "update": counters.earlier_updates + counters.updates,
             **ledger.means(),
             **(numbers or {}),
-            **(self.run.steppers.numbers() or {"lr": self.run.learning_rates()[0]}),
+            **(self.run.steppers.numbers() or {"lr": self.run.steppers.rates[0]}),
         }
         if epoch_ended:
             ledger.reset()
@@ -230,6 +230,7 @@ class Pauses:
                 self._load(watch.best)
         elif keeper is not None and keeper.settings.restore_best and keeper.best is not None:
             self._load(keeper.best)
+        self.run.shown.leave()  # once more: the best that was loaded on top is what the next stage finds
 
     def _load(self, best: Best) -> None:
         """Load the weights of a best from its checkpoint; where that is gone, say so and keep the last."""

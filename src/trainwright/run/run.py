@@ -12,13 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainwright.base.contracts import Observer, Scaler, Source
-from trainwright.base.errors import SettingError, message
+from trainwright.base.contracts import Scaler, Source
 from trainwright.base.plan import Plan
 from trainwright.base.progress import Counters
-from trainwright.base.records import Update
-from trainwright.base.spans import Epochs
-from trainwright.run.due import Bell
 from trainwright.run.evaluating import feed
 from trainwright.run.ledger import Ledger
 from trainwright.run.optimizers import check_parameters
@@ -26,6 +22,7 @@ from trainwright.run.owner import Owner
 from trainwright.run.shown import Shown
 from trainwright.run.state import Random
 from trainwright.run.steppers import Chosen, Steppers, bind_rates
+from trainwright.run.telling import Teller
 from trainwright.runtime import late
 from trainwright.runtime.gradients import Gradients
 from trainwright.runtime.modules import running_statistics
@@ -75,11 +72,8 @@ class Run:
         self.losing: Tensor | None = None
         """The loss that `minimize` is taking to the weights, until it is judged."""
         self._begun = -1
-        self.notify_update = [
-            (observer.on_update, _bell(observer, self.counters))
-            for observer in owner.observers
-            if type(observer).on_update is not Observer.on_update
-        ]
+        self.teller = Teller(owner, self.steppers) or None
+        """Who watches updates; None where nobody does."""
         self._plan_epoch()
 
     def _bind_slots(self, owner: Owner) -> None:
@@ -213,10 +207,10 @@ class Run:
     def count(self, window: Window, returned: Any) -> bool:
         """Count the update and close its numbers; return whether a step was applied in it."""
         ledger, counters = self.ledger, self.counters
-        if self.minimized:
-            self._note_minimized(returned)
         if returned is not None and (not ledger.noted or type(returned) is dict):
             ledger.note_returned(returned)
+        if self.minimized:
+            self._note_minimized(returned)
         if ledger.waiting:
             ledger.close()
         if self.scaler is not None:
@@ -232,14 +226,6 @@ class Run:
         if self._idle >= PATIENCE:
             raise nonfinite.nothing_applied(f"{PATIENCE} updates in a row", told=self._applied is not None)
         return False
-
-    def tell(self, window: Window) -> None:
-        """Tell those who watch updates and whose turn it is."""
-        update = None
-        for notify, bell in self.notify_update:
-            if bell is None or bell.rings(self.counters, epoch_ended=False):
-                update = self._update(window) if update is None else update
-                notify(update)
 
     def begin_epoch(self, epoch: int) -> None:
         """Run the user's `begin_epoch`, once for each epoch, and plan anew what it has changed."""
@@ -286,20 +272,13 @@ class Run:
     def _note_minimized(self, returned: Any) -> None:
         """Report the losses that were minimized, where `update` itself returned no number of that name."""
         given = returned if isinstance(returned, dict) else {}
-        named = self.steppers.named
-        means = {f"loss_{name}" if named else "loss": total / n for name, (total, n) in self.minimized.items()}
+        means = {f"loss_{name}": total / n for name, (total, n) in self.minimized.items()}
         self.minimized = {}
-        numbers = {name: value for name, value in means.items() if name not in given and name != "loss"}
-        if returned is None or (given and "loss" not in given):
-            numbers["loss"] = sum(means.values())
-        self.ledger.note_returned(numbers)
+        told = {name: value for name, value in means.items() if self.steppers.named and name not in given}
+        self.ledger.note_returned({**told, "loss": sum(means.values())})
 
     def _note_step(self, *_: Any) -> None:
         self._stepped = True
-
-    def learning_rates(self) -> tuple[float, ...]:
-        """The rate of each parameter group of each optimizer, as the last update used it."""
-        return tuple(rate for stepper in self.steppers.all.steppers for rate in stepper.rates)
 
     @property
     def at_end(self) -> bool:
@@ -358,31 +337,3 @@ class Run:
         """Hold back a step after it was made and undone; raises where that is the policy."""
         self._applied = self.applies_anyway(True, self.ledger.loss if self.ledger.noted else 0.0, chosen)
         return self._applied
-
-    def _update(self, window: Window) -> Update:
-        """The record of the update in hand."""
-        counters, ledger, steppers = self.counters, self.ledger, self.steppers
-        if ledger.waiting:  # what `after_update` has logged
-            ledger.close()
-        rates, first = self.learning_rates(), steppers.all.steppers[0].norm
-        return Update(
-            update=counters.earlier_updates + counters.updates,
-            epoch=counters.earlier_epochs + counters.epoch,
-            loss=ledger.loss,
-            lr=rates[0],
-            lrs=rates,
-            grad_norm=first if isinstance(first, float) else None,
-            rows=sum(window.rows),
-            skipped=not (self._stepped if self._applied is None else self._applied),
-            values=ledger.values | steppers.numbers() | steppers.norms() if steppers.named else dict(ledger.values),
-        )
-
-
-def _bell(observer: Observer, counters: Counters) -> Bell | None:
-    """What rings when it is the observer's turn; None where each update is."""
-    if observer.every is None:
-        return None
-    if isinstance(observer.every, Epochs):
-        what = f"{type(observer).__name__}.every={observer.every}: on_update comes after updates"
-        raise SettingError(message(what, want="Updates(n) or Seconds(n)", fix="override on_epoch instead"))
-    return Bell(observer.every, counters, of="every")

@@ -105,6 +105,11 @@ class Steppers:
             for stepper in self._steppers:
                 stepper.gradients.lower_flags()
 
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """The rate of each parameter group of each optimizer, as the last update used it."""
+        return tuple(rate for stepper in self._steppers for rate in stepper.rates)
+
     def numbers(self) -> dict[str, float]:
         """`lr_<name>` of named optimizers; nothing where there is only one without a name."""
         return {f"lr_{stepper.name}": stepper.rates[0] for stepper in self._steppers} if self.named else {}

@@ -1,0 +1,64 @@
+"""Tells those who watch updates: one record of plain floats for each, where it is somebody's turn."""
+
+from __future__ import annotations
+
+from trainwright.base.contracts import Observer
+from trainwright.base.errors import SettingError, message
+from trainwright.base.progress import Counters
+from trainwright.base.records import Update
+from trainwright.base.spans import Epochs
+from trainwright.run.due import Bell
+from trainwright.run.owner import Owner
+from trainwright.run.steppers import Steppers
+from trainwright.slots.window import Window
+
+
+class Teller:
+    """The observers that override `on_update`, each with what rings when its turn has come."""
+
+    def __init__(self, owner: Owner, steppers: Steppers) -> None:
+        self._owner, self._counters, self._steppers = owner, owner.counters, steppers
+        self._notify = [
+            (observer.on_update, _bell(observer, owner.counters))
+            for observer in owner.observers
+            if type(observer).on_update is not Observer.on_update
+        ]
+
+    def __bool__(self) -> bool:
+        return len(self._notify) > 0
+
+    def tell(self, window: Window, *, applied: bool) -> None:
+        """Tell those whose turn it is about the update of this window."""
+        update = None
+        for notify, bell in self._notify:
+            if bell is None or bell.rings(self._counters, epoch_ended=False):
+                update = self._update(window, applied=applied) if update is None else update
+                notify(update)
+
+    def _update(self, window: Window, *, applied: bool) -> Update:
+        counters, ledger, steppers = self._counters, self._owner.ledger, self._steppers
+        if ledger.waiting:  # what `after_update` has logged
+            ledger.close()
+        rates, norm = steppers.rates, steppers.all.steppers[0].norm
+        named = steppers.numbers() | steppers.norms() if steppers.named else {}
+        return Update(
+            update=counters.earlier_updates + counters.updates,
+            epoch=counters.earlier_epochs + counters.epoch,
+            loss=ledger.loss,
+            lr=rates[0],
+            lrs=rates,
+            grad_norm=norm if isinstance(norm, float) else None,
+            rows=sum(window.rows),
+            skipped=not applied,
+            values={**ledger.values, **named},
+        )
+
+
+def _bell(observer: Observer, counters: Counters) -> Bell | None:
+    """What rings when it is the observer's turn; None where each update is."""
+    if observer.every is None:
+        return None
+    if isinstance(observer.every, Epochs):
+        what = f"{type(observer).__name__}.every={observer.every}: on_update comes after updates"
+        raise SettingError(message(what, want="Updates(n) or Seconds(n)", fix="override on_epoch instead"))
+    return Bell(observer.every, counters, of="every")
