@@ -251,13 +251,16 @@ def test_f1_that_is_saved_half_way_goes_on_as_if_it_had_not_been():
 
 
 def test_reset_forgets_every_batch():
-    for metric, output, target in ((R2(), normal(9), normal(9, seed=1)), (F1(), normal(9, 3), whole(3, 9))):
+    for make in (R2, RMSE, F1):
+        output, target = (normal(9, 3), whole(3, 9)) if make is F1 else (normal(9), normal(9, seed=1))
+        metric, fresh = make(), make()
         metric.update(output, target)
-        before = float(metric.compute())
+        metric.update(output.flip(0), target)
         metric.reset()
         assert math.isnan(metric.compute())
-        metric.update(output, target)
-        assert float(metric.compute()) == before
+        for one in (metric, fresh):
+            one.update(output, target)
+        assert float(metric.compute()) == float(fresh.compute())
 
 
 class Reads(TorchDispatchMode):
