@@ -91,15 +91,15 @@ class Shown:
             return self.average.state_dict()
         return {"raw": self._raw}
 
-    def load_state_dict(self, tree: Tree, /) -> None:
-        """Take over a state, after the model and the optimizers have been loaded."""
+    def load_state_dict(self, tree: Tree, /) -> str | None:
+        """Take over a state, after the model and the optimizers have been loaded; return what is to be reported."""
         if self.average is not None:
-            self.average.load_state_dict(tree)
-            return
+            return self.average.load_state_dict(tree)
         self.start()
         with torch.no_grad():
             for parameter, raw in zip(self._parameters, tree["raw"], strict=True):
                 parameter.copy_(raw)
+        return None
 
     @property
     def _parameters(self) -> list[Tensor]:
