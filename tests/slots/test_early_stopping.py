@@ -120,6 +120,12 @@ def test_the_best_of_another_number_is_not_loaded(other):
         other.bind().load_state_dict(EarlyStopping("val_loss").bind().state_dict())
 
 
+def test_without_standard_errors_the_numbers_are_enough():
+    watch = EarlyStopping("val_loss", patience=1).bind()
+    assert watch.judge({"val_loss": 1.0}, epoch=1, update=10)
+    assert not watch.judge({"val_loss": 1.0}, epoch=2, update=20) and watch.stopped
+
+
 def test_a_number_that_is_not_produced_is_refused_with_the_near_name():
     watch = EarlyStopping("val_los", mode="min").bind()
     with pytest.raises(SettingError) as caught:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import namedtuple
 from dataclasses import dataclass
+from itertools import islice
 
 import pytest
 import torch
@@ -67,6 +68,18 @@ def test_the_divisor_times_what_is_owed_is_the_whole(counts):
     divisors, owed = run(Window([0, 0, 0], [8, 8, 8]), counts, own=True)
     assert len(set(divisors)) == 1
     assert divisors[0] / owed == pytest.approx(sum(counts), rel=1e-15)
+
+
+def test_shares_are_counts_over_the_whole_and_add_up_to_one():
+    assert Window([0, 0], [3, 5]).shares == [3 / 8, 5 / 8]
+    assert Window([0, 0, 0], [4, 4, 4], counts=[3, 0, 1]).shares == [0.75, 0.0, 0.25]
+    assert Window([0, 0], [4, 4], counts=[0, 0]).shares == [0, 0]
+    shares = Window([0, 0], [4, 4], counts=[torch.tensor(1), torch.tensor(2)]).shares
+    assert [float(share) for share in shares] == [1 / 3, 2 / 3]
+
+
+def test_windows_of_something_that_can_be_iterated_again_end_with_its_pass():
+    assert [len(window) for window in islice(windows([batch(2)] * 5, 2), 9)] == [2, 2, 1]
 
 
 def test_counts_that_are_rows_owe_exactly_nothing():

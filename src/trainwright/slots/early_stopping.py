@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import KW_ONLY, asdict, dataclass
+from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 from torch import Tensor
@@ -16,6 +17,7 @@ from trainwright.base.names import did_you_mean
 from trainwright.base.records import Best
 
 Mode = Literal["min", "max"]
+NO_ERRORS: Mapping[str, float] = MappingProxyType({})
 
 
 class Watching(Part, Protocol):
@@ -102,7 +104,9 @@ class Watch:
         self._error: float | None = None
         self._margin = _margin(settings.min_delta)
 
-    def judge(self, metrics: Mapping[str, float], errors: Mapping[str, float], *, epoch: int, update: int) -> bool:
+    def judge(
+        self, metrics: Mapping[str, float], errors: Mapping[str, float] = NO_ERRORS, *, epoch: int, update: int
+    ) -> bool:
         """Take in one validation, after `epoch` finished epochs and `update` updates; return whether it is a new best.
 
         NaN never beats and never becomes the best. `errors` holds standard errors by the names of `metrics`.

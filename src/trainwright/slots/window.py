@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -69,6 +69,16 @@ class Window(Sequence[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter(self.batches) if self._move is None else map(self.__getitem__, range(len(self.batches)))
 
+    @property
+    def shares(self) -> list[Any]:
+        """The share of each micro-batch: its count over the window's, its rows over the window's without counts.
+
+        A mean loss times its share is what `backward` is called on in a loop of your own.
+        """
+        counts: list[Count] = list(self.rows) if self.counts is None else self.counts
+        whole = above_nothing(_add(counts))
+        return [ratio(count, whole if isinstance(whole, Tensor) else whole or 1) for count in counts]
+
     def begin(self) -> None:
         """Start weighing anew: a window may be run several times (SAM, LBFGS)."""
         self.position = -1
@@ -112,7 +122,7 @@ class Window(Sequence[Any]):
 
 
 def windows(
-    batches: Iterator[Any],
+    batches: Iterable[Any],
     accumulate: int = 1,
     *,
     rows: Callable[[Any], int] | None = None,
@@ -120,12 +130,12 @@ def windows(
     always_count: bool = False,
     move: Callable[[Any], Any] | None = None,
 ) -> Iterator[Window]:
-    """Group batches into windows of `accumulate`; the last one of the iterator is short, and none is lost.
+    """Group batches into windows of `accumulate`; the last one of a pass is short, and no batch is lost.
 
     A window is fetched whole, and the first batch of the next only when it is asked for. `count` is called on each
     host batch of a window of several (of every window with `always_count`).
     """
-    rows = rows_of if rows is None else rows
+    rows, batches = rows_of if rows is None else rows, iter(batches)
     if accumulate == 1:
         counts = None
         for batch in batches:
