@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.base.contracts import Clip, Observer, Part, Precision, Schedule
-from trainwright.base.names import refuse_near_names
+from trainwright.base.names import refuse_near_names, suggests
 from trainwright.base.plan import Plan
 from trainwright.base.progress import Counters, Progress
 from trainwright.base.records import Count, Result, Step
@@ -58,17 +58,17 @@ class Trainer(Generic[M]):
 
     `model`: any module; it is moved to `device`. `optimizer`: an Optimizer, a function `model -> Optimizer`, a torch
     class or a partial of one, or a dict of these; None for a trainer that only evaluates and predicts. `loss`:
-    `loss(output, target)`; None where steps are overridden or the model returns its own.
-    `metrics`: by name, functions of (output, target), objects with update, compute and reset, or `Derived`.
-    `precision`: None, "bf16", "fp16", "tf32", "auto" or `MixedPrecision`. `accumulate`: micro-batches per update, or
-    `{first epoch: micro-batches}`. `clip`: a norm, `ClipNorm`, `ClipValue` or a function of the parameters.
-    `nonfinite`: "raise", "skip" or "ignore" an update whose loss or gradient is not finite. With several optimizers
-    `clip` and `schedule` are dicts by the same names. `average`: `EMA(...)` or `SWA(...)`. `frozen`: modules by name
-    that help and are not trained, such as a teacher.
+    `loss(output, target)`; None where steps are overridden or the model returns its own. `metrics`: by name, functions
+    of (output, target), objects with update, compute and reset, or `Derived`. `precision`: None, "bf16", "fp16",
+    "tf32", "auto" or `MixedPrecision`. `accumulate`: micro-batches per update, or `{first epoch: micro-batches}`.
+    `clip`: a norm, `ClipNorm`, `ClipValue` or a function of the parameters; with several optimizers it and `schedule`
+    are dicts by their names. `average`: `EMA(...)` or `SWA(...)`. `frozen`: modules by name that help and are not
+    trained, such as a teacher. `nonfinite`: "raise", "skip" or "ignore" an update whose loss or gradient is not finite.
 
     Raises SettingError for what cannot work together, and for a setting whose part is not built yet, by name.
     """
 
+    @suggests
     def __init__(
         self,
         model: M,
@@ -127,6 +127,7 @@ class Trainer(Generic[M]):
 
     # The loop. An update is these four methods, read downwards.
 
+    @suggests
     def fit(
         self,
         train: Any,
@@ -305,6 +306,7 @@ class Trainer(Generic[M]):
 
     # What a user calls.
 
+    @suggests
     def evaluate(self, data: Any, name: str = "val", *, batch_size: int | None = None) -> dict[str, float]:
         """Return exact means over all rows of `data` as `<name>_loss` and so on; leaves no trace."""
         source = open_source(data, batch_size=batch_size, role=name)
@@ -312,14 +314,17 @@ class Trainer(Generic[M]):
         self.between.errors |= evaluation.errors
         return evaluation.numbers
 
+    @suggests
     def predict(self, data: Any, *, batch_size: int | None = None) -> Any:
         """Return the outputs for all rows of `data`, in order, joined, on the CPU; leaves no trace."""
         return evaluating.predict(self, open_source(data, batch_size=batch_size, role="predict"))
 
+    @suggests
     def report(self, data: Any, *, kind: Asked = "auto", batch_size: int | None = None) -> Report:
         """Return scikit-learn's report on classes ("classes"), or R2, MAE and RMSE ("values"), over all rows."""
         return report(self, open_source(data, batch_size=batch_size, role="report"), kind=kind)
 
+    @suggests
     def plan(
         self,
         train: Any,

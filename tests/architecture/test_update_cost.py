@@ -82,9 +82,7 @@ def test_three_frames_lie_between_fit_and_the_training_step() -> None:
     class Looking(Trainer[nn.Module]):
         def training_step(self, batch: Any) -> Tensor:
             names, frame = [], inspect.currentframe()
-            while (
-                frame is not None and frame.f_code.co_name != "test_three_frames_lie_between_fit_and_the_training_step"
-            ):
+            while frame is not None and "fit" not in names:
                 names.append(frame.f_code.co_name)
                 frame = frame.f_back
             seen.append(names)
