@@ -287,6 +287,14 @@ def test_a_batch_without_a_target_is_refused_with_what_to_write():
     assert trainer.hooks.split((1, 2)) == ((1,), 2)
 
 
+def test_what_goes_wrong_in_the_model_is_told_with_the_batch():
+    trainer = Trainer(nn.Linear(4, 3), None, nn.CrossEntropyLoss(), console=False)
+    with pytest.raises(RuntimeError) as failed:
+        report(trainer, open_source((normal(9, 3), whole(3, 9)), batch_size=5))
+    (note,) = failed.value.__notes__
+    assert "report batch 1" in note and "(5, 3)" in note
+
+
 def test_a_report_leaves_no_trace():
     model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
     trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), console=False)

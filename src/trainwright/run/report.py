@@ -19,6 +19,7 @@ from trainwright.base.figures import confusion_figure, values_figure
 from trainwright.base.records import Step
 from trainwright.run.deciding import decide, kind_of
 from trainwright.run.evaluating import join, traceless
+from trainwright.run.failure import explain
 from trainwright.run.owner import Owner
 from trainwright.runtime.device import move
 from trainwright.slots.scores import MAE, R2, RMSE
@@ -89,7 +90,11 @@ def report(
         raise SettingError(message(f"report(kind={kind!r})", want='"auto", "classes" or "values"'))
     if names is not None and (isinstance(names, str) or not all(isinstance(name, str) for name in names)):
         raise SettingError(message(f"report(names={names!r})", want="a list of strings, one for each class or column"))
-    pairs = _compared(owner, source)
+    try:
+        pairs = _compared(owner, source)
+    except BaseException as error:
+        explain(error, owner)
+        raise
     kind = kind_of(owner.loss, pairs) if kind == "auto" else kind
     made = _of_classes if kind == "classes" else _of_values
     text, shown, numbers = made(owner, pairs, names)

@@ -31,7 +31,7 @@ class Site:
     owner: Any
     error: BaseException
     role: str
-    """"train", the name of an evaluation, or "predict"."""
+    """"train", the name of an evaluation, "predict" or "report"."""
     place: str
     """The batch in words: "train batch 3 of epoch 1"."""
     batch: Any
@@ -207,6 +207,8 @@ def _role(frame: FrameType) -> str:
         return "train"
     if module == "trainwright.run.evaluating" and name in ("evaluate", "predict"):
         return str(frame.f_locals.get("name", "predict"))
+    if module == "trainwright.run.report" and name == "_compared":
+        return "report"
     own = name == "update" and not module.startswith(("trainwright.", "torch."))
     return "train" if own and isinstance(_window(frame), Window) else ""
 
@@ -224,7 +226,8 @@ def _in_hand(loop: FrameType, inner: tuple[FrameType, ...], *, owner: Any, role:
     """The batch in hand, as the step got it, and where it stands."""
     if role != "train":
         step = next((frame for frame in inner if frame.f_code.co_name in STEPS), None)  # with the batch as moved
-        done = loop.f_locals.get("seen", len(loop.f_locals.get("outputs", ())))
+        made = loop.f_locals.get("outputs", loop.f_locals.get("pairs", ()))
+        done = loop.f_locals.get("seen", len(made))
         batch = loop.f_locals.get("batch", MISSING) if step is None else _first_argument(step)
         return batch, f"{role} batch {done + 1}"
     counters, window = owner.counters, _window(loop)
