@@ -64,6 +64,8 @@ class Between:
     """The weights that the last `fit` trained, beside those that the model shows."""
     stages: list[dict[str, Any]] = field(default_factory=list)
     """How each finished stage ended, for a checkpoint of a later one."""
+    notes: tuple[str, ...] = ()
+    """Lines for the header of the next `fit`."""
     begun: bool = False
     """Whether a `fit` has run at all."""
     failed: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 from trainwright.base.contracts import Part, Source, listeners
 from trainwright.base.errors import SettingError, message
 from trainwright.base.plan import Plan
+from trainwright.base.records import Result
 from trainwright.run import state
 from trainwright.run.evaluating import evaluate
 from trainwright.run.failure import explain
@@ -43,7 +44,9 @@ def running(
     with ExitStack() as undo:
         undo.enter_context(switched(owner.precision))
         undo.enter_context(untrained(*owner.frozen.values()))
-        plan = make_plan(owner, source, val, ends=ends, notes=undo.enter_context(_awake(owner)))
+        plan = make_plan(
+            owner, source, val, ends=ends, notes=(*owner.between.notes, *undo.enter_context(_awake(owner)))
+        )
         run = Run(owner, source, plan)
         keeper, path = _open_directory(owner, resume, undo)
         found = find(path, resume, stage=owner.counters.stage)
@@ -57,6 +60,8 @@ def running(
         if found.path is not None:
             reports = found.pass_stage(owner, pauses) if found.passes else found.load(owner, pauses)
             ended = owner.counters.stopped or pauses.end_reached()
+            if ended or not owner.counters.batch:  # begin_epoch, or what follows this `fit`, draws first
+                run.random.put_back()
             plan = replace(plan, notes=(*plan.notes, *reports), finished=str(found.path.parent) if ended else "")
         if keeper is not None:
             owner.between.run_id = keeper.run_id
@@ -116,10 +121,16 @@ def _until_the_end(owner: Owner, run: Run, pauses: Pauses, *, passed: bool) -> I
         owner.result = pauses.result()
         between.begun = True
         if not between.failed:
-            ended = {"counters": counters.state_dict(), "rows": len(owner.history), "weights": owner.result.weights}
-            between.stages = [*between.stages[: counters.stage], ended]
+            between.stages = [*between.stages[: counters.stage], _ended(owner, owner.result)]
         for notify in listeners(owner.observers, "on_fit_end"):
             notify(owner.result)
+
+
+def _ended(owner: Owner, result: Result) -> dict[str, Any]:
+    """How a stage has ended, as plain data: a later stage's checkpoint tells it to the `fit` that passes this one."""
+    best = None if result.best is None else {**asdict(result.best), "path": None}
+    told = {"weights": result.weights, "best": best, "notes": list(result.notes)}
+    return {"counters": owner.counters.state_dict(), "rows": len(owner.history), **told}
 
 
 @contextmanager

@@ -143,8 +143,10 @@ def begin_stage(owner: Owner, *, resumes: bool) -> None:
         counters.load_state_dict(fresh.state_dict())
     if hasattr(between.rates, "put_back"):
         between.rates.put_back()
+    between.notes = ()
     if between.shown is not None:
-        between.shown.put_back()
+        if not between.shown.put_back():
+            between.notes = ("the weights were changed since the last fit: they are trained, not the ones it averaged",)
         between.shown = None
 
 
