@@ -41,11 +41,16 @@ from trainwright.slots.schedule import (
     TorchSchedule,
     WarmupStableDecay,
 )
+from trainwright.slots.scores import F1, MAE, R2, RMSE
 from trainwright.slots.window import Window, windows
 from trainwright.trainer import Trainer
 
 __all__ = [
     "EMA",
+    "F1",
+    "MAE",
+    "R2",
+    "RMSE",
     "SWA",
     "Batches",
     "Best",

@@ -320,9 +320,11 @@ class Trainer(Generic[M]):
         return evaluating.predict(self, open_source(data, batch_size=batch_size, role="predict"))
 
     @suggests
-    def report(self, data: Any, *, kind: Asked = "auto", batch_size: int | None = None) -> Report:
+    def report(
+        self, data: Any, *, kind: Asked = "auto", names: Sequence[str] | None = None, batch_size: int | None = None
+    ) -> Report:
         """Return scikit-learn's report on classes ("classes"), or R2, MAE and RMSE ("values"), over all rows."""
-        return report(self, open_source(data, batch_size=batch_size, role="report"), kind=kind)
+        return report(self, open_source(data, batch_size=batch_size, role="report"), kind=kind, names=names)
 
     @suggests
     def plan(
@@ -391,10 +393,5 @@ class Trainer(Generic[M]):
     # For the run that this trainer owns.
 
     def hold(self, run: Run, pauses: Pauses) -> None:
-        """Hold the run while it lasts."""
+        """Hold the run while it lasts; `setup.NOT_RUNNING` when it is over."""
         self._run, self._pauses = run, pauses
-
-    def let_go(self) -> None:
-        """Let go of it, but for what the next stage needs."""
-        self.between.rates = self._run.rates
-        self._run, self._pauses = setup.NOT_RUNNING, setup.NOT_RUNNING

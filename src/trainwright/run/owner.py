@@ -51,9 +51,6 @@ class Owner(Protocol):
     def hold(self, run: Any, pauses: Any) -> None:
         """Hold the run while it lasts."""
 
-    def let_go(self) -> None:
-        """Let go of it."""
-
     def training_step(self, batch: Any) -> Any:
         """The step of training."""
 

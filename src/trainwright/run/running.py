@@ -24,6 +24,7 @@ from trainwright.run.pausing import Pauses
 from trainwright.run.plan import Ends, check_monitors, make_plan
 from trainwright.run.resuming import find
 from trainwright.run.run import Run
+from trainwright.run.setup import NOT_RUNNING
 from trainwright.run.steppers import ONLY, NamedParts, monitors
 from trainwright.runtime.device import move
 from trainwright.runtime.modules import untrained, wake
@@ -52,7 +53,7 @@ def running(
         found = find(path, resume, stage=owner.counters.stage)
         pauses = Pauses(run, val, ends, keeper=keeper)
         owner.hold(run, pauses)
-        undo.callback(owner.let_go)
+        undo.callback(_let_go, owner, run)
         run.shown.start()
         found.begin_epochs(owner, run)
         if not found.passes:
@@ -131,6 +132,12 @@ def _ended(owner: Owner, result: Result) -> dict[str, Any]:
     best = None if result.best is None else {**asdict(result.best), "path": None}
     told = {"weights": result.weights, "best": best, "notes": list(result.notes)}
     return {"counters": owner.counters.state_dict(), "rows": len(owner.history), **told}
+
+
+def _let_go(owner: Owner, run: Run) -> None:
+    """Take the run from its owner, but for what the next stage needs."""
+    owner.between.rates = run.rates
+    owner.hold(NOT_RUNNING, NOT_RUNNING)
 
 
 @contextmanager
