@@ -65,6 +65,12 @@ class Own(Trainer):
 IMAGES = (torch.randn(4, 8, 8, 1), Y)
 
 
+class Widens(Trainer):
+    def update(self, window):
+        inputs, target = window[0]
+        self.minimize(F.cross_entropy(self.model(inputs.double()), target))
+
+
 class Keyed(nn.Linear):
     def forward(self, x):
         return {"hidden": x, "logits": super().forward(x)}
@@ -124,6 +130,11 @@ CASES = {
         *(lambda: (make(), [(X.double(), Y)]), RuntimeError, "Linear"),
         "the weights are float32, and the inputs float64, NumPy's own type",
         "x = x.float() in the Dataset, or inputs.float() in split(self, batch)",
+    ),
+    "inputs that the user's own code has widened": (
+        *(lambda: (make(Widens), pieces()), RuntimeError, "Linear"),
+        "the weights are float32, and the inputs float64",
+        "inputs.float() in update(self, window)",
     ),
     "bytes as inputs": (
         *(lambda: (make(), [(X.byte(), Y)]), RuntimeError, "Linear"),

@@ -37,18 +37,19 @@ def test_the_epoch_is_counted_over_the_stages():
     assert "failed on train batch 2 of epoch 4\n" in caught.value.__notes__[0]
 
 
-@pytest.mark.parametrize("call", ["fit", "evaluate", "predict"])
+@pytest.mark.parametrize("call", ["fit", "evaluate", "predict", "report"])
 def test_a_batch_of_an_evaluation_or_prediction_is_named_once(call):
     trainer, data = make(), [(X, Y), (torch.randn(4, 5), Y)]
     calls = {
         "fit": lambda: trainer.fit(pieces(), iter(data), epochs=1),
         "evaluate": lambda: trainer.evaluate(data, name="test"),
         "predict": lambda: trainer.predict(data),
+        "report": lambda: trainer.report(data),
     }
     with pytest.raises(RuntimeError) as caught:
         calls[call]()
     (note,) = caught.value.__notes__
-    role = {"fit": "val", "evaluate": "test", "predict": "predict"}[call]
+    role = {"fit": "val", "evaluate": "test", "predict": "predict", "report": "report"}[call]
     assert note.splitlines()[:2] == [
         f"trainwright: Linear failed on {role} batch 2",
         "  batch    ((4, 5) float32 cpu, (4,) int64 cpu)",

@@ -7,7 +7,7 @@ import torch
 from refusals import make, network, pieces, refused, settings, with_method
 from torch import nn
 
-from trainwright import DataError, SettingError, Trainer, accuracy
+from trainwright import DataError, Epochs, SettingError, Trainer, accuracy
 
 PRECISIONS = {"bf61": "bf16", "bfloat16": "bf16", "bf16-mixed": "bf16", "BF16": "bf16", "float16": "fp16", "16": "fp16"}
 PRECISIONS |= {"16-mixed": "fp16", "half": "fp16", "amp": "fp16", "tf3": "tf32"}
@@ -75,6 +75,17 @@ def test_a_target_per_row_is_not_stretched_over_as_many_outputs():
 def test_one_row_in_another_shape_means_the_same_and_is_let_pass():
     data = columns(2, rows=1)
     assert make(model=nn.Linear(4, 1), loss=nn.MSELoss()).fit(data, data, epochs=1).updates == 2
+
+
+def test_validation_data_that_the_first_validation_would_use_up():
+    trainer = make()
+    call = lambda: trainer.fit(pieces(), iter(pieces(1)), epochs=3)  # noqa: E731
+    first = "val data: 3 validations, and .* can be iterated only once"
+    fix = refused(call, DataError, first=first, want="iterated again", trainer=trainer)
+    assert fix == "pass a list of the batches, or a callable `lambda epoch: make_batches(epoch)`"
+    assert make().fit(pieces(), pieces(1), epochs=3).updates == 12
+    assert make().fit(pieces(), lambda epoch: iter(pieces(1)), epochs=3).updates == 12
+    assert make().fit(pieces(), iter(pieces(1)), epochs=3, validate=Epochs(3)).updates == 12
 
 
 # Kinds.

@@ -62,16 +62,15 @@ def _devices(site: Site) -> Cause | None:
 
 def _dtypes(site: Site) -> Cause | None:
     wanted = next((p.dtype for p in site.owner.model.parameters() if p.is_floating_point()), None)
-    if wanted is None or site.batch is MISSING or not _speaks_of_types(site):
+    given = _called_layer(site)[2]
+    if wanted is None or given is None or given.dtype == wanted or not _speaks_of_types(site):
         return None
     cast = "float()" if wanted == torch.float32 else f"to({wanted})"
-    inputs = site.inputs
-    for tensor in tensors(site.batch if inputs is MISSING else inputs):
-        if tensor.dtype != wanted:
-            numpy = ", NumPy's own type" if tensor.dtype == torch.float64 else ""
-            why = f"the weights are {str(wanted).removeprefix('torch.')}, and the inputs {dtype_name(tensor)}{numpy}"
-            return why, f"x = x.{cast} in the Dataset, or inputs.{cast} in {place_of_fix(site)}"
-    return None
+    numpy = ", NumPy's own type" if given.dtype == torch.float64 else ""
+    why = f"the weights are {str(wanted).removeprefix('torch.')}, and the inputs {dtype_name(given)}{numpy}"
+    brought = site.batch is not MISSING and any(tensor.dtype == given.dtype for tensor in tensors(site.batch))
+    data = f"x = x.{cast} in the Dataset, or " if brought else ""
+    return why, f"{data}inputs.{cast} in {place_of_fix(site)}"
 
 
 def _speaks_of_types(site: Site) -> bool:

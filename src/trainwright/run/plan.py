@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 
@@ -50,6 +51,7 @@ def make_plan(
 ) -> Plan:
     """Work out the run, or say what contradicts what."""
     _check_data(source, ends)
+    _check_val(val, ends)
     plan = Plan(
         model=type(owner.model).__name__,
         parameters=_size(owner.model),
@@ -132,6 +134,22 @@ def _check_data(source: Source, ends: Ends) -> None:
                 fix="pass a callable `lambda epoch: make_batches(epoch)`, a list of batches, or max_updates=...",
             )
         )
+
+
+def _check_val(val: Mapping[str, Source], ends: Ends) -> None:
+    """Refuse validation data that are used up before the last validation that is sure to come."""
+    times = math.ceil((ends.epochs or 1) / ends.validate.n) if isinstance(ends.validate, Epochs) else 1
+    if times == 1 or ends.max_updates is not None or ends.max_seconds is not None:
+        return
+    for name, source in val.items():
+        if not source.repeatable:
+            raise DataError(
+                message(
+                    f"{name} data: {times} validations, and {source.describe()} can be iterated only once",
+                    want="data that can be iterated again",
+                    fix="pass a list of the batches, or a callable `lambda epoch: make_batches(epoch)`",
+                )
+            )
 
 
 def _notes(owner: Owner, plan: Plan) -> list[str]:
