@@ -50,8 +50,11 @@ def step_by_closure(run: Run, closure: Callable[[], Any], name: str | None) -> b
         with torch.enable_grad():
             loss = closure()
         flag = run.settle(chosen.gradients)
+        first = stepper.norm if judged else None
         stepper.limit()
-        if not judged:
+        if judged:
+            stepper.norm = first  # what is told is the norm of the window's gradient, not that of a trial
+        else:
             judged = True
             if not run.judge(flag, chosen):
                 raise _HeldBack
