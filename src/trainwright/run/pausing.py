@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 from warnings import warn
 
@@ -38,6 +39,8 @@ class Pauses:
         self.wants_save = False
         """Whether `save()` was called: a checkpoint is written at the coming boundary."""
         self.weights = ""
+        self.passed: dict[str, Any] | None = None
+        """How this stage ended, where a checkpoint of a later one says that it has."""
         self._before, self._started = self.counters.seconds, time.perf_counter()
 
     def start(self) -> None:
@@ -249,19 +252,29 @@ class Pauses:
 
     def result(self) -> Result:
         """Say how the run ended."""
-        counters = self.counters
+        counters, passed = self.counters, self.passed
         best = None if self.keeper is None else self.keeper.best
+        if passed is not None:
+            best = None if passed["best"] is None else self._found(Best(**passed["best"]))
+        elif best is None and self.watch is not None:
+            best = self.watch.best
+        weights = ", ".join([one for one in (self.run.shown.name, self.weights) if one]) or "last"
         return Result(
             history=list(self.history),
-            best=self.watch.best if best is None and self.watch is not None else best,
+            best=best,
             updates=counters.updates,
             epochs=counters.epoch,
             stopped=counters.stopped,
             seconds=counters.seconds,
             skipped=counters.skipped,
-            weights=", ".join([one for one in (self.run.shown.name, self.weights) if one]) or "last",
-            notes=self._notes(),
+            weights=weights if passed is None else passed["weights"],
+            notes=self._notes() if passed is None else tuple(passed["notes"]),
         )
+
+    def _found(self, best: Best) -> Best:
+        """A best of a stage before, with its checkpoint where that is still there."""
+        saved = [] if self.keeper is None else self.keeper.saved
+        return replace(best, path=next((path for path in saved if path.name == update_name(best.update)), None))
 
     def stop_clock(self) -> None:
         """Bring the seconds of this stage, over all of its sessions, up to now."""

@@ -52,7 +52,7 @@ class Found:
         reports = [*state.restore(owner.parts(), self.tree, origin=str(self.path)), *_unused(owner, given)]
         for report in reports:
             warnings.warn(report, stacklevel=6)  # at the line that calls `fit`: it shall be heard without a console too
-        counters.stopped = "" if pauses.watch is None else pauses.watch.stopped
+        counters.stopped = pauses.end_reached() or ("" if pauses.watch is None else pauses.watch.stopped)
         at = counters.earlier_updates + counters.updates
         for observer in owner.observers:
             resume_at = getattr(observer, "resume_at", None)
@@ -68,7 +68,7 @@ class Found:
         ended = self._ended(owner.counters.stage)
         owner.counters.load_state_dict(ended["counters"])
         owner.history[:] = self._progress["history"][: ended["rows"]]
-        pauses.weights = ended["weights"]
+        pauses.passed = ended
         return [f"passed over: {self.path} is of a later fit of this run"]
 
     def _ended(self, stage: int) -> dict[str, Any]:

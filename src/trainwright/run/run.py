@@ -292,9 +292,7 @@ class Run:
         """The epoch's iterator, at its batch; on resume every random state is what it was there."""
         counters, random = self.counters, self.random
         loaded, random.loaded = random.loaded, None
-        if loaded is None or not counters.batch:
-            if loaded is not None:
-                set_random_state(loaded)
+        if loaded is None:
             if self.owner.checkpoint is not None:
                 random.epoch_start = random_state()
             return iter(self.source.epoch(counters.epoch))

@@ -9,7 +9,7 @@ from torch import nn
 
 from trainwright.base.contracts import Part, Tree
 from trainwright.base.errors import CheckpointError, message
-from trainwright.runtime.randomness import random_state
+from trainwright.runtime.randomness import random_state, set_random_state
 
 
 class Random:
@@ -27,6 +27,12 @@ class Random:
     def load_state_dict(self, tree: Tree) -> None:
         """Keep both states; the iterator of the epoch is made between setting the one and the other."""
         self.epoch_start, self.loaded = tree["epoch_start"], tree["now"]
+
+    def put_back(self) -> None:
+        """Have the process draw what followed the boundary; for one between two epochs, or where nothing is left."""
+        if self.loaded is not None:
+            set_random_state(self.loaded)
+            self.loaded = None
 
 
 class Held:
