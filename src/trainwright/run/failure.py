@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from trainwright.base.errors import TrainwrightError
+from trainwright.base.errors import StepError, TrainwrightError
 from trainwright.run.causes import cause_of
 from trainwright.run.sites import MISSING, Site, find_site, shown, title
 from trainwright.run.wrong_losses import loss_name
@@ -17,6 +18,8 @@ def explain(error: BaseException, owner: Any) -> None:
 
     Errors of this library, interrupts, and errors that carry a note already are left alone.
     """
+    if isinstance(error, StepError):
+        _name_the_step(error, owner)
     if not isinstance(error, Exception) or isinstance(error, TrainwrightError):
         return
     if any(note.startswith(HEAD) for note in getattr(error, "__notes__", ())):
@@ -27,6 +30,21 @@ def explain(error: BaseException, owner: Any) -> None:
             error.add_note(_note(site))
     except Exception as another:  # a step may hold any object; nothing that it does may replace the user's error
         error.add_note(f"{HEAD}what the failed step held cannot be shown: {type(another).__name__}: {another}")
+
+
+def _name_the_step(error: StepError, owner: Any) -> None:
+    """Say which step of the user's own returned what is no loss, and where it is written."""
+    called, trace = set(), error.__traceback__
+    while trace is not None:
+        called.add(trace.tb_frame.f_code.co_name)
+        trace = trace.tb_next
+    own = {"validation_step": owner.hooks.validates_itself, "training_step": owner.hooks.steps_itself}
+    names = ["training_step"] if "compute_gradients" in called else ["validation_step", "training_step"]
+    name = next((name for name in names if own[name]), None)
+    if name is None or ("weigh" not in called and "note" not in called) or hasattr(error, "__notes__"):
+        return
+    code = getattr(type(owner), name).__code__
+    error.add_note(f"{HEAD}{type(owner).__name__}.{name} ({Path(code.co_filename).name}:{code.co_firstlineno})")
 
 
 def _note(site: Site) -> str:
