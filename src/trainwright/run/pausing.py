@@ -244,7 +244,7 @@ class Pauses:
         if not found:
             warn(
                 f"the weights of the best {best.name} (update {best.update}) were not kept: the last ones stay",
-                stacklevel=6,
+                stacklevel=8,
             )
             return
         load_weights(found[0], self.owner.model)
