@@ -12,6 +12,7 @@ from trainwright.run import state
 from trainwright.run.owner import Owner
 from trainwright.run.pausing import Pauses
 from trainwright.run.run import Run
+from trainwright.slots.checkpoint import Keeper
 from trainwright.slots.saved import load_tree
 
 
@@ -24,6 +25,8 @@ class Found:
         self.manifest: dict[str, Any] = {}
         self.passes = False
         """Whether the `fit` in hand was over when it was saved, and a later one under way."""
+        self.before: Found | None = None
+        """The checkpoint of an earlier `fit`, where there is none of the one in hand."""
         if path is None:
             return
         self.tree, self.manifest = load_tree(path)
@@ -41,6 +44,11 @@ class Found:
         for epoch in range(saved["epoch"] + (saved["batch"] > 0)):
             counters.epoch = epoch
             run.begin_epoch(epoch)
+
+    def go_on(self, keeper: Keeper) -> None:
+        """Have the checkpoints of earlier stages be known, and removed in their turn, by a stage that starts."""
+        if self.before is not None and self.before.path is not None:
+            keeper.adopt(self.before.path, self.before.manifest)
 
     def load(self, owner: Owner, pauses: Pauses) -> list[str]:
         """Load it into everything bound; return the lines that the header says about it."""
@@ -82,7 +90,9 @@ def find(path: Path | None, resume: Any, *, stage: int) -> Found:
     if path is None or found.saved_stage >= stage:
         return found
     if resume == "auto":
-        return Found(None, stage=stage)
+        start = Found(None, stage=stage)
+        start.before = found
+        return start
     raise SettingError(
         message(
             f"resume={str(resume)!r} was saved in fit number {found.saved_stage + 1} of its run, "

@@ -65,6 +65,7 @@ def running(
                 run.random.put_back()
             plan = replace(plan, notes=(*plan.notes, *reports), finished=str(found.path.parent) if ended else "")
         if keeper is not None:
+            found.go_on(keeper)
             owner.between.run_id = keeper.run_id
             with run.shown.evaluated():
                 encode(state.gather(owner.parts()))  # what cannot be saved is refused now, not at the first save
