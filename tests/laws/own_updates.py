@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import torch
 from torch import nn
@@ -92,9 +93,9 @@ def sharp_by_hand(model, optimizer, loss_of, data, *, clip=None, schedule=None, 
 def closed_by_hand(model, optimizer, loss_of, data, *, clip=None, schedule=None):
     """LBFGS as a plain loop over whole batches; returns the losses before each step."""
 
-    def closure():
+    def closure(x, y):
         optimizer.zero_grad()
-        loss = loss_of(model(batch[0]), batch[1])
+        loss = loss_of(model(x), y)
         loss.backward()
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
@@ -102,7 +103,7 @@ def closed_by_hand(model, optimizer, loss_of, data, *, clip=None, schedule=None)
 
     losses = []
     for batch in data:
-        losses.append(float(optimizer.step(closure).detach()))
+        losses.append(float(optimizer.step(partial(closure, *batch)).detach()))
         if schedule is not None:
             schedule.step()
     return losses

@@ -20,6 +20,9 @@ from trainwright.slots.window import Window, above_nothing, ratio, rows_of
 Entry = tuple[str, float | Tensor, Count, bool]
 """(name, value, count, whether the value is a sum already)."""
 
+Told = tuple[float, float, bool]
+"""(value, count, whether the value is a sum already) of a loss that was read."""
+
 
 class Ledger:
     """Takes down every number of a loop with its count, and gives back exact count-weighted means.
@@ -108,8 +111,11 @@ class Ledger:
             return returned
         return self._weighed(read_outcome(returned), position)
 
-    def alone(self, returned: Any) -> Tensor:
-        """Return a loss that an `update` of the user's own minimizes by itself; it counts the window's rows."""
+    def alone(self, returned: Any) -> tuple[Tensor, Count, bool]:
+        """Return a loss that an `update` of the user's own minimizes by itself, its count, and whether it is a sum.
+
+        What does not tell its count counts the window's rows.
+        """
         assert self.window is not None
         rows = sum(self.window.rows)
         if type(returned) is Step:
@@ -117,11 +123,12 @@ class Ledger:
                 self.meters.update(returned.output, returned.target, rows)
             returned = returned.loss
         outcome = read_outcome(returned)
+        count = rows if outcome.count is None else outcome.count
         if outcome.named is not None:
-            self._entries += [(name, value, rows, outcome.summed) for name, value in outcome.named.items()]
+            self._entries += [(name, value, count, outcome.summed) for name, value in outcome.named.items()]
         if outcome.summed and outcome.count is not None:
-            return outcome.loss / above_nothing(outcome.count)
-        return outcome.loss
+            return outcome.loss / above_nothing(count), count, False
+        return outcome.loss, count, outcome.summed
 
     def check_fed(self, returned: Any) -> None:
         """Refuse what a step returned where metrics read outputs and it holds none."""
@@ -173,6 +180,21 @@ class Ledger:
             if name != "loss" or not self.noted:
                 self._entries.append((name, _number(value), rows, False))
             self.noted = self.noted or name == "loss"
+
+    def note_told(self, name: str, told: list[Told]) -> None:
+        """Take down the losses that `minimize` was given under one name."""
+        self._entries += [(name, *one) for one in told]
+
+    def note_sum(self, told: list[list[Told]]) -> None:
+        """Take down the sum of the losses of several names as the window's loss, where no step gave one."""
+        if self.noted:
+            return
+        self.noted = True
+        if len(told) == 1:
+            self.note_told("loss", told[0])
+            return
+        assert self.window is not None
+        self.note_told("loss", [(sum(_mean(each) for each in told), sum(self.window.rows), False)])
 
     def note_probed(self, numbers: Any, what: str) -> None:
         """Take down what a probe returned: a dict of numbers, or nothing."""
@@ -324,6 +346,15 @@ def _without_nothing(loss: Tensor, count: Count) -> Tensor:
     if isinstance(count, Tensor):
         return torch.where(count == 0, torch.zeros_like(loss), loss)
     return loss if count else loss.nan_to_num(0.0, 0.0, 0.0)
+
+
+def _mean(told: list[Told]) -> float:
+    """The mean of losses by what they count; NaN over nothing."""
+    if len(told) == 1 and not told[0][2]:
+        return told[0][0]  # bit for bit
+    counted = sum(count for _, count, _ in told)
+    total = sum(value if summed else value * count for value, count, summed in told if count)
+    return total / counted if counted else math.nan
 
 
 def _number(value: float | Tensor) -> float | Tensor:

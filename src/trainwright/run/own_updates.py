@@ -8,23 +8,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainwright.base.records import Count
 from trainwright.run.run import Run
 from trainwright.runtime import late
 from trainwright.runtime.gradients import Gradients
 
 
-def backward_of(run: Run, loss: Any, name: str | None) -> Tensor:
-    """Zero the gradients of one optimizer, and run `loss` backward; return it in the user's own scale."""
+def backward_of(run: Run, loss: Any, name: str | None) -> tuple[Tensor, Count, bool]:
+    """Zero the gradients of one optimizer, and run `loss` backward.
+
+    Returns it in the user's own scale, what it counts, and whether it is a plain sum over that.
+    """
     chosen = run.steppers.one(name, "minimize(loss)")
     chosen.gradients.zero()
-    value = run.ledger.alone(loss)
-    run.minimized.setdefault(chosen.steppers[0].name, [0.0, 0])[1] += 1
+    value, count, summed = run.ledger.alone(loss)
     if run.scaler is None:
         value.backward()
     else:
         run.scaler.scale(value).backward()
-        run.factor, run.unscales = run.scaler.factor(), True
-    return value.detach()
+        run.factor = run.scaler.factor()
+    return value.detach(), count, summed
 
 
 class _HeldBack(Exception):
@@ -43,21 +46,18 @@ def step_by_closure(run: Run, closure: Callable[[], Any], name: str | None) -> b
     optimizer: Any = stepper.optimizer
     weights = Gradients(optimizer).parameters
     before = [p.detach().clone() for p in weights] if run.checks else []
-    judged = False
+    norms: list[Any] = []
 
     def evaluate() -> Any:
-        nonlocal judged
         with torch.enable_grad():
             loss = closure()
         flag = run.settle(chosen.gradients)
-        first = stepper.norm if judged else None
         stepper.limit()
-        if judged:
-            stepper.norm = first  # what is told is the norm of the window's gradient, not that of a trial
-        else:
-            judged = True
+        if not norms:
             if not run.judge(flag, chosen):
                 raise _HeldBack
+            norms.append(stepper.norm)
+        stepper.norm = norms[0]  # what is told is the norm of the window's gradient, not that of a trial
         chosen.gradients.lower_flags()
         return loss
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from trainwright.base.contracts import Scaler, Source
 from trainwright.base.plan import Plan
 from trainwright.base.progress import Counters
+from trainwright.base.records import Count
 from trainwright.run.evaluating import feed
-from trainwright.run.ledger import Ledger
+from trainwright.run.ledger import Ledger, Told
 from trainwright.run.optimizers import check_parameters
 from trainwright.run.owner import Owner
 from trainwright.run.shown import Shown
@@ -47,7 +48,9 @@ class Run:
     _overflowed: bool | None = None
     """Whether a gradient of this update was not finite; None where none was judged."""
     unscales = False
-    """Whether the gradients of this update were made by a backward that knows of the loss scale."""
+    """Whether `compute_gradients` has made the gradients of this update, with the loss scale."""
+    _puts_back = False
+    """Whether this update was left out, so that what it has moved besides weights is put back at its end."""
     _unjudged = False
     """Whether gradients were checked that nobody has judged."""
     _idle = 0
@@ -67,10 +70,10 @@ class Run:
         self.epoch_over = False
         self.waited = 0.0
         """Seconds spent waiting for data since the last record."""
-        self.minimized: dict[str, list[float]] = {}
-        """For each name given to `minimize` in this update: the sum of its losses, and what they count."""
-        self.losing: Tensor | None = None
-        """The loss that `minimize` is taking to the weights, until it is judged."""
+        self.minimized: dict[str, list[Told]] = {}
+        """For each name given to `minimize` in this update: its losses, with what they count."""
+        self.losing: tuple[Tensor, Count, bool] | None = None
+        """The loss that `minimize` is taking to the weights, until it is judged; its count; whether it is a sum."""
         self._begun = -1
         self.teller = Teller(owner, self.steppers) or None
         """Who watches updates; None where nobody does."""
@@ -174,11 +177,11 @@ class Run:
     def judge(self, flag: Tensor | None, chosen: Chosen) -> bool:
         """Read the update's numbers, and say whether `chosen` may step; raises where that is the policy."""
         ledger, loss, self.losing = self.ledger, self.losing, None
-        if self.scaler is not None and not self.unscales:
+        if self.scaler is not None and not self.unscales and loss is None:
             raise nonfinite.not_scaled()
         wanted: list[Tensor | float] = [] if flag is None else [flag]
         if loss is not None:
-            wanted.append(loss)
+            wanted += loss[:2]
         for stepper in chosen.steppers:
             if stepper.norm is not None:
                 wanted.append(stepper.norm)
@@ -187,14 +190,13 @@ class Run:
         at = 0 if flag is None else 1
         value = ledger.loss if ledger.noted else 0.0
         if loss is not None:
-            value, at = read[at], at + 1
+            value, at = read[at], at + 2
+            self.minimized.setdefault(chosen.steppers[0].name, []).append((value, read[at - 1], loss[2]))
         for stepper in chosen.steppers:
             if stepper.norm is not None:
                 stepper.norm, at = read[at], at + 1
                 # Finite elements can have a norm that overflows: clipping by it would apply a gradient of zeros.
                 bad = bad or (flag is not None and not late.finite(stepper.norm))
-        if loss is not None:
-            self.minimized[chosen.steppers[0].name][0] += value
         if not bad and (flag is None or late.finite(value)):
             self._applied = True
             self._overflowed = self._overflowed is True
@@ -207,6 +209,8 @@ class Run:
     def count(self, window: Window, returned: Any) -> bool:
         """Count the update and close its numbers; return whether a step was applied in it."""
         ledger, counters = self.ledger, self.counters
+        if self._puts_back:
+            self._put_back()
         if returned is not None and (not ledger.noted or type(returned) is dict):
             ledger.note_returned(returned)
         if self.minimized:
@@ -217,7 +221,7 @@ class Run:
             self._adapt(self.scaler)
         counters.batch += len(window.batches)
         counters.rows += window.rows[0] if window.alone else sum(window.rows)
-        if self._applied if self._applied is not None else self._stepped:
+        if self._applied or self._stepped:
             counters.updates += 1
             self._idle = 0
             return True
@@ -265,17 +269,18 @@ class Run:
         """Adapt the loss scale once, by all that this update has seen."""
         if self._overflowed is not None:
             scaler.adapt(self._overflowed)
-        elif self._stepped and not self.unscales:
-            raise nonfinite.not_scaled()
+        elif self._stepped:
+            raise nonfinite.not_judged() if self.unscales else nonfinite.not_scaled()
         self._overflowed, self.unscales = None, False
 
     def _note_minimized(self, returned: Any) -> None:
         """Report the losses that were minimized, where `update` itself returned no number of that name."""
         given = returned if isinstance(returned, dict) else {}
-        means = {f"loss_{name}": total / n for name, (total, n) in self.minimized.items()}
-        self.minimized = {}
-        told = {name: value for name, value in means.items() if self.steppers.named and name not in given}
-        self.ledger.note_returned({**told, "loss": sum(means.values())})
+        minimized, self.minimized = self.minimized, {}
+        for name, told in minimized.items():
+            if self.steppers.named and f"loss_{name}" not in given:
+                self.ledger.note_told(f"loss_{name}", told)
+        self.ledger.note_sum(list(minimized.values()))
 
     def _note_step(self, *_: Any) -> None:
         self._stepped = True
@@ -314,12 +319,9 @@ class Run:
         self._overflowed = bad or self._overflowed is True
         self.gradients.lower_flags()
         chosen.gradients.lower_flags()
-        if verdict in ("raise", "skip") and self._kept:
-            torch._foreach_copy_(self._statistics, self._kept)
-        if verdict == "skip":
-            owner.state.clear()
-            owner.state.update(snapshot(self._kept_state))
+        self._puts_back = self._puts_back or verdict == "skip"
         if verdict == "raise":
+            self._put_back_statistics()
             norm = chosen.steppers[0].norm
             raise nonfinite.error(
                 update=self.counters.earlier_updates + self.counters.updates + 1,
@@ -333,5 +335,17 @@ class Run:
 
     def refuse(self, chosen: Chosen) -> bool:
         """Hold back a step after it was made and undone; raises where that is the policy."""
+        self._stepped = False
         self._applied = self.applies_anyway(True, self.ledger.loss if self.ledger.noted else 0.0, chosen)
         return self._applied
+
+    def _put_back(self) -> None:
+        """Put back the user's state and the statistics: at an update's end, for graphs in it may still hold them."""
+        self._puts_back = False
+        self._put_back_statistics()
+        self.owner.state.clear()
+        self.owner.state.update(snapshot(self._kept_state))
+
+    def _put_back_statistics(self) -> None:
+        if self._kept:
+            torch._foreach_copy_(self._statistics, self._kept)

@@ -70,6 +70,18 @@ def not_scaled() -> StepError:
     )
 
 
+def not_judged() -> StepError:
+    """Build the error for a step under a loss scale of gradients that nobody has looked at."""
+    return StepError(
+        message(
+            "precision='fp16' and a step() of your own: an overflow would have gone into the weights",
+            want="gradients that are checked before a step, and the loss scale adapted by them",
+            fix="self.apply_gradients(), in the place of optimizer.step()",
+            where=False,
+        )
+    )
+
+
 def error(
     *, update: int, loss: float, lr: float, norm: float | None, counted: float | None, whole: bool = True
 ) -> NonFiniteError:
