@@ -136,6 +136,17 @@ class Held:
         (Held("a", torch.zeros(8)), 8),
         ([torch.zeros(5, 3), torch.zeros(7, 3), torch.zeros(2, 3)], 3),
         (([torch.zeros(5, 3), torch.zeros(7, 3)], torch.zeros(2)), 2),
+        (
+            (
+                [torch.zeros(3, 8, 8), torch.zeros(3, 9, 9)],
+                [{"boxes": torch.zeros(1, 4)}, {"boxes": torch.zeros(2, 4)}],
+            ),
+            2,
+        ),
+        (((torch.zeros(3, 8, 8),), ({"boxes": torch.zeros(5, 4)},)), 1),
+        (([torch.zeros(3, 8, 8), torch.zeros(3, 9, 9)], [torch.zeros(1, 4), torch.zeros(2, 4)], torch.zeros(2)), 2),
+        (((torch.zeros(6, 3), torch.zeros(6, 2)), (torch.zeros(6), torch.zeros(6, 1))), 6),
+        (({"x": torch.zeros(6, 3)}, {"y": torch.zeros(6)}), 6),
     ],
 )
 def test_rows_are_dim_0_of_the_first_tensor_or_the_length_of_a_ragged_list(given, rows):

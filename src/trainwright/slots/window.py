@@ -158,7 +158,10 @@ def ratio(part: Count, whole: Count) -> Any:
 
 
 def rows_of(batch: Any) -> int:
-    """The rows of a batch: dim 0 of the first tensor found depth-first; the length of a list of unequal tensors."""
+    """The rows of a batch: dim 0 of the first tensor found depth-first; the length of a list of unequal tensors.
+
+    Of lists of one length, one of which holds dicts or unequal tensors, it is that length: pictures and their targets.
+    """
     if type(batch) in (tuple, list) and batch and isinstance(batch[0], Tensor) and batch[0].ndim:
         rows: int = batch[0].shape[0]
         for item in batch:
@@ -180,12 +183,16 @@ def rows_of(batch: Any) -> int:
 
 
 def find_rows(batch: Any) -> int | None:
-    """Return the rows of a nested batch as `rows_of` does, or None where no tensor tells them."""
+    """Return the rows of a nested batch as `rows_of` does, or None where nothing tells them."""
     if isinstance(batch, Tensor):
         return batch.shape[0] if batch.ndim else None
     if isinstance(batch, list | tuple) and _ragged(batch):
         return len(batch)
-    for item in _items(batch):
+    items = _items(batch)
+    found = _rows_in_lists(items)
+    if found is not None:
+        return found
+    for item in items:
         found = find_rows(item)
         if found is not None:
             return found
@@ -228,6 +235,24 @@ def _ragged(batch: Sequence[Any]) -> bool:
         return False
     alike = len({(item.ndim, item.dtype) for item in batch}) == 1
     return alike and len({item.shape[0] if item.ndim else -1 for item in batch}) > 1
+
+
+def _rows_in_lists(items: Sequence[Any]) -> int | None:
+    """The common length of lists with one entry per row; None where the items are columns, as far as can be told."""
+    if not items or not isinstance(items[0], list | tuple):
+        return None
+    rows = len(items[0])
+    for item in items:
+        length = item.shape[0] if isinstance(item, Tensor) and item.ndim else None
+        if (len(item) if isinstance(item, list | tuple) else length) != rows:
+            return None
+    told = any(isinstance(item, list | tuple) and (_ragged(item) or _of_one_form(item)) for item in items)
+    return rows if told else None
+
+
+def _of_one_form(rows: Sequence[Any]) -> bool:
+    """Whether a sequence is dicts of the same keys, as the targets of a batch of pictures are."""
+    return bool(rows) and all(isinstance(row, Mapping) and row.keys() == rows[0].keys() for row in rows)
 
 
 def _items(batch: Any) -> Sequence[Any]:
