@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
@@ -23,6 +23,7 @@ from trainwright.runtime import modules
 from trainwright.runtime.device import move
 from trainwright.runtime.randomness import unmoved
 from trainwright.runtime.snapshot import snapshot
+from trainwright.runtime.surroundings import beside_training
 from trainwright.slots.metrics import Meters
 from trainwright.slots.precision import switched
 
@@ -39,20 +40,24 @@ class Evaluation:
 
 
 @contextmanager
-def traceless(owner: Owner, source: Source) -> Iterator[None]:
+def traceless(owner: Owner, source: Source, *, shows_gradients: bool = False) -> Iterator[Source]:
     """Eval mode, no gradients, the weights that count and a copy of the state inside; all put back afterwards.
 
-    Every random state too, that of the loader included.
+    Every random state too, that of the loader included. Yields the source to read from, so that the position of the
+    one that was given stays where it is. Numbers that are logged inside belong to a ledger that the caller puts in
+    the place of training's.
     """
     roots = [module for module in (owner.model, owner.loss, *owner.frozen.values()) if isinstance(module, nn.Module)]
     with ExitStack() as stack:
         stack.enter_context(unmoved(getattr(source, "generators", ())))
+        stack.enter_context(beside_training(owner.device.type))
         stack.enter_context(showing(owner))
+        stack.enter_context(modules.untouched(*roots, shows_gradients=shows_gradients))
         stack.enter_context(modules.evaluating(*roots))
         stack.enter_context(torch.no_grad())
         stack.enter_context(switched(owner.precision))
         stack.enter_context(_state_aside(owner))
-        yield
+        yield beside(source) if source.repeatable else source
 
 
 def showing(owner: Owner) -> AbstractContextManager[None]:
@@ -82,29 +87,40 @@ def feed(owner: Owner, source: Source) -> None:
                 fix="average=EMA(0.999), which takes the statistics of training",
             )
         )
-    ledger = Ledger(None, owner.hooks)
-    outer, owner.ledger = owner.ledger, ledger
-    step, move = _with_autocast(owner, owner.training_step), owner.hooks.move
-    aside = beside(source)
-    try:
-        with unmoved(getattr(aside, "generators", ())), torch.no_grad(), _state_aside(owner):
-            for batch in aside.epoch(owner.counters.epoch):
-                ledger.batch = batch
-                step(batch if move is None else move(batch))
-    finally:
-        owner.ledger = outer
+    ledger, move, aside = Ledger(None, owner.hooks), owner.hooks.move, beside(source)
+    with ExitStack() as stack:
+        stack.enter_context(ledger_aside(owner, ledger))
+        stack.enter_context(unmoved(getattr(aside, "generators", ())))
+        stack.enter_context(beside_training(owner.device.type))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(_state_aside(owner))
+        step = _with_autocast(owner, owner.training_step)
+        for batch in aside.epoch(owner.counters.epoch):
+            ledger.batch = batch
+            step(batch if move is None else move(batch))
 
 
 @contextmanager
 def probing(owner: Owner, source: Source) -> Iterator[None]:
     """What a probe runs in: as without a trace as an evaluation, under the autocast of the precision."""
-    outer, owner.ledger = owner.ledger, Ledger(None, owner.hooks)
-    context = None if owner.precision is None else owner.precision.autocast(owner.device.type)
+    with ledger_aside(owner), traceless(owner, source, shows_gradients=True), autocast(owner):
+        yield
+
+
+@contextmanager
+def ledger_aside(owner: Owner, ledger: Ledger | None = None) -> Iterator[None]:
+    """Another ledger in the place of training's, whose numbers none from inside shall enter."""
+    outer, owner.ledger = owner.ledger, Ledger(None, owner.hooks) if ledger is None else ledger
     try:
-        with traceless(owner, source), nullcontext() if context is None else context:
-            yield
+        yield
     finally:
         owner.ledger = outer
+
+
+def autocast(owner: Owner) -> AbstractContextManager[Any]:
+    """What a step of this precision runs in."""
+    context = None if owner.precision is None else owner.precision.autocast(owner.device.type)
+    return nullcontext() if context is None else context
 
 
 def evaluate(owner: Owner, source: Source, *, name: str, batches: int | None = None) -> Evaluation:
@@ -113,29 +129,26 @@ def evaluate(owner: Owner, source: Source, *, name: str, batches: int | None = N
     The standard error over rows of `hooks.spread` is wanted too.
     """
     meters = _meters(owner, owner.hooks.spread)
-    ledger = Ledger(meters, owner.hooks)
-    move = owner.hooks.move
-    outer, owner.ledger = owner.ledger, ledger
-    step = _with_autocast(owner, owner.validation_step)
+    ledger, move = Ledger(meters, owner.hooks), owner.hooks.move
     seen = 0
-    try:
-        with traceless(owner, source):
-            for batch in source.epoch(0) if batches is None else islice(source.epoch(0), batches):
-                ledger.batch = batch
-                returned = step(batch if move is None else move(batch))
-                if not seen:
-                    ledger.check_fed(returned)
-                ledger.note(returned)
-                seen += 1
-                if not seen % READ_EVERY:
-                    ledger.close()
-                    ledger.close_totals()
-            numbers = ledger.means(f"{name}_")
-    except BaseException as error:
-        explain(error, owner)
-        raise
-    finally:
-        owner.ledger = outer
+    with ledger_aside(owner, ledger):
+        try:
+            with traceless(owner, source) as aside:
+                step = _with_autocast(owner, owner.validation_step)
+                for batch in aside.epoch(0) if batches is None else islice(aside.epoch(0), batches):
+                    ledger.batch = batch
+                    returned = step(batch if move is None else move(batch))
+                    if not seen:
+                        ledger.check_fed(returned)
+                    ledger.note(returned)
+                    seen += 1
+                    if not seen % READ_EVERY:
+                        ledger.close()
+                        ledger.close_totals()
+                numbers = ledger.means(f"{name}_")
+        except BaseException as error:
+            explain(error, owner)
+            raise
     if not seen:
         raise DataError(message(f"the {name} data gave no batch", want="at least one batch", where=False))
     return Evaluation(*_without_hidden(numbers, meters, f"{name}_"))
@@ -143,11 +156,11 @@ def evaluate(owner: Owner, source: Source, *, name: str, batches: int | None = N
 
 def predict(owner: Owner, source: Source) -> Any:
     """Return the outputs of `predict_step` over one pass in data order, joined on the CPU; see `join`."""
-    step = _with_autocast(owner, owner.predict_step)
     outputs: list[Any] = []
     try:
-        with traceless(owner, source):
-            for batch in source.epoch(0):
+        with ledger_aside(owner), traceless(owner, source) as aside:
+            step = _with_autocast(owner, owner.predict_step)
+            for batch in aside.epoch(0):
                 output = step(batch if owner.hooks.move is None else owner.hooks.move(batch))
                 outputs.append(move(output.output if type(output) is Step else output, torch.device("cpu")))
     except BaseException as error:
@@ -159,21 +172,33 @@ def predict(owner: Owner, source: Source) -> Any:
 
 
 def join(outputs: list[Any]) -> Any:
-    """Concatenate nested outputs along their rows; a list where the shapes do not allow it."""
+    """Concatenate nested outputs along their rows; a list where the shapes do not allow it.
+
+    A list of dicts, one for each row, is such rows; so are lists whose lengths differ. Other lists are columns.
+    """
     first = outputs[0]
     if isinstance(first, Tensor):
         fits = first.ndim > 0 and all(output.shape[1:] == first.shape[1:] for output in outputs)
         return torch.cat(outputs) if fits else outputs
-    if isinstance(first, tuple) and hasattr(first, "_fields"):
-        return type(first)(*(join(list(column)) for column in zip(*outputs, strict=True)))
     if isinstance(first, tuple | list):
-        return type(first)(join(list(column)) for column in zip(*outputs, strict=True))
+        if _are_rows(outputs):
+            return [row for output in outputs for row in output]
+        columns = [join(list(column)) for column in zip(*outputs, strict=True)]
+        return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
     if isinstance(first, dict):
         return {key: join([output[key] for output in outputs]) for key in first}
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
         names = [field.name for field in dataclasses.fields(first)]
         return dataclasses.replace(first, **{n: join([getattr(output, n) for output in outputs]) for n in names})
     return outputs
+
+
+def _are_rows(outputs: list[Any]) -> bool:
+    """Whether lists hold something for each row: a detector's dicts, or as many entries as a batch has rows."""
+    if not isinstance(outputs[0], list):
+        return False
+    dicts = all(isinstance(row, Mapping) for output in outputs for row in output)
+    return dicts or len({len(output) for output in outputs}) > 1
 
 
 _HIDDEN = "loss of each row"
@@ -204,9 +229,10 @@ def _without_hidden(
 
 
 def _with_autocast(owner: Owner, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    context = None if owner.precision is None else owner.precision.autocast(owner.device.type)
-    if context is None:
+    """A step under the autocast of the precision; made inside `traceless`, whose choice of a cache it takes over."""
+    if owner.precision is None:
         return step
+    context = autocast(owner)
 
     def under_autocast(batch: Any) -> Any:
         with context:
