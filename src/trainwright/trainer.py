@@ -172,8 +172,8 @@ class Trainer(Generic[M]):
                         run.teller.tell(window, applied=applied)
                     if counters.updates >= run.due and not run.at_end:  # else the pause of the epoch's end does it
                         self._pause(run, pauses)
-                if run.epoch_over:
-                    self._pause(run, pauses, epoch_ended=True)
+                if run.epoch_over or run.stopped_between:
+                    self._pause(run, pauses, epoch_ended=run.epoch_over)
         return setup.result_of(self)
 
     def update(self, window: Window) -> Any:

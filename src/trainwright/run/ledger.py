@@ -60,16 +60,20 @@ class Ledger:
         self._known: KnownLoss | None = None
         self._sums: dict[str, float] = {}
         self._counts: dict[str, float] = {}
+        self._earlier: dict[str, tuple[float, float]] = {}
+        """Sum and count of what was closed in this update: each of several steps closes what came before it."""
         self.noting = True
         """Whether what steps return is taken down: not in a second pass over the same window."""
+        self._within = False
+        """Whether an epoch is in hand, so that a number that is logged has one to belong to."""
 
     def begin(self, window: Window) -> None:
         """Turn to the next window."""
-        self.window = window
+        self.window, self._within = window, True
         self.noted = False
         self.loss = math.nan
         if self.values:
-            self.values = {}
+            self.values, self._earlier = {}, {}
         self.noting = True
 
     def begin_again(self) -> None:
@@ -212,7 +216,7 @@ class Ledger:
         check_name(name, "logged")
         if self.meters is not None and name in self.meters.names:
             raise SettingError(message(f"log({name!r}, ...): a metric has this name", fix=f'log("my_{name}", ...)'))
-        if self.window is None and self.batch is None:
+        if not self._within and self.batch is None:
             raise TrainwrightError(message(f"log({name!r}, ...) outside a step", want="a call from a step"))
         if self.noting:
             self._entries.append((name, _number(value), self.count if count is None else count, False))
@@ -269,13 +273,15 @@ class Ledger:
         return {prefix + name: value for name, value in means.items()} | self.meters.compute(prefix, means)
 
     def reset(self) -> None:
-        """Start new sums."""
+        """Start new sums, of an epoch to come."""
+        self._within = False
         self._entries, self._sums, self._counts = [], {}, {}
         if self.meters is not None:
             self.meters.reset()
 
     def state_dict(self) -> dict[str, Any]:
         """The running sums, so that a mean goes on after a resume inside an epoch."""
+        self.close()  # what was logged since the last update was judged
         meters = None if self.meters is None else self.meters.state_dict()
         return {"sums": dict(self._sums), "counts": dict(self._counts), "meters": meters}
 
@@ -336,6 +342,12 @@ class Ledger:
             self._counts[name] = self._counts.get(name, 0.0) + count
         means = {name: (sums[name] / n if n else math.nan) for name, n in counts.items()}
         means |= {name: value for name, value in alone.items() if value is not None}  # bit for bit what was given
+        if self.window is not None:
+            for name in means:
+                total, n = self._earlier.get(name, (0.0, 0.0))
+                if n:
+                    means[name] = (total + sums[name]) / (n + counts[name])
+                self._earlier[name] = (total + sums[name], n + counts[name])
         if "loss" in means:
             self.loss, self.counted = means.pop("loss"), counts["loss"]
         self.values |= means

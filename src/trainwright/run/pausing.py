@@ -108,7 +108,7 @@ class Pauses:
         row = {
             "epoch": counters.earlier_epochs + counters.epoch,
             "update": counters.earlier_updates + counters.updates,
-            **ledger.means(),
+            **(ledger.means() or self._told()),
             **(numbers or {}),
             **(self.run.steppers.numbers() or {"lr": self.run.steppers.rates[0]}),
         }
@@ -118,6 +118,15 @@ class Pauses:
             counters.validated = counters.updates
         self.history.append(row)
         return row
+
+    def _told(self) -> dict[str, float]:
+        """The training numbers that were told last, for a run that is stopped between two epochs."""
+        last = self.history[-1] if self.history else {}
+        return {
+            name: value
+            for name, value in last.items()
+            if name not in ("epoch", "update") and not name.startswith("val_")
+        }
 
     def judge(self, row: Mapping[str, float], *, validated: bool) -> tuple[bool, bool]:
         """Show the row to early stopping, the checkpoint and the schedule; return whether it is the best, and kept."""

@@ -61,6 +61,8 @@ class Found:
         for report in reports:
             warnings.warn(report, stacklevel=6)  # at the line that calls `fit`: it shall be heard without a console too
         counters.stopped = pauses.end_reached() or ("" if pauses.watch is None else pauses.watch.stopped)
+        if counters.stopped or not counters.batch:  # begin_epoch, or what follows this `fit`, draws first
+            pauses.run.random.put_back()
         at = counters.earlier_updates + counters.updates
         for observer in owner.observers:
             resume_at = getattr(observer, "resume_at", None)

@@ -68,6 +68,8 @@ class Run:
         self.due: float = 0
         """The update at which something falls due and the loop pauses."""
         self.epoch_over = False
+        self.stopped_between = False
+        """Whether `begin_epoch` has stopped the run, before the first window of the epoch."""
         self.waited = 0.0
         """Seconds spent waiting for data since the last record."""
         self.minimized: dict[str, list[Told]] = {}
@@ -114,7 +116,8 @@ class Run:
         counters, owner, clock = self.counters, self.owner, time.perf_counter
         self.epoch_over = False
         self.begin_epoch(counters.epoch)
-        if counters.stopped:
+        self.stopped_between = bool(counters.stopped)
+        if self.stopped_between:
             return
         begun = clock()
         for window in self._grouped():

@@ -60,10 +60,8 @@ def running(
             _rehearse(owner, run, val)
         if found.path is not None:
             reports = found.pass_stage(owner, pauses) if found.passes else found.load(owner, pauses)
-            ended = owner.counters.stopped or pauses.end_reached()
-            if ended or not owner.counters.batch:  # begin_epoch, or what follows this `fit`, draws first
-                run.random.put_back()
-            plan = replace(plan, notes=(*plan.notes, *reports), finished=str(found.path.parent) if ended else "")
+            finished = str(found.path.parent) if owner.counters.stopped else ""
+            plan = replace(plan, notes=(*plan.notes, *reports), finished=finished)
         if keeper is not None:
             found.go_on(keeper)
             owner.between.run_id = keeper.run_id
