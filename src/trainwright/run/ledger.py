@@ -58,8 +58,7 @@ class Ledger:
         self._total_counts: list[Count] = []
         self._targets: list[Tensor] = []
         self._known: KnownLoss | None = None
-        self._sums: dict[str, float] = {}
-        self._counts: dict[str, float] = {}
+        self._sums, self._counts = dict[str, float](), dict[str, float]()
         self._earlier: dict[str, tuple[float, float]] = {}
         """Sum and count of what was closed in this update: each of several steps closes what came before it."""
         self.noting = True
@@ -342,14 +341,13 @@ class Ledger:
             self._counts[name] = self._counts.get(name, 0.0) + count
         means = {name: (sums[name] / n if n else math.nan) for name, n in counts.items()}
         means |= {name: value for name, value in alone.items() if value is not None}  # bit for bit what was given
-        if self.window is not None:
-            for name in means:
-                total, n = self._earlier.get(name, (0.0, 0.0))
-                if n:
-                    means[name] = (total + sums[name]) / (n + counts[name])
-                self._earlier[name] = (total + sums[name], n + counts[name])
         if "loss" in means:
             self.loss, self.counted = means.pop("loss"), counts["loss"]
+        for name in means if self.window is not None else ():
+            total, n = self._earlier.get(name, (0.0, 0.0))
+            if n:
+                means[name] = (total + sums[name]) / (n + counts[name])
+            self._earlier[name] = (total + sums[name], n + counts[name])
         self.values |= means
 
 
