@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from trainwright.base.errors import DataError, SettingError, message
 from trainwright.base.figures import confusion_figure, values_figure
 from trainwright.base.records import Step
 from trainwright.run.deciding import decide, kind_of
-from trainwright.run.evaluating import join, traceless
+from trainwright.run.evaluating import autocast, join, ledger_aside, traceless
 from trainwright.run.failure import explain
 from trainwright.run.owner import Owner
 from trainwright.runtime.device import move
@@ -105,11 +105,10 @@ def report(
 def _compared(owner: Owner, source: Source) -> list[tuple[Tensor, Tensor]]:
     """Return output and target of every batch, on the CPU."""
     host, pairs = torch.device("cpu"), []
-    context = None if owner.precision is None else owner.precision.autocast(owner.device.type)
-    with traceless(owner, source), _split_once(owner) as split_of:
-        for batch in source.epoch(0):
+    with ledger_aside(owner), traceless(owner, source) as aside, _split_once(owner) as split_of:
+        for batch in aside.epoch(0):
             moved = batch if owner.hooks.move is None else owner.hooks.move(batch)
-            with nullcontext() if context is None else context:
+            with autocast(owner):
                 returned = owner.predict_step(moved)
             output, target = returned, None
             if type(returned) is Step:

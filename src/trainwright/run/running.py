@@ -28,6 +28,7 @@ from trainwright.run.setup import NOT_RUNNING
 from trainwright.run.steppers import ONLY, NamedParts, monitors
 from trainwright.runtime.device import move
 from trainwright.runtime.modules import untrained, wake
+from trainwright.runtime.surroundings import training_afresh
 from trainwright.slots.checkpoint import Keeper
 from trainwright.slots.precision import switched
 from trainwright.slots.saved import encode, find_checkpoint
@@ -43,6 +44,7 @@ def running(
     """
     check_parameters(owner)
     with ExitStack() as undo:
+        undo.enter_context(training_afresh(owner.device.type))
         undo.enter_context(switched(owner.precision))
         undo.enter_context(untrained(*owner.frozen.values()))
         plan = make_plan(

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from trainwright.base.contracts import Tree
 from trainwright.base.errors import SettingError, message
+from trainwright.runtime.modules import unnoticed
 from trainwright.slots.average import Average
 
 
@@ -60,17 +61,10 @@ class Shown:
             yield
             return
         self._inside = True
+        held = (*self.model.parameters(), *self.model.buffers(), *self._parameters)
         try:
-            if self.average is not None:
-                with self.average.swapped(self._forward):
-                    yield
-            else:
-                self._raw = [p.detach().clone() for p in self._parameters]
-                self._show()
-                try:
-                    yield
-                finally:
-                    self._hide()
+            with unnoticed(held), self._swapped():
+                yield
         finally:
             self._inside = False
 
@@ -100,6 +94,19 @@ class Shown:
             for parameter, raw in zip(self._parameters, tree["raw"], strict=True):
                 parameter.copy_(raw)
         return None
+
+    @contextmanager
+    def _swapped(self) -> Iterator[None]:
+        if self.average is not None:
+            with self.average.swapped(self._forward):
+                yield
+            return
+        self._raw = [p.detach().clone() for p in self._parameters]
+        self._show()
+        try:
+            yield
+        finally:
+            self._hide()
 
     @property
     def _parameters(self) -> list[Tensor]:

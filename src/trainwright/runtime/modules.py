@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
+import torch
 from torch import Tensor, nn
 
 from trainwright.base.errors import message
@@ -33,6 +34,45 @@ def evaluating(*roots: nn.Module) -> Iterator[None]:
         for root in roots:
             root.eval()
         yield
+
+
+@contextmanager
+def untouched(*roots: nn.Module, shows_gradients: bool = False) -> Iterator[None]:
+    """Put back what a pass may move although it trains nothing: gradients, `requires_grad`, normalisation statistics.
+
+    Gradients are None inside, so that a `backward` in there adds to nothing; with `shows_gradients` they can be read.
+    A module with a `train` of its own may change its tensors with its mode, as merged LoRA weights do, and not come
+    back to the last bit: what it holds itself is put back.
+    """
+    found = [(p, p.requires_grad, p.grad) for root in roots for p in root.parameters()]
+    moved = [tensor for root in roots for tensor in (*running_statistics(root), *_moved_by_modes(root))]
+    kept = [tensor.detach().clone() for tensor in moved]
+    try:
+        with unnoticed(moved):
+            if not shows_gradients:
+                for parameter, _, _ in found:
+                    parameter.grad = None
+            try:
+                yield
+            finally:
+                with torch.no_grad():
+                    for tensor, before in zip(moved, kept, strict=True):
+                        tensor.copy_(before)
+    finally:
+        for parameter, wanted, gradient in found:
+            if parameter.requires_grad != wanted:
+                parameter.requires_grad_(wanted)
+            parameter.grad = gradient
+
+
+def unnoticed(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
+    """Hide from autograd that tensors are changed inside, and changed back bit for bit before the end.
+
+    A step under way may have saved them for its backward, which would refuse them else.
+    """
+    versioned = tuple(tensor for tensor in tensors if not tensor.is_inference())
+    hidden: AbstractContextManager[None] = torch.autograd.grad_mode._unsafe_preserve_version_counter(versioned)
+    return hidden
 
 
 def wake(model: nn.Module) -> list[str]:
@@ -93,3 +133,13 @@ def untrained(*roots: nn.Module) -> Iterator[None]:
         finally:
             for parameter, before in wanted:
                 parameter.requires_grad_(before)
+
+
+def _moved_by_modes(root: nn.Module) -> list[Tensor]:
+    """The tensors of modules with a `train` of their own, without those of the modules inside them."""
+    return [
+        tensor
+        for module in root.modules()
+        if type(module).train is not nn.Module.train
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    ]
