@@ -17,6 +17,10 @@ class LoaderBatches:
 
     repeatable = True
     draws_global_rng = True
+    _tells_epoch = True
+    """Whether data set and sampler hear which epoch it is."""
+    _keeps_workers: bool | None = None
+    """Whether passes beside training use the loader's persistent workers; None: unless these are under way."""
 
     def __init__(self, loader: DataLoader[Any], role: str) -> None:
         self._loader = loader
@@ -56,9 +60,17 @@ class LoaderBatches:
         self._wake_workers(epoch)
         self._generators.begin(epoch)
         self._passes += 1
-        if self._role == "train":  # an evaluation leaves data that it shares with training in their epoch
+        if self._role == "train" and self._tells_epoch:
             tell_epoch(epoch, *self._tellable)
-        return opened(iter(self._loader), skip, name=self.describe(), complaint=self._no_batches)
+        return opened(self._iterator(), skip, name=self.describe(), complaint=self._no_batches)
+
+    def set_aside(self) -> None:
+        """Read beside whoever else reads the loader: data set and sampler stay in their epoch."""
+        self._tells_epoch = False
+
+    def keep_workers(self, *, keeps: bool) -> None:
+        """Say whether the loader's persistent workers serve these passes, or training's alone."""
+        self._keeps_workers = keeps
 
     @property
     def generators(self) -> list[Any]:
@@ -74,6 +86,16 @@ class LoaderBatches:
         self._generators.load_state_dict(tree["generators"])
         self._passes = tree["passes"]
         self._resumed = True
+
+    def _iterator(self) -> Iterator[Any]:
+        """A pass over the loader; one apart where its persistent workers are not to be taken from another pass."""
+        loader: Any = self._loader
+        if self._tells_epoch or not loader.persistent_workers:
+            return iter(self._loader)
+        under_way = getattr(getattr(loader, "_iterator", None), "_tasks_outstanding", 0)
+        keeps = not under_way if self._keeps_workers is None else self._keeps_workers
+        apart: Iterator[Any] = iter(loader) if keeps else loader._get_iterator()
+        return apart
 
     def _wake_workers(self, epoch: int) -> None:
         """Start persistent workers where an earlier pass has done so: they draw their base seed only once."""

@@ -84,6 +84,8 @@ class Batches:
     """A data set, dealt into batches; made by `batches`."""
 
     repeatable = True
+    _tells_epoch = True
+    """Whether data set and sampler hear which epoch it is."""
 
     def __init__(self, rows: Table | SeededRows, dealing: Dealing, sampler: Iterable[int] | None) -> None:
         self._data = rows
@@ -118,13 +120,18 @@ class Batches:
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
         """The batches of `epoch` without its first `skip`, which are not read."""
         self._generators.begin(epoch)
-        tell_epoch(epoch, self._sampler, getattr(self._data, "dataset", None))
+        if self._tells_epoch:
+            tell_epoch(epoch, self._sampler, getattr(self._data, "dataset", None))
         seed = self._settled_seed()
         if self._dealing.workers not in ("auto", 0):
             return self._by_workers(seed, epoch, skip)
         if isinstance(self._data, Table) and self._sampler is None:
             return self._data.batches(self._order(seed, epoch), self._dealing.size, self._left(skip))
         return self._fetched(seed, epoch, self._dealt(seed, epoch, skip))
+
+    def set_aside(self) -> None:
+        """Read beside whoever else reads the data: data set and sampler stay in their epoch."""
+        self._tells_epoch = False
 
     @property
     def generators(self) -> list[Any]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from contextlib import nullcontext
 from copy import copy
 from numbers import Number
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from trainwright.data.foreign import LoaderBatches
 from trainwright.data.own import Batches, batches
 from trainwright.data.position import Generators
 from trainwright.data.stream import ReadyBatches
+from trainwright.runtime.randomness import unmoved
 
 _FORMS = (
     "batches(...), a DataLoader, a Dataset, a tensor or array or a tuple of them with batch_size, "
@@ -66,7 +68,8 @@ class PerEpoch:
         self._batch_size = batch_size
         self._shuffle = shuffle
         self._role = role
-        self._data = _called(make, 0, role)
+        with nullcontext() if role == "train" else unmoved():  # training draws as the plain loop does
+            self._data = _called(make, 0, role)
         self._source = self._opened(self._data)
         self._epoch = 0
         self._fresh = True
@@ -75,6 +78,10 @@ class PerEpoch:
         self.length = self._source.length
         self.rows = self._source.rows
         self.batch_size = self._source.batch_size
+
+    def set_aside(self) -> None:
+        """Read the data in hand beside whoever else reads them."""
+        self._source = beside(self._source)
 
     def describe(self) -> str:
         """The data of epoch 0."""
@@ -190,9 +197,15 @@ def _name(data: Any) -> str:
 
 
 def beside(source: Source) -> Source:
-    """The same data for a pass beside training's: what it does to a source's own position is done to a copy."""
-    aside = copy(source)
+    """The same data for a pass beside training's: what it does to a source's own position is done to a copy.
+
+    A source that is not of this package is given back as it is.
+    """
+    if not isinstance(source, Batches | LoaderBatches | ReadyBatches | PerEpoch):
+        return source
+    aside: Any = copy(source)
     for name, value in vars(source).items():
         if isinstance(value, Generators):
             setattr(aside, name, copy(value))
-    return aside
+    aside.set_aside()
+    return cast(Source, aside)

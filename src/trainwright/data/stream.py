@@ -23,6 +23,8 @@ class ReadyBatches:
 
     batch_size: int | None = None
     rows: int | None = None
+    _tells_epoch = True
+    """Whether the data hear which epoch it is."""
 
     def __init__(self, data: Any, role: str) -> None:
         self._data = data
@@ -41,11 +43,15 @@ class ReadyBatches:
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
         """A pass over the batches; its first `skip` are read and dropped."""
-        if self._role == "train":
+        if self._role == "train" and self._tells_epoch:
             tell_epoch(epoch, self._data)
         if not skip and isinstance(self._data, list) and self._data:
             return iter(self._data)
         return opened(iter(self._data), skip, name=self.describe(), complaint=self._no_batches)
+
+    def set_aside(self) -> None:
+        """Read beside whoever else reads the data: they stay in their epoch."""
+        self._tells_epoch = False
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: the position is the number of batches that were read."""

@@ -13,6 +13,7 @@ from trainwright.base.contracts import Observer, Source
 from trainwright.base.errors import SettingError, TrainwrightError, message, not_built
 from trainwright.base.progress import Counters
 from trainwright.base.records import Result
+from trainwright.data.foreign import LoaderBatches
 from trainwright.data.source import open_source, takes_batch_size
 from trainwright.data.stream import Continuing
 from trainwright.run.owner import Owner
@@ -120,10 +121,15 @@ def open_data(
     source = open_source(train, batch_size=batch_size, shuffle=True, role="train")
     if ends.epoch_updates is not None and source.length is None:
         source = Continuing(source)
-    return source, {
+    held_out = {
         name: open_source(data, batch_size=_fitting(data, batch_size), role=name)
         for name, data in _held_out(val).items()
     }
+    for name, data in _held_out(val).items():
+        opened = held_out[name]
+        if isinstance(opened, LoaderBatches):
+            opened.keep_workers(keeps=data is not train)
+    return source, held_out
 
 
 def begin_stage(owner: Owner, *, resumes: bool) -> None:
