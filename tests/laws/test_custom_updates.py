@@ -221,9 +221,9 @@ def check_numbers(k=3):
         told.append({"n": len(y), "loss": loss.item(), "hits": hits, "size": size, "gap": float(y.sum())})
     rows = sum(one["n"] for one in told)
     (row,) = result.history
-    assert row["accuracy"] == sum(one["hits"] for one in told) / rows
+    assert row.get("accuracy") == sum(one["hits"] for one in told) / rows
     for name in ("loss", "size", "gap"):
-        assert row[name] == pytest.approx(sum(one[name] * one["n"] for one in told) / rows, rel=1e-14)
+        assert row.get(name) == pytest.approx(sum(one[name] * one["n"] for one in told) / rows, rel=1e-14)
         assert [update.values.get(name, update.loss) for update in updates] == [one[name] for one in told]
     assert row["before"] == pytest.approx(sum(one["n"] ** 2 for one in told) / rows, rel=1e-14)
 
@@ -279,7 +279,7 @@ def check_after_update(precision=None):
 
         def after_update(self):
             parameters = list(self.model.parameters())
-            seen.append([[p.grad.clone(), p.detach().clone()] for p in parameters])
+            seen.append([[p.grad if p.grad is None else p.grad.clone(), p.detach().clone()] for p in parameters])
             self.log("first", parameters[0].detach().flatten()[0])
 
     settings = {"clip": {"D": 0.1}, "precision": precision, "loss": nn.MSELoss()}
@@ -305,8 +305,8 @@ def check_wanted_norms():
 
     class Norms(Wants):
         def on_update(self, update):
-            seen.append(update.values["grad_norm_D"])
-            assert update.grad_norm == update.values["grad_norm_G"]
+            seen.append(update.values.get("grad_norm_D"))
+            assert update.grad_norm == update.values.get("grad_norm_G")
 
     GAN(*ours, console=False, observers=[Norms()]).fit(points(), epochs=1)
     assert seen == [one["norm"] for one in told]

@@ -10,13 +10,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from trainwright import NonFiniteError, OneCycle, Trainer
+from trainwright import Mean, NonFiniteError, OneCycle, Trainer
 
 from .models import assert_equal, distance
 from .own_updates import Closed, Scaled, Sharp, closed_by_hand, run, sharp_by_hand
-from .window_cases import UNEVEN, Smooth, draw, joined, twins
+from .window_cases import UNEVEN, Smooth, draw, joined, masked, twins, valid
 
-EPOCHS = 17
 LBFGS = {
     "plain": {"lr": 0.05, "max_iter": 4, "history_size": 5},
     "strong_wolfe": {"max_iter": 5, "history_size": 5, "line_search_fn": "strong_wolfe"},
@@ -47,11 +46,22 @@ def closed_twins(search="plain"):
     return pairs
 
 
-def check_sharp(k=1, *, clip=None, optimizer="sgd", one_cycle=False, precision=None, dtype=torch.float64):
+class Counted(Sharp):
+    """SAM whose step tells what its mean is over, so that the whole is known only when all batches have run."""
+
+    def training_step(self, batch):
+        x, y = batch
+        return Mean(masked(self.model(x), y), valid(y))
+
+
+def check_sharp(
+    k=1, *, trainer=Sharp, clip=None, optimizer="sgd", one_cycle=False, precision=None, dtype=torch.float64
+):
     """SAM over windows of k is SAM over their rows as one batch; over lone batches bit for bit, scaled or not."""
     theirs, ours = sharp_twins(optimizer, dtype)
     data = drawn(k, dtype)
-    groups = whole(data, k) * EPOCHS
+    epochs = 8 if k == 1 else 17
+    groups = whole(data, k) * epochs
     schedule, settings = None, {}
     if one_cycle:
         total = len(groups)
@@ -59,8 +69,9 @@ def check_sharp(k=1, *, clip=None, optimizer="sgd", one_cycle=False, precision=N
         settings["schedule"] = OneCycle(max_lr=0.05)
     cast = precision if isinstance(precision, str) else None
     losses = sharp_by_hand(*theirs, F.cross_entropy, groups, clip=clip, schedule=schedule, cast=cast)
-    settings |= {"clip": clip, "precision": precision, "accumulate": k}
-    _, result, updates = run(Sharp, ours, data, epochs=EPOCHS, loss=nn.CrossEntropyLoss(), **settings)
+    loss = None if trainer is Counted else nn.CrossEntropyLoss()
+    settings |= {"clip": clip, "precision": precision, "accumulate": k, "loss": loss}
+    _, result, updates = run(trainer, ours, data, epochs=epochs, **settings)
     assert result.updates == len(updates) == len(groups) and result.skipped == 0
     if k > 1:
         assert distance(ours[0], theirs[0]) <= 1e-12
@@ -202,6 +213,11 @@ def check_rates(trainer, make):
 @pytest.mark.parametrize("k", [1, 3])
 def test_sam_is_its_plain_loop_over_whole_batches(k, optimizer):
     check_sharp(k, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("precision", [None, Scaled()], ids=["plain", "scaled"])
+def test_sam_with_a_step_that_tells_its_count_is_its_plain_loop(precision):
+    check_sharp(3, trainer=Counted, precision=precision)
 
 
 @pytest.mark.parametrize("k", [1, 3])

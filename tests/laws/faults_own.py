@@ -1,0 +1,334 @@
+"""Faults of updates of users' own: each function plants one in the library, by a monkeypatch."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+from torch import nn
+
+from trainwright import Step, Trainer
+from trainwright.run import own_updates
+from trainwright.run.ledger import Ledger
+from trainwright.run.run import Run
+from trainwright.run.steppers import NamedRates, Stepper, Steppers
+from trainwright.runtime.gradients import Gradients
+from trainwright.slots.rates import TableRates
+
+from .faults import around, without
+
+# The gradient computed again, and as a closure.
+
+
+def a_second_pass_adds_to_the_first(patch):
+    zero, again = Gradients.zero, []
+
+    def every_other(self):
+        again.append(self)
+        if len(again) % 2:
+            zero(self)
+
+    patch.setattr(Gradients, "zero", every_other)
+
+
+def a_second_pass_is_noted(patch):
+    around(patch, Ledger, "begin_again", after=lambda self: setattr(self, "noting", True))
+
+
+def a_second_pass_is_weighed_on_from_the_first(patch):
+    def begin_again(self):
+        self.window.position, self.noting = -1, False
+
+    patch.setattr(Ledger, "begin_again", begin_again)
+
+
+def a_window_weighs_its_batches_alike(patch):
+    whole = Ledger._weighed
+
+    def weighed(self, outcome, position):
+        whole(self, outcome, position)
+        loss = outcome.loss / outcome.count if outcome.summed and outcome.count else outcome.loss
+        return loss / len(self.window)
+
+    patch.setattr(Ledger, "_weighed", weighed)
+
+
+def clipping_is_forgotten(patch):
+    def limit(self):
+        self.norm = None if self.clip is None else nn.utils.get_total_norm([p.grad for p in self.gradients.parameters])
+
+    patch.setattr(Stepper, "limit", limit)
+
+
+def the_schedule_is_forgotten(patch):
+    without(patch, TableRates, "apply")
+
+
+def autocast_is_entered_once(patch):
+    whole = Trainer.compute_gradients
+
+    def compute(self, window):
+        held = self._run.autocast
+        if window.begun:
+            self._run.autocast = None
+        try:
+            return whole(self, window)
+        finally:
+            self._run.autocast = held
+
+    patch.setattr(Trainer, "compute_gradients", compute)
+
+
+def a_scaled_gradient_is_what_the_update_reads(patch):
+    def owe(self, window, loss):
+        self.factor, self.unscales = 1.0, True
+        return loss
+
+    patch.setattr(Run, "owe", owe)
+
+
+def the_closure_is_called_once(patch):
+    whole = own_updates.step_by_closure
+
+    def once(run, closure, name):
+        found = []
+
+        def first():
+            if not found:
+                found.append(closure())
+            return found[0]
+
+        return whole(run, first, name)
+
+    patch.setattr(own_updates, "step_by_closure", once)
+
+
+def the_norm_of_the_last_trial_is_told(patch):
+    limit = Stepper.limit
+
+    def limited(self):
+        limit(self)
+        self.norm = float(self.norm)
+        told.append(self.norm)
+
+    told = []
+    patch.setattr(Stepper, "limit", limited)
+    around(patch, Run, "count", before=lambda self, *_: setattr(self.steppers.all.steppers[0], "norm", told[-1]))
+
+
+def trials_are_never_judged(patch):
+    patch.setattr(own_updates, "_all_finite", lambda weights: True)
+
+
+def a_bad_step_is_applied(patch):
+    without(patch, Run, "applies_anyway", True)
+
+
+def state_stays_as_a_bad_window_left_it(patch):
+    patch.setattr(Run, "_put_back", lambda self: self._put_back_statistics())
+
+
+def statistics_stay_as_a_bad_window_left_them(patch):
+    without(patch, Run, "_put_back_statistics")
+
+
+def the_error_names_the_update_before(patch):
+    def before(self, *_):
+        self.counters.updates -= 1
+
+    around(patch, Run, "applies_anyway", before=before)
+
+
+# Several optimizers.
+
+
+def minimize_zeroes_nothing(patch):
+    without(patch, Gradients, "zero")
+
+
+def minimize_applies_to_all(patch):
+    def minimize(self, loss, name=None):
+        run = self._run
+        run.losing = own_updates.backward_of(run, loss, name)
+        applied = self.apply_gradients(name)
+        for stepper in run.steppers.all.steppers if name == "G" else ():
+            stepper.step()
+        return applied
+
+    patch.setattr(Trainer, "minimize", minimize)
+
+
+def a_name_is_ignored(patch):
+    patch.setattr(Steppers, "choose", lambda self, name: self.all)
+
+
+def each_step_counts_as_an_update(patch):
+    whole = Run.judge
+
+    def judge(self, flag, chosen):
+        applied = whole(self, flag, chosen)
+        self.counters.updates += applied and chosen.steppers[0].name == "D"
+        return applied
+
+    patch.setattr(Run, "judge", judge)
+
+
+def only_the_first_schedule_is_applied(patch):
+    patch.setattr(NamedRates, "apply", lambda self, updates: next(iter(self._rates.values())).apply(updates))
+
+
+def each_optimizer_gets_the_clip_of_the_other(patch):
+    def swapped(self, optimizers, *_, **__):
+        names = list(optimizers)
+        clips = {stepper.name: stepper.clip for stepper in self._steppers}
+        for stepper, other in zip(self._steppers, reversed(names), strict=True):
+            stepper.clip = clips[other]
+            stepper.limits = stepper.clip is not None
+
+    around(patch, Steppers, "__init__", after=swapped)
+
+
+def the_norm_is_told_after_clipping(patch):
+    def limit(self):
+        if self.clip is not None:
+            self.clip(self.gradients.parameters)
+        self.norm = self.gradients.norm()
+
+    patch.setattr(Stepper, "limit", limit)
+
+
+def losses_of_several_steps_are_added_up(patch):
+    def note(self, name, told):
+        self._entries.append((name, sum(value for value, _, _ in told), told[0][1], False))
+
+    patch.setattr(Ledger, "note_told", note)
+
+
+def minimized_losses_count_windows(patch):
+    whole = Ledger.note_told
+    patch.setattr(Ledger, "note_told", lambda self, name, told: whole(self, name, [(one[0], 1, False) for one in told]))
+
+
+def named_losses_are_told_as_their_sum(patch):
+    whole = Ledger._note
+
+    def note(self, outcome, count):
+        if outcome.named is not None:
+            outcome.named = dict.fromkeys(outcome.named, outcome.loss.detach())
+        whole(self, outcome, count)
+
+    patch.setattr(Ledger, "_note", note)
+
+
+def one_that_is_held_back_holds_back_all(patch):
+    whole = Run.judge
+    patch.setattr(Run, "judge", lambda self, flag, chosen: whole(self, flag, chosen) and not self._overflowed)
+
+
+def one_that_is_held_back_is_no_update(patch):
+    def applied_by_all(self, *_):
+        self._stepped = self._applied = bool(self._applied) and not self._overflowed
+
+    around(patch, Run, "count", before=applied_by_all)
+
+
+def a_loss_that_is_bad_is_not_looked_at(patch):
+    whole = Run.judge
+
+    def judge(self, flag, chosen):
+        if self.losing is not None:
+            loss, *rest = self.losing
+            self.losing = (loss.nan_to_num(), *rest)
+            for parameter in chosen.gradients.parameters:
+                parameter.grad.nan_to_num_()
+            chosen.gradients.lower_flags()
+        return whole(self, flag, chosen)
+
+    patch.setattr(Run, "judge", judge)
+
+
+# Scale, steps by hand, numbers.
+
+
+def the_scale_adapts_at_each_step(patch):
+    around(patch, Run, "judge", after=lambda self, *_: self.scaler.adapt(self._overflowed))
+
+
+def the_last_step_decides_on_the_scale(patch):
+    def forget(self, *_):
+        self._overflowed = None
+
+    around(patch, Run, "judge", before=forget)
+
+
+def a_flag_is_never_lowered(patch):
+    without(patch, Gradients, "lower_flags")
+
+
+def a_backward_by_hand_is_unscaled(patch):
+    around(patch, Run, "judge", before=lambda self, *_: setattr(self, "unscales", True))
+
+
+def a_scaled_minimize_speaks_for_the_update(patch):
+    whole = own_updates.backward_of
+
+    def backward_of(run, loss, name):
+        run.unscales = True
+        return whole(run, loss, name)
+
+    patch.setattr(own_updates, "backward_of", backward_of)
+
+
+def an_unjudged_step_is_let_pass(patch):
+    without(patch, Run, "_adapt")
+
+
+def steps_by_hand_are_not_noticed(patch):
+    patch.setattr(Run, "watching_steps", lambda self: nullcontext())
+
+
+def metrics_are_not_fed(patch):
+    whole = Ledger.alone
+    strip = lambda returned: returned.loss if type(returned) is Step else returned  # noqa: E731
+    patch.setattr(Ledger, "alone", lambda self, returned: whole(self, strip(returned)))
+
+
+def logged_numbers_count_windows(patch):
+    patch.setattr(Ledger, "count", property(lambda self: 1))
+
+
+def returned_numbers_are_dropped(patch):
+    whole = Ledger.note_returned
+    patch.setattr(Ledger, "note_returned", lambda self, given: None if type(given) is dict else whole(self, given))
+
+
+def the_last_number_of_an_update_stands_for_all(patch):
+    around(patch, Ledger, "close", before=lambda self, *_: self._earlier.clear())
+
+
+def gradients_are_zeroed_after_the_step(patch):
+    around(patch, Run, "count", after=lambda self, *_: self.gradients.zero())
+
+
+def after_update_runs_before_the_step(patch):
+    whole = Stepper.__init__
+
+    def late(self, name, optimizer, **kwargs):
+        whole(self, name, optimizer, **kwargs)
+        step, held = self.step, [p.detach().clone() for p in self.gradients.parameters]
+
+        def shown_old():
+            for kept, p in zip(held, self.gradients.parameters, strict=True):
+                kept.copy_(p.detach())
+            step()
+            with torch.no_grad():
+                for kept, p in zip(held, self.gradients.parameters, strict=True):
+                    p.copy_(kept)
+
+        self.step = shown_old
+
+    patch.setattr(Stepper, "__init__", late)
+
+
+def no_norm_is_measured(patch):
+    around(patch, Stepper, "limit", after=lambda self: setattr(self, "norm", None))
