@@ -32,6 +32,7 @@ from trainwright.run.run import Run
 from trainwright.run.running import parts_of, running
 from trainwright.run.steppers import bind_rates
 from trainwright.runtime.device import choose_device, move
+from trainwright.runtime.randomness import unmoved
 from trainwright.slots.average import Averaging
 from trainwright.slots.checkpoint import Saving
 from trainwright.slots.clip import as_clip
@@ -156,7 +157,6 @@ class Trainer(Generic[M]):
             validate=validate,
         )
         source, held_out = setup.open_data(self, train, val, ends=ends, batch_size=batch_size)
-        setup.begin_stage(self, resumes=resume is not None)
         with running(self, source, held_out, ends=ends, resume=resume) as (run, pauses):
             counters = run.counters
             while not counters.stopped:
@@ -340,7 +340,8 @@ class Trainer(Generic[M]):
     ) -> Plan:
         """Return the arithmetic of such a `fit`, without doing any of it; contradictions in it are raised."""
         ends = Ends(epochs=epochs, max_updates=max_updates, max_seconds=max_seconds, epoch_updates=epoch_updates)
-        source, held_out = setup.open_data(self, train, val, ends=ends, batch_size=batch_size)
+        with unmoved():
+            source, held_out = setup.open_data(self, train, val, ends=ends, batch_size=batch_size)
         planned = make_plan(self, source, held_out, ends=ends)
         bind_rates(self.schedule, self.optimizers, planned)
         return planned

@@ -68,6 +68,10 @@ class Between:
     """Lines for the header of the next `fit`."""
     begun: bool = False
     """Whether a `fit` has run at all."""
+    under_way: bool = False
+    """Whether a `fit` is under way."""
+    refused_to: Any = None
+    """What there is to go back to where it is refused; None once it is in its loop."""
     failed: bool = False
     """Whether the last one ended in an error, so that a resume goes on in it."""
 

@@ -25,6 +25,7 @@ from trainwright.run.plan import Ends, check_monitors, make_plan
 from trainwright.run.resuming import find
 from trainwright.run.run import Run
 from trainwright.run.setup import NOT_RUNNING
+from trainwright.run.stages import stage
 from trainwright.run.steppers import ONLY, NamedParts, monitors
 from trainwright.runtime.device import move
 from trainwright.runtime.modules import untrained, wake
@@ -44,9 +45,8 @@ def running(
     """
     check_parameters(owner)
     with ExitStack() as undo:
-        undo.enter_context(training_afresh(owner.device.type))
-        undo.enter_context(switched(owner.precision))
-        undo.enter_context(untrained(*owner.frozen.values()))
+        undo.enter_context(stage(owner, resumes=resume is not None))
+        undo.enter_context(_ground(owner))
         plan = make_plan(
             owner, source, val, ends=ends, notes=(*owner.between.notes, *undo.enter_context(_awake(owner)))
         )
@@ -102,9 +102,20 @@ def parts_of(run: Run, pauses: Pauses) -> dict[str, Part]:
     return {name: part for name, part in named.items() if part is not None}
 
 
+@contextmanager
+def _ground(owner: Owner) -> Iterator[None]:
+    """What the whole run stands on, whatever surrounds the call of `fit`."""
+    with (
+        training_afresh(owner.device.type),
+        switched(owner.precision),
+        untrained(*owner.frozen.values()),
+    ):
+        yield
+
+
 def _until_the_end(owner: Owner, run: Run, pauses: Pauses, *, passed: bool) -> Iterator[tuple[Run, Pauses]]:
     between, counters = owner.between, owner.counters
-    between.shown, between.failed = run.shown, True
+    between.shown, between.failed, between.refused_to = run.shown, True, None
     try:
         pauses.start()
         with run.watching_steps():

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from trainwright.base.contracts import Observer, Source
 from trainwright.base.errors import SettingError, TrainwrightError, message, not_built
-from trainwright.base.progress import Counters
 from trainwright.base.records import Result
 from trainwright.data.foreign import LoaderBatches
 from trainwright.data.source import open_source, takes_batch_size
@@ -130,30 +129,6 @@ def open_data(
         if isinstance(opened, LoaderBatches):
             opened.keep_workers(keeps=data is not train)
     return source, held_out
-
-
-def begin_stage(owner: Owner, *, resumes: bool) -> None:
-    """Start the counters of a `fit` anew, the totals over all stages apart, and the rates from the optimizer's own.
-
-    A `fit` that resumes after one that failed is the same stage once more.
-    """
-    counters, between = owner.counters, owner.between
-    owner.ledger.reset()
-    if between.begun:
-        again = between.failed and resumes
-        fresh = Counters(
-            stage=counters.stage + (not again),
-            earlier_updates=counters.earlier_updates + (0 if again else counters.updates),
-            earlier_epochs=counters.earlier_epochs + (0 if again else counters.epoch),
-        )
-        counters.load_state_dict(fresh.state_dict())
-    if hasattr(between.rates, "put_back"):
-        between.rates.put_back()
-    between.notes = ()
-    if between.shown is not None:
-        if not between.shown.put_back():
-            between.notes = ("the weights were changed since the last fit: they are trained, not the ones it averaged",)
-        between.shown = None
 
 
 def only(optimizers: Mapping[str, Any]) -> Any:

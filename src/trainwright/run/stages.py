@@ -1,0 +1,95 @@
+"""What one `fit` starts anew, and what it gives back where it is refused before its first update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from trainwright.base.errors import SettingError, message
+from trainwright.base.progress import Counters
+from trainwright.run.owner import Owner
+
+
+@contextmanager
+def stage(owner: Owner, *, resumes: bool) -> Iterator[None]:
+    """Start a stage; where an error comes before its loop, the trainer is afterwards as the last `fit` left it.
+
+    SettingError where a `fit` of the same trainer is under way.
+    """
+    between = owner.between
+    if between.under_way:
+        what, fix = "fit() from within a fit() of the same Trainer", "another Trainer, with a model of its own"
+        raise SettingError(message(what, want="one fit at a time", fix=fix))
+    between.under_way, between.refused_to = True, _Before(owner)
+    try:
+        _begin(owner, resumes=resumes)
+        yield
+    except BaseException:
+        if between.refused_to is not None:
+            between.refused_to.put_back(owner)
+        raise
+    finally:
+        between.under_way, between.refused_to = False, None
+
+
+def _begin(owner: Owner, *, resumes: bool) -> None:
+    """Start the counters of a `fit` anew, the totals over all stages apart, and the rates from the optimizer's own.
+
+    A `fit` that resumes after one that failed is the same stage once more.
+    """
+    counters, between = owner.counters, owner.between
+    owner.ledger.reset()
+    if between.begun:
+        again = between.failed and resumes
+        fresh = Counters(
+            stage=counters.stage + (not again),
+            earlier_updates=counters.earlier_updates + (0 if again else counters.updates),
+            earlier_epochs=counters.earlier_epochs + (0 if again else counters.epoch),
+        )
+        counters.load_state_dict(fresh.state_dict())
+    if hasattr(between.rates, "put_back"):
+        between.rates.put_back()
+    between.notes = ()
+    if between.shown is not None:
+        if not between.shown.put_back():
+            between.notes = ("the weights were changed since the last fit: they are trained, not the ones it averaged",)
+        between.shown = None
+
+
+class _Before:
+    """What the last `fit` has left: counters, rates, and the weights that count in the model's place."""
+
+    def __init__(self, owner: Owner) -> None:
+        between = owner.between
+        self._counters = owner.counters.state_dict()
+        self._rates, self._shown = between.rates, between.shown
+        self._groups = [
+            (group, {key: value for key, value in group.items() if key != "params"})
+            for optimizer in owner.optimizers.values()
+            for group in optimizer.param_groups
+        ]
+        tensors = [] if self._shown is None else [*owner.model.parameters(), *owner.model.buffers()]
+        self._weights = [(tensor, tensor.detach().clone()) for tensor in tensors]
+
+    def put_back(self, owner: Owner) -> None:
+        """Make it so again."""
+        owner.counters.load_state_dict(self._counters)
+        owner.between.rates = self._rates
+        for group, values in self._groups:
+            _restore(group, values)
+        if self._shown is None or owner.between.notes:  # weights that were changed meanwhile are the user's
+            return
+        self._shown.leave()
+        owner.between.shown = self._shown
+        with torch.no_grad():
+            for tensor, value in self._weights:
+                tensor.copy_(value)
+
+
+def _restore(group: dict[str, Any], values: dict[str, Any]) -> None:
+    for key in [key for key in group if key != "params" and key not in values]:
+        del group[key]
+    group.update(values)
