@@ -116,12 +116,12 @@ def test_the_header_tells_what_is_known_only(plan, line):
 def test_the_footer_tells_end_best_weights_and_course():
     best = Best("val_loss", 0.13239, 12, 276)
     assert footer(result(best=best, weights="best of epoch 12", stopped="stopped early", skipped=2)) == [
-        " end   12 epochs, 276 updates, 1.3s · 2 skipped · stopped early",
-        " best  val_loss 0.1324 at epoch 12, update 276 · weights: best of epoch 12",
-        "       loss     1.0000 █▄▃▂▂▂▁▁▁▁▁▁ 0.0833",
-        "       val_loss 2.0000 █▄▃▂▂▂▁▁▁▁▁▁ 0.1667",
+        " loss     1.0000 █▄▃▂▂▂▁▁▁▁▁▁ 0.0833",
+        " val_loss 2.0000 █▄▃▂▂▂▁▁▁▁▁▁ 0.1667",
+        " end      12 epochs, 276 updates, 1.3s · 2 skipped · stopped early",
+        " best     val_loss 0.1324 at epoch 12, update 276 · weights: best of epoch 12",
     ]
-    assert footer(Result([], None, 1, 1, "", 0.1)) == [" end   1 epoch, 1 update, 0.1s · weights: last"]
+    assert footer(Result([], None, 1, 1, "", 0.1)) == [" end      1 epoch, 1 update, 0.1s · weights: last"]
 
 
 # --- the table

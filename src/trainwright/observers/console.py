@@ -66,7 +66,7 @@ class Console(Observer):
         self._row(record)
 
     def on_fit_end(self, result: Result) -> None:
-        """Print how the run ended, the best, and the course of the losses."""
+        """Print the course of the losses, how the run ended, the best, and which weights the model holds."""
         self._print(*(at_once(self._finished, result, self.width) if self._finished else footer(result, self.width)))
 
     def _row(self, record: Validation) -> None:
@@ -112,20 +112,17 @@ def header(plan: Plan, width: int = WIDEST) -> list[str]:
 
 
 def footer(result: Result, width: int = WIDEST) -> list[str]:
-    """Return the lines that tell how a run ended."""
+    """Return the lines that tell how a run ended; the last one says which weights the model holds."""
+    courses = [course for name in ("loss", "val_loss") if (course := _course(name, result.history))]
+    notes = [line for note in result.notes for line in joined([note], width, start=" note     ")]
     done = f"{_many(result.epochs, 'epoch')}, {_many(result.updates, 'update')}, {duration(result.seconds)}"
     parts = [done, *([f"{result.skipped} skipped"] if result.skipped else []), *([result.stopped or ""])]
-    weights = f"weights: {result.weights}"
-    best = result.best
+    weights, best = f"weights: {result.weights}", result.best
     if best is None:
-        parts.append(weights)
-    lines = joined([part for part in parts if part], width, start=" end   ")
-    if best is not None:
-        found = f"{best.name} {number(best.value)} at epoch {best.epoch}, update {best.update}"
-        lines += joined([found, weights], width, start=" best  ")
-    lines += [line for note in result.notes for line in joined([note], width, start=" note  ")]
-    courses = [course for name in ("loss", "val_loss") if (course := _course(name, result.history))]
-    return [*lines, *(f" {' ' * 5} {course}" for course in courses)]
+        return [*courses, *notes, *joined([part for part in (*parts, weights) if part], width, start=" end      ")]
+    found = f"{best.name} {number(best.value)} at epoch {best.epoch}, update {best.update}"
+    ended = joined([part for part in parts if part], width, start=" end      ")
+    return [*courses, *notes, *ended, *joined([found, weights], width, start=" best     ")]
 
 
 def at_once(finished: str, result: Result, width: int = WIDEST) -> list[str]:
@@ -170,7 +167,7 @@ def _course(name: str, history: Sequence[dict[str, float]]) -> str:
     values = [row[name] for row in history if name in row]
     if len(values) < 2:
         return ""
-    return f"{name:<9}{number(values[0])} {sparkline(values)} {number(values[-1])}"
+    return f" {name:<9}{number(values[0])} {sparkline(values)} {number(values[-1])}"
 
 
 def _many(n: int, one: str, several: str = "") -> str:
