@@ -13,7 +13,7 @@ from warnings import warn
 from torch import Tensor
 
 from trainwright.base.contracts import Source, listeners
-from trainwright.base.errors import SettingError, message
+from trainwright.base.errors import CheckpointError, SettingError, message
 from trainwright.base.records import Best, Result, Validation
 from trainwright.base.spans import Span
 from trainwright.observers.probe import Probe
@@ -23,6 +23,7 @@ from trainwright.run.evaluating import probing
 from trainwright.run.plan import Ends
 from trainwright.run.run import Run
 from trainwright.runtime.storage import update_name
+from trainwright.runtime.weights import load_into
 from trainwright.slots.checkpoint import Keeper
 from trainwright.slots.saved import load_weights
 
@@ -235,11 +236,13 @@ class Pauses:
         early, keeper, watch = self.owner.early_stopping, self.keeper, self.watch
         if watch is not None and watch.best is not None and getattr(early, "restore_best", False):
             weights = getattr(watch, "weights", None)
-            if weights is not None:
+            if weights is None:
+                self._load(watch.best)
+            elif _layout(weights) != _layout(self.owner.model.state_dict()):
+                _warn_of(watch.best, "are those of another model: it has changed since")
+            else:
                 self.owner.model.load_state_dict(weights)
                 self.weights = f"best of epoch {watch.best.epoch}"
-            else:
-                self._load(watch.best)
         elif keeper is not None and keeper.settings.restore_best and keeper.best is not None:
             self._load(keeper.best)
         self.run.shown.leave()  # once more: the best that was loaded on top is what the next stage finds
@@ -251,12 +254,14 @@ class Pauses:
         name = update_name(best.update)
         found = [path for path in saved if path is not None and path.name == name]
         if not found:
-            warn(
-                f"the weights of the best {best.name} (update {best.update}) were not kept: the last ones stay",
-                stacklevel=8,
-            )
+            _warn_of(best, "were not kept")
             return
-        load_weights(found[0], self.owner.model)
+        weights = load_weights(found[0])  # raises where the file is damaged
+        try:
+            load_into(self.owner.model, weights, source=str(found[0]))
+        except CheckpointError:
+            _warn_of(best, "are those of another model: it has changed since")
+            return
         self.weights = f"best of epoch {best.epoch}"
 
     def result(self) -> Result:
@@ -317,10 +322,19 @@ def _concerns(monitor: str, validated: bool) -> bool:
     return validated or not monitor.startswith("val_")
 
 
+def _warn_of(best: Best, why: str) -> None:
+    what = f"the weights of the best {best.name} (update {best.update})"
+    warn(f"{what} {why}; the last ones stay", stacklevel=9)
+
+
+def _layout(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: getattr(value, "shape", None) for name, value in state_dict.items()}
+
+
 def _copied(model: Any, into: dict[str, Tensor] | None) -> dict[str, Tensor]:
-    """A host copy of the weights, into the tensors of the copy before where there is one."""
+    """A host copy of the weights, into the tensors of the copy before where they fit."""
     state_dict = model.state_dict()
-    if into is not None and all(isinstance(value, Tensor) for value in into.values()):
+    if into is not None and _layout(into) == _layout(state_dict) and all(isinstance(v, Tensor) for v in into.values()):
         for name, value in state_dict.items():
             into[name].copy_(value)
         return into

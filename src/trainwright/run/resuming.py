@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from pathlib import Path
 from typing import Any
+
+from torch.optim import Optimizer
 
 from trainwright.base.contracts import Tree
 from trainwright.base.errors import SettingError, message
@@ -109,10 +112,16 @@ def _settings(owner: Owner) -> list[dict[str, Any]]:
     """The plain settings of every parameter group, of all optimizers in order."""
     return [
         {"what": f"{name}'s group {index}"}
-        | {key: value for key, value in group.items() if isinstance(value, int | float | tuple)}
+        | {key: value for key, value in group.items() if isinstance(value, int | float | tuple) and key not in counted}
         for name, optimizer in owner.optimizers.items()
+        for counted in [_counted(optimizer)]
         for index, group in enumerate(optimizer.param_groups)
     ]
+
+
+def _counted(optimizer: Optimizer) -> set[str]:
+    """What an optimizer keeps in its groups and nobody has set: its defaults that its call does not take."""
+    return set(optimizer.defaults) - set(inspect.signature(type(optimizer)).parameters)
 
 
 def _unused(owner: Owner, given: list[dict[str, Any]]) -> list[str]:
