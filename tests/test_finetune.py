@@ -1,0 +1,48 @@
+"""`finetune.py` keeps its promises: the backbone waits until it is unfrozen, and the digits are learned."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="module")
+def example():
+    found = importlib.util.spec_from_file_location("finetune", Path(__file__).parents[1] / "examples" / "finetune.py")
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+def backbone(model):
+    return {name: tensor.clone() for name, tensor in model.backbone.state_dict().items()}
+
+
+@pytest.fixture(scope="module")
+def start(example):
+    torch.manual_seed(0)
+    low, few, held_out = example.digits()
+    return example.pretrained(low, epochs=5).state_dict(), few, held_out
+
+
+def tuned(example, start, epochs):
+    weights, few, held_out = start
+    model = example.Network()
+    model.load_state_dict(weights)
+    before = backbone(model)
+    report = example.fine_tune(model, few, held_out, epochs=epochs)
+    after = backbone(model)
+    return report, [name for name in before if not torch.equal(before[name], after[name])]
+
+
+def test_the_backbone_and_its_statistics_wait_for_ten_epochs(example, start):
+    assert tuned(example, start, 10)[1] == []
+    assert set(tuned(example, start, 11)[1]) >= {"0.weight", "1.running_mean"}
+
+
+def test_the_promised_share_of_digits_is_learned(example, start):
+    report, _ = tuned(example, start, 20)
+    assert report.to_dict()["accuracy"] >= 0.94
