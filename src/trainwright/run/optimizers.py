@@ -97,7 +97,7 @@ def _make(optimizer: Any, model: nn.Module, what: str, *, root: nn.Module | None
             what = f"{what}{name}: whose parameters does it train? The model has no submodule of this name"
             raise SettingError(message(what, fix="lambda model: torch.optim.AdamW(model.part.parameters(), lr=1e-3)"))
         made = optimizer(root if ours else list(root.named_parameters()))  # frozen ones too: they may be set free later
-    elif callable(optimizer):
+    elif callable(optimizer) and not inspect.isclass(target):
         made = optimizer(model)
     if isinstance(made, Optimizer):
         return made
