@@ -83,6 +83,13 @@ def test_prediction_needs_no_targets(trained):
     assert torch.equal(trainer.predict(x, batch_size=32), trainer.predict(both))
 
 
+def test_metrics_need_no_loss(trained):
+    trainer = Trainer(trained[1], metrics={"accuracy": accuracy}, console=False)
+    whole = Trainer(trained[1], loss=nn.CrossEntropyLoss(), metrics={"accuracy": accuracy}, console=False)
+    numbers = trainer.evaluate(data(), name="test")
+    assert numbers == {"test_accuracy": whole.evaluate(data(), name="test")["test_accuracy"]}
+
+
 def test_fit_without_an_optimizer_is_refused_with_the_line_to_write(trained):
     trainer = Trainer(trained[1], loss=nn.CrossEntropyLoss(), console=False)
     with pytest.raises(SettingError, match=r"without an optimizer(.|\n)*AdamW\(model.parameters\(\)\)"):

@@ -84,10 +84,13 @@ def own_loss(owner: Owner, batch: Any) -> Step:
     except TypeError:
         if _takes(owner.model, inputs):
             raise
+        if owner.metrics and not owner.optimizers:  # nothing is trained, and metrics need no loss
+            inputs, target = owner.hooks.split(batch)
+            return Step(None, call(owner.model, inputs), target)
         raise _without_loss(owner, f"does not take a whole {type(batch).__name__} with the target in it") from None
     loss = returned if isinstance(returned, Tensor) else _named(returned, "loss")
     if not isinstance(loss, Tensor) or loss.ndim:
-        raise _without_loss(owner, f"returned {_kind(returned)}")
+        raise _without_loss(owner, f"returned {_kind(returned)}", _step_to_write(returned, batch))
     if isinstance(returned, Tensor):
         return Step(loss)
     logits = _named(returned, "logits")
@@ -136,15 +139,32 @@ def _takes(model: Any, inputs: Any) -> bool:
     return True
 
 
-def _without_loss(owner: Owner, but: str) -> SettingError:
+def _without_loss(
+    owner: Owner, but: str, fix: str = "Trainer(model, optimizer, nn.CrossEntropyLoss())"
+) -> SettingError:
     return SettingError(
         message(
             f"no loss: loss is None, training_step is not overridden, and {type(owner.model).__name__} {but}",
             want="a loss, a training_step(self, batch) that returns one, or a model that returns its own "
             "(a scalar, or something with `loss`)",
-            fix="Trainer(model, optimizer, nn.CrossEntropyLoss())",
+            fix=fix,
         )
     )
+
+
+def _step_to_write(returned: Any, batch: Any) -> str:
+    """The step that takes the loss out of what a model returned, where one is in it; else a loss to give."""
+    given = "**batch" if isinstance(batch, Mapping) else "*batch" if isinstance(batch, tuple | list) else "batch"
+    step = f"def training_step(self, batch): return self.model({given})"
+    if isinstance(returned, Mapping) and returned and all(map(_is_scalar, returned.values())):
+        return step  # as torchvision's detectors: named losses
+    if isinstance(returned, tuple | list) and any(map(_is_scalar, returned)):
+        return f"{step}[{list(map(_is_scalar, returned)).index(True)}]"
+    return "Trainer(model, optimizer, nn.CrossEntropyLoss())"
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point()
 
 
 def _named(value: Any, name: str) -> Any:

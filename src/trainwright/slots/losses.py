@@ -231,13 +231,14 @@ def _named(losses: Mapping[str, Any]) -> Outcome:
                 where=False,
             )
         )
-    outcomes = {name: read_outcome(value) for name, value in losses.items()}
+    outcomes = {name: _read_named(name, value) for name, value in losses.items()}
     first = next(iter(outcomes.values()))
-    if any(outcome.named or not _alike(first, outcome) for outcome in outcomes.values()):
+    if not all(_alike(first, outcome) for outcome in outcomes.values()):
         raise StepError(
             message(
                 f"the named losses {', '.join(outcomes)} are not of one form",
                 want="all of them tensors, all Mean, or all Sum, over one and the same count",
+                fix=f"return Mean({' + '.join(map(str, outcomes))}, count), and report each by self.log(name, value)",
                 where=False,
             )
         )
@@ -246,6 +247,19 @@ def _named(losses: Mapping[str, Any]) -> Outcome:
         loss = loss + outcome.loss
     named = {name: outcome.loss.detach() for name, outcome in outcomes.items()}
     return Outcome(loss, first.count, first.summed, named)
+
+
+def _read_named(name: str, value: Any) -> Outcome:
+    if isinstance(value, Tensor | Mean | Sum):
+        return read_outcome(value)
+    raise StepError(
+        message(
+            f"a step returned {_shown(value)} as its loss {name!r}",
+            want="named losses that are tensors, Mean or Sum",
+            fix=f"self.log({name!r}, value) for a number that is not trained",
+            where=False,
+        )
+    )
 
 
 def _alike(one: Outcome, other: Outcome) -> bool:
