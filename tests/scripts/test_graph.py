@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
+import pytest
 import torch
 from plain_scripts import (
     assert_near_history,
@@ -104,6 +106,18 @@ def test_a_batch_of_graphs_is_its_plain_loop():
     assert_same_history(history, plain)
     assert_same_weights(ours, theirs)
     assert torch.equal(output, outputs)
+
+
+def test_graphs_without_a_collate_function_are_told_to_have_one():
+    graphs = [Graph(torch.randn(3, 4), torch.zeros(2, 1, dtype=torch.long), torch.zeros(3, dtype=torch.long))] * 6
+    trainer = GraphTrainer(model := made(GraphNet), torch.optim.Adam, nn.CrossEntropyLoss(), console=False)
+    with pytest.raises(TypeError, match="default_collate") as caught:
+        trainer.fit(batches(graphs, 2), epochs=1)
+    (note,) = caught.value.__notes__
+    assert note.startswith("trainwright: ") and "each a Graph" in note
+    assert re.search(r"fix +batches\(\.\.\., collate=collate\)", note)
+    assert trainer.model is model and trainer.progress.updates == 0
+    assert trainer.fit(batches(graphs, 2, collate=collate), epochs=1).updates == 3
 
 
 def test_windows_of_graphs_are_weighed_by_nodes():

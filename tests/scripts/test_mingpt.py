@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from pydoc_data.topics import topics
 from typing import NamedTuple
 
 import torch
-from plain_scripts import assert_no_longer, assert_same_history, assert_same_weights, made
+from plain_scripts import (
+    assert_near_history,
+    assert_near_weights,
+    assert_no_longer,
+    assert_same_history,
+    assert_same_weights,
+    made,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -123,5 +131,65 @@ def test_a_gpt_with_its_own_loss_is_its_plain_loop():
     assert row["val_perplexity"] < 0.7 * len(LETTERS)
 
 
+class Classes(nn.Module):
+    """As the models of the transformers library: keywords in, an object with `loss` and `logits` out."""
+
+    def __init__(self):
+        super().__init__()
+        self.letters, self.head = nn.EmbeddingBag(len(LETTERS), 8), nn.Linear(8, 3)
+
+    def forward(self, input_ids, labels=None):
+        logits = self.head(self.letters(input_ids))
+        return Found(None if labels is None else F.cross_entropy(logits, labels), logits)
+
+
+@dataclass
+class Found:
+    loss: Tensor | None
+    logits: Tensor
+
+
+def classes_by_trainer(model, data, accumulate):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    trainer = Trainer(model, optimizer, accumulate=accumulate, metrics={"accuracy": accuracy}, console=False)
+    row = trainer.fit(data, epochs=2).history[-1]
+    return row, trainer.predict(data), trainer.report(data)
+
+
+def classes_by_hand(model, data, accumulate):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(2):
+        total = hits = counted = 0
+        epoch_batches = list(data)
+        for start in range(0, len(epoch_batches), accumulate):
+            window = epoch_batches[start : start + accumulate]
+            whole = sum((batch["labels"] != -100).sum().item() for batch in window)
+            optimizer.zero_grad()
+            for batch in window:
+                output, count = model(**batch), (batch["labels"] != -100).sum().item()
+                (output.loss * (count / whole)).backward()
+                total += output.loss.item() * count
+                hits += (output.logits.argmax(1) == batch["labels"]).sum().item()
+                counted += count
+            optimizer.step()
+    return {"loss": total / counted, "accuracy": hits / counted}, torch.cat([model(**b).logits for b in data])
+
+
+def test_a_loss_of_the_model_over_labels_that_count_is_weighed_by_them():
+    tokens = torch.tensor([LETTERS.index(letter) for letter in TEXT[:600]]).view(60, 10)
+    labels = torch.where(3 * torch.arange(60) % 7 < torch.arange(60) // 12, -100, tokens[:, 0] % 3)
+    data = batches({"input_ids": tokens, "labels": labels}, 8)
+    ours, theirs = made(Classes, dtype=torch.float64), made(Classes, dtype=torch.float64)
+    row, predicted, report = classes_by_trainer(ours, data, 3)
+    plain, logits = classes_by_hand(theirs, data, 3)
+    # The Trainer learns the counts of a window as its steps tell them, and corrects the gradients afterwards.
+    assert_near_history([row], [plain])
+    assert_near_weights(ours, theirs)
+    torch.testing.assert_close(predicted.logits, logits, rtol=1e-12, atol=1e-12)
+    assert predicted.loss is None
+    assert report.kind == "classes" and torch.equal(report.output, predicted.logits)
+
+
 def test_a_gpt_is_no_longer_than_its_plain_loop():
     assert_no_longer([by_trainer], [by_hand])
+    assert_no_longer([classes_by_trainer], [classes_by_hand])

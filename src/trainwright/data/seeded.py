@@ -57,9 +57,21 @@ class SeededRows:
             else:
                 fetched = [self._row(base, row) for row in rows]
             if self._collate is None:
-                return default_collate(fetched)
+                return self._collated(fetched)
             _seed(mixed(base, whole, 1))
             return self._collate(fetched)
+
+    def _collated(self, fetched: list[Any]) -> Any:
+        try:
+            return default_collate(fetched)
+        except (TypeError, RuntimeError) as error:
+            error.add_note(
+                "trainwright: torch's default_collate makes no batch of these rows\n"
+                f"  have  {len(fetched)} rows of {type(self.dataset).__name__}, each a {type(fetched[0]).__name__}\n"
+                "  want  rows of tensors of one shape, numbers, or tuples or dicts of these\n"
+                "  fix   batches(..., collate=collate), a function from a list of rows to a batch"
+            )
+            raise
 
     def _row(self, base: int, row: int) -> Any:
         _seed(mixed(base, row))

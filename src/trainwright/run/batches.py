@@ -93,8 +93,13 @@ def own_loss(owner: Owner, batch: Any) -> Step:
         raise _without_loss(owner, f"returned {_kind(returned)}", _step_to_write(returned, batch))
     if isinstance(returned, Tensor):
         return Step(loss)
-    logits = _named(returned, "logits")
-    return Step(loss, returned if logits is None else logits, known_target(batch))
+    return Step(loss, scores_of(returned), known_target(batch))
+
+
+def scores_of(returned: Any) -> Any:
+    """What metrics and reports read of what a model with its own loss returned: its `logits`, where it has them."""
+    logits = None if isinstance(returned, Tensor) else _named(returned, "logits")
+    return returned if logits is None else logits
 
 
 def loss_of(owner: Owner, output: Any, target: Any) -> Any:

@@ -190,7 +190,7 @@ def join(outputs: list[Any]) -> Any:
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
         names = [field.name for field in dataclasses.fields(first)]
         return dataclasses.replace(first, **{n: join([getattr(output, n) for output in outputs]) for n in names})
-    return outputs
+    return outputs if any(output is not None for output in outputs) else None
 
 
 def _are_rows(outputs: list[Any]) -> bool:

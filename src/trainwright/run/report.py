@@ -17,6 +17,7 @@ from trainwright.base.contracts import Source
 from trainwright.base.errors import DataError, SettingError, message
 from trainwright.base.figures import confusion_figure, values_figure
 from trainwright.base.records import Step
+from trainwright.run.batches import scores_of
 from trainwright.run.deciding import decide, kind_of
 from trainwright.run.evaluating import autocast, join, ledger_aside, traceless
 from trainwright.run.failure import explain
@@ -110,7 +111,7 @@ def _compared(owner: Owner, source: Source) -> list[tuple[Tensor, Tensor]]:
             moved = batch if owner.hooks.move is None else owner.hooks.move(batch)
             with autocast(owner):
                 returned = owner.predict_step(moved)
-            output, target = returned, None
+            output, target = returned if owner.loss is not None else scores_of(returned), None
             if type(returned) is Step:
                 output, target = returned.output, returned.target
             target = split_of(moved)[1] if target is None else target
