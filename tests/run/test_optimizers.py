@@ -194,12 +194,13 @@ def test_a_dict_for_one_optimizer_is_refused():
 
 
 def test_plan_takes_schedules_by_name_and_leaves_no_trace():
-    trainer = made(
-        EACH["partials"], schedule={"G": OneCycle(0.3, cycle_momentum=False), "D": StepLR(Epochs(1), gamma=0.1)}
-    )
-    before = [
-        {k: v for k, v in g.items() if k != "params"} for o in trainer.optimizers.values() for g in o.param_groups
-    ]
+    def groups():
+        held = [group for one in trainer.optimizers.values() for group in one.param_groups]
+        return [{key: value for key, value in group.items() if key != "params"} for group in held]
+
+    schedule = {"G": OneCycle(0.3, cycle_momentum=False), "D": StepLR(Epochs(1), gamma=0.1)}
+    trainer = made(EACH["partials"], schedule=schedule)
+    before = groups()
     random = torch.get_rng_state()
     plan = trainer.plan(batches((x, y), 4), batches((x, y), 4), epochs=2)
     assert plan.updates == 6 and before == groups() and torch.equal(random, torch.get_rng_state())

@@ -35,7 +35,7 @@ class Hooks:
     summed: Callable[[Any, Any], Sum] | None
     """The known loss as a sum with its count, for evaluations by the default step."""
     spread: str | None
-    """The number whose standard error early stopping asks for, without `val_`."""
+    """The number whose standard error early stopping asks for, without `val_` and the name of a set."""
     counts_itself: bool
     """Whether `count` is the user's own."""
     steps_itself: bool
@@ -96,7 +96,7 @@ def read_hooks(trainer: Any, own: set[str]) -> Hooks:
         count=trainer.count if counts_before else None,
         rows=partial(_rows_or_count, trainer) if counts else rows_of,
         summed=known.summed if known is not None and exact else None,
-        spread=early.monitor.removeprefix("val_") if getattr(early, "min_delta", 0) == "1se" else None,
+        spread=_number(early.monitor, trainer.metrics) if getattr(early, "min_delta", 0) == "1se" else None,
         counts_itself=counts,
         steps_itself=steps,
         validates_itself="validation_step" in own,
@@ -107,6 +107,13 @@ def read_hooks(trainer: Any, own: set[str]) -> Hooks:
         end_epoch=trainer.end_epoch if "end_epoch" in own else None,
         after_update=trainer.after_update if "after_update" in own else None,
     )
+
+
+def _number(monitor: str, metrics: Collection[str]) -> str:
+    """What a monitor watches, without `val_` and without the name of one of several sets of validation data."""
+    name = monitor.removeprefix("val_")
+    known = ["loss", *metrics]
+    return name if name in known else next((one for one in known if name.endswith(f"_{one}")), name)
 
 
 def _rows_or_count(trainer: Any, batch: Any) -> int:
