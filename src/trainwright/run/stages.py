@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from trainwright.base.errors import SettingError, message
 from trainwright.base.progress import Counters
@@ -63,11 +64,10 @@ class _Before:
     """What the last `fit` has left: counters, rates, and the weights that count in the model's place."""
 
     def __init__(self, owner: Owner) -> None:
-        between = owner.between
         self._counters = owner.counters.state_dict()
-        self._rates, self._shown = between.rates, between.shown
+        self._rates, self._shown = owner.between.rates, owner.between.shown
         self._groups = [
-            (group, {key: value for key, value in group.items() if key != "params"})
+            (group, {key: _plain(value) for key, value in group.items() if key != "params"})
             for optimizer in owner.optimizers.values()
             for group in optimizer.param_groups
         ]
@@ -76,20 +76,46 @@ class _Before:
 
     def put_back(self, owner: Owner) -> None:
         """Make it so again."""
+        between = owner.between
         owner.counters.load_state_dict(self._counters)
-        owner.between.rates = self._rates
-        for group, values in self._groups:
-            _restore(group, values)
-        if self._shown is None or owner.between.notes:  # weights that were changed meanwhile are the user's
+        taken = _Taken(self._groups)
+        between.rates = taken if taken.changed else self._rates
+        if self._shown is None or between.notes:  # weights that were changed meanwhile are the user's
             return
         self._shown.leave()
-        owner.between.shown = self._shown
+        between.shown = self._shown
         with torch.no_grad():
             for tensor, value in self._weights:
                 tensor.copy_(value)
 
 
-def _restore(group: dict[str, Any], values: dict[str, Any]) -> None:
-    for key in [key for key in group if key != "params" and key not in values]:
-        del group[key]
-    group.update(values)
+class _Taken:
+    """Rates that a schedule's `put_back` had given to the groups and that were taken from them again."""
+
+    def __init__(self, groups: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+        self.changed = [
+            (group, key, _plain(group[key]), value)
+            for group, before in groups
+            for key, value in before.items()
+            if key in group and _plain(group[key]) != value
+        ]
+        for group, key, _, value in self.changed:
+            _set(group, key, value)
+
+    def put_back(self) -> None:
+        """Give them to the groups once more, unless others were set by hand since."""
+        for group, key, given, value in self.changed:
+            if _plain(group[key]) == value:
+                _set(group, key, given)
+
+
+def _plain(value: Any) -> Any:
+    """A setting of a group, a rate in a tensor as a number."""
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def _set(group: dict[str, Any], key: str, value: Any) -> None:
+    if isinstance(group[key], Tensor):
+        group[key].fill_(value)  # a rate in a tensor is filled and never replaced
+    else:
+        group[key] = value
