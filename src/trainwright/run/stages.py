@@ -12,6 +12,7 @@ from torch import Tensor
 from trainwright.base.errors import SettingError, message
 from trainwright.base.progress import Counters
 from trainwright.run.owner import Owner
+from trainwright.runtime.modules import unnoticed
 
 
 @contextmanager
@@ -84,7 +85,7 @@ class _Before:
             return
         self._shown.leave()
         between.shown = self._shown
-        with torch.no_grad():
+        with unnoticed(tensor for tensor, _ in self._weights), torch.no_grad():  # `leave` has noted them as they are
             for tensor, value in self._weights:
                 tensor.copy_(value)
 
