@@ -69,6 +69,7 @@ def running(
             owner.between.run_id = keeper.run_id
             with run.shown.evaluated():
                 encode(state.gather(owner.parts()))  # what cannot be saved is refused now, not at the first save
+        pauses.start()
         for notify in listeners(owner.observers, "on_fit_start"):
             notify(plan)
         yield from _until_the_end(owner, run, pauses, passed=found.passes)
@@ -117,7 +118,6 @@ def _until_the_end(owner: Owner, run: Run, pauses: Pauses, *, passed: bool) -> I
     between, counters = owner.between, owner.counters
     between.shown, between.failed, between.refused_to = run.shown, True, None
     try:
-        pauses.start()
         with run.watching_steps():
             yield run, pauses
         if not passed:
