@@ -80,7 +80,7 @@ def own_loss(owner: Owner, batch: Any) -> Step:
     """
     inputs = batch if isinstance(batch, Mapping | tuple) else tuple(batch) if isinstance(batch, list) else (batch,)
     try:
-        returned = call(owner.model, inputs)
+        returned = owner.model(**inputs) if isinstance(inputs, Mapping) else owner.model(*inputs)
     except TypeError:
         if _takes(owner.model, inputs):
             raise

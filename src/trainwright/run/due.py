@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 from trainwright.base.errors import SettingError, message
 from trainwright.base.progress import Counters
@@ -45,3 +46,19 @@ class Bell:
         if isinstance(self.span, Updates):
             return (counters.updates // self.span.n + 1) * self.span.n
         return counters.updates  # time passes in updates that are held back too
+
+
+class Timer:
+    """Rings each time so many seconds have passed, by the clock itself: the counters know the time of pauses alone."""
+
+    def __init__(self, span: Seconds) -> None:
+        self._seconds = span.n
+        self._last = time.perf_counter()
+
+    def rings(self, counters: Counters, *, epoch_ended: bool) -> bool:
+        """Whether the time has passed since it last rang."""
+        now = time.perf_counter()
+        if now - self._last < self._seconds:
+            return False
+        self._last = now
+        return True
