@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from plain_scripts import (
     assert_near_weights,
@@ -13,7 +14,7 @@ from plain_scripts import (
 from torch import nn
 from torch.nn import functional as F
 
-from trainwright import Step, Trainer, batches
+from trainwright import Step, StepError, Trainer, batches
 
 EPOCHS, BOXES = 3, 3
 
@@ -121,6 +122,22 @@ def test_detection_with_losses_in_a_dict_is_its_plain_loop():
     assert len(found) == len(plainly_found) == 11
     for one, other in zip(found, plainly_found, strict=True):
         assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_a_detector_without_a_validation_step_is_told_to_have_one():
+    class Forgets(Trainer):
+        training_step = DetectionTrainer.training_step
+
+    model = made(Detector)
+    settings = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "console": False}
+    with pytest.raises(StepError, match="a step returned list") as caught:
+        Forgets(model, **settings).fit(*data(), epochs=1)
+    (note,) = caught.value.__notes__
+    why, fix = (line.split(maxsplit=1)[1] for line in note.splitlines()[1:])
+    assert "validation runs training_step" in why
+    exec(fix, namespace := {"Step": Step})
+    mended = type("Mended", (Forgets,), {"validation_step": namespace["validation_step"]})
+    assert mended(model, **settings, metrics={"found": BoxesFound()}).fit(*data(), epochs=1).updates == 8
 
 
 def test_windows_of_ragged_batches_are_weighed_by_pictures():

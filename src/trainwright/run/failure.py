@@ -11,6 +11,9 @@ from trainwright.run.sites import MISSING, Site, find_site, shown, title
 from trainwright.run.wrong_losses import loss_name
 
 HEAD = "trainwright: "
+_IN_VALIDATION = """\
+  why      without a validation_step, validation runs training_step, with the model in eval mode
+  fix      def validation_step(self, batch): return Step(None, self.model(batch[0]), batch[1])"""
 
 
 def explain(error: BaseException, owner: Any) -> None:
@@ -44,7 +47,8 @@ def _name_the_step(error: StepError, owner: Any) -> None:
     if name is None or ("weigh" not in called and "note" not in called) or hasattr(error, "__notes__"):
         return
     code = getattr(type(owner), name).__code__
-    error.add_note(f"{HEAD}{type(owner).__name__}.{name} ({Path(code.co_filename).name}:{code.co_firstlineno})")
+    note = f"{HEAD}{type(owner).__name__}.{name} ({Path(code.co_filename).name}:{code.co_firstlineno})"
+    error.add_note(note if name == names[0] else f"{note}\n{_IN_VALIDATION}")
 
 
 def _note(site: Site) -> str:
