@@ -7,11 +7,11 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
-from trainwright import Step, Trainer
-from trainwright.run import own_updates
+from trainwright import Step, Sum, Trainer
+from trainwright.run import batches, own_updates
 from trainwright.run.ledger import Ledger
 from trainwright.run.run import Run
-from trainwright.run.steppers import NamedRates, Stepper, Steppers
+from trainwright.run.steppers import NamedParts, NamedRates, Stepper, Steppers
 from trainwright.runtime.gradients import Gradients
 from trainwright.slots.rates import TableRates
 
@@ -247,6 +247,18 @@ def a_loss_that_is_bad_is_not_looked_at(patch):
     patch.setattr(Run, "judge", judge)
 
 
+def only_the_first_optimizer_is_loaded(patch):
+    def load(self, tree):
+        name = next(iter(self._parts))
+        self._parts[name].load_state_dict(tree[name])
+
+    patch.setattr(NamedParts, "load_state_dict", load)
+
+
+def an_average_is_taken_at_each_step(patch):
+    around(patch, Run, "judge", before=lambda self, *_: self.average.take(self.counters.updates))
+
+
 # Scale, steps by hand, numbers.
 
 
@@ -291,6 +303,14 @@ def metrics_are_not_fed(patch):
     whole = Ledger.alone
     strip = lambda returned: returned.loss if type(returned) is Step else returned  # noqa: E731
     patch.setattr(Ledger, "alone", lambda self, returned: whole(self, strip(returned)))
+
+
+def a_step_that_is_called_weighs_by_the_window(patch):
+    def loss_of(owner, output, target):
+        known, window = owner.hooks.known, owner.ledger.window
+        return owner.loss(output, target) if window.alone else Sum(known.total(output, target), owner.ledger.count)
+
+    patch.setattr(batches, "loss_of", loss_of)
 
 
 def logged_numbers_count_windows(patch):

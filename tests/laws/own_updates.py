@@ -12,8 +12,14 @@ from torch.nn import functional as F
 from trainwright import LossScaler, MixedPrecision, Trainer
 
 from .models import Losses, assert_equal
+from .window_cases import UNEVEN, draw
 
 RADIUS = 0.05
+
+
+def numbers():
+    """Uneven batches of inputs and targets that are numbers."""
+    return draw(UNEVEN, "numbers")
 
 
 class Scaled:

@@ -15,6 +15,8 @@ from trainwright import StepError, Trainer
 from . import faults, faults_own
 from . import test_custom_updates as own
 from . import test_custom_updates_gan as gan
+from . import test_custom_updates_numbers as told
+from . import test_custom_updates_resume as resume
 from . import test_custom_updates_sam as sam
 from .own_updates import Closed, Scaled, Sharp, closed_by_hand, sharp_by_hand
 
@@ -42,7 +44,9 @@ SEEN_BY = {
     ),
     faults_own.the_schedule_is_forgotten: partial(sam.check_rates, Sharp, sam.sharp_twins),
     faults_own.autocast_is_entered_once: BF16,
-    faults.autocast_is_forgotten: BF16,
+    faults.autocast_is_forgotten: (BF16, resume.check_cast),
+    faults_own.only_the_first_optimizer_is_loaded: resume.check_gan_resumes,
+    faults_own.an_average_is_taken_at_each_step: resume.check_average,
     faults_own.a_scaled_gradient_is_what_the_update_reads: (
         partial(sam.check_sharp, clip=0.1, precision=Scaled()),
         partial(gan.check_shared, gan.Each, precision=Scaled()),
@@ -77,7 +81,10 @@ SEEN_BY = {
     faults_own.each_optimizer_gets_the_clip_of_the_other: (gan.check_gan, partial(gan.check_shared, Trainer)),
     faults_own.the_norm_is_told_after_clipping: (gan.check_gan, partial(gan.check_shared, gan.Each)),
     faults_own.losses_of_several_steps_are_added_up: gan.check_wasserstein,
-    faults_own.minimized_losses_count_windows: (gan.check_gan_history, partial(own.check_counts, *own.COUNTS["a sum"])),
+    faults_own.minimized_losses_count_windows: (
+        gan.check_gan_history,
+        partial(told.check_counts, *told.COUNTS["a sum"]),
+    ),
     faults_own.named_losses_are_told_as_their_sum: gan.check_named,
     faults_own.one_that_is_held_back_holds_back_all: (own.check_scale, partial(gan.check_held_back, "D")),
     faults_own.one_that_is_held_back_is_no_update: (own.check_scale, partial(gan.check_held_back, "G")),
@@ -92,13 +99,14 @@ SEEN_BY = {
         partial(own.check_steps, own.StepsAlone),
         own.check_step_beside_held_back,
     ),
-    faults_own.metrics_are_not_fed: own.check_numbers,
-    faults_own.logged_numbers_count_windows: own.check_numbers,
-    faults_own.returned_numbers_are_dropped: own.check_numbers,
-    faults_own.the_last_number_of_an_update_stands_for_all: own.check_log_between_steps,
-    faults_own.gradients_are_zeroed_after_the_step: own.check_after_update,
-    faults_own.after_update_runs_before_the_step: own.check_after_update,
-    faults_own.no_norm_is_measured: own.check_wanted_norms,
+    faults_own.a_step_that_is_called_weighs_by_the_window: partial(told.check_step_called, told.EachBatch),
+    faults_own.metrics_are_not_fed: told.check_numbers,
+    faults_own.logged_numbers_count_windows: told.check_numbers,
+    faults_own.returned_numbers_are_dropped: told.check_numbers,
+    faults_own.the_last_number_of_an_update_stands_for_all: told.check_log_between_steps,
+    faults_own.gradients_are_zeroed_after_the_step: told.check_after_update,
+    faults_own.after_update_runs_before_the_step: told.check_after_update,
+    faults_own.no_norm_is_measured: told.check_wanted_norms,
 }
 
 

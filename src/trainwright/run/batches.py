@@ -111,8 +111,10 @@ def loss_of(owner: Owner, output: Any, target: Any) -> Any:
         check_shapes(owner.loss, output, target)
     if known is not None and known.reduction == "sum":
         return Sum(owner.loss(output, target))
-    # A step of the user's own that calls the default one may add to what it returns: that is a plain mean.
-    if known is None or window is None or owner.hooks.steps_itself or owner.hooks.counts_itself:
+    # Only `compute_gradients` weighs; an `update` of the user's own that calls the step gets a plain mean. So does a
+    # step of the user's own that calls the default one: it may add to what it returns.
+    weighs = window is not None and window.begun and window.position + 1 < len(window.batches)
+    if known is None or window is None or not weighs or owner.hooks.steps_itself or owner.hooks.counts_itself:
         return owner.loss(output, target)
     if owner.hooks.count is None:  # what the target counts is known only now
         mean = window.alone
