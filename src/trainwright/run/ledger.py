@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -30,24 +32,23 @@ class Ledger:
     Values stay tensors until `close` reads all of them in one go, together with whatever else is asked for.
     """
 
-    def __init__(
-        self,
-        meters: Meters | None = None,
-        hooks: Hooks | None = None,
-    ) -> None:
+    must_feed = False
+    """Whether training steps are the only ones that can feed the metrics: then one that does not is refused."""
+    counted = 0.0
+    """What the loss that was closed last is a mean over."""
+    noted = False
+    """Whether a loss of the window in hand was taken down."""
+    _within = False
+    """Whether an epoch is in hand, so that a number that is logged has one to belong to."""
+
+    def __init__(self, meters: Meters | None = None, hooks: Hooks | None = None) -> None:
         self.meters = meters
         self.window: Window | None = None
         """The window in hand in training; None in an evaluation."""
         self.batch: Any = None
         """The host batch in hand in an evaluation."""
-        self.must_feed = False
-        """Whether training steps are the only ones that can feed the metrics: then one that does not is refused."""
         self.loss = math.nan
         """The loss of what was closed last, in the user's own scale."""
-        self.counted = 0.0
-        """What that loss is a mean over."""
-        self.noted = False
-        """Whether a loss of the window in hand was taken down."""
         self.values: dict[str, float] = {}
         """Named losses and logged numbers of what was closed last."""
         self._counter = None if hooks is None else hooks.count
@@ -63,16 +64,18 @@ class Ledger:
         """Sum and count of what was closed in this update: each of several steps closes what came before it."""
         self.noting = True
         """Whether what steps return is taken down: not in a second pass over the same window."""
-        self._within = False
-        """Whether an epoch is in hand, so that a number that is logged has one to belong to."""
+        self._probed: dict[str, float] = {}
+        """What probes have returned since the last update, for the record of the next."""
+        self._kinds: dict[str, str] = {} if meters is None else dict.fromkeys(meters.names, "metric")
+        """Whose each name is: a metric's, a named loss's, or a logged number's."""
 
     def begin(self, window: Window) -> None:
         """Turn to the next window."""
         self.window, self._within = window, True
         self.noted = False
         self.loss = math.nan
-        if self.values:
-            self.values, self._earlier = {}, {}
+        if self.values or self._probed:
+            self.values, self._earlier, self._probed = self._probed, {}, {}
         self.noting = True
 
     def begin_again(self) -> None:
@@ -128,7 +131,7 @@ class Ledger:
         outcome = read_outcome(returned)
         count = rows if outcome.count is None else outcome.count
         if outcome.named is not None:
-            self._entries += [(name, value, count, outcome.summed) for name, value in outcome.named.items()]
+            self._entries += [(name, value, count, outcome.summed) for name, value in self._claimed(outcome.named)]
         if outcome.summed and outcome.count is not None:
             return outcome.loss / above_nothing(count), count, False
         return outcome.loss, count, outcome.summed
@@ -181,7 +184,7 @@ class Ledger:
             if name != "loss":
                 check_name(name, "returned")
             if name != "loss" or not self.noted:
-                self._entries.append((name, _number(value), rows, False))
+                self._entries.append((name, _number(name, value), rows, False))
             self.noted = self.noted or name == "loss"
 
     def note_told(self, name: str, told: list[Told]) -> None:
@@ -206,19 +209,21 @@ class Ledger:
         if not isinstance(numbers, dict):
             have = f"a {type(numbers).__name__}"
             raise SettingError(message(f"{what} returned {have}", want="a dict of numbers, or None", where=False))
-        for name, value in numbers.items():
+        for name in numbers:
             check_name(name, "probed")
-            self._entries.append((name, _number(value), 1, False))
+            self._claim(name, "probed number")
+        read = dict(zip(numbers, late.read([_number(name, value) for name, value in numbers.items()]), strict=True))
+        self._probed |= read
+        self._entries += [(name, value, 1, False) for name, value in read.items()]
 
     def log(self, name: str, value: float | Tensor, count: Count | None) -> None:
         """Take down a number of the user's own; `count` defaults to that of the batch in hand."""
         check_name(name, "logged")
-        if self.meters is not None and name in self.meters.names:
-            raise SettingError(message(f"log({name!r}, ...): a metric has this name", fix=f'log("my_{name}", ...)'))
+        self._claim(name, "logged number")
         if not self._within and self.batch is None:
             raise TrainwrightError(message(f"log({name!r}, ...) outside a step", want="a call from a step"))
         if self.noting:
-            self._entries.append((name, _number(value), self.count if count is None else count, False))
+            self._entries.append((name, _number(name, value), self.count if count is None else count, False))
 
     def close(self, *more: float | Tensor) -> list[float]:
         """Read all numbers noted since the last call, and `more`, in one go; return `more` as floats."""
@@ -324,7 +329,20 @@ class Ledger:
         self._entries.append(("loss", outcome.loss.detach(), count, outcome.summed))
         self.noted = True
         if outcome.named is not None:
-            self._entries += [(name, value, count, outcome.summed) for name, value in outcome.named.items()]
+            self._entries += [(name, value, count, outcome.summed) for name, value in self._claimed(outcome.named)]
+
+    def _claimed(self, named: Mapping[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
+        for name in named:
+            self._claim(name, "named loss")
+        return named.items()
+
+    def _claim(self, name: str, kind: str) -> None:
+        """Refuse a name for two kinds of numbers: one would be averaged with the other, or hide it."""
+        other = self._kinds.setdefault(name, kind)
+        if other != kind:
+            what = f"log({name!r}, ...)" if kind == "logged number" else f"the {kind} {name!r}"
+            fix = f'log("my_{name}", ...)' if kind == "logged number" else f'"{name}_loss"'
+            raise SettingError(message(f"{what}: a {other} has this name", fix=fix))
 
     def _add_all(self, numbers: list[float]) -> None:
         sums: dict[str, float] = {}
@@ -367,5 +385,11 @@ def _mean(told: list[Told]) -> float:
     return total / counted if counted else math.nan
 
 
-def _number(value: float | Tensor) -> float | Tensor:
-    return value.detach().clone() if isinstance(value, Tensor) else value  # it may be changed in place later
+def _number(name: str, value: Any) -> float | Tensor:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.detach().clone()  # it may be changed in place later
+    if isinstance(value, Real) or getattr(value, "shape", None) == ():
+        number: float = value
+        return number
+    kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    raise SettingError(message(f"{name!r} is {kind}", want="a number, or a tensor with one", fix="its mean, say"))

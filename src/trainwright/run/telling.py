@@ -6,8 +6,8 @@ from trainwright.base.contracts import Observer
 from trainwright.base.errors import SettingError, message
 from trainwright.base.progress import Counters
 from trainwright.base.records import Update
-from trainwright.base.spans import Epochs
-from trainwright.run.due import Bell
+from trainwright.base.spans import Epochs, Seconds
+from trainwright.run.due import Bell, Timer
 from trainwright.run.owner import Owner
 from trainwright.run.steppers import Steppers
 from trainwright.slots.window import Window
@@ -54,11 +54,13 @@ class Teller:
         )
 
 
-def _bell(observer: Observer, counters: Counters) -> Bell | None:
+def _bell(observer: Observer, counters: Counters) -> Bell | Timer | None:
     """What rings when it is the observer's turn; None where each update is."""
     if observer.every is None:
         return None
     if isinstance(observer.every, Epochs):
         what = f"{type(observer).__name__}.every={observer.every}: on_update comes after updates"
         raise SettingError(message(what, want="Updates(n) or Seconds(n)", fix="override on_epoch instead"))
+    if isinstance(observer.every, Seconds):
+        return Timer(observer.every)
     return Bell(observer.every, counters, of="every")
