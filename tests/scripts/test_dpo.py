@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from plain_scripts import assert_no_longer, assert_same_history, assert_same_weights, made
 from torch import nn
@@ -97,6 +98,12 @@ def test_dpo_is_its_plain_loop():
     assert_same_history(history, by_hand(theirs, *data()))
     assert_same_weights(ours, theirs)
     assert history[-1]["val_preferred"] > 0.6
+
+
+def test_the_policy_itself_as_its_reference_is_refused():
+    policy = made(Policy)
+    with pytest.raises(ValueError, match=r"shares parameters(.|\n)*frozen=\{'reference': copy.deepcopy\(model\)\}"):
+        DPO(policy, torch.optim.AdamW, frozen={"reference": policy}, console=False)
 
 
 def test_dpo_is_no_longer_than_its_plain_loop():

@@ -10,7 +10,7 @@ from sklearn.metrics import classification_report
 from torch import nn
 from torch.nn import functional as F
 
-from trainwright import SettingError, Trainer, accuracy, adamw, batches, load_weights, top_k
+from trainwright import CheckpointError, SettingError, Trainer, accuracy, adamw, batches, load_weights, top_k
 
 
 def network():
@@ -74,6 +74,12 @@ def test_weights_are_a_file_that_others_read_and_write(trained, tmp_path):
     save_file(read, tmp_path / "again.safetensors")
     load_weights(tmp_path / "again.safetensors", other := network())
     assert all(torch.equal(read[name], tensor) for name, tensor in other.state_dict().items())
+
+
+def test_a_file_of_torch_save_is_named_with_what_reads_it(trained, tmp_path):
+    torch.save(trained[1].state_dict(), tmp_path / "model.pt")
+    with pytest.raises(CheckpointError, match=r"torch\.load\(path, weights_only=True\) reads it"):
+        load_weights(tmp_path / "model.pt", network())
 
 
 def test_prediction_needs_no_targets(trained):

@@ -100,7 +100,9 @@ def checked_frozen(frozen: Mapping[str, nn.Module] | None, model: nn.Module) -> 
                 message(
                     f"frozen[{name!r}] shares parameters with the model",
                     want="a module beside the model, such as a teacher",
-                    fix="freeze(model.part), which keeps a part of the model as it is",
+                    fix=f"frozen={{{name!r}: copy.deepcopy(model)}}"
+                    if module is model
+                    else "freeze(model.part), which keeps a part of the model as it is",
                 )
             )
     return dict(frozen)

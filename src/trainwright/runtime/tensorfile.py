@@ -152,6 +152,8 @@ def _read_header(source: Source) -> tuple[dict[str, Any], int]:
         raise _defect(source, f"{source.size} bytes are too short for a header")
     prefix = bytearray(8)
     source.readinto(memoryview(prefix))
+    if prefix.startswith(b"PK"):
+        raise _defect(source, "it is an archive, as torch.save writes: torch.load(path, weights_only=True) reads it")
     length = int.from_bytes(prefix, "little")
     if length > min(MAX_HEADER, source.size - 8):
         raise _defect(source, "it does not begin as a safetensors file does")

@@ -198,10 +198,7 @@ class Meters:
         if self._rows:
             result = self._objects[name].compute()
             if not isinstance(result, Real) and not (isinstance(result, Tensor) and result.numel() == 1):
-                shown = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else repr(type(result))
-                raise SettingError(
-                    message(f"metric {name!r}: compute() gave {shown}", want="one number, or a tensor of one element")
-                )
+                raise _several(name, self._objects[name], result)
             total.add(result if isinstance(result, Tensor) else float(result), 1)
         return total
 
@@ -228,6 +225,18 @@ class Meters:
                 fix="return Step(loss, output, target)   # from training_step or validation_step",
             )
         )
+
+
+def _several(name: str, metric: Any, result: Any) -> SettingError:
+    shown, fix = f"a {type(result).__name__}", ""
+    if isinstance(result, Tensor):
+        shown = f"a tensor of shape {tuple(result.shape)}"
+    elif isinstance(result, Mapping) and result:
+        shown += f" of {', '.join(map(repr, result))}"
+        fix = f"def compute(self): return super().compute()[{next(iter(result))!r}]"
+        fix += f"   # in a subclass of {type(metric).__name__}, one for each number"
+    want = "one number, or a tensor of one element"
+    return SettingError(message(f"metric {name!r}: compute() gave {shown}", want=want, fix=fix))
 
 
 class _Numbers(dict[str, float]):
