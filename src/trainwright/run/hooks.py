@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from trainwright.base.errors import message
 from trainwright.base.records import Count, Sum
 from trainwright.run import batches
 from trainwright.slots.losses import KnownLoss, known_loss
@@ -82,7 +84,9 @@ def overridden(cls: type, base: type, hooks: Collection[str]) -> set[str]:
 
 
 def read_hooks(trainer: Any, own: set[str]) -> Hooks:
-    """Bind the hooks of a trainer whose class defines `own` of them."""
+    """Bind the hooks of a trainer whose class defines `own` of them; TypeError where one takes other arguments."""
+    for name in sorted(own):
+        _check_arguments(trainer, name)
     known = known_loss(trainer.loss)
     steps, counts, early = "training_step" in own, "count" in own, trainer.early_stopping
     split = trainer.split if "split" in own else batches.split
@@ -114,6 +118,28 @@ def _number(monitor: str, metrics: Collection[str]) -> str:
     name = monitor.removeprefix("val_")
     known = ["loss", *metrics]
     return name if name in known else next((one for one in known if name.endswith(f"_{one}")), name)
+
+
+def _check_arguments(trainer: Any, name: str) -> None:
+    """Refuse a hook that cannot be called as the loop calls it, such as `training_step(self, batch, batch_idx)`."""
+    original = next(one for one in reversed(type(trainer).__mro__) if name in vars(one))
+    wanted = list(inspect.signature(vars(original)[name]).parameters.values())[1:]
+    needed = [one.name for one in wanted if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
+    try:
+        given = inspect.signature(getattr(trainer, name))
+        given.bind(*needed)
+    except ValueError:  # a function in C that does not tell its arguments
+        return
+    except TypeError as error:
+        raise TypeError(
+            message(
+                f"{type(trainer).__name__}.{name} cannot be called as the loop calls it: {error}",
+                have=f"{name}{given}",
+                want=f"{name}({', '.join(needed)})",
+                fix=f"def {name}({', '.join(['self', *needed])}):"
+                + ("   # self.progress.batch counts batches" if "idx" in str(given) else ""),
+            )
+        ) from None
 
 
 def _rows_or_count(trainer: Any, batch: Any) -> int:

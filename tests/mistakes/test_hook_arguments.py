@@ -1,0 +1,51 @@
+"""A hook that takes other arguments than the loop gives is refused when the Trainer is made."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from trainwright import Trainer
+
+
+def trainer_with(**hooks):
+    model = nn.Linear(2, 1)
+    return type("Own", (Trainer,), hooks)(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), console=False
+    )
+
+
+def fits(trainer):
+    return trainer.fit([(torch.ones(3, 2), torch.ones(3, 1))], epochs=1).updates == 1
+
+
+def with_index(self, batch, batch_idx):
+    return self.model(batch[0]).mean()
+
+
+@pytest.mark.parametrize(
+    ("name", "hook", "have", "fix"),
+    [
+        ("training_step", with_index, "training_step(batch, batch_idx)", "def training_step(self, batch):"),
+        ("begin_epoch", lambda self: None, "begin_epoch()", "def begin_epoch(self, epoch):"),
+        ("after_update", lambda self, window: None, "after_update(window)", "def after_update(self):"),
+        ("end_epoch", lambda self: None, "end_epoch()", "def end_epoch(self, metrics):"),
+        ("update", lambda self: None, "update()", "def update(self, window):"),
+    ],
+)
+def test_a_hook_with_other_arguments_is_refused_with_the_line_to_write(name, hook, have, fix):
+    with pytest.raises(TypeError) as caught:
+        trainer_with(**{name: hook})
+    text = str(caught.value)
+    assert f"Own.{name} cannot be called as the loop calls it" in text
+    assert f"  have  {have}\n" in text and f"  fix   {fix}" in text and "test_hook_arguments.py" in text
+
+
+def test_hooks_that_take_more_than_they_are_given_are_no_mistake():
+    @staticmethod
+    def split(batch):
+        return (batch[0],), batch[1]
+
+    assert fits(trainer_with(training_step=lambda self, *given, **named: self.model(given[0][0]).square().mean()))
+    assert fits(trainer_with(begin_epoch=lambda self, epoch, quiet=True: None, split=split))
