@@ -252,7 +252,7 @@ def _rows_in_lists(items: Sequence[Any]) -> int | None:
 
 def _of_one_form(rows: Sequence[Any]) -> bool:
     """Whether a sequence is dicts of the same keys, as the targets of a batch of pictures are."""
-    return bool(rows) and all(isinstance(row, Mapping) and row.keys() == rows[0].keys() for row in rows)
+    return len(rows) > 0 and all(isinstance(row, Mapping) and row.keys() == rows[0].keys() for row in rows)
 
 
 def _items(batch: Any) -> Sequence[Any]:
