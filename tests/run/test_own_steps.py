@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import StepError, Trainer, batches
+from trainwright import Step, StepError, Trainer, batches
 
 x = torch.randn(22, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 y = torch.arange(22) % 3
@@ -73,3 +73,39 @@ def test_a_step_that_returns_nothing_is_named():
     trainer = Forgets(made := model(), torch.optim.SGD(made.parameters(), lr=0.1), console=False)
     with pytest.raises(StepError, match="returned None"):
         trainer.fit([(x, y)], epochs=1)
+
+
+def own_step(step, **settings):
+    cls = type("Own", (Trainer,), {"training_step": step})
+    trainer = cls(made := model(), torch.optim.SGD(made.parameters(), lr=0.1), console=False, **settings)
+    trainer.fit([(x, y)], epochs=1)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"), [(torch.zeros(3), r"a tensor of shape \(3,\)"), ("much", "a str"), (None, "a NoneType")]
+)
+def test_a_logged_value_that_is_no_number_is_refused_where_it_is_logged(value, kind):
+    def step(self, batch):
+        self.log("share", value)
+
+    with pytest.raises(ValueError, match=rf"'share' is {kind}\n  want  a number"):
+        own_step(step)
+
+
+def loss_and_share(trainer, batch):
+    loss = nn.functional.cross_entropy(trainer.model(batch[0]), batch[1])
+    return Step({"share": loss, "rest": 0 * loss}, batch[0], batch[1])
+
+
+def test_one_name_for_a_logged_number_and_a_named_loss_is_refused():
+    def step(self, batch):
+        self.log("share", 1.0)
+        return loss_and_share(self, batch)
+
+    with pytest.raises(ValueError, match="the named loss 'share': a logged number has this name"):
+        own_step(step)
+
+
+def test_one_name_for_a_metric_and_a_named_loss_is_refused():
+    with pytest.raises(ValueError, match=r"the named loss 'share': a metric has this name(.|\n)*share_loss"):
+        own_step(loss_and_share, metrics={"share": lambda output, target: target.float()})
