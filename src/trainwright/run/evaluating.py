@@ -76,8 +76,8 @@ def _state_aside(owner: Owner) -> Iterator[None]:
         owner.state = state
 
 
-def feed(owner: Owner, source: Source) -> None:
-    """Run a pass of the training data through the model as training does, without a gradient or any other trace."""
+def check_passes(source: Source) -> None:
+    """Refuse data that `feed` cannot pass over, before the first update."""
     if not source.repeatable or source.length is None:
         raise SettingError(
             message(
@@ -87,6 +87,10 @@ def feed(owner: Owner, source: Source) -> None:
                 fix="average=EMA(0.999), which takes the statistics of training",
             )
         )
+
+
+def feed(owner: Owner, source: Source) -> None:
+    """Run a pass of the training data through the model as training does, without a gradient or any other trace."""
     ledger, move, aside = Ledger(None, owner.hooks), owner.hooks.move, beside(source)
     with ExitStack() as stack:
         stack.enter_context(ledger_aside(owner, ledger))
@@ -168,7 +172,8 @@ def predict(owner: Owner, source: Source) -> Any:
         raise
     if not outputs:
         raise DataError(message("the data to predict gave no batch", want="at least one batch"))
-    return join(outputs)
+    with beside_training(owner.device.type):
+        return join(outputs)
 
 
 def join(outputs: list[Any]) -> Any:

@@ -23,6 +23,7 @@ from trainwright.run.evaluating import autocast, join, ledger_aside, traceless
 from trainwright.run.failure import explain
 from trainwright.run.owner import Owner
 from trainwright.runtime.device import move
+from trainwright.runtime.surroundings import beside_training
 from trainwright.slots.scores import MAE, R2, RMSE
 from trainwright.slots.totals import Total
 
@@ -96,6 +97,11 @@ def report(
     except BaseException as error:
         explain(error, owner)
         raise
+    with beside_training(owner.device.type):
+        return _made(owner, pairs, kind, names=names)
+
+
+def _made(owner: Owner, pairs: list[tuple[Tensor, Tensor]], kind: Asked, *, names: Sequence[str] | None) -> Report:
     kind = kind_of(owner.loss, pairs) if kind == "auto" else kind
     made = _of_classes if kind == "classes" else _of_values
     text, shown, numbers = made(owner, pairs, names)
