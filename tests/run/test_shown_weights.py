@@ -19,6 +19,7 @@ from trainwright import (
     Trainer,
     Updates,
     batches,
+    freeze,
     load_weights,
 )
 
@@ -187,6 +188,11 @@ def test_swa_with_batchnorm_on_a_stream_is_refused_with_what_to_write():
     stream = ((x[:8], y[:8]) for _ in range(99))
     with pytest.raises(SettingError, match=r"BatchNorm statistics(.|\n)*average=EMA"):
         trainer.fit(stream, val(), max_updates=4)
+    assert trainer.progress.updates == 0
+    frozen = net(norm=True)
+    freeze(frozen[1])
+    stream = ((x[:8], y[:8]) for _ in range(99))
+    assert made(frozen, average=SWA(Updates(1), Updates(1))).fit(stream, val(), max_updates=4).updates == 4
 
 
 class ScheduleFree(Optimizer):

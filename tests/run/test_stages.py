@@ -347,3 +347,38 @@ def test_a_run_that_was_interrupted_goes_on_in_the_same_process(error, tmp_path)
     a, b = stages(whole), stages(cut)
     assert all(torch.equal(*pair) for pair in zip(whole.model.parameters(), cut.model.parameters(), strict=True))
     assert a.history == b.history and a.updates == b.updates == 10 and a.stopped == b.stopped
+
+
+def test_a_stage_that_failed_and_was_left_behind_is_passed_too(tmp_path):
+    def script(directory, *, at=None, resume=None):
+        torch.manual_seed(0)
+        model = net()
+        trainer = Trainer(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            nn.CrossEntropyLoss(),
+            checkpoint=Checkpoint(directory, every=Updates(2)),
+            observers=[] if at is None else [Kills(at, die)],
+            console=False,
+        )
+
+        def breaks():
+            yield from list(batches(data(), 4))[:3]
+            raise ZeroDivisionError
+
+        results = []
+        for stage in range(3):
+            try:
+                train = breaks() if stage == 0 else batches(data(), 4, shuffle=True, seed=stage)
+                results.append(trainer.fit(train, max_updates=5, resume=resume))
+            except ZeroDivisionError:
+                results.append(trainer.result)
+        return model, [(one.updates, one.stopped, one.history) for one in results]
+
+    model, results = script(tmp_path / "whole")
+    with pytest.raises(KilledError):
+        script(tmp_path / "cut", at=11)
+    again, also = script(tmp_path / "cut", resume="auto")
+    assert results == also and [one[0] for one in results] == [3, 5, 5]
+    pairs = zip(model.state_dict().values(), again.state_dict().values(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)

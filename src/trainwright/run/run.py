@@ -16,7 +16,7 @@ from trainwright.base.contracts import Scaler, Source
 from trainwright.base.plan import Plan
 from trainwright.base.progress import Counters
 from trainwright.base.records import Count
-from trainwright.run.evaluating import feed
+from trainwright.run.evaluating import check_passes, feed
 from trainwright.run.ledger import Ledger, Told
 from trainwright.run.optimizers import check_parameters
 from trainwright.run.owner import Owner
@@ -253,8 +253,11 @@ class Run:
         owner = self.owner
         check_parameters(owner)
         self._take_groups()
-        if self.shown.average is not None:
-            self.shown.average.meet(owner.model)
+        average = self.shown.average
+        if average is not None:
+            average.meet(owner.model)
+            if average.will_need_statistics:
+                check_passes(self.source)
         self._statistics = running_statistics(owner.model) if owner.nonfinite != "ignore" else []
         self._kept = [statistic.clone() for statistic in self._statistics]
         self._keeps_state = owner.nonfinite == "skip"

@@ -133,8 +133,7 @@ def _until_the_end(owner: Owner, run: Run, pauses: Pauses, *, passed: bool) -> I
     finally:
         owner.result = pauses.result()
         between.begun = True
-        if not between.failed:
-            between.stages = [*between.stages[: counters.stage], _ended(owner, owner.result)]
+        between.stages = [*between.stages[: counters.stage], _ended(owner, owner.result)]
         for notify in listeners(owner.observers, "on_fit_end"):
             notify(owner.result)
 

@@ -93,6 +93,11 @@ class Average:
         stale = self._estimates and self.taken > 0 and self._statistics is None
         return stale and bool(estimable(self._model, self._asleep))
 
+    @property
+    def will_need_statistics(self) -> bool:
+        """Whether it will have to estimate BatchNorm statistics, of the model as it is now."""
+        return self._estimates and bool(estimable(self._model, _asleep(self._model)))
+
     def leave(self, forward: Forward | None = None) -> bool:
         """Leave the averaged weights in the model, for good or until `put_back`; return whether there are any.
 
