@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from trainwright import Step, Sum, Trainer
-from trainwright.run import batches, own_updates
+from trainwright.run import batches, ledger, own_updates
 from trainwright.run.ledger import Ledger
 from trainwright.run.run import Run
 from trainwright.run.steppers import NamedParts, NamedRates, Stepper, Steppers
@@ -311,6 +311,14 @@ def a_step_that_is_called_weighs_by_the_window(patch):
         return owner.loss(output, target) if window.alone else Sum(known.total(output, target), owner.ledger.count)
 
     patch.setattr(batches, "loss_of", loss_of)
+
+
+def unfed_metrics_are_left_out(patch):
+    around(patch, Ledger, "means", before=lambda self, *_: setattr(self, "must_feed", False))
+
+
+def a_metric_is_weighed_by_the_window(patch):
+    patch.setattr(ledger, "find_rows", lambda output: None)
 
 
 def logged_numbers_count_windows(patch):

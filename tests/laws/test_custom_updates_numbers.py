@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from trainwright import Mean, Observer, Step, Sum, Trainer, accuracy
+from trainwright import Mean, Observer, SettingError, Step, Sum, Trainer, accuracy
 
 from .models import assert_equal
 from .own_updates import GAN, Scaled, gan_by_hand, numbers, pairs, points, run
@@ -118,6 +118,39 @@ def check_step_called(trainer, k=3):
     assert_equal(dict(ours[0].state_dict()), dict(theirs[0].state_dict()))
 
 
+def check_metrics_of_each_batch(k=3):
+    """A metric that gives a mean is weighed by the rows of the batch that was minimized, not by the window's."""
+
+    def hits(output, target):
+        return (output.argmax(1) == target).double().mean()
+
+    theirs, ours = twins()
+    right = rows = 0
+    for x, y in classes():
+        output = theirs[0](x)
+        theirs[1].zero_grad()
+        F.cross_entropy(output, y).backward()
+        theirs[1].step()
+        right, rows = right + int((output.argmax(1) == y).sum()), rows + len(y)
+    _, result, _ = run(EachBatch, ours, classes(), accumulate=k, loss=nn.CrossEntropyLoss(), metrics={"hits": hits})
+    assert result.history[0]["hits"] == pytest.approx(right / rows, rel=1e-14)
+
+
+class Unfed(Trainer):
+    """Minimizes a bare loss."""
+
+    def update(self, window):
+        ((x, y),) = window
+        self.minimize(F.cross_entropy(self.model(x), y))
+
+
+def check_unfed_is_refused():
+    """Metrics that no update ever feeds are refused by name, where no validation feeds them."""
+    _, ours = twins()
+    with pytest.raises(SettingError, match=r"accuracy are never fed(.|\n)*minimize\(Step\(loss, output, target\)\)"):
+        run(Unfed, ours, classes(), metrics={"accuracy": accuracy})
+
+
 def check_log_between_steps():
     """A number logged before each of several steps of one update is told as the mean of all, not as the last."""
 
@@ -205,6 +238,14 @@ def test_a_minimized_loss_is_told_by_its_own_count(form):
 @pytest.mark.parametrize("trainer", [EachBatch, ByHand])
 def test_a_step_that_an_update_calls_gives_the_plain_mean_of_its_batch(trainer):
     check_step_called(trainer)
+
+
+def test_a_metric_is_weighed_by_the_rows_of_what_was_minimized():
+    check_metrics_of_each_batch()
+
+
+def test_metrics_that_no_update_feeds_are_refused():
+    check_unfed_is_refused()
 
 
 def test_a_number_logged_before_each_of_several_steps_is_told_as_their_mean():

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 
-from trainwright import StepError, Trainer
+from trainwright import SettingError, StepError, Trainer
 
 from . import faults, faults_own
 from . import test_custom_updates as own
@@ -100,6 +100,8 @@ SEEN_BY = {
         own.check_step_beside_held_back,
     ),
     faults_own.a_step_that_is_called_weighs_by_the_window: partial(told.check_step_called, told.EachBatch),
+    faults_own.unfed_metrics_are_left_out: told.check_unfed_is_refused,
+    faults_own.a_metric_is_weighed_by_the_window: told.check_metrics_of_each_batch,
     faults_own.metrics_are_not_fed: told.check_numbers,
     faults_own.logged_numbers_count_windows: told.check_numbers,
     faults_own.returned_numbers_are_dropped: told.check_numbers,
@@ -116,7 +118,7 @@ def test_the_law_of_custom_updates_sees_the_fault(fault, monkeypatch):
     for check in checks:
         with monkeypatch.context() as patch:
             fault(patch)
-            with pytest.raises((AssertionError, pytest.fail.Exception, StepError)):
+            with pytest.raises((AssertionError, pytest.fail.Exception, SettingError, StepError)):
                 check()
 
 

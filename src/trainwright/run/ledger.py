@@ -17,7 +17,7 @@ from trainwright.run.hooks import Hooks
 from trainwright.runtime import late
 from trainwright.slots.losses import KnownLoss, Outcome, SumOver, counted_by_torch, read_outcome
 from trainwright.slots.metrics import Meters
-from trainwright.slots.window import Window, above_nothing, ratio, rows_of
+from trainwright.slots.window import Window, above_nothing, find_rows, ratio, rows_of
 
 Entry = tuple[str, float | Tensor, Count, bool]
 """(name, value, count, whether the value is a sum already)."""
@@ -125,8 +125,9 @@ class Ledger:
         assert self.window is not None
         rows = sum(self.window.rows)
         if type(returned) is Step:
-            if self.meters is not None:
-                self.meters.update(returned.output, returned.target, rows)
+            if self.meters is not None:  # one batch of the window, perhaps
+                own = find_rows(returned.output)
+                self.meters.update(returned.output, returned.target, rows if own is None else own)
             returned = returned.loss
         outcome = read_outcome(returned)
         count = rows if outcome.count is None else outcome.count
@@ -140,15 +141,8 @@ class Ledger:
         """Refuse what a step returned where metrics read outputs and it holds none."""
         fed = type(returned) is Step and returned.output is not None
         if not fed and self.meters is not None and self.meters.reads_output:
-            raise SettingError(
-                message(
-                    f"the metrics {', '.join(self.meters.names)} are never fed: the step returned "
-                    f"{type(returned).__name__}",
-                    want="the output and target that the metrics read",
-                    fix="return Step(loss, output, target) from the step",
-                    where=False,
-                )
-            )
+            fix = "return Step(loss, output, target) from the step"
+            raise self._unfed(f"the step returned {type(returned).__name__}", fix=fix)
 
     def note(self, returned: Any) -> None:
         """Take down what an evaluation step returned for the batch in hand."""
@@ -273,6 +267,9 @@ class Ledger:
         self.close_totals()
         means = {name: (self._sums.get(name, 0.0) / n if n else math.nan) for name, n in self._counts.items()}
         if self.meters is None or (self.window is not None and not self.meters.fed):
+            if self.must_feed and self.meters is not None:
+                fix = "self.minimize(Step(loss, output, target)), or self.compute_gradients(window)"
+                raise self._unfed("no update gave an output and a target", fix=fix)
             return {prefix + name: value for name, value in means.items()}
         return {prefix + name: value for name, value in means.items()} | self.meters.compute(prefix, means)
 
@@ -294,6 +291,11 @@ class Ledger:
         self._sums, self._counts = dict(tree["sums"]), dict(tree["counts"])
         if self.meters is not None and tree["meters"] is not None:
             self.meters.load_state_dict(tree["meters"])
+
+    def _unfed(self, why: str, *, fix: str) -> SettingError:
+        names = "" if self.meters is None else ", ".join(self.meters.names)
+        want = "the output and target that the metrics read"
+        return SettingError(message(f"the metrics {names} are never fed: {why}", want=want, fix=fix, where=False))
 
     def _weighed(self, outcome: Outcome, position: int) -> Tensor:
         """Note an outcome; return it weighed by its share of the window."""
