@@ -80,8 +80,8 @@ class PerEpoch:
         self.batch_size = self._source.batch_size
 
     def set_aside(self) -> None:
-        """Read the data in hand beside whoever else reads them."""
-        self._source = beside(self._source)
+        """Read beside whoever else reads the data in hand, which may be readable once: the function makes others."""
+        self._source, self._fresh = beside(self._source), False
 
     def describe(self) -> str:
         """The data of epoch 0."""
