@@ -127,9 +127,10 @@ def _check_arguments(trainer: Any, name: str) -> None:
     needed = [one.name for one in wanted if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
     try:
         given = inspect.signature(getattr(trainer, name))
-        given.bind(*needed)
     except ValueError:  # a function in C that does not tell its arguments
         return
+    try:
+        given.bind(*needed)
     except TypeError as error:
         raise TypeError(
             message(

@@ -90,13 +90,14 @@ def _make(optimizer: Any, model: nn.Module, what: str, *, root: nn.Module | None
         return optimizer
     made: Any = None
     target = optimizer.func if isinstance(optimizer, partial) else optimizer
-    ours = isinstance(optimizer, GroupedAdamW)
-    if ours or (inspect.isclass(target) and issubclass(target, Optimizer)):
-        name = "adamw(...)" if ours else target.__name__
+    grouped = isinstance(optimizer, GroupedAdamW)
+    if grouped or (inspect.isclass(target) and issubclass(target, Optimizer)):
+        name = "adamw(...)" if grouped else target.__name__
         if root is None:
             what = f"{what}{name}: whose parameters does it train? The model has no submodule of this name"
             raise SettingError(message(what, fix="lambda model: torch.optim.AdamW(model.part.parameters(), lr=1e-3)"))
-        made = optimizer(root if ours else list(root.named_parameters()))  # frozen ones too: they may be set free later
+        given: Any = root if grouped else list(root.named_parameters())  # frozen ones too: they may be set free later
+        made = optimizer(given)
     elif callable(optimizer) and not inspect.isclass(target):
         made = optimizer(model)
     if isinstance(made, Optimizer):
