@@ -41,3 +41,13 @@ class Seconds:
 
 
 Span = Updates | Epochs | Seconds
+
+
+def check_span(span: Span, of: str) -> None:
+    """Refuse what cannot fall due between two updates; `of` is the setting that it was given for."""
+    if isinstance(span, Epochs) and span.n != int(span.n):
+        raise SettingError(
+            message(f"{of}={span}", want="whole epochs, or a span that falls inside an epoch", fix="Updates(500)")
+        )
+    if not isinstance(span, Epochs | Updates | Seconds):
+        raise SettingError(message(f"{of}={span!r}", want="Updates(n), Epochs(n) or Seconds(n)", fix=f"{of}=Epochs(1)"))

@@ -7,7 +7,7 @@ from typing import Any
 
 from trainwright.base.contracts import Observer
 from trainwright.base.errors import message
-from trainwright.base.spans import Epochs, Span
+from trainwright.base.spans import Epochs, Span, check_span
 
 
 class Probe(Observer):
@@ -23,6 +23,7 @@ class Probe(Observer):
             raise TypeError(
                 message(f"Probe({fn!r})", want="a function of the trainer", fix="Probe(lambda trainer: ...)")
             )
+        check_span(every, "every")
         self.fn = fn
         self.span = every
         self.name = f"Probe({getattr(fn, '__name__', repr(fn))})"

@@ -5,23 +5,15 @@ from __future__ import annotations
 import math
 import time
 
-from trainwright.base.errors import SettingError, message
 from trainwright.base.progress import Counters
-from trainwright.base.spans import Epochs, Seconds, Span, Updates
+from trainwright.base.spans import Epochs, Seconds, Span, Updates, check_span
 
 
 class Bell:
     """Rings each time its span has passed; asked only between two updates."""
 
     def __init__(self, span: Span, counters: Counters, *, of: str) -> None:
-        if isinstance(span, Epochs) and span.n != int(span.n):
-            raise SettingError(
-                message(f"{of}={span}", want="whole epochs, or a span that falls inside an epoch", fix="Updates(500)")
-            )
-        if not isinstance(span, Epochs | Updates | Seconds):
-            raise SettingError(
-                message(f"{of}={span!r}", want="Updates(n), Epochs(n) or Seconds(n)", fix=f"{of}=Epochs(1)")
-            )
+        check_span(span, of)
         self.span = span
         self._updates = counters.updates
         self._seconds = counters.seconds

@@ -53,7 +53,7 @@ class Pauses:
         every: Span | str = "auto" if keeper is None else keeper.settings.every
         self._saves = None if isinstance(every, str) else Bell(every, counters, of="every")
         observers = self.owner.observers
-        self._probes = [(one, Bell(one.span, counters, of="Probe(every=)")) for one in observers if type(one) is Probe]
+        self._probes = [(one, Bell(one.span, counters, of="every")) for one in observers if isinstance(one, Probe)]
         self._on_validate, self._on_epoch = listeners(observers, "on_validate"), listeners(observers, "on_epoch")
         self._on_save = listeners(observers, "on_save")
         self._updates_before = counters.updates - (1 if counters.batch else 0)

@@ -13,9 +13,7 @@ from trainwright.base.contracts import Source
 from trainwright.base.errors import DataError, SettingError, message
 from trainwright.base.names import did_you_mean, nearest
 from trainwright.base.plan import Plan
-from trainwright.base.progress import Counters
-from trainwright.base.spans import Epochs, Span
-from trainwright.run.due import Bell
+from trainwright.base.spans import Epochs, Span, check_span
 from trainwright.run.owner import Owner
 
 EACH_EPOCH = Epochs(1)
@@ -33,7 +31,7 @@ class Ends:
     validate: Span = EACH_EPOCH
 
     def __post_init__(self) -> None:
-        Bell(self.validate, Counters(), of="validate")
+        check_span(self.validate, "validate")
         for name in ("epochs", "max_updates", "epoch_updates"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
