@@ -24,6 +24,7 @@ from trainwright.runtime.device import move
 from trainwright.runtime.randomness import unmoved
 from trainwright.runtime.snapshot import snapshot
 from trainwright.runtime.surroundings import beside_training
+from trainwright.slots.counting import Counting
 from trainwright.slots.metrics import Meters
 from trainwright.slots.precision import switched
 
@@ -138,13 +139,16 @@ def evaluate(owner: Owner, source: Source, *, name: str, batches: int | None = N
     with ledger_aside(owner, ledger):
         try:
             with traceless(owner, source) as aside:
-                step = _with_autocast(owner, owner.validation_step)
+                plain = _with_autocast(owner, owner.validation_step)
+                step = _counted(owner, ledger, plain)
                 for batch in aside.epoch(0) if batches is None else islice(aside.epoch(0), batches):
                     ledger.batch = batch
                     returned = step(batch if move is None else move(batch))
                     if not seen:
                         ledger.check_fed(returned)
                     ledger.note(returned)
+                    if ledger.counting is not None and not ledger.counting.found:
+                        ledger.counting, step = None, plain
                     seen += 1
                     if not seen % READ_EVERY:
                         ledger.close()
@@ -231,6 +235,20 @@ def _without_hidden(
         del numbers[prefix + _HIDDEN]
         errors[prefix + "loss"] = errors.pop(prefix + _HIDDEN)
     return numbers, errors
+
+
+def _counted(owner: Owner, ledger: Ledger, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Have what a step's loss is a mean over be looked for, where neither the default step nor `count` tells it."""
+    if owner.hooks.summed is not None or owner.hooks.counts_itself:
+        return step
+    ledger.counting = counting = Counting()
+
+    def watched(batch: Any) -> Any:
+        counting.begin()
+        with counting:
+            return step(batch)
+
+    return watched
 
 
 def _with_autocast(owner: Owner, step: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -1,10 +1,8 @@
-"""The numbers of one loop: losses, logged values and metrics with their counts, read late and all at once."""
+"""Takes down the numbers of one loop: what steps, updates, probes and users give, with what each is a mean over."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from numbers import Real
 from typing import Any
 
 import torch
@@ -14,60 +12,43 @@ from trainwright.base.errors import SettingError, TrainwrightError, message
 from trainwright.base.names import check_name
 from trainwright.base.records import Count, Step, Sum
 from trainwright.run.hooks import Hooks
+from trainwright.run.numbers import Numbers, Told, mean_of, number
 from trainwright.runtime import late
+from trainwright.slots.counting import Counting
 from trainwright.slots.losses import KnownLoss, Outcome, SumOver, counted_by_torch, read_outcome
 from trainwright.slots.metrics import Meters
 from trainwright.slots.window import Window, above_nothing, find_rows, ratio, rows_of
 
-Entry = tuple[str, float | Tensor, Count, bool]
-"""(name, value, count, whether the value is a sum already)."""
 
-Told = tuple[float, float, bool]
-"""(value, count, whether the value is a sum already) of a loss that was read."""
-
-
-class Ledger:
-    """Takes down every number of a loop with its count, and gives back exact count-weighted means.
-
-    Values stay tensors until `close` reads all of them in one go, together with whatever else is asked for.
-    """
+class Ledger(Numbers):
+    """Takes down what the steps and updates of a loop give, each number with its count."""
 
     must_feed = False
     """Whether training steps are the only ones that can feed the metrics: then one that does not is refused."""
-    counted = 0.0
-    """What the loss that was closed last is a mean over."""
     noted = False
     """Whether a loss of the window in hand was taken down."""
     _within = False
     """Whether an epoch is in hand, so that a number that is logged has one to belong to."""
+    counting: Counting | None = None
+    """What finds counts in an evaluation, where no gradient tells them."""
 
     def __init__(self, meters: Meters | None = None, hooks: Hooks | None = None) -> None:
-        self.meters = meters
+        super().__init__(meters)
         self.window: Window | None = None
         """The window in hand in training; None in an evaluation."""
         self.batch: Any = None
         """The host batch in hand in an evaluation."""
-        self.loss = math.nan
-        """The loss of what was closed last, in the user's own scale."""
-        self.values: dict[str, float] = {}
-        """Named losses and logged numbers of what was closed last."""
         self._counter = None if hooks is None else hooks.count
         self._trusts_counter = hooks is not None and hooks.counts_itself
         self._rows_of = rows_of if hooks is None else hooks.rows
-        self._entries: list[Entry] = []
         self._totals: list[Tensor] = []
         self._total_counts: list[Count] = []
         self._targets: list[Tensor] = []
         self._known: KnownLoss | None = None
-        self._sums, self._counts = dict[str, float](), dict[str, float]()
-        self._earlier: dict[str, tuple[float, float]] = {}
-        """Sum and count of what was closed in this update: each of several steps closes what came before it."""
         self.noting = True
         """Whether what steps return is taken down: not in a second pass over the same window."""
         self._probed: dict[str, float] = {}
         """What probes have returned since the last update, for the record of the next."""
-        self._kinds: dict[str, str] = {} if meters is None else dict.fromkeys(meters.names, "metric")
-        """Whose each name is: a metric's, a named loss's, or a logged number's."""
 
     def begin(self, window: Window) -> None:
         """Turn to the next window."""
@@ -168,7 +149,7 @@ class Ledger:
         outcome = read_outcome(returned)
         count = outcome.count
         if count is None:
-            count = self._rows_of(self.batch) if outcome.summed else self.count
+            count = self._rows_of(self.batch) if outcome.summed else self._count_of(outcome.loss)
         self._note(outcome, count)
 
     def note_returned(self, returned: Any) -> None:
@@ -178,7 +159,7 @@ class Ledger:
             if name != "loss":
                 check_name(name, "returned")
             if name != "loss" or not self.noted:
-                self._entries.append((name, _number(name, value), rows, False))
+                self._entries.append((name, number(name, value), rows, False))
             self.noted = self.noted or name == "loss"
 
     def note_told(self, name: str, told: list[Told]) -> None:
@@ -194,7 +175,7 @@ class Ledger:
             self.note_told("loss", told[0])
             return
         assert self.window is not None
-        self.note_told("loss", [(sum(_mean(each) for each in told), sum(self.window.rows), False)])
+        self.note_told("loss", [(sum(mean_of(each) for each in told), sum(self.window.rows), False)])
 
     def note_probed(self, numbers: Any, what: str) -> None:
         """Take down what a probe returned: a dict of numbers, or nothing."""
@@ -206,7 +187,7 @@ class Ledger:
         for name in numbers:
             check_name(name, "probed")
             self._claim(name, "probed number")
-        read = dict(zip(numbers, late.read([_number(name, value) for name, value in numbers.items()]), strict=True))
+        read = dict(zip(numbers, late.read([number(name, value) for name, value in numbers.items()]), strict=True))
         self._probed |= read
         self._entries += [(name, value, 1, False) for name, value in read.items()]
 
@@ -217,32 +198,7 @@ class Ledger:
         if not self._within and self.batch is None:
             raise TrainwrightError(message(f"log({name!r}, ...) outside a step", want="a call from a step"))
         if self.noting:
-            self._entries.append((name, _number(name, value), self.count if count is None else count, False))
-
-    def close(self, *more: float | Tensor) -> list[float]:
-        """Read all numbers noted since the last call, and `more`, in one go; return `more` as floats."""
-        entries = self._entries
-        size = len(entries)
-        if size == 1 and entries[0][0] == "loss":  # the common case: one loss, and it stays the loss bit for bit
-            _, value, count, summed = entries[0]
-            numbers = late.read([value, count, *more])
-            read, counted = numbers[0], numbers[1]
-            self.loss = (read / counted if counted else math.nan) if summed else read
-            self.counted = counted
-            if counted:
-                self._sums["loss"] = self._sums.get("loss", 0.0) + (read if summed else read * counted)
-            self._counts["loss"] = self._counts.get("loss", 0.0) + counted
-        else:
-            numbers = late.read([*[entry[1] for entry in entries], *[entry[2] for entry in entries], *more])
-            if size:
-                self._add_all(numbers)
-        self._entries = []
-        return numbers[2 * size :]
-
-    @property
-    def waiting(self) -> bool:
-        """Whether numbers were noted that are not read yet."""
-        return bool(self._entries)
+            self._entries.append((name, number(name, value), self.count if count is None else count, False))
 
     def close_totals(self) -> None:
         """Read the sums that an evaluation has noted, in one stack, and count what they are over."""
@@ -276,21 +232,7 @@ class Ledger:
     def reset(self) -> None:
         """Start new sums, of an epoch to come."""
         self._within = False
-        self._entries, self._sums, self._counts = [], {}, {}
-        if self.meters is not None:
-            self.meters.reset()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The running sums, so that a mean goes on after a resume inside an epoch."""
-        self.close()  # what was logged since the last update was judged
-        meters = None if self.meters is None else self.meters.state_dict()
-        return {"sums": dict(self._sums), "counts": dict(self._counts), "meters": meters}
-
-    def load_state_dict(self, tree: dict[str, Any]) -> None:
-        """Take over saved sums."""
-        self._sums, self._counts = dict(tree["sums"]), dict(tree["counts"])
-        if self.meters is not None and tree["meters"] is not None:
-            self.meters.load_state_dict(tree["meters"])
+        super().reset()
 
     def _unfed(self, why: str, *, fix: str) -> SettingError:
         names = "" if self.meters is None else ", ".join(self.meters.names)
@@ -325,6 +267,11 @@ class Ledger:
             return window.counts[position]
         return window.rows[position] if self._counter is None else self._counter(window.batches[position])
 
+    def _count_of(self, loss: Tensor) -> Count:
+        """What a mean is over that did not tell: as in training, what torch divided by, else `count`."""
+        found = None if self.counting is None else self.counting.count_of(loss)
+        return self.count if found is None else found
+
     def _note(self, outcome: Outcome, count: Count) -> None:
         if not self.noting:
             return
@@ -333,65 +280,9 @@ class Ledger:
         if outcome.named is not None:
             self._entries += [(name, value, count, outcome.summed) for name, value in self._claimed(outcome.named)]
 
-    def _claimed(self, named: Mapping[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
-        for name in named:
-            self._claim(name, "named loss")
-        return named.items()
-
-    def _claim(self, name: str, kind: str) -> None:
-        """Refuse a name for two kinds of numbers: one would be averaged with the other, or hide it."""
-        other = self._kinds.setdefault(name, kind)
-        if other != kind:
-            what = f"log({name!r}, ...)" if kind == "logged number" else f"the {kind} {name!r}"
-            fix = f'log("my_{name}", ...)' if kind == "logged number" else f'"{name}_loss"'
-            raise SettingError(message(f"{what}: a {other} has this name", fix=fix))
-
-    def _add_all(self, numbers: list[float]) -> None:
-        sums: dict[str, float] = {}
-        counts: dict[str, float] = {}
-        alone: dict[str, float | None] = {}
-        size = len(self._entries)
-        for (name, _, _, summed), value, count in zip(self._entries, numbers, numbers[size:], strict=False):
-            alone[name] = None if summed or name in alone else value
-            # A number over nothing is NaN, or a sum of 0: neither belongs in the mean of the others.
-            sums[name] = sums.get(name, 0.0) + ((value if summed else value * count) if count else 0.0)
-            counts[name] = counts.get(name, 0.0) + count
-        for name, count in counts.items():
-            self._sums[name] = self._sums.get(name, 0.0) + sums[name]
-            self._counts[name] = self._counts.get(name, 0.0) + count
-        means = {name: (sums[name] / n if n else math.nan) for name, n in counts.items()}
-        means |= {name: value for name, value in alone.items() if value is not None}  # bit for bit what was given
-        if "loss" in means:
-            self.loss, self.counted = means.pop("loss"), counts["loss"]
-        for name in means if self.window is not None else ():
-            total, n = self._earlier.get(name, (0.0, 0.0))
-            if n:
-                means[name] = (total + sums[name]) / (n + counts[name])
-            self._earlier[name] = (total + sums[name], n + counts[name])
-        self.values |= means
-
 
 def _without_nothing(loss: Tensor, count: Count) -> Tensor:
     """The loss of a batch, 0 where it counts nothing: torch's mean over nothing is NaN."""
     if isinstance(count, Tensor):
         return torch.where(count == 0, torch.zeros_like(loss), loss)
     return loss if count else loss.nan_to_num(0.0, 0.0, 0.0)
-
-
-def _mean(told: list[Told]) -> float:
-    """The mean of losses by what they count; NaN over nothing."""
-    if len(told) == 1 and not told[0][2]:
-        return told[0][0]  # bit for bit
-    counted = sum(count for _, count, _ in told)
-    total = sum(value if summed else value * count for value, count, summed in told if count)
-    return total / counted if counted else math.nan
-
-
-def _number(name: str, value: Any) -> float | Tensor:
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return value.detach().clone()  # it may be changed in place later
-    if isinstance(value, Real) or getattr(value, "shape", None) == ():
-        number: float = value
-        return number
-    kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-    raise SettingError(message(f"{name!r} is {kind}", want="a number, or a tensor with one", fix="its mean, say"))

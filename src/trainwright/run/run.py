@@ -17,7 +17,8 @@ from trainwright.base.plan import Plan
 from trainwright.base.progress import Counters
 from trainwright.base.records import Count
 from trainwright.run.evaluating import check_passes, feed
-from trainwright.run.ledger import Ledger, Told
+from trainwright.run.ledger import Ledger
+from trainwright.run.numbers import Told
 from trainwright.run.optimizers import check_parameters
 from trainwright.run.owner import Owner
 from trainwright.run.shown import Shown
@@ -116,7 +117,7 @@ class Run:
         counters, owner, clock = self.counters, self.owner, time.perf_counter
         self.epoch_over = False
         self.begin_epoch(counters.epoch)
-        self.stopped_between = bool(counters.stopped)
+        self.stopped_between = counters.stopped != ""
         if self.stopped_between:
             return
         begun = clock()

@@ -1,0 +1,144 @@
+"""Numbers of a loop with their counts, read late and all at once: sums, exact means, and whose name each is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from numbers import Real
+from typing import Any, cast
+
+from torch import Tensor
+
+from trainwright.base.errors import SettingError, message
+from trainwright.base.records import Count
+from trainwright.runtime import late
+from trainwright.slots.metrics import Meters
+
+Entry = tuple[str, float | Tensor, Count, bool]
+"""(name, value, count, whether the value is a sum already)."""
+
+Told = tuple[float, float, bool]
+"""(value, count, whether the value is a sum already) of a loss that was read."""
+
+
+class Numbers:
+    """Holds every number of a loop with its count, and gives back exact count-weighted means.
+
+    Values stay tensors until `close` reads all of them in one go, together with whatever else is asked for.
+    """
+
+    counted = 0.0
+    """What the loss that was closed last is a mean over."""
+    window: Any = None
+
+    def __init__(self, meters: Meters | None = None) -> None:
+        self.meters = meters
+        self.loss = math.nan
+        """The loss of what was closed last, in the user's own scale."""
+        self.values: dict[str, float] = {}
+        """Named losses and logged numbers of what was closed last."""
+        self._entries: list[Entry] = []
+        self._sums, self._counts = dict[str, float](), dict[str, float]()
+        self._earlier: dict[str, tuple[float, float]] = {}
+        """Sum and count of what was closed in this update: each of several steps closes what came before it."""
+        self._kinds: dict[str, str] = {} if meters is None else dict.fromkeys(meters.names, "metric")
+        """Whose each name is: a metric's, a named loss's, or a logged number's."""
+
+    def close(self, *more: float | Tensor) -> list[float]:
+        """Read all numbers noted since the last call, and `more`, in one go; return `more` as floats."""
+        entries = self._entries
+        size = len(entries)
+        if size == 1 and entries[0][0] == "loss":  # the common case: one loss, and it stays the loss bit for bit
+            _, value, count, summed = entries[0]
+            numbers = late.read([value, count, *more])
+            read, counted = numbers[0], numbers[1]
+            self.loss = (read / counted if counted else math.nan) if summed else read
+            self.counted = counted
+            if counted:
+                self._sums["loss"] = self._sums.get("loss", 0.0) + (read if summed else read * counted)
+            self._counts["loss"] = self._counts.get("loss", 0.0) + counted
+        else:
+            numbers = late.read([*[entry[1] for entry in entries], *[entry[2] for entry in entries], *more])
+            if size:
+                self._add_all(numbers)
+        self._entries = []
+        return numbers[2 * size :]
+
+    @property
+    def waiting(self) -> bool:
+        """Whether numbers were noted that are not read yet."""
+        return bool(self._entries)
+
+    def reset(self) -> None:
+        """Start new sums."""
+        self._entries, self._sums, self._counts = [], {}, {}
+        if self.meters is not None:
+            self.meters.reset()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The running sums, so that a mean goes on after a resume inside an epoch."""
+        self.close()  # what was logged since the last update was judged
+        meters = None if self.meters is None else self.meters.state_dict()
+        return {"sums": dict(self._sums), "counts": dict(self._counts), "meters": meters}
+
+    def load_state_dict(self, tree: dict[str, Any]) -> None:
+        """Take over saved sums."""
+        self._sums, self._counts = dict(tree["sums"]), dict(tree["counts"])
+        if self.meters is not None and tree["meters"] is not None:
+            self.meters.load_state_dict(tree["meters"])
+
+    def _claimed(self, named: Mapping[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
+        for name in named:
+            self._claim(name, "named loss")
+        return named.items()
+
+    def _claim(self, name: str, kind: str) -> None:
+        """Refuse a name for two kinds of numbers: one would be averaged with the other, or hide it."""
+        other = self._kinds.setdefault(name, kind)
+        if other != kind:
+            what = f"log({name!r}, ...)" if kind == "logged number" else f"the {kind} {name!r}"
+            fix = f'log("my_{name}", ...)' if kind == "logged number" else f'"{name}_loss"'
+            raise SettingError(message(f"{what}: a {other} has this name", fix=fix))
+
+    def _add_all(self, numbers: list[float]) -> None:
+        sums: dict[str, float] = {}
+        counts: dict[str, float] = {}
+        alone: dict[str, float | None] = {}
+        size = len(self._entries)
+        for (name, _, _, summed), value, count in zip(self._entries, numbers, numbers[size:], strict=False):
+            alone[name] = None if summed or name in alone else value
+            # A number over nothing is NaN, or a sum of 0: neither belongs in the mean of the others.
+            sums[name] = sums.get(name, 0.0) + ((value if summed else value * count) if count else 0.0)
+            counts[name] = counts.get(name, 0.0) + count
+        for name, count in counts.items():
+            self._sums[name] = self._sums.get(name, 0.0) + sums[name]
+            self._counts[name] = self._counts.get(name, 0.0) + count
+        means = {name: (sums[name] / n if n else math.nan) for name, n in counts.items()}
+        means |= {name: value for name, value in alone.items() if value is not None}  # bit for bit what was given
+        if "loss" in means:
+            self.loss, self.counted = means.pop("loss"), counts["loss"]
+        for name in means if self.window is not None else ():
+            total, n = self._earlier.get(name, (0.0, 0.0))
+            if n:
+                means[name] = (total + sums[name]) / (n + counts[name])
+            self._earlier[name] = (total + sums[name], n + counts[name])
+        self.values |= means
+
+
+def mean_of(told: list[Told]) -> float:
+    """The mean of losses by what they count; NaN over nothing."""
+    if len(told) == 1 and not told[0][2]:
+        return told[0][0]  # bit for bit
+    counted = sum(count for _, count, _ in told)
+    total = sum(value if summed else value * count for value, count, summed in told if count)
+    return total / counted if counted else math.nan
+
+
+def number(name: str, value: Any) -> float | Tensor:
+    """A number as it may be kept; SettingError for what is none."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.detach().clone()  # it may be changed in place later
+    if isinstance(value, Real) or getattr(value, "shape", None) == ():
+        return cast(float, value)
+    kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    raise SettingError(message(f"{name!r} is {kind}", want="a number, or a tensor with one", fix="its mean, say"))
