@@ -293,6 +293,9 @@ def test_totals_go_on_and_a_stage_counts_its_own(tmp_path):
     seen = []
 
     class Sees(Plain):
+        def settings(self):
+            return {"schedule": Cosine()}
+
         def trainer_class(self):
             class Seeing(Trainer):
                 def after_update(self):
