@@ -20,7 +20,7 @@ from trainwright.slots.saved import load_tree
 
 
 class Found:
-    """A checkpoint that was read, and what it means for the `fit` in hand; `None` in the place of a path: nothing."""
+    """A checkpoint that was read, and what it means for the `fit` in hand; without a path there is none."""
 
     def __init__(self, path: Path | None, *, stage: int) -> None:
         self.path = path
@@ -89,7 +89,7 @@ class Found:
         return ended
 
 
-def find(path: Path | None, resume: Any, *, stage: int) -> Found:
+def find(path: Path | None, resume: str | Path | None, *, stage: int) -> Found:
     """Read what was found; nothing where "auto" has found a checkpoint of an earlier `fit` alone."""
     found = Found(path, stage=stage)
     if path is None or found.saved_stage >= stage:

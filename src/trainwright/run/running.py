@@ -13,7 +13,6 @@ from torch import nn
 
 from trainwright.base.contracts import Part, Source, listeners
 from trainwright.base.errors import SettingError, message
-from trainwright.base.plan import Plan
 from trainwright.base.records import Result
 from trainwright.run import state
 from trainwright.run.evaluating import evaluate
@@ -202,6 +201,3 @@ def _take_progress(owner: Owner, tree: Any) -> None:
     owner.counters.load_state_dict(tree["counters"])
     owner.history[:] = tree["history"]
     owner.between.stages = list(tree["stages"])
-
-
-__all__ = ["Plan", "parts_of", "running"]

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainwright.base.contracts import Clip, Part, Rates, Schedule, Tree
+from trainwright.base.contracts import Clip, Rates, Schedule, Tree
 from trainwright.base.errors import SettingError, message
 from trainwright.base.names import did_you_mean
 from trainwright.base.plan import Plan
+from trainwright.run.state import gather
 from trainwright.runtime.gradients import Gradients
 from trainwright.runtime.kernels import step_of
 from trainwright.slots.clip import ClipNorm
@@ -75,22 +76,20 @@ class Steppers:
         """Whether the optimizers were given by name, so that numbers carry it."""
         self._together()
 
-    def choose(self, name: str | None) -> Chosen:
-        """Those that `apply_gradients(name)` means; StepError-like SettingError for a name that is none."""
-        if name is None:
-            return self.all
+    def choose(self, name: str) -> Chosen:
+        """The one of this name; SettingError where none has it."""
         if name not in self._alone:
             fix = f"one of {', '.join(map(repr, self._alone))}" if self.named else "leave the name out"
             raise SettingError(message(f"no optimizer {name!r}.{did_you_mean(name, self._alone)}", fix=fix))
         return self._alone[name]
 
     def one(self, name: str | None, caller: str) -> Chosen:
-        """The one that is meant; an error where there are several and none is named."""
+        """The one that is meant; SettingError where there are several and none is named."""
         if name is None and len(self._steppers) > 1:
             names = ", ".join(map(repr, self._alone))
             what = f"{caller} without a name, and there are several optimizers: {names}"
             raise SettingError(message(what, fix=f"name one of {names}"))
-        return self.choose(name)
+        return self.all if name is None else self.choose(name)
 
     def take_groups(self) -> None:
         """Take over every optimizer's parameters as they are grouped now."""
@@ -159,7 +158,7 @@ class NamedRates:
 
     def state_dict(self) -> Tree:
         """Each schedule's state by name."""
-        return gather_named(self._rates)
+        return gather(self._rates)
 
     def load_state_dict(self, tree: Tree, /) -> str | None:
         """Take each schedule's state; returns what they report."""
@@ -183,19 +182,14 @@ class NamedParts:
 
     def state_dict(self) -> Tree:
         """Each part's state by name."""
-        return gather_named(self._parts)
+        return gather(self._parts)
 
     def load_state_dict(self, tree: Tree, /) -> None:
-        """Give each part its state; KeyError where the names are others."""
+        """Give each part its state; ValueError where the names are others."""
         if set(tree) != set(self._parts):
             raise ValueError(f"the checkpoint has {sorted(tree)}, this Trainer {sorted(self._parts)}")
         for name, part in self._parts.items():
             part.load_state_dict(tree[name])
-
-
-def gather_named(parts: Mapping[str, Part]) -> dict[str, Tree]:
-    """The state of each part by name."""
-    return {name: part.state_dict() for name, part in parts.items()}
 
 
 def bind_rates(schedule: Any, optimizers: Mapping[str, Optimizer], plan: Plan) -> Rates | None:
