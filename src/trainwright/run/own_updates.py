@@ -11,7 +11,6 @@ from torch import Tensor
 from trainwright.base.records import Count
 from trainwright.run.run import Run
 from trainwright.runtime import late
-from trainwright.runtime.gradients import Gradients
 
 
 def backward_of(run: Run, loss: Any, name: str | None) -> tuple[Tensor, Count, bool]:
@@ -44,7 +43,7 @@ def step_by_closure(run: Run, closure: Callable[[], Any], name: str | None) -> b
     chosen = run.steppers.one(name, "apply_gradients(closure=...)")
     (stepper,) = chosen.steppers
     optimizer: Any = stepper.optimizer
-    weights = Gradients(optimizer).parameters
+    weights = chosen.gradients.parameters
     before = [p.detach().clone() for p in weights] if run.checks else []
     norms: list[Any] = []
 
