@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -65,6 +65,7 @@ class Trainer(Generic[M]):
     `clip`: a norm, `ClipNorm`, `ClipValue` or a function of the parameters; with several optimizers it and `schedule`
     are dicts by their names. `average`: `EMA(...)` or `SWA(...)`. `frozen`: modules by name that help and are not
     trained, such as a teacher. `nonfinite`: "raise", "skip" or "ignore" an update whose loss or gradient is not finite.
+    `device`: "auto" is where the model lies, else an accelerator. `console`: False for silence, or `Console(...)`.
 
     Raises SettingError for what cannot work together, and for a setting whose part is not built yet, by name.
     """
@@ -271,7 +272,7 @@ class Trainer(Generic[M]):
         inputs, target = hooks.split(batch)
         output = self.model(*inputs) if type(inputs) is tuple else batches.call(self.model, inputs)
         loss = batches.exact_loss_of(self, output, target) if hooks.summed is None else hooks.summed(output, target)
-        return Step(loss, output, target) if self.metrics or self.hooks.spread else loss
+        return Step(loss, output, target) if self.metrics or hooks.spread else loss
 
     def predict_step(self, batch: Any) -> Any:
         """Return the output for one batch."""
@@ -352,8 +353,7 @@ class Trainer(Generic[M]):
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return a context that computes as steps do, for an `update` of your own."""
-        context = None if self.precision is None else self.precision.autocast(self.device.type)
-        return nullcontext() if context is None else context
+        return evaluating.autocast(self)
 
     def print(self, *values: object) -> None:
         """Print a line, on the main process only, without tearing the live bar."""
