@@ -66,10 +66,9 @@ def call(model: Any, inputs: Any) -> Any:
     try:
         return model(**inputs)
     except TypeError as error:
-        names = _names_taken(model, inputs)
-        if names is None:
+        if _takes(model, inputs):
             raise
-        raise _other_keys(model, inputs, names) from error
+        raise _other_keys(model, inputs) from error
 
 
 def own_loss(owner: Owner, batch: Any) -> Step:
@@ -134,14 +133,28 @@ def exact_loss_of(owner: Owner, output: Any, target: Any) -> Any:
     return known.summed(output, target) if known.reduction == "mean" else Sum(known.total(output, target))
 
 
+def no_loss(owner: Owner, target: Any) -> Exception:
+    """Build the error for a default step that lacks its loss or its target."""
+    if owner.loss is None:
+        return SettingError(
+            message(
+                "no loss: loss is None, and this step is not overridden",
+                want="a loss, or a step of your own that returns one",
+                fix="Trainer(model, optimizer, nn.CrossEntropyLoss())",
+                where=False,
+            )
+        )
+    return no_target()
+
+
 def _takes(model: Any, inputs: Any) -> bool:
-    """Whether the model's `forward` can be called with these inputs at all."""
+    """Whether a model can be called with these inputs at all; True for one that does not tell its arguments."""
     try:
-        signature = inspect.signature(model.forward)
+        signature = inspect.signature(getattr(model, "forward", model))
         signature.bind(**inputs) if isinstance(inputs, Mapping) else signature.bind(*inputs)
     except TypeError:
         return False
-    except ValueError:  # no signature is known
+    except ValueError:
         return True
     return True
 
@@ -190,31 +203,9 @@ def _kind(value: Any) -> str:
     return f"a {type(value).__name__} without a loss"
 
 
-def no_loss(owner: Owner, target: Any) -> Exception:
-    """Build the error for a default step that lacks its loss or its target."""
-    if owner.loss is None:
-        return SettingError(
-            message(
-                "no loss: loss is None, and this step is not overridden",
-                want="a loss, or a step of your own that returns one",
-                fix="Trainer(model, optimizer, nn.CrossEntropyLoss())",
-                where=False,
-            )
-        )
-    return no_target()
-
-
-def _names_taken(model: Any, inputs: Mapping[Any, Any]) -> list[str] | None:
-    """The names that a model's `forward` must be given, where these inputs do not fit it; None where they do."""
-    signature = inspect.signature(getattr(model, "forward", model))
-    try:
-        signature.bind(**inputs)
-    except TypeError:
-        return [name for name, one in signature.parameters.items() if one.default is one.empty]
-    return None
-
-
-def _other_keys(model: Any, inputs: Mapping[Any, Any], names: list[str]) -> DataError:
+def _other_keys(model: Any, inputs: Mapping[Any, Any]) -> DataError:
+    parameters = inspect.signature(getattr(model, "forward", model)).parameters
+    names = [name for name, one in parameters.items() if one.default is one.empty]
     given = [key for key in inputs if isinstance(key, str)]
     taken = "".join(f'inputs["{key}"], ' for key in given[: len(names)]) or "..."
     return DataError(

@@ -104,6 +104,20 @@ def running_statistics(model: nn.Module) -> list[Tensor]:
 
 
 @contextmanager
+def untrained(*roots: nn.Module) -> Iterator[None]:
+    """Eval mode and no parameter that requires a gradient inside; both put back afterwards."""
+    wanted = [(p, p.requires_grad) for root in roots for p in root.parameters()]
+    with evaluating(*roots):
+        for parameter, _ in wanted:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter, before in wanted:
+                parameter.requires_grad_(before)
+
+
+@contextmanager
 def _kept(roots: tuple[nn.Module, ...]) -> Iterator[None]:
     modes = [(module, module.training) for root in roots for module in root.modules()]
     try:
@@ -119,20 +133,6 @@ def _put_back(roots: tuple[nn.Module, ...], modes: list[tuple[nn.Module, bool]])
             root.train(next(mode for module, mode in modes if module is root))
     for module, mode in modes:
         module.training = mode and not held(module)
-
-
-@contextmanager
-def untrained(*roots: nn.Module) -> Iterator[None]:
-    """Eval mode and no parameter that requires a gradient inside; both put back afterwards."""
-    wanted = [(p, p.requires_grad) for root in roots for p in root.parameters()]
-    with evaluating(*roots):
-        for parameter, _ in wanted:
-            parameter.requires_grad_(False)
-        try:
-            yield
-        finally:
-            for parameter, before in wanted:
-                parameter.requires_grad_(before)
 
 
 def _moved_by_modes(root: nn.Module) -> list[Tensor]:
