@@ -56,7 +56,7 @@ class Update:
     rows: int
     skipped: bool
     values: Mapping[str, float] = field(default_factory=dict)
-    """Named losses and logged numbers."""
+    """Named losses, logged and probed numbers, and `lr_<name>` and `grad_norm_<name>` of named optimizers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class Result:
     seconds: float
     skipped: int = 0
     weights: str = "last"
-    """Which weights the model holds now: "last" or "best of epoch n"."""
+    """Which weights the model holds now: "last", "averaged", "best of epoch n" or "averaged, best of epoch n"."""
     notes: tuple[str, ...] = ()
     """What else is worth a line: a schedule that skipped updates left short of its end."""
 
