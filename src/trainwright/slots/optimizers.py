@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -161,13 +161,13 @@ def _length(key: str) -> int:
     return len(re.sub(r"\[.*?\]|[*?]", "", key))
 
 
-def _without_decay(model: nn.Module, parameters: Any) -> set[nn.Parameter]:
+def _without_decay(model: nn.Module, parameters: Iterable[nn.Parameter]) -> set[nn.Parameter]:
     """Parameters with fewer than two dimensions, and all that lie in normalisation layers."""
     norms = {p for module in model.modules() if isinstance(module, NORMS) for p in module.parameters()}
     return norms | {p for p in parameters if p.dim() < 2}
 
 
-def _has_fused(parameters: Any) -> bool:
+def _has_fused(parameters: Iterable[nn.Parameter]) -> bool:
     """Whether torch's fused kernels serve all of these; False for a torch that does not say where it has them."""
     listed = getattr(_foreach_utils, "_get_fused_kernels_supported_devices", None)
     devices = listed() if listed is not None else ()
