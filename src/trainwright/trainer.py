@@ -345,6 +345,8 @@ class Trainer(Generic[M]):
             source, held_out = setup.open_data(self, train, val, ends=ends, batch_size=batch_size)
         planned = make_plan(self, source, held_out, ends=ends)
         bind_rates(self.schedule, self.optimizers, planned)
+        if self.average is not None:
+            self.average.bind(self.model, planned)
         return planned
 
     def log(self, name: str, value: float | Tensor, count: Count | None = None) -> None:

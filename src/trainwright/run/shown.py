@@ -34,6 +34,8 @@ class Shown:
         self.model, self.average, self._forward = model, average, forward
         self._switching: list[Any] = [one for one in optimizers.values() if _switches(one)]
         self._raw: list[Tensor] | None = None
+        self._buffers: list[tuple[Tensor, Tensor]] = []
+        """The buffers of the trained weights, once `leave` was called."""
         self._inside = False
         if average is not None and self._switching:
             name = type(self._switching[0]).__name__
@@ -69,15 +71,24 @@ class Shown:
             self._inside = False
 
     def leave(self) -> None:
-        """Leave the model with the weights that count, for good."""
+        """Leave the model with the weights that count, for good; called again after others were loaded on top."""
         if self.average is not None:
+            if not self._inside:
+                self._buffers = [(buffer, buffer.detach().clone()) for buffer in self.model.buffers()]
             self.average.leave(self._forward)
         self._show()
         self._inside = True
 
     def put_back(self) -> bool:
         """Take the trained weights up again; False where somebody has changed the weights since `leave`."""
-        return self.average is None or self.average.put_back()
+        if self.average is None or not self.average.taken:
+            return True
+        if not self.average.put_back():
+            return False
+        with torch.no_grad():
+            for buffer, trained in self._buffers:  # those of a restored best are of another update
+                buffer.copy_(trained)
+        return True
 
     def state_dict(self) -> Tree:
         """The trained weights; to be asked for inside `evaluated`, when part "model" holds those that count."""
