@@ -14,6 +14,7 @@ from trainwright.base.records import Count, Step, Sum
 from trainwright.run.hooks import Hooks
 from trainwright.run.numbers import Numbers, Told, mean_of, number
 from trainwright.runtime import late
+from trainwright.runtime.device import widest_float
 from trainwright.slots.counting import Counting
 from trainwright.slots.losses import KnownLoss, Outcome, SumOver, counted_by_torch, read_outcome
 from trainwright.slots.metrics import Meters
@@ -207,7 +208,7 @@ class Ledger(Numbers):
             self._targets = []
         if not self._total_counts:
             return
-        wide = torch.float32 if self._totals and self._totals[0].device.type == "mps" else torch.float64
+        wide = widest_float(self._totals[0].device) if self._totals else None
         stacked = torch.stack(self._totals).sum(dtype=wide) if self._totals else 0.0
         total, *counts = late.read([stacked, *self._total_counts])
         self._sums["loss"] = self._sums.get("loss", 0.0) + total

@@ -68,6 +68,11 @@ def move(batch: Any, device: torch.device) -> Any:
     return batch
 
 
+def widest_float(device: torch.device) -> torch.dtype:
+    """Return the widest floating type of a device: float64, and float32 on mps, which has no other."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def _rebuild(batch: Mapping[Any, Any], moved: dict[Any, Any]) -> Any:
     if type(batch) is dict:
         return moved

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from trainwright.runtime.device import widest_float
+
 
 def read(values: Sequence[float | Tensor]) -> list[float]:
     """Return every value as a float; tensors that lie on an accelerator are read together, once.
@@ -35,9 +37,8 @@ def finite(value: float) -> bool:
 
 def _read_together(values: Sequence[float | Tensor]) -> list[float]:
     device = next(value.device for value in values if isinstance(value, Tensor) and not value.is_cpu)
-    wide = torch.float32 if device.type == "mps" else torch.float64  # mps has no float64
     there = [
-        value.detach().reshape(()).to(device, wide)
+        value.detach().reshape(()).to(device, widest_float(device))
         for value in values
         if isinstance(value, Tensor) and not value.is_cpu
     ]

@@ -15,6 +15,7 @@ from torch import Tensor
 from trainwright.base.contracts import Tree
 from trainwright.base.errors import DataError, SettingError, message
 from trainwright.base.records import Sum
+from trainwright.runtime.device import widest_float
 from trainwright.slots.totals import Total
 
 __all__ = ["F1", "MAE", "R2", "RMSE"]
@@ -300,4 +301,4 @@ def _shapes(output: Tensor, target: Tensor) -> str:
 
 
 def _wide(values: Tensor) -> Tensor:
-    return values.detach().to(torch.float32 if values.device.type == "mps" else torch.float64)
+    return values.detach().to(widest_float(values.device))

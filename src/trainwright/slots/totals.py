@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trainwright.base.errors import SettingError, message
 from trainwright.base.records import Count, Mean, Sum
+from trainwright.runtime.device import widest_float
 from trainwright.runtime.late import read
 
 _HALF = 2**20  # splits an int64 into two numbers that float32 holds exactly
@@ -254,15 +255,14 @@ def _folded(values: Tensor) -> Tensor:
 def _widest(values: Tensor) -> Tensor:
     if not values.is_floating_point():
         return values.to(torch.int64)
-    return values if values.device.type == "mps" else values.to(torch.float64)
+    return values.to(widest_float(values.device))
 
 
 def _product(value: float | Tensor, count: Tensor) -> Tensor:
     if not isinstance(value, Tensor):
-        return _bare(count).to(torch.float32 if count.device.type == "mps" else torch.float64) * value
+        return _bare(count).to(widest_float(count.device)) * value
     value = _scalar(value)
-    wide = value.to(torch.float32 if value.device.type == "mps" else torch.float64)
-    return wide * _bare(count).to(value.device).reshape(())
+    return value.to(widest_float(value.device)) * _bare(count).to(value.device).reshape(())
 
 
 def _may_be_nan(total: float | Tensor) -> bool:

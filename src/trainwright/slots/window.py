@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trainwright.base.errors import DataError, SettingError, message
 from trainwright.base.records import Count
+from trainwright.runtime.device import widest_float
 
 Accumulate = int | Mapping[int, int]
 
@@ -149,11 +150,11 @@ def windows(
 
 
 def ratio(part: Count, whole: Count) -> Any:
-    """Return part / whole; with tensors in float64, for torch divides whole numbers in float32."""
+    """Return part / whole; with tensors in the widest type, for torch divides whole numbers in float32."""
     if isinstance(part, Tensor):
-        return part.to(torch.float32 if part.device.type == "mps" else torch.float64) / whole
+        return part.to(widest_float(part.device)) / whole
     if isinstance(whole, Tensor):
-        return part / whole.to(torch.float32 if whole.device.type == "mps" else torch.float64)
+        return part / whole.to(widest_float(whole.device))
     return part / whole
 
 
