@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -11,7 +11,9 @@ import torch
 @contextmanager
 def training_afresh(device_type: str) -> Iterator[None]:
     """Gradients on and no autocast but the trainer's own, wherever `fit` is called: in a step, a probe, a `no_grad`."""
-    with torch.inference_mode(mode=False), torch.enable_grad(), _own_autocast(device_type, shares_cache=False):
+    # Its guard sets more than its name says, so that it is only used where there is something to leave.
+    inferring = torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else nullcontext()
+    with inferring, torch.enable_grad(), _own_autocast(device_type, shares_cache=False):
         yield
 
 
