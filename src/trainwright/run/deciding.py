@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainwright.base.errors import NonFiniteError, SettingError, message
+from trainwright.slots.losses import shapes_of
+from trainwright.slots.metrics import IGNORED
 
 Family = Literal["classes", "logit", "probability", "values", "unknown"]
 
@@ -23,7 +25,6 @@ _FAMILIES: dict[Family, tuple[Any, ...]] = {
         *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss),
     ),
 }
-_IGNORED = -100
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,7 +61,7 @@ def kind_of(loss: Any, pairs: list[tuple[Tensor, Tensor]]) -> Literal["classes",
     raise SettingError(
         message(
             "the targets may be classes or values, and the loss does not tell",
-            have=f"{_shown(output, target)}; loss: {getattr(loss, '__name__', type(loss).__name__)}",
+            have=f"{shapes_of(output, target)}; loss: {getattr(loss, '__name__', type(loss).__name__)}",
             want='kind="classes" (precision, recall, F1) or kind="values" (R2, MAE, RMSE)',
             fix='report(data, kind="classes")',
         )
@@ -109,7 +110,7 @@ def _decide_one(output: Tensor, target: Tensor, *, family: Family) -> Decided:
     raise SettingError(
         message(
             "a report of classes cannot compare these",
-            have=_shown(output, target),
+            have=shapes_of(output, target),
             want="scores (N, C, d...) with class numbers (N, d...), or one output for each 0 or 1",
             fix=fix,
         )
@@ -167,8 +168,4 @@ def _adds_up_to_one(target: Tensor) -> bool:
 def _ignored(loss: Any) -> int:
     """Return the class number that the loss does not count: torch's default where it says nothing."""
     said = loss.keywords.get("ignore_index") if isinstance(loss, partial) else getattr(loss, "ignore_index", None)
-    return said if isinstance(said, int) else _IGNORED
-
-
-def _shown(output: Tensor, target: Tensor) -> str:
-    return f"output {tuple(output.shape)} {output.dtype}, target {tuple(target.shape)} {target.dtype}"
+    return said if isinstance(said, int) else IGNORED

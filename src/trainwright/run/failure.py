@@ -80,9 +80,5 @@ def _failed(site: Site) -> str:
 
 def _metric(site: Site) -> str:
     """The name of the metric that was taking in a batch."""
-    where = {"function": "_update", "module": "trainwright.slots.metrics"}
-    metric, meters = site.local("metric", **where), site.local("self", **where)
-    if metric is not MISSING:
-        return str(next(name for name, one in meters._objects.items() if one is metric))
-    name = site.local("name", **where)
+    name = site.local("name", function="_update", module="trainwright.slots.metrics")
     return "" if name is MISSING else str(name)

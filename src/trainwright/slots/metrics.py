@@ -17,6 +17,7 @@ from trainwright.base.contracts import Metric
 from trainwright.base.errors import CheckpointError, SettingError, message
 from trainwright.base.names import check_name, did_you_mean
 from trainwright.base.records import Sum
+from trainwright.slots.losses import shapes_of
 from trainwright.slots.totals import Reading, Total, read_totals
 
 __all__ = ["Derived", "Meters", "MetricFunction", "Reading", "Total", "accuracy", "top_k"]
@@ -180,7 +181,7 @@ class Meters:
         self._rows += rows
         for name, function, total in self._functions:
             total.take(function(output, target), rows, f"metric {name!r}")
-        for metric in self._objects.values():
+        for name, metric in self._objects.items():  # noqa: B007  (the note of an error reads `name` from this frame)
             metric.update(output, target)
 
     def _place(self, output: Any) -> None:
@@ -327,7 +328,7 @@ def _misfit(name: str, output: Tensor, target: Tensor) -> SettingError:
     return SettingError(
         message(
             f"{name} cannot compare these shapes",
-            have=f"output {tuple(output.shape)} {output.dtype}, target {tuple(target.shape)} {target.dtype}",
+            have=shapes_of(output, target),
             want="scores (N, C, d...) and class numbers (N, d...)",
             fix=fix,
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -16,14 +16,13 @@ from trainwright.base.contracts import Tree
 from trainwright.base.errors import DataError, SettingError, message
 from trainwright.base.records import Sum
 from trainwright.runtime.device import widest_float
+from trainwright.slots.losses import shapes_of
+from trainwright.slots.metrics import IGNORED
 from trainwright.slots.totals import Total
 
 __all__ = ["F1", "MAE", "R2", "RMSE"]
 
-Average = Literal["macro", "micro", "weighted", "binary"]
-
-_AVERAGES = ("macro", "micro", "weighted", "binary")
-_IGNORED = -100
+Kind = Literal["macro", "micro", "weighted", "binary"]
 
 
 class MAE:
@@ -152,9 +151,9 @@ class F1:
     _flaws: Tensor
     """Scores or targets that are NaN, and targets that are no class."""
 
-    def __init__(self, average: Average = "macro", *, classes: Sequence[int] | None = None) -> None:
-        if average not in _AVERAGES:
-            raise SettingError(message(f"F1({average!r})", want=" or ".join(map(repr, _AVERAGES))))
+    def __init__(self, average: Kind = "macro", *, classes: Sequence[int] | None = None) -> None:
+        if average not in get_args(Kind):
+            raise SettingError(message(f"F1({average!r})", want=" or ".join(map(repr, get_args(Kind)))))
         if classes is not None and (average == "binary" or not _are_class_numbers(classes)):
             fix = 'F1("binary")' if average == "binary" else "F1(classes=[1, 2])"
             want = "no classes: class 1 is scored" if average == "binary" else "class numbers, each once"
@@ -167,7 +166,7 @@ class F1:
         """Take in one batch."""
         guess, truth, classes = _decided(output, target)
         counts = self._counts_of(classes, output.device)
-        counted = truth != _IGNORED
+        counted = truth != IGNORED
         valid = counted & (truth >= 0) & (truth < classes)
         ones = torch.ones_like(truth)
         # What does not count goes to a place of its own behind the classes.
@@ -270,7 +269,7 @@ def _misfit_of_classes(output: Tensor, target: Tensor) -> SettingError:
     return SettingError(
         message(
             "F1 cannot compare these shapes",
-            have=_shapes(output, target),
+            have=shapes_of(output, target),
             want="scores (N, C, d...) and class numbers (N, d...), or a logit and 0 or 1 for each row",
             fix=fix,
         )
@@ -286,7 +285,7 @@ def _difference(name: str, output: Any, target: Any) -> Tensor:
         have = f"output of type {type(output).__name__}, target of type {type(target).__name__}"
         fix = "Step(loss, output, target) with two tensors"
     else:
-        have = _shapes(output, target)
+        have = shapes_of(output, target)
         fix = "bring output and target to one shape"
         if output.shape == (*target.shape, 1):
             fix = "output.squeeze(-1) in the model, or targets of shape (n, 1): y[:, None]"
@@ -294,10 +293,6 @@ def _difference(name: str, output: Any, target: Any) -> Tensor:
             fix = "targets of shape (n): y.squeeze(-1)"
     want = "output and target of one shape, (n) or (n, d...); others are broadcast against each other"
     raise SettingError(message(f"{name} cannot compare these", have=have, want=want, fix=fix))
-
-
-def _shapes(output: Tensor, target: Tensor) -> str:
-    return f"output {tuple(output.shape)} {output.dtype}, target {tuple(target.shape)} {target.dtype}"
 
 
 def _wide(values: Tensor) -> Tensor:
