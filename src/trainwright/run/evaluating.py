@@ -92,7 +92,7 @@ def check_passes(source: Source) -> None:
 
 def feed(owner: Owner, source: Source) -> None:
     """Run a pass of the training data through the model as training does, without a gradient or any other trace."""
-    ledger, move, aside = Ledger(None, owner.hooks), owner.hooks.move, beside(source)
+    ledger, to_device, aside = Ledger(None, owner.hooks), owner.hooks.move, beside(source)
     with ExitStack() as stack:
         stack.enter_context(ledger_aside(owner, ledger))
         stack.enter_context(unmoved(getattr(aside, "generators", ())))
@@ -102,7 +102,7 @@ def feed(owner: Owner, source: Source) -> None:
         step = _with_autocast(owner, owner.training_step)
         for batch in aside.epoch(owner.counters.epoch):
             ledger.batch = batch
-            step(batch if move is None else move(batch))
+            step(batch if to_device is None else to_device(batch))
 
 
 @contextmanager
@@ -134,7 +134,7 @@ def evaluate(owner: Owner, source: Source, *, name: str, batches: int | None = N
     The standard error over rows of `hooks.spread` is wanted too.
     """
     meters = _meters(owner, owner.hooks.spread)
-    ledger, move = Ledger(meters, owner.hooks), owner.hooks.move
+    ledger, to_device = Ledger(meters, owner.hooks), owner.hooks.move
     seen = 0
     with ledger_aside(owner, ledger):
         try:
@@ -143,7 +143,7 @@ def evaluate(owner: Owner, source: Source, *, name: str, batches: int | None = N
                 step = _counted(owner, ledger, plain)
                 for batch in aside.epoch(0) if batches is None else islice(aside.epoch(0), batches):
                     ledger.batch = batch
-                    returned = step(batch if move is None else move(batch))
+                    returned = step(batch if to_device is None else to_device(batch))
                     if not seen:
                         ledger.check_fed(returned)
                     ledger.note(returned)
@@ -167,9 +167,9 @@ def predict(owner: Owner, source: Source) -> Any:
     outputs: list[Any] = []
     try:
         with ledger_aside(owner), traceless(owner, source) as aside:
-            step = _with_autocast(owner, owner.predict_step)
+            step, to_device = _with_autocast(owner, owner.predict_step), owner.hooks.move
             for batch in aside.epoch(0):
-                output = step(batch if owner.hooks.move is None else owner.hooks.move(batch))
+                output = step(batch if to_device is None else to_device(batch))
                 outputs.append(move(output.output if type(output) is Step else output, torch.device("cpu")))
     except BaseException as error:
         explain(error, owner)
