@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainwright.base.errors import DataError, message
+from trainwright.runtime.modules import mode
 
 Forward = Callable[[], object]
 """Runs the training data once through a model."""
@@ -63,7 +64,6 @@ def estimate(model: nn.Module, asleep: Collection[str], forward: Forward | None)
 @contextmanager
 def _training(model: nn.Module, asleep: Collection[str]) -> Iterator[None]:
     """Train mode inside, what is asleep apart; afterwards every mode and every buffer is what it was."""
-    modes = [(module, module.training) for module in model.modules()]
     buffers = [
         (module, name, buffer, buffer.clone())
         for module in model.modules()
@@ -71,15 +71,12 @@ def _training(model: nn.Module, asleep: Collection[str]) -> Iterator[None]:
         if buffer is not None
     ]
     try:
-        model.train()
-        for name, module in model.named_modules():
-            if name in asleep:
-                module.training = False
-        yield
+        with mode(model, train=True):
+            for name, module in model.named_modules():
+                if name in asleep:
+                    module.training = False
+            yield
     finally:
-        model.train(modes[0][1])  # a module with a `train` of its own must hear of the change
-        for module, mode in modes:
-            module.training = mode
         for module, name, buffer, value in buffers:
             module._buffers[name] = buffer
             buffer.copy_(value)
