@@ -10,11 +10,14 @@ import math
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from trainwright.base.errors import SettingError, message
+
+if TYPE_CHECKING:
+    from trainwright.base.records import Best
 
 _MOST_CELLS = 40
 """Classes up to which a confusion matrix is readable with its counts."""
@@ -58,7 +61,9 @@ def values_figure(target: Tensor, output: Tensor, *, names: Sequence[str] = (), 
     return _finished(figure, path)
 
 
-def history_figure(rows: Sequence[Mapping[str, float]], *, best: Any = None, path: str | Path | None = None) -> Any:
+def history_figure(
+    rows: Sequence[Mapping[str, float]], *, best: Best | None = None, path: str | Path | None = None
+) -> Any:
     """Draw a history by epoch, or by update where it has several rows in an epoch: losses, other numbers, rates.
 
     A panel for the losses, one for each other number (training and validation together), one for the learning rates.
@@ -238,7 +243,9 @@ def _draw_series(axes: Any, points: Sequence[tuple[float, float]], *, name: str)
         axes.plot(lost, [0.02] * len(lost), "x", color=line.get_color(), transform=foot, label=f"{name}: not finite")
 
 
-def _mark_best(axes: Any, rows: Sequence[Mapping[str, float]], names: Sequence[str], *, best: Any, unit: str) -> None:
+def _mark_best(
+    axes: Any, rows: Sequence[Mapping[str, float]], names: Sequence[str], *, best: Best | None, unit: str
+) -> None:
     if best is None:
         return
     place = next((row[unit] for row in rows if row["update"] == best.update), None)
