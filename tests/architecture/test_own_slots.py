@@ -128,7 +128,7 @@ class OwnCheckpoint:
     restore_best = False
 
     def __init__(self) -> None:
-        self.saved: dict[int, Any] = {}
+        self.trees: dict[int, Any] = {}
         self.released = False
 
     def bind(self, run_id: str) -> OwnCheckpoint:
@@ -138,6 +138,10 @@ class OwnCheckpoint:
     @property
     def settings(self) -> OwnCheckpoint:
         return self
+
+    @property
+    def saved(self) -> list[Path]:
+        return []
 
     def prepare(self, *, resuming: bool) -> None:
         assert not resuming
@@ -149,7 +153,7 @@ class OwnCheckpoint:
         raise AssertionError("no number is watched")
 
     def save(self, tree: Mapping[str, Any], *, update: int, epoch: int, metrics: Mapping[str, float]) -> Saved:
-        self.saved[update] = tree
+        self.trees[update] = tree
         return Saved(Path("nowhere"), update, best=False)
 
     def release(self) -> None:
@@ -245,12 +249,31 @@ def test_early_stopping() -> None:
     assert (result.stopped, result.epochs) == ("three are enough", 3)
 
 
+def test_early_stopping_that_restores_the_best_weights_beside_a_checkpoint() -> None:
+    class Restoring(OwnStopping):
+        restore_best = True
+
+        def bind(self) -> OwnWatch:
+            return FirstIsBest()
+
+    class FirstIsBest(OwnWatch):
+        def judge(self, metrics: Mapping[str, float], errors: Mapping[str, float], *, epoch: int, update: int) -> bool:
+            super().judge(metrics, errors, epoch=epoch, update=update)
+            self.best = Best("val_loss", 1.0, epoch, update) if self.waited == 1 else self.best
+            return self.waited == 1
+
+    checkpoint = OwnCheckpoint()
+    own = trainer(early_stopping=Restoring(), checkpoint=checkpoint)
+    assert own.fit(DATA, DATA, epochs=9).weights == "best of epoch 1"
+    assert torch.equal(checkpoint.trees[4]["model"]["weight"], own.model.weight)
+
+
 def test_checkpoint() -> None:
     checkpoint = OwnCheckpoint()
     own = trainer(checkpoint=checkpoint)
     own.fit(DATA, epochs=2)
-    assert list(checkpoint.saved) == [4, 8]
-    assert torch.equal(checkpoint.saved[8]["model"]["weight"], own.model.weight)
+    assert list(checkpoint.trees) == [4, 8]
+    assert torch.equal(checkpoint.trees[8]["model"]["weight"], own.model.weight)
     assert checkpoint.released
 
 

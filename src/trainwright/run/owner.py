@@ -14,6 +14,9 @@ from trainwright.base.progress import Counters
 from trainwright.base.records import Result
 from trainwright.run.hooks import Between, Hooks
 from trainwright.run.ledger import Ledger
+from trainwright.slots.average import Averaging
+from trainwright.slots.checkpoint import Saving
+from trainwright.slots.early_stopping import Stopping
 from trainwright.slots.nonfinite import Policy
 
 
@@ -22,18 +25,18 @@ class Owner(Protocol):
 
     model: Any
     loss: Any
-    metrics: Any
+    metrics: dict[str, Any]
     optimizers: dict[str, Optimizer]
     frozen: dict[str, nn.Module]
     state: dict[str, Any]
-    average: Any
+    average: Averaging | None
     device: torch.device
     precision: Precision | None
     accumulate: tuple[tuple[int, int], ...]
     clip: Any
     schedule: Any
-    early_stopping: Any
-    checkpoint: Any
+    early_stopping: Stopping | None
+    checkpoint: Saving | None
     nonfinite: Policy
     observers: Sequence[Observer]
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from warnings import warn
 
@@ -24,14 +25,14 @@ from trainwright.run.plan import Ends
 from trainwright.run.run import Run
 from trainwright.runtime.storage import update_name
 from trainwright.runtime.weights import load_into
-from trainwright.slots.checkpoint import Keeper
+from trainwright.slots.checkpoint import Keeping
 from trainwright.slots.saved import load_weights
 
 
 class Pauses:
     """The steps of a pause, each of them one line of the trainer's `_pause`."""
 
-    def __init__(self, run: Run, val: Mapping[str, Source], ends: Ends, *, keeper: Keeper | None) -> None:
+    def __init__(self, run: Run, val: Mapping[str, Source], ends: Ends, *, keeper: Keeping | None) -> None:
         self.run, self.val, self.ends = run, val, ends
         self.owner, self.counters, self.history = run.owner, run.counters, run.owner.history
         early = run.owner.early_stopping
@@ -133,10 +134,10 @@ class Pauses:
         """Show the row to early stopping, the checkpoint and the schedule; return whether it is the best, and kept."""
         where = {"epoch": int(row["epoch"]), "update": int(row["update"])}
         best = False
-        watch, keeper, rates = self.watch, self.keeper, self.run.rates
-        if watch is not None and _concerns(self.owner.early_stopping.monitor, validated):
+        early, watch, keeper, rates = self.owner.early_stopping, self.watch, self.keeper, self.run.rates
+        if early is not None and _concerns(early.monitor, validated):
             best = watch.judge(row, self.owner.between.errors, **where)
-            if best and getattr(self.owner.early_stopping, "restore_best", False):
+            if best and getattr(early, "restore_best", False):
                 held = getattr(watch, "weights", None)
                 with self.run.shown.evaluated():
                     watch.weights = _copied(self.owner.model, held) if self.restores_from_memory else None
@@ -227,7 +228,8 @@ class Pauses:
         if early is None or not getattr(early, "restore_best", False):
             return False
         settings = None if self.keeper is None else self.keeper.settings
-        same = settings is not None and (settings.best, settings.mode or "min") == (early.monitor, early.mode)
+        watched = (early.monitor, getattr(early, "mode", None))
+        same = settings is not None and (settings.best, settings.mode or "min") == watched
         return not same or bool(getattr(early, "min_delta", 0))
 
     def restore_best(self) -> None:
@@ -249,16 +251,13 @@ class Pauses:
 
     def _load(self, best: Best) -> None:
         """Load the weights of a best from its checkpoint; where that is gone, say so and keep the last."""
-        keeper = self.keeper
-        saved = [] if keeper is None else [*getattr(keeper, "saved", []), keeper.best and keeper.best.path]
-        name = update_name(best.update)
-        found = [path for path in saved if path is not None and path.name == name]
-        if not found:
+        path = self._path_of(best)
+        if path is None:
             _warn_of(best, "were not kept")
             return
-        weights = load_weights(found[0])  # raises where the file is damaged
+        weights = load_weights(path)  # raises where the file is damaged
         try:
-            load_into(self.owner.model, weights, source=str(found[0]))
+            load_into(self.owner.model, weights, source=str(path))
         except CheckpointError:
             _warn_of(best, "are those of another model: it has changed since")
             return
@@ -269,7 +268,8 @@ class Pauses:
         counters, passed = self.counters, self.passed
         best = None if self.keeper is None else self.keeper.best
         if passed is not None:
-            best = None if passed["best"] is None else self._found(Best(**passed["best"]))
+            best = None if passed["best"] is None else Best(**passed["best"])
+            best = best and replace(best, path=self._path_of(best))
         elif best is None and self.watch is not None:
             best = self.watch.best
         weights = ", ".join([one for one in (self.run.shown.name, self.weights) if one]) or "last"
@@ -285,10 +285,11 @@ class Pauses:
             notes=self._notes() if passed is None else tuple(passed["notes"]),
         )
 
-    def _found(self, best: Best) -> Best:
-        """A best of a stage before, with its checkpoint where that is still there."""
-        saved = [] if self.keeper is None else self.keeper.saved
-        return replace(best, path=next((path for path in saved if path.name == update_name(best.update)), None))
+    def _path_of(self, best: Best) -> Path | None:
+        """The checkpoint of a best, where it is still there."""
+        keeper, name = self.keeper, update_name(best.update)
+        kept = [] if keeper is None else [*keeper.saved, None if keeper.best is None else keeper.best.path]
+        return next((path for path in kept if path is not None and path.name == name), None)
 
     def stop_clock(self) -> None:
         """Bring the seconds of this stage, over all of its sessions, up to now."""

@@ -15,7 +15,7 @@ from trainwright.run import state
 from trainwright.run.owner import Owner
 from trainwright.run.pausing import Pauses
 from trainwright.run.run import Run
-from trainwright.slots.checkpoint import Keeper
+from trainwright.slots.checkpoint import Keeping
 from trainwright.slots.saved import load_tree
 
 
@@ -48,7 +48,7 @@ class Found:
             counters.epoch = epoch
             run.begin_epoch(epoch)
 
-    def go_on(self, keeper: Keeper) -> None:
+    def go_on(self, keeper: Keeping) -> None:
         """Have the checkpoints of earlier stages be known, and removed in their turn, by a stage that starts."""
         if self.before is not None and self.before.path is not None:
             keeper.adopt(self.before.path, self.before.manifest)

@@ -29,7 +29,7 @@ from trainwright.run.steppers import ONLY, NamedParts, monitors
 from trainwright.runtime.device import move
 from trainwright.runtime.modules import untrained, wake
 from trainwright.runtime.surroundings import training_afresh
-from trainwright.slots.checkpoint import Keeper
+from trainwright.slots.checkpoint import Keeping
 from trainwright.slots.precision import switched
 from trainwright.slots.saved import encode, find_checkpoint
 
@@ -164,7 +164,7 @@ def _awake(owner: Owner) -> Iterator[tuple[str, ...]]:
         owner.model.eval()
 
 
-def _open_directory(owner: Owner, resume: str | Path | None, undo: ExitStack) -> tuple[Keeper | None, Path | None]:
+def _open_directory(owner: Owner, resume: str | Path | None, undo: ExitStack) -> tuple[Keeping | None, Path | None]:
     """Bind the checkpoint slot, and find what is to be resumed."""
     settings = owner.checkpoint
     if settings is None:
@@ -172,7 +172,7 @@ def _open_directory(owner: Owner, resume: str | Path | None, undo: ExitStack) ->
             fix = 'Trainer(..., checkpoint=Checkpoint("runs/x"))'
             raise SettingError(message('resume="auto" without a checkpoint directory', fix=fix))
         return None, find_checkpoint(resume, None)
-    keeper: Keeper = settings.bind(owner.between.run_id or secrets.token_hex(8))
+    keeper = settings.bind(owner.between.run_id or secrets.token_hex(8))
     undo.callback(keeper.release)
     keeper.prepare(resuming=resume is not None)
     return keeper, find_checkpoint(resume, settings.directory, run=keeper.run_id)

@@ -56,6 +56,11 @@ class Keeping(Part, Protocol):
     def best(self) -> Best | None:
         """The best of the number that is judged, so far."""
 
+    @property
+    def saved(self) -> list[Path]:
+        """The checkpoints that are kept, newest first, by names that say their update."""
+        ...
+
     def prepare(self, *, resuming: bool) -> None:
         """Refuse what cannot be written to, before the first update."""
 
