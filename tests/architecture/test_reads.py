@@ -26,7 +26,6 @@ OFF_THE_PATH = {"__init__", "state_dict", "load_state_dict"}
 ALLOWED = {
     ("run/steppers.py", "rates"): "the rates of the parameter groups are plain numbers",
     ("run/steppers.py", "norms"): "numbers that were read already",
-    ("run/run.py", "windows"): "why the run stops, a text",
     ("run/run.py", "judge"): "whether an update was applied, as the host knows it",
     ("run/ledger.py", "waiting"): "a list",
     ("trainer.py", "_rows_or_count"): "the count of a host batch whose rows nothing tells",
