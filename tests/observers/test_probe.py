@@ -272,11 +272,22 @@ def test_an_observer_is_told_after_so_many_seconds():
 
 
 @pytest.mark.parametrize("every", [Epochs(1), 5, "epoch"])
-def test_another_span_of_an_observer_is_refused_before_the_first_update(every):
-    trainer = made(observers=[Told(every)])
-    with pytest.raises(SettingError, match=r"every(.|\n)*Updates\(n\)"):
-        trainer.fit(train(), epochs=1)
-    assert trainer.progress.updates == 0
+def test_another_span_of_an_observer_is_refused_when_the_trainer_is_made(every):
+    with pytest.raises(SettingError, match=r"Told\.every(.|\n)*Updates\(n\)"):
+        made(observers=[Told(every)])
+
+
+def test_a_span_of_an_observer_that_watches_no_update_is_refused():
+    class Epochwise(Observer):
+        """Hears of epochs alone."""
+
+        every = Updates(4)
+
+        def on_epoch(self, record):
+            """Nothing."""
+
+    with pytest.raises(SettingError, match=r"Epochwise\.every=Updates\(n=4\), and Epochwise has no on_update"):
+        made(observers=[Epochwise()])
 
 
 def test_the_norm_is_measured_where_an_observer_wants_it():

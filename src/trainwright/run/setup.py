@@ -18,6 +18,7 @@ from trainwright.data.stream import Continuing
 from trainwright.run.owner import Owner
 from trainwright.run.plan import Ends
 from trainwright.run.steppers import ONLY
+from trainwright.run.telling import check_every
 from trainwright.runtime.device import place
 from trainwright.slots.metrics import Meters
 
@@ -69,12 +70,13 @@ def checked_slot(name: str, value: T | None, example: str) -> T | None:
 
 
 def checked_observers(observers: Collection[Observer]) -> tuple[Observer, ...]:
-    """Refuse an observer that is none."""
+    """Refuse an observer that is none, or whose `every` cannot be."""
     for observer in observers:
         if not isinstance(observer, Observer):
             raise TypeError(
                 message(f"observers: {observer!r} is no Observer", want="objects of subclasses of Observer")
             )
+        check_every(observer)
     return tuple(observers)
 
 

@@ -6,7 +6,7 @@ from trainwright.base.contracts import Observer
 from trainwright.base.errors import SettingError, message
 from trainwright.base.progress import Counters
 from trainwright.base.records import Update
-from trainwright.base.spans import Epochs, Seconds
+from trainwright.base.spans import Epochs, Seconds, check_span
 from trainwright.run.due import Bell, Timer
 from trainwright.run.owner import Owner
 from trainwright.run.steppers import Steppers
@@ -54,13 +54,25 @@ class Teller:
         )
 
 
+def check_every(observer: Observer) -> None:
+    """Refuse an `every` that `on_update` cannot have, and one of an observer that has no `on_update`."""
+    every, name = observer.every, type(observer).__name__
+    if every is None:
+        return
+    if isinstance(every, Epochs):
+        what = f"{name}.every={every}: on_update comes after updates"
+        raise SettingError(message(what, want="Updates(n) or Seconds(n)", fix="override on_epoch instead"))
+    check_span(every, f"{name}.every")
+    if type(observer).on_update is Observer.on_update:
+        what = f"{name}.every={every}, and {name} has no on_update that it would hold for"
+        raise SettingError(message(what, fix="leave `every` out, or write def on_update(self, update)"))
+
+
 def _bell(observer: Observer, counters: Counters) -> Bell | Timer | None:
     """What rings when it is the observer's turn; None where each update is."""
+    check_every(observer)
     if observer.every is None:
         return None
-    if isinstance(observer.every, Epochs):
-        what = f"{type(observer).__name__}.every={observer.every}: on_update comes after updates"
-        raise SettingError(message(what, want="Updates(n) or Seconds(n)", fix="override on_epoch instead"))
     if isinstance(observer.every, Seconds):
         return Timer(observer.every)
     return Bell(observer.every, counters, of="every")
