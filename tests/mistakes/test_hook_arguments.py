@@ -49,3 +49,9 @@ def test_hooks_that_take_more_than_they_are_given_are_no_mistake():
 
     assert fits(trainer_with(training_step=lambda self, *given, **named: self.model(given[0][0]).square().mean()))
     assert fits(trainer_with(begin_epoch=lambda self, epoch, quiet=True: None, split=split))
+
+
+@pytest.mark.parametrize("name", ["loss", "metrics", "schedule", "model"])
+def test_a_method_that_an_argument_would_hide_is_refused_when_the_class_is_defined(name):
+    with pytest.raises(TypeError, match=rf"Mine\.{name} is never called(.|\n)*Trainer\(\.\.\., {name}=\.\.\.\)"):
+        type("Mine", (Trainer,), {name: lambda self, output, target: output.mean()})

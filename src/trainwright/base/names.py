@@ -72,13 +72,21 @@ def refuse_near_names(
 ) -> None:
     """Raise TypeError where a method defined in `cls`, or in a mixin beside `base`, nearly has a `known` name.
 
-    With a `prefix` every method that starts with it must be known.
+    So it is for one that `base` takes as an argument of this name, which would hide it. With a `prefix` every method
+    that starts with it must be known.
     """
+    arguments = set() if base is None else set(inspect.signature(base).parameters)
     inherited = set() if base is None else set(base.__mro__)
     own = [cls] if base is None else [one for one in cls.__mro__ if one not in inherited]
     for name, value in [item for one in own for item in vars(one).items()]:
         if name in known or name.startswith("_") or not callable(value):
             continue
+        if base is not None and name in arguments:
+            raise TypeError(
+                f"{cls.__name__}.{name} is never called: the argument {name}= of {base.__name__} has its name\n"
+                f"  want  {base.__name__}(..., {name}=...)\n"
+                f"  fix   rename it, and give it as {name}="
+            )
         near = get_close_matches(name, sorted(known), n=1, cutoff=cutoff)
         if near or (prefix and name.startswith(prefix)):
             hint = f" Did you mean {near[0]!r}?" if near else ""
