@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
+from warnings import warn
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +64,12 @@ def traceless(owner: Owner, source: Source, *, shows_gradients: bool = False) ->
 
 def showing(owner: Owner) -> AbstractContextManager[None]:
     """The weights that count, inside."""
+    if owner.between.passed_over:
+        warn(
+            "the last fit was passed over, and its weights were not kept: the model holds those it was built with "
+            "until the next fit",
+            stacklevel=2,
+        )
     return nullcontext() if owner.between.shown is None else owner.between.shown.evaluated()
 
 

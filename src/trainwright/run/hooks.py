@@ -70,6 +70,8 @@ class Between:
     """Lines for the header of the next `fit`."""
     begun: bool = False
     """Whether a `fit` has run at all."""
+    passed_over: bool = False
+    """Whether the last `fit` was passed over and its weights were not kept: the model holds those it was built with."""
     under_way: bool = False
     """Whether a `fit` is under way."""
     refused_to: Any = None

@@ -11,6 +11,7 @@ from torch import Tensor
 from trainwright.base.records import Count
 from trainwright.run.run import Run
 from trainwright.runtime import late
+from trainwright.slots import nonfinite
 
 
 def backward_of(run: Run, loss: Any, name: str | None) -> tuple[Tensor, Count, bool]:
@@ -26,6 +27,8 @@ def backward_of(run: Run, loss: Any, name: str | None) -> tuple[Tensor, Count, b
     else:
         run.scaler.scale(value).backward()
         run.factor = run.scaler.factor()
+    if all(parameter.grad is None for parameter in chosen.gradients.parameters):
+        raise nonfinite.reaches_nothing(chosen.steppers[0].name if run.steppers.named else "")
     return value.detach(), count, summed
 
 

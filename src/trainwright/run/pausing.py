@@ -41,6 +41,8 @@ class Pauses:
         self.wants_save = False
         """Whether `save()` was called: a checkpoint is written at the coming boundary."""
         self.weights = ""
+        self.left: int | None = None
+        """The update whose weights the model holds at the end, where a best was put back."""
         self.passed: dict[str, Any] | None = None
         """How this stage ended, where a checkpoint of a later one says that it has."""
         self._before, self._started = self.counters.seconds, time.perf_counter()
@@ -244,7 +246,7 @@ class Pauses:
                 _warn_of(watch.best, "are those of another model: it has changed since")
             else:
                 self.owner.model.load_state_dict(weights)
-                self.weights = f"best of epoch {watch.best.epoch}"
+                self.weights, self.left = f"best of epoch {watch.best.epoch}", watch.best.update
         elif keeper is not None and keeper.settings.restore_best and keeper.best is not None:
             self._load(keeper.best)
         self.run.shown.leave()  # once more: the best that was loaded on top is what the next stage finds
@@ -261,7 +263,7 @@ class Pauses:
         except CheckpointError:
             _warn_of(best, "are those of another model: it has changed since")
             return
-        self.weights = f"best of epoch {best.epoch}"
+        self.weights, self.left = f"best of epoch {best.epoch}", best.update
 
     def result(self) -> Result:
         """Say how the run ended."""
@@ -286,8 +288,11 @@ class Pauses:
         )
 
     def _path_of(self, best: Best) -> Path | None:
-        """The checkpoint of a best, where it is still there."""
-        keeper, name = self.keeper, update_name(best.update)
+        return self.path_at(best.update)
+
+    def path_at(self, update: int) -> Path | None:
+        """The checkpoint of an update, where it is still there."""
+        keeper, name = self.keeper, update_name(update)
         kept = [] if keeper is None else [*keeper.saved, None if keeper.best is None else keeper.best.path]
         return next((path for path in kept if path is not None and path.name == name), None)
 

@@ -10,13 +10,14 @@ from typing import Any
 from torch.optim import Optimizer
 
 from trainwright.base.contracts import Tree
-from trainwright.base.errors import SettingError, message
+from trainwright.base.errors import CheckpointError, SettingError, message
 from trainwright.run import state
 from trainwright.run.owner import Owner
 from trainwright.run.pausing import Pauses
 from trainwright.run.run import Run
+from trainwright.runtime.weights import load_into
 from trainwright.slots.checkpoint import Keeping
-from trainwright.slots.saved import load_tree
+from trainwright.slots.saved import load_tree, load_weights
 
 
 class Found:
@@ -82,11 +83,31 @@ class Found:
         owner.counters.load_state_dict(ended["counters"])
         owner.history[:] = self._progress["history"][: ended["rows"]]
         pauses.passed = ended
+        held = pauses.path_at(ended["left"])
+        owner.between.passed_over = held is None or not _holds(owner, held)
+        if owner.between.passed_over:
+            pauses.passed = {**ended, "weights": "as built (those of this stage are gone)"}
         return [f"passed over: {self.path} is of a later fit of this run"]
+
+    @property
+    def place(self) -> str:
+        """Where it lies, and which stage is over where a later one goes on."""
+        assert self.path is not None
+        return f"a stage in {self.path.parent}" if self.passes else str(self.path.parent)
 
     def _ended(self, stage: int) -> dict[str, Any]:
         ended: dict[str, Any] = self._progress["stages"][stage]
         return ended
+
+
+def _holds(owner: Owner, path: Path) -> bool:
+    """Load the weights of a checkpoint; False where they are of a model that was built otherwise."""
+    weights = load_weights(path)
+    try:
+        load_into(owner.model, weights, source=str(path))
+    except CheckpointError:
+        return False
+    return True
 
 
 def find(path: Path | None, resume: str | Path | None, *, stage: int) -> Found:

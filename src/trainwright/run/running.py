@@ -61,7 +61,7 @@ def running(
             _rehearse(owner, run, val)
         if found.path is not None:
             reports = found.pass_stage(owner, pauses) if found.passes else found.load(owner, pauses)
-            finished = str(found.path.parent) if owner.counters.stopped else ""
+            finished = found.place if owner.counters.stopped else ""
             plan = replace(plan, notes=(*plan.notes, *reports), finished=finished)
         if keeper is not None:
             found.go_on(keeper)
@@ -132,16 +132,18 @@ def _until_the_end(owner: Owner, run: Run, pauses: Pauses, *, passed: bool) -> I
     finally:
         owner.result = pauses.result()
         between.begun = True
-        between.stages = [*between.stages[: counters.stage], _ended(owner, owner.result)]
+        between.stages = [*between.stages[: counters.stage], _ended(owner, owner.result, pauses.left)]
         for notify in listeners(owner.observers, "on_fit_end"):
             notify(owner.result)
 
 
-def _ended(owner: Owner, result: Result) -> dict[str, Any]:
+def _ended(owner: Owner, result: Result, left: int | None) -> dict[str, Any]:
     """How a stage has ended, as plain data: a later stage's checkpoint tells it to the `fit` that passes this one."""
+    counters = owner.counters
+    left = counters.earlier_updates + counters.updates if left is None else left
     best = None if result.best is None else {**asdict(result.best), "path": None}
     told = {"weights": result.weights, "best": best, "notes": list(result.notes)}
-    return {"counters": owner.counters.state_dict(), "rows": len(owner.history), **told}
+    return {"counters": counters.state_dict(), "rows": len(owner.history), "left": left, **told}
 
 
 def _let_go(owner: Owner, run: Run) -> None:

@@ -43,6 +43,7 @@ def _begin(owner: Owner, *, resumes: bool) -> None:
     A `fit` that resumes after one that failed is the same stage once more.
     """
     counters, between = owner.counters, owner.between
+    between.passed_over = False
     owner.ledger.reset()
     if between.begun:
         again = between.failed and resumes

@@ -58,6 +58,19 @@ def nothing_applied(span: str, *, told: bool) -> NonFiniteError | StepError:
     )
 
 
+def reaches_nothing(name: str) -> StepError:
+    """Build the error for a loss that was given to `minimize` and depends on no weight of that optimizer."""
+    whose = f"the optimizer {name!r}" if name else "the optimizer"
+    return StepError(
+        message(
+            f"minimize: this loss reaches no weight of {whose}",
+            want="a loss that was computed from weights which it trains",
+            fix="name the optimizer that is meant, and leave out a .detach() that cuts the way" if name else "",
+            where=False,
+        )
+    )
+
+
 def not_scaled() -> StepError:
     """Build the error for gradients under a loss scale that no backward of the library's made."""
     return StepError(
