@@ -35,9 +35,7 @@ def notes_of(call: Any) -> tuple[TypeError, list[str]]:
     return caught.value, getattr(caught.value, "__notes__", [])
 
 
-@pytest.mark.parametrize(
-    ("wrong", "meant"), [("epoch", "epochs"), ("max_epochs", "epochs"), ("max_update", "max_updates")]
-)
+@pytest.mark.parametrize(("wrong", "meant"), [("epoch", "epochs"), ("epohcs", "epochs"), ("max_update", "max_updates")])
 def test_a_misspelt_argument_keeps_its_error_and_gains_what_was_meant(wrong, meant):
     line = inspect.currentframe().f_lineno + 1
     error, (note,) = notes_of(lambda: Box(1).fit([1], **{wrong: 3}))

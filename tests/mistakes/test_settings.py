@@ -218,7 +218,7 @@ def test_metrics_that_are_never_fed(val):
             return self.loss(self.model(batch[0]), batch[1])
 
     trainer = make(Bare, metrics={"accuracy": accuracy})
-    text = refused(trainer, SettingError, "accuracy are never fed", val=pieces(1) if val else None)
+    text = refused(trainer, SettingError, "^metric 'accuracy' is never fed", val=pieces(1) if val else None)
     assert "return Step(loss, output, target)" in text
 
 

@@ -84,7 +84,7 @@ def test_metrics_read_the_logits(form):
 
 def test_metrics_beside_a_scalar_are_refused_before_the_first_update():
     trainer = made("scalar", metrics={"accuracy": accuracy})
-    with pytest.raises(SettingError, match=r"accuracy are never fed(.|\n)*Step\(loss, output, target\)"):
+    with pytest.raises(SettingError, match=r"metric 'accuracy' is never fed(.|\n)*Step\(loss, output, target\)"):
         trainer.fit(dicts(), dicts(), epochs=1)
     assert trainer.progress.updates == 0
 

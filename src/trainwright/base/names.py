@@ -16,6 +16,44 @@ R = TypeVar("R")
 RESERVED = frozenset({"epoch", "grad_norm", "loss", "lr", "rows", "skipped", "update"})
 """Numbers that the run itself reports; no metric, logged number or named loss may have such a name."""
 
+NOT_BUILT = frozenset({"fast", "on_error", "on_oom", "parallel"})
+"""Arguments that are refused by name, or take one value only, until what they stand for is built."""
+
+_BEGIN, _END, _AFTER = "def begin_epoch(self, epoch):", "def end_epoch(self, metrics):", "def after_update(self):"
+_VALIDATE = 'def validation_step(self, batch):   # evaluate(data, name="test") calls it too'
+FOREIGN_METHODS = {
+    "configure_optimizers": "Trainer(model, torch.optim.AdamW(model.parameters()), loss)   # given, not returned",
+    "forward": "def predict_step(self, batch):   # forward is the model's own",
+    "train_epoch": "def update(self, window):   # fit makes the epochs; begin_epoch and end_epoch are around each",
+    "before_update": "def update(self, window):   # first what is yours, then return super().update(window)",
+    "epoch_start": _BEGIN,
+    **dict.fromkeys(("epoch_end", "training_epoch_end", "validation_epoch_end", "test_epoch_end"), _END),
+    **dict.fromkeys(("val_step", "valid_step", "eval_step", "test_step"), _VALIDATE),
+}
+"""Methods that other libraries call, and what to write here instead."""
+
+_VAL = "fit(train, val, ...)"
+FOREIGN_ARGUMENTS = {
+    "callbacks": "observers=[...], early_stopping=EarlyStopping(...), checkpoint=Checkpoint(...)",
+    **dict.fromkeys(("max_epochs", "num_epochs", "num_train_epochs", "n_epochs", "nb_epoch"), "fit(..., epochs=10)"),
+    **dict.fromkeys(("max_steps", "num_steps"), "fit(..., max_updates=1000)"),
+    **dict.fromkeys(("gradient_clip_val", "max_grad_norm", "grad_clip", "clip_grad_norm"), "Trainer(..., clip=1.0)"),
+    **dict.fromkeys(
+        ("accumulate_grad_batches", "gradient_accumulation_steps", "grad_accum_steps"), "Trainer(..., accumulate=4)"
+    ),
+    "shuffle": "fit(batches(data, 64, shuffle=True), ...)",
+    **dict.fromkeys(("lr", "learning_rate", "weight_decay"), "Trainer(model, torch.optim.AdamW(parameters, lr=1e-3))"),
+    **dict.fromkeys(("train_dataloader", "train_dataloaders", "train_dataset"), "fit(train, ...)"),
+    **dict.fromkeys(("val_dataloader", "val_dataloaders", "validation_data", "valid_data", "eval_dataset"), _VAL),
+    **dict.fromkeys(("verbose", "enable_progress_bar", "progress_bar"), "Trainer(..., console=False)"),
+    "logger": "Trainer(..., observers=[Journal(...)])",
+    "scheduler": "Trainer(..., schedule=Cosine())",
+    **dict.fromkeys(("amp", "fp16", "bf16", "mixed_precision"), 'Trainer(..., precision="auto")'),
+    **dict.fromkeys(("accelerator", "gpus"), "Trainer(..., device=...)"),
+    **dict.fromkeys(("ckpt_path", "resume_from_checkpoint"), 'fit(..., resume="auto")'),
+}
+"""Arguments of other libraries, and what to write here instead."""
+
 
 def check_name(name: str, what: str = "metric") -> None:
     """Refuse a name that the run itself reports under, or that starts with `val_`."""
@@ -52,7 +90,8 @@ def nearest(name: str, known: Collection[str]) -> str | None:
 def suggests(function: Callable[P, R]) -> Callable[P, R]:
     """Let a call with an argument that `function` does not take say which one was meant.
 
-    The TypeError of the call itself gains a note; one that is raised inside the function passes untouched.
+    The TypeError of the call itself gains a note; one that is raised inside the function passes untouched. A method
+    of an object whose class forgot `super().__init__(...)` says so.
     """
 
     @functools.wraps(function)
@@ -62,6 +101,10 @@ def suggests(function: Callable[P, R]) -> Callable[P, R]:
         except TypeError as error:
             if error.__traceback__ is not None and error.__traceback__.tb_next is None:  # no frame of the function
                 _suggest(error, function, kwargs)
+            raise
+        except AttributeError as error:
+            if args and error.obj is args[0] and _is_unmade(error.obj, error.name):
+                raise _unmade(type(error.obj)) from error
             raise
 
     return called
@@ -81,6 +124,12 @@ def refuse_near_names(
     for name, value in [item for one in own for item in vars(one).items()]:
         if name in known or name.startswith("_") or not callable(value):
             continue
+        if not prefix and (instead := _instead_of(name)):
+            raise TypeError(
+                f"{cls.__name__}.{name} is a method of other libraries, and is never called here\n"
+                f"  want  one of {', '.join(sorted(known))}\n"
+                f"  fix   {instead}"
+            )
         if base is not None and name in arguments:
             raise TypeError(
                 f"{cls.__name__}.{name} is never called: the argument {name}= of {base.__name__} has its name\n"
@@ -103,9 +152,39 @@ def _suggest(error: TypeError, function: Callable[..., Any], given: Mapping[str,
         return
     name = function.__qualname__.removesuffix(".__init__")
     known = {one.name for one in parameters}
-    unknown = [f"{name} takes no {wrong!r}.{did_you_mean(wrong, known)}" for wrong in given if wrong not in known]
-    by_name = ", ".join(one.name for one in parameters if one.kind is one.KEYWORD_ONLY)
+    unknown = [f"{name} takes no {wrong!r}.{_meant(wrong, known)}" for wrong in given if wrong not in known]
+    by_name = ", ".join(one.name for one in parameters if one.kind is one.KEYWORD_ONLY and one.name not in NOT_BUILT)
     by_position = ", ".join(one.name for one in parameters if one.kind is not one.KEYWORD_ONLY)
-    lines = [f"trainwright: {' '.join(unknown) or f'{name} was called with other arguments than it takes.'}"]
+    lines = [f"trainwright: {'; '.join(unknown) or f'{name} was called with other arguments than it takes.'}"]
     entries = {"by position": by_position, "by name": by_name, "where": user_line()}
     error.add_note("\n".join([*lines, *(f"  {label:<13}{text}" for label, text in entries.items() if text)]))
+
+
+def _meant(wrong: str, known: Collection[str]) -> str:
+    instead = FOREIGN_ARGUMENTS.get(wrong)
+    return did_you_mean(wrong, set(known) - NOT_BUILT) if instead is None else f" Write {instead}"
+
+
+def _instead_of(name: str) -> str:
+    """What to write instead of a method that another library calls, or ""."""
+    if name in FOREIGN_METHODS or not name.startswith("on_"):
+        return FOREIGN_METHODS.get(name, "")
+    if "epoch" in name:
+        return _BEGIN if name.endswith(("start", "begin")) else _END
+    if name.endswith("end") and ("batch" in name or "step" in name):
+        return _AFTER
+    return f"{_BEGIN} or end_epoch(self, metrics), after_update(self); on_... are methods of an Observer"
+
+
+def _is_unmade(made: Any, name: str | None) -> bool:
+    """Whether an object lacks what its base's `__init__` sets."""
+    for cls in type(made).__mro__[1:]:
+        base = getattr(vars(cls).get("__init__"), "__wrapped__", None)
+        if base is not None:
+            return name in base.__code__.co_names and type(made) is not cls
+    return False
+
+
+def _unmade(cls: type) -> TypeError:
+    fix = "super().__init__(model, optimizer, ...) in it"
+    return TypeError(message(f"{cls.__name__}.__init__ does not call the one of its base", fix=fix))

@@ -43,11 +43,13 @@ class Seconds:
 Span = Updates | Epochs | Seconds
 
 
-def check_span(span: Span, of: str) -> None:
-    """Refuse what cannot fall due between two updates; `of` is the setting that it was given for."""
+def check_span(span: Span, of: str, *, call: str = "{}") -> None:
+    """Refuse what cannot fall due between two updates; `of` is the setting that it was given for, in a `call`."""
+    given = call.format(f"{of}={span!r}")
     if isinstance(span, Epochs) and span.n != int(span.n):
         raise SettingError(
-            message(f"{of}={span}", want="whole epochs, or a span that falls inside an epoch", fix="Updates(500)")
+            message(given, want="whole epochs, or a span that falls inside an epoch", fix="Updates(500)")
         )
     if not isinstance(span, Epochs | Updates | Seconds):
-        raise SettingError(message(f"{of}={span!r}", want="Updates(n), Epochs(n) or Seconds(n)", fix=f"{of}=Epochs(1)"))
+        fix = f"{of}=Updates({span})" if type(span) is int and span > 0 else f"{of}=Epochs(1)"
+        raise SettingError(message(given, want="Updates(n), Epochs(n) or Seconds(n)", fix=fix))

@@ -23,7 +23,7 @@ class Probe(Observer):
             raise TypeError(
                 message(f"Probe({fn!r})", want="a function of the trainer", fix="Probe(lambda trainer: ...)")
             )
-        check_span(every, "every")
+        check_span(every, "every", call="Probe({})")
         self.fn = fn
         self.span = every
         self.name = f"Probe({getattr(fn, '__name__', repr(fn))})"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainwright.base.errors import SettingError, TrainwrightError, message
+from trainwright.base.errors import SettingError, message
 from trainwright.base.names import check_name
 from trainwright.base.records import Count, Step, Sum
 from trainwright.run.hooks import Hooks
@@ -197,7 +197,8 @@ class Ledger(Numbers):
         check_name(name, "logged")
         self._claim(name, "logged number")
         if not self._within and self.batch is None:
-            raise TrainwrightError(message(f"log({name!r}, ...) outside a step", want="a call from a step"))
+            fix = f"self.log({name!r}, ...) in after_update(self), or self.print(...) here"
+            raise SettingError(message(f"log({name!r}, ...) outside a step", want="a call from a step", fix=fix))
         if self.noting:
             self._entries.append((name, number(name, value), self.count if count is None else count, False))
 
@@ -236,9 +237,10 @@ class Ledger(Numbers):
         super().reset()
 
     def _unfed(self, why: str, *, fix: str) -> SettingError:
-        names = "" if self.meters is None else ", ".join(self.meters.names)
-        want = "the output and target that the metrics read"
-        return SettingError(message(f"the metrics {names} are never fed: {why}", want=want, fix=fix, where=False))
+        names = [] if self.meters is None else list(self.meters.names)
+        unfed = f"the metrics {', '.join(names)} are" if len(names) > 1 else f"metric {''.join(map(repr, names))} is"
+        want = f"the output and target that the metric{'s read' if len(names) > 1 else ' reads'}"
+        return SettingError(message(f"{unfed} never fed: {why}", want=want, fix=fix, where=False))
 
     def _weighed(self, outcome: Outcome, position: int) -> Tensor:
         """Note an outcome; return it weighed by its share of the window."""

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from trainwright.base.contracts import Observer, Source
 from trainwright.base.errors import SettingError, TrainwrightError, message, not_built
 from trainwright.base.records import Result
 from trainwright.data.foreign import LoaderBatches
+from trainwright.data.own import Batches
 from trainwright.data.source import open_source, takes_batch_size
 from trainwright.data.stream import Continuing
 from trainwright.run.owner import Owner
@@ -20,7 +23,12 @@ from trainwright.run.plan import Ends
 from trainwright.run.steppers import ONLY
 from trainwright.run.telling import check_every
 from trainwright.runtime.device import place
+from trainwright.slots.average import EMA, SWA
+from trainwright.slots.checkpoint import Checkpoint
+from trainwright.slots.clip import ClipNorm, ClipValue
+from trainwright.slots.early_stopping import EarlyStopping
 from trainwright.slots.metrics import Meters
+from trainwright.slots.precision import MixedPrecision
 
 T = TypeVar("T")
 
@@ -73,11 +81,23 @@ def checked_observers(observers: Collection[Observer]) -> tuple[Observer, ...]:
     """Refuse an observer that is none, or whose `every` cannot be."""
     for observer in observers:
         if not isinstance(observer, Observer):
-            raise TypeError(
-                message(f"observers: {observer!r} is no Observer", want="objects of subclasses of Observer")
-            )
+            want = "objects of subclasses of Observer"
+            raise TypeError(message(f"observers: {observer!r} is no Observer", want=want, fix=_in_its_place(observer)))
         check_every(observer)
     return tuple(observers)
+
+
+def _in_its_place(given: Any) -> str:
+    """Say how a thing that is no observer is given to the Trainer, where that is known."""
+    kind = given if isinstance(given, type) else type(given)
+    if isinstance(given, type):
+        return f"{kind.__name__}(...)" if issubclass(kind, Observer) else ""
+    slots: dict[str, Any] = {"early_stopping": EarlyStopping, "checkpoint": Checkpoint, "average": EMA | SWA}
+    slots |= {"clip": ClipNorm | ClipValue, "precision": MixedPrecision}
+    slot = next((name for name, filled_by in slots.items() if isinstance(given, filled_by)), "")
+    if not slot and hasattr(given, "bind"):
+        slot = "schedule"
+    return f"{slot}={kind.__name__}(...)" if slot else ""
 
 
 def place_all(device: torch.device, *modules: Any) -> None:
@@ -117,22 +137,63 @@ def open_data(
 
     What is wrong with the trainer's parts for a `fit` is said first.
     """
-    if not owner.optimizers:
-        raise SettingError(
-            message("fit() without an optimizer", fix="Trainer(model, torch.optim.AdamW(model.parameters()), loss)")
-        )
+    _check_optimizers(owner)
+    _refuse_a_target_as_val(train, val)
     source = open_source(train, batch_size=batch_size, shuffle=True, role="train")
     if ends.epoch_updates is not None and source.length is None:
         source = Continuing(source)
-    held_out = {
-        name: open_source(data, batch_size=_fitting(data, batch_size), role=name)
-        for name, data in _held_out(val).items()
-    }
+    held_out = open_sets(val, "val", batch_size=batch_size)
     for name, data in _held_out(val).items():
         opened = held_out[name]
         if isinstance(opened, LoaderBatches):
             opened.keep_workers(keeps=data is not train)
     return source, held_out
+
+
+def _check_optimizers(owner: Owner) -> None:
+    """Refuse a `fit` without an optimizer, or with one that evaluates the loss itself in the default update."""
+    if not owner.optimizers:
+        raise SettingError(
+            message("fit() without an optimizer", fix="Trainer(model, torch.optim.AdamW(model.parameters()), loss)")
+        )
+    for name, optimizer in owner.optimizers.items():
+        if owner.hooks.updates_itself or not _needs_a_closure(optimizer):
+            continue
+        named = "" if name == ONLY else f"{name!r}, "
+        again = "closure=lambda: self.compute_gradients(window)"
+        raise SettingError(
+            message(
+                f"{type(optimizer).__name__}.step needs a closure, and the default update gives none",
+                want="an update(self, window) of your own",
+                fix=f"def update(self, window): self.apply_gradients({named}{again})",
+            )
+        )
+
+
+def _needs_a_closure(optimizer: Any) -> bool:
+    try:
+        inspect.signature(optimizer.step).bind()
+    except TypeError:
+        return "closure" in inspect.signature(optimizer.step).parameters
+    except ValueError:  # a function in C that does not tell its arguments
+        pass
+    return False
+
+
+def _refuse_a_target_as_val(train: Any, val: Any) -> None:
+    """Refuse `fit(x, y)`: as many rows of another shape or type are no held-out data for the same model."""
+    kinds = (Tensor, np.ndarray)
+    if not isinstance(train, kinds) or not isinstance(val, kinds) or not train.ndim or not val.ndim:
+        return
+    if len(train) == len(val) and (train.shape[1:] != val.shape[1:] or train.dtype != val.dtype):
+        raise SettingError(
+            message(
+                f"fit(x, y): the second is taken as validation data, and has as many rows as the first, {len(train)}",
+                have=f"{tuple(train.shape)} {train.dtype} and {tuple(val.shape)} {val.dtype}",
+                want="inputs and targets in one tuple",
+                fix="fit((x, y), ...)",
+            )
+        )
 
 
 def only(optimizers: Mapping[str, Any]) -> Any:
@@ -171,16 +232,32 @@ def fast_path(owner: Owner) -> str:
     return f"eager on {owner.device.type}: {reads}"
 
 
-def _held_out(val: Any) -> dict[str, Any]:
+def open_sets(data: Any, name: str, *, batch_size: int | None) -> dict[str, Source]:
+    """Open data to evaluate by the prefix of its numbers: `name`, or `<name>_<key>` for each of a dict of sets."""
+    return {
+        prefix: open_source(one, batch_size=_fitting(one, batch_size), role=prefix)
+        for prefix, one in _held_out(data, name).items()
+    }
+
+
+def _held_out(val: Any, prefix: str = "val") -> dict[str, Any]:
     """Validation data by the prefix of their numbers. A dict of columns of arrays or tensors is one data set."""
     if val is None:
         return {}
+    if isinstance(val, list | tuple) and val and all(isinstance(one, Batches | DataLoader) for one in val):
+        raise SettingError(
+            message(
+                f"val={type(val).__name__} of {len(val)} loaders: a {type(val).__name__} is taken as batches or rows",
+                want="a dict of several sets of validation data, whose numbers are then val_a_loss and so on",
+                fix='val={"a": first, "b": second}',
+            )
+        )
     if not isinstance(val, dict) or all(isinstance(one, Tensor | np.ndarray) for one in val.values()):
-        return {"val": val}
+        return {prefix: val}
     for name in val:
         if not isinstance(name, str) or not name.isidentifier():
             raise SettingError(message(f"val={{{name!r}: ...}}", want="names that are identifiers", fix='"clean"'))
-    return {f"val_{name}": data for name, data in val.items()}
+    return {f"{prefix}_{name}": data for name, data in val.items()}
 
 
 def _fitting(val: Any, batch_size: int | None) -> int | None:

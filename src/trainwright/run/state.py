@@ -86,13 +86,18 @@ def _check_tensors(name: str, module: nn.Module, saved: Mapping[str, Any], *, or
         if key in saved and hasattr(value, "shape") and saved[key].shape != value.shape
     ]
     missing, unexpected = sorted(set(own) - set(saved)), sorted(set(saved) - set(own))
+    found = {"of another shape": wrong, "missing in the checkpoint": missing, f"not in the {name}": unexpected}
     if wrong or missing or unexpected:
         raise CheckpointError(
             message(
                 f"{origin} is from another {name}: {len(wrong)} tensors differ in shape, "
                 f"{len(missing)} are missing, {len(unexpected)} are not in the model",
-                have="; ".join((wrong + missing + unexpected)[:5]),
+                have="; ".join(f"{what}: {_listed(keys)}" for what, keys in found.items() if keys),
                 want="the model as it was saved",
                 fix=f"build the {name} as when it was saved, or leave resume out and give Checkpoint() a new directory",
             )
         )
+
+
+def _listed(keys: list[str], most: int = 5) -> str:
+    return ", ".join(keys[:most]) + (f" and {len(keys) - most} more" if len(keys) > most else "")

@@ -138,7 +138,8 @@ class Checkpoint:
                 raise SettingError(message(f"Checkpoint({name}={n!r})", want="a whole number, at least 1"))
         if self.every != "auto" and not isinstance(self.every, Updates | Epochs | Seconds):
             want = 'Updates(n), Epochs(n), Seconds(n) or "auto"'
-            raise SettingError(message(f"Checkpoint(every={self.every!r})", want=want, fix="every=Updates(500)"))
+            n = self.every if type(self.every) is int and self.every > 0 else 500
+            raise SettingError(message(f"Checkpoint(every={self.every!r})", want=want, fix=f"every=Updates({n})"))
         if not isinstance(self.restore_best, bool):
             raise SettingError(message(f"Checkpoint(restore_best={self.restore_best!r})", want="True or False"))
         self._check_best()

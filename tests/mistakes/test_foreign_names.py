@@ -1,0 +1,169 @@
+"""Methods and arguments by the names of other libraries are refused, with what to write here."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+
+import pytest
+import torch
+from refusals import make, network, pieces
+from torch import nn
+
+from trainwright import (
+    Checkpoint,
+    Cosine,
+    EarlyStopping,
+    Journal,
+    Observer,
+    Probe,
+    Seconds,
+    SettingError,
+    Trainer,
+    Updates,
+)
+from trainwright.base.names import FOREIGN_ARGUMENTS, FOREIGN_METHODS
+
+EVENTS = {
+    "on_train_epoch_start": "begin_epoch",
+    "on_epoch_begin": "begin_epoch",
+    "on_train_epoch_end": "end_epoch",
+    "on_validation_epoch_end": "end_epoch",
+    "on_train_batch_end": "after_update",
+    "on_step_end": "after_update",
+}
+
+
+def refusal_of(name, *bases):
+    with pytest.raises(TypeError) as caught:
+        type("Mine", bases or (Trainer,), {name: lambda self, *given: None})
+    text = str(caught.value)
+    assert text.startswith(f"Mine.{name} is a method of other libraries, and is never called here\n")
+    return text.rpartition("  fix   ")[2]
+
+
+@pytest.mark.parametrize("name", [*FOREIGN_METHODS, *EVENTS])
+def test_a_method_of_another_library_is_refused_with_the_line_to_write(name):
+    fix = refusal_of(name)
+    if fix.startswith("def "):
+        namespace = {}
+        exec(f"{fix}\n    return None", namespace)
+        (hook,) = (function for function in namespace.values() if inspect.isfunction(function))
+        assert hook.__name__ == EVENTS.get(name, hook.__name__)
+        make(type("Fixed", (Trainer,), {hook.__name__: hook}))
+    else:
+        names = {"Trainer": Trainer, "torch": torch, "model": network(), "loss": nn.CrossEntropyLoss()}
+        assert eval(fix, names).fit(pieces(), epochs=1).updates == 4
+
+
+@pytest.mark.parametrize("name", ["on_fit_start", "on_save_checkpoint", "on_update", "on_train_start"])
+def test_every_method_that_starts_with_on_is_refused_in_a_trainer(name):
+    assert "methods of an Observer" in refusal_of(name)
+    assert "methods of an Observer" in refusal_of(name, type("Mixin", (), {name: lambda self: None}), Trainer)
+
+
+def test_helpers_of_ones_own_and_hooks_of_observers_stay():
+    class Own(Trainer):
+        def compute_loss(self, output, target):
+            return self.loss(output, target)
+
+        def _on_fit_start(self):
+            return None
+
+    class Watches(Observer):
+        def on_fit_start(self, plan):
+            seen.append(plan.updates)
+
+    seen = []
+    make(Own, observers=[Watches()]).fit(pieces(), epochs=1)
+    assert seen == [4]
+
+
+@pytest.mark.parametrize("name", FOREIGN_ARGUMENTS)
+def test_an_argument_of_another_library_says_what_to_write(name):
+    trainer = make()
+    for call in (lambda: make(**{name: 1}), lambda: trainer.fit(pieces(), epochs=1, **{name: 1})):
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'") as caught:
+            call()
+        (note,) = caught.value.__notes__
+        assert f"takes no '{name}'. Write {FOREIGN_ARGUMENTS[name]}\n" in note
+
+
+@pytest.mark.parametrize("fix", sorted(set(FOREIGN_ARGUMENTS.values())))
+def test_what_is_written_instead_is_taken(fix, tmp_path):
+    """Every keyword in it is one of Trainer's or of fit's."""
+    taken = {**inspect.signature(Trainer).parameters, **inspect.signature(Trainer.fit).parameters}
+    code = fix if fix.endswith("))") or "(...," in fix or fix.startswith(("fit(", "Trainer(")) else f"Trainer({fix})"
+    call = ast.parse(code.replace("...,", "None,")).body[0].value
+    assert call.func.id in ("Trainer", "fit")
+    assert {keyword.arg for keyword in call.keywords} <= set(taken)
+
+
+def test_arguments_that_are_not_built_are_not_offered():
+    with pytest.raises(TypeError) as caught:
+        make(precison="bf16", on_eror=None)
+    (note,) = caught.value.__notes__
+    assert "Did you mean 'precision'?" in note
+    assert all(name not in note for name in ("parallel", "on_error", "on_oom", "fast"))
+
+
+class Forgets(Trainer):
+    def __init__(self, model):
+        self.model = model
+
+
+@pytest.mark.parametrize("call", ["fit", "evaluate", "predict"])
+def test_a_class_that_forgets_the_init_of_its_base_says_so(call):
+    arguments = {"epochs": 1} if call == "fit" else {}
+    with pytest.raises(TypeError, match=r"^Forgets\.__init__ does not call the one of its base") as caught:
+        getattr(Forgets(network()), call)(pieces(), **arguments)
+    fix = str(caught.value).partition("  fix   ")[2].partition(" in it")[0]
+    assert fix == "super().__init__(model, optimizer, ...)"
+
+
+def test_an_attribute_of_ones_own_that_is_missing_stays_an_attribute_error():
+    class Lacks(Trainer):
+        def training_step(self, batch):
+            return self.weighing
+
+    with pytest.raises(AttributeError, match="weighing"):
+        make(Lacks).fit(pieces(), epochs=1)
+
+
+SPANS = {
+    r"Probe\(every=50\)": lambda every: Probe(print, every=every),
+    r"Checkpoint\(every=50\)": lambda every: Checkpoint("runs/1", every=every),
+    r"validate=50": lambda every: make().fit(pieces(), pieces(1), epochs=1, validate=every),
+    r"Every\.every=50": lambda every: make(
+        observers=[type("Every", (Observer,), {"every": every, "on_update": lambda self, update: None})()]
+    ).fit(pieces(), epochs=1),
+}
+
+
+@pytest.mark.parametrize("says", SPANS)
+def test_a_bare_number_for_a_span_gets_its_unit(says):
+    with pytest.raises(SettingError, match=f"^{says}\n  want  .*Updates") as caught:
+        SPANS[says](50)
+    fix = str(caught.value).partition("  fix   ")[2].splitlines()[0]
+    assert fix.rpartition("every=")[2].rpartition("validate=")[2] == "Updates(50)"
+    for span in (Updates(50), Seconds(60)):
+        SPANS[says](span)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "slot"),
+    [
+        (EarlyStopping("val_loss"), "early_stopping"),
+        (Checkpoint("runs/1"), "checkpoint"),
+        (Cosine(), "schedule"),
+    ],
+)
+def test_a_slot_among_the_observers_says_where_it_belongs(wrong, slot):
+    with pytest.raises(TypeError, match=f"(?s)observers: {type(wrong).__name__}.* is no Observer.*fix   {slot}="):
+        make(observers=[wrong])
+    make(**{slot: wrong})
+
+
+def test_the_class_of_an_observer_is_no_observer():
+    with pytest.raises(TypeError, match=r"(?s)observers: .*Journal.*fix   Journal\(\.\.\.\)"):
+        make(observers=[Journal])
