@@ -309,11 +309,11 @@ class Trainer(Generic[M]):
 
     @suggests
     def evaluate(self, data: Any, name: str = "val", *, batch_size: int | None = None) -> dict[str, float]:
-        """Return exact means over all rows of `data` as `<name>_loss` and so on; leaves no trace."""
-        source = open_source(data, batch_size=batch_size, role=name)
-        evaluation = evaluating.evaluate(self, source, name=name)
-        self.between.errors |= evaluation.errors
-        return evaluation.numbers
+        """Return exact means over all rows of `data` as `<name>_loss` and so on; leaves no trace.
+
+        A dict of several sets gives `<name>_<key>_loss` for each.
+        """
+        return evaluating.evaluate_sets(self, setup.open_sets(data, name, batch_size=batch_size))
 
     @suggests
     def predict(self, data: Any, *, batch_size: int | None = None) -> Any:

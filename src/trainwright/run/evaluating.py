@@ -169,6 +169,16 @@ def evaluate(owner: Owner, source: Source, *, name: str, batches: int | None = N
     return Evaluation(*_without_hidden(numbers, meters, f"{name}_"))
 
 
+def evaluate_sets(owner: Owner, sources: Mapping[str, Source]) -> dict[str, float]:
+    """The numbers of every set, under the name of each."""
+    numbers: dict[str, float] = {}
+    for name, source in sources.items():
+        evaluation = evaluate(owner, source, name=name)
+        numbers |= evaluation.numbers
+        owner.between.errors |= evaluation.errors
+    return numbers
+
+
 def predict(owner: Owner, source: Source) -> Any:
     """Return the outputs of `predict_step` over one pass in data order, joined on the CPU; see `join`."""
     outputs: list[Any] = []

@@ -137,7 +137,7 @@ class Pauses:
         where = {"epoch": int(row["epoch"]), "update": int(row["update"])}
         best = False
         early, watch, keeper, rates = self.owner.early_stopping, self.watch, self.keeper, self.run.rates
-        if early is not None and _concerns(early.monitor, validated):
+        if early is not None and self._concerns(early.monitor, row, validated=validated):
             best = watch.judge(row, self.owner.between.errors, **where)
             if best and getattr(early, "restore_best", False):
                 held = getattr(watch, "weights", None)
@@ -145,7 +145,11 @@ class Pauses:
                     watch.weights = _copied(self.owner.model, held) if self.restores_from_memory else None
             self.counters.stopped = self.counters.stopped or watch.stopped
         keep = best
-        if keeper is not None and keeper.settings.best and _concerns(keeper.settings.best, validated):
+        if (
+            keeper is not None
+            and keeper.settings.best
+            and self._concerns(keeper.settings.best, row, validated=validated)
+        ):
             keep = keeper.judge(row, **where) or keep
             if watch is None:
                 best = keeper.best is not None and keeper.best.update == where["update"]
@@ -287,6 +291,14 @@ class Pauses:
             notes=self._notes() if passed is None else tuple(passed["notes"]),
         )
 
+    def _concerns(self, monitor: str, row: Mapping[str, float], *, validated: bool) -> bool:
+        """Whether a row is one to judge `monitor` by: validations for `val_...`, any row for training numbers.
+
+        What only an `evaluate` of the user's own gives stands in the rows of validations.
+        """
+        trained = monitor in row or not self.owner.hooks.evaluates_itself
+        return validated or (trained and not monitor.startswith("val_"))
+
     def _path_of(self, best: Best) -> Path | None:
         return self.path_at(best.update)
 
@@ -321,11 +333,6 @@ class Pauses:
         if ends.max_seconds is not None and counters.seconds >= ends.max_seconds:
             return f"max_seconds={ends.max_seconds:g} reached"
         return ""
-
-
-def _concerns(monitor: str, validated: bool) -> bool:
-    """Whether a row is one to judge `monitor` by: validations for `val_...`, any row for training numbers."""
-    return validated or not monitor.startswith("val_")
 
 
 def _warn_of(best: Best, why: str) -> None:
