@@ -147,7 +147,9 @@ class Unfed(Trainer):
 def check_unfed_is_refused():
     """Metrics that no update ever feeds are refused by name, where no validation feeds them."""
     _, ours = twins()
-    with pytest.raises(SettingError, match=r"metric 'accuracy' is never fed(.|\n)*minimize\(Step\(loss, output, target\)\)"):
+    with pytest.raises(
+        SettingError, match=r"metric 'accuracy' is never fed(.|\n)*minimize\(Step\(loss, output, target\)\)"
+    ):
         run(Unfed, ours, classes(), metrics={"accuracy": accuracy})
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainwright.base.names import nearest
 from trainwright.run.sites import MISSING, Site, dtype_name, place_of_fix, tensors, title
 from trainwright.run.wrong_losses import loss_cause
 from trainwright.slots.window import find_rows
@@ -143,6 +144,41 @@ def _called_layer(site: Site) -> tuple[str, nn.Module | None, Tensor | None]:
     return name, module, given if isinstance(given, Tensor) and given.ndim else None
 
 
+def own_backward(owner: Any) -> Cause | None:
+    """The cause where a training step of the user's own calls `backward` on its loss, as a plain loop does."""
+    written = [vars(cls)["training_step"] for cls in type(owner).__mro__ if "training_step" in vars(cls)]
+    codes = [getattr(function, "__code__", None) for function in written[:-1]]  # the last is the Trainer's
+    if not any(code is not None and "backward" in code.co_names for code in codes):
+        return None
+    return (
+        "training_step calls backward() itself",
+        "return the loss: the loop calls backward() and the optimizer's step()",
+    )
+
+
+def _backward_twice(site: Site) -> Cause | None:
+    known = ("backward through the graph a second time", "does not require grad")
+    return own_backward(site.owner) if any(text in str(site.error) for text in known) else None
+
+
+def _no_forward(site: Site) -> Cause | None:
+    """A model of parts, without a `forward` of its own, in a step that calls it."""
+    if not isinstance(site.error, NotImplementedError) or 'missing the required "forward"' not in str(site.error):
+        return None
+    name, module, _ = site.layer or ("", site.owner.model, None)
+    why = f"{title(name, module)} has no forward(), so it cannot be called"
+    if type(module) not in (nn.ModuleDict, nn.ModuleList):
+        near = nearest("forward", [own for own in vars(type(module)) if own != "forward"])
+        return why, f"def forward(self, ...) in {type(module).__name__}" + (f", which has {near}()" if near else "")
+    if not site.steps_by_default or name:
+        return why, "call its parts in place of it"
+    if site.role == "train":
+        several = "update(self, window), with self.minimize(loss, name) for each of the optimizers"
+        return why, "override " + (several if len(site.owner.optimizers) > 1 else "training_step(self, batch)")
+    step = "predict_step" if site.role in ("predict", "report") else "validation_step"
+    return why, f"override {step}(self, batch)"
+
+
 def _no_gradient(site: Site) -> Cause | None:
     if "does not require grad" not in str(site.error) or not site.in_backward:
         return None
@@ -200,6 +236,6 @@ def _same(one: torch.device, other: torch.device) -> bool:
 
 
 _KNOWN = (
-    *(_memory, _device_assert, loss_cause, _devices, _dtypes, _one_row, _numbers_of_an_embedding, _features),
-    *(_channels, _no_gradient, _second_backward, _arguments),
+    *(_memory, _device_assert, _no_forward, _backward_twice, loss_cause, _devices, _dtypes, _one_row),
+    *(_numbers_of_an_embedding, _features, _channels, _no_gradient, _second_backward, _arguments),
 )

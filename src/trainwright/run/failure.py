@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.base.errors import StepError, TrainwrightError
-from trainwright.run.causes import cause_of
+from trainwright.run.causes import Cause, cause_of, own_backward
 from trainwright.run.sites import MISSING, Site, find_site, shown, title
 from trainwright.run.wrong_losses import loss_name
 
@@ -48,7 +48,12 @@ def _name_the_step(error: StepError, owner: Any) -> None:
         return
     code = getattr(type(owner), name).__code__
     note = f"{HEAD}{type(owner).__name__}.{name} ({Path(code.co_filename).name}:{code.co_firstlineno})"
-    error.add_note(note if name == names[0] else f"{note}\n{_IN_VALIDATION}")
+    backward = own_backward(owner) if name == "training_step" else None
+    if backward is not None:
+        note = "\n".join([note, *_labelled(backward)])
+    elif name != names[0] and not str(error).startswith("a step returned None"):
+        note = f"{note}\n{_IN_VALIDATION}"
+    error.add_note(note)
 
 
 def _note(site: Site) -> str:
@@ -57,8 +62,12 @@ def _note(site: Site) -> str:
     lines += [f"  {name:<9}{shown(value)}" for name, value in entries.items() if value is not MISSING]
     found = cause_of(site)
     if found is not None:
-        lines += [f"  {label:<9}{text}" for label, text in zip(("why", "fix"), found, strict=True)]
+        lines += _labelled(found)
     return "\n".join(lines)
+
+
+def _labelled(found: Cause) -> list[str]:
+    return [f"  {label:<9}{text}" for label, text in zip(("why", "fix"), found, strict=True)]
 
 
 def _failed(site: Site) -> str:

@@ -1,0 +1,119 @@
+"""What a plain loop does and a step must not, models of parts that cannot be called, and a forgotten return."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from refusals import entry, make, pieces
+from torch import nn
+
+from trainwright import StepError, Trainer
+
+RETURNS = {
+    "loss": lambda loss: loss,
+    "detached": lambda loss: loss.detach(),
+    "number": lambda loss: loss.item(),
+    "nothing": lambda loss: None,
+}
+
+
+@pytest.mark.parametrize("returns", RETURNS)
+@pytest.mark.parametrize("val", [True, False])
+def test_a_step_that_runs_backward_itself_is_told_who_runs_it(returns, val):
+    class Whole(Trainer):
+        def training_step(self, batch):
+            loss = self.loss(self.model(batch[0]), batch[1])
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            return RETURNS[returns](loss)
+
+    with pytest.raises(RuntimeError) as caught:  # StepError is one
+        make(Whole).fit(pieces(), pieces(1) if val else None, epochs=1)
+    (note,) = caught.value.__notes__
+    assert entry(note, "why") == "training_step calls backward() itself"
+    assert entry(note, "fix") == "return the loss: the loop calls backward() and the optimizer's step()"
+
+
+def test_a_forgotten_return_is_not_told_to_write_a_validation_step():
+    class Forgets(Trainer):
+        def training_step(self, batch):
+            self.loss(self.model(batch[0]), batch[1])
+
+    with pytest.raises(StepError, match="a step returned None") as caught:
+        make(Forgets).fit(pieces(), pieces(1), epochs=1)
+    assert entry(str(caught.value), "fix") == "return loss"
+    assert "validation_step" not in "".join(caught.value.__notes__)
+
+
+def parts():
+    return nn.ModuleDict({"G": nn.Linear(4, 3), "D": nn.Linear(4, 3)})
+
+
+def two(cls=Trainer):
+    return cls(parts(), {"G": torch.optim.Adam, "D": torch.optim.Adam}, nn.CrossEntropyLoss(), console=False)
+
+
+class Both(Trainer):
+    def update(self, window):
+        for x, y in window:
+            for name in ("G", "D"):
+                self.minimize(self.loss(self.model[name](x), y), name)
+
+
+class Whole(Both):
+    def validation_step(self, batch):
+        return self.loss(self.model["G"](batch[0]), batch[1])
+
+    def predict_step(self, batch):
+        return self.model["G"](batch[0])
+
+
+class Steps(Trainer):
+    def training_step(self, batch):
+        return self.loss(self.model["G"](batch[0]), batch[1])
+
+
+class Calls(Trainer):
+    def training_step(self, batch):
+        return self.loss(self.model(batch[0]), batch[1])
+
+
+UPDATE = "override update(self, window), with self.minimize(loss, name) for each of the optimizers"
+FORWARDS = {
+    "train": (lambda: two().fit(pieces(), epochs=1), UPDATE),
+    "one": (lambda: make(model=parts()).fit(pieces(), epochs=1), "override training_step(self, batch)"),
+    "val": (lambda: two(Both).fit(pieces(), pieces(1), epochs=1), "override validation_step(self, batch)"),
+    "predict": (lambda: two(Both).predict(pieces()), "override predict_step(self, batch)"),
+    "own": (lambda: make(Calls, model=parts()).fit(pieces(), epochs=1), "call its parts in place of it"),
+}
+
+
+@pytest.mark.parametrize("role", FORWARDS)
+def test_a_model_of_parts_is_told_the_hook_to_override(role):
+    call, fix = FORWARDS[role]
+    with pytest.raises(NotImplementedError) as caught:
+        call()
+    (note,) = caught.value.__notes__
+    assert entry(note, "why") == "ModuleDict has no forward(), so it cannot be called"
+    assert entry(note, "fix") == fix
+
+
+def test_a_module_of_ones_own_without_forward_is_told_to_have_one():
+    class Foward(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def foward(self, x):
+            return self.layer(x)
+
+    with pytest.raises(NotImplementedError) as caught:
+        make(model=Foward()).fit(pieces(), epochs=1)
+    assert entry(caught.value.__notes__[0], "fix") == "def forward(self, ...) in Foward, which has foward()"
+
+
+def test_with_the_hooks_that_the_notes_name_it_trains():
+    assert two(Whole).fit(pieces(), pieces(1), epochs=1).updates == 4
+    assert two(Whole).predict(pieces()).shape == (16, 3)
+    assert make(Steps, model=parts()).fit(pieces(), epochs=1).updates == 4
