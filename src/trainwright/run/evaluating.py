@@ -20,9 +20,9 @@ from trainwright.data.source import beside
 from trainwright.run.failure import explain
 from trainwright.run.ledger import Ledger
 from trainwright.run.owner import Owner
-from trainwright.runtime import modules
+from trainwright.runtime import late, modules
 from trainwright.runtime.device import move
-from trainwright.runtime.randomness import unmoved
+from trainwright.runtime.randomness import seed, unmoved
 from trainwright.runtime.snapshot import snapshot
 from trainwright.runtime.surroundings import beside_training
 from trainwright.slots.counting import Counting
@@ -98,18 +98,29 @@ def check_passes(source: Source) -> None:
 
 
 def feed(owner: Owner, source: Source) -> None:
-    """Run a pass of the training data through the model as training does, without a gradient or any other trace."""
+    """Run a pass of the training data through the model as training does, without a gradient or any other trace.
+
+    It is the same pass at any time of a run, of epoch 0 and from the same seeds: when somebody looks at averaged
+    weights first must not show in their statistics. With `nonfinite="skip"` a batch whose statistics are not finite
+    is left out, as training leaves it out.
+    """
     ledger, to_device, aside = Ledger(None, owner.hooks), owner.hooks.move, beside(source)
+    generators = getattr(aside, "generators", ())
+    statistics = modules.running_statistics(owner.model) if owner.nonfinite == "skip" else []
     with ExitStack() as stack:
         stack.enter_context(ledger_aside(owner, ledger))
-        stack.enter_context(unmoved(getattr(aside, "generators", ())))
+        stack.enter_context(unmoved(generators))
         stack.enter_context(beside_training(owner.device.type))
         stack.enter_context(torch.no_grad())
         stack.enter_context(_state_aside(owner))
         step = _with_autocast(owner, owner.training_step)
-        for batch in aside.epoch(owner.counters.epoch):
+        seed(0, generators)
+        for batch in aside.epoch(0):
             ledger.batch = batch
+            kept = [statistic.clone() for statistic in statistics]
             step(batch if to_device is None else to_device(batch))
+            if not all(late.read([torch.isfinite(statistic).all() for statistic in statistics])):
+                torch._foreach_copy_(statistics, kept)
 
 
 @contextmanager

@@ -37,6 +37,15 @@ def set_random_state(state: dict[str, Any]) -> None:
         torch.mps.set_rng_state(state["mps"])
 
 
+def seed(number: int, generators: Iterable[torch.Generator] = ()) -> None:
+    """Start every global random state, and that of `generators`, from one number."""
+    random.seed(number)
+    np.random.seed(number)
+    torch.manual_seed(number)
+    for generator in generators:
+        generator.manual_seed(number)
+
+
 @contextmanager
 def unmoved(generators: Iterable[torch.Generator] = ()) -> Iterator[None]:
     """Leave every global random state, and that of `generators`, as it was found, whatever is drawn inside."""
