@@ -21,10 +21,10 @@ from trainwright.run.report import Report
 from trainwright.runtime.freezing import freeze, unfreeze
 from trainwright.runtime.gradients import Gradients
 from trainwright.runtime.modules import mode
-from trainwright.slots.average import EMA, SWA
-from trainwright.slots.checkpoint import Checkpoint
+from trainwright.slots.average import EMA, SWA, Average, Averaging
+from trainwright.slots.checkpoint import Checkpoint, Keeping, Saving
 from trainwright.slots.clip import ClipNorm, ClipValue
-from trainwright.slots.early_stopping import EarlyStopping
+from trainwright.slots.early_stopping import EarlyStopping, Stopping, Watching
 from trainwright.slots.metrics import Derived, accuracy, top_k
 from trainwright.slots.optimizers import adamw
 from trainwright.slots.precision import LossScaler, MixedPrecision
@@ -52,6 +52,8 @@ __all__ = [
     "R2",
     "RMSE",
     "SWA",
+    "Average",
+    "Averaging",
     "Batches",
     "Best",
     "Checkpoint",
@@ -69,6 +71,7 @@ __all__ = [
     "Exponential",
     "Gradients",
     "Journal",
+    "Keeping",
     "Linear",
     "LossScaler",
     "Mean",
@@ -88,6 +91,7 @@ __all__ = [
     "Report",
     "Result",
     "Saved",
+    "Saving",
     "Scaler",
     "Schedule",
     "Seconds",
@@ -96,6 +100,7 @@ __all__ = [
     "Step",
     "StepError",
     "StepLR",
+    "Stopping",
     "Sum",
     "TorchSchedule",
     "Trainer",
@@ -104,6 +109,7 @@ __all__ = [
     "Updates",
     "Validation",
     "WarmupStableDecay",
+    "Watching",
     "Window",
     "__version__",
     "accuracy",

@@ -346,7 +346,7 @@ class Trainer(Generic[M]):
         planned = make_plan(self, source, held_out, ends=ends)
         bind_rates(self.schedule, self.optimizers, planned)
         if self.average is not None:
-            self.average.bind(self.model, planned)
+            self.average.bind(nn.Module(), planned)  # its arithmetic alone: no weight is copied
         return planned
 
     def log(self, name: str, value: float | Tensor, count: Count | None = None) -> None:

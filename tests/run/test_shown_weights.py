@@ -278,7 +278,7 @@ class Dies(Observer):
 def test_a_schedule_free_script_killed_and_run_again_is_never_killed(at, early, tmp_path):
     def script(directory, at=None):
         settings = {"early_stopping": EarlyStopping("val_loss", patience=9)} if early else {}
-        slot = Checkpoint(directory, every=Updates(1))
+        slot = Checkpoint(directory, every=Updates(1), keep=12)
         trainer = free(checkpoint=slot, observers=[] if at is None else [Dies(at)], **settings)
         results = [trainer.fit(train(), val(), epochs=2, resume="auto") for _ in range(2)]
         return trainer, [(one.weights, one.history, one.updates) for one in results]

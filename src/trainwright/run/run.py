@@ -132,8 +132,8 @@ class Run:
             if self._unjudged:  # an update of the user's own gave its gradients up
                 self.steppers.lower_flags()
                 self._unjudged = False
-            if self._kept:
-                torch._foreach_copy_(self._kept, self._statistics)
+            for kept, statistics in self._alike:
+                torch._foreach_copy_(kept, statistics)
             if self._keeps_state:
                 self._kept_state = snapshot(owner.state)
             yield window
@@ -189,18 +189,17 @@ class Run:
         for stepper in chosen.steppers:
             if stepper.norm is not None:
                 wanted.append(stepper.norm)
-        read = ledger.close(*wanted)
-        bad = flag is not None and read[0] != 0.0
-        at = 0 if flag is None else 1
+        read = iter(ledger.close(*wanted))  # in the order in which they were asked for
+        bad = flag is not None and next(read) != 0.0
         value = ledger.loss if ledger.noted else 0.0
         if loss is not None:
-            value, at = read[at], at + 2
-            self.minimized.setdefault(chosen.steppers[0].name, []).append((value, read[at - 1], loss[2]))
+            value = next(read)
+            self.minimized.setdefault(chosen.steppers[0].name, []).append((value, next(read), loss[2]))
         for stepper in chosen.steppers:
             if stepper.norm is not None:
-                stepper.norm, at = read[at], at + 1
+                stepper.norm = norm = next(read)
                 # Finite elements can have a norm that overflows: clipping by it would apply a gradient of zeros.
-                bad = bad or (flag is not None and not late.finite(stepper.norm))
+                bad = bad or (flag is not None and not late.finite(norm))
         if not bad and (flag is None or late.finite(value)):
             self._applied = True
             self._overflowed = self._overflowed is True
@@ -261,6 +260,12 @@ class Run:
                 check_passes(self.source)
         self._statistics = running_statistics(owner.model) if owner.nonfinite != "ignore" else []
         self._kept = [statistic.clone() for statistic in self._statistics]
+        pairs = list(zip(self._kept, self._statistics, strict=True))
+        kinds = {(one.device, one.dtype) for one in self._kept}  # a kernel copies those of one kind together
+        self._alike = [
+            tuple(zip(*[pair for pair in pairs if (pair[0].device, pair[0].dtype) == kind], strict=True))
+            for kind in kinds
+        ]
         self._keeps_state = owner.nonfinite == "skip"
 
     def _take_groups(self) -> None:
@@ -354,5 +359,5 @@ class Run:
         self.owner.state.update(snapshot(self._kept_state))
 
     def _put_back_statistics(self) -> None:
-        if self._kept:
-            torch._foreach_copy_(self._statistics, self._kept)
+        for kept, statistics in self._alike:
+            torch._foreach_copy_(statistics, kept)
