@@ -167,7 +167,10 @@ def test_numbers_of_a_probe_are_kept_by_a_validation_inside_the_epoch_and_by_a_c
     for at in (3, 5, 9):
         with pytest.raises(ZeroDivisionError):
             run(tmp_path / "cut", at)
-    assert run(tmp_path / "cut")[0] == whole
+    resumed, also = run(tmp_path / "cut")
+    assert resumed == whole
+    assert [update.values for update in also.updates] == [update.values for update in told.updates[8:]]
+    assert also.updates[0].values["n"] == 8.0
 
 
 @pytest.mark.parametrize(

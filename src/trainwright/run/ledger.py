@@ -236,6 +236,15 @@ class Ledger(Numbers):
         self._within = False
         super().reset()
 
+    def state_dict(self) -> dict[str, Any]:
+        """The running sums, and what probes have returned for the record of the update to come."""
+        return super().state_dict() | {"probed": dict(self._probed)}
+
+    def load_state_dict(self, tree: dict[str, Any]) -> None:
+        """Take over what was saved."""
+        super().load_state_dict(tree)
+        self._probed = dict(tree.get("probed", {}))
+
     def _unfed(self, why: str, *, fix: str) -> SettingError:
         names = [] if self.meters is None else list(self.meters.names)
         unfed = f"the metrics {', '.join(names)} are" if len(names) > 1 else f"metric {''.join(map(repr, names))} is"
