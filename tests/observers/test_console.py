@@ -5,6 +5,7 @@ import math
 import os
 import pty
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -14,7 +15,7 @@ from trainwright.base.plan import Plan
 from trainwright.base.records import Best, Result, Update, Validation
 from trainwright.observers.console import Console, console_observers, footer, header
 from trainwright.observers.live import LiveBar
-from trainwright.observers.table import amount, duration, joined, number, printable, rate, sparkline
+from trainwright.observers.table import printable
 
 PLAN = Plan(
     model="SmallCNN",
@@ -113,6 +114,22 @@ def test_the_header_tells_what_is_known_only(plan, line):
     assert header(plan)[1] == line
 
 
+def test_the_header_tells_slots_and_what_is_frozen_where_there_is_any():
+    plan = replace(PLAN, frozen=4000, settings=("schedule OneCycle(max_lr=0.01)", "clip 1.0", "average EMA(0.999)"))
+    first, _, slots, note = header(plan)
+    assert first.endswith(" · SmallCNN 5.2k parameters, 4.0k frozen")
+    assert slots == "schedule OneCycle(max_lr=0.01) · clip 1.0 · average EMA(0.999)"
+    assert note == "switched to train: SmallCNN"
+    assert header(plan, 60)[-3:-1] == ["schedule OneCycle(max_lr=0.01) · clip 1.0", "average EMA(0.999)"]
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_each_validation_set_is_told_on_a_line_of_its_own_where_it_must_be(width):
+    sets = [f"{name}: 397 rows in batches of 128 from a DataLoader" for name in ("clean", "noisy")]
+    lines = header(replace(PLAN, val="; ".join(sets)), width)
+    assert all(f"val {one}" in lines for one in sets)
+
+
 def test_the_footer_tells_end_best_weights_and_course():
     best = Best("val_loss", 0.13239, 12, 276)
     assert footer(result(best=best, weights="best of epoch 12", stopped="stopped early", skipped=2)) == [
@@ -122,6 +139,31 @@ def test_the_footer_tells_end_best_weights_and_course():
         " best     val_loss 0.1324 at epoch 12, update 276 · weights: best of epoch 12",
     ]
     assert footer(Result([], None, 1, 1, "", 0.1)) == [" end      1 epoch, 1 update, 0.1s · weights: last"]
+
+
+def test_the_footer_draws_the_losses_and_what_is_watched_in_four_lines_at_most():
+    names = ["loss", "val_a_loss", "val_b_loss", "val_c_loss", "val_b_R2", "mae"]
+    history = [dict.fromkeys(names, 1 / n) for n in range(1, 40)]
+    end = Result(history, None, 39, 39, "", 1.0, weights="last")
+    lines = [line.split()[0] for line in footer(end)]
+    assert lines == ["loss", "val_a_loss", "val_b_loss", "val_c_loss", "end"]
+    for width in (60, 80, 100):
+        *courses, last = footer(end, width, watched=("val_b_R2", "mae"))
+        assert [line.split()[0] for line in courses] == ["loss", "val_a_loss", "val_b_R2", "mae"]
+        assert {line.index("1.0000") for line in courses} == {last.index("39 epochs")}
+        assert max(map(len, courses)) <= width
+    assert footer(result(), watched=("val_loss",)) == footer(result())
+    name = "val_" + "x" * 40
+    wide = Result([{name: 1.0}, {name: 0.5}], None, 1, 1, "", 1.0)
+    assert max(map(len, footer(wide, 60, watched=(name,)))) <= 60
+
+
+def test_the_console_draws_what_the_plan_says_is_watched():
+    history = [{"loss": 1.0, "mae": 1.0, "f1": 0.5}, {"loss": 0.5, "mae": 2.0, "f1": 0.6}]
+    end = Result(history, None, 1, 1, "", 1.0)
+    lines = printed([], plan=replace(PLAN, watched=("mae",)), end=end)
+    assert " mae      1.0000 ▁█ 2.0000" in lines
+    assert not any(line.startswith(" f1") for line in lines)
 
 
 # --- the table
@@ -171,18 +213,31 @@ def test_columns_appear_when_there_is_something_to_tell():
     assert len(table) == 4 + 3
 
 
-def test_wide_tables_drop_data_then_rate_then_time_then_last_metrics():
-    metrics = {"loss": 1.0, "val_loss": 1.0, "lr": 0.1, "val_accuracy": 0.5, "val_f1": 0.5}
-    dropped = []
-    for width in range(120, 59, -1):
-        table = rows(printed([record(1, 23, metrics, best=True)], width=width))
-        head = next(line for line in table if "epoch " in line)
-        dropped.append([name for name in (*LAST[2::-1], "val_f1", "val_accuracy") if name not in head])
-        hidden = [name for name in ("val_accuracy", "val_f1") if name not in head]
-        assert table[:-2] == ([" not shown  " + " · ".join(hidden)] if hidden else [])
-        assert max(map(len, table)) <= width
-    order = ["data", "rows/s", "time", "val_f1", "val_accuracy"]
-    assert [names for i, names in enumerate(dropped) if names not in dropped[:i]] == [order[:n] for n in range(6)]
+def table_head(metrics, width, watched=()):
+    """The names of a table's columns, and of those that it says it leaves out."""
+    plan = replace(PLAN, watched=watched)
+    table = rows(printed([record(1, 23, {"loss": 1.0, "lr": 0.1, **metrics}, best=True)], plan=plan, width=width))
+    assert max(map(len, table)) <= width
+    at = next(i for i, line in enumerate(table) if line.split()[0] == "epoch")
+    return table[at].split(), " ".join(table[:at]).replace("not shown", "").replace(" · ", " ").split()
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+@pytest.mark.parametrize("watched", ["val_R2", "val_noisy_R2", "loss_G", "inception"])
+def test_a_watched_number_is_in_the_table(width, watched):
+    sets = [f"val_{of}_{name}" for of in ("clean", "noisy") for name in ("loss", "mae", "R2")]
+    metrics = {
+        "val_R2": ["mse", "l1", "mae", "R2", "val_loss", "val_mse", "val_l1", "val_mae", "val_R2"],
+        "val_noisy_R2": ["mae", "R2", *sets],
+        "loss_G": ["loss_D", "loss_E", "loss_F", "loss_G", "lr_D", "lr_E", "lr_F", "lr_G"],
+        "inception": ["loss_D", "loss_G", "lr_D", "lr_G", "val_fid_of_all", "inception"],
+    }[watched]
+    shown, hidden = table_head(dict.fromkeys(metrics, 0.5), width, (watched,))
+    assert watched in shown
+    assert {*shown, *hidden} >= {"epoch", "update", "lr", "loss", *metrics}
+    assert not {"time", "rows/s", "data"} & set(hidden)
+    if "lr" in shown:  # a rate is given up before what validation says
+        assert not any(name.startswith("val_") for name in hidden)
 
 
 @pytest.mark.parametrize("width", [60, 72, 100])
@@ -280,6 +335,25 @@ def test_a_terminal_gets_a_bar_that_leaves_only_the_rows():
     assert seen[-5:] == printed([record(1, 23)], end=result(), width=80)[-5:]
 
 
+@pytest.mark.parametrize("width", [60, 80, 100])
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+@pytest.mark.parametrize("pace", [10.0, 0.01])
+def test_a_bar_is_whole_at_every_width(width, encoding, pace):
+    stream = Terminal()
+    stream.encoding = encoding
+    bar = LiveBar(stream, width=width)
+    bar.on_fit_start(Plan(batches=4567, epochs=1200))
+    bar.on_update(update(1, epoch=1150))
+    bar._bar.n, bar._bar.start_t = 1234, bar._bar.start_t - 1234 / pace
+    line = str(bar._bar)  # what it draws
+    bar.on_fit_end(result())
+    head, *parts = line.split(printable(" · ", encoding))
+    assert len(line) <= width
+    assert re.fullmatch(r" epoch 1151/1200 [█▏▎▍▌▋▊▉#\d ]{8,24} 1234/4567", head)
+    assert parts[:2] == ["loss 0.5230", "lr 9.30e-3"][: 1 if width == 60 else 2]
+    assert re.fullmatch("" if width == 60 else r"(05:3|92:3\d:)\d\d? left", "".join(parts[2:]))
+
+
 def test_a_bar_draws_by_time_and_starts_no_thread():
     bar = LiveBar(stream := Terminal())
     bar.on_fit_start(PLAN)
@@ -321,51 +395,3 @@ def screen(text):
             cells[: len(part)] = part
         lines.append("".join(cells).rstrip())
     return lines[:-1] if lines[-1] == "" else lines
-
-
-# --- numbers
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0.13239, "0.1324"),
-        (2.2777, "2.2777"),
-        (0, "0.0000"),
-        (1.5e-5, "1.500e-5"),
-        (22026.4658, "22026.5"),
-        (-0.5, "-0.5000"),
-        (math.nan, "nan"),
-        (-math.inf, "-inf"),
-        (3e8, "3.000e8"),
-        (-2e-7, "-2.000e-7"),
-        (0.001, "0.0010"),
-    ],
-)
-def test_numbers(value, text):
-    assert number(value) == text
-
-
-def test_rates_amounts_and_times():
-    assert [rate(x) for x in (2.15e-3, 0.1, 1.0, 0.0, math.nan)] == ["2.15e-3", "1.00e-1", "1.00e0", "0", "nan"]
-    assert [amount(x) for x in (0, 980, 999.6, 999.96, 19_830, 5_218_000, 7e9)] == [
-        "0", "980", "1000", "1.0k", "19.8k", "5.2M", "7.0G",
-    ]  # fmt: skip
-    assert [duration(x) for x in (0.04, 9.96, 99.94, 99.96, 245, 3600, 9000)] == [
-        "40ms", "10.0s", "99.9s", "1m40s", "4m05s", "1h00m", "2h30m",
-    ]  # fmt: skip
-
-
-def test_a_sparkline_shows_course_and_what_was_not_finite():
-    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
-    assert sparkline([3, math.nan, 1, math.inf, 1]) == "█\u00d7▁\u00d7▁"
-    assert sparkline([2, 2]) == "▁▁"
-    assert sparkline([math.nan, math.nan]) == "\u00d7\u00d7"
-    assert len(sparkline(list(range(1000)))) <= 24
-    assert sparkline([1.0] * 90 + [math.nan] + [1.0] * 9).count("\u00d7") == 1
-
-
-def test_parts_are_joined_under_each_other():
-    assert joined(["aaaa", "bbbb", "cc"], 14, start=" end ") == [" end aaaa", "     bbbb · cc"]
-    assert printable("a · b", "ascii") == "a | b"
-    assert printable("a · b", None) == "a · b"

@@ -6,7 +6,25 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import DataError, SettingError, Trainer, batches
+from trainwright import (
+    EMA,
+    SWA,
+    Checkpoint,
+    ClipNorm,
+    ClipValue,
+    Cosine,
+    DataError,
+    EarlyStopping,
+    Epochs,
+    MultiStep,
+    OneCycle,
+    Plateau,
+    SettingError,
+    StepLR,
+    Trainer,
+    Updates,
+    batches,
+)
 
 
 def make(**settings):
@@ -86,3 +104,70 @@ def test_ends_that_cannot_work_are_refused_before_the_first_update(ends, match):
 def test_several_epochs_of_a_generator_are_refused_with_the_function_to_write():
     with pytest.raises(DataError, match="lambda epoch"):
         make().fit((rows_of_data() for _ in range(3)), epochs=2)
+
+
+def test_a_plan_knows_what_is_watched_each_number_once(tmp_path):
+    def watched(**settings):
+        return make(**settings).plan(batches(rows_of_data(), 3), batches(rows_of_data(), 3), epochs=1).watched
+
+    early, plateau = EarlyStopping("val_mae", mode="min"), Plateau("val_loss")
+    assert watched() == watched(schedule=Cosine(), checkpoint=Checkpoint(tmp_path)) == ()
+    assert watched(early_stopping=early, schedule=plateau) == ("val_mae", "val_loss")
+    assert watched(checkpoint=Checkpoint(tmp_path, best="val_loss"), schedule=plateau) == ("val_loss",)
+    model = nn.ModuleDict({"a": nn.Linear(4, 1), "b": nn.Linear(4, 1)})
+    named = Trainer(
+        model, {"a": torch.optim.Adam, "b": torch.optim.Adam}, nn.MSELoss(), console=False, schedule={"b": plateau}
+    )
+    assert named.plan(batches(rows_of_data(), 3), epochs=1).watched == ("val_loss",)
+
+
+def test_a_plan_counts_the_parameters_that_are_frozen():
+    trainer = make()
+    trainer.model.bias.requires_grad_(False)
+    plan = trainer.plan(batches(rows_of_data(), 3), epochs=1)
+    assert (plan.parameters, plan.frozen) == (15, 3)
+
+
+def halved(update, total):
+    return 0.5
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({}, ()),
+        ({"schedule": OneCycle(max_lr=0.01)}, ("schedule OneCycle(max_lr=0.01)",)),
+        ({"schedule": Cosine(warmup=Updates(2))}, ("schedule Cosine(warmup=Updates(2))",)),
+        ({"schedule": StepLR(Epochs(1))}, ("schedule StepLR(step=Epochs(1))",)),
+        ({"schedule": MultiStep([0.5])}, ("schedule MultiStep(milestones=[0.5])",)),
+        ({"schedule": halved}, ("schedule FunctionSchedule(fn=halved)",)),
+        ({"clip": 1.0}, ("clip 1.0",)),
+        ({"clip": ClipNorm(1.0, norm_type=1.0)}, ("clip ClipNorm(max_norm=1.0, norm_type=1.0)",)),
+        ({"clip": ClipValue(0.5), "average": EMA()}, ("clip ClipValue(0.5)", "average EMA(0.999)")),
+        ({"average": EMA(0.9, warmup=True)}, ("average EMA(0.9, warmup=True)",)),
+        ({"average": SWA(0.5, Updates(1))}, ("average SWA(0.5, every=Updates(1))",)),
+        ({"frozen": {"teacher": nn.Linear(4, 3), "other": nn.Linear(4, 3)}}, ("frozen teacher, other",)),
+    ],
+)
+def test_a_plan_says_in_brief_what_fills_the_slots(settings, text):
+    assert make(**settings).plan(batches(rows_of_data(), 3), epochs=2).settings == text
+
+
+def test_slots_of_several_optimizers_are_told_by_name():
+    model = nn.ModuleDict({"G": nn.Linear(4, 1), "D": nn.Linear(4, 1)})
+    optimizers = {"G": torch.optim.Adam, "D": torch.optim.Adam}
+    clip, schedule = {"D": 1.0, "G": ClipValue(2.0)}, {"G": Cosine()}
+    trainer = Trainer(model, optimizers, nn.MSELoss(), console=False, clip=clip, schedule=schedule)
+    plan = trainer.plan(batches(rows_of_data(), 3), epochs=1)
+    assert plan.settings == ("schedule G Cosine", "clip D 1.0, G ClipValue(2.0)")
+
+
+def test_a_setting_of_ones_own_is_told_by_its_name():
+    class Mine:
+        def __init__(self):
+            self.weights = torch.ones(3)
+
+        def __call__(self, parameters):
+            return None
+
+    assert make(clip=Mine()).plan(batches(rows_of_data(), 3), epochs=1).settings == ("clip Mine",)

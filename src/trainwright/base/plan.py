@@ -16,6 +16,8 @@ class Plan:
 
     model: str = ""
     parameters: int = 0
+    frozen: int = 0
+    """How many of the parameters do not require a gradient."""
     device: str = "cpu"
     precision: str = "as it is"
     train: str = ""
@@ -32,6 +34,10 @@ class Plan:
     epoch_updates: int | None = None
     finished: str = ""
     """The directory of a run that is finished already: it is loaded, and nothing is trained."""
+    settings: tuple[str, ...] = ()
+    """What fills schedule, clip, average and frozen, in a few words each: `clip 1.0`."""
+    watched: tuple[str, ...] = ()
+    """The numbers that early stopping, the checkpoint and schedules judge by."""
     notes: tuple[str, ...] = ()
     """Further lines of the header: what was switched, what was chosen and why."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import TextIO
 
@@ -14,7 +14,7 @@ from trainwright.base.contracts import Observer
 from trainwright.base.errors import SettingError, message
 from trainwright.base.plan import Plan
 from trainwright.base.records import Result, Validation
-from trainwright.observers.table import Table, amount, duration, joined, number, printable, sparkline
+from trainwright.observers.table import Table, amount, duration, is_set_loss, joined, number, printable, sparkline
 
 WIDEST = 100
 """No line is wider, on any terminal or in any file."""
@@ -35,7 +35,7 @@ class Console(Observer):
         self._width = width
         self._table = Table(self.width)
         self._last: tuple[int, int] | None = None
-        self._finished = ""
+        self._plan = Plan()
 
     @property
     def stream(self) -> TextIO:
@@ -53,7 +53,7 @@ class Console(Observer):
 
     def on_fit_start(self, plan: Plan) -> None:
         """Print what the run will do."""
-        self._table, self._last, self._finished = Table(self.width), None, plan.finished
+        self._plan, self._table, self._last = plan, Table(self.width, watched=plan.watched), None
         if not plan.finished:
             self._print(*header(plan, self.width), "")
 
@@ -66,8 +66,12 @@ class Console(Observer):
         self._row(record)
 
     def on_fit_end(self, result: Result) -> None:
-        """Print the course of the losses, how the run ended, the best, and which weights the model holds."""
-        self._print(*(at_once(self._finished, result, self.width) if self._finished else footer(result, self.width)))
+        """Print how losses and watched numbers went, how the run ended, the best, and which weights the model holds."""
+        finished, watched = self._plan.finished, self._plan.watched
+        if finished:
+            self._print(*at_once(finished, result, self.width))
+        else:
+            self._print(*footer(result, self.width, watched=watched))
 
     def _row(self, record: Validation) -> None:
         if self._last != (record.epoch, record.update):
@@ -105,24 +109,30 @@ def header(plan: Plan, width: int = WIDEST) -> list[str]:
     if plan.precision and plan.precision != Plan().precision:
         parts.append(plan.precision)
     if plan.model:
-        parts.append(f"{plan.model} {amount(plan.parameters)} parameters")
+        frozen = f", {amount(plan.frozen)} frozen" if plan.frozen else ""
+        parts.append(f"{plan.model} {amount(plan.parameters)} parameters{frozen}")
     lines = joined(" · ".join(parts).split(" · "), width)
-    lines += joined([_train(plan), *_arithmetic(plan), *([f"val {plan.val}"] if plan.val else [])], width)
+    held_out = [f"val {one}" for one in plan.val.split("; ") if one]
+    lines += joined([_train(plan), *_arithmetic(plan), *held_out], width)
+    lines += joined(plan.settings, width) if plan.settings else []
     return lines + [line for note in plan.notes for text in note.splitlines() for line in joined([text], width)]
 
 
-def footer(result: Result, width: int = WIDEST) -> list[str]:
+def footer(result: Result, width: int = WIDEST, *, watched: Sequence[str] = ()) -> list[str]:
     """Return the lines that tell how a run ended; the last one says which weights the model holds."""
-    courses = [course for name in ("loss", "val_loss") if (course := _course(name, result.history))]
-    notes = [line for note in result.notes for line in joined([note], width, start=" note     ")]
+    values = _courses(result.history, watched)
+    longest = max([8, *map(len, values)])
+    courses = [line for name, one in values.items() for line in _course(f" {name:<{longest}}", one, width)]
+    note, end, found = (f" {word:<{min(longest, 20)}} " for word in ("note", "end", "best"))
+    notes = [line for one in result.notes for line in joined([one], width, start=note)]
     done = f"{_many(result.epochs, 'epoch')}, {_many(result.updates, 'update')}, {duration(result.seconds)}"
     parts = [done, *([f"{result.skipped} skipped"] if result.skipped else []), *([result.stopped or ""])]
     weights, best = f"weights: {result.weights}", result.best
     if best is None:
-        return [*courses, *notes, *joined([part for part in (*parts, weights) if part], width, start=" end      ")]
-    found = f"{best.name} {number(best.value)} at epoch {best.epoch}, update {best.update}"
-    ended = joined([part for part in parts if part], width, start=" end      ")
-    return [*courses, *notes, *ended, *joined([found, weights], width, start=" best     ")]
+        return [*courses, *notes, *joined([part for part in (*parts, weights) if part], width, start=end)]
+    value = f"{best.name} {number(best.value)} at epoch {best.epoch}, update {best.update}"
+    ended = joined([part for part in parts if part], width, start=end)
+    return [*courses, *notes, *ended, *joined([value, weights], width, start=found)]
 
 
 def at_once(finished: str, result: Result, width: int = WIDEST) -> list[str]:
@@ -163,11 +173,20 @@ def _arithmetic(plan: Plan) -> list[str]:
     return [part for part in (planned, *limit) if part]
 
 
-def _course(name: str, history: Sequence[dict[str, float]]) -> str:
-    values = [row[name] for row in history if name in row]
-    if len(values) < 2:
-        return ""
-    return f" {name:<9}{number(values[0])} {sparkline(values)} {number(values[-1])}"
+def _courses(history: Sequence[Mapping[str, float]], watched: Sequence[str]) -> dict[str, list[float]]:
+    """The losses and the numbers that are watched, as they went: four at most, losses of further sets go first."""
+    known = list(dict.fromkeys(name for row in history for name in row))
+    sets = [name for name in known if is_set_loss(name, known)]
+    values = {name: [row[name] for row in history if name in row] for name in known}
+    drawn = [name for name in ("loss", "val_loss", *watched, *sets) if len(values.get(name, ())) > 1]
+    chosen = list(dict.fromkeys(drawn))[:4]
+    return {name: values[name] for name in dict.fromkeys(("loss", "val_loss", *sets, *watched)) if name in chosen}
+
+
+def _course(name: str, values: Sequence[float], width: int) -> list[str]:
+    first, last = number(values[0]), number(values[-1])
+    room = max(4, min(24, width - len(f"{name} {first}  {last}")))
+    return joined([f"{name} {first} {sparkline(values, room)} {last}"], width)
 
 
 def _many(n: int, one: str, several: str = "") -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from typing import Any, TextIO
 
 from tqdm import tqdm
@@ -11,6 +12,8 @@ from trainwright.base.contracts import Observer
 from trainwright.base.plan import Plan
 from trainwright.base.records import Result, Update, Validation
 from trainwright.observers.table import number, printable, rate
+
+_BAR, _LEAST_BAR = 24, 8
 
 
 class LiveBar(Observer):
@@ -53,7 +56,6 @@ class LiveBar(Observer):
         self._close()
         epochs, total = self._plan.epochs, self._plan.updates_in(epoch)
         name = f"{epoch + 1}/{epochs}" if epochs is not None and epoch < epochs else f"{epoch + 1}"
-        rest = "{bar:24} {n_fmt}/{total_fmt} · {numbers} · {remaining} left" if total else "{n_fmt} updates · {numbers}"
         self._bar = _Bar(
             total=total,
             file=self._stream,
@@ -62,8 +64,8 @@ class LiveBar(Observer):
             miniters=1,  # tqdm's own guess starves where the pace changes
             delay=0.2,  # an epoch that is over at once draws nothing
             ascii=printable("█", self._stream.encoding) != "█",
-            bar_format=printable(f" epoch {name} {rest}", self._stream.encoding),
         )
+        self._bar.name = name
         self._epoch = epoch
         return self._bar
 
@@ -79,21 +81,38 @@ def write_line(text: str) -> None:
 
 
 class _Bar(tqdm):  # type: ignore[type-arg]
-    """A tqdm bar that asks for its numbers when it is drawn, with no thread that watches it."""
+    """A tqdm bar that makes its line, no wider than there is room, when it is drawn, with no thread that watches it."""
 
     monitor_interval = 0
+    name = ""
     latest: Update | None = None
 
     @property
     def format_dict(self) -> dict[str, Any]:
-        """What `bar_format` may name."""
+        """What tqdm draws the line from."""
         fields = dict(super().format_dict)
-        if self.latest is not None:
-            text = f"loss {number(self.latest.loss)} · lr {rate(self.latest.lr)}"
-            fields["numbers"] = printable(text, getattr(self.fp, "encoding", None))
-        else:
-            fields["numbers"] = ""
+        encoding, parts = getattr(self.fp, "encoding", None), self._parts(fields)
+        head = f" epoch {self.name} "
+        widest = fields["ncols"] - len(head)
+        least = _LEAST_BAR + 1 if self.total else 0
+        while len(parts) > 1 and len(" · ".join(parts)) + least > widest:
+            parts.pop()
+        tail = " · ".join(parts)
+        room = min(_BAR, widest - len(tail) - 1) if self.total else 0
+        fields["head"], fields["tail"] = printable(head, encoding), printable(tail, encoding)
+        fields["bar_format"] = "{head}" + (f"{{bar:{room}}} " if room > 0 else "") + "{tail}"
         return fields
+
+    def _parts(self, fields: Mapping[str, Any]) -> list[str]:
+        """What stands behind the bar, the first to be left out last."""
+        n, elapsed = self.n, fields["elapsed"]
+        parts = [f"{n}/{self.total}" if self.total else f"{n} updates"]
+        if self.latest is not None:
+            parts += [f"loss {number(self.latest.loss)}", f"lr {rate(self.latest.lr)}"]
+        pace = fields["rate"] or (n / elapsed if elapsed else 0)
+        if self.total and pace:
+            parts.append(f"{self.format_interval(max(0, self.total - n) / pace)} left")
+        return parts
 
 
 _Bar.set_lock(threading.RLock())

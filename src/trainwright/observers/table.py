@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from trainwright.base.records import Validation
 
 WIDE_FIRST = ("data", "rows/s", "time")
-"""Columns that make room, in this order, where a row is too wide."""
+"""Columns that make room first, in this order, and without a word, where a row is too wide."""
+
+_KEPT = ("epoch", "loss", "val_loss", "best")
 
 _WIDTHS = {"epoch": 5, "update": 6, "best": 5, "time": 6, "rows/s": 6, "data": 4, "skipped": 7}
 _LEVELS = "▁▂▃▄▅▆▇█"
@@ -20,12 +22,14 @@ class Table:
     """Rows of validations and epochs under one header, no wider than `width`.
 
     A column appears with the first number that needs it, and the header is then printed again. Where there is no
-    room, `WIDE_FIRST` go first, then training's side of metrics that validation gives too, then the last metrics;
-    a line names them.
+    room, `WIDE_FIRST` go first, then training's side of metrics that validation gives too, learning rates, other
+    numbers (the last first, losses of several validation sets after the rest), `skipped` and `update`; at the very
+    end the `watched` ones. A line names all but `WIDE_FIRST`.
     """
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, *, watched: Sequence[str] = ()) -> None:
         self._width = width
+        self._watched = watched
         self._known: list[str] = []
         self._shown: list[str] = []
         self._hidden: list[str] = []
@@ -40,15 +44,11 @@ class Table:
         before = self._shown, self._hidden
         self._known = sorted({*self._known, *cells}, key=_place([*self._known, *cells]).__getitem__)
         self._shown, self._hidden = list(self._known), []
-        optional = [name for name in WIDE_FIRST if name in self._known]
-        metrics = [name for name in reversed(self._known) if _is_metric(name)]
-        validated = [name for name in metrics if name.startswith("val_")]
-        optional += [name for name in metrics if f"val_{name}" in validated]  # training's before validation's
-        optional += [name for name in metrics if name not in optional]
-        for name in optional:
-            if len(self._line({name: "" for name in self._shown})) > self._width:
+        worth = _worth(self._known, self._watched)
+        for name in sorted(reversed(self._known), key=worth.__getitem__):
+            if name not in _KEPT and len(self._line(dict.fromkeys(self._shown, ""))) > self._width:
                 self._shown.remove(name)
-                self._hidden += [name] if _is_metric(name) else []
+                self._hidden += [] if name in WIDE_FIRST else [name]
         if (self._shown, self._hidden) == before:
             return []
         missing = joined(reversed(self._hidden), self._width, start=" not shown  ") if self._hidden else []
@@ -93,18 +93,27 @@ def duration(seconds: float) -> str:
 
 
 def sparkline(values: Sequence[float], width: int = 24) -> str:
-    """A number over time in at most `width` characters, each the mean of equally many; × where that is not finite."""
+    """A number over time in at most `width` characters, each the mean of equally many; × where that is not finite.
+
+    It is flat where nothing is to be seen: all are the same, or within a millionth with ends that print alike.
+    """
     size = max(1, math.ceil(len(values) / width))
     means = [sum(part) / len(part) for part in (values[i : i + size] for i in range(0, len(values), size))]
     finite = [mean for mean in means if math.isfinite(mean)]
     if not finite:
         return _NOT_FINITE * len(means)
     low, span = min(finite), max(finite) - min(finite)
+    flat = not span or (number(values[0]) == number(values[-1]) and span <= 1e-6 * max(map(abs, finite)))
     steps = len(_LEVELS) - 1
+    levels = (steps / 2 if flat else (mean - low) / span * steps for mean in means)
     return "".join(
-        _LEVELS[round((mean - low) / span * steps) if span else 0] if math.isfinite(mean) else _NOT_FINITE
-        for mean in means
+        _LEVELS[round(level)] if math.isfinite(mean) else _NOT_FINITE for level, mean in zip(levels, means, strict=True)
     )
+
+
+def is_set_loss(name: str, names: Collection[str]) -> bool:
+    """Whether this is the loss of one of several validation sets, `val_<name>_loss`."""
+    return "val_loss" not in names and name.startswith("val_") and name.endswith("_loss")
 
 
 def joined(parts: Iterable[str], width: int, *, start: str = "") -> list[str]:
@@ -132,7 +141,7 @@ def _cells(record: Validation) -> dict[str, str]:
     cells = {"epoch": str(record.epoch), "update": str(record.update)}
     for name, value in record.metrics.items():
         if name not in cells:
-            cells[name] = rate(value) if name == "lr" or name.startswith("lr_") else number(value)
+            cells[name] = rate(value) if _is_rate(name) else number(value)
     if record.best:
         cells["best"] = "●"
     elif record.patience:
@@ -156,8 +165,28 @@ def _place(names: Sequence[str]) -> dict[str, tuple[int, int]]:
     }
 
 
-def _is_metric(name: str) -> bool:
-    return name not in _WIDTHS and name not in ("lr", "loss", "val_loss")
+def _worth(names: Sequence[str], watched: Sequence[str]) -> dict[str, int]:
+    """How long each column is kept where there is little room: those of the lowest worth go first."""
+    validated = [name for name in names if name.startswith("val_")]
+    worth = {}
+    for name in names:
+        if name in WIDE_FIRST:
+            worth[name] = WIDE_FIRST.index(name) - len(WIDE_FIRST)
+        elif name in watched:
+            worth[name] = 5
+        elif name in ("skipped", "update"):
+            worth[name] = 4
+        elif is_set_loss(name, names):
+            worth[name] = 3
+        elif not name.startswith("val_") and any(one.endswith(f"_{name}") for one in validated):
+            worth[name] = 0
+        else:
+            worth[name] = 1 if _is_rate(name) else 2
+    return worth
+
+
+def _is_rate(name: str) -> bool:
+    return name == "lr" or name.startswith("lr_")
 
 
 def _exponent(text: str) -> str:

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
-from torch import nn
 
 from trainwright.base.contracts import Source
 from trainwright.base.errors import DataError, SettingError, message
 from trainwright.base.names import did_you_mean, nearest
 from trainwright.base.plan import Plan
 from trainwright.base.spans import Epochs, Span, check_span
+from trainwright.run.brief import in_brief
 from trainwright.run.owner import Owner
 
 EACH_EPOCH = Epochs(1)
@@ -52,7 +52,8 @@ def make_plan(
     _check_val(val, ends)
     plan = Plan(
         model=type(owner.model).__name__,
-        parameters=_size(owner.model),
+        parameters=sum(parameter.numel() for parameter in owner.model.parameters()),
+        frozen=sum(parameter.numel() for parameter in owner.model.parameters() if not parameter.requires_grad),
         device=_device(owner.device),
         precision="" if owner.precision is None else str(owner.precision),
         train=source.describe(),
@@ -65,6 +66,8 @@ def make_plan(
         max_updates=ends.max_updates,
         max_seconds=ends.max_seconds,
         epoch_updates=ends.epoch_updates,
+        settings=in_brief(owner),
+        watched=_watched(owner),
     )
     return replace(plan, notes=(*notes, *_notes(owner, plan)))
 
@@ -101,6 +104,15 @@ def check_monitors(
         )
 
 
+def _watched(owner: Owner) -> tuple[str, ...]:
+    """The numbers that something is decided by, each once."""
+    schedule = owner.schedule
+    schedules = schedule.values() if isinstance(schedule, Mapping) else [schedule]
+    names = [getattr(owner.early_stopping, "monitor", None), getattr(owner.checkpoint, "best", None)]
+    names += [getattr(one, "monitor", None) for one in schedules]
+    return tuple(dict.fromkeys(name for name in names if isinstance(name, str)))
+
+
 def _described(val: Mapping[str, Source]) -> str:
     """The validation data in a few words, by name where there are several."""
     if list(val) == ["val"]:
@@ -111,7 +123,7 @@ def _described(val: Mapping[str, Source]) -> str:
 def _is_free(name: str, free: tuple[bool, bool], has_val: bool) -> bool:
     """Whether code of the user's own may yet produce this number."""
     training, evaluation = free
-    return (evaluation and has_val) if name.startswith("val_") else training
+    return (evaluation and has_val) or (training and not name.startswith("val_"))
 
 
 def _check_data(source: Source, ends: Ends) -> None:
@@ -153,7 +165,7 @@ def _check_val(val: Mapping[str, Source], ends: Ends) -> None:
 def _notes(owner: Owner, plan: Plan) -> list[str]:
     notes = []
     if plan.val and owner.hooks.steps_itself and not owner.hooks.validates_itself:
-        notes.append("validates by training_step, in eval mode: override validation_step for anything else")
+        notes.append("validates by your training_step, in eval mode")
     if _saves_late(owner, plan):
         notes.append("saves at the end alone: give Checkpoint(..., every=Updates(n)) for more")
     if str(owner.precision) == "tf32" and owner.device.type == "cpu":
@@ -169,10 +181,6 @@ def _notes(owner: Owner, plan: Plan) -> list[str]:
 def _saves_late(owner: Owner, plan: Plan) -> bool:
     """Whether nothing falls due at which a checkpoint would be written before the run ends."""
     return owner.checkpoint is not None and owner.checkpoint.every == "auto" and plan.updates_in(0) is None
-
-
-def _size(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _device(device: torch.device) -> str:
