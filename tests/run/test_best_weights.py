@@ -50,7 +50,10 @@ def test_a_resume_with_another_best_puts_back_the_weights_of_the_number_that_is_
     with pytest.warns(UserWarning, match="it starts anew"):
         made, result = run(4, best="val_mae", mode="min")
     lowest = min(row["val_loss"] for row in result.history)
-    assert made.evaluate(data())["val_loss"] == pytest.approx(lowest) and result.weights == "best of epoch 1"
+    assert (
+        made.evaluate(data())["val_loss"] == pytest.approx(lowest) and result.weights == "best of epoch 1 by val_loss"
+    )
+    assert result.best.name == "val_mae"
 
 
 def test_a_model_with_extra_state_can_be_restored():

@@ -179,7 +179,7 @@ def test_the_best_weights_are_restored_from_memory_and_from_the_checkpoint(where
     result = trainer.fit(pieces(), pieces(1), epochs=20)
     assert result.epochs == 7
     assert result.stopped.startswith("val_loss did not improve on 1 (epoch 4) for 3 validations")
-    assert result.weights == "best of epoch 4"
+    assert result.weights == "best of epoch 4" + (" by val_loss" if where == "other number" else "")
     assert torch.equal(trainer.model.weight, trainer.weights[24])
     assert not torch.equal(trainer.model.weight, trainer.weights[42])
     if where != "other number":
@@ -312,3 +312,24 @@ def test_weights_and_optimizer_state_go_on_in_a_next_stage():
     one = make()
     one.fit(pieces(), epochs=2)
     assert torch.equal(one.model.weight, two.model.weight)
+
+
+# Ends in an error.
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+@pytest.mark.parametrize("at", [2, 15])
+def test_a_run_that_ends_in_an_error_says_from_where_it_can_go_on(error, at, tmp_path):
+    class Breaks(Trainer):
+        def after_update(self):
+            if self.progress.updates == at:
+                raise error
+
+    trainer = make(Breaks, checkpoint=Checkpoint(tmp_path))
+    with pytest.raises(error):
+        trainer.fit(pieces(), pieces(1), epochs=4)
+    saved = ('saved at update 12: fit(..., resume="auto") goes on from there',)
+    assert trainer.result.notes == (saved if at == 15 else ())
+    resume = "auto" if at == 15 else None
+    again = make(checkpoint=Checkpoint(tmp_path)).fit(pieces(), pieces(1), epochs=4, resume=resume)
+    assert again.updates == 24 and again.notes == ()

@@ -198,7 +198,7 @@ def test_a_run_that_stopped_early_stays_stopped_with_a_later_end_and_restores_it
     assert "did not improve" in result.stopped
     assert result.epochs == 2
     again, found = go(tmp_path, resume="auto", epochs=9, **slots)
-    assert (found.stopped, found.epochs, found.weights) == (result.stopped, 2, "best of epoch 1")
+    assert (found.stopped, found.epochs, found.weights) == (result.stopped, 2, "best of epoch 1 by val_loss")
     for mine, theirs in zip(trainer.model.state_dict().values(), again.model.state_dict().values(), strict=True):
         assert torch.equal(mine, theirs)
 

@@ -120,9 +120,12 @@ class Result:
     seconds: float
     skipped: int = 0
     weights: str = "last"
-    """Which weights the model holds now: "last", "averaged", "best of epoch n" or "averaged, best of epoch n"."""
+    """Which weights the model holds now: "last", "averaged", "best of epoch n" or "averaged, best of epoch n".
+
+    Where they are the best of another number than `best` is, that follows: "best of epoch n by val_loss".
+    """
     notes: tuple[str, ...] = ()
-    """What else is worth a line: a schedule that skipped updates left short of its end."""
+    """What else is worth a line: a schedule that skipped updates left short of its end, what an error left saved."""
 
     def plot(self, path: str | Path | None = None) -> Any:
         """Draw the history: losses, other numbers, learning rates, the best marked; save it under `path` where given.

@@ -23,7 +23,7 @@ from trainwright.run.due import Bell
 from trainwright.run.evaluating import probing
 from trainwright.run.plan import Ends
 from trainwright.run.run import Run
-from trainwright.runtime.storage import update_name
+from trainwright.runtime.storage import is_name, update_name, update_of
 from trainwright.runtime.weights import load_into
 from trainwright.slots.checkpoint import Keeping
 from trainwright.slots.saved import load_weights
@@ -40,7 +40,8 @@ class Pauses:
         self.keeper = keeper
         self.wants_save = False
         """Whether `save()` was called: a checkpoint is written at the coming boundary."""
-        self.weights = ""
+        self.restored: Best | None = None
+        """The best whose weights the model was left with."""
         self.left: int | None = None
         """The update whose weights the model holds at the end, where a best was put back."""
         self.passed: dict[str, Any] | None = None
@@ -250,7 +251,7 @@ class Pauses:
                 _warn_of(watch.best, "are those of another model: it has changed since")
             else:
                 self.owner.model.load_state_dict(weights)
-                self.weights, self.left = f"best of epoch {watch.best.epoch}", watch.best.update
+                self.restored, self.left = watch.best, watch.best.update
         elif keeper is not None and keeper.settings.restore_best and keeper.best is not None:
             self._load(keeper.best)
         self.run.shown.leave()  # once more: the best that was loaded on top is what the next stage finds
@@ -267,7 +268,7 @@ class Pauses:
         except CheckpointError:
             _warn_of(best, "are those of another model: it has changed since")
             return
-        self.weights, self.left = f"best of epoch {best.epoch}", best.update
+        self.restored, self.left = best, best.update
 
     def result(self) -> Result:
         """Say how the run ended."""
@@ -278,7 +279,7 @@ class Pauses:
             best = best and replace(best, path=self._path_of(best))
         elif best is None and self.watch is not None:
             best = self.watch.best
-        weights = ", ".join([one for one in (self.run.shown.name, self.weights) if one]) or "last"
+        weights = ", ".join([one for one in (self.run.shown.name, self._restored_text(best)) if one]) or "last"
         return Result(
             history=list(self.history),
             best=best,
@@ -288,7 +289,7 @@ class Pauses:
             seconds=counters.seconds,
             skipped=counters.skipped,
             weights=weights if passed is None else passed["weights"],
-            notes=self._notes() if passed is None else tuple(passed["notes"]),
+            notes=(*self._notes(), *self._saved_notes()) if passed is None else tuple(passed["notes"]),
         )
 
     def _concerns(self, monitor: str, row: Mapping[str, float], *, validated: bool) -> bool:
@@ -298,6 +299,14 @@ class Pauses:
         """
         trained = monitor in row or not self.owner.hooks.evaluates_itself
         return validated or (trained and not monitor.startswith("val_"))
+
+    def _restored_text(self, best: Best | None) -> str:
+        """Which best the model holds, by name where the run's `best` is one of another number."""
+        restored = self.restored
+        if restored is None:
+            return ""
+        by = f" by {restored.name}" if best is not None and best.name != restored.name else ""
+        return f"best of epoch {restored.epoch}{by}"
 
     def _path_of(self, best: Best) -> Path | None:
         return self.path_at(best.update)
@@ -321,6 +330,14 @@ class Pauses:
         if not counters.skipped or short <= 0 or self.ends.epochs != counters.epoch:
             return ()
         return (f"the schedule ended {short} short of its {total} updates: {counters.skipped} were skipped",)
+
+    def _saved_notes(self) -> tuple[str, ...]:
+        """From where a run that ended in an error can go on."""
+        keeper, failed = self.keeper, self.owner.between.failed
+        found = [] if keeper is None or not failed else [path.name for path in keeper.saved if is_name(path.name)]
+        if not found:
+            return ()
+        return (f'saved at update {update_of(found[0])}: fit(..., resume="auto") goes on from there',)
 
     def end_reached(self) -> str:
         """Return which end of the `fit` is reached, or an empty string."""

@@ -121,6 +121,13 @@ def is_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
+def update_of(name: str) -> int:
+    """The update in a name that `update_name` gave."""
+    found = _NAME.fullmatch(name)
+    assert found, name
+    return int(found[1])
+
+
 def remove(path: Path) -> None:
     """Remove a checkpoint: renamed first, so that no half of it ever bears its name."""
     assert _NAME.fullmatch(path.name), path
