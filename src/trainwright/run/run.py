@@ -229,6 +229,7 @@ class Run:
             self._idle = 0
             return True
         counters.skipped += self._applied is not None
+        self._mend_statistics()
         self._idle += 1
         if self._idle >= PATIENCE:
             raise nonfinite.nothing_applied(f"{PATIENCE} updates in a row", told=self._applied is not None)
@@ -357,6 +358,14 @@ class Run:
         self._put_back_statistics()
         self.owner.state.clear()
         self.owner.state.update(snapshot(self._kept_state))
+
+    def _mend_statistics(self) -> None:
+        """Put back statistics that are not finite: where a scaler skips they advance, but these would stay so.
+
+        A step up an overflowed gradient makes them, as SAM takes one.
+        """
+        if self._kept and not all(late.read([torch.isfinite(one).all() for one in self._statistics])):
+            self._put_back_statistics()
 
     def _put_back_statistics(self) -> None:
         for kept, statistics in self._alike:
