@@ -233,7 +233,7 @@ class Trainer(Generic[M]):
         `loss` is whatever a step may return; a tensor counts the window's rows. Returns whether it was applied.
         """
         run = self._run
-        run.losing = own_updates.backward_of(run, loss, name)
+        run.outcome.losing = own_updates.backward_of(run, loss, name)
         return self.apply_gradients(name)
 
     def _pause(self, run: Run, pauses: Pauses, *, epoch_ended: bool = False) -> None:

@@ -109,7 +109,7 @@ def applies_an_overflow(patch):
 
 def counts_a_skipped_update(patch):
     def count(self, *_):
-        self.counters.updates += self._applied is False
+        self.counters.updates += self.outcome.applied is False
 
     around(patch, Run, "count", after=count)
 

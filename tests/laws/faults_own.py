@@ -81,7 +81,7 @@ def autocast_is_entered_once(patch):
 
 def a_scaled_gradient_is_what_the_update_reads(patch):
     def owe(self, window, loss):
-        self.factor, self.unscales = 1.0, True
+        self.factor, self.outcome.scaled = 1.0, True
         return loss
 
     patch.setattr(Run, "owe", owe)
@@ -149,7 +149,7 @@ def minimize_zeroes_nothing(patch):
 def minimize_applies_to_all(patch):
     def minimize(self, loss, name=None):
         run = self._run
-        run.losing = own_updates.backward_of(run, loss, name)
+        run.outcome.losing = own_updates.backward_of(run, loss, name)
         applied = self.apply_gradients(name)
         for stepper in run.steppers.all.steppers if name == "G" else ():
             stepper.step()
@@ -222,12 +222,13 @@ def named_losses_are_told_as_their_sum(patch):
 
 def one_that_is_held_back_holds_back_all(patch):
     whole = Run.judge
-    patch.setattr(Run, "judge", lambda self, flag, chosen: whole(self, flag, chosen) and not self._overflowed)
+    patch.setattr(Run, "judge", lambda self, flag, chosen: whole(self, flag, chosen) and not self.outcome.overflowed)
 
 
 def one_that_is_held_back_is_no_update(patch):
     def applied_by_all(self, *_):
-        self._stepped = self._applied = bool(self._applied) and not self._overflowed
+        outcome = self.outcome
+        outcome.stepped = outcome.applied = bool(outcome.applied) and not outcome.overflowed
 
     around(patch, Run, "count", before=applied_by_all)
 
@@ -236,9 +237,9 @@ def a_loss_that_is_bad_is_not_looked_at(patch):
     whole = Run.judge
 
     def judge(self, flag, chosen):
-        if self.losing is not None:
-            loss, *rest = self.losing
-            self.losing = (loss.nan_to_num(), *rest)
+        if self.outcome.losing is not None:
+            loss, *rest = self.outcome.losing
+            self.outcome.losing = (loss.nan_to_num(), *rest)
             for parameter in chosen.gradients.parameters:
                 parameter.grad.nan_to_num_()
             chosen.gradients.lower_flags()
@@ -263,12 +264,12 @@ def an_average_is_taken_at_each_step(patch):
 
 
 def the_scale_adapts_at_each_step(patch):
-    around(patch, Run, "judge", after=lambda self, *_: self.scaler.adapt(self._overflowed))
+    around(patch, Run, "judge", after=lambda self, *_: self.scaler.adapt(self.outcome.overflowed))
 
 
 def the_last_step_decides_on_the_scale(patch):
     def forget(self, *_):
-        self._overflowed = None
+        self.outcome.overflowed = None
 
     around(patch, Run, "judge", before=forget)
 
@@ -278,14 +279,14 @@ def a_flag_is_never_lowered(patch):
 
 
 def a_backward_by_hand_is_unscaled(patch):
-    around(patch, Run, "judge", before=lambda self, *_: setattr(self, "unscales", True))
+    around(patch, Run, "judge", before=lambda self, *_: setattr(self.outcome, "scaled", True))
 
 
 def a_scaled_minimize_speaks_for_the_update(patch):
     whole = own_updates.backward_of
 
     def backward_of(run, loss, name):
-        run.unscales = True
+        run.outcome.scaled = True
         return whole(run, loss, name)
 
     patch.setattr(own_updates, "backward_of", backward_of)

@@ -15,11 +15,10 @@ from torch import Tensor
 from trainwright.base.contracts import Scaler, Source
 from trainwright.base.plan import Plan
 from trainwright.base.progress import Counters
-from trainwright.base.records import Count
 from trainwright.run.evaluating import check_passes, feed
 from trainwright.run.ledger import Ledger
-from trainwright.run.numbers import Told
 from trainwright.run.optimizers import check_parameters
+from trainwright.run.outcome import Outcome
 from trainwright.run.owner import Owner
 from trainwright.run.shown import Shown
 from trainwright.run.state import Random
@@ -42,16 +41,6 @@ PATIENCE = 1000
 class Run:
     """What the loop reads and writes at each update, bound once before the first."""
 
-    _applied: bool | None = None
-    """What `apply_gradients` said in this update; None where it was not called."""
-    _stepped = False
-    """Whether an optimizer made a step in this update, as far as anybody watches."""
-    _overflowed: bool | None = None
-    """Whether a gradient of this update was not finite; None where none was judged."""
-    unscales = False
-    """Whether `compute_gradients` has made the gradients of this update, with the loss scale."""
-    _puts_back = False
-    """Whether this update was left out, so that what it has moved besides weights is put back at its end."""
     _unjudged = False
     """Whether gradients were checked that nobody has judged."""
     _idle = 0
@@ -73,10 +62,8 @@ class Run:
         """Whether `begin_epoch` has stopped the run, before the first window of the epoch."""
         self.waited = 0.0
         """Seconds spent waiting for data since the last record."""
-        self.minimized: dict[str, list[Told]] = {}
-        """For each name given to `minimize` in this update: its losses, with what they count."""
-        self.losing: tuple[Tensor, Count, bool] | None = None
-        """The loss that `minimize` is taking to the weights, until it is judged; its count; whether it is a sum."""
+        self.outcome = Outcome()
+        """What becomes of the update in hand."""
         self._begun = -1
         self.teller = Teller(owner, self.steppers) or None
         """Who watches updates; None where nobody does."""
@@ -124,7 +111,7 @@ class Run:
         for window in self._grouped():
             self.waited += clock() - begun
             self.ledger.begin(window)
-            self._applied, self._stepped = None, False
+            self.outcome = Outcome()
             for stepper in self.steppers.all.steppers:
                 stepper.norm = None
                 if len(stepper.optimizer.param_groups) != stepper.groups:
@@ -163,7 +150,7 @@ class Run:
         self.factor = owed
         if self.scaler is not None:
             self.factor = self.factor * self.scaler.factor()
-            self.unscales = True
+            self.outcome.scaled = True
         if self.owner.hooks.updates_itself:
             self.settle(self.gradients)
         return loss * owed if isinstance(owed, Tensor) or owed != 1.0 else loss
@@ -180,8 +167,9 @@ class Run:
 
     def judge(self, flag: Tensor | None, chosen: Chosen) -> bool:
         """Read the update's numbers, and say whether `chosen` may step; raises where that is the policy."""
-        ledger, loss, self.losing = self.ledger, self.losing, None
-        if self.scaler is not None and not self.unscales and loss is None:
+        ledger, outcome = self.ledger, self.outcome
+        loss, outcome.losing = outcome.losing, None
+        if self.scaler is not None and not outcome.scaled and loss is None:
             raise nonfinite.not_scaled()
         wanted: list[Tensor | float] = [] if flag is None else [flag]
         if loss is not None:
@@ -194,29 +182,29 @@ class Run:
         value = ledger.loss if ledger.noted else 0.0
         if loss is not None:
             value = next(read)
-            self.minimized.setdefault(chosen.steppers[0].name, []).append((value, next(read), loss[2]))
+            outcome.minimized.setdefault(chosen.steppers[0].name, []).append((value, next(read), loss[2]))
         for stepper in chosen.steppers:
             if stepper.norm is not None:
                 stepper.norm = norm = next(read)
                 # Finite elements can have a norm that overflows: clipping by it would apply a gradient of zeros.
                 bad = bad or (flag is not None and not late.finite(norm))
         if not bad and (flag is None or late.finite(value)):
-            self._applied = True
-            self._overflowed = self._overflowed is True
+            outcome.applied = True
+            outcome.overflowed = outcome.overflowed is True
             self._unjudged = self._unjudged and chosen is not self.steppers.all
             return True
         applied = self.applies_anyway(bad, value, chosen)
-        self._applied = applied or self._applied is True  # one step that was applied makes it an update
+        outcome.applied = applied or outcome.applied is True  # one step that was applied makes it an update
         return applied
 
     def count(self, window: Window, returned: Any) -> bool:
         """Count the update and close its numbers; return whether a step was applied in it."""
-        ledger, counters = self.ledger, self.counters
-        if self._puts_back:
+        ledger, counters, outcome = self.ledger, self.counters, self.outcome
+        if outcome.left_out:
             self._put_back()
         if returned is not None and (not ledger.noted or type(returned) is dict):
             ledger.note_returned(returned)
-        if self.minimized:
+        if outcome.minimized:
             self._note_minimized(returned)
         if ledger.waiting:
             ledger.close()
@@ -224,15 +212,15 @@ class Run:
             self._adapt(self.scaler)
         counters.batch += len(window.batches)
         counters.rows += window.rows[0] if window.alone else sum(window.rows)
-        if self._applied or self._stepped:
+        if outcome.applied or outcome.stepped:
             counters.updates += 1
             self._idle = 0
             return True
-        counters.skipped += self._applied is not None
+        counters.skipped += outcome.applied is not None
         self._mend_statistics()
         self._idle += 1
         if self._idle >= PATIENCE:
-            raise nonfinite.nothing_applied(f"{PATIENCE} updates in a row", told=self._applied is not None)
+            raise nonfinite.nothing_applied(f"{PATIENCE} updates in a row", told=outcome.applied is not None)
         return False
 
     def begin_epoch(self, epoch: int) -> None:
@@ -246,7 +234,7 @@ class Run:
 
     def check_epoch(self, updates_before: int) -> None:
         """Refuse to go on after an epoch in which an `update` of the user's own made no step at all."""
-        if self.counters.updates == updates_before and self._idle and self._applied is None:
+        if self.counters.updates == updates_before and self._idle and self.outcome.applied is None:
             raise nonfinite.nothing_applied("an epoch", told=False)
 
     def _plan_epoch(self) -> None:
@@ -280,23 +268,23 @@ class Run:
 
     def _adapt(self, scaler: Scaler) -> None:
         """Adapt the loss scale once, by all that this update has seen."""
-        if self._overflowed is not None:
-            scaler.adapt(self._overflowed)
-        elif self._stepped:
-            raise nonfinite.not_judged() if self.unscales else nonfinite.not_scaled()
-        self._overflowed, self.unscales = None, False
+        outcome = self.outcome
+        if outcome.overflowed is not None:
+            scaler.adapt(outcome.overflowed)
+        elif outcome.stepped:
+            raise nonfinite.not_judged() if outcome.scaled else nonfinite.not_scaled()
 
     def _note_minimized(self, returned: Any) -> None:
         """Report the losses that were minimized, where `update` itself returned no number of that name."""
         given = returned if isinstance(returned, dict) else {}
-        minimized, self.minimized = self.minimized, {}
+        minimized = self.outcome.minimized
         for name, told in minimized.items():
             if self.steppers.named and f"loss_{name}" not in given:
                 self.ledger.note_told(f"loss_{name}", told)
         self.ledger.note_sum(list(minimized.values()))
 
     def _note_step(self, *_: Any) -> None:
-        self._stepped = True
+        self.outcome.stepped = True
 
     @property
     def at_end(self) -> bool:
@@ -321,7 +309,7 @@ class Run:
 
     def applies_anyway(self, bad: bool, loss: float, chosen: Chosen) -> bool:
         """Deal with a loss or gradient that is not finite, as the policy says."""
-        owner, ledger, scaler = self.owner, self.ledger, self.scaler
+        owner, ledger, scaler, outcome = self.owner, self.ledger, self.scaler, self.outcome
         verdict = nonfinite.judge(
             owner.nonfinite,
             loss_is_finite=late.finite(loss),
@@ -329,10 +317,10 @@ class Run:
             scaled=scaler is not None,
             at_floor=scaler is not None and scaler.at_floor,
         )
-        self._overflowed = bad or self._overflowed is True
+        outcome.overflowed = bad or outcome.overflowed is True
         self.gradients.lower_flags()
         chosen.gradients.lower_flags()
-        self._puts_back = self._puts_back or verdict == "skip"
+        outcome.left_out = outcome.left_out or verdict == "skip"
         if verdict == "raise":
             self._put_back_statistics()
             norm = chosen.steppers[0].norm
@@ -348,13 +336,12 @@ class Run:
 
     def refuse(self, chosen: Chosen) -> bool:
         """Hold back a step after it was made and undone; raises where that is the policy."""
-        self._stepped = False
-        self._applied = self.applies_anyway(True, self.ledger.loss if self.ledger.noted else 0.0, chosen)
-        return self._applied
+        self.outcome.stepped = False
+        self.outcome.applied = self.applies_anyway(True, self.ledger.loss if self.ledger.noted else 0.0, chosen)
+        return self.outcome.applied
 
     def _put_back(self) -> None:
         """Put back the user's state and the statistics: at an update's end, for graphs in it may still hold them."""
-        self._puts_back = False
         self._put_back_statistics()
         self.owner.state.clear()
         self.owner.state.update(snapshot(self._kept_state))
