@@ -170,7 +170,7 @@ class Trainer(Generic[M]):
                     if applied and run.average is not None:
                         run.average.take(counters.updates)
                     if run.teller is not None:
-                        run.teller.tell(window, applied=applied)
+                        run.teller.tell(window, skipped=run.outcome.held_back)
                     if counters.updates >= run.due and not run.at_end:  # else the pause of the epoch's end does it
                         self._pause(run, pauses)
                 if run.epoch_over or run.stopped_between:

@@ -232,9 +232,9 @@ def the_total_forgets_short_windows(patch):
 def the_rate_that_is_told_is_the_next_one(patch):
     whole = Teller.tell
 
-    def late(self, window, *, applied):
+    def late(self, window, *, skipped):
         self._owner._run.rates.apply(self._counters.updates)
-        whole(self, window, applied=applied)
+        whole(self, window, skipped=skipped)
 
     patch.setattr(Teller, "tell", late)
 

@@ -147,3 +147,27 @@ def test_data_that_give_more_than_they_said_still_stop_near_max_updates():
 
     trainer, _ = made()
     assert trainer.fit(Liar(), max_updates=5).updates == 5
+
+
+def test_a_window_that_an_own_update_leaves_out_by_itself_is_not_called_skipped():
+    class EverySecond(Trainer):
+        def update(self, window):
+            loss = self.compute_gradients(window)
+            if self.progress.batch % 2:
+                self.optimizer.step()
+            return loss
+
+    class Told(Observer):
+        def __init__(self):
+            self.skipped = []
+
+        def on_update(self, update):
+            self.skipped.append(update.skipped)
+
+    told, model = Told(), nn.Linear(2, 1)
+    rows = [(torch.ones(2, 2), torch.ones(2, 1))] * 4
+    trainer = EverySecond(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), console=False, observers=[told]
+    )
+    result = trainer.fit(rows, epochs=1)
+    assert told.skipped == [False] * 4 and (result.skipped, result.updates) == (0, 2)

@@ -171,3 +171,23 @@ def test_a_setting_of_ones_own_is_told_by_its_name():
             return None
 
     assert make(clip=Mine()).plan(batches(rows_of_data(), 3), epochs=1).settings == ("clip Mine",)
+
+
+def test_a_loss_with_parameters_is_said_to_be_left_out_of_averages_and_bests():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, output, target):
+            return self.scale * ((output - target) ** 2).mean()
+
+    def notes(loss, **settings):
+        model = nn.Linear(2, 1)
+        trained = [*model.parameters(), *loss.parameters()]
+        trainer = Trainer(model, torch.optim.SGD(trained, lr=0.1), loss, console=False, **settings)
+        return " ".join(trainer.plan([(torch.ones(2, 2), torch.ones(2, 1))], epochs=1).notes)
+
+    assert "neither averaged nor put back" in notes(Scaled(), average=EMA(0.9))
+    assert "neither averaged nor put back" in notes(Scaled(), early_stopping=EarlyStopping("loss"))
+    assert "neither averaged" not in notes(Scaled()) + notes(nn.MSELoss(), average=EMA(0.9))

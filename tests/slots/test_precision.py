@@ -200,3 +200,8 @@ def test_a_precision_of_the_users_own_fills_the_slot():
     trainer = make(precision=Double())
     trainer.fit(data(), epochs=1)
     assert trainer.inside[3] == torch.bfloat16
+
+
+def test_a_loss_scaler_takes_settings_and_no_number():
+    with pytest.raises(TypeError, match=r"LossScaler\(16777216.0\)(.|\n)*MixedPrecision\(.fp16., init_scale="):
+        LossScaler(2.0**24)

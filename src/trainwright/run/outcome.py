@@ -28,3 +28,8 @@ class Outcome:
     """The loss that `minimize` is taking to the weights, until it is judged; its count; whether it is a sum."""
     minimized: dict[str, list[Told]] = field(default_factory=dict)
     """For each name given to `minimize`: its losses, with what they count."""
+
+    @property
+    def held_back(self) -> bool:
+        """Whether a policy or the loss scale kept every step from being made."""
+        return self.applied is False and not self.stepped

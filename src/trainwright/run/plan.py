@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
+from torch import nn
 
 from trainwright.base.contracts import Source
 from trainwright.base.errors import DataError, SettingError, message
@@ -175,7 +176,19 @@ def _notes(owner: Owner, plan: Plan) -> list[str]:
     if (checkpoint := owner.checkpoint) is not None:
         best = f", best by {checkpoint.best}" if getattr(checkpoint, "best", None) else ""
         notes.append(f"checkpoints in {checkpoint.directory}{best}")
+    if _loss_is_left_out(owner):
+        notes.append(
+            "the parameters of the loss are trained and saved, but neither averaged nor put back with the best"
+        )
     return notes
+
+
+def _loss_is_left_out(owner: Owner) -> bool:
+    """Whether the loss has parameters, and something holds other weights of the model than the last."""
+    if not isinstance(owner.loss, nn.Module) or not any(True for _ in owner.loss.parameters()):
+        return False
+    restores = (getattr(slot, "restore_best", False) for slot in (owner.early_stopping, owner.checkpoint))
+    return owner.average is not None or any(restores)
 
 
 def _saves_late(owner: Owner, plan: Plan) -> bool:

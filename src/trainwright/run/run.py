@@ -216,7 +216,7 @@ class Run:
             counters.updates += 1
             self._idle = 0
             return True
-        counters.skipped += outcome.applied is not None
+        counters.skipped += outcome.held_back
         self._mend_statistics()
         self._idle += 1
         if self._idle >= PATIENCE:

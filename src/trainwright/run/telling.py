@@ -27,15 +27,15 @@ class Teller:
     def __bool__(self) -> bool:
         return len(self._notify) > 0
 
-    def tell(self, window: Window, *, applied: bool) -> None:
+    def tell(self, window: Window, *, skipped: bool) -> None:
         """Tell those whose turn it is about the update of this window."""
         update = None
         for notify, bell in self._notify:
             if bell is None or bell.rings(self._counters, epoch_ended=False):
-                update = self._update(window, applied=applied) if update is None else update
+                update = self._update(window, skipped=skipped) if update is None else update
                 notify(update)
 
-    def _update(self, window: Window, *, applied: bool) -> Update:
+    def _update(self, window: Window, *, skipped: bool) -> Update:
         counters, ledger, steppers = self._counters, self._owner.ledger, self._steppers
         if ledger.waiting:  # what `after_update` has logged
             ledger.close()
@@ -49,7 +49,7 @@ class Teller:
             lrs=rates,
             grad_norm=norm if isinstance(norm, float) else None,
             rows=sum(window.rows),
-            skipped=not applied,
+            skipped=skipped,
             values={**ledger.values, **named},
         )
 

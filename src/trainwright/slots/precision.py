@@ -95,6 +95,9 @@ class LossScaler:
     """The dynamic scale of one run, adapted once per update; its values are those of torch's GradScaler."""
 
     def __init__(self, settings: MixedPrecision | None = None) -> None:
+        if settings is not None and not isinstance(settings, MixedPrecision):
+            fix = 'LossScaler(MixedPrecision("fp16", init_scale=2.0**16))'
+            raise TypeError(message(f"LossScaler({settings!r})", want="a MixedPrecision, or nothing", fix=fix))
         self._settings = settings or MixedPrecision("fp16")
         self.value = _single(self._settings.init_scale)
         self._good = 0
