@@ -28,6 +28,10 @@ _FORMS = (
 )
 
 
+_NO_SOURCES: tuple[type, ...] = (list, tuple, dict, Tensor, np.ndarray, DataLoader)
+"""What data nearly always are, so that a Protocol is asked about nothing else."""
+
+
 def open_source(data: Any, *, batch_size: int | None = None, shuffle: bool = False, role: str = "train") -> Source:
     """A source of the batches of `data`; DataError where there are none, or the form is no data.
 
@@ -35,8 +39,7 @@ def open_source(data: Any, *, batch_size: int | None = None, shuffle: bool = Fal
     is refused, and `shuffle` says nothing. A function `epoch -> data` is called once for epoch 0, at once. What is
     a `Source` already, yours or ours, is taken as it is.
     """
-    # Asking a Protocol takes 40 us, as long as a batch of a small model: lists and loaders, which are none, are spared.
-    if not isinstance(data, list | DataLoader) and isinstance(data, Source):
+    if _is_source(data):
         return _own(data, batch_size, role)
     _refuse_what_is_no_data(data, role)
     if _is_function(data):
@@ -142,6 +145,13 @@ def _called(make: Any, epoch: int, role: str) -> Any:
 def _is_function(data: Any) -> bool:
     data_like = any(hasattr(data, name) for name in ("__iter__", "__getitem__"))
     return callable(data) and not data_like and not isinstance(data, type | nn.Module)
+
+
+def _is_source(data: Any) -> bool:
+    """Whether data are a source already. To ask a Protocol takes 40 us, as long as a batch of a small model."""
+    if isinstance(data, Batches | LoaderBatches | ReadyBatches | PerEpoch):
+        return True
+    return not isinstance(data, _NO_SOURCES) and isinstance(data, Source)
 
 
 def _own(source: Any, batch_size: int | None, role: str) -> Source:
