@@ -165,7 +165,7 @@ def test_a_batch_that_cannot_be_shown_does_not_replace_the_error():
 
 
 def test_nothing_is_noted_where_nothing_fails(monkeypatch):
-    monkeypatch.setattr("trainwright.run.failure._note", lambda site: pytest.fail("nothing has failed"))
+    monkeypatch.setattr("trainwright.run.notes._note", lambda site: pytest.fail("nothing has failed"))
 
     class Fine(Trainer):
         def training_step(self, batch):

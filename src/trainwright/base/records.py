@@ -9,8 +9,6 @@ from typing import Any
 
 from torch import Tensor
 
-from trainwright.base.figures import history_figure
-
 Count = int | float | Tensor
 
 
@@ -132,4 +130,6 @@ class Result:
 
         Returns a matplotlib Figure. SettingError without matplotlib: `pip install "trainwright[plot]"`.
         """
+        from trainwright.base.figures import history_figure
+
         return history_figure(self.history, best=self.best, path=path)

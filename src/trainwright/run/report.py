@@ -15,7 +15,6 @@ from torch import Tensor
 
 from trainwright.base.contracts import Source
 from trainwright.base.errors import DataError, SettingError, message
-from trainwright.base.figures import confusion_figure, values_figure
 from trainwright.base.records import Step
 from trainwright.run.batches import scores_of
 from trainwright.run.deciding import decide, kind_of
@@ -69,6 +68,8 @@ class Report:
 
         Returns a matplotlib Figure. SettingError without matplotlib: `pip install "trainwright[plot]"`.
         """
+        from trainwright.base.figures import confusion_figure, values_figure
+
         if self.kind == "classes":
             return confusion_figure(self.numbers["confusion_matrix"], self.names, path=path)
         target, output = _columns(self.target), _columns(self.output)

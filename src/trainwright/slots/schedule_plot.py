@@ -9,7 +9,6 @@ from typing import Any
 
 from trainwright.base.contracts import Rates, Schedule
 from trainwright.base.errors import SettingError, message
-from trainwright.base.figures import schedule_figure
 from trainwright.base.plan import Plan
 from trainwright.base.spans import Epochs
 from trainwright.slots.rates import StandIn
@@ -34,6 +33,8 @@ class Drawn:
         `lr` is the rate of the optimizer, or one for each parameter group; 1.0 shows factors of it. Lengths in epochs
         need `updates_per_epoch`. SettingError for a schedule that depends on what a run measures.
         """
+        from trainwright.base.figures import schedule_figure
+
         rows = drawn_rates(self, updates=updates, lr=lr, updates_per_epoch=updates_per_epoch)
         return schedule_figure(rows, title=settings_text(self), updates_per_epoch=updates_per_epoch, path=path)
 
