@@ -167,3 +167,25 @@ def test_a_slot_among_the_observers_says_where_it_belongs(wrong, slot):
 def test_the_class_of_an_observer_is_no_observer():
     with pytest.raises(TypeError, match=r"(?s)observers: .*Journal.*fix   Journal\(\.\.\.\)"):
         make(observers=[Journal])
+
+
+@pytest.mark.parametrize("name", ["ledger", "counters", "hold", "history"])
+def test_a_method_that_hides_what_the_trainer_keeps_is_refused(name):
+    with pytest.raises(TypeError, match=f"Mine.{name}: the Trainer keeps something of its own under this name"):
+        type("Mine", (Trainer,), {name: lambda self: None})
+
+
+@pytest.mark.parametrize("name", ["counters", "ledger", "between", "hooks", "history", "state"])
+def test_an_attribute_that_replaces_what_the_trainer_keeps_is_refused_before_the_first_update(name):
+    model = nn.Linear(2, 1)
+    before = [p.clone() for p in model.parameters()]
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), console=False)
+    kept = getattr(trainer, name)
+    setattr(trainer, name, 7)
+    rows = [(torch.ones(3, 2), torch.ones(3, 1))]
+    with pytest.raises(SettingError, match=rf"self.{name} was replaced(.|\n)*self.my_{name} = ") as caught:
+        trainer.fit(rows, epochs=1)
+    assert "where test_foreign_names.py" in str(caught.value)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    setattr(trainer, name, kept)
+    assert trainer.fit(rows, epochs=1).updates == 1

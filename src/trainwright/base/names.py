@@ -110,6 +110,10 @@ def suggests(function: Callable[P, R]) -> Callable[P, R]:
     return called
 
 
+KEPT = frozenset({"between", "counters", "fast_path", "history", "hold", "hooks", "ledger", "result", "world"})
+"""What a Trainer keeps for its run: no method of a subclass may hide it."""
+
+
 def refuse_near_names(
     cls: type, known: Collection[str], *, base: type | None = None, cutoff: float = 0.85, prefix: str = ""
 ) -> None:
@@ -130,6 +134,8 @@ def refuse_near_names(
                 f"  want  one of {', '.join(sorted(known))}\n"
                 f"  fix   {instead}"
             )
+        if not prefix:
+            _refuse_kept(cls, name)
         if base is not None and name in arguments:
             raise TypeError(
                 f"{cls.__name__}.{name} is never called: the argument {name}= of {base.__name__} has its name\n"
@@ -144,6 +150,15 @@ def refuse_near_names(
                 f"  want  one of {', '.join(sorted(known))}\n"
                 f"  fix   rename it; a helper of your own may start with an underscore"
             )
+
+
+def _refuse_kept(cls: type, name: str) -> None:
+    """Raise TypeError for a method that would hide what a Trainer keeps."""
+    if name in KEPT:
+        raise TypeError(
+            f"{cls.__name__}.{name}: the Trainer keeps something of its own under this name\n"
+            f"  fix   rename it; what belongs in a checkpoint goes into self.state"
+        )
 
 
 def _suggest(error: TypeError, function: Callable[..., Any], given: Mapping[str, Any]) -> None:

@@ -13,11 +13,14 @@ from torch.utils.data import DataLoader
 
 from trainwright.base.contracts import Observer, Source
 from trainwright.base.errors import SettingError, TrainwrightError, message, not_built
+from trainwright.base.progress import Counters
 from trainwright.base.records import Result
 from trainwright.data.foreign import LoaderBatches
 from trainwright.data.own import Batches
 from trainwright.data.source import open_source, takes_batch_size
 from trainwright.data.stream import Continuing
+from trainwright.run.hooks import Between, Hooks
+from trainwright.run.ledger import Ledger
 from trainwright.run.owner import Owner
 from trainwright.run.plan import Ends
 from trainwright.run.steppers import ONLY
@@ -137,6 +140,7 @@ def open_data(
 
     What is wrong with the trainer's parts for a `fit` is said first.
     """
+    _check_own(owner)
     _check_optimizers(owner)
     _refuse_a_target_as_val(train, val)
     source = open_source(train, batch_size=batch_size, shuffle=True, role="train")
@@ -148,6 +152,16 @@ def open_data(
         if isinstance(opened, LoaderBatches):
             opened.keep_workers(keeps=data is not train)
     return source, held_out
+
+
+def _check_own(owner: Owner) -> None:
+    """Refuse to start where a subclass has put something else in the place of what the run is kept in."""
+    own = {"between": Between, "counters": Counters, "history": list, "hooks": Hooks, "ledger": Ledger, "state": dict}
+    for name, kind in own.items():
+        if not isinstance(getattr(owner, name), kind):
+            have = f"a {type(getattr(owner, name)).__name__}"
+            what = f"self.{name} was replaced: the Trainer keeps a {kind.__name__} of its own there"
+            raise SettingError(message(what, have=have, fix=f"self.my_{name} = ..., or an entry of self.state"))
 
 
 def _check_optimizers(owner: Owner) -> None:
