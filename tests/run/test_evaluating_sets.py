@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import EarlyStopping, Trainer, Updates
+from trainwright import DataError, EarlyStopping, SettingError, Trainer, Updates, batches
 
 
 def rows(seed):
@@ -43,3 +43,21 @@ def test_a_number_of_ones_own_evaluate_can_be_watched_whatever_its_name(span):
     assert result.best.name == "noisy_loss"
     watched = [row["noisy_loss"] for row in result.history if "noisy_loss" in row]
     assert result.best.value == min(watched) and len(watched) >= 3
+
+
+def test_evaluate_refuses_no_data_and_a_batch_size_that_it_cannot_use():
+    trainer = made()
+    with pytest.raises(DataError, match="None"):
+        trainer.evaluate(None)
+    with pytest.raises(DataError, match="batch_size"):
+        trainer.evaluate(rows(1), batch_size=2)
+    with pytest.raises(DataError, match="batch_size"):
+        trainer.evaluate({"a": rows(1), "b": rows(2)}, batch_size=2)
+    with pytest.raises(SettingError, match=r"test=list of 2 loaders(.|\n)*\{\"a\": first, \"b\": second\}"):
+        trainer.evaluate([batches(torch.ones(4, 3), 2), batches(torch.ones(4, 3), 2)], name="test")
+
+
+def test_the_batch_size_of_fit_is_for_rows_and_leaves_ready_validation_batches_alone():
+    x = torch.cat([inputs for inputs, _ in rows(0)])
+    history = made().fit((x, x.sum(1, keepdim=True)), {"ready": rows(1)}, epochs=1, batch_size=4).history
+    assert "val_ready_loss" in history[-1]

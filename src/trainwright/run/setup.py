@@ -146,9 +146,11 @@ def open_data(
     source = open_source(train, batch_size=batch_size, shuffle=True, role="train")
     if ends.epoch_updates is not None and source.length is None:
         source = Continuing(source)
-    held_out = open_sets(val, "val", batch_size=batch_size)
-    for name, data in _held_out(val).items():
-        opened = held_out[name]
+    held_out: dict[str, Source] = {}
+    for name, data in _named_sets(val).items() if val is not None else ():
+        # A batch size holds for validation data too, where they are rows and not batches already.
+        size = batch_size if takes_batch_size(data) else None
+        held_out[name] = opened = open_source(data, batch_size=size, role=name)
         if isinstance(opened, LoaderBatches):
             opened.keep_workers(keeps=data is not train)
     return source, held_out
@@ -248,32 +250,25 @@ def fast_path(owner: Owner) -> str:
 
 def open_sets(data: Any, name: str, *, batch_size: int | None) -> dict[str, Source]:
     """Open data to evaluate by the prefix of its numbers: `name`, or `<name>_<key>` for each of a dict of sets."""
-    return {
-        prefix: open_source(one, batch_size=_fitting(one, batch_size), role=prefix)
-        for prefix, one in _held_out(data, name).items()
-    }
+    sets = _named_sets(data, name)
+    return {prefix: open_source(one, batch_size=batch_size, role=prefix) for prefix, one in sets.items()}
 
 
-def _held_out(val: Any, prefix: str = "val") -> dict[str, Any]:
-    """Validation data by the prefix of their numbers. A dict of columns of arrays or tensors is one data set."""
-    if val is None:
-        return {}
-    if isinstance(val, list | tuple) and val and all(isinstance(one, Batches | DataLoader) for one in val):
+def _named_sets(data: Any, prefix: str = "val") -> dict[str, Any]:
+    """Data to evaluate by the prefix of their numbers. A dict of columns of arrays or tensors is one data set."""
+    if isinstance(data, list | tuple) and data and all(isinstance(one, Batches | DataLoader) for one in data):
+        kind = type(data).__name__
         raise SettingError(
             message(
-                f"val={type(val).__name__} of {len(val)} loaders: a {type(val).__name__} is taken as batches or rows",
-                want="a dict of several sets of validation data, whose numbers are then val_a_loss and so on",
-                fix='val={"a": first, "b": second}',
+                f"{prefix}={kind} of {len(data)} loaders: a {kind} is taken as batches or rows",
+                want=f"a dict of several sets of data, whose numbers are then {prefix}_a_loss and so on",
+                fix=f'{prefix}={{"a": first, "b": second}}' if prefix == "val" else '{"a": first, "b": second}',
             )
         )
-    if not isinstance(val, dict) or all(isinstance(one, Tensor | np.ndarray) for one in val.values()):
-        return {prefix: val}
-    for name in val:
+    if not isinstance(data, dict) or all(isinstance(one, Tensor | np.ndarray) for one in data.values()):
+        return {prefix: data}
+    for name in data:
         if not isinstance(name, str) or not name.isidentifier():
-            raise SettingError(message(f"val={{{name!r}: ...}}", want="names that are identifiers", fix='"clean"'))
-    return {f"{prefix}_{name}": data for name, data in val.items()}
-
-
-def _fitting(val: Any, batch_size: int | None) -> int | None:
-    """`batch_size` holds for validation data too, where they are rows and not batches already."""
-    return batch_size if takes_batch_size(val) else None
+            what = f"{prefix}={{{name!r}: ...}}"
+            raise SettingError(message(what, want="names that are identifiers", fix='"clean"'))
+    return {f"{prefix}_{name}": one for name, one in data.items()}
