@@ -7,6 +7,7 @@ import traceback
 
 import pytest
 import torch
+from refusals import make, network, pieces
 from torch import nn
 
 from trainwright import (
@@ -24,24 +25,6 @@ from trainwright import (
     Trainer,
     accuracy,
 )
-
-
-def pieces(number=4):
-    generator = torch.Generator().manual_seed(0)
-    return [
-        (torch.randn(4, 4, generator=generator), torch.randint(0, 3, (4,), generator=generator)) for _ in range(number)
-    ]
-
-
-def network():
-    torch.manual_seed(0)
-    return nn.Linear(4, 3)
-
-
-def make(cls=Trainer, model=None, loss=None, **settings):
-    model = network() if model is None else model
-    loss = nn.CrossEntropyLoss() if loss is None else loss
-    return cls(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, console=False, **settings)
 
 
 def refused(trainer, error, match, train=None, val=None, **ends):
