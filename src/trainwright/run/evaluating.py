@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.base.contracts import Source
-from trainwright.base.errors import DataError, SettingError, message
+from trainwright.base.errors import DataError, SettingError, message, user_line
 from trainwright.base.records import Step
 from trainwright.data.source import beside
 from trainwright.run.failure import explain
@@ -65,9 +65,10 @@ def traceless(owner: Owner, source: Source, *, shows_gradients: bool = False) ->
 def showing(owner: Owner) -> AbstractContextManager[None]:
     """The weights that count, inside."""
     if owner.between.passed_over:
+        line = user_line()  # how many frames lie between differs: the place is told in words
         warn(
             "the last fit was passed over, and its weights were not kept: the model holds those it was built with "
-            "until the next fit",
+            f"until the next fit{f' ({line})' if line else ''}",
             stacklevel=2,
         )
     return nullcontext() if owner.between.shown is None else owner.between.shown.evaluated()
