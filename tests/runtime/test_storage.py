@@ -1,5 +1,6 @@
 """A checkpoint exists whole or not at all, and every defect has one error that names its file."""
 
+import hashlib
 import json
 import os
 import pickle
@@ -18,7 +19,7 @@ MANIFEST = {"run": "r", "update": 3, "epoch": 1, "metrics": {"loss": 0.5}}
 
 
 def put(root, update=3, data=b"weights", **manifest):
-    contents = {"one.bin": lambda target: target.write(data), "two.bin": lambda target: target.write(b"")}
+    contents = {"one.bin": data, "two.bin": b""}
     return commit(root, update_name(update), contents, manifest=MANIFEST | {"update": update} | manifest)
 
 
@@ -57,16 +58,16 @@ def test_only_the_owner_may_read(tmp_path):
 
 
 @pytest.mark.parametrize("error", [ValueError("bug"), KeyboardInterrupt(), OSError(28, "No space left on device")])
-def test_nothing_is_left_of_a_writer_that_raises(error, tmp_path):
+def test_nothing_is_left_of_a_save_that_fails(error, tmp_path, monkeypatch):
     old = put(tmp_path)
     before = (old / "one.bin").read_bytes()
 
-    def fails(target):
-        target.write(b"half")
+    def fails(fd):
         raise error
 
+    monkeypatch.setattr(os, "fsync", fails)
     with pytest.raises(CheckpointError if isinstance(error, OSError) else type(error)) as caught:
-        commit(tmp_path, update_name(3), {"one.bin": fails}, manifest=MANIFEST)
+        commit(tmp_path, update_name(3), {"one.bin": b"half"}, manifest=MANIFEST)
     if isinstance(error, OSError):
         assert "No space left" in str(caught.value) and caught.value.__cause__ is error
     assert os.listdir(tmp_path) == [old.name] and (old / "one.bin").read_bytes() == before
@@ -194,7 +195,7 @@ def test_a_name_in_a_manifest_cannot_leave_its_directory(name, tmp_path):
     with pytest.raises(CheckpointError, match="no plain name"):
         verify(path)
     with pytest.raises(CheckpointError, match="no plain name"):
-        commit(tmp_path, update_name(4), {name: lambda target: None}, manifest=MANIFEST)
+        commit(tmp_path, update_name(4), {name: b""}, manifest=MANIFEST)
 
 
 @pytest.mark.parametrize(
@@ -209,6 +210,9 @@ def test_a_name_in_a_manifest_cannot_leave_its_directory(name, tmp_path):
         (lambda m: m.pop("files"), "files is missing"),
         (lambda m: m["files"].update({"one.bin": 3}), "one.bin"),
         (lambda m: m["files"].update({"one.bin": {"size": 7}}), "one.bin"),
+        (lambda m: m["files"]["one.bin"].update(sha256="00"), "one.bin"),
+        (lambda m: m["files"]["one.bin"].update(size=-1), "one.bin"),
+        (lambda m: m.update(settings=3), "settings is missing or of another type"),
         (lambda m: m.update(metrics={"$pickle": "x"}), "pickle"),
     ],
 )
@@ -359,7 +363,7 @@ def test_a_planted_link_is_replaced_and_not_written_through(tmp_path):
     target = tmp_path / "precious"
     target.write_bytes(b"precious")
     (tmp_path / "weights").symlink_to(target)
-    files.replace_file(tmp_path / "weights", lambda file: file.write(b"new"))
+    files.replace_file(tmp_path / "weights", b"new")
     assert target.read_bytes() == b"precious" and (tmp_path / "weights").read_bytes() == b"new"
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".lock").symlink_to(target)
@@ -375,14 +379,28 @@ def test_a_system_without_locks_says_so(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_single_file_is_replaced_whole_or_not_at_all(tmp_path):
-    files.replace_file(tmp_path / "w", lambda file: file.write(b"old"))
+def test_a_single_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    files.replace_file(tmp_path / "w", b"old")
 
-    def fails(file):
-        file.write(b"half")
+    def fails(fd):
         raise RuntimeError
 
+    monkeypatch.setattr(os, "fsync", fails)
     with pytest.raises(RuntimeError):
-        files.replace_file(tmp_path / "w", fails)
+        files.replace_file(tmp_path / "w", b"half")
     assert os.listdir(tmp_path) == ["w"] and (tmp_path / "w").read_bytes() == b"old"
     assert (tmp_path / "w").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("name", ["one.bin", "manifest.json"])
+def test_sha256_on_request_finds_what_crc32_would(name, tmp_path):
+    put(tmp_path, 1)
+    path = commit(tmp_path, update_name(3), {"one.bin": b"weights"}, manifest=MANIFEST, checksum="sha256")
+    assert verify(path)["files"] == {"one.bin": {"size": 7, "sha256": hashlib.sha256(b"weights").hexdigest()}}
+    assert verify(tmp_path / update_name(1))["files"]["one.bin"].keys() == {"size", "crc32"}
+    for bit in range(0, (path / name).stat().st_size * 8, 7):
+        flip(path / name, bit)
+        with pytest.raises(CheckpointError, match=name):
+            verify(path)
+        flip(path / name, bit)
+    verify(path)

@@ -18,7 +18,7 @@ from torch import nn
 
 from trainwright.base.errors import CheckpointError
 from trainwright.runtime.files import read_file, replace_file
-from trainwright.runtime.tensorfile import read, write
+from trainwright.runtime.tensorfile import Contents, read
 from trainwright.runtime.tree import MAX_DEPTH, flatten, unflatten, where
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.uint8, torch.bool]
@@ -29,7 +29,7 @@ def through_files(tree, tmp_path):
     """The tree after a text and a file, as in a checkpoint."""
     jsonable, tensors = flatten(tree)
     text = json.dumps(jsonable, allow_nan=False)
-    replace_file(tmp_path / "t", lambda target: write(target, tensors))
+    replace_file(tmp_path / "t", Contents(tensors, {}))
     return unflatten(json.loads(text), read_file(tmp_path / "t", read).tensors)
 
 
@@ -307,7 +307,7 @@ def test_tensors_of_a_device_are_read_to_the_cpu_or_put_back_with_their_ties(tmp
     back = through_files(tree, tmp_path)
     assert all(t.device.type == "cpu" for t in back.values())
     jsonable, tensors = flatten(tree)
-    replace_file(tmp_path / "t", lambda target: write(target, tensors))
+    replace_file(tmp_path / "t", Contents(tensors, {}))
     back = unflatten(jsonable, read_file(tmp_path / "t", read).tensors, device=torch.device("cuda"))
     back["flat"][4] = 100.0
     assert back["rows"][0, 1] == 100.0 and back["host"].device.type == "cpu" and back["rows"].device.type == "cuda"

@@ -126,7 +126,7 @@ def test_a_manifest_that_leaves_a_file_out_is_refused(tmp_path):
     path = storage.commit(
         tmp_path,
         storage.update_name(1),
-        {"state.json": lambda target: target.write(b"{}")},
+        {"state.json": b"{}"},
         manifest={"run": "r", "update": 1, "epoch": 0, "metrics": {}},
     )
     with pytest.raises(CheckpointError, match=r"state\.safetensors"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import secrets
 import stat
@@ -11,11 +12,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 from warnings import warn
 
 from trainwright.base.errors import CheckpointError, message
-from trainwright.runtime.tensorfile import Target
+from trainwright.runtime import tensorfile
 
 try:
     import fcntl
@@ -23,8 +24,10 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 T = TypeVar("T")
-Writer = Callable[[Target], object]
-"""Writes one file."""
+Content = tensorfile.Contents | bytes
+"""What one file holds."""
+Checksum = Literal["crc32", "sha256"]
+"""crc32 notices what breaks by itself, and is cheap; sha256 also what somebody means to pass off as it was."""
 
 CHUNK = 1 << 20
 """Bytes that are summed and written, or read and summed, while they are in the cache."""
@@ -33,19 +36,22 @@ _READ = os.O_RDONLY | NO_FOLLOW | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_
 _WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_FOLLOW | getattr(os, "O_BINARY", 0)
 
 
-def write_file(path: Path, writer: Writer) -> dict[str, Any]:
+def write_file(path: Path, content: Content, *, checksum: Checksum = "crc32") -> dict[str, Any]:
     """Write and fsync a new file; its size and checksum."""
     fd = os.open(path, _WRITE, 0o600)
     try:
-        file = _Writing(fd)
-        writer(file)
+        file = _Writing(fd, new_sum(checksum))
+        if isinstance(content, bytes):
+            file.write(content)
+        else:
+            tensorfile.write(file, content.tensors, content.metadata)
         if fcntl is not None and hasattr(fcntl, "F_FULLFSYNC"):  # macOS: its fsync stops at the drive's cache
             fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
         else:
             os.fsync(fd)
     finally:
         os.close(fd)
-    return {"size": file.size, "crc32": f"{file.crc:08x}"}
+    return {"size": file.size, checksum: file.sum.hexdigest()}
 
 
 def read_file(path: Path, use: Callable[[Reading], T], *, expected: Mapping[str, Any] | None = None) -> T:
@@ -53,6 +59,7 @@ def read_file(path: Path, use: Callable[[Reading], T], *, expected: Mapping[str,
     with open_file(path) as file:
         if expected is not None:
             check_size(file, expected)
+            file.sum = new_sum(_kind_of(expected))
         try:
             result = use(file)
         except CheckpointError:
@@ -63,11 +70,11 @@ def read_file(path: Path, use: Callable[[Reading], T], *, expected: Mapping[str,
         return result
 
 
-def replace_file(path: Path, writer: Writer) -> None:
+def replace_file(path: Path, content: Content) -> None:
     """Write a single file whole or not at all, in place of one that is there (a link is replaced, not followed)."""
     temporary = path.with_name(spare_name(".tmp", path.name))
     try:
-        write_file(temporary, writer)
+        write_file(temporary, content)
         os.replace(temporary, path)
         sync_directory(path.parent)
     except OSError as error:
@@ -102,8 +109,10 @@ def check_size(file: Reading, expected: Mapping[str, Any]) -> None:
 
 
 def is_entry(entry: Any) -> bool:
-    """Whether it is a size and a checksum, as `write_file` gives them."""
-    return type(entry) is dict and type(entry.get("size")) is int and type(entry.get("crc32")) is str
+    """Whether it is a size and one checksum, as `write_file` gives them."""
+    if type(entry) is not dict or type(entry.get("size")) is not int:
+        return False
+    return [type(entry[kind]) for kind in SUMS if kind in entry] == [str]
 
 
 def spare_name(kind: str, name: str) -> str:
@@ -126,13 +135,46 @@ def sync_directory(path: Path) -> None:
         os.close(fd)
 
 
+class Sum(Protocol):
+    """A checksum that grows, as those of hashlib do."""
+
+    def update(self, data: bytes | memoryview, /) -> None:
+        """Take in the next bytes."""
+
+    def hexdigest(self) -> str:
+        """What it is of all bytes so far."""
+        ...
+
+
+class _Crc32:
+    """`zlib.crc32` as an object."""
+
+    def __init__(self) -> None:
+        self._value = 0
+
+    def update(self, data: bytes | memoryview, /) -> None:
+        self._value = zlib.crc32(data, self._value)
+
+    def hexdigest(self) -> str:
+        return f"{self._value:08x}"
+
+
+SUMS: dict[str, Callable[[], Sum]] = {"crc32": _Crc32, "sha256": hashlib.sha256}
+"""The kinds of checksums by their names in a manifest."""
+
+
+def new_sum(kind: str) -> Sum:
+    """A checksum of no bytes yet."""
+    return SUMS[kind]()
+
+
 class Reading:
     """A file that is summed while it is read, in order."""
 
     def __init__(self, fd: int, label: str) -> None:
         self.label = label
         self.size = os.fstat(fd).st_size
-        self.crc = 0
+        self.sum = new_sum("crc32")
         self._file = FileIO(fd, closefd=False)
 
     def readinto(self, target: memoryview) -> None:
@@ -145,7 +187,7 @@ class Reading:
                 raise CheckpointError(f"{self.label} cannot be read: {error.strerror}") from error
             if not n:
                 raise CheckpointError(f"{self.label} is cut off")
-            self.crc = zlib.crc32(target[at : at + n], self.crc)
+            self.sum.update(target[at : at + n])
             at += n
 
     def read_all(self) -> bytes:
@@ -164,14 +206,14 @@ class Reading:
 class _Writing:
     """A file that is summed while it is written."""
 
-    def __init__(self, fd: int) -> None:
-        self.size, self.crc, self._fd = 0, 0, fd
+    def __init__(self, fd: int, total: Sum) -> None:
+        self.size, self.sum, self._fd = 0, total, fd
 
     def write(self, data: bytes | memoryview) -> None:
         view = memoryview(data)
         while view:
             n = os.write(self._fd, view[:CHUNK])
-            self.crc = zlib.crc32(view[:n], self.crc)
+            self.sum.update(view[:n])
             self.size += n
             view = view[n:]
 
@@ -180,7 +222,12 @@ def _check_sum(file: Reading, expected: Mapping[str, Any] | None) -> None:
     if expected is None:
         return
     file.finish()
-    if f"{file.crc:08x}" != expected["crc32"]:
+    kind = _kind_of(expected)
+    if (found := file.sum.hexdigest()) != expected[kind]:
         raise CheckpointError(
-            f"{file.label} is damaged: its checksum is {file.crc:08x} and should be {expected['crc32']}"
+            f"{file.label} is damaged: its checksum ({kind}) is {found} and should be {expected[kind]}"
         )
+
+
+def _kind_of(entry: Mapping[str, Any]) -> str:
+    return next(kind for kind in SUMS if kind in entry)

@@ -13,7 +13,6 @@ import re
 import shutil
 import socket
 import stat
-import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -27,9 +26,12 @@ import torch
 from trainwright.base.errors import CheckpointError, message
 from trainwright.runtime.files import (
     NO_FOLLOW,
-    Writer,
+    SUMS,
+    Checksum,
+    Content,
     check_size,
     is_entry,
+    new_sum,
     open_file,
     read_file,
     spare_name,
@@ -46,7 +48,9 @@ except ImportError:  # Windows
 FORMAT, FORMAT_VERSION, MANIFEST = "trainwright-checkpoint", 1, "manifest.json"
 _NAME = re.compile(r"update-(\d{10,})")
 _LEFTOVER = re.compile(r"\.(tmp|trash)-(update-\d{10,})-\d+-[0-9a-f]{8}")
-_FIELDS: dict[str, type] = {"run": str, "update": int, "epoch": int, "metrics": dict, "files": dict}
+_REQUIRED: dict[str, type] = {"run": str, "update": int, "epoch": int, "metrics": dict, "files": dict}
+_FIELDS = _REQUIRED | {"settings": str}
+"""Fields by type; `settings`, a digest of what the run was set to, came later than the others."""
 _locked: set[int] = set()
 """Descriptors of the locks that this process holds; a forked child must not keep them alive."""
 
@@ -56,18 +60,21 @@ def update_name(update: int) -> str:
     return f"update-{update:010d}"
 
 
-def commit(root: Path, name: str, files: Mapping[str, Writer], *, manifest: dict[str, Any]) -> Path:
+def commit(
+    root: Path, name: str, files: Mapping[str, Content], *, manifest: Mapping[str, Any], checksum: Checksum = "crc32"
+) -> Path:
     """Write a checkpoint whole or not at all; when this returns, a power cut cannot take it away.
 
     `manifest` has `run`, `update`, `epoch` and `metrics`; sizes, checksums and versions are added. Nothing is left of a
-    writer that raises. A checkpoint of that name is replaced. CheckpointError where the system refuses.
+    save that fails. A checkpoint of that name is replaced. CheckpointError where the system refuses.
     """
     temporary = root / spare_name(".tmp", _plain(name))
     try:
         os.mkdir(temporary, 0o700)
-        entries = {_plain(file): write_file(temporary / file, writer) for file, writer in files.items()}
-        text = _manifest_text(manifest | {"files": entries})
-        write_file(temporary / MANIFEST, lambda target: target.write(text))
+        entries = {
+            _plain(file): write_file(temporary / file, content, checksum=checksum) for file, content in files.items()
+        }
+        write_file(temporary / MANIFEST, _manifest_text({**manifest, "files": entries}, checksum))
         sync_directory(temporary)
         _publish(temporary, root / name)
     except OSError as error:
@@ -218,23 +225,25 @@ def _is_whole(path: Path, name: str) -> bool:
         return False
 
 
-def _manifest_text(fields: dict[str, Any]) -> bytes:
+def _manifest_text(fields: dict[str, Any], checksum: str) -> bytes:
     """JSON whose last entry is the checksum of all that stands before it."""
     versions = {"trainwright": _own_version(), "torch": torch.__version__, "python": platform.python_version()}
     head = {"format": FORMAT, "version": FORMAT_VERSION}
     jsonable, tensors = flatten(head | fields | {"versions": {name: str(text) for name, text in versions.items()}})
     assert not tensors
     body = json.dumps(jsonable, indent=1, allow_nan=False).removesuffix("\n}").encode("ascii")
-    return body + _seal(body)
+    return body + _seal(body, checksum)
 
 
-def _seal(body: bytes) -> bytes:
-    return b',\n "crc32": "%08x"\n}\n' % zlib.crc32(body)
+def _seal(body: bytes, checksum: str) -> bytes:
+    total = new_sum(checksum)
+    total.update(body)
+    return f',\n "{checksum}": "{total.hexdigest()}"\n}}\n'.encode("ascii")
 
 
 def _parsed_manifest(text: bytes, label: str) -> dict[str, Any]:
-    body, _, _ = text.rpartition(b',\n "crc32": ')
-    if text != body + _seal(body):
+    body, _, last = text.rpartition(b",\n ")
+    if not any(last.startswith(f'"{kind}": '.encode()) and text == body + _seal(body, kind) for kind in SUMS):
         raise CheckpointError(f"{label} is damaged: it does not end in its own checksum")
     try:
         manifest = unflatten(json.loads(text), {})
@@ -246,7 +255,8 @@ def _parsed_manifest(text: bytes, label: str) -> dict[str, Any]:
         what = f"{label} has format version {manifest.get('version')!r}, and this trainwright reads {FORMAT_VERSION}"
         wrote = f"written by {manifest.get('versions')}"
         raise CheckpointError(message(what, have=wrote, fix="pip install --upgrade trainwright", where=False))
-    wrong = [name for name, kind in _FIELDS.items() if type(manifest.get(name)) is not kind]
+    wrong = [name for name, kind in _FIELDS.items() if type(manifest.get(name, kind())) is not kind]
+    wrong += [name for name in _REQUIRED if name not in manifest]
     wrong += [str(name) for name, entry in manifest.get("files", {}).items() if not is_entry(entry)]
     if wrong:
         raise CheckpointError(f"{label} is damaged: {', '.join(wrong)} is missing or of another type")

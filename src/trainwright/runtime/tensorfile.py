@@ -69,7 +69,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Contents:
-    """What one file holds: tensors on the CPU, in the order of the header, and text beside them."""
+    """What one file holds: tensors in the order of the header, and text beside them; of a file, on the CPU."""
 
     tensors: dict[str, Tensor]
     metadata: dict[str, str]

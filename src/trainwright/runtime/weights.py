@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trainwright.base.errors import CheckpointError, message
 from trainwright.runtime import tensorfile, views
-from trainwright.runtime.files import Reading, Writer
+from trainwright.runtime.files import Reading
 from trainwright.runtime.tree import flatten, unflatten
 
 TIED, EXTRA, VERSIONS = "trainwright.tied", "trainwright.extra", "trainwright.versions"
@@ -21,8 +21,8 @@ LISTED = 10
 """Names that an error lists."""
 
 
-def weights_writer(state: Mapping[str, Any]) -> Writer:
-    """What writes a module's `state_dict`; CheckpointError for a value that cannot be stored, naming it."""
+def weights_contents(state: Mapping[str, Any]) -> tensorfile.Contents:
+    """The file of a module's `state_dict`, nothing copied; CheckpointError for a value that cannot be stored."""
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     for name, tensor in tensors.items():
         if tensor.dtype not in tensorfile.TAGS or views.defect(tensor):
@@ -41,7 +41,7 @@ def weights_writer(state: Mapping[str, Any]) -> Writer:
     if versions := getattr(state, "_metadata", None):
         metadata[VERSIONS] = json.dumps(flatten(dict(versions))[0])
     kept = {name: tensor for name, tensor in tensors.items() if name not in ties}
-    return lambda target: tensorfile.write(target, kept, metadata)
+    return tensorfile.Contents(kept, metadata)
 
 
 def read_weights(file: Reading) -> OrderedDict[str, Any]:

@@ -16,26 +16,23 @@ from torch import nn
 from trainwright.base.contracts import Tree
 from trainwright.base.errors import CheckpointError, SettingError, message
 from trainwright.runtime import storage, tensorfile
-from trainwright.runtime.files import Writer, read_file, replace_file
+from trainwright.runtime.files import Content, read_file, replace_file
 from trainwright.runtime.tree import flatten, unflatten
-from trainwright.runtime.weights import load_into, read_weights, weights_writer
+from trainwright.runtime.weights import load_into, read_weights, weights_contents
 
 MODEL, STATE, DATA = "model.safetensors", "state.safetensors", "state.json"
 """The files of a checkpoint: the weights, the tensors of all other parts, and their plain data."""
 
 
-def encode(tree: Mapping[str, Tree]) -> dict[str, Writer]:
+def encode(tree: Mapping[str, Tree]) -> dict[str, Content]:
     """The files of a checkpoint of `{part: state}`; part "model" is a module's state_dict and has its own file.
 
     Nothing is written or copied, so this alone is a dry save. CheckpointError names what cannot be stored.
     """
-    files = {MODEL: weights_writer(tree["model"])} if "model" in tree else {}
+    files: dict[str, Content] = {MODEL: weights_contents(tree["model"])} if "model" in tree else {}
     jsonable, tensors = flatten({name: state for name, state in tree.items() if name != "model"})
     text = json.dumps(jsonable, allow_nan=False, separators=(",", ":")).encode("ascii")
-    return files | {
-        STATE: lambda target: tensorfile.write(target, tensors),
-        DATA: lambda target: target.write(text),
-    }
+    return files | {STATE: tensorfile.Contents(tensors, {}), DATA: text}
 
 
 def load_tree(path: str | Path, *, device: torch.device | None = None) -> tuple[dict[str, Tree], dict[str, Any]]:
@@ -137,12 +134,12 @@ def save_weights(path: str | Path, state_dict: Mapping[str, Any]) -> None:
     The file is readable by its owner alone. Directories on the way are made.
     """
     path = Path(path).expanduser()
-    writer = weights_writer(state_dict)
+    contents = weights_contents(state_dict)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(message(f"{path} could not be written", have=str(error))) from error
-    replace_file(path, writer)
+    replace_file(path, contents)
 
 
 def rank(manifest: Mapping[str, Any], monitor: str | None, mode: str | None) -> float:
