@@ -52,3 +52,26 @@ def test_a_generator_that_is_named_is_put_back_too():
     with unmoved([generator]):
         torch.rand(5, generator=generator)
     assert torch.equal(torch.rand(2, generator=generator), expected)
+
+
+def test_numpy_state_is_what_numpy_says_whatever_was_drawn_in_between() -> None:
+    steps = random.Random(1)
+    saved = np.random.get_state()
+    draws = [
+        lambda: None,
+        np.random.normal,  # caches a second one, and takes it the next time without moving the twister
+        lambda: np.random.normal(size=3),
+        lambda: np.random.rand(624 * steps.randrange(3)),
+        lambda: np.random.seed(steps.randrange(3)),
+        lambda: np.random.set_state(saved),
+    ]
+    for step in range(2000):
+        draws[steps.randrange(len(draws))]()
+        told, real = random_state()["numpy"], np.random.get_state()
+        assert (told[0], *told[2:]) == (real[0], *real[2:]), step
+        assert (told[1] == real[1]).all(), step
+        if steps.random() < 0.3:
+            kept = random_state()
+            expected = np.random.normal(size=3)
+            set_random_state(kept)
+            assert (np.random.normal(size=3) == expected).all(), step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -10,12 +11,15 @@ from typing import Any
 import numpy as np
 import torch
 
+_MT19937 = 624 * 4 + 4
+"""Bytes of the state of NumPy's Mersenne twister: its key and its position."""
+
 
 def random_state() -> dict[str, Any]:
-    """Every global random state, as a tree of plain data and tensors."""
+    """Every global random state, as a tree of plain data and tensors; nobody changes what is in it."""
     state: dict[str, Any] = {
         "python": random.getstate(),
-        "numpy": np.random.get_state(),
+        "numpy": _numpy.state(),
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -28,7 +32,8 @@ def random_state() -> dict[str, Any]:
 def set_random_state(state: dict[str, Any]) -> None:
     """Put back a state that `random_state` gave."""
     random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
+    if _numpy.state() is not state["numpy"]:  # to set it takes 40 us, and mostly nobody has drawn from it
+        np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         for index, one in enumerate(state["cuda"][: torch.cuda.device_count()]):
@@ -57,3 +62,26 @@ def unmoved(generators: Iterable[torch.Generator] = ()) -> Iterator[None]:
         set_random_state(state)
         for generator, before in own:
             generator.set_state(before)
+
+
+class _NumPy:
+    """NumPy's global state, asked for again only where it has moved: to ask takes 41 us, to look takes 1 us."""
+
+    def __init__(self) -> None:
+        self._seen: tuple[int, bytes] | None = None
+        self._state: Any = None
+
+    def state(self) -> Any:
+        """What `np.random.get_state()` gives."""
+        generator: Any = np.random.mtrand._rand._bit_generator
+        if type(generator) is not np.random.MT19937:
+            return np.random.get_state()
+        address = generator.ctypes.state_address
+        # A cached normal deviate lies elsewhere: it can come only with a move, and go without one.
+        if self._state is None or self._state[3] or self._seen != (address, ctypes.string_at(address, _MT19937)):
+            self._state = np.random.get_state()
+            self._seen = (address, ctypes.string_at(address, _MT19937))
+        return self._state
+
+
+_numpy = _NumPy()
