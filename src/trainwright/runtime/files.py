@@ -190,9 +190,14 @@ class Reading:
             self.sum.update(target[at : at + n])
             at += n
 
-    def read_all(self) -> bytes:
-        """The whole file."""
-        data = bytearray(self.size)
+    def read_all(self, *, limit: int | None = None) -> bytes:
+        """The whole file; CheckpointError where it has more bytes than `limit`, or than there is memory."""
+        if limit is not None and self.size > limit:
+            raise CheckpointError(f"{self.label} is damaged: it has {self.size} bytes, and {limit} at most are written")
+        try:
+            data = bytearray(self.size)
+        except MemoryError as error:
+            raise CheckpointError(f"{self.label} has {self.size} bytes, and there is no memory for them") from error
         self.readinto(memoryview(data))
         return bytes(data)
 

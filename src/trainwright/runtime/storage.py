@@ -48,9 +48,11 @@ except ImportError:  # Windows
 FORMAT, FORMAT_VERSION, MANIFEST = "trainwright-checkpoint", 1, "manifest.json"
 _NAME = re.compile(r"update-(\d{10,})")
 _LEFTOVER = re.compile(r"\.(tmp|trash)-(update-\d{10,})-\d+-[0-9a-f]{8}")
-_REQUIRED: dict[str, type] = {"run": str, "update": int, "epoch": int, "metrics": dict, "files": dict}
-_FIELDS = _REQUIRED | {"settings": str}
-"""Fields by type; `settings`, a digest of what the run was set to, came later than the others."""
+_FIELDS: dict[str, type] = {"run": str, "update": int, "epoch": int, "metrics": dict, "files": dict}
+_OPTIONAL = {"monitor": (str, type(None)), "mode": (str, type(None)), "settings": (str,)}
+"""Fields that may be missing; `settings` is a digest of what the run was set to."""
+LARGEST_MANIFEST = 1 << 26
+"""Bytes; what is larger is not read."""
 _locked: set[int] = set()
 """Descriptors of the locks that this process holds; a forked child must not keep them alive."""
 
@@ -102,7 +104,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not is_directory:
         raise CheckpointError(f"checkpoint {path} is no directory (links are not followed)")
     label = str(path / MANIFEST)
-    manifest = _parsed_manifest(read_file(path / MANIFEST, lambda file: file.read_all()), label)
+    text = read_file(path / MANIFEST, lambda file: file.read_all(limit=LARGEST_MANIFEST))
+    manifest = _parsed_manifest(text, label)
     if _NAME.fullmatch(path.name) and path.name != update_name(manifest["update"]):
         raise CheckpointError(f"{label} is damaged: it is that of {update_name(manifest['update'])}")
     for name, entry in manifest["files"].items():
@@ -249,18 +252,28 @@ def _parsed_manifest(text: bytes, label: str) -> dict[str, Any]:
         manifest = unflatten(json.loads(text), {})
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{label} is damaged: it is not JSON ({error})") from error
-    if manifest.get("format") != FORMAT:
+    except CheckpointError as error:
+        raise CheckpointError(f"{label} is damaged: {error}") from error
+    if type(manifest) is not dict or manifest.get("format") != FORMAT:
         raise CheckpointError(f"{label} is not the manifest of a {FORMAT}")
     if manifest.get("version") != FORMAT_VERSION:
         what = f"{label} has format version {manifest.get('version')!r}, and this trainwright reads {FORMAT_VERSION}"
         wrote = f"written by {manifest.get('versions')}"
         raise CheckpointError(message(what, have=wrote, fix="pip install --upgrade trainwright", where=False))
-    wrong = [name for name, kind in _FIELDS.items() if type(manifest.get(name, kind())) is not kind]
-    wrong += [name for name in _REQUIRED if name not in manifest]
-    wrong += [str(name) for name, entry in manifest.get("files", {}).items() if not is_entry(entry)]
-    if wrong:
+    if wrong := _wrong_fields(manifest):
         raise CheckpointError(f"{label} is damaged: {', '.join(wrong)} is missing or of another type")
-    return dict(manifest)
+    return manifest
+
+
+def _wrong_fields(manifest: dict[str, Any]) -> list[str]:
+    wrong = [name for name, kind in _FIELDS.items() if type(manifest.get(name)) is not kind]
+    wrong += [name for name, kinds in _OPTIONAL.items() if name in manifest and type(manifest[name]) not in kinds]
+    if not wrong:
+        wrong += [
+            f"metrics[{name!r}]" for name, value in manifest["metrics"].items() if type(value) not in (int, float)
+        ]
+        wrong += [str(name) for name, entry in manifest["files"].items() if not is_entry(entry)]
+    return wrong
 
 
 def _own_version() -> str:

@@ -54,7 +54,7 @@ def read_weights(file: Reading) -> OrderedDict[str, Any]:
         weights.update(unflatten(json.loads(contents.metadata.get(EXTRA, "{}")), {}))
         if VERSIONS in contents.metadata:
             cast(Any, weights)._metadata = OrderedDict(unflatten(json.loads(contents.metadata[VERSIONS]), {}))
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError, CheckpointError) as error:
         raise CheckpointError(f"{file.label} is damaged: its metadata cannot be read ({error!r})") from error
     return weights
 

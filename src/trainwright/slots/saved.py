@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from warnings import warn
 
 import torch
@@ -20,6 +22,7 @@ from trainwright.runtime.files import Content, read_file, replace_file
 from trainwright.runtime.tree import flatten, unflatten
 from trainwright.runtime.weights import load_into, read_weights, weights_contents
 
+T = TypeVar("T")
 MODEL, STATE, DATA = "model.safetensors", "state.safetensors", "state.json"
 """The files of a checkpoint: the weights, the tensors of all other parts, and their plain data."""
 
@@ -55,9 +58,35 @@ def load_tree(path: str | Path, *, device: torch.device | None = None) -> tuple[
         parts = unflatten(json.loads(text), tensors, device=device)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path / DATA} is damaged: it is not JSON ({error})") from error
+    except CheckpointError as error:
+        raise CheckpointError(f"{path / DATA} is damaged: {error}") from error
     if type(parts) is not dict:
         raise CheckpointError(f"{path / DATA} is damaged: it holds no parts")
     return tree | parts, manifest
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Loaded:
+    """A checkpoint of which every byte has been read and checked."""
+
+    path: Path
+    tree: dict[str, Tree]
+    manifest: dict[str, Any]
+
+
+def load_checkpoint(
+    resume: str | Path | None,
+    directory: str | Path | None,
+    *,
+    run: str | None = None,
+    device: torch.device | None = None,
+) -> Loaded | None:
+    """The checkpoint that `find_checkpoint` finds, found by reading it: each byte of it is read once.
+
+    One that cannot be read is named in a warning and passed over for the next older one, unless it was asked for.
+    State that lay on an accelerator is put on `device` where one is given.
+    """
+    return _meant(resume, directory, run=run, read=lambda path: Loaded(path, *load_tree(path, device=device)))
 
 
 def latest_checkpoint(directory: str | Path, *, run: str | None = None) -> Path | None:
@@ -65,16 +94,7 @@ def latest_checkpoint(directory: str | Path, *, run: str | None = None) -> Path 
 
     A directory with checkpoints of several runs is a CheckpointError, unless `run` is the id of one of them.
     """
-    directory = Path(directory).expanduser()
-    paths = list(_of_one_run(directory, run))
-    for path in paths:
-        try:
-            storage.verify(path)
-        except CheckpointError as error:
-            warn(f"{error}; it is passed over for an older checkpoint", stacklevel=2)
-            continue
-        return path
-    return None
+    return _newest(Path(directory).expanduser(), run, read=_verified)[0]
 
 
 def find_checkpoint(resume: str | Path | None, directory: str | Path | None, *, run: str | None = None) -> Path | None:
@@ -82,25 +102,7 @@ def find_checkpoint(resume: str | Path | None, directory: str | Path | None, *, 
 
     None where there is nothing to resume. CheckpointError where a path is missing, or where nothing there is whole.
     """
-    if resume is None:
-        return None
-    if not isinstance(resume, str | Path):
-        raise SettingError(message(f"resume={resume!r}", want='"auto", a path or None', fix='resume="auto"'))
-    if resume == "auto":
-        if directory is None:
-            fix = 'Trainer(..., checkpoint=Checkpoint("runs/1")), or resume="path/of/a/checkpoint"'
-            raise SettingError(message('fit(resume="auto") without a checkpoint slot', fix=fix))
-        path = Path(directory).expanduser()
-    else:
-        path = _existing(resume, written="resume={!r}")
-        if (path / storage.MANIFEST).exists() or storage.is_name(path.name):
-            storage.verify(path)
-            return path
-    found = latest_checkpoint(path, run=run)
-    if found is None and (resume != "auto" or storage.scan(path)):
-        have = ", ".join(entry.name for entry in storage.scan(path)) or "no checkpoint at all"
-        raise CheckpointError(message(f"{path} holds no whole checkpoint", have=have, fix="give another path"))
-    return found
+    return _meant(resume, directory, run=run, read=_verified)
 
 
 def load_weights(
@@ -114,7 +116,7 @@ def load_weights(
         raise SettingError(message(f"load_weights(which={which!r})", want='"best" or "last"'))
     found = _existing(path)
     if found.is_dir():
-        if not (found / storage.MANIFEST).exists() and not storage.is_name(found.name):
+        if not _is_checkpoint(found):
             found = _best(found) if which == "best" else _last(found)
         files = storage.read_manifest(found)["files"]
         if MODEL not in files:
@@ -148,11 +150,62 @@ def rank(manifest: Mapping[str, Any], monitor: str | None, mode: str | None) -> 
     return -value if mode == "max" else value
 
 
+def _meant(
+    resume: str | Path | None, directory: str | Path | None, *, run: str | None, read: Callable[[Path], T]
+) -> T | None:
+    """What `read` makes of the checkpoint that `resume` means."""
+    if resume is None:
+        return None
+    if not isinstance(resume, str | Path):
+        raise SettingError(message(f"resume={resume!r}", want='"auto", a path or None', fix='resume="auto"'))
+    if resume == "auto":
+        if directory is None:
+            fix = 'Trainer(..., checkpoint=Checkpoint("runs/1")), or resume="path/of/a/checkpoint"'
+            raise SettingError(message('fit(resume="auto") without a checkpoint slot', fix=fix))
+        path = Path(directory).expanduser()
+    else:
+        path = _existing(resume, written="resume={!r}")
+        if _is_checkpoint(path):
+            return read(path)
+    found, defects = _newest(path, run, read=read)
+    if found is None and (resume != "auto" or defects):
+        have = "\n        ".join(defects) or "no checkpoint at all"
+        raise CheckpointError(message(f"{path} holds no whole checkpoint", have=have, fix="give another path"))
+    return found
+
+
+def _newest(directory: Path, run: str | None, *, read: Callable[[Path], T]) -> tuple[T | None, list[str]]:
+    """What `read` makes of the newest checkpoint that it can read, and what is wrong with those that it cannot."""
+    defects: list[str] = []
+    for path in _of_one_run(directory, run):
+        try:
+            return read(path), defects
+        except CheckpointError as error:
+            defects.append(str(error).partition("\n")[0])
+            warn(f"{error}; it is passed over for an older checkpoint", stacklevel=4)
+    return None, defects
+
+
+def _verified(path: Path) -> Path:
+    storage.verify(path)
+    return path
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Whether a path is that of one checkpoint, damaged ones included, and not of a directory that holds some."""
+    return storage.is_name(path.name) or os.path.lexists(path / storage.MANIFEST)
+
+
 def _existing(path: str | Path, *, written: str = "{}") -> Path:
     """A path that a user gave, links followed; CheckpointError lists what is there instead. `written`: how it reads."""
     given = Path(path).expanduser()
-    if given.exists():
+    try:
+        os.stat(given)
         return given.resolve()
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        pass
+    except OSError as error:
+        raise CheckpointError(f"{written.format(str(given))} cannot be read: {error.strerror}") from error
     near = next(parent for parent in (given.parent, *given.parents) if parent.is_dir())
     saved = storage.scan(near)
     names = [found.name for found in saved] or sorted(entry.name for entry in near.iterdir())
