@@ -91,11 +91,11 @@ class Trainer(Generic[M]):
         device: str | torch.device = "auto",
         console: bool | Console = True,
         observers: Sequence[Observer] = (),
-        on_error: None = None,
+        on_error: str | None = None,
         on_oom: None = None,
         fast: None = None,
     ) -> None:
-        setup.refuse_later(on_error=on_error, on_oom=on_oom, fast=fast)
+        setup.refuse_later(on_oom=on_oom, fast=fast)
         self.device = choose_device(device, setup.checked_model(model))
         self.model: M = model
         self.loss = setup.checked_loss(loss)
@@ -111,6 +111,7 @@ class Trainer(Generic[M]):
         self.checkpoint = setup.checked_slot("checkpoint", checkpoint, 'Checkpoint("runs/1")')
         self.average = setup.checked_slot("average", average, "EMA(0.999)")
         self.nonfinite: Policy = as_policy(nonfinite)
+        self.on_error = setup.checked_on_error(on_error, checkpoint)
         self.world = as_world(parallel)
         self.is_main = self.world.is_main
         self.observers: Sequence[Observer] = (*console_observers(console), *setup.checked_observers(observers))
@@ -249,8 +250,7 @@ class Trainer(Generic[M]):
             pauses.tell(row, best=best, validated=validated, epoch_ended=epoch_ended)
             if epoch_ended and self.hooks.end_epoch is not None:
                 self.hooks.end_epoch(dict(row))
-        if pauses.saving_is_due(keep=keep, validated=validated, epoch_ended=epoch_ended):
-            pauses.save()
+        pauses.save(keep=keep, validated=validated, epoch_ended=epoch_ended)
         run.due = pauses.next_due()
 
     # The hooks.
@@ -364,7 +364,7 @@ class Trainer(Generic[M]):
 
     def save(self) -> None:
         """Have a checkpoint written as soon as the update in hand is whole; during `fit` only."""
-        self._pauses.request_save()
+        self._pauses.saves.request()
 
     def save_weights(self, path: str | Path) -> None:
         """Write the model's weights to one safetensors file: CPU tensors, plain keys."""

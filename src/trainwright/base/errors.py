@@ -26,6 +26,15 @@ class NonFiniteError(TrainwrightError, ArithmeticError):
     """A loss or a gradient was not finite; no weight was changed by it."""
 
 
+class Stopped(SystemExit):
+    """A signal has ended the run, after its update and a save; the process exits with 128 and the signal's number."""
+
+    def __init__(self, number: int, name: str) -> None:
+        super().__init__(128 + number)
+        self.signal = name
+        """What the signal is called: "SIGTERM"."""
+
+
 class CheckpointError(TrainwrightError, RuntimeError):
     """A checkpoint that is missing, damaged, of another run or of another model."""
 

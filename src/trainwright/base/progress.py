@@ -14,6 +14,8 @@ class Counters:
     """Which `fit` of this trainer it is, from 0."""
     epoch: int = 0
     """The epoch in hand, from 0, of this stage."""
+    begun: bool = False
+    """Whether `begin_epoch` of the epoch in hand has run."""
     batch: int = 0
     """Micro-batches of this epoch that have been trained on."""
     updates: int = 0
@@ -30,6 +32,10 @@ class Counters:
     """Time this stage has taken, over all of its sessions."""
     validated: int = -1
     """`updates` at the last validation; -1 where there was none."""
+    paused: int = 0
+    """`updates` at the last pause: where it lies behind, what fell due since is still to be done."""
+    pause: str = ""
+    """The pause whose validation was broken off: of an "update" or an "epoch"; empty where none was."""
     stopped: str = ""
     """Why the run stopped; empty while it goes on."""
 

@@ -15,7 +15,7 @@ class Bell:
     def __init__(self, span: Span, counters: Counters, *, of: str) -> None:
         check_span(span, of)
         self.span = span
-        self._updates = counters.updates
+        self._updates = counters.paused  # what fell due after a pause that was missed still rings
         self._seconds = counters.seconds
 
     def rings(self, counters: Counters, *, epoch_ended: bool) -> bool:

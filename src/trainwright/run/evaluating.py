@@ -116,7 +116,7 @@ def feed(owner: Owner, source: Source) -> None:
         stack.enter_context(_state_aside(owner))
         step = _with_autocast(owner, owner.training_step)
         seed(0, generators)
-        for batch in aside.epoch(0):
+        for batch in owner.between.watched(aside.epoch(0)):
             ledger.batch = batch
             kept = [statistic.clone() for statistic in statistics]
             step(batch if to_device is None else to_device(batch))
@@ -160,7 +160,7 @@ def evaluate(owner: Owner, source: Source, *, name: str, batches: int | None = N
             with traceless(owner, source) as aside:
                 plain = _with_autocast(owner, owner.validation_step)
                 step = _counted(owner, ledger, plain)
-                for batch in aside.epoch(0) if batches is None else islice(aside.epoch(0), batches):
+                for batch in islice(owner.between.watched(aside.epoch(0)), batches):
                     ledger.batch = batch
                     returned = step(batch if to_device is None else to_device(batch))
                     if not seen:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -76,6 +76,8 @@ class Between:
     """Whether a `fit` is under way."""
     refused_to: Any = None
     """What there is to go back to where it is refused; None once it is in its loop."""
+    watched: Callable[[Iterator[Any]], Iterator[Any]] = iter
+    """What an evaluation reads its batches through: a validation of a run is ended by a signal while it waits."""
     failed: bool = False
     """Whether the last one ended in an error, so that a resume goes on in it."""
 

@@ -231,6 +231,11 @@ class Ledger(Numbers):
             return {prefix + name: value for name, value in means.items()}
         return {prefix + name: value for name, value in means.items()} | self.meters.compute(prefix, means)
 
+    def begin_at(self, tree: dict[str, Any]) -> None:
+        """Go back to saved sums, and forget what was noted since."""
+        self._entries, self._probed = [], {}
+        self.load_state_dict(tree)
+
     def reset(self) -> None:
         """Start new sums, of an epoch to come."""
         self._within = False

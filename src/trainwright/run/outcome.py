@@ -18,6 +18,8 @@ class Outcome:
     """What `apply_gradients` said; None where it was not called."""
     stepped: bool = False
     """Whether an optimizer made a step, as far as anybody watches."""
+    stepping: bool = False
+    """Whether one has begun to make a step."""
     overflowed: bool | None = None
     """Whether a gradient was not finite; None where none was judged."""
     scaled: bool = False

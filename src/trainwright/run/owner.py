@@ -38,6 +38,7 @@ class Owner(Protocol):
     early_stopping: Stopping | None
     checkpoint: Saving | None
     nonfinite: Policy
+    on_error: str | None
     observers: Sequence[Observer]
 
     hooks: Hooks

@@ -45,7 +45,7 @@ class Found:
             run.begin_epoch(counters.epoch)
             return
         saved = self._ended(counters.stage)["counters"] if self.passes else self._progress["counters"]
-        for epoch in range(saved["epoch"] + (saved["batch"] > 0)):
+        for epoch in range(saved["epoch"] + saved["begun"]):
             counters.epoch = epoch
             run.begin_epoch(epoch)
 
@@ -64,8 +64,8 @@ class Found:
         reports = [*state.restore(owner.parts(), self.tree, origin=str(self.path)), *_unused(owner, given)]
         for report in reports:
             warnings.warn(report, stacklevel=6)  # at the line that calls `fit`: it shall be heard without a console too
-        counters.stopped = pauses.end_reached() or ("" if pauses.watch is None else pauses.watch.stopped)
-        if counters.stopped or not counters.batch:  # begin_epoch, or what follows this `fit`, draws first
+        counters.stopped = pauses.ended() or ("" if pauses.watch is None or counters.pause else pauses.watch.stopped)
+        if counters.stopped or not counters.begun:  # begin_epoch, or what follows this `fit`, draws first
             pauses.run.random.put_back()
         at = counters.earlier_updates + counters.updates
         for observer in owner.observers:
@@ -82,11 +82,11 @@ class Found:
         ended = self._ended(owner.counters.stage)
         owner.counters.load_state_dict(ended["counters"])
         owner.history[:] = self._progress["history"][: ended["rows"]]
-        pauses.passed = ended
-        held = pauses.path_at(ended["left"])
+        pauses.leaving.passed = ended
+        held = pauses.leaving.path_at(ended["left"])
         owner.between.passed_over = held is None or not _holds(owner, held)
         if owner.between.passed_over:
-            pauses.passed = {**ended, "weights": "as built (those of this stage are gone)"}
+            pauses.leaving.passed = {**ended, "weights": "as built (those of this stage are gone)"}
         return [f"passed over: {self.path} is of a later fit of this run"]
 
     @property

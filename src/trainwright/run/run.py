@@ -15,6 +15,7 @@ from torch import Tensor
 from trainwright.base.contracts import Scaler, Source
 from trainwright.base.plan import Plan
 from trainwright.base.progress import Counters
+from trainwright.run.boundary import BETWEEN, COUNTING, UPDATING, Boundary
 from trainwright.run.evaluating import check_passes, feed
 from trainwright.run.ledger import Ledger
 from trainwright.run.optimizers import check_parameters
@@ -27,13 +28,15 @@ from trainwright.run.telling import Teller
 from trainwright.runtime import late
 from trainwright.runtime.gradients import Gradients
 from trainwright.runtime.modules import running_statistics
-from trainwright.runtime.randomness import random_state, set_random_state
+from trainwright.runtime.signals import Signals
 from trainwright.runtime.snapshot import snapshot
 from trainwright.slots import nonfinite
 from trainwright.slots.average import Average
 from trainwright.slots.precision import check_weights
 from trainwright.slots.window import Window, windows
 
+GRACE = 20.0
+"""Seconds that a signal waits for the end of an update, where no checkpoint slot says otherwise."""
 PATIENCE = 1000
 """Updates in a row without an applied step after which the run ends in an error."""
 
@@ -51,6 +54,9 @@ class Run:
         self.counters: Counters = owner.counters
         self.ledger: Ledger = owner.ledger
         self.random = Random()
+        self.boundary = Boundary(owner, source, self.random, ledger=owner.ledger)
+        self.grace: float = getattr(owner.checkpoint, "grace", GRACE)
+        self.signals = Signals(grace=self.grace, wake=self.wake)
         self._bind_slots(owner)
         self.after_update = owner.hooks.after_update
         self.factor: float | Tensor = 1.0
@@ -59,7 +65,9 @@ class Run:
         """The update at which something falls due and the loop pauses."""
         self.epoch_over = False
         self.stopped_between = False
-        """Whether `begin_epoch` has stopped the run, before the first window of the epoch."""
+        """Whether the run pauses before the first window of what is left of the epoch: `begin_epoch` has stopped it."""
+        self.owed = ""
+        """The pause, of an "update" or an "epoch", that was due where the run was left that is resumed."""
         self.waited = 0.0
         """Seconds spent waiting for data since the last record."""
         self.outcome = Outcome()
@@ -92,7 +100,9 @@ class Run:
         if not self.owner.hooks.updates_itself:
             yield
             return
-        handles = [one.register_step_post_hook(self._note_step) for one in self.owner.optimizers.values()]
+        optimizers = self.owner.optimizers.values()
+        handles = [one.register_step_post_hook(self._note_step) for one in optimizers]
+        handles += [one.register_step_pre_hook(self._note_beginning) for one in optimizers]
         try:
             yield
         finally:
@@ -101,41 +111,63 @@ class Run:
 
     def windows(self) -> Iterator[Window]:
         """The windows of what is left of the epoch; fewer where the run is stopped in the middle of it."""
-        counters, owner, clock = self.counters, self.owner, time.perf_counter
-        self.epoch_over = False
+        counters, boundary, clock = self.counters, self.boundary, time.perf_counter
+        if self._owes_pause():
+            return
+        self.signals.check()
         self.begin_epoch(counters.epoch)
         self.stopped_between = counters.stopped != ""
         if self.stopped_between:
             return
         begun = clock()
-        for window in self._grouped():
+        grouped = self._grouped()
+        while True:
+            boundary.fetch()
+            window = next(grouped, None)
+            if window is None:
+                break
+            boundary.place = UPDATING
             self.waited += clock() - begun
-            self.ledger.begin(window)
-            self.outcome = Outcome()
-            for stepper in self.steppers.all.steppers:
-                stepper.norm = None
-                if len(stepper.optimizer.param_groups) != stepper.groups:
-                    self._take_groups()
-            if self._unjudged:  # an update of the user's own gave its gradients up
-                self.steppers.lower_flags()
-                self._unjudged = False
-            for kept, statistics in self._alike:
-                torch._foreach_copy_(kept, statistics)
-            if self._keeps_state:
-                self._kept_state = snapshot(owner.state)
+            self._begin(window)
             yield window
             if counters.stopped and not self.at_end:
                 return
             begun = clock()
+        boundary.place = BETWEEN
         self.epoch_over = True
+
+    def _begin(self, window: Window) -> None:
+        """Start the update of a window: numbers and outcome anew, and what a skipped one is to put back."""
+        self.ledger.begin(window)
+        self.outcome = Outcome()
+        for stepper in self.steppers.all.steppers:
+            stepper.norm = None
+            if len(stepper.optimizer.param_groups) != stepper.groups:
+                self._take_groups()
+        if self._unjudged:  # an update of the user's own gave its gradients up
+            self.steppers.lower_flags()
+            self._unjudged = False
+        for kept, statistics in self._alike:
+            torch._foreach_copy_(kept, statistics)
+        if self._keeps_state:
+            self._kept_state = snapshot(self.owner.state)
+
+    def _owes_pause(self) -> bool:
+        """Whether a pause comes first that was due, or broken off, where the run was left that is resumed."""
+        owed, self.owed = self.owed, ""
+        owed = "" if owed == "update" and not self.counters.pause and self.at_end else owed  # the epoch's end does it
+        self.epoch_over, self.stopped_between = owed == "epoch", owed == "update"
+        return owed != ""
 
     def _grouped(self) -> Iterator[Window]:
         """What is left of the epoch's batches, in windows."""
         counters, hooks = self.counters, self.owner.hooks
         size = self.plan.accumulated(counters.epoch)
         left = None if self.plan.epoch_updates is None else self.plan.epoch_updates - math.ceil(counters.batch / size)
+        batches = self.signals.batches(self.boundary.open_epoch())
+        self.signals.watch_children()
         grouped = windows(
-            self._batches(),
+            batches,
             size,
             rows=hooks.rows,
             count=hooks.count,
@@ -200,6 +232,7 @@ class Run:
     def count(self, window: Window, returned: Any) -> bool:
         """Count the update and close its numbers; return whether a step was applied in it."""
         ledger, counters, outcome = self.ledger, self.counters, self.outcome
+        self.boundary.place = COUNTING
         if outcome.left_out:
             self._put_back()
         if returned is not None and (not ledger.noted or type(returned) is dict):
@@ -228,6 +261,7 @@ class Run:
         if self._begun == epoch:
             return
         self._begun = epoch
+        self.counters.begun = True
         if self.owner.hooks.begin_epoch is not None:
             self.owner.hooks.begin_epoch(epoch)
         self._plan_epoch()
@@ -286,6 +320,13 @@ class Run:
     def _note_step(self, *_: Any) -> None:
         self.outcome.stepped = True
 
+    def _note_beginning(self, *_: Any) -> None:
+        self.outcome.stepping = True
+
+    def wake(self) -> None:
+        """Have the loop pause at the coming boundary."""
+        self.due = 0
+
     @property
     def at_end(self) -> bool:
         """Whether the epoch has nothing left, as far as its length tells."""
@@ -293,19 +334,6 @@ class Run:
         if plan.epoch_updates is not None:
             return math.ceil(counters.batch / plan.accumulated(counters.epoch)) >= plan.epoch_updates
         return counters.batch == self.source.length  # data that give more than they said go on
-
-    def _batches(self) -> Iterator[Any]:
-        """The epoch's iterator, at its batch; on resume every random state is what it was there."""
-        counters, random = self.counters, self.random
-        loaded, random.loaded = random.loaded, None
-        if loaded is None:
-            if self.owner.checkpoint is not None:
-                random.epoch_start = random_state()
-            return iter(self.source.epoch(counters.epoch))
-        set_random_state(random.epoch_start)
-        iterator = iter(self.source.epoch(counters.epoch, skip=counters.batch))
-        set_random_state(loaded)
-        return iterator
 
     def applies_anyway(self, bad: bool, loss: float, chosen: Chosen) -> bool:
         """Deal with a loss or gradient that is not finite, as the policy says."""

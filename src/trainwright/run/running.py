@@ -21,6 +21,7 @@ from trainwright.run.optimizers import check_parameters
 from trainwright.run.owner import Owner
 from trainwright.run.pausing import Pauses
 from trainwright.run.plan import Ends, check_monitors, make_plan
+from trainwright.run.rescue import ends_in, rescue
 from trainwright.run.resuming import find
 from trainwright.run.run import Run
 from trainwright.run.setup import NOT_RUNNING
@@ -117,22 +118,26 @@ def _until_the_end(owner: Owner, run: Run, pauses: Pauses, *, passed: bool) -> I
     between, counters = owner.between, owner.counters
     between.shown, between.failed, between.refused_to = run.shown, True, None
     try:
-        with run.watching_steps():
+        with run.watching_steps(), run.signals.installed():
             yield run, pauses
         if not passed:
-            pauses.restore_best()
+            pauses.saves.hear(wait=True)
+            pauses.leaving.restore_best()
         between.failed = False
+        run.signals.check()
     except BaseException as error:
         explain(error, owner)
+        rescue(pauses, error)
         pauses.stop_clock()
         between.shown = None
-        first_line = str(error).partition("\n")[0]
-        counters.stopped = f"{type(error).__name__}: {first_line}".removesuffix(": ")
-        raise
+        ending, counters.stopped = ends_in(error, grace=run.grace)
+        if ending is error:
+            raise
+        raise ending from None
     finally:
-        owner.result = pauses.result()
+        owner.result = pauses.leaving.result()
         between.begun = True
-        between.stages = [*between.stages[: counters.stage], _ended(owner, owner.result, pauses.left)]
+        between.stages = [*between.stages[: counters.stage], _ended(owner, owner.result, pauses.leaving.left)]
         for notify in listeners(owner.observers, "on_fit_end"):
             notify(owner.result)
 

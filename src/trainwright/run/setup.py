@@ -64,6 +64,16 @@ def checked_loss(loss: Any) -> Callable[..., Any] | None:
     )
 
 
+def checked_on_error(on_error: Any, checkpoint: Any) -> str | None:
+    """Check `on_error=`: "save" needs a checkpoint slot."""
+    if on_error not in (None, "save"):
+        raise SettingError(message(f"on_error={on_error!r}", want='None, or "save"', fix='on_error="save"'))
+    if on_error and checkpoint is None:
+        what = 'on_error="save" without a checkpoint slot'
+        raise SettingError(message(what, fix='Trainer(..., checkpoint=Checkpoint("runs/1"), on_error="save")'))
+    return "save" if on_error else None
+
+
 def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
     """Check names and kinds by building what will read them."""
     if metrics is not None and not isinstance(metrics, Mapping):

@@ -19,10 +19,15 @@ class Random:
         self.epoch_start: dict[str, Any] = {}
         self.loaded: dict[str, Any] | None = None
         """The state of the boundary, until it has been put back."""
+        self.kept: dict[str, Any] | None = None
+        """The state before the window in hand was fetched, where a run can end inside one."""
+        self.uses_kept = False
+        """Whether that is the state of the boundary: the run has ended inside a window."""
 
     def state_dict(self) -> Tree:
         """Both states."""
-        return {"epoch_start": self.epoch_start, "now": random_state()}
+        kept = self.kept if self.uses_kept else None
+        return {"epoch_start": self.epoch_start, "now": random_state() if kept is None else kept}
 
     def load_state_dict(self, tree: Tree) -> None:
         """Keep both states; the iterator of the epoch is made between setting the one and the other."""

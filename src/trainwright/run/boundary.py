@@ -1,0 +1,82 @@
+"""Where a run stands, and what it takes to be again where the window in hand began."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainwright.base.contracts import Part, Source, Tree
+from trainwright.run.ledger import Ledger
+from trainwright.run.owner import Owner
+from trainwright.run.state import Random
+from trainwright.runtime.modules import unnoticed
+from trainwright.runtime.randomness import random_state, set_random_state
+from trainwright.runtime.snapshot import snapshot
+
+BETWEEN, FETCHING, UPDATING, COUNTING = "between", "fetching", "updating", "counting"
+"""Between two windows all is whole; while one is fetched, only random states and the loader have moved; while it is
+updated, what a forward pass moves too, and from the first step on the weights; then it is counted, averaged, told."""
+
+
+class Boundary:
+    """Keeps, before each window, what the window may change before its first step, where a run may end inside it."""
+
+    def __init__(self, owner: Owner, source: Source, random: Random, *, ledger: Ledger) -> None:
+        self.place = BETWEEN
+        self._owner, self._source, self._random, self._ledger = owner, source, random, ledger
+        self._keeps_all = owner.on_error == "save"
+        self._keeps_random = owner.checkpoint is not None and (self._keeps_all or source.draws_global_rng)
+        self._tell_source: Any = None if owner.checkpoint is None else getattr(source, "at_boundary", None)
+        self._own: Mapping[str, Part] = {}
+        self._buffers: list[Tensor] = []
+        self._kept: dict[str, Tree] = {}
+
+    def bind(self, own: Mapping[str, Part]) -> None:
+        """Take the user's own parts, which a window may change too."""
+        self._own = own if self._keeps_all else {}
+
+    def open_epoch(self) -> Iterator[Any]:
+        """The iterator of the epoch in hand, at its batch; on resume every random state is what it was there."""
+        counters, random = self._owner.counters, self._random
+        loaded, random.loaded = random.loaded, None
+        if loaded is None:
+            if self._owner.checkpoint is not None:
+                random.epoch_start = random_state()
+            return iter(self._source.epoch(counters.epoch))
+        set_random_state(random.epoch_start)
+        iterator = iter(self._source.epoch(counters.epoch, skip=counters.batch))
+        set_random_state(loaded)
+        return iterator
+
+    def fetch(self) -> None:
+        """Keep what is to be kept: the next window is about to be fetched."""
+        self.place = FETCHING
+        if self._tell_source is not None:
+            self._tell_source()
+        if self._keeps_random:
+            self._random.kept = random_state()
+        if self._keeps_all:
+            self._buffers = list(self._owner.model.buffers())
+            self._kept = {
+                "buffers": [buffer.detach().clone() for buffer in self._buffers],
+                "totals": snapshot(self._ledger.state_dict()),
+                "state": snapshot(self._owner.state),
+                "own": {name: snapshot(part.state_dict()) for name, part in self._own.items()},
+            }
+
+    def put_back(self) -> dict[str, Tree]:
+        """Go back to where the window in hand began; return the states of the user's own parts as they were there."""
+        self._random.uses_kept = self.place in (FETCHING, UPDATING)
+        if self.place != UPDATING:
+            return {}
+        with unnoticed(self._buffers), torch.no_grad():
+            for buffer, kept in zip(self._buffers, self._kept["buffers"], strict=True):
+                buffer.copy_(kept)
+        self._ledger.begin_at(self._kept["totals"])
+        self._owner.state.clear()
+        self._owner.state.update(self._kept["state"])
+        own: dict[str, Tree] = self._kept["own"]
+        return own

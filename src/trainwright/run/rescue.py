@@ -1,0 +1,55 @@
+"""Saves what is whole where a run ends before its end: for a signal, or for an error."""
+
+from __future__ import annotations
+
+from warnings import warn
+
+from trainwright.base.errors import CheckpointError, Stopped
+from trainwright.run.boundary import BETWEEN, FETCHING, UPDATING
+from trainwright.run.pausing import Pauses
+from trainwright.runtime.signals import Interrupted
+
+
+def rescue(pauses: Pauses, error: BaseException) -> None:
+    """Save the state of the boundary before the window in hand, where it is whole and somebody wants it.
+
+    A signal and an error of the data always do, another error of user code with `on_error="save"`. What goes wrong
+    here is a warning: the error that ends the run is the other one.
+    """
+    if pauses.keeper is None or not _is_whole(pauses, error):
+        return
+    run = pauses.run
+    own = run.boundary.put_back()
+    with run.signals.held():
+        try:
+            pauses.stop_clock()
+            if not pauses.saves.are_done:
+                pauses.saves.save(instead=own)
+        except Exception as failed:
+            warn(f"the state at the end could not be saved: {failed}", stacklevel=2)
+
+
+def ends_in(error: BaseException, *, grace: float) -> tuple[BaseException, str]:
+    """What whoever called `fit` gets for `error`, and the reason that `Result.stopped` tells."""
+    if not isinstance(error, Interrupted):
+        first_line = str(error).partition("\n")[0]
+        return error, f"{type(error).__name__}: {first_line}".removesuffix(": ")
+    why = f"{error.name}, and the update did not end within grace={grace:g} seconds" if error.late else error.name
+    return (KeyboardInterrupt() if error.name == "Ctrl-C" else Stopped(error.number, error.name)), why
+
+
+def _is_whole(pauses: Pauses, error: BaseException) -> bool:
+    """Whether the state before the window in hand is whole, or can be made so, and is to be saved for this error."""
+    run, outcome = pauses.run, pauses.run.outcome
+    place = run.boundary.place
+    if isinstance(error, Interrupted):
+        return not error.late and place in (BETWEEN, FETCHING)
+    if not isinstance(error, Exception) or isinstance(error, CheckpointError):
+        return False
+    if place == FETCHING:
+        return True
+    if run.owner.on_error != "save":
+        return False
+    if place == UPDATING:
+        return outcome.applied is not True and not outcome.stepping
+    return place == BETWEEN and pauses.counters.pause != ""

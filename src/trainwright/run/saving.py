@@ -1,0 +1,109 @@
+"""When a run saves, what goes into a checkpoint, and who hears that it is whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, cast
+
+from trainwright.base.contracts import Tree, listeners
+from trainwright.base.errors import SettingError, message
+from trainwright.run import state
+from trainwright.run.due import Bell
+from trainwright.run.run import Run
+from trainwright.slots.checkpoint import Keeping
+
+
+class Saves:
+    """The checkpoints of one `fit`; there may be no slot for them."""
+
+    def __init__(self, run: Run, *, keeper: Keeping | None) -> None:
+        self.run, self.owner, self.counters, self.keeper = run, run.owner, run.counters, keeper
+        self.wanted = False
+        """Whether `save()` was called: a checkpoint is written at the coming boundary."""
+        self._saved_at: Any = None
+        self._old: Any = None
+        self._expects = keeper is not None and getattr(keeper.settings, "async_save", False)
+        self._bell: Bell | None = None
+        if keeper is not None:
+            cast(Any, keeper).news = run.wake
+
+    def start(self) -> None:
+        """Set the bell going, after loading."""
+        if self.keeper is None:
+            return
+        every = self.keeper.settings.every
+        self._bell = None if isinstance(every, str) else Bell(every, self.counters, of="every")
+        self._on_save = listeners(self.owner.observers, "on_save")
+
+    def are_due(self, *, keep: bool, validated: bool, epoch_ended: bool) -> bool:
+        """Whether to save now: the span has passed, it is among the best, it was asked for, or the run ends.
+
+        `validated`: whether there was a validation, or where there is none an epoch's end.
+        """
+        if self.keeper is None:
+            return False
+        rings = validated if self._bell is None else self._bell.rings(self.counters, epoch_ended=epoch_ended)
+        return rings or keep or bool(self.counters.stopped) or self.wanted
+
+    def save(self, *, instead: Mapping[str, Tree] | None = None) -> None:
+        """Have a checkpoint of the whole state written; `instead`: states to take in the place of some parts'."""
+        assert self.keeper is not None
+        self.wanted = False
+        counters = self.counters
+        update = counters.earlier_updates + counters.updates
+        measured: dict[str, float] = {}
+        for row in self.owner.history[-2:]:  # a validation and the epoch's end may meet at one update
+            measured |= row if row["update"] == update else {}
+        with self.run.shown.evaluated():
+            self._old = self.keeper.save(
+                state.gather(self.owner.parts()) | dict(instead or {}),
+                update=update,
+                epoch=counters.earlier_epochs + counters.epoch,
+                metrics=measured,
+            )
+        self._saved_at = self._place
+        self.hear()
+
+    def hear(self, *, wait: bool = False) -> None:
+        """Tell the observers of the checkpoints that have become whole; what went wrong with one is raised here."""
+        for saved in self._written(wait=wait):
+            for notify in self._on_save:
+                notify(saved)
+
+    def _written(self, *, wait: bool) -> list[Any]:
+        keeper: Any = self.keeper
+        if hasattr(keeper, "written"):
+            return list(keeper.written(wait=wait))
+        old, self._old = self._old, None
+        return [old] if old is not None else []
+
+    def arrive(self) -> None:
+        """Hear of saves, and once have room made for the state: after the first update, it has its whole size."""
+        self.hear()
+        if self._expects and self.keeper is not None and self.counters.updates:
+            self._expects = False
+            with self.run.shown.evaluated():
+                cast(Any, self.keeper).expect(state.gather(self.owner.parts()))
+
+    def request(self) -> None:
+        """Have the loop pause and save at the coming boundary."""
+        if self.keeper is None:
+            raise SettingError(message("save() without a checkpoint slot", fix='checkpoint=Checkpoint("runs/x")'))
+        self.wanted = True
+        self.run.wake()
+
+    def next_due(self) -> float:
+        """The update at which the loop must pause for a save."""
+        first = self.counters.updates + 1 if self._expects else math.inf
+        return first if self._bell is None else min(first, self._bell.next_update(self.counters))
+
+    @property
+    def are_done(self) -> bool:
+        """Whether the state of this very boundary was saved already."""
+        return bool(self._saved_at == self._place)
+
+    @property
+    def _place(self) -> tuple[Any, ...]:
+        counters = self.counters
+        return (counters.epoch, counters.batch, counters.updates, counters.paused, counters.pause)

@@ -1,0 +1,177 @@
+"""Signals that end a run: noted when they come, obeyed where nothing is half-changed.
+
+SIGTERM, SIGUSR1 and the first Ctrl-C wait for the end of the update in hand, at most `grace` seconds; while the loop
+waits for data nothing is half-changed, and they end it at once. A second Ctrl-C ends it anywhere.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
+"""The signals that end a run."""
+ONE_CTRL_C = 0.1
+"""Seconds within which two Ctrl-C are one: a terminal and a launcher may both send it."""
+_SIGCHLD = getattr(signal, "SIGCHLD", None)
+Handler = Callable[[int, FrameType | None], Any]
+
+
+class Interrupted(BaseException):
+    """Raised inside a run to end it for a signal; whoever called `fit` sees what the signal stands for instead."""
+
+    def __init__(self, number: int, *, late: bool = False) -> None:
+        self.number = number
+        self.late = late
+        """Whether the update in hand did not end in time, so that it is cut off in the middle."""
+        self.name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        super().__init__(self.name)
+
+
+class Signals:
+    """The handlers of one run, and whether one of them was called.
+
+    Only the main thread can have them; elsewhere nothing is installed and nothing ever comes. A handler that somebody
+    has set before, or a signal that is ignored, stays as it is.
+    """
+
+    def __init__(self, *, grace: float, wake: Callable[[], None]) -> None:
+        self.pending = 0
+        """The signal that has come; 0 while none has."""
+        self._grace, self._wake = grace, wake
+        self._waiting = False
+        """Whether the loop waits for data, and may be ended at once."""
+        self._held = 0
+        self._overdue = self._ended = self._child_died = False
+        self._process = os.getpid()
+        self._came = 0.0
+        self._timer: threading.Timer | None = None
+        self._before: dict[int, Any] = {}
+        self._on_child: Handler | None = None
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """The handlers inside; afterwards those that there were."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        theirs = {number: signal.getsignal(number) for number in ENDING}
+        try:
+            for number, handler in theirs.items():
+                if handler in (signal.SIG_DFL, signal.default_int_handler):
+                    self._before[number] = signal.signal(number, self._receive)
+            yield
+        finally:
+            self._restore()
+
+    def batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """The items of `iterator`; a signal ends the run at once while one is waited for, and before it."""
+        try:
+            while True:
+                self._waiting = True
+                if self.pending or self._child_died:
+                    self._before_waiting()
+                try:
+                    item = next(iterator)
+                except StopIteration:
+                    return
+                self._waiting = False
+                yield item
+        finally:
+            self._waiting = False
+
+    def check(self) -> None:
+        """Raise Interrupted where a signal has come: nothing is half-changed here."""
+        if self.pending:
+            self._ended = True
+            self._stop_timer()
+            raise Interrupted(self.pending)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """What is done inside is finished, however long it takes: only a second Ctrl-C cuts it off."""
+        self._held += 1
+        try:
+            yield
+        finally:
+            self._held -= 1
+
+    def watch_children(self) -> None:
+        """Have the death of a loader's worker end the run only while it waits for data.
+
+        To be called once workers were started: torch's own handler, set then, raises in the middle of an update too.
+        """
+        if _SIGCHLD is None or not self._before:
+            return
+        theirs = signal.getsignal(_SIGCHLD)
+        if getattr(theirs, "__module__", "").startswith("torch.utils.data") and callable(theirs):
+            self._on_child = theirs
+            self._before[_SIGCHLD] = theirs
+            signal.signal(_SIGCHLD, self._receive_child)
+
+    def _receive(self, number: int, _: FrameType | None) -> None:
+        now = time.monotonic()
+        if os.getpid() != self._process:  # a process that was forked off does as if nothing had been installed
+            signal.signal(number, self._before.get(number, signal.SIG_DFL))
+            signal.raise_signal(number)
+            return
+        if self._overdue and not self._ended:
+            self._ended = True
+            raise Interrupted(self.pending, late=True)
+        if self.pending:
+            if number == signal.SIGINT and now - self._came > ONE_CTRL_C:
+                self._restore()
+                raise KeyboardInterrupt
+            return
+        self.pending, self._came = number, now
+        self._wake()
+        if self._waiting:
+            self._waiting, self._ended = False, True
+            raise Interrupted(number)
+        self._timer = threading.Timer(self._grace, self._insist)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _receive_child(self, number: int, frame: FrameType | None) -> None:
+        assert self._on_child is not None
+        if self._waiting or os.getpid() != self._process:
+            self._on_child(number, frame)
+        else:
+            self._child_died = True
+
+    def _before_waiting(self) -> None:
+        self.check()
+        self._child_died = False
+        assert _SIGCHLD is not None
+        # Once more, when the loader waits: the error then comes out of the loader.
+        again = threading.Timer(0.01, signal.pthread_kill, (threading.main_thread().ident, _SIGCHLD))
+        again.daemon = True
+        again.start()
+
+    def _insist(self) -> None:
+        """In the timer's thread: have the main thread's handler be called once more, to cut the update off."""
+        while self._held:
+            time.sleep(0.05)
+        main = threading.main_thread().ident
+        if self._before and not self._ended and main is not None:
+            self._overdue = True
+            signal.pthread_kill(main, self.pending)
+
+    def _restore(self) -> None:
+        self._ended = True
+        self._stop_timer()
+        while self._before:
+            number, handler = self._before.popitem()
+            if signal.getsignal(number) in (self._receive, self._receive_child):  # else it is another's by now
+                signal.signal(number, handler)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
