@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import secrets
 import stat
-import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, TypeVar
 from warnings import warn
 
 from trainwright.base.errors import CheckpointError, message
 from trainwright.runtime import tensorfile
+from trainwright.runtime.sums import PIECE, SUMS, Checksum, Summing
 
 try:
     import fcntl
@@ -26,11 +25,6 @@ except ImportError:  # Windows
 T = TypeVar("T")
 Content = tensorfile.Contents | bytes
 """What one file holds."""
-Checksum = Literal["crc32", "sha256"]
-"""crc32 notices what breaks by itself, and is cheap; sha256 also what somebody means to pass off as it was."""
-
-CHUNK = 1 << 20
-"""Bytes that are summed and written, or read and summed, while they are in the cache."""
 NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 _READ = os.O_RDONLY | NO_FOLLOW | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 _WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_FOLLOW | getattr(os, "O_BINARY", 0)
@@ -40,26 +34,22 @@ def write_file(path: Path, content: Content, *, checksum: Checksum = "crc32") ->
     """Write and fsync a new file; its size and checksum."""
     fd = os.open(path, _WRITE, 0o600)
     try:
-        file = _Writing(fd, new_sum(checksum))
-        if isinstance(content, bytes):
-            file.write(content)
-        else:
-            tensorfile.write(file, content.tensors, content.metadata)
-        if fcntl is not None and hasattr(fcntl, "F_FULLFSYNC"):  # macOS: its fsync stops at the drive's cache
-            fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
-        else:
-            os.fsync(fd)
+        with closing(_Writing(fd, Summing(checksum))) as file:
+            if isinstance(content, bytes):
+                file.write(content)
+            else:
+                tensorfile.write(file, content.tensors, content.metadata)
+            _sync(fd)
+            return {"size": file.size, checksum: file.sum.stop()}
     finally:
         os.close(fd)
-    return {"size": file.size, checksum: file.sum.hexdigest()}
 
 
 def read_file(path: Path, use: Callable[[Reading], T], *, expected: Mapping[str, Any] | None = None) -> T:
     """What `use` makes of the bytes of a file, whose size and checksum must be those `expected`."""
-    with open_file(path) as file:
+    with open_file(path, checksum=_kind_of(expected)) as file:
         if expected is not None:
             check_size(file, expected)
-            file.sum = new_sum(_kind_of(expected))
         try:
             result = use(file)
         except CheckpointError:
@@ -85,8 +75,8 @@ def replace_file(path: Path, content: Content) -> None:
 
 
 @contextmanager
-def open_file(path: Path) -> Iterator[Reading]:
-    """Open a plain file, never a link, a pipe or a device."""
+def open_file(path: Path, *, checksum: str | None = None) -> Iterator[Reading]:
+    """Open a plain file, never a link, a pipe or a device; with a `checksum` what is read is summed."""
     try:
         if not NO_FOLLOW and path.is_symlink():
             raise OSError(errno.ELOOP, "it is a symbolic link")
@@ -97,7 +87,8 @@ def open_file(path: Path) -> Iterator[Reading]:
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise CheckpointError(f"{path} is no plain file")
-        yield Reading(fd, str(path))
+        with closing(Reading(fd, str(path), Summing(checksum) if checksum else None)) as file:
+            yield file
     finally:
         os.close(fd)
 
@@ -124,7 +115,7 @@ def sync_directory(path: Path) -> None:
     """Make the names in a directory durable, where the system can."""
     if os.name == "nt":
         return
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
     try:
         os.fsync(fd)
     except OSError as error:
@@ -135,46 +126,13 @@ def sync_directory(path: Path) -> None:
         os.close(fd)
 
 
-class Sum(Protocol):
-    """A checksum that grows, as those of hashlib do."""
-
-    def update(self, data: bytes | memoryview, /) -> None:
-        """Take in the next bytes."""
-
-    def hexdigest(self) -> str:
-        """What it is of all bytes so far."""
-        ...
-
-
-class _Crc32:
-    """`zlib.crc32` as an object."""
-
-    def __init__(self) -> None:
-        self._value = 0
-
-    def update(self, data: bytes | memoryview, /) -> None:
-        self._value = zlib.crc32(data, self._value)
-
-    def hexdigest(self) -> str:
-        return f"{self._value:08x}"
-
-
-SUMS: dict[str, Callable[[], Sum]] = {"crc32": _Crc32, "sha256": hashlib.sha256}
-"""The kinds of checksums by their names in a manifest."""
-
-
-def new_sum(kind: str) -> Sum:
-    """A checksum of no bytes yet."""
-    return SUMS[kind]()
-
-
 class Reading:
-    """A file that is summed while it is read, in order."""
+    """A file that is read in order, and summed on the way where a sum is given."""
 
-    def __init__(self, fd: int, label: str) -> None:
+    def __init__(self, fd: int, label: str, total: Summing | None) -> None:
         self.label = label
         self.size = os.fstat(fd).st_size
-        self.sum = new_sum("crc32")
+        self._sum = total
         self._file = FileIO(fd, closefd=False)
 
     def readinto(self, target: memoryview) -> None:
@@ -182,12 +140,13 @@ class Reading:
         at = 0
         while at < len(target):
             try:
-                n = self._file.readinto(target[at : at + CHUNK])
+                n = self._file.readinto(target[at : at + PIECE])
             except OSError as error:
                 raise CheckpointError(f"{self.label} cannot be read: {error.strerror}") from error
             if not n:
                 raise CheckpointError(f"{self.label} is cut off")
-            self.sum.update(target[at : at + n])
+            if self._sum is not None:
+                self._sum.update(target[at : at + n])
             at += n
 
     def read_all(self, *, limit: int | None = None) -> bytes:
@@ -201,38 +160,66 @@ class Reading:
         self.readinto(memoryview(data))
         return bytes(data)
 
-    def finish(self) -> None:
-        """Read what is left, for the sum alone."""
-        buffer = memoryview(bytearray(CHUNK))
+    def finish(self) -> str:
+        """Read what is left, for the sum alone, and give the sum."""
+        assert self._sum is not None
+        buffers: list[memoryview] = []  # three in turn: two pieces may still wait to be summed
         while left := self.size - self._file.tell():
-            self.readinto(buffer[: min(left, CHUNK)])
+            buffer = memoryview(bytearray(min(left, PIECE))) if len(buffers) < 3 else buffers.pop(0)
+            self.readinto(buffer[: min(left, PIECE)])
+            buffers.append(buffer)
+        return self._sum.stop()
+
+    def close(self) -> None:
+        """Let the sum end."""
+        if self._sum is not None:
+            self._sum.stop()
 
 
 class _Writing:
     """A file that is summed while it is written."""
 
-    def __init__(self, fd: int, total: Sum) -> None:
+    def __init__(self, fd: int, total: Summing) -> None:
         self.size, self.sum, self._fd = 0, total, fd
+        self._sent = 0
 
     def write(self, data: bytes | memoryview) -> None:
         view = memoryview(data)
         while view:
-            n = os.write(self._fd, view[:CHUNK])
+            n = os.write(self._fd, view[:PIECE])
             self.sum.update(view[:n])
             self.size += n
             view = view[n:]
+            if self.size - self._sent >= PIECE:
+                self._send()
+
+    def close(self) -> None:
+        self.sum.stop()
+
+    def _send(self) -> None:
+        """Have the system begin to write to the drive, which leaves the fsync less to wait for; a hint, on Linux."""
+        if hasattr(os, "posix_fadvise"):
+            with suppress(OSError):
+                os.posix_fadvise(self._fd, self._sent, self.size - self._sent, os.POSIX_FADV_DONTNEED)
+        self._sent = self.size
+
+
+def _sync(fd: int) -> None:
+    if fcntl is not None and hasattr(fcntl, "F_FULLFSYNC"):  # macOS: its fsync stops at the drive's cache
+        fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
+    else:
+        os.fsync(fd)
 
 
 def _check_sum(file: Reading, expected: Mapping[str, Any] | None) -> None:
     if expected is None:
         return
-    file.finish()
-    kind = _kind_of(expected)
-    if (found := file.sum.hexdigest()) != expected[kind]:
+    kind = str(_kind_of(expected))
+    if (found := file.finish()) != expected[kind]:
         raise CheckpointError(
             f"{file.label} is damaged: its checksum ({kind}) is {found} and should be {expected[kind]}"
         )
 
 
-def _kind_of(entry: Mapping[str, Any]) -> str:
-    return next(kind for kind in SUMS if kind in entry)
+def _kind_of(entry: Mapping[str, Any] | None) -> str | None:
+    return None if entry is None else next(kind for kind in SUMS if kind in entry)

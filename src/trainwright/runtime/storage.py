@@ -26,18 +26,16 @@ import torch
 from trainwright.base.errors import CheckpointError, message
 from trainwright.runtime.files import (
     NO_FOLLOW,
-    SUMS,
-    Checksum,
     Content,
     check_size,
     is_entry,
-    new_sum,
     open_file,
     read_file,
     spare_name,
     sync_directory,
     write_file,
 )
+from trainwright.runtime.sums import SUMS, Checksum, checksum_of
 from trainwright.runtime.tree import flatten, unflatten
 
 try:
@@ -239,9 +237,7 @@ def _manifest_text(fields: dict[str, Any], checksum: str) -> bytes:
 
 
 def _seal(body: bytes, checksum: str) -> bytes:
-    total = new_sum(checksum)
-    total.update(body)
-    return f',\n "{checksum}": "{total.hexdigest()}"\n}}\n'.encode("ascii")
+    return f',\n "{checksum}": "{checksum_of(body, checksum)}"\n}}\n'.encode("ascii")
 
 
 def _parsed_manifest(text: bytes, label: str) -> dict[str, Any]:
