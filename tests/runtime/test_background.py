@@ -1,0 +1,191 @@
+"""The thread of background saving: one job at a time, nothing lost, nothing held, no wait that Ctrl-C cannot end."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+
+import pytest
+
+from trainwright.runtime.background import Background
+
+
+@pytest.fixture
+def background():
+    made = Background("test")
+    yield made
+    made.close(lambda: None)
+
+
+class Gate:
+    """A job that has begun when `begun` is set, and ends when `opened` is."""
+
+    def __init__(self, result=None):
+        self.begun, self.opened, self.result = threading.Event(), threading.Event(), result
+
+    def __call__(self):
+        self.begun.set()
+        assert self.opened.wait(10)
+        return self.result
+
+
+def results(background):
+    return [done.error or done.result for done in background.done()]
+
+
+def test_a_job_is_done_in_another_thread_and_its_result_is_kept_until_it_is_asked_for(background):
+    background.hand(threading.get_ident)
+    background.wait()
+    (ident,) = results(background)
+    assert ident != threading.get_ident() and results(background) == []
+
+
+def test_the_thread_begins_with_the_first_job_and_ends_with_the_last():
+    before = threading.active_count()
+    background = Background("test")
+    assert threading.active_count() == before
+    background.hand(lambda: None)
+    assert threading.active_count() == before + 1
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name == "test")
+    background.close(lambda: None)
+    for thread in threading.enumerate():
+        if thread.name == "test":
+            thread.join(10)
+    assert threading.active_count() == before
+    background.close(lambda: None)
+
+
+def test_the_next_job_waits_until_the_last_is_done(background):
+    first, order = Gate("first"), []
+    background.hand(first)
+    assert first.begun.wait(10)
+    threading.Timer(0.05, lambda: (order.append("opened"), first.opened.set())).start()
+    background.hand(lambda: order.append("second"))
+    background.wait()
+    assert order == ["opened", "second"]
+    assert results(background) == ["first", None]
+
+
+def test_an_error_of_a_job_is_kept_once_and_the_thread_goes_on(background):
+    background.hand(lambda: 1 / 0)
+    background.hand(lambda: "next")
+    background.wait()
+    error, result = results(background)
+    assert isinstance(error, ZeroDivisionError) and result == "next"
+    assert results(background) == []
+
+
+def test_even_the_end_of_the_program_raised_by_a_job_is_kept(background):
+    background.hand(lambda: sys.exit(3))
+    background.wait()
+    assert isinstance(results(background)[0], SystemExit)
+
+
+def test_a_chore_comes_after_the_job_in_flight_and_only_the_latest_one_is_done(background):
+    gate, order = Gate(), []
+    background.hand(gate)
+    assert gate.begun.wait(10)
+    background.prepare(lambda: order.append("old"))
+    background.prepare(lambda: order.append("new"))
+    gate.opened.set()
+    background.wait()
+    assert order == ["new"]
+    assert results(background) == [None]
+    background.prepare(lambda: 1 / 0)
+    background.wait()
+    assert isinstance(results(background)[0], ZeroDivisionError)
+
+
+def test_news_are_told_by_the_thread_after_results_and_after_errors_when_they_can_be_asked_for():
+    seen = []
+    background = Background("test", news=lambda: seen.append((threading.current_thread().name, *results(background))))
+    background.hand(lambda: 7)
+    background.hand(lambda: 1 / 0)
+    background.prepare(lambda: None)
+    background.close(lambda: None)
+    assert seen[0] == ("test", 7)
+    assert seen[1][0] == "test" and isinstance(seen[1][1], ZeroDivisionError) and len(seen) == 2
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_of_a_job_that_is_done_is_held(background, fails):
+    class Job:
+        def __call__(self):
+            held = [self]
+            if fails:
+                try:
+                    raise OSError(28, "full")
+                except OSError as error:
+                    raise RuntimeError(f"of {len(held)}") from error
+
+    background.hand(job := Job())
+    seen = weakref.ref(job)
+    del job
+    background.wait()
+    gc.collect()
+    assert seen() is None
+    (done,) = background.done()
+    assert (done.error is not None) == fails
+    if fails:
+        assert done.error.__traceback__ is not None and isinstance(done.error.__cause__, OSError)
+
+
+def test_a_job_done_here_is_kept_as_any_other_but_ctrl_c_gets_through(background):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    background.here(threading.get_ident)
+    background.here(lambda: 1 / 0)
+    ident, error = results(background)
+    assert ident == threading.get_ident() and isinstance(error, ZeroDivisionError)
+    with pytest.raises(KeyboardInterrupt):
+        background.here(interrupted)
+    assert results(background) == []
+
+
+@pytest.mark.parametrize("waits", ["wait", "hand", "close"])
+def test_ctrl_c_ends_every_wait_at_once_and_the_job_goes_on(waits):
+    background, gate, ended = Background("test"), Gate("whole"), threading.Event()
+    background.hand(gate)
+    assert gate.begun.wait(10)
+    threading.Timer(0.05, os.kill, [os.getpid(), signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        {"wait": background.wait, "hand": lambda: background.hand(gate), "close": lambda: background.close(ended.set)}[
+            waits
+        ]()
+    assert not ended.is_set()
+    gate.opened.set()
+    if waits != "close":
+        background.close(ended.set)
+    assert ended.wait(10)
+    assert results(background) == ["whole"]
+
+
+def test_a_process_ends_though_a_job_hangs():
+    code = """
+import threading
+from trainwright.runtime.background import Background
+background, begun = Background("test"), threading.Event()
+background.hand(lambda: (begun.set(), threading.Event().wait()))
+begun.wait()
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=30).returncode == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_child_that_is_forked_while_a_job_runs_is_none_the_worse(background):
+    gate = Gate("whole")
+    background.hand(gate)
+    assert gate.begun.wait(10)
+    pid = os.fork()
+    if pid == 0:
+        os._exit(len([thread for thread in threading.enumerate() if thread.name == "test" and thread.is_alive()]))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    gate.opened.set()
+    background.wait()
+    assert results(background) == ["whole"]
