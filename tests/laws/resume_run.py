@@ -1,0 +1,408 @@
+"""One run of the law Resume: built from a cell, traced update by update, interrupted where it is told, or resumed."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import os
+import random
+import signal
+import sys
+import time
+import warnings
+from dataclasses import asdict, dataclass
+from multiprocessing import RawValue
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler, default_collate, get_worker_info
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from laws.models import CNN, MLP, SHAPES, tensors
+from laws.resume_cells import Cell, drawn, uninterrupted
+from trainwright import (
+    EMA,
+    Checkpoint,
+    EarlyStopping,
+    Epochs,
+    Journal,
+    MixedPrecision,
+    Observer,
+    OneCycle,
+    Plateau,
+    StepLR,
+    Trainer,
+    Updates,
+    accuracy,
+    batches,
+    latest_checkpoint,
+)
+from trainwright.slots.saved import load_tree
+
+EPOCHS, ROWS, SIZE = 3, 27, 4
+BATCHES = 7
+"""Per epoch: 7 updates with `accumulate=1`, windows of 3, 3 and 1 with 3."""
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+BACKGROUND = "async_save" in inspect.signature(Checkpoint).parameters
+ERROR = 3
+"""The exit code of a run that ended in the error that was planned for it."""
+
+
+@dataclass(frozen=True)
+class Interrupt:
+    """How and where a run ends: in micro-batch `micro` of the try after `tries` updates, applied or skipped."""
+
+    kind: str
+    tries: int = 0
+    micro: int = 0
+    batch: int = 0
+    """For a signal while waiting: the micro-batch of the run, from 0, that is waited for."""
+    saved: str = ""
+    """For a kill: the checkpoint that must be whole before."""
+    skipped: int = 0
+    """For a kill: the updates skipped before that checkpoint, which may replace an older one of its name."""
+    signal: int = signal.SIGTERM
+    event: int = -1
+    """For a kill at any event: its number."""
+
+
+class PlannedError(Exception):
+    """What is raised out of a step."""
+
+
+def train(cell: Cell, directory: Path, *, interrupt: Interrupt | None = None, resume: str | None = None) -> None:
+    """Run the cell in `directory`, writing `trace.jsonl` as it goes and `outcome.json` at its end."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    watch = Watch(directory, interrupt)
+    torch.manual_seed(11)
+    model = Watched(cell["model"], watch)
+    random.seed(3)
+    np.random.seed(4)
+    torch.manual_seed(5)
+    trainer = built(cell, model, directory, watch)
+    watch.trainer = trainer
+    held_out = batches(tensors(cell["model"], 20, seed=6), 8)
+    loader = data(cell, watch)
+    try:
+        result = trainer.fit(
+            loader, held_out, epochs=EPOCHS, validate=Updates(4 if cell["accumulate"] == 1 else 2), resume=resume
+        )
+    except PlannedError:
+        sys.exit(ERROR)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    told = {name: value for name, value in asdict(result).items() if name != "seconds"}
+    told["best"]["path"] = told["best"]["path"].name
+    outcome = {
+        "random state": random_digests(),
+        "result": told,
+        "model": dict(model.state_dict()),
+        "modes": [module.training for module in model.modules()],
+        "optimizer": trainer.optimizer.state_dict(),
+        "state": trainer.state,
+        "checkpoint": load_tree(latest_checkpoint(directory / "checkpoints"))[0],
+    }
+    flat = {"events": watch.event, **flattened(outcome)}
+    (directory / "outcome.json").write_text(json.dumps(flat))
+
+
+def built(cell: Cell, model: nn.Module, directory: Path, watch: Watch) -> Trainer:
+    """The cell's trainer."""
+    slots: dict[str, Any] = {}
+    if watch.interrupt is not None and watch.interrupt.kind == "error":
+        slots["on_error"] = "save"
+    saving: dict[str, Any] = {}
+    if watch.interrupt is not None and watch.interrupt.kind == "none" and BACKGROUND:
+        saving["async_save"] = False
+    often = Updates(1 if cell["accumulate"] > 1 else 1 + drawn(uninterrupted(cell), "every", 3))
+    every = {"epoch boundary": Epochs(1), "after validation": "auto", "mid-epoch": often}
+    schedule = {
+        "OneCycle": OneCycle(0.03),
+        "StepLR": StepLR(Updates(2), gamma=0.8),
+        "Plateau": Plateau("val_loss", patience=0, factor=0.5),
+    }
+    precision = {"fp32": None, "bf16": "bf16", "fp16": MixedPrecision("fp16", init_scale=2.0**19, growth_interval=3)}
+    return Own(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=0.01),
+        nn.CrossEntropyLoss(),
+        metrics={"accuracy": accuracy},
+        accumulate=cell["accumulate"],
+        clip=1.0,
+        schedule=schedule[cell["schedule"]],
+        precision=precision[cell["precision"]],
+        average=EMA(0.8) if cell["average"] == "EMA" else None,
+        early_stopping=EarlyStopping("val_loss", patience=30),
+        checkpoint=Checkpoint(
+            directory / "checkpoints", best="val_accuracy", mode="max", every=every[cell["place"]], keep=99, **saving
+        ),
+        observers=[watch, Journal(directory / "journal.jsonl")],
+        console=False,
+        **slots,
+    )
+
+
+class Own(Trainer):
+    """Keeps a number and a tensor of its own in `state`."""
+
+    def after_update(self):
+        self.state["applied"] = self.state.get("applied", 0) + 1
+        self.state["drift"] = 0.5 * self.state.get("drift", 0.0) + next(self.model.parameters()).detach().sum()
+
+
+class Watched(nn.Module):
+    """A model that shows what it is trained on, and draws from Python and NumPy besides."""
+
+    def __init__(self, kind: str, watch: Watch) -> None:
+        super().__init__()
+        self.net = {"mlp": MLP, "cnn": CNN}[kind]()
+        self.watch = watch
+
+    def forward(self, x):
+        if self.training:
+            self.watch.saw(x)
+            x = x * (1 + 0.01 * (random.random() + np.random.rand()))
+        return self.net(x)
+
+
+# The data.
+
+
+class Noisy(Dataset):
+    """Rows that draw from torch, Python and NumPy when they are read."""
+
+    def __init__(self, kind: str) -> None:
+        self.x, self.y = tensors(kind, ROWS)
+
+    def __len__(self):
+        return ROWS
+
+    def __getitem__(self, row):
+        noise = torch.randn(SHAPES["mlp" if self.x.ndim == 2 else "cnn"])
+        return self.x[row] * (1 + 0.1 * random.random()) + 0.1 * noise + 0.1 * float(np.random.rand()), self.y[row]
+
+
+class Dealt:
+    """Batches of an order that depends on a generator and on the epoch that it is told."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(9)
+        self.epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return BATCHES
+
+    def __iter__(self):
+        rows = torch.randperm(ROWS, generator=self.generator).roll(self.epoch).tolist()
+        yield from (rows[start : start + SIZE] for start in range(0, ROWS, SIZE))
+
+
+def data(cell: Cell, watch: Watch) -> Any:
+    """What the cell trains on."""
+    rows, collate = Noisy(cell["model"]), Collate(watch)
+    if cell["data"] == "batches":
+        return batches(rows, SIZE, shuffle=True, seed=1, collate=collate)
+    workers = {
+        "num_workers": int(cell["workers"][0]),
+        "persistent_workers": cell["workers"].endswith("persistent"),
+        "collate_fn": collate,
+    }
+    if cell["data"] == "batch_sampler":
+        return DataLoader(rows, batch_sampler=Dealt(), **workers)
+    order = {
+        "shuffle": {"shuffle": True},
+        "generator": {"shuffle": True, "generator": torch.Generator().manual_seed(7)},
+        "sampler": {"sampler": WeightedRandomSampler(torch.arange(1.0, ROWS + 1), ROWS)},
+    }
+    return DataLoader(rows, SIZE, **order[cell["data"]], **workers)
+
+
+class Collate:
+    """torch's own, which sends the signal that is to come while its batch is waited for."""
+
+    def __init__(self, watch: Watch) -> None:
+        interrupt = watch.interrupt
+        self.target = interrupt.batch if interrupt and interrupt.kind == "signal while waiting" else -1
+        self.signal = None if interrupt is None else interrupt.signal
+        self.seen, self.process = watch.seen, os.getpid()
+        self.epoch, self.given = -1, 0
+
+    def __call__(self, rows):
+        if self.target >= 0:
+            self.count()
+        return default_collate(rows)
+
+    def count(self):
+        """Find out which batch this is, and send the signal once all those before it have been trained on."""
+        if self.seen.value // BATCHES != self.epoch:
+            self.epoch, self.given = self.seen.value // BATCHES, 0
+        worker = get_worker_info()
+        number = self.given if worker is None else self.given * worker.num_workers + worker.id
+        self.given += 1
+        if self.epoch * BATCHES + number != self.target:
+            return
+        self.target = -1
+        while self.seen.value < self.epoch * BATCHES + number:
+            time.sleep(0.001)
+        if worker is not None:
+            time.sleep(0.03)  # the update that is under way ends, and the loop waits
+        os.kill(self.process, self.signal)
+
+
+# What is written down.
+
+
+class Watch(Observer):
+    """Writes what each update saw and did, at once, so that it is there when the process is killed; interrupts it."""
+
+    wants = frozenset({"grad_norm"})
+
+    def __init__(self, directory: Path, interrupt: Interrupt | None) -> None:
+        self.interrupt, self.directory = interrupt, directory
+        self.trainer: Any = None
+        self.rows: list[str] = []
+        self.event = 0
+        self.validated = -1
+        """The tries at the last validation."""
+        self.seen = RawValue("q", 0)
+        """Micro-batches that this process has trained on; workers read it."""
+        self._process = os.getpid()
+        self._file = os.open(directory / "trace.jsonl", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+        if interrupt is not None and interrupt.event >= 0:
+            sys.addaudithook(self._audit)
+
+    @property
+    def tries(self) -> int:
+        """Updates so far, applied or skipped."""
+        return self.trainer.progress.updates + self.trainer.progress.skipped
+
+    def saw(self, x: torch.Tensor) -> None:
+        """Note a micro-batch; end the run here if that is the plan."""
+        self.rows.append(digest(x))
+        self.seen.value += 1
+        self._happen()
+        plan = self.interrupt
+        if plan is None or plan.event >= 0 or plan.kind == "none":
+            return
+        if (self.tries, len(self.rows) - 1) != (plan.tries, plan.micro):
+            return
+        if plan.kind == "kill":
+            self._wait_for(plan)
+            os.kill(self._process, signal.SIGKILL)
+        elif plan.kind == "signal in an update":
+            os.kill(self._process, plan.signal)
+        elif plan.kind == "error":
+            raise PlannedError
+
+    def _wait_for(self, plan: Interrupt) -> None:
+        """Let the checkpoint become whole that is written beside the training."""
+        deadline, path = time.monotonic() + 20, self.directory / "checkpoints" / plan.saved
+        while not path.exists() or load_tree(path)[0]["progress"]["counters"]["skipped"] < plan.skipped:
+            assert time.monotonic() < deadline, f"{plan} was never saved"
+            time.sleep(0.001)
+
+    def on_update(self, update):
+        model = self.trainer.model.state_dict()
+        self._write("update", {**asdict(update), "rows seen": self.rows, "model": digest(*model.values())})
+        self.rows = []
+        self._happen()
+
+    def on_validate(self, record):
+        self.validated = self.tries
+        self._write("validate", _timeless(record))
+        self._happen()
+
+    def on_epoch(self, record):
+        self._write("epoch", _timeless(record))
+        self._happen()
+
+    def on_save(self, saved):
+        """Note where the run stands: right at the boundary that was saved, where saving is not left to a thread."""
+        at = self.trainer.progress
+        place = "epoch boundary" if at.batch == 0 else "mid-epoch"
+        if self.validated == self.tries and at.batch:
+            place = "after validation"
+        line = {"name": saved.path.name, "tries": self.tries, "skipped": at.skipped, "place": place}
+        with (self.directory / "saves.jsonl").open("a") as file:
+            file.write(json.dumps({**line, "epoch": at.epoch, "batch": at.batch}) + "\n")
+        self._happen()
+
+    def _write(self, event: str, record: dict[str, Any]) -> None:
+        line = {"event": event, "tries": self.tries, **record, "random": digest(*random_digests().values())}
+        os.write(self._file, (json.dumps(flattened(line)) + "\n").encode())
+
+    def _audit(self, event: str, arguments: Any) -> None:
+        if event in _FILE_EVENTS and str(self.directory) in str(arguments[0]):
+            self._happen()
+
+    def _happen(self) -> None:
+        """Count an event of this process; die at the one that is planned."""
+        if os.getpid() != self._process:
+            return
+        plan = self.interrupt
+        if plan is not None and plan.event == self.event:
+            os.kill(self._process, signal.SIGKILL)
+        self.event += 1
+
+
+_FILE_EVENTS = frozenset({"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.truncate"})
+
+
+def _timeless(record: Any) -> dict[str, Any]:
+    """A record without what a session measures: its seconds, and the rows in them."""
+    return {name: value for name, value in asdict(record).items() if name not in ("seconds", "waiting", "rows")}
+
+
+def random_digests() -> dict[str, str]:
+    """The state of every generator of the process."""
+    return {
+        "python": digest(repr(random.getstate())),
+        "numpy": digest(*np.random.get_state()),
+        "torch": digest(torch.get_rng_state()),
+    }
+
+
+def digest(*values: Any) -> str:
+    """The bits of tensors and other plain things in a word."""
+    found = hashlib.sha1()
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.update(f"{value.dtype} {tuple(value.shape)}".encode())
+            found.update(value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(value, np.ndarray):
+            found.update(f"{value.dtype} {value.shape}".encode() + value.tobytes())
+        else:
+            found.update(repr(value).encode())
+    return found.hexdigest()[:12]
+
+
+def flattened(tree: Any, where: str = "") -> dict[str, Any]:
+    """A tree as `{path: plain value}`, exact to the last bit; wall-clock seconds are left out."""
+    if isinstance(tree, dict):
+        parts = [flattened(value, f"{where}.{key}" if where else str(key)) for key, value in tree.items()]
+    elif isinstance(tree, list | tuple) and len(tree) < 100:
+        parts = [flattened(value, f"{where}[{index}]") for index, value in enumerate(tree)]
+    elif where.endswith("seconds"):
+        return {}
+    elif isinstance(tree, float):
+        return {where: tree.hex()}
+    elif tree is None or isinstance(tree, bool | int | str):
+        return {where: tree}
+    else:
+        return {where: digest(tree)}
+    return {where: f"{type(tree).__name__} of {len(tree)}"} | {k: v for part in parts for k, v in part.items()}
+
+
+if __name__ == "__main__":
+    given = json.loads(sys.argv[1])
+    train(given["cell"], Path(given["directory"]), resume=given["resume"])
