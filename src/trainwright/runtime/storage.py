@@ -14,7 +14,7 @@ import shutil
 import socket
 import stat
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -45,7 +45,7 @@ except ImportError:  # Windows
 
 FORMAT, FORMAT_VERSION, MANIFEST = "trainwright-checkpoint", 1, "manifest.json"
 _NAME = re.compile(r"update-(\d{10,})")
-_LEFTOVER = re.compile(r"\.(tmp|trash)-(update-\d{10,})-\d+-[0-9a-f]{8}")
+_LEFTOVER = re.compile(r"\.(tmp|old|trash)-(update-\d{10,})-\d+-[0-9a-f]{8}")
 _FIELDS: dict[str, type] = {"run": str, "update": int, "epoch": int, "metrics": dict, "files": dict}
 _OPTIONAL = {"monitor": (str, type(None)), "mode": (str, type(None)), "settings": (str,)}
 """Fields that may be missing; `settings` is a digest of what the run was set to."""
@@ -139,7 +139,7 @@ def update_of(name: str) -> int:
 def remove(path: Path) -> None:
     """Remove a checkpoint: renamed first, so that no half of it ever bears its name."""
     assert _NAME.fullmatch(path.name), path
-    trash = _put_aside(path)
+    trash = _put_aside(path, ".trash")
     sync_directory(path.parent)
     _delete(trash)
 
@@ -173,7 +173,11 @@ def lock(root: Path) -> Iterator[None]:
     _locked.add(fd)
     try:
         if _flock(fd, root):
-            _clean(root)
+            try:
+                _clean(root)
+            except OSError as error:
+                what = f"{root} could not be cleaned of what a dead run has left"
+                raise CheckpointError(message(what, have=str(error))) from error
         yield
     finally:
         if fd in _locked:
@@ -182,41 +186,55 @@ def lock(root: Path) -> Iterator[None]:
 
 
 def _publish(temporary: Path, target: Path) -> None:
-    old = _put_aside(target) if os.path.lexists(target) else None
-    try:
+    """Give a directory its name, in place of one that bears it; where that fails, the names are as they were."""
+    old: Path | None = None
+    with ExitStack() as undo:
+        if os.path.lexists(target):
+            old = _put_aside(target, ".old")
+            undo.callback(_rename_back, old, target)
         os.rename(temporary, target)
-    except OSError:
-        if old:
-            os.rename(old, target)
-        raise
-    sync_directory(target.parent)
+        undo.callback(_rename_back, target, temporary)
+        sync_directory(target.parent)
+        undo.pop_all()
     if old:
         _delete(old)
 
 
-def _put_aside(path: Path) -> Path:
-    return path.rename(path.with_name(spare_name(".trash", path.name)))
+def _rename_back(now: Path, before: Path) -> None:
+    with suppress(OSError):  # what stays under a hidden name is seen to by the next run
+        os.rename(now, before)
+
+
+def _put_aside(path: Path, kind: str) -> Path:
+    aside = path.with_name(spare_name(kind, path.name))
+    os.rename(path, aside)
+    return aside
 
 
 def _delete(path: Path) -> None:
+    """Remove what bears a hidden name; what cannot be removed stays for the next run to try."""
     if path.is_symlink():
-        path.unlink()
+        with suppress(OSError):
+            path.unlink()
     else:
         shutil.rmtree(path, ignore_errors=True)
 
 
 def _clean(root: Path) -> None:
-    """Finish or remove what a dead writer has left; only under the lock, where no other can be alive."""
-    for entry in sorted(os.listdir(root)):
-        match = _LEFTOVER.fullmatch(entry)
-        if match is None:
+    """Finish, put back or remove what a dead writer has left; only under the lock, where no other can be alive."""
+    leftovers = [match for entry in os.listdir(root) if (match := _LEFTOVER.fullmatch(entry))]
+    for match in sorted(leftovers, key=lambda match: ("tmp", "old", "trash").index(match[1])):
+        left, named = root / match[0], root / match[2]
+        if match[1] == "trash" or os.path.lexists(named) or not _is_whole(left, match[2]):
+            _delete(left)
             continue
-        if match[1] == "tmp" and not os.path.lexists(root / match[2]) and _is_whole(root / entry, match[2]):
-            # Killed between the last fsync and the rename, maybe with an older one of that name put aside.
-            os.rename(root / entry, root / match[2])
-        else:
-            _delete(root / entry)
-    sync_directory(root)
+        # Its writer was killed right before a rename: the new one's, or that which puts back what it was to replace.
+        try:
+            os.rename(left, named)
+        except OSError as error:
+            warn(f"{left} is a whole checkpoint that could not be given its name: {error}", stacklevel=5)
+    if leftovers:
+        sync_directory(root)
 
 
 def _is_whole(path: Path, name: str) -> bool:

@@ -11,6 +11,7 @@ import enum
 import json
 import math
 import os
+import re
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -31,6 +32,8 @@ MAX_DEPTH = 100
 """Levels of a tree; one that contains itself has more."""
 KINDS = "biufcmMSU"
 """Kinds of NumPy's dtypes that are bytes and nothing else; objects are not."""
+_DTYPE = re.compile(rf"[<>|][{KINDS}]\d+(\[\w+\])?")
+"""What `dtype.str` is of one of them."""
 
 
 def flatten(tree: Tree) -> tuple[Any, dict[str, Tensor]]:
@@ -241,10 +244,9 @@ _DECODERS: dict[str, Callable[[_Decoder, dict[str, Any]], Any]] = {
 
 def _numpy_dtype(text: str) -> np.dtype[Any]:
     """A dtype of plain bytes; anything else (objects are pointers) is refused."""
-    dtype = np.dtype(text)
-    if type(text) is not str or dtype.kind not in KINDS:
+    if type(text) is not str or not _DTYPE.fullmatch(text):
         raise CheckpointError(f"a tree holds an array of dtype {text!r}, which is never written")
-    return dtype
+    return np.dtype(text)
 
 
 def _kind(value: Any) -> str:

@@ -1,0 +1,352 @@
+"""Whatever is wrong with a checkpoint is an error that names the file, and the next older whole one is resumed."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import json
+import os
+import pickle
+import tempfile
+import zipfile
+from contextlib import contextmanager, suppress
+from io import FileIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainwright.base.errors import CheckpointError
+from trainwright.runtime import files, storage
+from trainwright.runtime.storage import commit, update_name
+from trainwright.runtime.tensorfile import Contents, write
+from trainwright.runtime.tree import flatten, unflatten
+from trainwright.slots.saved import encode, find_checkpoint, latest_checkpoint, load_checkpoint, load_tree, load_weights
+
+FILES = ["model.safetensors", "state.safetensors", "state.json", "manifest.json"]
+
+
+def tree(update):
+    return {
+        "model": torch.nn.Linear(3, 2).state_dict() | {"half": torch.ones(3, dtype=torch.bfloat16)},
+        "optimizer": {"state": {0: {"step": torch.tensor(1.0), "exp_avg": torch.ones(2, 3)}}},
+        "progress": {"updates": update, "history": [(1, float("nan"))], "x": np.arange(3)},
+    }
+
+
+def put(root, update, **changes):
+    """A checkpoint, some of its files replaced by other bytes, the checksums of which are right."""
+    manifest = {"run": "r", "update": update, "epoch": 0, "metrics": {}}
+    return commit(root, update_name(update), encode(tree(update)) | changes, manifest=manifest)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run's directory, its older and its newer checkpoint."""
+    root = tmp_path / "run"
+    root.mkdir()
+    return root, put(root, 1), put(root, 2)
+
+
+def passed_over(run, words):
+    """The newer one is refused in these words wherever it is asked for, and the older one resumed."""
+    root, older, newer = run
+    for read in (load_tree, lambda path: find_checkpoint(path, None), lambda path: load_checkpoint(path, None)):
+        with pytest.raises(CheckpointError, match=words):
+            read(newer)
+    with pytest.warns(UserWarning, match=f"{words}(.|\n)*passed over for an older"):
+        found = load_checkpoint("auto", root)
+    assert found.path == older and found.manifest["update"] == found.tree["progress"]["updates"] == 1
+    with pytest.warns(UserWarning, match=words):
+        assert latest_checkpoint(root) == older
+
+
+DAMAGES = {
+    "missing": lambda path, _: None,
+    "empty": lambda path, _: path.write_bytes(b""),
+    "zeros": lambda path, data: path.write_bytes(bytes(len(data))),
+    "another file's bytes": lambda path, data: path.write_bytes(data[::-1]),
+    "longer": lambda path, data: path.write_bytes(data + b"\0"),
+    "a directory": lambda path, _: path.mkdir(),
+    "a pipe": lambda path, _: os.mkfifo(path),
+    "a link": lambda path, data: path.symlink_to(kept(path, data)),
+    "a link to nothing": lambda path, _: path.symlink_to("nowhere"),
+}
+
+
+def kept(path, data):
+    """The very bytes, elsewhere."""
+    whole = path.parent.parent.parent / "elsewhere"
+    whole.write_bytes(data)
+    return whole
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_file_is_named_and_the_older_checkpoint_is_resumed(name, damage, run):
+    data = (run[2] / name).read_bytes()
+    (run[2] / name).unlink()
+    DAMAGES[damage](run[2] / name, data)
+    passed_over(run, name.replace(".", r"\."))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_cut_every_torn_end_and_a_flipped_bit_of_every_byte_are_found(name, run):
+    path = run[2] / name
+    whole = path.read_bytes()
+    for at in range(len(whole)):
+        flipped = bytes([whole[at] ^ 1 << at % 8])
+        torn = [whole[:at] + bytes(len(whole) - at)] if at % 4 == 0 else []
+        for data in (whole[:at], whole[:at] + flipped + whole[at + 1 :], *torn):
+            if data == whole:
+                continue
+            path.write_bytes(data)
+            with pytest.raises(CheckpointError, match=name):
+                load_tree(run[2])
+    path.write_bytes(whole)
+    load_tree(run[2])
+
+
+def test_a_checkpoint_of_a_later_format_is_passed_over_by_its_version(run, monkeypatch):
+    root = run[0]
+    monkeypatch.setattr(storage, "FORMAT_VERSION", 2)
+    put(root, 2)
+    monkeypatch.undo()
+    passed_over(run, "format version 2, and this trainwright reads 1")
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "file"])
+def test_what_stands_in_place_of_a_checkpoint_is_not_followed(kind, run):
+    whole = run[2].rename(run[0].parent / run[2].name)
+    {"link": lambda path: path.symlink_to(whole), "pipe": os.mkfifo, "file": Path.touch}[kind](run[2])
+    with pytest.warns(UserWarning, match=r"update-0000000002 is no directory \(links are not followed\)"):
+        assert load_checkpoint("auto", run[0]).path == run[1]
+
+
+def test_where_nothing_is_whole_every_defect_is_listed(run):
+    (run[1] / "state.json").unlink()
+    (run[2] / "manifest.json").write_bytes(b"{}")
+    with pytest.warns(UserWarning), pytest.raises(CheckpointError, match="no whole checkpoint") as caught:
+        load_checkpoint("auto", run[0])
+    assert "1/state.json cannot be read: No such file" in str(caught.value)
+    assert "2/manifest.json is damaged" in str(caught.value)
+    assert load_checkpoint("auto", run[0] / "nothing") is None and load_checkpoint(None, run[0]) is None
+
+
+def test_a_resume_reads_every_byte_once(run, monkeypatch):
+    read = {}
+
+    class Counting(FileIO):
+        def readinto(self, target):
+            n = super().readinto(target)
+            name = os.readlink(f"/proc/self/fd/{self.fileno()}")
+            read[name] = read.get(name, 0) + n
+            return n
+
+    monkeypatch.setattr(files, "FileIO", Counting)
+    load_checkpoint("auto", run[0])
+    sizes = {str(path): path.stat().st_size for path in run[2].iterdir()}
+    manifests = {str(path / "manifest.json"): (path / "manifest.json").stat().st_size for path in run[1:]}
+    assert {name: n for name, n in read.items() if name not in manifests} == {
+        name: n for name, n in sizes.items() if name not in manifests
+    }
+    assert sum(read.values()) <= sum(sizes.values()) + sum(manifests.values())
+
+
+def test_an_input_error_of_the_drive_is_a_defect_like_any_other(run, monkeypatch):
+    class Failing(FileIO):
+        def readinto(self, target):
+            if os.readlink(f"/proc/self/fd/{self.fileno()}") == str(run[2] / "state.safetensors"):
+                raise OSError(errno.EIO, "Input/output error")
+            return super().readinto(target)
+
+    monkeypatch.setattr(files, "FileIO", Failing)
+    passed_over(run, r"state\.safetensors cannot be read: Input/output error")
+
+
+@contextmanager
+def somebody_else():
+    """Without the rights of root, where the tests have them."""
+    if os.geteuid():
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_what_may_not_be_read_is_an_error_that_says_so():
+    with tempfile.TemporaryDirectory() as folder, somebody_else_owns(Path(folder)) as root:
+        older, newer = put(root, 1), put(root, 2)
+        newer.chmod(0)
+        with pytest.warns(UserWarning, match="update-0000000002/manifest.json cannot be read: Permission denied"):
+            assert load_checkpoint("auto", root).path == older
+        (older / "state.json").chmod(0)
+        with pytest.raises(CheckpointError, match=r"1/state\.json cannot be read: Permission denied"):
+            load_tree(older)
+        root.chmod(0)
+        for resume in ("auto", root, newer):
+            with pytest.raises(CheckpointError, match=r"cannot be (listed|read): Permission denied"):
+                load_checkpoint(resume, root)
+        with pytest.raises(CheckpointError, match="Permission denied"):
+            load_weights(newer)
+        root.chmod(0o700)
+        newer.chmod(0o700)
+
+
+@contextmanager
+def somebody_else_owns(folder):
+    os.chmod(folder, 0o777)
+    with somebody_else():
+        (folder / "run").mkdir()
+        yield folder / "run"
+
+
+# What has the right checksums, and was made by somebody else
+
+
+class Payload:
+    def __reduce__(self):
+        return (os.mkdir, (os.environ["PAYLOAD"],))
+
+
+def payloads():
+    """A pickle that makes a directory, by every protocol and as torch writes it."""
+    yield from (pickle.dumps(Payload(), protocol) for protocol in range(pickle.HIGHEST_PROTOCOL + 1))
+    for new in (True, False):
+        file = io.BytesIO()
+        torch.save({"model": Payload()}, file, _use_new_zipfile_serialization=new)
+        yield file.getvalue()
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("data.pkl", pickle.dumps(Payload()))
+    yield file.getvalue()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_pickle_in_place_of_any_file_is_never_executed(name, run, tmp_path, monkeypatch):
+    monkeypatch.setenv("PAYLOAD", str(tmp_path / "ran"))
+    for payload in payloads():
+        (run[2] / name).write_bytes(payload)
+        passed_over(run, name)
+        with suppress(CheckpointError):
+            load_weights(run[2])
+        with suppress(CheckpointError):
+            load_weights(run[2] / name)
+        if name != "manifest.json":
+            sealed = put(run[0], 2, **{name: payload})
+            with pytest.raises(CheckpointError, match=name):
+                load_tree(sealed)
+            put(run[0], 2)
+    assert not (tmp_path / "ran").exists()
+    with pytest.raises(FileNotFoundError):
+        os.rmdir(tmp_path / "ran")
+    pickle.loads(payload if payload[:2] != b"PK" else pickle.dumps(Payload()))  # it would have
+    assert (tmp_path / "ran").exists()
+
+
+FORGED = {
+    "state.json": [
+        b"",
+        b"{",
+        b"[]",
+        b"3",
+        b"[" * 100_000,
+        b'{"a": {"$pickle": "x"}}',
+        b'{"a": {"$tensor": "x"}}',
+        b"\xff",
+    ],
+    "state.safetensors": [b"", b"\xff" * 8, (1 << 40).to_bytes(8, "little") + b"{}", b"\2\0\0\0\0\0\0\0[]"],
+    "model.safetensors": [b"", b"\xff" * 100, (100_000_001).to_bytes(8, "little") + b"{}"],
+}
+
+
+@pytest.mark.parametrize(("name", "data"), [(name, data) for name, all_ in FORGED.items() for data in all_])
+def test_what_nobody_writes_is_named_even_under_the_right_checksum(name, data, run):
+    put(run[0], 2, **{name: data})
+    with pytest.raises(CheckpointError, match=name):
+        load_tree(run[2])
+
+
+@pytest.mark.parametrize("key", ["trainwright.tied", "trainwright.extra", "trainwright.versions"])
+@pytest.mark.parametrize("text", ["", "3", "[1]", '{"a": 1}', '{"a": "b"}', '{"$pickle": 1}', "[" * 100_000])
+def test_metadata_that_nobody_writes_are_an_error_or_harmless(key, text, run):
+    put(run[0], 2, **{"model.safetensors": Contents({"w": torch.ones(1)}, {key: text})})
+    try:
+        load_tree(run[2])
+    except CheckpointError as error:
+        assert "model.safetensors" in str(error)
+
+
+def test_a_manifest_too_large_to_be_one_is_not_read(run):
+    os.truncate(run[2] / "manifest.json", 1 << 42)
+    passed_over(run, r"manifest\.json is damaged: it has 4398046511104 bytes")
+
+
+NUMBERS = st.integers(-2, 3) | st.sampled_from([2**31, 2**62, 2**63, -(2**63), 10**30, 0.5, True, None, "1", "x"])
+LISTS = st.lists(NUMBERS, max_size=3)
+TEXTS = st.sampled_from(
+    ["t", "u", "<f4", "|V0", "(2,)f4", "a", "O", "f4,(", "M8[", "torch.uint8", "float32", "0x", "nan", ""]
+)
+TAGS = st.sampled_from(["$tensor", "$array", "$scalar", "$bytes", "$int", "$float", "$tuple", "$dict", "$ordered"])
+KEYS = TAGS | st.sampled_from(
+    ["dtype", "size", "stride", "offset", "shape", "order", "bytes", "versions", "parameter", "device"]
+)
+NODES = st.recursive(
+    NUMBERS | TEXTS | LISTS,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(KEYS, inner, max_size=5),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.dictionaries(KEYS, NODES, min_size=1, max_size=6))
+@pytest.mark.filterwarnings("ignore")
+def test_any_node_is_a_value_or_an_error_of_ours(node):
+    with suppress(CheckpointError):
+        unflatten([node], {"t": torch.arange(6, dtype=torch.float32), "u": torch.zeros(8, dtype=torch.uint8)})
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+@pytest.mark.filterwarnings("ignore")
+def test_a_changed_state_is_a_value_or_an_error_of_ours(data):
+    jsonable, tensors = flatten(tree(1))
+    text = json.dumps(jsonable)
+    at = data.draw(st.integers(0, len(text) - 1))
+    put_in = data.draw(st.sampled_from(["", "0", "9" * 30, '"', "-", "$", "{", "[", "null", "1e999"]))
+    with suppress(CheckpointError, ValueError):
+        changed = json.loads(text[:at] + put_in + text[at + data.draw(st.integers(0, 3)) :])
+        try:
+            unflatten(changed, tensors)
+        except ValueError as error:
+            raise AssertionError from error
+
+
+def test_the_writer_of_these_tests_writes_what_is_read(run):
+    target = io.BytesIO()
+    write(target, {"w": torch.ones(1)}, {})
+    put(run[0], 2, **{"model.safetensors": target.getvalue()})
+    assert load_tree(run[2])[0]["model"]["w"] == 1.0
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_sha256_on_request_is_checked_as_crc32_is(name, run):
+    manifest = {"run": "r", "update": 2, "epoch": 0, "metrics": {}, "settings": "abc"}
+    commit(run[0], update_name(2), encode(tree(2)), manifest=manifest, checksum="sha256")
+    found = load_checkpoint("auto", run[0])
+    data = (run[2] / "state.json").read_bytes()
+    assert found.manifest["files"]["state.json"] == {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    assert found.manifest["settings"] == "abc" and "settings" not in load_tree(run[1])[1]
+    path = run[2] / name
+    whole = path.read_bytes()
+    for at in range(0, len(whole), 9):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(CheckpointError, match=name):
+            load_tree(run[2])
