@@ -26,10 +26,16 @@ def tree_of(model, update=0):
 
 
 def save(keeper, update, **metrics):
-    """Judge and save, as a run does after a validation."""
+    """Judge and save, as a run does after a validation; what is whole then."""
+    begin(keeper, update, **metrics)
+    return keeper.written(wait=True)[-1]
+
+
+def begin(keeper, update, **metrics):
+    """Judge and hand on to be saved."""
     if keeper.settings.best in metrics:
         keeper.judge(metrics, epoch=update // 10, update=update)
-    return keeper.save(tree_of(Tied(), update), update=update, epoch=update // 10, metrics=metrics)
+    keeper.save(tree_of(Tied(), update), update=update, epoch=update // 10, metrics=metrics)
 
 
 def updates(directory):

@@ -34,11 +34,12 @@ from trainwright.slots.checkpoint import (
 def test_a_saved_tree_comes_back_with_its_manifest(start, tmp_path):
     keeper, model = start(best="val_loss"), Tied()
     tree = tree_of(model, 7)
-    saved = keeper.save(tree, update=7, epoch=2, metrics={"val_loss": NAN, "acc": np.float32(0.5)})
+    keeper.save(tree, update=7, epoch=2, metrics={"val_loss": NAN, "acc": np.float32(0.5)}, settings="d1gest")
+    (saved,) = keeper.written(wait=True)
     back, manifest = load_tree(saved.path)
     assert saved.path == tmp_path / "run" / "update-0000000007" and saved.update == 7
     assert (manifest["run"], manifest["update"], manifest["epoch"]) == ("one", 7, 2)
-    assert (manifest["monitor"], manifest["mode"]) == ("val_loss", "min")
+    assert (manifest["monitor"], manifest["mode"], manifest["settings"]) == ("val_loss", "min", "d1gest")
     assert str(manifest["metrics"]) == "{'val_loss': nan, 'acc': 0.5}"
     assert back.keys() == tree.keys() and str(back["progress"]) == str(tree["progress"])
     assert torch.equal(back["state"]["a"], torch.arange(3))
@@ -155,6 +156,14 @@ def test_a_manifest_that_leaves_a_file_out_is_refused(tmp_path):
         ({"every": 5}, "Updates"),
         ({"every": None}, "Updates"),
         ({"best": "loss", "restore_best": 1}, "restore_best=1"),
+        ({"async_save": None}, "async_save=None"),
+        ({"on_save_error": "ignore"}, 'on_save_error="warn"'),
+        ({"checksum": "md5"}, '"crc32" or "sha256"'),
+        ({"checksum": None}, "checksum=None"),
+        ({"grace": -1}, "seconds, 0 or more"),
+        ({"grace": NAN}, "grace=nan"),
+        ({"grace": True}, "grace=True"),
+        ({"grace": "20"}, "grace='20'"),
         ({"directory": ""}, "a directory"),
         ({"directory": None}, "a directory"),
     ],
@@ -168,6 +177,7 @@ def test_settings_that_cannot_work_are_refused_when_given(settings, words):
 def test_settings_that_work_are_taken():
     Checkpoint("runs", best="val_loss")
     Checkpoint(Path("runs"), best="acc", mode="max", top=3, keep=1, every=Updates(5), restore_best=True)
+    Checkpoint("runs", async_save=False, on_save_error="raise", checksum="sha256", grace=0)
 
 
 def test_the_directory_stays_where_it_was_when_the_process_moves(tmp_path, monkeypatch):

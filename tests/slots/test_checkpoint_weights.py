@@ -66,6 +66,7 @@ def test_the_best_or_the_last_weights_of_a_run_are_loaded(start, tmp_path):
     models = {update: Tied() for update in (1, 2, 3)}
     for update, value in ((1, 0.5), (2, 0.9), (3, 0.7)):
         keeper.save(tree_of(models[update]), update=update, epoch=0, metrics={"acc": value})
+    keeper.written(wait=True)
     for which, update in (("best", 2), ("last", 3)):
         weights = load_weights(tmp_path / "run", which=which)
         assert torch.equal(weights["embed.weight"], models[update].embed.weight)

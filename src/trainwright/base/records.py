@@ -89,6 +89,12 @@ class Saved:
     path: Path
     update: int
     best: bool
+    seconds: float = 0.0
+    """From the beginning of its copy until it was durable."""
+    blocked: float = 0.0
+    """Seconds that training waited for it to be copied, or to be written where that is not done in the background."""
+    size: int = 0
+    """Bytes of its tensors and texts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +130,8 @@ class Result:
     """
     notes: tuple[str, ...] = ()
     """What else is worth a line: a schedule that skipped updates left short of its end, what an error left saved."""
+    blocked: float = 0.0
+    """Seconds that saving has kept this `fit` waiting."""
 
     def plot(self, path: str | Path | None = None) -> Any:
         """Draw the history: losses, other numbers, learning rates, the best marked; save it under `path` where given.

@@ -102,6 +102,7 @@ class Leaving:
             skipped=counters.skipped,
             weights=weights if passed is None else passed["weights"],
             notes=(*self._notes(), *self._saved_notes()) if passed is None else tuple(passed["notes"]),
+            blocked=getattr(self.keeper, "blocked", 0.0),
         )
 
     def _restored_text(self, best: Best | None) -> str:

@@ -13,18 +13,20 @@ from trainwright.runtime.signals import Interrupted
 def rescue(pauses: Pauses, error: BaseException) -> None:
     """Save the state of the boundary before the window in hand, where it is whole and somebody wants it.
 
-    A signal and an error of the data always do, another error of user code with `on_error="save"`. What goes wrong
-    here is a warning: the error that ends the run is the other one.
+    A signal and an error of the data always do, another error of user code with `on_error="save"`. A save in flight
+    is waited for and told in any case. What goes wrong here is a warning: the error that ends the run is the other one.
     """
-    if pauses.keeper is None or not _is_whole(pauses, error):
+    if pauses.keeper is None:
         return
-    run = pauses.run
-    own = run.boundary.put_back()
+    run, is_whole = pauses.run, _is_whole(pauses, error)
+    own = run.boundary.put_back() if is_whole else None
     with run.signals.held():
         try:
-            pauses.stop_clock()
-            if not pauses.saves.are_done:
-                pauses.saves.save(instead=own)
+            if is_whole:
+                pauses.stop_clock()
+                if not pauses.saves.are_done:
+                    pauses.saves.save(instead=own)
+            pauses.saves.hear(wait=True)
         except Exception as failed:
             warn(f"the state at the end could not be saved: {failed}", stacklevel=2)
 

@@ -1,0 +1,350 @@
+"""Keeps the checkpoints of one run: judges which are best, hands on what is to be saved, and hears what came of it."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from math import inf
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from warnings import warn
+
+import torch
+
+from trainwright.base.contracts import Tree
+from trainwright.base.errors import CheckpointError, SettingError, message
+from trainwright.base.names import did_you_mean
+from trainwright.base.records import Best, Saved
+from trainwright.runtime import storage
+from trainwright.runtime.background import Background
+from trainwright.runtime.files import Content
+from trainwright.runtime.staging import Arena, needs
+from trainwright.slots.saved import encode, rank
+from trainwright.slots.writing import Failure, Place, Retention, Writing, Written
+
+if TYPE_CHECKING:
+    from trainwright.slots.checkpoint import Checkpoint
+
+
+class Keeper:
+    """Saves the checkpoints of one run, judges which are best, and removes those that are not to be kept.
+
+    Order of use: `prepare`, `adopt` where a run is resumed, `expect` once or more, then `judge`, `save` and `written`
+    as often as needed, `release`. One thread uses it. The one that it has write checkpoints is given what it needs
+    and gives back what has come of it; what a keeper knows (what was judged, what is whole) is changed by the first
+    alone, and only between two jobs of the other: so nothing is read while it changes.
+    """
+
+    def __init__(self, settings: Checkpoint, run_id: str) -> None:
+        self.settings = settings
+        self.run_id = run_id
+        self.directory = Path(settings.directory).expanduser().absolute()
+        self.news: Callable[[], None] | None = None
+        """Called by the writing thread when a save is done or has failed."""
+        self.blocked = 0.0
+        """Seconds that saving has kept the run waiting: all of `save`, and the waiting in `written`."""
+        self._top: list[_Judged] = []
+        self._whole: Mapping[int, float] = {}
+        """Whole checkpoints of this run in the directory: update -> rank of the judged number. Never changed in place:
+        a job of the thread is given this one, and gives another."""
+        self._resumed: Path | None = None
+        """The checkpoint that was resumed."""
+        self._place = Place(self.directory)
+        self._arena = Arena()
+        self._background: Background[Written] | None = None
+        self._handed = _Handed(0, 0.0)
+        self._saved: list[Saved] = []
+        self._failures: list[Failure] = []
+        self._warnings: list[str] = []
+        self._failed_times = 0
+
+    def prepare(self, *, resuming: bool) -> None:
+        """Make and lock the directory and see that it can be written to, before the first update.
+
+        Raises CheckpointError where another process writes there, or where it holds another run and none is resumed.
+        """
+        self.release()
+        self._place.hold()
+        try:
+            if not resuming:
+                self._refuse_others(damaged=True)
+                self._note_whole()
+        except BaseException:
+            self._place.let_go()
+            raise
+        self._background = Background("trainwright checkpoints", news=self._tell)
+
+    def adopt(self, path: Path, manifest: Mapping[str, Any]) -> None:
+        """Go on with the run of the checkpoint that was loaded; its state is loaded by `load_state_dict`.
+
+        Raises CheckpointError where the directory holds another run, or later checkpoints of this one, which newer
+        ones could not be told from.
+        """
+        self.run_id = manifest["run"]
+        self._resumed = path.absolute()
+        self._refuse_others(damaged=False)
+        self._note_whole()
+        later = [storage.update_name(update) for update in self._whole if update > manifest["update"]]
+        if later:
+            what = f"{path.name} cannot be resumed into {self.directory}: the run went on from there"
+            fix = f"resume {max(later)}, move the later ones away, or give another directory"
+            raise CheckpointError(message(what, have=", ".join(sorted(later)), fix=fix))
+
+    def expect(self, tree: Mapping[str, Tree]) -> None:
+        """Have the thread make room for a copy of a state like this one. CheckpointError names what cannot be saved.
+
+        Without it, or where the state has grown since, what is missing is allocated while training waits.
+        """
+        files = encode(tree)
+        if self.settings.async_save and self._background is not None:
+            self._background.prepare(partial(_reserve, self._arena, *needs(files)))
+
+    def judge(self, metrics: Mapping[str, float], *, epoch: int, update: int) -> bool:
+        """Whether the monitored number is among the `top` best so far, and is to be saved now; the very best is `best`.
+
+        NaN never is, nor the worst infinity; a tie beats nothing. SettingError where there is no such number.
+        """
+        name = self.settings.best
+        if name is None:
+            return False
+        if name not in metrics:
+            what = f"Checkpoint(best={name!r}): there is no number of that name.{did_you_mean(name, metrics)}"
+            raise SettingError(message(what, want=f"one of {', '.join(sorted(metrics))}"))
+        found = _Judged(float(metrics[name]), epoch, update)
+        self._top = [judged for judged in self._top if judged.update != update]
+        place = bisect_right([self._rank(judged.value) for judged in self._top], self._rank(found.value))
+        if place >= self.settings.top or not self._rank(found.value) < inf:
+            return False
+        self._top.insert(place, found)
+        del self._top[self.settings.top :]
+        return True
+
+    def save(
+        self,
+        tree: Mapping[str, Tree],
+        *,
+        update: int,
+        epoch: int,
+        metrics: Mapping[str, float] | None = None,
+        settings: str = "",
+    ) -> None:
+        """Copy `{part: state}` and have it written durably, then what is not to be kept removed; `written` tells.
+
+        Waits for the save before. `metrics` are the numbers measured at this very update; none where nothing was.
+        `settings`: a digest of what the run was set to. CheckpointError where a value cannot be stored.
+        """
+        background = self._background
+        assert background is not None, "prepare() comes first"
+        asked = time.perf_counter()
+        with self._blocking():
+            files = encode(tree)
+            background.wait()
+            self._collect()
+            began = time.perf_counter()
+            manifest = {
+                "run": self.run_id,
+                "update": update,
+                "epoch": epoch,
+                "monitor": self.settings.best,
+                "mode": self._mode if self.settings.best else None,
+                "metrics": {name: float(value) for name, value in (metrics or {}).items()},
+                "settings": settings,
+            }
+            copied = self._copied(files) if self.settings.async_save else None
+            writing = self._writing(files if copied is None else copied, manifest, began=began)
+            if copied is None:
+                background.here(writing)
+            else:
+                background.hand(writing)
+                if self._arena.wanted > self._arena.size:  # it has grown: when this one is written, make room
+                    background.prepare(partial(_reserve, self._arena, *needs(files)))
+            self._handed = _Handed(update, time.perf_counter() - asked)
+
+    def written(self, *, wait: bool = False) -> list[Saved]:
+        """The checkpoints that have become whole since this was last asked, oldest first.
+
+        With `wait` after the one in flight, and as the last time: no further save is due. A save that failed is told
+        here, once: a warning where the system refused, CheckpointError with `on_save_error="raise"` or for anything
+        else.
+        """
+        if wait and self._background is not None:
+            with self._blocking():
+                self._background.wait()
+        self._collect()
+        while self._failures:
+            self._report(self._failures.pop(0), ends=wait)
+        while self._warnings:
+            warn(self._warnings.pop(0), stacklevel=2)
+        saved, self._saved = self._saved, []
+        return saved
+
+    def release(self) -> None:
+        """Wait for the save in flight and let others write to the directory.
+
+        Where that wait is interrupted, the thread lets them when it is done.
+        """
+        background, self._background = self._background, None
+        if background is not None:
+            background.close(self._let_go)
+            self._collect(background)
+
+    @property
+    def best(self) -> Best | None:
+        """The best of the monitored number so far; its path is None until that checkpoint is whole."""
+        if not self._top:
+            return None
+        top = self._top[0]
+        return Best(str(self.settings.best), top.value, top.epoch, top.update, self._path(top.update))
+
+    @property
+    def saved(self) -> list[Path]:
+        """The whole checkpoints of this run in the directory, newest first."""
+        self._collect()
+        return [self.directory / storage.update_name(update) for update in sorted(self._whole, reverse=True)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was judged best so far."""
+        top = [{"value": judged.value, "epoch": judged.epoch, "update": judged.update} for judged in self._top]
+        return {"best": self.settings.best, "mode": self._mode, "top": top}
+
+    def load_state_dict(self, tree: dict[str, Any]) -> None:
+        """Take over what was judged best; a best of another number is forgotten, with a warning."""
+        if (tree["best"], tree["mode"]) == (self.settings.best, self._mode):
+            self._top = [_Judged(**judged) for judged in tree["top"]][: self.settings.top]
+            return
+        self._top = []
+        if tree["best"] is not None and self.settings.best is not None:
+            now = f"{self.settings.best} ({self._mode})"
+            warn(
+                f"the best so far was judged on {tree['best']} ({tree['mode']}); on {now} it starts anew", stacklevel=2
+            )
+
+    @property
+    def _mode(self) -> str:
+        return self.settings.mode or "min"
+
+    def _rank(self, value: float) -> float:
+        return -value if self._mode == "max" else value
+
+    def _path(self, update: int) -> Path | None:
+        self._collect()
+        name = storage.update_name(update)
+        if update in self._whole:
+            return self.directory / name
+        origin = self.directory if self._resumed is None else self._resumed.parent
+        return origin / name if origin != self.directory and (origin / name).is_dir() else None
+
+    @contextmanager
+    def _blocking(self) -> Iterator[None]:
+        """Count the time as one that training waits."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.blocked += time.perf_counter() - began
+
+    def _copied(self, files: Mapping[str, Content]) -> dict[str, Content] | None:
+        """The files with copies of their tensors; None, with a warning, where there is no memory for them."""
+        try:
+            return self._arena.copy(files)
+        except OSError as error:
+            size = needs(files)[0] / 2**30
+            warn(
+                f"there is no memory for a copy of the state ({size:.1f} GiB: {error.strerror}): "
+                "training waits while it is written; Checkpoint(..., async_save=False) does so always",
+                stacklevel=3,
+            )
+            return None
+
+    def _writing(self, files: Mapping[str, Content], manifest: Mapping[str, Any], *, began: float) -> Writing:
+        """The job for the thread: with all that is known now, of which nothing is changed later."""
+        judged = [one.update for one in self._top]
+        return Writing(
+            self._place,
+            files,
+            manifest,
+            checksum=self.settings.checksum,
+            retention=Retention(self.settings.keep, self.settings.top, frozenset(judged)),
+            whole=self._whole,
+            is_best=judged[:1] == [manifest["update"]],
+            began=began,
+        )
+
+    def _collect(self, background: Background[Written] | None = None) -> None:
+        """Take over what has come of the last save; what is to be told of it is kept for `written`."""
+        background = background or self._background
+        for done in [] if background is None else background.done():
+            if done.result is None:
+                assert done.error is not None
+                self._failed_times += 1
+                self._failures.append(Failure(self._handed.update, done.error, self._failed_times))
+                continue
+            self._failed_times = 0
+            self._whole = done.result.whole
+            self._warnings += done.result.warnings
+            self._saved.append(replace(done.result.saved, blocked=self._handed.blocked))
+
+    def _report(self, failure: Failure, *, ends: bool) -> None:
+        saved = self.saved
+        before = saved[0] if saved else self._resumed
+        text = failure.text(self.directory, before=before, ends=ends and failure.update == self._handed.update)
+        if self.settings.on_save_error == "raise" or not failure.is_of_the_system:
+            raise CheckpointError(text) from failure.error
+        warn(text, stacklevel=3)
+
+    def _tell(self) -> None:
+        if self.news is not None:
+            self.news()
+
+    def _let_go(self) -> None:
+        self._arena.free()
+        self._place.let_go()
+
+    def _note_whole(self) -> None:
+        """Read which checkpoints of this run are there whole; damaged ones are left alone."""
+        whole = {}
+        for path in storage.scan(self.directory):
+            try:
+                manifest = storage.verify(path)
+            except CheckpointError:
+                continue
+            whole[manifest["update"]] = rank(manifest, self.settings.best, self._mode)
+        self._whole = whole
+
+    def _refuse_others(self, *, damaged: bool) -> None:
+        """Raise CheckpointError where there is a checkpoint of another run, or, if `damaged`, of nobody knows which."""
+        for path in storage.scan(self.directory):
+            try:
+                run = storage.read_manifest(path)["run"]
+                have = f"{path.name} of run {run}; this is run {self.run_id}"
+            except CheckpointError as error:
+                run, have = None if damaged else self.run_id, str(error)
+            if run != self.run_id:
+                what = f"{self.directory} holds another run"
+                fix = f'fit(..., resume="auto") to go on with it, or Checkpoint("{self.settings.directory}-2", ...)'
+                raise CheckpointError(message(what, have=have, fix=fix))
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    value: float
+    epoch: int
+    update: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Handed:
+    """The last save that was begun, and how long training waited for it."""
+
+    update: int
+    blocked: float
+
+
+def _reserve(arena: Arena, size: int, device: torch.device | None) -> None:
+    """Make room; where the system has none, that is found again, and said, when it is needed."""
+    with suppress(OSError):
+        arena.reserve(size, device)

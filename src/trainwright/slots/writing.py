@@ -1,0 +1,203 @@
+"""One save, done away from training: writes a checkpoint, removes what is not to be kept, and says what went wrong."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from trainwright.base.errors import CheckpointError, message
+from trainwright.base.records import Saved
+from trainwright.runtime import storage
+from trainwright.runtime.files import Content
+from trainwright.runtime.sums import Checksum
+from trainwright.runtime.tensorfile import Contents
+from trainwright.slots.saved import rank
+
+
+class Place:
+    """The directory of a run and its lock. Whoever has a `Writing` of it in hand is alone with it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._held = ExitStack()
+        self._has_lock = False
+
+    def hold(self) -> None:
+        """Make the directory where there is none, see that it can be written to, and lock it: CheckpointError."""
+        storage.make_root(self.directory)
+        self._held.enter_context(storage.lock(self.directory))
+        self._has_lock = os.path.lexists(self.directory / ".lock")
+
+    def hold_again(self) -> bool:
+        """Whether the directory had vanished, with its lock; it is made and locked anew."""
+        if os.path.isdir(self.directory) and (not self._has_lock or os.path.lexists(self.directory / ".lock")):
+            return False
+        self.let_go()
+        self.hold()
+        return True
+
+    def let_go(self) -> None:
+        """Let others write there."""
+        self._held.close()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Retention:
+    """Which checkpoints stay: the last `keep`, the `top` best of those that are whole, and what was `judged` best."""
+
+    keep: int
+    top: int
+    judged: frozenset[int]
+
+    def victims(self, whole: Mapping[int, float]) -> list[int]:
+        """The updates of `whole`, given with the rank of their number, whose checkpoints are not to be kept."""
+        last = sorted(whole, reverse=True)[: self.keep]
+        ranked = sorted((value, update) for update, value in whole.items() if value < inf)
+        best = [update for _, update in ranked[: self.top]]
+        return sorted(set(whole) - {*last, *best, *self.judged})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Written:
+    """What came of a save that went well."""
+
+    saved: Saved
+    whole: Mapping[int, float]
+    """The checkpoints that are whole now: update -> rank of the judged number."""
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Writing:
+    """One save. Nothing in it changes, and nothing that it is given is changed, while another thread does it."""
+
+    place: Place
+    files: Mapping[str, Content]
+    manifest: Mapping[str, Any]
+    checksum: Checksum
+    retention: Retention
+    whole: Mapping[int, float]
+    """The checkpoints that are whole before it."""
+    is_best: bool
+    began: float
+    """When it began, by `time.perf_counter`."""
+
+    def __call__(self) -> Written:
+        """Write the checkpoint durably, then remove what is not to be kept.
+
+        CheckpointError where it could not be written; those before it are then as they were.
+        """
+        directory, update = self.place.directory, self.manifest["update"]
+        whole, warnings = dict(self.whole), []
+        if self.place.hold_again():
+            whole = {kept: rank for kept, rank in whole.items() if _path(directory, kept).is_dir()}
+            warnings.append(f"{directory} had vanished, with what was in it; it was made anew")
+        name = storage.update_name(update)
+        path = storage.commit(directory, name, self.files, manifest=self.manifest, checksum=self.checksum)
+        seconds = time.perf_counter() - self.began
+        whole[update] = rank(self.manifest, self.manifest["monitor"], self.manifest["mode"])
+        for victim in self.retention.victims(whole):
+            del whole[victim]
+            warnings += _removed(_path(directory, victim), run=self.manifest["run"])
+        saved = Saved(path, update, best=self.is_best, seconds=seconds, size=_size(self.files))
+        return Written(saved, whole, tuple(warnings))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Failure:
+    """A save that failed: `text` says what that means."""
+
+    update: int
+    error: BaseException
+    times: int
+    """How many have failed one after the other, this one included."""
+
+    @property
+    def is_of_the_system(self) -> bool:
+        """Whether the system refused, so that a later save may go well; anything else is a mistake in the program."""
+        return _cause(self.error) is not None
+
+    def text(self, directory: Path, *, before: Path | None, ends: bool) -> str:
+        """What failed, why, what is lost if the run dies now and when it is tried again.
+
+        `before`: the newest whole checkpoint; `ends`: no further save is due.
+        """
+        name = storage.update_name(self.update)
+        counted = f" (the save number {self.times} that failed in a row)" if self.times > 1 else ""
+        what = f"checkpoint {name}{counted} could not be written to {directory}: {self._reason[0]}"
+        since = "the run began" if before is None else before.name
+        if ends:
+            lost = f"what was trained since {since} is not saved: this was the last save"
+        else:
+            again = "begin anew" if before is None else f"go on from {before}"
+            lost = f"training goes on, and the next save tries again; a run that dies before would {again}"
+        return message(f"{what}; {lost}", have=self._said, fix=self._reason[1], where=False)
+
+    @property
+    def _reason(self) -> tuple[str, str]:
+        cause = _cause(self.error)
+        if cause is None:
+            return f"{type(self.error).__name__}: {str(self.error).partition(chr(10))[0]}", ""
+        return _REASONS.get(cause.errno or 0, (cause.strerror or str(cause), ""))
+
+    @property
+    def _said(self) -> str:
+        cause = _cause(self.error)
+        return "" if cause is None else str(cause)
+
+
+def _cause(error: BaseException) -> OSError | None:
+    """What the system said, where it was the system that refused."""
+    seen: BaseException | None = error
+    while seen is not None and not isinstance(seen, OSError):
+        seen = seen.__cause__
+    return seen
+
+
+def _path(directory: Path, update: int) -> Path:
+    return directory / storage.update_name(update)
+
+
+def _removed(path: Path, *, run: str) -> list[str]:
+    """Remove a checkpoint, if it is readable and bears the run's id; what to warn of."""
+    try:
+        if storage.read_manifest(path)["run"] == run:
+            storage.remove(path)
+    except (CheckpointError, OSError) as error:
+        return [f"{path} is no longer needed and could not be removed: {error}"]
+    return []
+
+
+def _size(files: Mapping[str, Content]) -> int:
+    """Bytes of texts and tensors."""
+    texts = sum(len(content) for content in files.values() if isinstance(content, bytes))
+    tensors = [
+        tensor for content in files.values() if isinstance(content, Contents) for tensor in content.tensors.values()
+    ]
+    return texts + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+_REASONS = {
+    errno.ENOSPC: ("the disk is full", "free space there"),
+    errno.EFBIG: ("a file of this size is not allowed there", "a directory on another file system, or a higher limit"),
+    errno.EROFS: ("the file system is read-only", "have it mounted for writing again; see what the system logged"),
+    errno.EACCES: ("writing there is not allowed", "allow it: the owner and mode of the directory"),
+    errno.EPERM: ("writing there is not allowed", "allow it: the owner and mode of the directory"),
+    errno.EIO: ("the drive reports an input/output error", "see what the system logged; move the run elsewhere"),
+    errno.ENOENT: ("the directory has vanished", "find out what removes it"),
+    errno.ENOMEM: ("the system has no memory left", "free memory, or Checkpoint(..., async_save=False)"),
+}
+"""What an error number means here, and what to do about it."""
+for _name, _what in {
+    "EDQUOT": ("the quota is used up", "free space of this user there, or ask for more"),
+    "ESTALE": ("the network file system has lost the directory", "see whether the file server is there"),
+}.items():
+    if hasattr(errno, _name):  # Windows has them under other names
+        _REASONS[getattr(errno, _name)] = _what
