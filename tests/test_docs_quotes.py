@@ -34,7 +34,7 @@ def test_every_link_to_a_file_leads_somewhere(page):
 def shape(text):
     """Words and places of a console's lines, without the numbers and curves that depend on the machine."""
     text = re.sub(r"[▁▂▃▄▅▆▇█]+", "~", text)
-    text = re.sub(r"torch \S+", "torch #", re.sub(r"\d[\d.,]*(e-?\d+)?[kM%s]?", "#", text))
+    text = re.sub(r"torch \S+", "torch #", re.sub(r"\d[\d.,]*(e-?\d+)?(ms|[kM%s])?", "#", text))
     return [" ".join(line.split()) for line in text.strip().splitlines()]
 
 

@@ -26,7 +26,7 @@ from trainwright.run.hooks import Between, overridden, read_hooks
 from trainwright.run.ledger import Ledger
 from trainwright.run.optimizers import by_name, make_optimizers
 from trainwright.run.pausing import Pauses
-from trainwright.run.plan import EACH_EPOCH, Ends, make_plan
+from trainwright.run.plan import EACH_EPOCH, Ends, Resume, make_plan
 from trainwright.run.report import Asked, Report, report
 from trainwright.run.run import Run
 from trainwright.run.running import parts_of, running
@@ -63,9 +63,9 @@ class Trainer(Generic[M]):
     of (output, target), objects with update, compute and reset, or `Derived`. `precision`: None, "bf16", "fp16",
     "tf32", "auto" or `MixedPrecision`. `accumulate`: micro-batches per update, or `{first epoch: micro-batches}`.
     `clip`: a norm, `ClipNorm`, `ClipValue` or a function of the parameters; with several optimizers it and `schedule`
-    are dicts by their names. `average`: `EMA(...)` or `SWA(...)`. `frozen`: modules by name that help and are not
-    trained, such as a teacher. `nonfinite`: "raise", "skip" or "ignore" an update whose loss or gradient is not finite.
-    `device`: "auto" is where the model lies, else an accelerator. `console`: False for silence, or `Console(...)`.
+    are dicts by their names. `average`: `EMA(...)` or `SWA(...)`. `frozen`: modules by name that are not trained.
+    `nonfinite`: "raise", "skip" or "ignore" an update whose loss or gradient is not finite. `on_error="save"`: save the
+    last whole update where your code raises. `device`: "auto" is the model's, else an accelerator. `console`: or False.
 
     Raises SettingError for what cannot work together, and for a setting whose part is not built yet, by name.
     """
@@ -143,13 +143,15 @@ class Trainer(Generic[M]):
         batch_size: int | None = None,
         validate: Span = EACH_EPOCH,
         resume: str | Path | None = None,
+        resume_data: bool = True,
     ) -> Result:
         """Train until one of the ends is reached or something asks to stop; return how it went.
 
         `train`, `val`: `batches(...)`, a DataLoader, a Dataset, array or tuple of arrays (then with `batch_size`),
         an iterable of batches, or a function of the epoch. At least one of `epochs`, `max_updates`, `max_seconds`
         ends it; `epoch_updates` cuts an endless stream into epochs. `validate` says when `val` is evaluated, besides
-        at the end. `resume`: "auto" goes on with the newest checkpoint, a path with that one.
+        at the end. `resume`: "auto" goes on with the newest checkpoint, a path with that one; `resume_data=False`:
+        with other data. A signal ends it after the update in hand and a save: KeyboardInterrupt, or Stopped.
         """
         ends = Ends(
             epochs=epochs,
@@ -159,7 +161,7 @@ class Trainer(Generic[M]):
             validate=validate,
         )
         source, held_out = setup.open_data(self, train, val, ends=ends, batch_size=batch_size)
-        with running(self, source, held_out, ends=ends, resume=resume) as (run, pauses):
+        with running(self, source, held_out, ends=ends, resume=Resume(resume, resume_data)) as (run, pauses):
             counters = run.counters
             while not counters.stopped:
                 for window in run.windows():
@@ -374,9 +376,7 @@ class Trainer(Generic[M]):
 
     def stop(self, reason: str) -> None:
         """End `fit` after the update in hand, for a `reason` that `Result.stopped` tells."""
-        run = self._run
-        run.counters.stopped = reason or "stop() was called"
-        run.due = 0
+        self._run.stop(reason)
 
     @property
     def optimizer(self) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -43,6 +44,21 @@ class Ends:
             raise SettingError(
                 message("fit() was not told when to end", want="epochs, max_updates or max_seconds", fix="epochs=10")
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """What `fit(resume=..., resume_data=...)` asks for."""
+
+    where: str | Path | None = None
+    data: bool = True
+    """Whether the data are those that it was saved with, and go on where they were."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.data, bool):
+            raise SettingError(message(f"fit(resume_data={self.data!r})", want="True or False"))
+        if not self.data and self.where is None:
+            raise SettingError(message("fit(resume_data=False) without resume", fix='resume="auto"'))
 
 
 def make_plan(

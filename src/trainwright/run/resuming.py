@@ -14,26 +14,28 @@ from trainwright.base.errors import CheckpointError, SettingError, message
 from trainwright.run import state
 from trainwright.run.owner import Owner
 from trainwright.run.pausing import Pauses
+from trainwright.run.plan import Resume
 from trainwright.run.run import Run
+from trainwright.run.settings import changed, settings_of
 from trainwright.runtime.weights import load_into
 from trainwright.slots.checkpoint import Keeping
-from trainwright.slots.saved import load_tree, load_weights
+from trainwright.slots.saved import Loaded, load_weights
 
 
 class Found:
-    """A checkpoint that was read, and what it means for the `fit` in hand; without a path there is none."""
+    """A checkpoint that was read, and what it means for the `fit` in hand; without one there is no path."""
 
-    def __init__(self, path: Path | None, *, stage: int) -> None:
-        self.path = path
-        self.tree: dict[str, Tree] = {}
-        self.manifest: dict[str, Any] = {}
+    def __init__(self, loaded: Loaded | None, *, stage: int, data: bool = True) -> None:
+        self.path = None if loaded is None else loaded.path
+        self.tree: dict[str, Tree] = {} if loaded is None else loaded.tree
+        self.manifest: dict[str, Any] = {} if loaded is None else loaded.manifest
+        self._takes_data = data
         self.passes = False
         """Whether the `fit` in hand was over when it was saved, and a later one under way."""
         self.before: Found | None = None
         """The checkpoint of an earlier `fit`, where there is none of the one in hand."""
-        if path is None:
+        if loaded is None:
             return
-        self.tree, self.manifest = load_tree(path)
         self._progress = self.tree.get("progress") or {}
         self.saved_stage = int(self._progress.get("counters", {}).get("stage", 0))
         self.passes = self.saved_stage > stage
@@ -61,7 +63,7 @@ class Found:
         if keeper is not None:
             keeper.adopt(self.path, self.manifest)
         given = _settings(owner)
-        reports = [*state.restore(owner.parts(), self.tree, origin=str(self.path)), *_unused(owner, given)]
+        reports = [*self._restore(owner), *_unused(owner, given)]
         for report in reports:
             warnings.warn(report, stacklevel=6)  # at the line that calls `fit`: it shall be heard without a console too
         counters.stopped = pauses.ended() or ("" if pauses.watch is None or counters.pause else pauses.watch.stopped)
@@ -72,7 +74,23 @@ class Found:
             resume_at = getattr(observer, "resume_at", None)
             if resume_at is not None:
                 resume_at(at)
-        return [f"resumed from {self.path} at update {at}", *reports]
+        told = changed(self._progress.get("settings", {}), settings_of(owner))
+        return [f"resumed from {self.path} at update {at}", *reports, *([told] if told else [])]
+
+    def _restore(self, owner: Owner) -> list[str]:
+        """Give every part its state; return what they report. Nothing is held on to afterwards."""
+        parts, tree = dict(owner.parts()), dict(self.tree)
+        self.tree.clear()
+        if self._takes_data:
+            return state.restore(parts, tree, origin=str(self.path))
+        for name in ("data", "totals"):
+            parts.pop(name, None)
+            tree.pop(name, None)
+        reports = state.restore(parts, tree, origin=str(self.path))
+        counters = owner.counters
+        counters.batch, counters.begun = 0, False
+        anew = f"resume_data=False: epoch {counters.earlier_epochs + counters.epoch + 1} begins anew, with other data"
+        return [*reports, anew]
 
     def pass_stage(self, owner: Owner, pauses: Pauses) -> list[str]:
         """Take the counters and the history that this stage ended with: a later one is loaded by its own `fit`."""
@@ -80,6 +98,7 @@ class Found:
         if pauses.keeper is not None:
             pauses.keeper.adopt(self.path, self.manifest)
         ended = self._ended(owner.counters.stage)
+        self.tree.clear()
         owner.counters.load_state_dict(ended["counters"])
         owner.history[:] = self._progress["history"][: ended["rows"]]
         pauses.leaving.passed = ended
@@ -110,18 +129,18 @@ def _holds(owner: Owner, path: Path) -> bool:
     return True
 
 
-def find(path: Path | None, resume: str | Path | None, *, stage: int) -> Found:
-    """Read what was found; nothing where "auto" has found a checkpoint of an earlier `fit` alone."""
-    found = Found(path, stage=stage)
-    if path is None or found.saved_stage >= stage:
+def find(loaded: Loaded | None, resume: Resume, *, stage: int) -> Found:
+    """Say what a checkpoint means; nothing where "auto" has found one of an earlier `fit` alone."""
+    found = Found(loaded, stage=stage, data=resume.data)
+    if loaded is None or found.saved_stage >= stage:
         return found
-    if resume == "auto":
+    if resume.where == "auto":
         start = Found(None, stage=stage)
         start.before = found
         return start
     raise SettingError(
         message(
-            f"resume={str(resume)!r} was saved in fit number {found.saved_stage + 1} of its run, "
+            f"resume={str(resume.where)!r} was saved in fit number {found.saved_stage + 1} of its run, "
             f"this is number {stage + 1}",
             want="a checkpoint of the same fit, or of a later one",
             fix='resume="auto", which starts this fit where there is none of it',

@@ -323,6 +323,11 @@ class Run:
     def _note_beginning(self, *_: Any) -> None:
         self.outcome.stepping = True
 
+    def stop(self, reason: str) -> None:
+        """End the run at the coming boundary."""
+        self.counters.stopped = reason or "stop() was called"
+        self.wake()
+
     def wake(self) -> None:
         """Have the loop pause at the coming boundary."""
         self.due = 0

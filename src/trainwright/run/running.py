@@ -20,10 +20,11 @@ from trainwright.run.failure import explain
 from trainwright.run.optimizers import check_parameters
 from trainwright.run.owner import Owner
 from trainwright.run.pausing import Pauses
-from trainwright.run.plan import Ends, check_monitors, make_plan
+from trainwright.run.plan import Ends, Resume, check_monitors, make_plan
 from trainwright.run.rescue import ends_in, rescue
 from trainwright.run.resuming import find
 from trainwright.run.run import Run
+from trainwright.run.settings import settings_of
 from trainwright.run.setup import NOT_RUNNING
 from trainwright.run.stages import stage
 from trainwright.run.steppers import ONLY, NamedParts, monitors
@@ -32,12 +33,12 @@ from trainwright.runtime.modules import untrained, wake
 from trainwright.runtime.surroundings import training_afresh
 from trainwright.slots.checkpoint import Keeping
 from trainwright.slots.precision import switched
-from trainwright.slots.saved import encode, find_checkpoint
+from trainwright.slots.saved import Loaded, encode, load_checkpoint
 
 
 @contextmanager
 def running(
-    owner: Owner, source: Source, val: Mapping[str, Source], *, ends: Ends, resume: str | Path | None
+    owner: Owner, source: Source, val: Mapping[str, Source], *, ends: Ends, resume: Resume
 ) -> Iterator[tuple[Run, Pauses]]:
     """Yield a run that is bound, checked and loaded; afterwards the model holds the weights that `fit` promises.
 
@@ -45,14 +46,14 @@ def running(
     """
     check_parameters(owner)
     with ExitStack() as undo:
-        undo.enter_context(stage(owner, resumes=resume is not None))
+        undo.enter_context(stage(owner, resumes=resume.where is not None))
         undo.enter_context(_ground(owner))
         plan = make_plan(
             owner, source, val, ends=ends, notes=(*owner.between.notes, *undo.enter_context(_awake(owner)))
         )
         run = Run(owner, source, plan)
-        keeper, path = _open_directory(owner, resume, undo)
-        found = find(path, resume, stage=owner.counters.stage)
+        keeper, loaded = _open_directory(owner, resume.where, undo)
+        found = find(loaded, resume, stage=owner.counters.stage)
         pauses = Pauses(run, val, ends, keeper=keeper)
         owner.hold(run, pauses)
         undo.callback(_let_go, owner, run)
@@ -66,9 +67,7 @@ def running(
             plan = replace(plan, notes=(*plan.notes, *reports), finished=finished)
         if keeper is not None:
             found.go_on(keeper)
-            owner.between.run_id = keeper.run_id
-            with run.shown.evaluated():
-                encode(state.gather(owner.parts()))  # what cannot be saved is refused now, not at the first save
+            plan = replace(plan, notes=(*plan.notes, *_ready_to_save(owner, run, pauses)))
         pauses.start()
         for notify in listeners(owner.observers, "on_fit_start"):
             notify(plan)
@@ -92,6 +91,7 @@ def parts_of(run: Run, pauses: Pauses) -> dict[str, Part]:
                 "counters": owner.counters.state_dict(),
                 "history": owner.history,
                 "stages": owner.between.stages,
+                "settings": settings_of(owner),
             },
             lambda tree: _take_progress(owner, tree),
         ),
@@ -171,18 +171,35 @@ def _awake(owner: Owner) -> Iterator[tuple[str, ...]]:
         owner.model.eval()
 
 
-def _open_directory(owner: Owner, resume: str | Path | None, undo: ExitStack) -> tuple[Keeping | None, Path | None]:
+def _ready_to_save(owner: Owner, run: Run, pauses: Pauses) -> list[str]:
+    """Have all be told that there will be checkpoints, and refuse what cannot be saved now, not at the first save.
+
+    Returns what the header says of data that may not go on exactly.
+    """
+    assert pauses.keeper is not None
+    owner.between.run_id = pauses.keeper.run_id
+    source: Any = run.source
+    if hasattr(source, "must_resume"):
+        source.must_resume = True
+    parts, ours = owner.parts(), parts_of(run, pauses)
+    run.boundary.bind({name: part for name, part in parts.items() if name not in ours})
+    with run.shown.evaluated():
+        encode(state.gather(parts))
+    return [line for line in [getattr(source, "resumes", "")] if line]
+
+
+def _open_directory(owner: Owner, resume: str | Path | None, undo: ExitStack) -> tuple[Keeping | None, Loaded | None]:
     """Bind the checkpoint slot, and find what is to be resumed."""
     settings = owner.checkpoint
     if settings is None:
         if resume == "auto":
             fix = 'Trainer(..., checkpoint=Checkpoint("runs/x"))'
             raise SettingError(message('resume="auto" without a checkpoint directory', fix=fix))
-        return None, find_checkpoint(resume, None)
+        return None, load_checkpoint(resume, None)
     keeper = settings.bind(owner.between.run_id or secrets.token_hex(8))
     undo.callback(keeper.release)
     keeper.prepare(resuming=resume is not None)
-    return keeper, find_checkpoint(resume, settings.directory, run=keeper.run_id)
+    return keeper, load_checkpoint(resume, settings.directory, run=keeper.run_id)
 
 
 def _rehearse(owner: Owner, run: Run, val: Mapping[str, Source]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from trainwright.base.contracts import Part, Tree
-from trainwright.base.errors import CheckpointError, message
+from trainwright.base.errors import CheckpointError, DataError, message
 from trainwright.runtime.randomness import random_state, set_random_state
 
 
@@ -76,6 +76,8 @@ def restore(parts: Mapping[str, Part], tree: Mapping[str, Tree], *, origin: str)
             _check_tensors(name, part, tree[name], origin=origin)
         try:
             said = part.load_state_dict(tree[name])
+        except DataError:
+            raise  # it says what differs, and what to do
         except (KeyError, ValueError) as error:
             raise CheckpointError(message(f"{origin}: part {name!r} cannot be loaded: {error}", where=False)) from error
         if isinstance(said, str):
