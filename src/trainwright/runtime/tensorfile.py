@@ -138,7 +138,7 @@ def _spans(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
 
 
 def _pieces(tensor: Tensor) -> Iterator[memoryview]:
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     if flat.device.type == "cpu":
         yield flat.numpy().data
         return
