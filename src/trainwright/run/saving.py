@@ -8,9 +8,11 @@ from typing import Any, cast
 
 from trainwright.base.contracts import Tree, listeners
 from trainwright.base.errors import SettingError, message
+from trainwright.base.records import Saved
 from trainwright.run import state
 from trainwright.run.due import Bell
 from trainwright.run.run import Run
+from trainwright.run.settings import digest, settings_of
 from trainwright.slots.checkpoint import Keeping
 
 
@@ -22,11 +24,13 @@ class Saves:
         self.wanted = False
         """Whether `save()` was called: a checkpoint is written at the coming boundary."""
         self._saved_at: Any = None
-        self._old: Any = None
-        self._expects = keeper is not None and getattr(keeper.settings, "async_save", False)
+        self._saved: list[Saved] = []
+        """What a keeper that writes at once has said, until it is told."""
+        self._expects = hasattr(keeper, "expect")
         self._bell: Bell | None = None
-        if keeper is not None:
-            cast(Any, keeper).news = run.wake
+        self._on_save: list[Any] = []
+        if hasattr(keeper, "news"):
+            cast(Any, keeper).news, cast(Any, keeper).digest = run.wake, digest(settings_of(run.owner))
 
     def start(self) -> None:
         """Set the bell going, after loading."""
@@ -56,35 +60,33 @@ class Saves:
         for row in self.owner.history[-2:]:  # a validation and the epoch's end may meet at one update
             measured |= row if row["update"] == update else {}
         with self.run.shown.evaluated():
-            self._old = self.keeper.save(
+            saved = self.keeper.save(
                 state.gather(self.owner.parts()) | dict(instead or {}),
                 update=update,
                 epoch=counters.earlier_epochs + counters.epoch,
                 metrics=measured,
             )
+        self._saved += [] if saved is None else [saved]
         self._saved_at = self._place
         self.hear()
 
     def hear(self, *, wait: bool = False) -> None:
         """Tell the observers of the checkpoints that have become whole; what went wrong with one is raised here."""
-        for saved in self._written(wait=wait):
-            for notify in self._on_save:
-                notify(saved)
-
-    def _written(self, *, wait: bool) -> list[Any]:
         keeper: Any = self.keeper
-        if hasattr(keeper, "written"):
-            return list(keeper.written(wait=wait))
-        old, self._old = self._old, None
-        return [old] if old is not None else []
+        saved, self._saved = self._saved, []
+        for one in [*saved, *(keeper.written(wait=wait) if hasattr(keeper, "written") else ())]:
+            for notify in self._on_save:
+                notify(one)
 
     def arrive(self) -> None:
         """Hear of saves, and once have room made for the state: after the first update, it has its whole size."""
         self.hear()
-        if self._expects and self.keeper is not None and self.counters.updates:
+        if self._expects and self.counters.updates:
             self._expects = False
-            with self.run.shown.evaluated():
-                cast(Any, self.keeper).expect(state.gather(self.owner.parts()))
+            average = self.run.shown.average
+            if average is None or not average.will_need_statistics:  # else to show it takes a pass over the data
+                with self.run.shown.evaluated():
+                    cast(Any, self.keeper).expect(state.gather(self.owner.parts()))
 
     def request(self) -> None:
         """Have the loop pause and save at the coming boundary."""
