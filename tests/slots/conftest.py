@@ -1,9 +1,13 @@
-"""The keeper of checkpoints that the tests of the checkpoint slot start."""
+"""What the tests of the checkpoint slot start: keepers, and file systems that are slow or refuse."""
 
 from __future__ import annotations
 
+import os
+import threading
+
 import pytest
 
+from trainwright.runtime import storage
 from trainwright.slots.checkpoint import Checkpoint
 
 
@@ -21,3 +25,39 @@ def start(tmp_path):
     yield make
     for keeper in keepers:
         keeper.release()
+
+
+class Slow:
+    """A file system whose commits wait until they are let through."""
+
+    def __init__(self, monkeypatch):
+        self.begun, self.through, self.threads = threading.Event(), threading.Event(), []
+        self._commit = storage.commit
+        monkeypatch.setattr(storage, "commit", self)
+
+    def __call__(self, *args, **fields):
+        self.threads.append(threading.current_thread())
+        self.begun.set()
+        assert self.through.wait(20)
+        return self._commit(*args, **fields)
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    made = Slow(monkeypatch)
+    yield made
+    made.through.set()
+
+
+@pytest.fixture
+def refuses(monkeypatch):
+    """A function after which the system refuses to write, with an error number; 0 ends that."""
+    write = storage.write_file
+
+    def refuse(number):
+        def refused(*args, **fields):
+            raise OSError(number, os.strerror(number), "there")
+
+        monkeypatch.setattr(storage, "write_file", refused if number else write)
+
+    return refuse

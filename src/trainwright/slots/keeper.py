@@ -53,7 +53,7 @@ class Keeper:
         a job of the thread is given this one, and gives another."""
         self._resumed: Path | None = None
         """The checkpoint that was resumed."""
-        self._place = Place(self.directory)
+        self._place = Place(self.directory, given=str(settings.directory))
         self._arena = Arena()
         self._background: Background[Written] | None = None
         self._handed = _Handed(0, 0.0)
@@ -71,7 +71,7 @@ class Keeper:
         self._place.hold()
         try:
             if not resuming:
-                self._refuse_others(damaged=True)
+                self._place.refuse_others(self.run_id, damaged=True)
                 self._note_whole()
         except BaseException:
             self._place.let_go()
@@ -86,7 +86,7 @@ class Keeper:
         """
         self.run_id = manifest["run"]
         self._resumed = path.absolute()
-        self._refuse_others(damaged=False)
+        self._place.refuse_others(self.run_id, damaged=False)
         self._note_whole()
         later = [storage.update_name(update) for update in self._whole if update > manifest["update"]]
         if later:
@@ -139,8 +139,8 @@ class Keeper:
         """
         background = self._background
         assert background is not None, "prepare() comes first"
-        asked = time.perf_counter()
         with self._blocking():
+            asked = time.perf_counter()
             files = encode(tree)
             background.wait()
             self._collect()
@@ -290,9 +290,10 @@ class Keeper:
 
     def _report(self, failure: Failure, *, ends: bool) -> None:
         saved = self.saved
-        before = saved[0] if saved else self._resumed
-        text = failure.text(self.directory, before=before, ends=ends and failure.update == self._handed.update)
-        if self.settings.on_save_error == "raise" or not failure.is_of_the_system:
+        raises = self.settings.on_save_error == "raise" or not failure.is_of_the_system
+        ends = raises or (ends and failure.update == self._handed.update)
+        text = failure.text(self.directory, before=saved[0] if saved else self._resumed, ends=ends)
+        if raises:
             raise CheckpointError(text) from failure.error
         warn(text, stacklevel=3)
 
@@ -314,19 +315,6 @@ class Keeper:
                 continue
             whole[manifest["update"]] = rank(manifest, self.settings.best, self._mode)
         self._whole = whole
-
-    def _refuse_others(self, *, damaged: bool) -> None:
-        """Raise CheckpointError where there is a checkpoint of another run, or, if `damaged`, of nobody knows which."""
-        for path in storage.scan(self.directory):
-            try:
-                run = storage.read_manifest(path)["run"]
-                have = f"{path.name} of run {run}; this is run {self.run_id}"
-            except CheckpointError as error:
-                run, have = None if damaged else self.run_id, str(error)
-            if run != self.run_id:
-                what = f"{self.directory} holds another run"
-                fix = f'fit(..., resume="auto") to go on with it, or Checkpoint("{self.settings.directory}-2", ...)'
-                raise CheckpointError(message(what, have=have, fix=fix))
 
 
 @dataclass(frozen=True, slots=True)

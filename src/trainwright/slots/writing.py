@@ -24,28 +24,60 @@ from trainwright.slots.saved import rank
 class Place:
     """The directory of a run and its lock. Whoever has a `Writing` of it in hand is alone with it."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, given: str) -> None:
         self.directory = directory
+        self._given = given
+        """The directory as it was given, for what a message says to write."""
         self._held = ExitStack()
-        self._has_lock = False
+        self._lock: tuple[int, int] | None = None
 
     def hold(self) -> None:
         """Make the directory where there is none, see that it can be written to, and lock it: CheckpointError."""
         storage.make_root(self.directory)
         self._held.enter_context(storage.lock(self.directory))
-        self._has_lock = os.path.lexists(self.directory / ".lock")
+        self._lock = self._identity()
 
-    def hold_again(self) -> bool:
-        """Whether the directory had vanished, with its lock; it is made and locked anew."""
-        if os.path.isdir(self.directory) and (not self._has_lock or os.path.lexists(self.directory / ".lock")):
+    def hold_again(self, run: str) -> bool:
+        """Whether the directory, or its lock, is not the one that is held; then it is made and locked anew.
+
+        CheckpointError where another run has taken it meanwhile.
+        """
+        if os.path.isdir(self.directory) and self._identity() == self._lock:
             return False
         self.let_go()
         self.hold()
+        try:
+            self.refuse_others(run, damaged=True)
+        except CheckpointError:
+            self.let_go()
+            raise
         return True
 
     def let_go(self) -> None:
         """Let others write there."""
+        self._lock = (0, 0)
         self._held.close()
+
+    def refuse_others(self, run: str, *, damaged: bool) -> None:
+        """Raise CheckpointError where there is a checkpoint of another run, or, if `damaged`, of nobody knows which."""
+        for path in storage.scan(self.directory):
+            try:
+                found = storage.read_manifest(path)["run"]
+                have = f"{path.name} of run {found}; this is run {run}"
+            except CheckpointError as error:
+                found, have = None if damaged else run, str(error)
+            if found != run:
+                what = f"{self.directory} holds another run"
+                fix = f'fit(..., resume="auto") to go on with it, or Checkpoint("{self._given}-2", ...)'
+                raise CheckpointError(message(what, have=have, fix=fix))
+
+    def _identity(self) -> tuple[int, int] | None:
+        """Which file the lock is; None where there is none, as on a system without locks."""
+        try:
+            found = os.stat(self.directory / ".lock")
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,9 +128,10 @@ class Writing:
         """
         directory, update = self.place.directory, self.manifest["update"]
         whole, warnings = dict(self.whole), []
-        if self.place.hold_again():
-            whole = {kept: rank for kept, rank in whole.items() if _path(directory, kept).is_dir()}
-            warnings.append(f"{directory} had vanished, with what was in it; it was made anew")
+        if self.place.hold_again(self.manifest["run"]):
+            whole = {kept: value for kept, value in whole.items() if _path(directory, kept).is_dir()}
+            if len(whole) < len(self.whole) or not whole:
+                warnings.append(f"{directory} had vanished, with what was in it; it was made anew")
         name = storage.update_name(update)
         path = storage.commit(directory, name, self.files, manifest=self.manifest, checksum=self.checksum)
         seconds = time.perf_counter() - self.began
@@ -132,9 +165,8 @@ class Failure:
         name = storage.update_name(self.update)
         counted = f" (the save number {self.times} that failed in a row)" if self.times > 1 else ""
         what = f"checkpoint {name}{counted} could not be written to {directory}: {self._reason[0]}"
-        since = "the run began" if before is None else before.name
         if ends:
-            lost = f"what was trained since {since} is not saved: this was the last save"
+            lost = "nothing of this run is saved" if before is None else f"updates after {before.name} are not saved"
         else:
             again = "begin anew" if before is None else f"go on from {before}"
             lost = f"training goes on, and the next save tries again; a run that dies before would {again}"

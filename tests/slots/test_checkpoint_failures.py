@@ -1,0 +1,156 @@
+"""The checkpoint slot where a save fails: said once, in full, and training goes on or ends as it was asked to."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from pathlib import Path
+
+import pytest
+from checkpoints import begin, save, updates
+
+from trainwright.base.errors import CheckpointError
+from trainwright.runtime import storage
+from trainwright.slots.writing import Failure
+
+ERRORS = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the quota is used up",
+    errno.EFBIG: "a file of this size",
+    errno.EROFS: "read-only",
+    errno.EACCES: "not allowed",
+    errno.EIO: "input/output error",
+    errno.ENOENT: "vanished",
+    errno.ESTALE: "lost the directory",
+    errno.ENAMETOOLONG: "name too long",
+}
+
+
+def whole(keeper, update, **metrics):
+    """Save and wait; what `written` says."""
+    begin(keeper, update, **metrics)
+    return keeper.written(wait=True)
+
+
+# What fails
+
+
+@pytest.mark.parametrize("number", ERRORS, ids=errno.errorcode.get)
+@pytest.mark.parametrize("async_save", [True, False])
+def test_where_the_system_refuses_a_warning_says_why_and_the_next_save_is_whole(
+    number, async_save, start, refuses, tmp_path
+):
+    keeper = start(async_save=async_save)
+    save(keeper, 1)
+    refuses(number)
+    for update in (2, 3):
+        begin(keeper, update)
+        keeper._background.wait()
+        with pytest.warns(UserWarning, match="could not be written") as caught:
+            assert keeper.written() == []
+        (text,) = [str(one.message) for one in caught]
+        assert ERRORS[number] in text.lower() and storage.update_name(update) in text and str(tmp_path / "run") in text
+        assert f"would go on from {tmp_path / 'run' / storage.update_name(1)}" in text and "next save tries" in text
+        assert ("number 2 that failed in a row" in text) == (update == 3)
+        assert keeper.written() == []  # told once
+    refuses(0)
+    assert [saved.update for saved in whole(keeper, 4)] == [4]
+    assert updates(tmp_path / "run") == [1, 4]
+    refuses(number)
+    begin(keeper, 5)
+    with pytest.warns(UserWarning, match="; updates after update-0000000004 are not saved") as caught:
+        keeper.written(wait=True)
+    assert "in a row" not in str(caught[0].message)
+
+
+def test_a_run_without_any_checkpoint_is_told_that_it_would_begin_anew(start, refuses):
+    keeper = start()
+    refuses(errno.ENOSPC)
+    begin(keeper, 1)
+    keeper._background.wait()
+    with pytest.warns(UserWarning, match="would begin anew"):
+        keeper.written()
+    begin(keeper, 2)
+    with pytest.warns(UserWarning, match="; nothing of this run is saved"):
+        keeper.written(wait=True)
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_with_raise_a_failure_of_the_system_is_an_error_once(async_save, start, refuses, tmp_path):
+    keeper = start(async_save=async_save, on_save_error="raise")
+    refuses(errno.ENOSPC)
+    begin(keeper, 1)
+    with pytest.raises(CheckpointError, match="the disk is full") as caught:
+        keeper.written(wait=True)
+    assert isinstance(caught.value.__cause__.__cause__, OSError)
+    assert keeper.written(wait=True) == []
+    refuses(0)
+    assert [saved.update for saved in whole(keeper, 2)] == [2]
+
+
+def test_what_is_no_failure_of_the_system_is_an_error_always(start, monkeypatch):
+    keeper = start()
+
+    def broken(*_, **__):
+        raise ValueError("a mistake of ours")
+
+    monkeypatch.setattr(storage, "commit", broken)
+    begin(keeper, 1)
+    with pytest.raises(CheckpointError, match="ValueError: a mistake of ours"):
+        keeper.written(wait=True)
+
+
+def test_several_failures_are_all_told_and_what_is_whole_is_not_lost_with_them(start, refuses):
+    keeper = start(on_save_error="raise")
+    begin(keeper, 1)
+    keeper._background.wait()
+    refuses(errno.EIO)
+    begin(keeper, 2)
+    begin(keeper, 3)
+    for update in (2, 3):
+        with pytest.raises(CheckpointError, match=storage.update_name(update)):
+            keeper.written(wait=True)
+    assert [saved.update for saved in keeper.written(wait=True)] == [1]
+
+
+def test_an_error_that_nobody_asked_for_does_not_keep_the_directory_locked(start, refuses):
+    keeper = start()
+    refuses(errno.EIO)
+    begin(keeper, 1)
+    keeper.release()
+    refuses(0)
+    start(resuming=True)
+
+
+def test_a_directory_that_has_vanished_is_made_and_locked_anew_and_nothing_is_lost(start, tmp_path):
+    keeper = start()
+    save(keeper, 1)
+    shutil.rmtree(tmp_path / "run")
+    begin(keeper, 2)
+    with pytest.warns(UserWarning, match=r"run had vanished.*made anew"):
+        (saved,) = keeper.written(wait=True)
+    assert updates(tmp_path / "run") == [2] and keeper.saved == [saved.path]
+    with pytest.raises(CheckpointError, match="another run"):
+        start(resuming=True)
+    save(keeper, 3)
+    assert updates(tmp_path / "run") == [2, 3]
+
+
+def test_a_directory_that_another_run_has_taken_meanwhile_is_left_to_it(start, tmp_path):
+    keeper = start()
+    save(keeper, 1)
+    shutil.rmtree(tmp_path / "run")
+    other = start(run_id="two")
+    save(other, 9)
+    for words in ("another run", "holds another run"):  # while that one runs, and when it is over
+        begin(keeper, 2)
+        with pytest.raises(CheckpointError, match=words):
+            keeper.written(wait=True)
+        other.release()
+    assert updates(tmp_path / "run") == [9]
+    start(run_id="two")
+
+
+def test_a_failure_that_has_no_number_of_its_own_is_told_in_the_words_of_the_system():
+    text = Failure(1, OSError("something odd"), 1).text(Path("runs"), before=None, ends=False)
+    assert "something odd" in text
