@@ -16,9 +16,10 @@ from trainwright.runtime.modules import unnoticed
 from trainwright.runtime.randomness import random_state, set_random_state
 from trainwright.runtime.snapshot import snapshot
 
-BETWEEN, FETCHING, UPDATING, COUNTING = "between", "fetching", "updating", "counting"
+BETWEEN, FETCHING, UPDATING, COUNTING, ENDED = "between", "fetching", "updating", "counting", "ended"
 """Between two windows all is whole; while one is fetched, only random states and the loader have moved; while it is
-updated, what a forward pass moves too, and from the first step on the weights; then it is counted, averaged, told."""
+updated, what a forward pass moves too, and from the first step on the weights; then it is counted, averaged, told.
+In the end the model is left with other weights."""
 
 
 class Boundary:
@@ -41,7 +42,8 @@ class Boundary:
     def open_epoch(self) -> Iterator[Any]:
         """The iterator of the epoch in hand, at its batch; on resume every random state is what it was there."""
         counters, random = self._owner.counters, self._random
-        loaded, random.loaded = random.loaded, None
+        loaded, random.loaded = random_state() if random.stands else random.loaded, None
+        random.stands = False
         if loaded is None:
             if self._owner.checkpoint is not None:
                 random.epoch_start = random_state()

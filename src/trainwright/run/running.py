@@ -15,6 +15,7 @@ from trainwright.base.contracts import Part, Source, listeners
 from trainwright.base.errors import SettingError, message
 from trainwright.base.records import Result
 from trainwright.run import state
+from trainwright.run.boundary import ENDED
 from trainwright.run.evaluating import evaluate
 from trainwright.run.failure import explain
 from trainwright.run.optimizers import check_parameters
@@ -120,6 +121,7 @@ def _until_the_end(owner: Owner, run: Run, pauses: Pauses, *, passed: bool) -> I
     try:
         with run.watching_steps(), run.signals.installed():
             yield run, pauses
+        run.boundary.place = ENDED
         if not passed:
             pauses.saves.hear(wait=True)
             pauses.leaving.restore_best()
