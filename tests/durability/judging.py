@@ -12,9 +12,10 @@ from . import children
 from .adapters import Adapter
 from .task import Task, Tell
 
-VERDICTS = ("ok", "error", "lost", "scratch", "mixed", "drift")
-"""ok; it ends in an error; it goes on from an older state than was acknowledged; from nothing although something was;
-from a state that never was; from a right one, and what follows differs."""
+VERDICTS = ("ok", "error", "lost", "scratch", "mixed", "drift", "silent")
+"""What can be said of a fault: all is right; it ends in an error; it goes on from an older state than was
+acknowledged; from nothing although something was; from a state that never was; from a right one, and what follows
+differs; from an older one without saying so."""
 
 
 @dataclass(frozen=True)

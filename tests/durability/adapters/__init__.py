@@ -25,6 +25,8 @@ class Adapter(Protocol):
     WARM: tuple[str, ...]
     """Modules to import before the first fork."""
 
+    # WRITES_WITH_OS = True, where it writes by the functions of `os` alone: then they can be made to fail, and logged.
+
     def train(self, task: Task, directory: Path, tell: Tell, *, words: frozenset[str]) -> None:
         """Run the user's script: go on with what is in `directory` by the documented route, else start; train on.
 

@@ -1,8 +1,13 @@
-"""Drives trainwright: saves in the background unless "sync"; "workers" reads through a DataLoader with two of them."""
+"""Drives trainwright: saves in the background unless "sync"; "workers" reads through a DataLoader with two of them.
+
+"persistent": the workers live on from epoch to epoch; "slow": each row takes a millisecond; "raise": a save that fails
+ends the run.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +19,8 @@ from trainwright import Checkpoint, Observer, OneCycle, Trainer, Updates, batche
 from ..task import Task, Tell
 
 LIBRARY = "trainwright"
-WORDS = frozenset({"sync", "background", "workers", "persistent", "raise"})
+WORDS = frozenset({"sync", "background", "workers", "persistent", "slow", "raise"})
+WRITES_WITH_OS = True
 WARM = ("torch._dynamo",)
 
 
@@ -43,6 +49,15 @@ class Watch(Observer):
     def on_save(self, saved: Any) -> None:
         """Tell what is whole."""
         self.tell.saved(saved.update)
+
+
+class Slow(TensorDataset):
+    """Rows that take their time, so that the loop mostly waits for them."""
+
+    def __getitem__(self, index: int) -> Any:
+        """The row, a millisecond later."""
+        time.sleep(0.001)
+        return super().__getitem__(index)
 
 
 def train(task: Task, directory: Path, tell: Tell, *, words: frozenset[str]) -> None:
@@ -76,7 +91,7 @@ def _loader(task: Task, words: frozenset[str]) -> Any:
     if "workers" not in words:
         return batches(task.data(), task.batch, shuffle=True, seed=task.seed)
     kept = "persistent" in words
-    data = TensorDataset(*task.data())
+    data = (Slow if "slow" in words else TensorDataset)(*task.data())
     return DataLoader(data, task.batch, shuffle=True, num_workers=2, persistent_workers=kept)
 
 
