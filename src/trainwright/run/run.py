@@ -157,6 +157,8 @@ class Run:
         owed, self.owed = self.owed, ""
         owed = "" if owed == "update" and not self.counters.pause and self.at_end else owed  # the epoch's end does it
         self.epoch_over, self.stopped_between = owed == "epoch", owed == "update"
+        if owed:
+            self.random.stand()
         return owed != ""
 
     def _grouped(self) -> Iterator[Window]:

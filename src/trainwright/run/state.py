@@ -19,6 +19,8 @@ class Random:
         self.epoch_start: dict[str, Any] = {}
         self.loaded: dict[str, Any] | None = None
         """The state of the boundary, until it has been put back."""
+        self.stands = False
+        """Whether the process draws from there already, though the iterator of the epoch is still to be made."""
         self.kept: dict[str, Any] | None = None
         """The state before the window in hand was fetched, where a run can end inside one."""
         self.uses_kept = False
@@ -26,12 +28,18 @@ class Random:
 
     def state_dict(self) -> Tree:
         """Both states."""
-        kept = self.kept if self.uses_kept else None
+        kept = self.kept if self.uses_kept else None if self.stands else self.loaded
         return {"epoch_start": self.epoch_start, "now": random_state() if kept is None else kept}
 
     def load_state_dict(self, tree: Tree) -> None:
         """Keep both states; the iterator of the epoch is made between setting the one and the other."""
         self.epoch_start, self.loaded = tree["epoch_start"], tree["now"]
+
+    def stand(self) -> None:
+        """Have the process draw what followed the boundary, for a pause that comes before the epoch goes on."""
+        if self.loaded is not None:
+            set_random_state(self.loaded)
+            self.stands = True
 
     def put_back(self) -> None:
         """Have the process draw what followed the boundary; for one between two epochs, or where nothing is left."""
