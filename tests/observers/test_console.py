@@ -138,7 +138,10 @@ def test_the_footer_tells_end_best_weights_and_course():
         " end      12 epochs, 276 updates, 1.3s · 2 skipped · stopped early",
         " best     val_loss 0.1324 at epoch 12, update 276 · weights: best of epoch 12",
     ]
-    assert footer(Result([], None, 1, 1, "", 0.1)) == [" end      1 epoch, 1 update, 0.1s · weights: last"]
+    assert footer(Result([], None, 1, 1, "", 0.1, blocked=0.9)) == [" end      1 epoch, 1 update, 0.1s · weights: last"]
+    for found in (best, None):
+        told = "\n".join(footer(result(best=found, seconds=1000.0, blocked=75.2, skipped=2)))
+        assert "276 updates, 16m40s · 1m15s of it waiting for saves · 2 skipped" in told
 
 
 def test_the_footer_draws_the_losses_and_what_is_watched_in_four_lines_at_most():

@@ -60,7 +60,7 @@ def test_every_event_is_a_line_of_strict_json(tmp_path):
     journal.on_update(update(1, loss=0.1 + 0.2, lrs=(0.1, 0.01), grad_norm=2.0, skipped=True, values={"kl": 0.25}))
     journal.on_validate(validation(1, val_loss=0.25))
     journal.on_epoch(validation(1))
-    journal.on_save(Saved(tmp_path / "update_1", 1, True))
+    journal.on_save(Saved(tmp_path / "update_1", 1, True, seconds=2.0, blocked=0.25, size=1000))
     journal.on_fit_end(result(1, Best("val_loss", 0.25, 1, 1)))
     lines = path.read_text().splitlines()
     records = [json.loads(line, parse_constant=pytest.fail) for line in lines]
@@ -76,10 +76,13 @@ def test_every_event_is_a_line_of_strict_json(tmp_path):
         "rows": 640, "waiting": 0.25, "skipped": 0, "metrics": {"loss": 0.5, "val_loss": 0.25},
     }  # fmt: skip
     assert epoch["event"] == "epoch"
-    assert saved == {"event": "save", "update": 1, "path": str(tmp_path / "update_1"), "best": True}
+    assert saved == {
+        "event": "save", "update": 1, "path": str(tmp_path / "update_1"), "best": True, "seconds": 2.0, "blocked": 0.25,
+        "size": 1000,
+    }  # fmt: skip
     assert end == {
-        "event": "end", "updates": 1, "epochs": 1, "stopped": "all epochs done", "seconds": 2.5, "skipped": 0,
-        "weights": "last", "best": {"name": "val_loss", "value": 0.25, "epoch": 1, "update": 1},
+        "event": "end", "updates": 1, "epochs": 1, "stopped": "all epochs done", "seconds": 2.5, "blocked": 0.0,
+        "skipped": 0, "weights": "last", "best": {"name": "val_loss", "value": 0.25, "epoch": 1, "update": 1},
     }  # fmt: skip
 
 
@@ -215,6 +218,62 @@ def test_a_resume_into_an_earlier_stage_drops_the_later_one(tmp_path):
 def test_a_resume_without_a_journal_starts_one(tmp_path):
     write(tmp_path / "run.jsonl", 21, 22, resume=20)
     assert shape(read_journal(tmp_path / "run.jsonl"))[:2] == [("start", None), ("update", 21)]
+
+
+def with_saves(path, start, stop, *, every, late, updates=1, resume=None):
+    """One run as `write` makes it, saving each `every` updates, which is told `late` updates later."""
+    journal = Journal(path, updates=updates)
+    if resume is not None:
+        journal.resume_at(resume)
+    journal.on_fit_start(Plan(model="Net"))
+    for n in range(start, stop + 1):
+        journal.on_update(update(n, loss=1 / n))
+        if (n - late) % every == 0 and n - late >= start:
+            journal.on_save(Saved(path.parent / f"update-{n - late}", n - late, False))
+    journal._close()  # as a crash leaves it
+
+
+def numbers(path, event):
+    return [record["update"] for record in read_journal(path) if record["event"] == event]
+
+
+@pytest.mark.parametrize("updates", [1, 4, 100])
+@pytest.mark.parametrize("late", [0, 1, 3, 7])
+def test_saves_that_are_told_late_leave_no_gap_and_no_repeat_after_a_resume(tmp_path, late, updates):
+    path = tmp_path / "run.jsonl"
+    with_saves(path, 1, 27, every=5, late=late, updates=updates)
+    told = max(n for n in range(5, 28, 5) if n + late <= 27)
+    with_saves(path, told + 1, 43, every=5, late=late, updates=updates, resume=told)
+    told_again = max(n for n in range(5, 44, 5) if n + late <= 43)
+    with_saves(path, told_again + 1, 50, every=5, late=0, updates=updates, resume=told_again)
+    assert numbers(path, "update") == [n for n in range(1, 51) if n % updates == 0]
+    assert numbers(path, "save") == list(range(5, 51, 5))
+
+
+def test_saves_behind_the_cut_stay_and_those_of_later_updates_go(tmp_path):
+    path = tmp_path / "run.jsonl"
+    with_saves(path, 1, 30, every=10, late=4)  # 10 is told after 14, 20 after 24
+    before = read_journal(path)
+    Journal(path).resume_at(10)
+    assert shape(read_journal(path)) == [*shape(before)[:11], ("save", 10)]
+    Journal(path).resume_at(10)  # once more changes nothing
+    assert shape(read_journal(path)) == [*shape(before)[:11], ("save", 10)]
+    assert read_journal(path)[-1] == next(record for record in before if record["event"] == "save")
+
+
+@pytest.mark.parametrize("updates", [1, 100])
+def test_a_late_save_is_not_taken_for_another_run_and_another_run_is_not_touched(tmp_path, updates):
+    path = tmp_path / "run.jsonl"
+    with_saves(path, 1, 30, every=10, late=4, updates=updates)
+    first = read_journal(path)
+    with_saves(path, 1, 25, every=10, late=4, updates=updates)  # another run
+    with_saves(path, 11, 12, every=10, late=0, updates=updates, resume=10)
+    assert read_journal(path)[: len(first)] == first
+    rest = read_journal(path)[len(first) :]
+    assert [record["update"] for record in rest if record["event"] == "save"] == [10]
+    assert [record["update"] for record in rest if record["event"] == "update"] == [
+        n for n in range(1, 13) if n % updates == 0
+    ]
 
 
 def test_csv_has_a_column_per_number(tmp_path):

@@ -18,6 +18,8 @@ from trainwright.observers.table import Table, amount, duration, is_set_loss, jo
 
 WIDEST = 100
 """No line is wider, on any terminal or in any file."""
+WORTH_SAYING = 1.0
+"""Seconds of waiting for saves that the end of a run tells."""
 
 
 class Console(Observer):
@@ -126,12 +128,14 @@ def footer(result: Result, width: int = WIDEST, *, watched: Sequence[str] = ()) 
     note, end, found = (f" {word:<{min(longest, 20)}} " for word in ("note", "end", "best"))
     notes = [line for one in result.notes for line in joined([one], width, start=note)]
     done = f"{_many(result.epochs, 'epoch')}, {_many(result.updates, 'update')}, {duration(result.seconds)}"
-    parts = [done, *([f"{result.skipped} skipped"] if result.skipped else []), *([result.stopped or ""])]
+    skipped = f"{result.skipped} skipped" if result.skipped else ""
+    blocked = f"{duration(result.blocked)} of it waiting for saves" if result.blocked >= WORTH_SAYING else ""
+    parts = [part for part in (done, blocked, skipped, result.stopped) if part]
     weights, best = f"weights: {result.weights}", result.best
     if best is None:
-        return [*courses, *notes, *joined([part for part in (*parts, weights) if part], width, start=end)]
+        return [*courses, *notes, *joined([*parts, weights], width, start=end)]
     value = f"{best.name} {number(best.value)} at epoch {best.epoch}, update {best.update}"
-    ended = joined([part for part in parts if part], width, start=end)
+    ended = joined(parts, width, start=end)
     return [*courses, *notes, *ended, *joined([value, weights], width, start=found)]
 
 

@@ -8,7 +8,6 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import fields
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -28,6 +27,9 @@ class Journal(Observer):
     `updates=n` writes every nth update (a skipped one always); each line costs a few microseconds. Lines are handed
     to the system at each validation, epoch, save and end; a crash loses at most the updates since. NaN and infinity
     are written as the strings "NaN", "Infinity", "-Infinity", which `read_journal` turns back into numbers.
+
+    A save is written when the checkpoint is whole, some updates later than the one that it is of. A checkpoint that
+    became whole right before a crash may have no such line.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, updates: int | Updates = 1) -> None:
@@ -45,7 +47,10 @@ class Journal(Observer):
         self._start: dict[str, Any] = {}
 
     def resume_at(self, update: int) -> None:
-        """Drop what the last run in the file wrote after `update`, for it will be done again."""
+        """Drop what the last run in the file wrote after `update`, for it will be done again.
+
+        Saves of that update or earlier ones stay, though they were told later.
+        """
         is_open = self._file is not None
         self._close()
         if self.path.exists():
@@ -92,13 +97,15 @@ class Journal(Observer):
 
     def on_save(self, saved: Saved) -> None:
         """Write that a checkpoint is whole."""
-        self._write({"event": "save", "update": saved.update, "path": str(saved.path), "best": saved.best}, flush=True)
+        record = {"event": "save", "update": saved.update, "path": str(saved.path), "best": saved.best}
+        costs = {name: getattr(saved, name) for name in ("seconds", "blocked", "size")}
+        self._write(record | costs, flush=True)
 
     def on_fit_end(self, result: Result) -> None:
         """Write how the run ended and close the file."""
         best = result.best
         found = best and {"name": best.name, "value": best.value, "epoch": best.epoch, "update": best.update}
-        names = ("updates", "epochs", "stopped", "seconds", "skipped", "weights")
+        names = ("updates", "epochs", "stopped", "seconds", "blocked", "skipped", "weights")
         self._write({"event": "end", **{name: getattr(result, name) for name in names}, "best": found}, flush=True)
         self._close()
 
@@ -109,11 +116,7 @@ class Journal(Observer):
 
     def _write(self, record: Mapping[str, Any], *, flush: bool = False) -> None:
         assert self._file is not None, "on_fit_start opens the journal"
-        try:
-            line = _encode(record)
-        except ValueError:  # NaN or infinity, which JSON has no word for
-            line = _encode(_spelt(record))
-        self._file.write(line + "\n")
+        self._file.write(_line(record))
         if flush:
             self._file.flush()
 
@@ -132,10 +135,14 @@ class Journal(Observer):
 
     def _cut(self, update: int) -> None:
         lines = _lines(self.path)
-        for start, record in lines[_last_run(lines) :]:
-            if _position(record) > update:
-                os.truncate(self.path, start)
-                return
+        behind = lines[_last_run(lines) :]
+        cut = next((n for n, (_, record) in enumerate(behind) if _position(record) > update), len(behind))
+        if cut == len(behind):
+            return
+        told_later = [record for _, record in behind[cut:] if _is_save(record) and _position(record) <= update]
+        os.truncate(self.path, behind[cut][0])
+        with self.path.open("a", encoding="utf-8", newline="\n") as file:
+            file.writelines(_line(record) for record in told_later)
 
 
 def read_journal(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -176,18 +183,38 @@ def _drop_torn_line(path: Path) -> None:
 
 
 def _last_run(lines: list[tuple[int, dict[str, Any]]]) -> int:
-    """Return the index of the first record of the last run: updates fall only where another run begins."""
-    places = [(i, _position(record)) for i, (_, record) in enumerate(lines) if "update" in record]
-    begin = 0
-    for (before, earlier), (after, later) in pairwise(places):
-        if later < earlier:
-            begin = next((i for i in range(before + 1, after) if lines[i][1]["event"] == "start"), after)
+    """Return the index of the first record of the last run: where what follows a start is behind what stood before it.
+
+    Only the first record after a start is asked: updates rise within a session, but saves are told late.
+    """
+    begin = session = 0
+    highest, is_fresh = -1, True
+    for i, (_, record) in enumerate(lines):
+        if record["event"] == "start" and not is_fresh:
+            session, is_fresh = i, True
+        elif "update" in record:
+            if is_fresh and _position(record) < highest:
+                begin, highest = session, -1
+            highest, is_fresh = max(highest, _position(record)), False
     return begin
 
 
 def _position(record: Mapping[str, Any]) -> int:
     """Return the update a record belongs to; those without one stay with what stands before them."""
     return int(record.get("update", -1))
+
+
+def _is_save(record: Mapping[str, Any]) -> bool:
+    """Whether a record is one that may stand behind later ones."""
+    return bool(record["event"] == "save")
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    """Return a record as a line of strict JSON."""
+    try:
+        return _encode(record) + "\n"
+    except ValueError:  # NaN or infinity, which JSON has no word for
+        return _encode(_spelt(record)) + "\n"
 
 
 def _spelt(value: Any) -> Any:
