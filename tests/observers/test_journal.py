@@ -69,7 +69,7 @@ def test_every_event_is_a_line_of_strict_json(tmp_path):
     assert (start["event"], start["model"], start["updates"], start["notes"]) == ("start", "Net", 12, ["a note"])
     assert one == {
         "event": "update", "update": 1, "epoch": 0, "loss": 0.1 + 0.2, "lr": 0.1, "rows": 64,
-        "lrs": [0.1, 0.01], "grad_norm": 2.0, "skipped": True, "values": {"kl": 0.25},
+        "lrs": [0.1, 0.01], "grad_norm": 2.0, "skipped": True, "held_back": 1, "values": {"kl": 0.25},
     }  # fmt: skip
     assert judged == {
         "event": "validate", "epoch": 1, "update": 1, "best": True, "waited": 0, "patience": 4, "seconds": 1.5,
@@ -194,6 +194,32 @@ def test_a_resume_takes_back_what_will_be_done_again(tmp_path, when):
         ("update", 21),
         ("end", None),
     ]
+
+
+def test_a_resume_takes_back_updates_that_were_held_back_after_its_checkpoint(tmp_path):
+    path = tmp_path / "run.jsonl"
+    journal = Journal(path)
+    journal.on_fit_start(Plan())
+    for n, skipped in ((1, False), (1, True), (1, True), (2, False), (2, True)):
+        journal.on_update(update(n, skipped=skipped, loss=n))
+    journal.on_fit_end(result(2))
+    for held_back in (3, 2):  # of which the first two stand before update 2
+        again = Journal(path)
+        again.resume_at(2, held_back)
+        again.on_fit_start(Plan())
+        again.on_update(update(2, skipped=True, loss=held_back))
+        again.on_fit_end(result(2))
+    found = [
+        (one["update"], one.get("held_back"), one["loss"]) for one in read_journal(path) if one["event"] == "update"
+    ]
+    assert found == [(1, None, 1), (1, 1, 1), (1, 2, 1), (2, None, 2), (2, 3, 2)]
+
+
+def test_each_line_is_in_the_file_when_it_is_written(tmp_path):
+    path = tmp_path / "run.jsonl"
+    journal = write(path, 1, 3, end=False)
+    assert shape(read_journal(path)) == [("start", None), ("update", 1), ("update", 2), ("update", 3)]
+    journal.on_fit_end(result(3))
 
 
 def test_a_resume_touches_only_the_last_run_of_the_file(tmp_path):

@@ -25,8 +25,8 @@ class Journal(Observer):
     """Appends one JSON object per event to a file: start, update, validate, epoch, save, end.
 
     `updates=n` writes every nth update (a skipped one always); each line costs a few microseconds. Lines are handed
-    to the system at each validation, epoch, save and end; a crash loses at most the updates since. NaN and infinity
-    are written as the strings "NaN", "Infinity", "-Infinity", which `read_journal` turns back into numbers.
+    to the system as they are written, so that no checkpoint becomes whole before what it has seen is told. NaN and
+    infinity are written as the strings "NaN", "Infinity", "-Infinity", which `read_journal` turns back into numbers.
 
     A save is written when the checkpoint is whole, some updates later than the one that it is of. A checkpoint that
     became whole right before a crash may have no such line.
@@ -45,22 +45,26 @@ class Journal(Observer):
             )
         self._file: TextIO | None = None
         self._start: dict[str, Any] = {}
+        self._held_back = self._resumed = 0
+        """Updates of this stage that were held back, so far and where it was resumed: the clock does not count them."""
 
-    def resume_at(self, update: int) -> None:
-        """Drop what the last run in the file wrote after `update`, for it will be done again.
+    def resume_at(self, update: int, held_back: int = 0) -> None:
+        """Drop what the last run in the file wrote after `update` and so many held back: it will be done again.
 
         Saves of that update or earlier ones stay, though they were told later.
         """
         is_open = self._file is not None
         self._close()
+        self._held_back = self._resumed = held_back
         if self.path.exists():
-            self._cut(update)
+            self._cut(update, held_back)
         if is_open:
             self._open()
 
     def on_fit_start(self, plan: Plan) -> None:
         """Open the file and write what the run will do."""
         self._close()
+        self._held_back, self._resumed = self._resumed, 0
         plan_fields = (field.name for field in fields(plan))
         self._start = {"event": "start", **{name: getattr(plan, name) for name in plan_fields}, "updates": plan.updates}
         self._open()
@@ -82,7 +86,8 @@ class Journal(Observer):
         if update.grad_norm is not None:
             record["grad_norm"] = update.grad_norm
         if update.skipped:
-            record["skipped"] = True
+            self._held_back += 1
+            record |= {"skipped": True, "held_back": self._held_back}
         if update.values:
             record["values"] = dict(update.values)
         self._write(record)
@@ -99,44 +104,44 @@ class Journal(Observer):
         """Write that a checkpoint is whole."""
         record = {"event": "save", "update": saved.update, "path": str(saved.path), "best": saved.best}
         costs = {name: getattr(saved, name) for name in ("seconds", "blocked", "size")}
-        self._write(record | costs, flush=True)
+        self._write(record | costs)
 
     def on_fit_end(self, result: Result) -> None:
         """Write how the run ended and close the file."""
         best = result.best
         found = best and {"name": best.name, "value": best.value, "epoch": best.epoch, "update": best.update}
         names = ("updates", "epochs", "stopped", "seconds", "blocked", "skipped", "weights")
-        self._write({"event": "end", **{name: getattr(result, name) for name in names}, "best": found}, flush=True)
+        self._write({"event": "end", **{name: getattr(result, name) for name in names}, "best": found})
         self._close()
 
     def _write_numbers(self, event: str, record: Validation) -> None:
         names = ("epoch", "update", "best", "waited", "patience", "seconds", "rows", "waiting", "skipped")
         numbers = {name: getattr(record, name) for name in names}
-        self._write({"event": event, **numbers, "metrics": dict(record.metrics)}, flush=True)
+        self._write({"event": event, **numbers, "metrics": dict(record.metrics)})
 
-    def _write(self, record: Mapping[str, Any], *, flush: bool = False) -> None:
+    def _write(self, record: Mapping[str, Any]) -> None:
         assert self._file is not None, "on_fit_start opens the journal"
         self._file.write(_line(record))
-        if flush:
-            self._file.flush()
 
     def _open(self) -> None:
         """Open the file behind its last whole line, and write how this run started."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
             _drop_torn_line(self.path)
-        self._file = self.path.open("a", encoding="utf-8", newline="\n")
-        self._write(self._start, flush=True)
+        # By lines: checkpoints are written beside the training, and a kill may come as soon as one is whole.
+        self._file = self.path.open("a", buffering=1, encoding="utf-8", newline="\n")
+        self._write(self._start)
 
     def _close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
 
-    def _cut(self, update: int) -> None:
+    def _cut(self, update: int, held_back: int) -> None:
         lines = _lines(self.path)
         behind = lines[_last_run(lines) :]
-        cut = next((n for n, (_, record) in enumerate(behind) if _position(record) > update), len(behind))
+        at = (update, held_back)
+        cut = next((n for n, (_, one) in enumerate(behind) if (_position(one), _held_back(one)) > at), len(behind))
         if cut == len(behind):
             return
         told_later = [record for _, record in behind[cut:] if _is_save(record) and _position(record) <= update]
@@ -202,6 +207,12 @@ def _last_run(lines: list[tuple[int, dict[str, Any]]]) -> int:
 def _position(record: Mapping[str, Any]) -> int:
     """Return the update a record belongs to; those without one stay with what stands before them."""
     return int(record.get("update", -1))
+
+
+def _held_back(record: Mapping[str, Any]) -> int:
+    """Return how many updates a record says were held back, its own included; 0 where it does not say."""
+    counts = record["event"] in ("validate", "epoch")
+    return int(record["skipped"] if counts else record.get("held_back", 0))
 
 
 def _is_save(record: Mapping[str, Any]) -> bool:

@@ -73,7 +73,7 @@ class Found:
         for observer in owner.observers:
             resume_at = getattr(observer, "resume_at", None)
             if resume_at is not None:
-                resume_at(at)
+                resume_at(at, counters.skipped)
         told = changed(self._progress.get("settings", {}), settings_of(owner))
         return [f"resumed from {self.path} at update {at}", *reports, *([told] if told else [])]
 
