@@ -30,7 +30,7 @@ def is_cell(cell: Cell) -> bool:
 
 def not_built(cell: Cell) -> bool:
     """Whether the library does not resume this exactly yet, and does not say that it does."""
-    return (cell["data"] != "batches" and cell["workers"] != "0") or cell["interrupt"] != "kill"
+    return cell["data"] != "batches" and cell["workers"] != "0"
 
 
 def all_cells() -> list[Cell]:

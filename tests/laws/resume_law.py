@@ -222,8 +222,9 @@ def _waited(child: int) -> int:
 
 
 def told(at: dict[str, Any]) -> str:
-    """A checkpoint's name, and the place in the run that it holds."""
-    return f"{at['name']}, {at['skipped']} skipped, at batch {at['batch']} of epoch {at['epoch']}"
+    """A checkpoint's name, and the place in the run that it holds: before or after the pause of an epoch's end."""
+    epoch, batch = divmod(at["epoch"] * BATCHES + at["batch"], BATCHES)
+    return f"{at['name']}, {at['skipped']} skipped, at batch {batch} of epoch {epoch}"
 
 
 def last_told(directory: Path) -> str:

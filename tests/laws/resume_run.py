@@ -98,7 +98,7 @@ def train(cell: Cell, directory: Path, *, interrupt: Interrupt | None = None, re
         sys.exit(ERROR)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
-    told = {name: value for name, value in asdict(result).items() if name != "seconds"}
+    told = {name: value for name, value in asdict(result).items() if name not in ("seconds", "blocked")}
     told["best"]["path"] = told["best"]["path"].name
     outcome = {
         "random state": random_digests(),
@@ -158,7 +158,7 @@ class Own(Trainer):
 
 
 class Watched(nn.Module):
-    """A model that shows what it is trained on, and draws from Python and NumPy besides."""
+    """A model that shows what it is trained on, and draws from every generator, in evaluations too."""
 
     def __init__(self, kind: str, watch: Watch) -> None:
         super().__init__()
@@ -168,8 +168,7 @@ class Watched(nn.Module):
     def forward(self, x):
         if self.training:
             self.watch.saw(x)
-            x = x * (1 + 0.01 * (random.random() + np.random.rand()))
-        return self.net(x)
+        return self.net(x * (1 + 0.01 * (random.random() + np.random.rand() + float(torch.rand(())))))
 
 
 # The data.
@@ -233,6 +232,7 @@ class Collate:
     def __init__(self, watch: Watch) -> None:
         interrupt = watch.interrupt
         self.target = interrupt.batch if interrupt and interrupt.kind == "signal while waiting" else -1
+        self.before = 0 if interrupt is None else interrupt.batch - interrupt.micro
         self.signal = None if interrupt is None else interrupt.signal
         self.seen, self.process = watch.seen, os.getpid()
         self.epoch, self.given = -1, 0
@@ -243,7 +243,7 @@ class Collate:
         return default_collate(rows)
 
     def count(self):
-        """Find out which batch this is, and send the signal once all those before it have been trained on."""
+        """Find out which batch this is, and send the signal once the windows before its own have been trained on."""
         if self.seen.value // BATCHES != self.epoch:
             self.epoch, self.given = self.seen.value // BATCHES, 0
         worker = get_worker_info()
@@ -252,7 +252,7 @@ class Collate:
         if self.epoch * BATCHES + number != self.target:
             return
         self.target = -1
-        while self.seen.value < self.epoch * BATCHES + number:
+        while self.seen.value < self.before:
             time.sleep(0.001)
         if worker is not None:
             time.sleep(0.03)  # the update that is under way ends, and the loop waits
