@@ -130,7 +130,7 @@ class Result:
     """
     notes: tuple[str, ...] = ()
     """What else is worth a line: a schedule that skipped updates left short of its end, what an error left saved."""
-    blocked: float = 0.0
+    blocked: float = field(default=0.0, compare=False)
     """Seconds that saving has kept this `fit` waiting."""
 
     def plot(self, path: str | Path | None = None) -> Any:
