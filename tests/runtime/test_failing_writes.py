@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -236,3 +237,26 @@ def test_large_files_are_summed_as_small_ones_are(tmp_path):
                 file.seek(at)
                 file.write(bytes([byte]))
         verify(path)
+
+
+def test_where_no_thread_can_be_started_sums_are_the_same(tmp_path, monkeypatch):
+    data = bytes(range(256)) * 50_000
+    with_thread = put(tmp_path, 1, data)
+
+    def refused(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    without = put(tmp_path, 2, data)
+    assert verify(without)["files"] == verify(with_thread)["files"]
+
+
+def test_no_thread_outlives_a_save_that_fails(tmp_path):
+    before = threading.active_count()
+    data = bytes(20 << 20)
+    for at in range(2, 9):
+        with pytest.MonkeyPatch.context() as patch:
+            Faults(patch, at)
+            with pytest.raises(CheckpointError):
+                put(tmp_path, 1, data)
+    assert threading.active_count() == before

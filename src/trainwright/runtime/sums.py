@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 Checksum = Literal["crc32", "sha256"]
 """crc32 notices what breaks by itself, and is cheap; sha256 also what somebody means to pass off as it was."""
-PIECE = 1 << 23
+PIECE = 1 << 22
 """Bytes that are handed to the thread at a time: many enough for its waking up not to count."""
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from trainwright.base.errors import CheckpointError, message
+from trainwright.runtime import pages
 
 MAX_HEADER = 100_000_000
 """Bytes of a header that any reader of the format accepts."""
@@ -188,7 +189,7 @@ def _sizes(value: Any) -> bool:
 
 def _read_tensor(source: Source, entry: _Entry) -> Tensor:
     try:
-        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        tensor = pages.empty(entry.shape, entry.dtype)
     except RuntimeError as error:
         raise _defect(source, f"no tensor of shape {list(entry.shape)} can be made ({error})") from None
     if tensor.numel():
