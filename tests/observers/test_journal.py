@@ -302,6 +302,19 @@ def test_a_late_save_is_not_taken_for_another_run_and_another_run_is_not_touched
     ]
 
 
+def test_the_last_run_begins_where_updates_are_behind_the_furthest_before_not_behind_a_late_save(tmp_path):
+    path = tmp_path / "run.jsonl"
+    with_saves(path, 1, 24, every=20, late=4)
+    first = read_journal(path)
+    other = Journal(path, updates=100)
+    other.on_fit_start(Plan())
+    other.on_epoch(validation(22))
+    other.on_epoch(validation(44))
+    other._close()
+    Journal(path).resume_at(22)
+    assert read_journal(path)[: len(first)] == first and len(read_journal(path)) == len(first) + 2
+
+
 def test_csv_has_a_column_per_number(tmp_path):
     journal = Journal(tmp_path / "run.jsonl")
     journal.on_fit_start(Plan())

@@ -223,6 +223,15 @@ def test_what_is_judged_while_a_save_is_in_flight_changes_nothing_of_it(start, s
     assert updates(tmp_path / "run") == [1, 2] and not saved.best
 
 
+def test_the_best_stays_though_it_was_saved_without_its_number(start, tmp_path):
+    keeper = start(best="val_loss", keep=1)
+    keeper.judge({"val_loss": 1.0}, epoch=0, update=1)
+    for update in (1, 2, 3):
+        begin(keeper, update)
+    keeper.written(wait=True)
+    assert updates(tmp_path / "run") == [1, 3]
+
+
 def test_a_victim_that_cannot_be_removed_is_told_in_training_and_the_save_is_whole(start, monkeypatch, tmp_path):
     keeper = start(keep=1)
     save(keeper, 1)
@@ -250,6 +259,14 @@ def test_release_waits_for_the_save_in_flight_and_then_unlocks(start, slow, tmp_
     assert updates(tmp_path / "run") == [1] and [saved.update for saved in keeper.written()] == [1]
     assert keeper._arena.size == 0
     start(resuming=True)
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_release_unlocks_where_nothing_was_saved_and_may_come_twice(async_save, start):
+    keeper = start(async_save=async_save)
+    keeper.release()
+    keeper.release()
+    start().expect({"model": {}})
 
 
 def test_a_second_ctrl_c_gets_through_and_the_thread_unlocks_when_it_is_done(start, slow, tmp_path):

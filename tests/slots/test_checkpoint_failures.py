@@ -75,6 +75,17 @@ def test_a_run_without_any_checkpoint_is_told_that_it_would_begin_anew(start, re
         keeper.written(wait=True)
 
 
+def test_a_failure_that_a_later_save_has_made_good_says_so(start, refuses):
+    keeper = start()
+    refuses(errno.ENOSPC)
+    begin(keeper, 1)
+    keeper._background.wait()
+    refuses(0)
+    begin(keeper, 2)
+    with pytest.warns(UserWarning, match="the disk is full; update-0000000002 is whole meanwhile"):
+        assert [saved.update for saved in keeper.written(wait=True)] == [2]
+
+
 @pytest.mark.parametrize("async_save", [True, False])
 def test_with_raise_a_failure_of_the_system_is_an_error_once(async_save, start, refuses, tmp_path):
     keeper = start(async_save=async_save, on_save_error="raise")

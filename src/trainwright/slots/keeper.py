@@ -291,8 +291,7 @@ class Keeper:
     def _report(self, failure: Failure, *, ends: bool) -> None:
         saved = self.saved
         raises = self.settings.on_save_error == "raise" or not failure.is_of_the_system
-        ends = raises or (ends and failure.update == self._handed.update)
-        text = failure.text(self.directory, before=saved[0] if saved else self._resumed, ends=ends)
+        text = failure.text(self.directory, before=saved[0] if saved else self._resumed, ends=ends or raises)
         if raises:
             raise CheckpointError(text) from failure.error
         warn(text, stacklevel=3)

@@ -165,7 +165,9 @@ class Failure:
         name = storage.update_name(self.update)
         counted = f" (the save number {self.times} that failed in a row)" if self.times > 1 else ""
         what = f"checkpoint {name}{counted} could not be written to {directory}: {self._reason[0]}"
-        if ends:
+        if before is not None and storage.is_name(before.name) and storage.update_of(before.name) > self.update:
+            lost = f"{before.name} is whole meanwhile"
+        elif ends:
             lost = "nothing of this run is saved" if before is None else f"updates after {before.name} are not saved"
         else:
             again = "begin anew" if before is None else f"go on from {before}"
