@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from trainwright.base.errors import DataError, message
-from trainwright.data.position import Generators, length_of, opened, tell_epoch
+from trainwright.data.asked import asked_of
+from trainwright.data.generators import Generators
+from trainwright.data.inexact import why_inexact
+from trainwright.data.order import Order, draws_at_most_at_first
+from trainwright.data.pool import Record, Workers
+from trainwright.data.position import check_facts, length_of, opened, tell_epoch
+from trainwright.data.twin import has_twin, iterates_itself, twin, view
+from trainwright.data.worker import Carrying, Starting
 from trainwright.runtime.randomness import unmoved
 
 
 class LoaderBatches:
-    """The batches of a `DataLoader`; raises DataError where it has none."""
+    """The batches of a `DataLoader`; raises DataError where it has none.
+
+    A resume inside an epoch is exact where rows depend only on their index, the sampler and the random states of the
+    processes: the order is drawn again and its first part left out unread, and each worker goes on with the random
+    state that came with its last batch. Iterable data sets, and loaders with an `__iter__` of their own, are read
+    past.
+    """
 
     repeatable = True
     draws_global_rng = True
+    must_resume: bool | None = None
+    """Whether a checkpoint may be asked for: then what could not be resumed is refused when it shows."""
     _tells_epoch = True
     """Whether data set and sampler hear which epoch it is."""
     _keeps_workers: bool | None = None
@@ -24,19 +40,19 @@ class LoaderBatches:
 
     def __init__(self, loader: DataLoader[Any], role: str) -> None:
         self._loader = loader
-        self._passes = 0
-        self._resumed = False
         self._role = role
+        self._passes = 0
+        self._loaded: dict[str, Any] | None = None
+        self._record = Record()
+        self._draws_on = False
+        """Whether the sampler has drawn from the process's random state after its first pull."""
         sampler, batch_sampler = loader.sampler, loader.batch_sampler
-        self._tellable = (sampler, batch_sampler, getattr(batch_sampler, "sampler", None), loader.dataset)
+        inner = getattr(batch_sampler, "sampler", None)
+        self._tellable = (sampler, batch_sampler, inner, loader.dataset)
         self._generators = Generators(
-            {
-                "loader": loader,
-                "sampler": sampler,
-                "batch_sampler": batch_sampler,
-                "batch_sampler.sampler": getattr(batch_sampler, "sampler", None),
-            }
+            {"loader": loader, "sampler": sampler, "batch_sampler": batch_sampler, "batch_sampler.sampler": inner}
         )
+        self._asked = asked_of(loader)
         self.length = length_of(loader)
         size = getattr(batch_sampler, "batch_size", None)
         self.batch_size = size if isinstance(size, int) else None
@@ -44,6 +60,7 @@ class LoaderBatches:
         dealt = self._dealt()
         short = dealt % self.batch_size if dealt and self.batch_size and self._drops_last else 0
         self.rows = None if dealt is None else dealt - short
+        self._order = Order(_index_sampler(loader), name=self.describe())
         if self.length == 0:
             raise self._no_batches()
 
@@ -56,17 +73,58 @@ class LoaderBatches:
         return f"{rows}{size} from a {type(self._loader).__name__}{workers}"
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
-        """One pass over the loader; its first `skip` batches are read and dropped, so that all draws are made."""
-        self._wake_workers(epoch)
+        """One pass over the loader without its first `skip` batches; the random draws of all are made."""
+        loaded, self._loaded = self._loaded, None
+        inside = loaded is not None and self._generators.epoch == epoch
+        way = self._way(loaded)
+        skipped = skip if way == "skip" else 0
+        self._record = Record(skipped)
+        if loaded is not None:
+            self._passes -= inside  # it was counted when it was saved
+            self._order.once_more = self._generators.stateful
+            self._go_back(loaded, inside=inside, given=skip if inside and way == "skip" else None)
         self._generators.begin(epoch)
         self._passes += 1
         if self._role == "train" and self._tells_epoch:
             tell_epoch(epoch, *self._tellable)
-        return opened(self._iterator(), skip, name=self.describe(), complaint=self._no_batches)
+        if loaded is not None and way == "asked":
+            self._ask(loaded, skip if inside else None)
+        iterator = self._opened(skipped)
+        iterator = (
+            opened(iterator, skip if way == "past" else 0, name=self.describe(), complaint=self._no_batches)
+            if way == "past" or not skip
+            else iterator
+        )
+        if loaded is not None and way != "asked":
+            self._ask(loaded, skip if inside else None)
+        return iterator if self._asked is None else self._asked.counted(iterator, skip)
+
+    def at_boundary(self) -> None:
+        """Note that all batches given so far are trained on: a run that ends inside the next window goes back here."""
+        self._record.at_boundary()
+        if self._asked is not None and self.must_resume is not False:
+            self._asked.at_boundary()
+
+    def facts(self) -> dict[str, Any]:
+        """What must not change between a save and a resume."""
+        loader = self._loader
+        samplers = (loader.sampler, loader.batch_sampler)
+        return {
+            "rows": None if isinstance(loader.dataset, IterableDataset) else length_of(loader.dataset),
+            "batch_size": self.batch_size if self.batch_size is not None else loader.batch_size,
+            "drop_last": self._drops_last,
+            "sampler": "/".join(type(sampler).__name__ for sampler in samplers if sampler is not None),
+        }
+
+    @property
+    def resumes(self) -> str:
+        """What is not known to be exact in a resume inside an epoch, and what to do; "" where nothing is."""
+        return "; ".join(why_inexact(self._loader))
 
     def set_aside(self) -> None:
         """Read beside whoever else reads the loader: data set and sampler stay in their epoch."""
-        self._tells_epoch = False
+        self._tells_epoch, self._loaded, self._asked = False, None, None
+        self._generators.set_aside()
 
     def keep_workers(self, *, keeps: bool) -> None:
         """Say whether the loader's persistent workers serve these passes, or training's alone."""
@@ -74,37 +132,133 @@ class LoaderBatches:
 
     @property
     def generators(self) -> list[Any]:
-        """The `torch.Generator`s of its own that a pass draws from; an evaluation puts them back."""
+        """The generators of its own that a pass draws from; an evaluation puts them back."""
         return self._generators.found
 
     def state_dict(self) -> dict[str, Any]:
-        """The passes begun, and the loader's and samplers' own generators."""
-        return {"passes": self._passes, "generators": self._generators.state_dict()}
+        """The passes begun, the loader's and samplers' own generators, and the random states of the workers."""
+        return self._loaded or {
+            "passes": self._passes,
+            "generators": self._generators.state_dict(),
+            "facts": self.facts(),
+            "workers": self._record.state_dict(self._loader.num_workers),
+            "draws_on": self._draws_on,
+            "asked": None if self._asked is None else self._asked.state_dict(),
+        }
 
-    def load_state_dict(self, tree: dict[str, Any]) -> None:
-        """Take over saved generators; the next epoch begins with them."""
+    def load_state_dict(self, tree: dict[str, Any]) -> str | None:
+        """Take over a saved state, for the next epoch; DataError where the loader is another one.
+
+        Returns a line where the rows will be the same, and the random draws in workers will not.
+        """
+        what = "the loader is not what it was when the state was saved"
+        check_facts(self.facts(), tree["facts"], what=what, fix="build the loader as it was")
         self._generators.load_state_dict(tree["generators"])
-        self._passes = tree["passes"]
-        self._resumed = True
+        self._passes, self._loaded = tree["passes"], tree
+        have, saved = self._loader.num_workers, tree["workers"]["number"]
+        if have == saved:
+            return None
+        return f"resumed with num_workers={have}, saved with {saved}: the rows are the same, their random draws are not"
+
+    def _way(self, loaded: dict[str, Any] | None) -> str:
+        """How the first batches are left out: "skip" in the order, read "past", or the data are "asked" to do it."""
+        loader = self._loader
+        if loaded is not None and self._asked is not None and not self._asked.rows_by_number:
+            return "asked"
+        draws_on = not loader.num_workers and loaded is not None and loaded["draws_on"]
+        past = isinstance(loader.dataset, IterableDataset) or iterates_itself(loader) or not has_twin(loader)
+        return "past" if past or draws_on else "skip"
+
+    def _go_back(self, loaded: dict[str, Any], *, inside: bool, given: int | None) -> None:
+        """Have workers go on with the random states that those of the saved run had."""
+        workers, attributes = loaded["workers"], vars(self._loader)
+        record = self._record
+        if workers["number"] != self._loader.num_workers or not has_twin(self._loader):
+            return
+        persistent = self._loader.persistent_workers
+        if persistent:
+            attributes["_iterator"] = None  # its workers have another history
+        if workers["seed"] is None or not (inside or persistent):
+            return
+        record.take_over(workers, given=given, inside=inside)
+        if persistent and (not inside or workers["kept"]):
+            self._order.closed = True
+            try:
+                with unmoved(self._generators.found):
+                    attributes["_iterator"] = self._made(twin(self._loader, self._order), seed=workers["seed"])
+            finally:
+                self._order.closed = False
+
+    def _ask(self, loaded: dict[str, Any], given: int | None) -> None:
+        if self._asked is not None:
+            self._asked.load(loaded["asked"], given=given)
+
+    def _opened(self, skip: int) -> Iterator[Any]:
+        """A pass that begins after `skip` batches of the order, which are pulled at once, with the random state now."""
+        loader, order = self._loader, self._order
+        order.skip = skip
+        if self.must_resume and not draws_at_most_at_first(_index_sampler(loader)):
+            order.moved = self._note_draws
+        try:
+            iterator = self._iterator()
+            if not loader.num_workers:
+                order.pass_over()
+        except RuntimeError as error:
+            pool = vars(loader).get("_iterator")
+            if isinstance(pool, Workers):
+                pool.explain(error)
+            raise
+        finally:
+            order.skip, order.moved, order.once_more = 0, None, False
+        return iterator
 
     def _iterator(self) -> Iterator[Any]:
         """A pass over the loader; one apart where its persistent workers are not to be taken from another pass."""
         loader: Any = self._loader
+        order = self._order
+        if has_twin(loader) and (loader.num_workers or order.skip or order.moved or order.once_more):
+            loader = twin(loader, order, self._made if loader.num_workers else None)
+        pool = vars(loader).get("_iterator")
         if self._tells_epoch or not loader.persistent_workers:
-            return iter(self._loader)
-        under_way = getattr(getattr(loader, "_iterator", None), "_tasks_outstanding", 0)
-        keeps = not under_way if self._keeps_workers is None else self._keeps_workers
-        apart: Iterator[Any] = iter(loader) if keeps else loader._get_iterator()
-        return apart
+            apart = False
+        else:
+            under_way = getattr(pool, "_tasks_outstanding", 0)
+            apart = bool(under_way) if self._keeps_workers is None else not self._keeps_workers
+        if apart:
+            beside: Iterator[Any] = loader._get_iterator()
+            return beside
+        if isinstance(pool, Workers):
+            pool.go_on(self._record, order, first=self._first())
+        return iter(loader)
 
-    def _wake_workers(self, epoch: int) -> None:
-        """Start persistent workers where an earlier pass has done so: they draw their base seed only once."""
-        if self._resumed and self._generators.epoch == epoch:
-            self._passes -= 1
-        if self._resumed and self._passes and self._loader.persistent_workers:
-            with unmoved():
-                iter(self._loader)
-        self._resumed = False
+    def _made(self, stand_in: Any, seed: int | None = None) -> Workers:
+        """New workers of the loader."""
+        stand_in.check_worker_number_rationality()
+        carries = stand_in.persistent_workers or (self._role == "train" and self.must_resume is not False)
+        carrying = Carrying(stand_in.collate_fn) if carries else None
+        starting = Starting(stand_in.worker_init_fn, self._record.states, carrying)
+        collate = {} if carrying is None else {"collate_fn": carrying}
+        dressed = view(stand_in, self._order, worker_init_fn=starting, **collate)
+        return Workers(dressed, self._record, seed=seed, first=self._first())
+
+    def _first(self) -> int:
+        """The worker whose turn it is in a pass that begins in the middle."""
+        loader: Any = self._loader
+        return self._order.skip % loader.num_workers if getattr(loader, "in_order", True) else 0
+
+    def _note_draws(self) -> None:
+        """Meet a sampler that draws from the process's random state in every pull, where training draws too."""
+        sampler = type(_index_sampler(self._loader)).__name__
+        what = f"{self._role} data: the sampler {sampler} draws from the process's random state while it is iterated"
+        want = "a sampler that draws when its iterator is made, or from a generator of its own"
+        fix = "generator = torch.Generator().manual_seed(...) as an attribute of the sampler, and draw from it"
+        if self._loader.num_workers:
+            what = f"{what}: with num_workers={self._loader.num_workers} no resume inside an epoch is exact"
+            raise DataError(message(what, want=want, fix=fix))
+        if not self._draws_on:
+            self._draws_on = True
+            what = f"{what}: a resume inside an epoch reads its batches again, and is exact if training draws nothing"
+            warnings.warn(message(what, want=want, fix=fix), stacklevel=2)
 
     def _dealt(self) -> int | None:
         """Rows that torch's own BatchSampler deals; None where another one does, or rows come unnumbered."""
@@ -128,3 +282,7 @@ class LoaderBatches:
             sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
             want = f"at least one batch of {rows} rows from {type(sampler).__name__}"
         return DataError(message(f"{self._role} data: {what}", want=want, fix=fix))
+
+
+def _index_sampler(loader: DataLoader[Any]) -> Any:
+    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler

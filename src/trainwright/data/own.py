@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from trainwright.base.errors import DataError, SettingError, message, not_built
 from trainwright.data.arrays import Table, TableRows, table_of
-from trainwright.data.position import Generators, length_of, opened, tell_epoch
+from trainwright.data.generators import Generators
+from trainwright.data.position import length_of, opened, tell_epoch
 from trainwright.data.seeded import SeededRows, mixed
 
 

@@ -1,12 +1,10 @@
-"""Where an iterator stands: batches skipped, epochs without a batch, generators at an epoch's start."""
+"""Where an iterator stands: batches skipped, epochs without a batch, what must not change while one is resumed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from typing import Any
-
-import torch
 
 from trainwright.base.errors import DataError, message
 
@@ -20,7 +18,7 @@ def skipped(iterator: Iterator[Any], skip: int, name: str) -> Iterator[Any]:
                 f"{name} ended while the batches were skipped that the run has trained on already",
                 have=f"{dropped} batches",
                 want=f"at least {skip}, as when the state was saved",
-                fix="give the data that the run was started with",
+                fix="give the data that the run was started with, or fit(..., resume_data=False)",
             )
         )
     return iterator
@@ -49,67 +47,22 @@ def length_of(data: Any) -> int | None:
         return None
 
 
+def check_facts(have: dict[str, Any], saved: dict[str, Any], *, what: str, fix: str) -> None:
+    """Raise DataError with the difference where the data are not what they were when a state was saved."""
+    differing = [name for name in saved if have.get(name) != saved[name]]
+    if differing:
+        raise DataError(
+            message(
+                what,
+                have=", ".join(f"{name}={have.get(name)}" for name in differing),
+                want=", ".join(f"{name}={saved[name]}" for name in differing),
+                fix=f"{fix}, or fit(..., resume_data=False)",
+            )
+        )
+
+
 def tell_epoch(epoch: int, *owners: Any) -> None:
     """Call `set_epoch(epoch)` once on each of `owners` that has it."""
     for owner in {id(owner): owner for owner in owners}.values():
         if callable(getattr(owner, "set_epoch", None)):
             owner.set_epoch(epoch)
-
-
-class Generators:
-    """The `torch.Generator`s that loaders and samplers hold, as they stood at the start of the epoch in hand.
-
-    Resumed inside the saved epoch, the order is drawn again from its start; resumed at a later epoch, the
-    generators go on from where they stood when the state was saved.
-    """
-
-    def __init__(self, owners: dict[str, Any]) -> None:
-        self._found: dict[str, torch.Generator] = {}
-        for name, owner in owners.items():
-            for key, value in getattr(owner, "__dict__", {}).items():
-                known = any(value is one for one in self._found.values())
-                # The default generator belongs to the process, whose state is kept with the run's.
-                if isinstance(value, torch.Generator) and value is not torch.default_generator and not known:
-                    self._found[f"{name}.{key}"] = value
-        self._epoch = -1
-        self._start = self._states()
-        self._loaded: dict[str, Any] | None = None
-
-    @property
-    def epoch(self) -> int:
-        """The epoch in hand, or the loaded one that is not begun yet."""
-        return self._epoch if self._loaded is None else int(self._loaded["epoch"])
-
-    @property
-    def found(self) -> list[torch.Generator]:
-        """The generators themselves."""
-        return list(self._found.values())
-
-    def begin(self, epoch: int) -> None:
-        """Note the start of `epoch`, after going back to a loaded state where there is one."""
-        if self._loaded is not None:
-            states = self._loaded["start" if self._loaded["epoch"] == epoch else "now"]
-            for name, generator in self._found.items():
-                generator.set_state(states[name])
-            self._loaded = None
-        self._epoch, self._start = epoch, self._states()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The epoch in hand (-1 before the first), the states at its start, and the states now."""
-        return self._loaded or {"epoch": self._epoch, "start": dict(self._start), "now": self._states()}
-
-    def load_state_dict(self, tree: dict[str, Any]) -> None:
-        """Take over a saved state; it takes effect when the next epoch begins."""
-        if set(tree["start"]) != set(self._found):
-            raise DataError(
-                message(
-                    "the saved state belongs to another loader: its random generators differ",
-                    have=", ".join(sorted(self._found)) or "no generator",
-                    want=", ".join(sorted(tree["start"])) or "no generator",
-                    fix="build loader and sampler as when the state was saved",
-                )
-            )
-        self._loaded = tree
-
-    def _states(self) -> dict[str, torch.Tensor]:
-        return {name: generator.get_state() for name, generator in self._found.items()}

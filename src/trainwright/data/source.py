@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from trainwright.base.contracts import Source
 from trainwright.base.errors import DataError, message
 from trainwright.data.foreign import LoaderBatches
+from trainwright.data.generators import Generators
 from trainwright.data.own import Batches, batches
-from trainwright.data.position import Generators
 from trainwright.data.stream import ReadyBatches
 from trainwright.runtime.randomness import unmoved
 

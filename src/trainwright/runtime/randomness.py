@@ -17,16 +17,17 @@ _MT19937 = 624 * 4 + 4
 
 def random_state() -> dict[str, Any]:
     """Every global random state, as a tree of plain data and tensors; nobody changes what is in it."""
-    state: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": _numpy.state(),
-        "torch": torch.get_rng_state(),
-    }
+    state = host_random_state()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
     if torch.backends.mps.is_available():
         state["mps"] = torch.mps.get_rng_state()
     return state
+
+
+def host_random_state() -> dict[str, Any]:
+    """The global random states of Python, NumPy and torch on the CPU, in the same form."""
+    return {"python": random.getstate(), "numpy": _numpy.state(), "torch": torch.get_rng_state()}
 
 
 def set_random_state(state: dict[str, Any]) -> None:

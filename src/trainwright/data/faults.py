@@ -1,0 +1,68 @@
+"""Says of an error out of a loader's workers which worker it was, what it was asked for, and what to do."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+HEAD = "trainwright: "
+_MOST_ROWS = 16
+_SHARED_MEMORY = "/dev/shm"
+_ASIDE = "num_workers=0 fetches these rows in this process, where a debugger and the whole traceback are at hand"
+
+
+def explain(error: Exception, *, pids: Sequence[int], worker: int | None, rows: Any) -> None:
+    """Add one note to an error; its type, text and traceback stay."""
+    if any(note.startswith(HEAD) for note in getattr(error, "__notes__", ())):
+        return
+    what, why, fix = _cause(str(error))
+    who = "a loader's worker" if worker is None else f"loader worker {worker} of {len(pids)} (pid {pids[worker]})"
+    lines = [f"{HEAD}{who} {what}"]
+    lines += [
+        f"  {label:<9}{text}" for label, text in (("rows", "" if rows is None else _shown(rows)), ("why", why)) if text
+    ]
+    error.add_note("\n".join([*lines, f"  {'fix':<9}{fix}"]))
+
+
+def named_in(error: Exception, pids: Sequence[int], *, waited: int | None) -> int | None:
+    """The number of the worker that an error speaks of by its pid; `waited` where it speaks of none."""
+    named = [int(pid) for pid in re.findall(r"\d+", str(error).partition("pid")[2].partition(")")[0])]
+    if not named:
+        return waited
+    return next((pids.index(pid) for pid in named if pid in pids), None)
+
+
+def _cause(text: str) -> tuple[str, str, str]:
+    """What happened to the worker, why, and what to do."""
+    by_hand = "DataLoader worker (pid" in text
+    if any(part in text for part in ("shared memory", "Bus error", "</torch_")):
+        smaller = "fewer num_workers, a smaller prefetch_factor or smaller batches"
+        fix = f"a larger {_SHARED_MEMORY} (in a container: docker run --shm-size=8g, or --ipc=host), or {smaller}"
+        return "ran out of shared memory", _room(), fix
+    if "timed out after" in text:
+        fix = f"{_ASIDE}; DataLoader(timeout=...) waits longer"
+        return "gave no batch in time", "it hangs: a lock held when it was forked, or a file system or a network", fix
+    if by_hand and "signal: Killed" in text:
+        why = "SIGKILL, which mostly is the system's when memory runs out (dmesg tells)"
+        return "was killed", why, "fewer num_workers or a smaller prefetch_factor"
+    if by_hand:
+        return "died", "something in the data set's code, or a signal, ended the process", _ASIDE
+    return "raised this error", "", _ASIDE
+
+
+def _room() -> str:
+    if not hasattr(os, "statvfs") or not os.path.isdir(_SHARED_MEMORY):
+        return "batches go to this process through shared memory, and there was not enough of it"
+    room = os.statvfs(_SHARED_MEMORY)
+    free, whole = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
+    return f"batches go to this process through {_SHARED_MEMORY}: {free >> 20:,} MB of {whole >> 20:,} MB are free now"
+
+
+def _shown(rows: Any) -> str:
+    if not isinstance(rows, Iterable) or isinstance(rows, str | bytes):
+        return str(rows)[:200]
+    listed = list(rows)
+    more = f" and {len(listed) - _MOST_ROWS} more" if len(listed) > _MOST_ROWS else ""
+    return (", ".join(str(row)[:40] for row in listed[:_MOST_ROWS]) + more) or "none"

@@ -1,0 +1,158 @@
+"""Random generators that loaders, samplers and data sets hold: found, read and put back."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainwright.base.errors import DataError, message
+
+_KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+_INSIDE = ("dataset", "datasets", "transform", "transforms", "target_transform")
+"""Attributes of a data set whose own attributes are looked at too."""
+
+
+class Generators:
+    """The generators that loaders and samplers hold, as they stood at the start of the epoch in hand.
+
+    Resumed inside the saved epoch, the order is drawn again from its start; resumed at a later epoch, the
+    generators go on from where they stood when the state was saved. A sampler with `state_dict` and
+    `load_state_dict` is asked for its state in the same way.
+    """
+
+    def __init__(self, owners: dict[str, Any]) -> None:
+        self._found: dict[str, Any] = {}
+        for name, owner in owners.items():
+            for key, value in getattr(owner, "__dict__", {}).items():
+                if _is_generator(value) and not any(value is held_by(one) for one in self._found.values()):
+                    self._found[f"{name}.{key}"] = value if isinstance(value, torch.Generator) else Other(value)
+        distinct = {id(owner): (name, owner) for name, owner in owners.items() if name != "loader"}
+        self._stateful = {name: owner for name, owner in distinct.values() if knows_its_state(owner)}
+        self._epoch = -1
+        self._start = self._states()
+        self._loaded: dict[str, Any] | None = None
+
+    @property
+    def epoch(self) -> int:
+        """The epoch in hand, or the loaded one that is not begun yet."""
+        return self._epoch if self._loaded is None else int(self._loaded["epoch"])
+
+    @property
+    def found(self) -> list[Any]:
+        """The generators themselves, each with `get_state`, `set_state` and `manual_seed`."""
+        return list(self._found.values())
+
+    @property
+    def stateful(self) -> bool:
+        """Whether a sampler has told its own state."""
+        return bool(self._stateful)
+
+    def begin(self, epoch: int) -> None:
+        """Note the start of `epoch`, after going back to a loaded state where there is one."""
+        if self._loaded is not None:
+            states = self._loaded["start" if self._loaded["epoch"] == epoch else "now"]
+            for name, generator in self._found.items():
+                generator.set_state(states[name])
+            for name, sampler in self._stateful.items():
+                sampler.load_state_dict(deepcopy(states[name]))
+            self._loaded = None
+        self._epoch, self._start = epoch, self._states()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The epoch in hand (-1 before the first), the states at its start, and the states now."""
+        return self._loaded or {"epoch": self._epoch, "start": dict(self._start), "now": self._states()}
+
+    def load_state_dict(self, tree: dict[str, Any]) -> None:
+        """Take over a saved state; it takes effect when the next epoch begins."""
+        have, want = {*self._found, *self._stateful}, set(tree["start"])
+        if have != want:
+            raise DataError(
+                message(
+                    "the saved state belongs to another loader: its random generators differ",
+                    have=", ".join(sorted(have)) or "no generator",
+                    want=", ".join(sorted(want)) or "no generator",
+                    fix="build loader and sampler as when the state was saved, or fit(..., resume_data=False)",
+                )
+            )
+        self._loaded = tree
+
+    def set_aside(self) -> None:
+        """Make a copy ready for a pass beside: it draws from where the generators stand, in whatever epoch."""
+        if self._loaded is not None:
+            self._loaded = {**self._loaded, "start": self._loaded["now"]}
+
+    def _states(self) -> dict[str, Any]:
+        states = {name: generator.get_state() for name, generator in self._found.items()}
+        return states | {name: deepcopy(sampler.state_dict()) for name, sampler in self._stateful.items()}
+
+
+class Other:
+    """A generator of Python's or NumPy's, with the methods of torch's."""
+
+    def __init__(self, generator: Any) -> None:
+        self.generator = generator
+
+    def get_state(self) -> Any:
+        """Its state as plain data."""
+        if isinstance(self.generator, np.random.Generator):
+            return deepcopy(dict(self.generator.bit_generator.state))
+        return self.generator.getstate() if isinstance(self.generator, random.Random) else self.generator.get_state()
+
+    def set_state(self, state: Any) -> None:
+        """Put back what `get_state` gave."""
+        if isinstance(self.generator, np.random.Generator):
+            self.generator.bit_generator.state = state
+        elif isinstance(self.generator, random.Random):
+            self.generator.setstate(state)
+        else:
+            self.generator.set_state(state)
+
+    def manual_seed(self, number: int) -> None:
+        """Start it from one number."""
+        if isinstance(self.generator, np.random.Generator):
+            bits = self.generator.bit_generator
+            bits.state = type(bits)(number).state
+        else:
+            self.generator.seed(number)
+
+
+def knows_its_state(data: Any) -> bool:
+    """Whether `data` have both `state_dict` and `load_state_dict`; a class itself has not."""
+    known = callable(getattr(data, "state_dict", None)) and callable(getattr(data, "load_state_dict", None))
+    return known and not isinstance(data, type)
+
+
+def hidden_in(data: Any) -> str:
+    """Where a data set, what it is a subset of or its transform holds a generator, such as "dataset.rng", or ""."""
+    return next(_hidden(data, "dataset", 4), "")
+
+
+def held_by(generator: Any) -> Any:
+    """The generator itself, where it was dressed as one of torch's."""
+    return generator.generator if isinstance(generator, Other) else generator
+
+
+def _hidden(owner: Any, name: str, depth: int) -> Iterator[str]:
+    attributes = getattr(owner, "__dict__", None)
+    if not isinstance(attributes, dict) or isinstance(owner, type) or knows_its_state(owner):
+        return
+    for key, value in attributes.items():
+        if _is_generator(value):
+            yield f"{name}.{key}"
+        elif key in _INSIDE and depth:
+            inside = value if isinstance(value, list | tuple) else [value]
+            for one in inside:
+                yield from _hidden(one, f"{name}.{key}", depth - 1)
+
+
+def _is_generator(value: Any) -> bool:
+    """Whether it is a generator with a state of its own: not the process's, nor the operating system's."""
+    shared = (torch.default_generator, getattr(random, "_inst", None), getattr(np.random.mtrand, "_rand", None))
+    if not isinstance(value, _KINDS) or isinstance(value, random.SystemRandom):
+        return False
+    return not any(value is one for one in shared)
