@@ -119,19 +119,23 @@ def _until_the_end(owner: Owner, run: Run, pauses: Pauses, *, passed: bool) -> I
     between, counters = owner.between, owner.counters
     between.shown, between.failed, between.refused_to = run.shown, True, None
     try:
-        with run.watching_steps(), run.signals.installed():
-            yield run, pauses
-        run.boundary.place = ENDED
-        if not passed:
-            pauses.saves.hear(wait=True)
-            pauses.leaving.restore_best()
-        between.failed = False
-        run.signals.check()
+        with run.signals.installed():
+            try:
+                with run.watching_steps():
+                    yield run, pauses
+                run.boundary.place = ENDED
+                if not passed:
+                    pauses.saves.hear(wait=True)
+                    pauses.leaving.restore_best()
+                between.failed = False
+            except BaseException as error:
+                explain(error, owner)
+                rescue(pauses, error)
+                raise
     except BaseException as error:
-        explain(error, owner)
-        rescue(pauses, error)
         pauses.stop_clock()
-        between.shown = None
+        if between.failed:
+            between.shown = None
         ending, counters.stopped = ends_in(error, grace=run.grace)
         if ending is error:
             raise

@@ -59,7 +59,7 @@ class Saves:
         measured: dict[str, float] = {}
         for row in self.owner.history[-2:]:  # a validation and the epoch's end may meet at one update
             measured |= row if row["update"] == update else {}
-        with self.run.shown.evaluated():
+        with self.run.signals.held(), self.run.shown.evaluated():
             saved = self.keeper.save(
                 state.gather(self.owner.parts()) | dict(instead or {}),
                 update=update,
@@ -74,7 +74,9 @@ class Saves:
         """Tell the observers of the checkpoints that have become whole; what went wrong with one is raised here."""
         keeper: Any = self.keeper
         saved, self._saved = self._saved, []
-        for one in [*saved, *(keeper.written(wait=wait) if hasattr(keeper, "written") else ())]:
+        with self.run.signals.held():
+            saved += keeper.written(wait=wait) if hasattr(keeper, "written") else ()
+        for one in saved:
             for notify in self._on_save:
                 notify(one)
 

@@ -57,7 +57,7 @@ class Signals:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """The handlers inside; afterwards those that there were."""
+        """The handlers inside; afterwards those that there were, and Interrupted for a signal that nobody has heard."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -69,6 +69,7 @@ class Signals:
             yield
         finally:
             self._restore()
+        self.check()
 
     def batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """The items of `iterator`; a signal ends the run at once while one is waited for, and before it."""
@@ -95,12 +96,17 @@ class Signals:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """What is done inside is finished, however long it takes: only a second Ctrl-C cuts it off."""
+        """What is done inside is finished, however long it takes: only a second Ctrl-C cuts it off.
+
+        The grace of a signal that has come begins anew after it.
+        """
         self._held += 1
         try:
             yield
         finally:
             self._held -= 1
+            if self._timer is not None and not self._held and not self._ended:
+                self._start_timer()
 
     def watch_children(self) -> None:
         """Have the death of a loader's worker end the run only while it waits for data.
@@ -121,9 +127,12 @@ class Signals:
             signal.signal(number, self._before.get(number, signal.SIG_DFL))
             signal.raise_signal(number)
             return
-        if self._overdue and not self._ended:
-            self._ended = True
-            raise Interrupted(self.pending, late=True)
+        if self._overdue:
+            self._overdue = False
+            if not self._held and not self._ended:
+                self._ended = True
+                raise Interrupted(self.pending, late=True)
+            return
         if self.pending:
             if number == signal.SIGINT and now - self._came > ONE_CTRL_C:
                 self._restore()
@@ -134,9 +143,7 @@ class Signals:
         if self._waiting:
             self._waiting, self._ended = False, True
             raise Interrupted(number)
-        self._timer = threading.Timer(self._grace, self._insist)
-        self._timer.daemon = True
-        self._timer.start()
+        self._start_timer()
 
     def _receive_child(self, number: int, frame: FrameType | None) -> None:
         assert self._on_child is not None
@@ -154,12 +161,16 @@ class Signals:
         again.daemon = True
         again.start()
 
+    def _start_timer(self) -> None:
+        self._stop_timer()
+        self._timer = threading.Timer(self._grace, self._insist)
+        self._timer.daemon = True
+        self._timer.start()
+
     def _insist(self) -> None:
         """In the timer's thread: have the main thread's handler be called once more, to cut the update off."""
-        while self._held:
-            time.sleep(0.05)
         main = threading.main_thread().ident
-        if self._before and not self._ended and main is not None:
+        if self._before and not self._ended and not self._held and main is not None:
             self._overdue = True
             signal.pthread_kill(main, self.pending)
 
