@@ -254,7 +254,7 @@ def test_where_no_thread_can_be_started_sums_are_the_same(tmp_path, monkeypatch)
 def test_no_thread_outlives_a_save_that_fails(tmp_path):
     before = threading.active_count()
     data = bytes(20 << 20)
-    for at in range(2, 9):
+    for at in range(2, 16):
         with pytest.MonkeyPatch.context() as patch:
             Faults(patch, at)
             with pytest.raises(CheckpointError):
