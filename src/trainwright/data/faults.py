@@ -61,6 +61,7 @@ def _room() -> str:
 
 
 def _shown(rows: Any) -> str:
+    rows = getattr(rows, "rows", rows)
     if not isinstance(rows, Iterable) or isinstance(rows, str | bytes):
         return str(rows)[:200]
     listed = list(rows)

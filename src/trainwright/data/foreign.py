@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +11,7 @@ from trainwright.base.errors import DataError, message
 from trainwright.data.asked import asked_of
 from trainwright.data.generators import Generators
 from trainwright.data.inexact import why_inexact
-from trainwright.data.order import Order, draws_at_most_at_first
+from trainwright.data.order import Order, draws_at_most_at_first, refuse_draws
 from trainwright.data.pool import Record, Workers
 from trainwright.data.position import check_facts, length_of, opened, tell_epoch
 from trainwright.data.twin import has_twin, iterates_itself, twin, view
@@ -247,18 +246,9 @@ class LoaderBatches:
         return self._order.skip % loader.num_workers if getattr(loader, "in_order", True) else 0
 
     def _note_draws(self) -> None:
-        """Meet a sampler that draws from the process's random state in every pull, where training draws too."""
-        sampler = type(_index_sampler(self._loader)).__name__
-        what = f"{self._role} data: the sampler {sampler} draws from the process's random state while it is iterated"
-        want = "a sampler that draws when its iterator is made, or from a generator of its own"
-        fix = "generator = torch.Generator().manual_seed(...) as an attribute of the sampler, and draw from it"
-        if self._loader.num_workers:
-            what = f"{what}: with num_workers={self._loader.num_workers} no resume inside an epoch is exact"
-            raise DataError(message(what, want=want, fix=fix))
         if not self._draws_on:
-            self._draws_on = True
-            what = f"{what}: a resume inside an epoch reads its batches again, and is exact if training draws nothing"
-            warnings.warn(message(what, want=want, fix=fix), stacklevel=2)
+            refuse_draws(_index_sampler(self._loader), workers=self._loader.num_workers, role=self._role)
+        self._draws_on = True
 
     def _dealt(self) -> int | None:
         """Rows that torch's own BatchSampler deals; None where another one does, or rows come unnumbered."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from trainwright.base.errors import DataError, message
 from trainwright.data.position import skipped
 from trainwright.runtime.randomness import host_random_state
 
@@ -45,7 +47,7 @@ class Order:
         if self.once_more:
             numbers = asked_again(self._given, numbers)
         if self.moved is not None:
-            numbers = _watched(numbers, self.moved)
+            numbers = watched(numbers, self.moved)
         if self.skip:
             numbers = self._left = _Left(numbers, self.skip, self._name)
         return numbers
@@ -77,6 +79,37 @@ class _Left:
         skipped(self._numbers, skip, self._name)
 
 
+def watched(numbers: Iterator[Any], moved: Callable[[], None]) -> Iterator[Any]:
+    """`numbers`; `moved` is called where a pull after the first has moved a random state of the process."""
+    for first in numbers:
+        yield first
+        break
+    while True:
+        before = host_random_state()
+        pulled = next(numbers, _END)
+        if pulled is _END:
+            return
+        if _differ(before, host_random_state()):
+            moved()
+        yield pulled
+
+
+def refuse_draws(sampler: Any, *, workers: int, role: str) -> None:
+    """Meet a sampler that draws from the process's random state after its first pull, where training draws too.
+
+    DataError where workers are asked ahead, so that no resume inside an epoch is exact; else a warning.
+    """
+    name = type(sampler).__name__
+    what = f"{role} data: the sampler {name} draws from the process's random state while it is iterated"
+    want = "a sampler that draws when its iterator is made, or from a generator of its own"
+    fix = "self.generator = torch.Generator().manual_seed(...) in the sampler, to draw from; or no checkpoint"
+    if workers:
+        what = f"{what}: with {workers} worker{'s' if workers > 1 else ''} no resume inside an epoch is exact"
+        raise DataError(message(what, want=want, fix=fix))
+    what = f"{what}: a resume inside an epoch is exact only where training itself draws nothing"
+    warnings.warn(message(what, want=want, fix=fix), stacklevel=2)
+
+
 def asked_again(given: Iterable[Any], numbers: Iterator[Any]) -> Iterator[Any]:
     """`numbers`; a new pass over `given` where there are none, as after a state of a pass's end was loaded."""
     first = next(numbers, _END)
@@ -92,20 +125,6 @@ def draws_at_most_at_first(sampler: Any) -> bool:
     if type(sampler) is BatchSampler:
         return draws_at_most_at_first(sampler.sampler)
     return type(sampler) in (*_TORCHS_OWN, list, tuple, range)
-
-
-def _watched(numbers: Iterator[Any], moved: Callable[[], None]) -> Iterator[Any]:
-    for first in numbers:
-        yield first
-        break
-    while True:
-        before = host_random_state()
-        pulled = next(numbers, _END)
-        if pulled is _END:
-            return
-        if _differ(before, host_random_state()):
-            moved()
-        yield pulled
 
 
 def _differ(before: dict[str, Any], after: dict[str, Any]) -> bool:

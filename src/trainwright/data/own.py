@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,9 +13,14 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from trainwright.base.errors import DataError, SettingError, message, not_built
 from trainwright.data.arrays import Table, TableRows, table_of
-from trainwright.data.generators import Generators
-from trainwright.data.position import length_of, opened, tell_epoch
+from trainwright.data.asked import Asked
+from trainwright.data.generators import Generators, hidden_in, knows_its_state
+from trainwright.data.order import Order, asked_again, draws_at_most_at_first, refuse_draws, watched
+from trainwright.data.pool import Record, Workers
+from trainwright.data.position import check_facts, length_of, opened, tell_epoch
 from trainwright.data.seeded import SeededRows, mixed
+from trainwright.data.twin import view
+from trainwright.data.worker import Starting
 
 
 def batches(
@@ -85,6 +90,8 @@ class Batches:
     """A data set, dealt into batches; made by `batches`."""
 
     repeatable = True
+    must_resume: bool | None = None
+    """Whether a checkpoint may be asked for: then what could not be resumed is refused when it shows."""
     _tells_epoch = True
     """Whether data set and sampler hear which epoch it is."""
 
@@ -95,6 +102,13 @@ class Batches:
         self._seed = dealing.seed
         self._passes = 0
         self._generators = Generators({} if sampler is None else {"sampler": sampler})
+        self._asks_again = False
+        """Whether a sampler was loaded that may stand at the end of a pass."""
+        self._draws_on = False
+        data_set = getattr(rows, "dataset", None)
+        alone = dealing.workers in ("auto", 0) and knows_its_state(data_set)
+        self._asked = Asked(data_set) if alone else None
+        self._loaded: dict[str, Any] | None = None
         dealt = len(rows) if sampler is None else length_of(sampler)
         self.batch_size: int | None = dealing.size
         self.length = None if dealt is None else dealing.length(dealt)
@@ -120,23 +134,42 @@ class Batches:
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
         """The batches of `epoch` without its first `skip`, which are not read."""
+        loaded, self._loaded = self._loaded, None
+        inside = self._generators.epoch == epoch
+        self._asks_again = loaded is not None and self._generators.stateful
         self._generators.begin(epoch)
         if self._tells_epoch:
             tell_epoch(epoch, self._sampler, getattr(self._data, "dataset", None))
-        seed = self._settled_seed()
-        if self._dealing.workers not in ("auto", 0):
-            return self._by_workers(seed, epoch, skip)
-        if isinstance(self._data, Table) and self._sampler is None:
-            return self._data.batches(self._order(seed, epoch), self._dealing.size, self._left(skip))
-        return self._fetched(seed, epoch, self._dealt(seed, epoch, skip))
+        iterator = self._begun(epoch, skip)
+        if self._asked is None:
+            return iterator
+        if loaded is not None:
+            self._asked.load(loaded["asked"], given=skip if inside else None)
+        return self._asked.counted(iterator, skip)
 
     def set_aside(self) -> None:
         """Read beside whoever else reads the data: data set and sampler stay in their epoch."""
-        self._tells_epoch = False
+        self._tells_epoch, self._asked = False, None
+        self._generators.set_aside()
+
+    def at_boundary(self) -> None:
+        """Note that all batches given so far are trained on."""
+        if self._asked is not None and self.must_resume is not False:
+            self._asked.at_boundary()
+
+    @property
+    def resumes(self) -> str:
+        """What is not known to be exact in a resume inside an epoch, and what to do; "" where nothing is."""
+        data_set, name = getattr(self._data, "dataset", None), self._data.describe()
+        if knows_its_state(data_set):
+            return "" if self._asked is not None else f"the state of {name} in workers is not kept; write workers=0"
+        hidden = hidden_in(data_set)
+        fix = f"draw from the global ones, or give {name} state_dict and load_state_dict"
+        return f"{hidden} is a generator that no checkpoint holds; {fix}" if hidden else ""
 
     @property
     def generators(self) -> list[Any]:
-        """The `torch.Generator`s of its own that a pass draws from; an evaluation puts them back."""
+        """The generators of its own that a pass draws from; an evaluation puts them back."""
         return self._generators.found
 
     def state_dict(self) -> dict[str, Any]:
@@ -145,28 +178,22 @@ class Batches:
             "seed": self._seed,
             "passes": self._passes,
             "generators": self._generators.state_dict(),
-            "fixed": self._fixed(),
+            "facts": self.facts(),
+            "asked": None if self._asked is None else self._asked.state_dict(),
         }
 
     def load_state_dict(self, tree: dict[str, Any]) -> None:
         """Go on with a saved seed; DataError where the data are dealt otherwise than when it was saved."""
-        have, want = self._fixed(), dict(tree["fixed"])
+        have, saved = self.facts(), dict(tree["facts"])
         if self._dealing.seed is not None:
-            have["seed"], want["seed"] = self._dealing.seed, tree["seed"]
-        differing = [name for name in want if have[name] != want[name]]
-        if differing:
-            raise DataError(
-                message(
-                    "the data are dealt into batches otherwise than when the state was saved",
-                    have=", ".join(f"{name}={have[name]}" for name in differing),
-                    want=", ".join(f"{name}={want[name]}" for name in differing),
-                    fix="write batches(...) as it was",
-                )
-            )
+            have["seed"], saved["seed"] = self._dealing.seed, tree["seed"]
+        what = "the data are dealt into batches otherwise than when the state was saved"
+        check_facts(have, saved, what=what, fix="write batches(...) as it was")
         self._generators.load_state_dict(tree["generators"])
-        self._seed, self._passes = tree["seed"], tree["passes"]
+        self._seed, self._passes, self._loaded = tree["seed"], tree["passes"], tree
 
-    def _fixed(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
+        """What must not change between a save and a resume."""
         dealing = self._dealing
         sampled = self._sampler is not None
         return {
@@ -176,6 +203,14 @@ class Batches:
             "drop_last": dealing.drop_last,
             "sampler": sampled,
         }
+
+    def _begun(self, epoch: int, skip: int) -> Iterator[Any]:
+        seed = self._settled_seed()
+        if self._dealing.workers not in ("auto", 0):
+            return self._by_workers(seed, epoch, skip)
+        if isinstance(self._data, Table) and self._sampler is None:
+            return self._data.batches(self._order(seed, epoch), self._dealing.size, self._left(skip))
+        return self._fetched(seed, epoch, self._dealt(seed, epoch, skip))
 
     def _check_filled(self, dealt: int | None) -> None:
         if not len(self._data):
@@ -210,17 +245,26 @@ class Batches:
     def _dealt(self, seed: int, epoch: int, skip: int) -> Iterator[Sequence[int]]:
         """The row numbers of each batch."""
         if self._sampler is not None:
-            return opened(self._sampled(self._sampler), skip, name="the sampler", complaint=self._empty_sampler)
+            dealt = self._sampled(self._sampler)
+            if self.must_resume and not draws_at_most_at_first(self._sampler):
+                dealt = watched(dealt, self._note_draws)
+            return opened(dealt, skip, name="the sampler", complaint=self._empty_sampler)
         size, left, order = self._dealing.size, self._left(skip), self._order(seed, epoch)
         parts = (left[start : start + size] for start in range(0, len(left), size))
         return parts if order is None else (order[part.start : part.stop].tolist() for part in parts)
 
     def _sampled(self, sampler: Iterable[int]) -> Iterator[Sequence[int]]:
-        numbers = iter(sampler)
+        numbers = asked_again(sampler, iter(sampler)) if self._asks_again else iter(sampler)
         while rows := list(islice(numbers, self._dealing.size)):
             if len(rows) < self._dealing.size and self._dealing.drop_last:
                 return
             yield [self._row_number(row) for row in rows]
+
+    def _note_draws(self) -> None:
+        if not self._draws_on:
+            workers = 0 if self._dealing.workers == "auto" else self._dealing.workers
+            refuse_draws(self._sampler, workers=workers, role="train")
+        self._draws_on = True
 
     def _row_number(self, row: Any) -> int:
         number = row if isinstance(row, int) else int(row) if hasattr(row, "__index__") else None
@@ -244,26 +288,34 @@ class Batches:
             yield fetch(seed, epoch, rows)
 
     def _by_workers(self, seed: int, epoch: int, skip: int) -> Iterator[Any]:
-        jobs = ((seed, epoch, rows) for rows in self._dealt(seed, epoch, skip))
-        loader = DataLoader(
+        loader: Any = DataLoader(
             _Jobs(self._data),
             batch_size=None,
-            sampler=jobs,
             num_workers=int(self._dealing.workers),
             collate_fn=_as_it_is,
             # A generator of our own: the loader's draw must not move the global one.
             generator=torch.Generator().manual_seed(mixed(seed, epoch, 1) & 0xFFFFFFFF),
         )
-        return iter(loader)
+        jobs = (_Job(seed, epoch, rows) for rows in self._dealt(seed, epoch, skip))
+        starting = Starting(None, {}, None)
+        return Workers(view(loader, Order(jobs, name=self.describe()), worker_init_fn=starting), Record())
+
+
+class _Job(NamedTuple):
+    """What a worker process is asked for."""
+
+    seed: int
+    epoch: int
+    rows: Sequence[int]
 
 
 class _Jobs(torch.utils.data.Dataset[Any]):
-    """What a worker process is asked: (seed, epoch, rows) gives a batch."""
+    """A data set of jobs: each gives a batch."""
 
     def __init__(self, data: Table | SeededRows) -> None:
         self._data = data
 
-    def __getitem__(self, job: tuple[int, int, Sequence[int]]) -> Any:
+    def __getitem__(self, job: _Job) -> Any:
         return self._data.fetch(*job)
 
 

@@ -65,6 +65,7 @@ class PerEpoch:
 
     repeatable = True
     draws_global_rng = True
+    _must_resume: bool | None = None
 
     def __init__(self, make: Any, *, batch_size: int | None, shuffle: bool, role: str) -> None:
         self._make = make
@@ -81,6 +82,30 @@ class PerEpoch:
         self.length = self._source.length
         self.rows = self._source.rows
         self.batch_size = self._source.batch_size
+
+    @property
+    def must_resume(self) -> bool | None:
+        """Whether a checkpoint may be asked for."""
+        return self._must_resume
+
+    @must_resume.setter
+    def must_resume(self, must: bool | None) -> None:
+        self._must_resume = must
+        self._source.must_resume = must  # type: ignore[attr-defined]
+
+    @property
+    def resumes(self) -> str:
+        """What is not known to be exact in a resume inside an epoch of the data in hand; "" where nothing is."""
+        return str(getattr(self._source, "resumes", ""))
+
+    def facts(self) -> dict[str, Any]:
+        """Nothing: each epoch's data are compared with those that were saved when they are made."""
+        return {}
+
+    def at_boundary(self) -> None:
+        """Note that all batches given so far are trained on."""
+        if hasattr(self._source, "at_boundary"):
+            self._source.at_boundary()
 
     def set_aside(self) -> None:
         """Read beside whoever else reads the data in hand, which may be readable once: the function makes others."""
@@ -122,7 +147,10 @@ class PerEpoch:
     def _opened(self, data: Any) -> Source:
         if _is_function(data):
             raise _no_data(data, f"{self._role} data: the function epoch -> data gave another function")
-        return open_source(data, batch_size=self._batch_size, shuffle=self._shuffle, role=self._role)
+        source = open_source(data, batch_size=self._batch_size, shuffle=self._shuffle, role=self._role)
+        if self._must_resume is not None:
+            source.must_resume = self._must_resume  # type: ignore[attr-defined]
+        return source
 
 
 def _called(make: Any, epoch: int, role: str) -> Any:

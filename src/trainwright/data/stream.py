@@ -9,7 +9,9 @@ import torch
 
 from trainwright.base.contracts import Source
 from trainwright.base.errors import DataError, message
-from trainwright.data.position import length_of, opened, skipped, tell_epoch
+from trainwright.data.asked import asked_of
+from trainwright.data.order import asked_again
+from trainwright.data.position import check_facts, length_of, opened, skipped, tell_epoch
 from trainwright.runtime.randomness import random_state, set_random_state, unmoved
 
 _END = object()
@@ -23,6 +25,8 @@ class ReadyBatches:
 
     batch_size: int | None = None
     rows: int | None = None
+    must_resume: bool | None = None
+    """Whether a checkpoint may be asked for."""
     _tells_epoch = True
     """Whether the data hear which epoch it is."""
 
@@ -30,6 +34,9 @@ class ReadyBatches:
         self._data = data
         self._role = role
         self.length = length_of(data)
+        self._asked = asked_of(data)
+        self._loaded: dict[str, Any] | None = None
+        self._epoch = -1
         self.repeatable = not hasattr(data, "__next__")
         self.draws_global_rng = not isinstance(data, list)
         if self.length == 0:
@@ -42,23 +49,56 @@ class ReadyBatches:
         return f"a {name} of batches" if self.length is None else f"a {name} of {self.length:,} {several}"
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
-        """A pass over the batches; its first `skip` are read and dropped."""
+        """A pass over the batches; its first `skip` are read and dropped, unless the data know their own position."""
+        loaded, self._loaded = self._loaded, None
         if self._role == "train" and self._tells_epoch:
             tell_epoch(epoch, self._data)
         if not skip and isinstance(self._data, list) and self._data:
             return iter(self._data)
-        return opened(iter(self._data), skip, name=self.describe(), complaint=self._no_batches)
+        if self._asked is None:
+            return opened(iter(self._data), skip, name=self.describe(), complaint=self._no_batches)
+        self._epoch = epoch
+        if loaded is None or loaded["asked"] is None:
+            whole = opened(iter(self._data), skip, name=self.describe(), complaint=self._no_batches)
+            return self._asked.counted(whole, skip)
+        inside = loaded["epoch"] == epoch
+        self._asked.load(loaded["asked"], given=skip if inside else None)
+        left = iter(self._data) if inside else asked_again(self._data, iter(self._data))
+        return self._asked.counted(left, skip)
+
+    def at_boundary(self) -> None:
+        """Note that all batches given so far are trained on."""
+        if self._asked is not None and self.must_resume is not False:
+            self._asked.at_boundary()
+
+    def facts(self) -> dict[str, Any]:
+        """What must not change between a save and a resume."""
+        return {"batches": self.length}
+
+    @property
+    def resumes(self) -> str:
+        """What is not known to be exact in a resume inside an epoch, and what to do; "" where nothing is."""
+        if isinstance(self._data, list) or self._asked is not None:
+            return ""
+        name, again = type(self._data).__name__, "exact only if it gives the same batches again"
+        if not self.repeatable:
+            return f"a resume reads a new {name} up to where this one stood: {again}; batches(...) reads nothing twice"
+        return f"a resume reads {name} up to where it stood: {again}; give it state_dict and load_state_dict"
 
     def set_aside(self) -> None:
         """Read beside whoever else reads the data: they stay in their epoch."""
-        self._tells_epoch = False
+        self._tells_epoch, self._asked, self._loaded = False, None, None
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: the position is the number of batches that were read."""
-        return {}
+        """What the data tell of their position; without that it is the number of batches that were read."""
+        asked = None if self._asked is None else self._asked.state_dict()
+        return self._loaded or {"epoch": self._epoch, "facts": self.facts(), "asked": asked}
 
     def load_state_dict(self, tree: dict[str, Any]) -> None:
-        """Nothing to take over."""
+        """Take over a saved state, for the next epoch; DataError where the number of batches is another one."""
+        what = "the data are not what they were when the state was saved"
+        check_facts(self.facts(), tree["facts"], what=what, fix="give the batches that the run was started with")
+        self._loaded = tree
 
     def _no_batches(self) -> DataError:
         if self.repeatable:
@@ -96,7 +136,36 @@ class Continuing:
         """Batches taken from the pass in hand."""
         self._given = 0
         """Batches given to the epoch in hand."""
+        self._boundary = 0
+        """Batches given to the epoch when its window in hand was begun."""
+        self._before: dict[str, Any] | None = None
+        """The state at the end of the last pass, where the window in hand was begun in it."""
         self._loaded: dict[str, Any] | None = None
+
+    @property
+    def must_resume(self) -> bool | None:
+        """Whether a checkpoint may be asked for."""
+        return getattr(self._source, "must_resume", None)
+
+    @must_resume.setter
+    def must_resume(self, must: bool | None) -> None:
+        self._source.must_resume = must  # type: ignore[attr-defined]
+
+    @property
+    def resumes(self) -> str:
+        """What is not known to be exact in a resume inside an epoch, and what to do; "" where nothing is."""
+        return str(getattr(self._source, "resumes", ""))
+
+    def facts(self) -> dict[str, Any]:
+        """What must not change between a save and a resume."""
+        facts: dict[str, Any] = self._source.facts() if hasattr(self._source, "facts") else {}
+        return facts
+
+    def at_boundary(self) -> None:
+        """Note that all batches given so far are trained on: a run that ends inside the next window goes back here."""
+        self._boundary, self._before = self._given, None
+        if hasattr(self._source, "at_boundary"):
+            self._source.at_boundary()
 
     @property
     def generators(self) -> list[torch.Generator]:
@@ -115,7 +184,7 @@ class Continuing:
         else:
             self._given = 0
             skipped(self, skip, self._source.describe())
-        self._epoch, self._given = epoch, skip
+        self._epoch, self._given, self._boundary, self._before = epoch, skip, skip, None
         return self
 
     def __iter__(self) -> Iterator[Any]:
@@ -126,6 +195,8 @@ class Continuing:
         if batch is _END:
             if not self.repeatable and self._given:
                 raise StopIteration
+            if self._given > self._boundary:
+                self._before = self.state_dict()
             self._begin_pass(self._pass + 1)
             assert self._stream is not None
             batch = next(self._stream)
@@ -142,10 +213,14 @@ class Continuing:
             "taken": self._taken,
             "random": self._random,
             "source": self._source.state_dict(),
+            "before": self._before,
         }
 
     def load_state_dict(self, tree: dict[str, Any]) -> None:
-        """Take over a saved position; it takes effect when the next epoch begins."""
+        """Take over a saved position, for the next epoch; DataError where the source is another one."""
+        what = "the data are not what they were when the state was saved"
+        saved = tree["source"].get("facts", {}) if isinstance(tree["source"], dict) else {}
+        check_facts(self.facts(), saved, what=what, fix="give the data that the run was started with")
         self._loaded = tree
 
     def _begin_pass(self, number: int, skip: int = 0) -> None:
@@ -155,8 +230,10 @@ class Continuing:
 
     def _go_back(self, loaded: dict[str, Any], by: int) -> None:
         """Make the saved pass again, up to `by` batches (0 or fewer) from where it was saved."""
-        self._source.load_state_dict(loaded["source"])
         left = loaded["taken"] + by
+        if left < 0 and loaded["before"] is not None:  # the window was begun in the pass before
+            return self._go_back(loaded["before"], by + loaded["given"] - loaded["before"]["given"])
+        self._source.load_state_dict(loaded["source"])
         self._stream, self._pass = None, max(loaded["pass"] - 1, -1)
         if left > 0:
             # The pass is drawn as it was drawn first, and the state of the process stays where it is.
