@@ -25,6 +25,8 @@ except ImportError:  # Windows
 T = TypeVar("T")
 Content = tensorfile.Contents | bytes
 """What one file holds."""
+_BUFFER = 1 << 19
+"""Bytes that are read only to be summed, while they are in the cache."""
 NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 _READ = os.O_RDONLY | NO_FOLLOW | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 _WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_FOLLOW | getattr(os, "O_BINARY", 0)
@@ -34,7 +36,8 @@ def write_file(path: Path, content: Content, *, checksum: Checksum = "crc32") ->
     """Write and fsync a new file; its size and checksum."""
     fd = os.open(path, _WRITE, 0o600)
     try:
-        with closing(_Writing(fd, Summing(checksum))) as file:
+        ahead = None if isinstance(content, bytes) or tensorfile.lies_ready(content) else 2
+        with closing(_Writing(fd, Summing(checksum, ahead=ahead))) as file:
             if isinstance(content, bytes):
                 file.write(content)
             else:
@@ -163,11 +166,12 @@ class Reading:
     def finish(self) -> str:
         """Read what is left, for the sum alone, and give the sum."""
         assert self._sum is not None
-        buffers: list[memoryview] = []  # three in turn: two pieces may still wait to be summed
-        while left := self.size - self._file.tell():
-            buffer = memoryview(bytearray(min(left, PIECE))) if len(buffers) < 3 else buffers.pop(0)
-            self.readinto(buffer[: min(left, PIECE)])
-            buffers.append(buffer)
+        left = self.size - self._file.tell()
+        buffer = memoryview(bytearray(min(left, _BUFFER)))
+        while left:
+            self.readinto(buffer[: min(left, _BUFFER)])
+            self._sum.stop()  # before the buffer is used again
+            left = self.size - self._file.tell()
         return self._sum.stop()
 
     def close(self) -> None:

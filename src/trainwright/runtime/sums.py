@@ -51,16 +51,17 @@ def checksum_of(data: bytes, kind: str) -> str:
 
 
 class Summing:
-    """The checksum of bytes that are given in order, from the second piece on taken by a thread of its own.
+    """The checksum of bytes that are given in order, taken by a thread of its own where they are many.
 
-    What is given must stay as it is until two more pieces are given or `stop` returns, which is to be called always.
+    What is given must stay as it is until `stop`, which is to be called always, and is kept until it is summed: up to
+    `ahead` pieces may wait for that, None being any number, which is right for memory that is there anyway.
     """
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, *, ahead: int | None = None) -> None:
         self._sum = SUMS[kind]()
         self._batch: list[bytes | memoryview] = []
         self._size = 0
-        self._todo: Queue[list[bytes | memoryview]] = Queue(maxsize=1)
+        self._todo: Queue[list[bytes | memoryview]] = Queue(maxsize=ahead or 0)
         self._thread: Thread | None = None
 
     def update(self, data: bytes | memoryview) -> None:
@@ -80,7 +81,7 @@ class Summing:
             self._thread = None
         else:
             self._take(self._batch)
-        self._batch = []
+        self._batch, self._size = [], 0
         return self._sum.hexdigest()
 
     def _hand_over(self) -> None:

@@ -95,6 +95,12 @@ def write(target: Target, tensors: Mapping[str, Tensor], metadata: Mapping[str, 
             target.write(piece)
 
 
+def lies_ready(contents: Contents) -> bool:
+    """Whether every tensor is in memory just as it is written, so that none is copied."""
+    tensors = contents.tensors.values()
+    return all(t.device.type == "cpu" and t.is_contiguous() and not (t.is_conj() or t.is_neg()) for t in tensors)
+
+
 def read(source: Source) -> Contents:
     """Read a whole file into fresh memory; CheckpointError for every header that does not fit the file exactly."""
     _require_little_endian()
