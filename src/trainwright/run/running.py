@@ -203,9 +203,18 @@ def _open_directory(owner: Owner, resume: str | Path | None, undo: ExitStack) ->
             raise SettingError(message('resume="auto" without a checkpoint directory', fix=fix))
         return None, load_checkpoint(resume, None)
     keeper = settings.bind(owner.between.run_id or secrets.token_hex(8))
-    undo.callback(keeper.release)
+    undo.push(lambda kind, *_: _release(keeper, at_once=kind is KeyboardInterrupt))
     keeper.prepare(resuming=resume is not None)
     return keeper, load_checkpoint(resume, settings.directory, run=keeper.run_id)
+
+
+def _release(keeper: Keeping, *, at_once: bool) -> None:
+    """Release the keeper; a second Ctrl-C does not wait for what is in flight, and after a first one nothing is."""
+    abandon = getattr(keeper, "abandon", None)
+    if at_once and abandon is not None:
+        abandon()
+    else:
+        keeper.release()
 
 
 def _rehearse(owner: Owner, run: Run, val: Mapping[str, Source]) -> None:

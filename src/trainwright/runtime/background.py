@@ -74,10 +74,10 @@ class Background(Generic[T]):
             done, self._done = self._done, []
         return done
 
-    def close(self, last: Callable[[], object]) -> None:
-        """Wait for the job in flight, then have `last` called and the thread end.
+    def close(self, last: Callable[[], object], *, wait: bool = True) -> None:
+        """Wait for the job in flight, then have `last` called and the thread end; without `wait`, where there is none.
 
-        `last` is called by the thread, so that it comes after the job even where the wait for it is interrupted.
+        `last` is called by the thread, so that it comes after the job even where nobody waits for it.
         """
         with self._changed:
             if not self._has_begun:
@@ -85,7 +85,8 @@ class Background(Generic[T]):
                 return
             self._last = last
             self._changed.notify_all()
-            while not self._has_ended:
+            waits = wait or not (self._is_busy or self._job is not None)
+            while waits and not self._has_ended:
                 self._changed.wait(_POLL)
 
     def _begin(self) -> None:

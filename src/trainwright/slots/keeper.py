@@ -182,15 +182,19 @@ class Keeper:
         saved, self._saved = self._saved, []
         return saved
 
-    def release(self) -> None:
+    def release(self, *, wait: bool = True) -> None:
         """Wait for the save in flight and let others write to the directory.
 
-        Where that wait is interrupted, the thread lets them when it is done.
+        Without `wait`, or where that is interrupted, the thread lets them when it is done.
         """
         background, self._background = self._background, None
         if background is not None:
-            background.close(self._let_go)
+            background.close(self._let_go, wait=wait)
             self._collect(background)
+
+    def abandon(self) -> None:
+        """Release without waiting: whoever is in a hurry loses what is not whole yet where the process ends too."""
+        self.release(wait=False)
 
     @property
     def best(self) -> Best | None:
