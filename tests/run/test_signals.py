@@ -1,0 +1,434 @@
+"""A signal ends a run at an exact boundary, wherever it comes, and the resumed run is the one that never was ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+import torch
+from cut import ENDING, Cut, check_equal, go, send, send_while_waiting
+from torch import nn
+
+from trainwright import SWA, Checkpoint, EarlyStopping, Epochs, Plateau, Trainer, Updates
+from trainwright.base.errors import Stopped
+
+AT = [
+    ("training_step", 5),  # in the middle of a window
+    ("training_step", 14),
+    ("step", 1),
+    ("step", 3),  # where a validation is due
+    ("after_update", 2),
+    ("on_update", 4),  # the last of the epoch
+    ("on_update", 6),  # where a validation is due
+    ("on_update", 8),  # the last of the run
+    ("begin_epoch", 2),
+    ("end_epoch", 1),
+    ("end_epoch", 2),
+    ("probe", 1),
+    ("probe", 2),
+    ("row", 1),  # the first fetch of an epoch, after a begin_epoch that has drawn
+    ("row", 12),
+    ("row", 21),
+    ("validation_step", 3),
+    ("validation_step", 7),  # the last validation of the run
+    ("val row", 6),
+    ("val row", 25),
+    ("on_validate", 1),
+    ("on_epoch", 1),
+    ("on_save", 1),
+]
+"""Where a signal comes, and the how-many-th time that the training comes by there."""
+EVERY = [(number, *at) for number in ENDING for at in (AT if number == signal.SIGTERM else AT[2::4])]
+
+
+@pytest.fixture
+def directory():
+    """A directory in memory, where there is one: here nothing depends on a drive."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as made:
+        yield Path(made)
+
+
+class Other:
+    """Other slots, another kind of data, other ends."""
+
+    def __init__(self, **settings):
+        self.settings = settings
+        self._whole = None
+
+    def whole(self):
+        """The run that nobody ends."""
+        if self._whole is None:
+            with tempfile.TemporaryDirectory() as made:
+                self._whole = go(made, **self.given(made))
+            assert self._whole[2] is None
+        return self._whole
+
+    def given(self, directory):
+        return {key: value(directory) if key == "checkpoint" else value for key, value in self.settings.items()}
+
+    def ended_and_resumed(self, directory, cut):
+        ended = go(directory, cut, **self.given(directory))
+        resumed = go(directory, resume="auto", **self.given(directory))
+        assert resumed[2] is None
+        check_equal(self.whole(), resumed, told=ended[1].told + resumed[1].told)
+        return ended
+
+
+USUAL = Other()
+
+
+def at_once(directory):
+    return Checkpoint(directory, best="val_loss", async_save=False)
+
+
+OTHERS = {
+    "at once": Other(average=None, early_stopping=None, schedule=Plateau("val_loss"), checkpoint=at_once),
+    "swa": Other(average=SWA(Updates(2), Updates(1))),
+    "generator": Other(kind="generator", ends=dict(epochs=None, max_updates=7)),
+    "stream": Other(kind="iterable", accumulate=1, ends=dict(epochs=3, epoch_updates=3)),
+    "epochs": Other(accumulate=1, ends=dict(validate=Epochs(1))),
+}
+
+
+def check_ended(ended, number):
+    trainer, _, error = ended
+    if number == signal.SIGINT:
+        assert type(error) is KeyboardInterrupt
+    else:
+        assert type(error) is Stopped and error.code == 128 + number
+        assert error.signal == signal.Signals(number).name
+    assert trainer.result.stopped == ("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
+
+
+# Every place.
+
+
+@pytest.mark.parametrize(("number", "place", "n"), EVERY, ids=lambda one: getattr(one, "name", one))
+def test_a_signal_at_any_place_ends_the_run_and_a_resume_makes_it_whole(number, place, n, directory):
+    cut = Cut(place, n, send(number))
+    ended = USUAL.ended_and_resumed(directory, cut)
+    assert cut.left <= 0
+    check_ended(ended, number)
+    whole = USUAL.whole()[0].result
+    if ended[0].result.history != whole.history:
+        (note,) = ended[0].result.notes
+        assert note == f'saved at update {ended[0].result.updates}: fit(..., resume="auto") goes on from there'
+
+
+@pytest.mark.parametrize("which", OTHERS)
+@pytest.mark.parametrize(("place", "n"), [("step", 3), ("row", 4), ("val row", 7), ("on_update", 7), ("end_epoch", 1)])
+def test_a_signal_ends_runs_of_other_settings_as_exactly(which, place, n, directory):
+    cut = Cut(place, n, send(signal.SIGTERM))
+    check_ended(OTHERS[which].ended_and_resumed(directory, cut), signal.SIGTERM)
+
+
+def test_signals_again_and_again_lose_nothing(directory):
+    told, resume = [], None
+    for place, n in (("row", 4), ("row", 1), ("on_update", 3), ("val row", 6), ("val row", 6), ("training_step", 1)):
+        _, seen, error = go(directory, Cut(place, n, send(signal.SIGTERM)), resume=resume)
+        assert type(error) is Stopped
+        told, resume = told + seen.told, "auto"
+    resumed = go(directory, resume="auto")
+    check_equal(USUAL.whole(), resumed, told=told + resumed[1].told)
+
+
+@pytest.mark.parametrize("number", ENDING, ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    ("which", "place", "n"), [("usual", "row", 9), ("usual", "val row", 7), ("generator", "row", 9)]
+)
+def test_a_signal_ends_a_wait_for_data_at_once(number, which, place, n, directory):
+    began = time.monotonic()
+    cut = Cut(place, n, send_while_waiting(number))
+    check_ended(OTHERS.get(which, USUAL).ended_and_resumed(directory, cut), number)
+    assert time.monotonic() - began < 4
+
+
+def test_a_signal_in_a_save_waits_for_it(directory, monkeypatch):
+    fsync, calls = os.fsync, []
+
+    def signalled(file):
+        fsync(file)
+        calls.append(file)
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    other = OTHERS["at once"]
+    other.whole()
+    monkeypatch.setattr(os, "fsync", signalled)
+    check_ended(other.ended_and_resumed(directory, Cut()), signal.SIGTERM)
+    assert len(calls) > 4
+
+
+@pytest.mark.parametrize("number", ENDING, ids=lambda one: one.name)
+def test_a_signal_after_the_last_update_keeps_all_and_ends_all_the_same(number, directory):
+    cut = Cut("row", 41, send(number))  # in the pass that the averaged statistics need at the end
+    ended = OTHERS["swa"].ended_and_resumed(directory, cut)
+    check_ended(ended, number)
+
+
+def test_without_a_checkpoint_slot_the_update_is_finished(directory):
+    for number in ENDING:
+        trainer, seen, error = go(None, Cut("training_step", 5, send(number)))
+        check_ended((trainer, seen, error), number)
+        assert trainer.result.updates == trainer.state["steps"] // 2 == 3
+        assert trainer.result.notes == ()
+
+
+# Handlers.
+
+
+def handlers():
+    return [signal.getsignal(number) for number in (*ENDING, signal.SIGCHLD)]
+
+
+@pytest.mark.parametrize("ends", ["whole", "signal", "error", "second"])
+def test_handlers_are_those_from_before_whichever_way_it_ends(ends, directory):
+    before = handlers()
+    inside = []
+
+    def interrupt():
+        inside.extend(handlers())
+        if ends == "error":
+            raise ZeroDivisionError
+        if ends != "whole":
+            os.kill(os.getpid(), signal.SIGINT)
+        if ends == "second":
+            time.sleep(0.15)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    _, _, error = go(directory, Cut("training_step", 5, interrupt))
+    assert type(error) is {"whole": type(None), "error": ZeroDivisionError}.get(ends, KeyboardInterrupt)
+    assert inside[:3] != before[:3]
+    assert handlers() == before
+
+
+@pytest.mark.parametrize("number", ENDING, ids=lambda one: one.name)
+def test_a_handler_of_the_users_own_stays_and_is_called(number, directory):
+    heard = []
+    before = signal.signal(number, lambda *_: heard.append(number))
+    try:
+        _, _, error = go(directory, Cut("training_step", 5, send(number)))
+        assert signal.getsignal(number).__name__ == "<lambda>"
+    finally:
+        signal.signal(number, before)
+    assert error is None and heard == [number]
+
+
+@pytest.mark.parametrize("number", ENDING, ids=lambda one: one.name)
+def test_an_ignored_signal_stays_ignored(number, directory):
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        _, _, error = go(directory, Cut("row", 5, send(number)))
+        assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
+    assert error is None
+
+
+def test_a_fit_in_another_thread_installs_nothing_and_works(directory):
+    before, found, ended = handlers(), [], []
+    cut = Cut("training_step", 5, lambda: found.extend(handlers()))
+    thread = threading.Thread(target=lambda: ended.append(go(directory, cut)))
+    thread.start()
+    thread.join()
+    check_equal(USUAL.whole(), ended[0], told=ended[0][1].told)
+    assert found == before
+
+
+def nap():
+    time.sleep(60)
+
+
+def test_processes_that_were_forked_inside_a_run_die_of_signals_as_usual(directory):
+    codes = []
+
+    def fork():
+        with get_context("fork").Pool(1) as pool:
+            pool.apply_async(nap)
+            time.sleep(0.05)
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            child = get_context("fork").Process(target=nap)
+            child.start()
+            time.sleep(0.05)
+            os.kill(child.pid, number)
+            child.join(5)
+            codes.append(child.exitcode)
+
+    began = time.monotonic()
+    _, _, error = go(directory, Cut("training_step", 5, fork))
+    assert error is None
+    assert codes == [-signal.SIGTERM, -signal.SIGUSR1]
+    assert time.monotonic() - began < 5
+
+
+def test_a_run_inside_a_hook_of_another_leaves_the_outer_ones_signals(directory):
+    inner = []
+
+    def train_another():
+        state = torch.get_rng_state()
+        model = nn.Linear(2, 1)
+        other = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), console=False)
+        os.kill(os.getpid(), signal.SIGTERM)
+        inner.append(other.fit([(torch.ones(2, 2), torch.ones(2, 1))], epochs=3).stopped)
+        torch.set_rng_state(state)
+
+    check_ended(USUAL.ended_and_resumed(directory, Cut("after_update", 2, train_another)), signal.SIGTERM)
+    assert inner == ["epochs=3 reached"]
+
+
+# How long.
+
+
+def saved_in(directory):
+    return sorted(path.name for path in directory.glob("update-*"))
+
+
+def test_an_update_that_takes_longer_than_its_grace_is_cut_off_and_not_saved(directory):
+    def hang():
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+
+    began = time.monotonic()
+    trainer, _, error = go(directory, Cut("training_step", 8, hang), grace=0.2)
+    assert time.monotonic() - began < 4
+    assert type(error) is Stopped and error.code == 143
+    assert trainer.result.stopped == "SIGTERM, and the update did not end within grace=0.2 seconds"
+    assert saved_in(directory) == ["update-0000000003"]
+    assert trainer.result.notes == ('saved at update 3: fit(..., resume="auto") goes on from there',)
+    resumed = go(directory, resume="auto")
+    check_equal(USUAL.whole(), resumed, told=USUAL.whole()[1].told[:4] + resumed[1].told)
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+@pytest.mark.parametrize("place", ["training_step", "fsync"])
+def test_a_save_that_takes_longer_than_the_grace_is_not_cut_off(place, async_save, directory, monkeypatch):
+    fsync, calls = os.fsync, []
+
+    def slow(file):
+        calls.append(file)
+        if place == "fsync" and len(calls) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if len(calls) < 3:
+            time.sleep(0.25)
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    slot = Checkpoint(directory, async_save=async_save, grace=0.2)
+    cut = Cut() if place == "fsync" else Cut("training_step", 5, send(signal.SIGTERM))
+    ended = go(directory, cut, checkpoint=slot, early_stopping=EarlyStopping("val_loss", patience=9))
+    check_ended(ended, signal.SIGTERM)
+    assert saved_in(directory)[-1] == f"update-{ended[0].result.updates:010d}"
+    assert len(calls) >= 4
+
+
+def twice(between):
+    def interrupt():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(between)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(5 if between > 0.1 else 0)
+
+    return interrupt
+
+
+def test_a_second_ctrl_c_ends_an_update_at_once(directory):
+    began = time.monotonic()
+    trainer, _, error = go(directory, Cut("training_step", 10, twice(0.15)))
+    assert time.monotonic() - began < 4
+    assert type(error) is KeyboardInterrupt
+    assert trainer.result.stopped == "KeyboardInterrupt"
+    assert trainer.result.updates == 5 and "update-0000000005" not in saved_in(directory)
+    resumed = go(directory, resume="auto")
+    assert resumed[0].result.history == USUAL.whole()[0].result.history
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_a_second_ctrl_c_ends_the_last_save_at_once(async_save, directory, monkeypatch):
+    fsync, hung = os.fsync, []
+
+    def slow(file):
+        if not hung:
+            hung.append(time.monotonic())
+            threading.Timer(0.15, send(signal.SIGINT)).start()
+            time.sleep(3)
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    slot = Checkpoint(directory, async_save=async_save)
+    trainer, _, error = go(directory, Cut("training_step", 3, send(signal.SIGINT)), checkpoint=slot)
+    assert time.monotonic() - hung[0] < 2
+    assert type(error) is KeyboardInterrupt
+    assert trainer.result.stopped == "KeyboardInterrupt"
+
+
+def test_two_ctrl_c_at_the_same_time_are_one(directory):
+    check_ended(USUAL.ended_and_resumed(directory, Cut("training_step", 10, twice(0.03))), signal.SIGINT)
+
+
+def test_a_second_signal_while_the_last_save_is_made_changes_nothing(directory, monkeypatch):
+    fsync, calls = os.fsync, []
+
+    def signalled(file):
+        calls.append(file)
+        os.kill(os.getpid(), signal.SIGTERM)
+        fsync(file)
+
+    USUAL.whole()
+    monkeypatch.setattr(os, "fsync", signalled)
+    slot = Other(checkpoint=lambda where: Checkpoint(where, best="val_loss", async_save=False))
+    with monkeypatch.context() as aside:
+        aside.setattr(os, "fsync", fsync)
+        slot.whole()
+    ended = go(directory, Cut("training_step", 3, send(signal.SIGTERM)), **slot.given(directory))
+    check_ended(ended, signal.SIGTERM)
+    assert calls
+    monkeypatch.setattr(os, "fsync", fsync)
+    resumed = go(directory, resume="auto", **slot.given(directory))
+    check_equal(slot.whole(), resumed, told=ended[1].told + resumed[1].told)
+
+
+# A process of its own.
+
+SCRIPT = """
+import os, signal, sys
+sys.path.insert(0, {folder!r})
+import torch
+from cut import Cut, data, make
+torch.set_num_threads(1)
+for number, place, n in {runs}:
+    child = os.fork()
+    if child:
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        continue
+    for name, stream in (("out", 1), ("err", 2)):
+        os.dup2(os.open({directory!r} + f"/{{number}}.{{name}}", os.O_CREAT | os.O_WRONLY), stream)
+    cut = Cut(place, n, lambda: os.kill(os.getpid(), number))
+    trainer, _ = make({directory!r} + f"/{{number}}", cut, console=True)
+    train, val = data(cut)
+    print("fit", trainer.fit(train, val, epochs=2).stopped)
+"""
+
+
+def test_a_process_ends_with_the_usual_code_and_a_clear_line(directory):
+    runs = [(int(signal.SIGTERM), "row", 25), (int(signal.SIGUSR1), "training_step", 10)]
+    runs += [(int(signal.SIGINT), "training_step", 10)]
+    text = SCRIPT.format(folder=str(Path(__file__).parent), runs=runs, directory=str(directory))
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.stderr, done.stdout.split()) == ("", ["143", "138", "-2"])
+    for number, name in ((signal.SIGTERM, "SIGTERM"), (signal.SIGUSR1, "SIGUSR1"), (signal.SIGINT, "Ctrl-C")):
+        out, err = ((directory / f"{number:d}.{one}").read_text() for one in ("out", "err"))
+        last = " ".join(out.split()).rpartition("  ")[2]
+        assert name in last and "goes on from there" in last, out
+        assert "fit " not in out.replace("fit(", "")
+        if number == signal.SIGINT:
+            assert err.rstrip().endswith("KeyboardInterrupt") and "Interrupted:" not in err
+        else:
+            assert err == ""
