@@ -16,7 +16,8 @@ def rescue(pauses: Pauses, error: BaseException) -> None:
     A signal and an error of the data always do, another error of user code with `on_error="save"`. A save in flight
     is waited for and told in any case. What goes wrong here is a warning: the error that ends the run is the other one.
     """
-    if pauses.keeper is None or isinstance(error, KeyboardInterrupt):  # that is a second Ctrl-C: at once
+    at_once = pauses.run.signals.pending and isinstance(error, KeyboardInterrupt)  # a second Ctrl-C
+    if pauses.keeper is None or at_once:
         return
     run, is_whole = pauses.run, _is_whole(pauses, error)
     own = run.boundary.put_back() if is_whole else None

@@ -30,7 +30,8 @@ class Saves:
         self._bell: Bell | None = None
         self._on_save: list[Any] = []
         if hasattr(keeper, "news"):
-            cast(Any, keeper).news, cast(Any, keeper).digest = run.wake, digest(settings_of(run.owner))
+            cast(Any, keeper).news = run.wake
+        self._told = {"settings": digest(settings_of(run.owner))} if hasattr(keeper, "written") else {}
 
     def start(self) -> None:
         """Set the bell going, after loading."""
@@ -65,6 +66,7 @@ class Saves:
                 update=update,
                 epoch=counters.earlier_epochs + counters.epoch,
                 metrics=measured,
+                **self._told,
             )
         self._saved += [] if saved is None else [saved]
         self._saved_at = self._place

@@ -44,7 +44,8 @@ class Keeping(Part, Protocol):
     A keeper that writes in the background has more, and is asked for it where it is there:
     `news`: set to a function by the run; to be called, in whatever thread, when a save is done or has failed;
     `written(*, wait=False) -> list[Saved]`: what has become whole since it was last asked, oldest first; with `wait`
-    after all that is in flight. What went wrong is raised here, in the thread of training. `save` then returns None;
+    after all that is in flight. What went wrong is raised here, in the thread of training. `save` then returns None,
+    and takes `settings=`, a digest of what the run is set to, for the manifest;
     `expect(tree)`: a state like this one will be saved: time to have room for a copy of it;
     `blocked`: seconds that saving has kept the run waiting so far.
     """
