@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from trainwright.base.errors import CheckpointError, message
-from trainwright.runtime import pages
 
 MAX_HEADER = 100_000_000
 """Bytes of a header that any reader of the format accepts."""
@@ -195,7 +194,7 @@ def _sizes(value: Any) -> bool:
 
 def _read_tensor(source: Source, entry: _Entry) -> Tensor:
     try:
-        tensor = pages.empty(entry.shape, entry.dtype)
+        tensor = torch.empty(entry.shape, dtype=entry.dtype)
     except RuntimeError as error:
         raise _defect(source, f"no tensor of shape {list(entry.shape)} can be made ({error})") from None
     if tensor.numel():
