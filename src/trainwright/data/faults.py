@@ -13,25 +13,46 @@ _SHARED_MEMORY = "/dev/shm"
 _ASIDE = "num_workers=0 fetches these rows in this process, where a debugger and the whole traceback are at hand"
 
 
-def explain(error: Exception, *, pids: Sequence[int], worker: int | None, rows: Any) -> None:
-    """Add one note to an error; its type, text and traceback stay."""
+def explain(error: Exception, *, pids: Sequence[int], worker: int | None, asked: Sequence[Any]) -> None:
+    """Add one note to an error; its type, text and traceback stay.
+
+    `asked` are the rows of the batch that was waited for, and of those that the same worker was asked for after it.
+    """
     if any(note.startswith(HEAD) for note in getattr(error, "__notes__", ())):
         return
-    what, why, fix = _cause(str(error))
-    who = "a loader's worker" if worker is None else f"loader worker {worker} of {len(pids)} (pid {pids[worker]})"
+    what, why, fix = _cause(_told(error))
+    known = worker is not None and 0 <= worker < len(pids)
+    who = f"loader worker {worker} of {len(pids)} (pid {pids[worker]})" if known and worker is not None else "a worker"
+    rows = "; then ".join(_shown(rows) for rows in asked[:4] if rows is not None)
     lines = [f"{HEAD}{who} {what}"]
-    lines += [
-        f"  {label:<9}{text}" for label, text in (("rows", "" if rows is None else _shown(rows)), ("why", why)) if text
-    ]
-    error.add_note("\n".join([*lines, f"  {'fix':<9}{fix}"]))
+    lines += [f"  {label:<9}{text}" for label, text in (("rows", rows), ("why", why), ("fix", fix)) if text]
+    error.add_note("\n".join(lines))
 
 
 def named_in(error: Exception, pids: Sequence[int], *, waited: int | None) -> int | None:
     """The number of the worker that an error speaks of by its pid; `waited` where it speaks of none."""
-    named = [int(pid) for pid in re.findall(r"\d+", str(error).partition("pid")[2].partition(")")[0])]
+    named = [int(pid) for pids in re.findall(r"\(pid(?:\(s\))? ([\d, ]+)\)", _told(error)) for pid in pids.split(",")]
     if not named:
         return waited
     return next((pids.index(pid) for pid in named if pid in pids), None)
+
+
+def unravel(error: Exception) -> None:
+    """Let an error that was sent by a worker go as soon as nobody holds it.
+
+    torch raises it in a frame that holds it, and so the iterator with its workers: it would stay until a collection,
+    which takes the queues first, and then waits for workers that hear nothing any more.
+    """
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_name == "reraise":
+            trace.tb_frame.clear()
+        trace = trace.tb_next
+
+
+def _told(error: Exception) -> str:
+    """What torch says: the signal that it has heard of stands in the cause."""
+    return f"{error} {error.__cause__ or ''}"
 
 
 def _cause(text: str) -> tuple[str, str, str]:

@@ -12,7 +12,6 @@ import torch
 
 from trainwright.base.errors import DataError, message
 
-_KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _INSIDE = ("dataset", "datasets", "transform", "transforms", "target_transform")
 """Attributes of a data set whose own attributes are looked at too."""
 
@@ -152,7 +151,11 @@ def _hidden(owner: Any, name: str, depth: int) -> Iterator[str]:
 
 def _is_generator(value: Any) -> bool:
     """Whether it is a generator with a state of its own: not the process's, nor the operating system's."""
-    shared = (torch.default_generator, getattr(random, "_inst", None), getattr(np.random.mtrand, "_rand", None))
-    if not isinstance(value, _KINDS) or isinstance(value, random.SystemRandom):
-        return False
-    return not any(value is one for one in shared)
+    if isinstance(value, torch.Generator):
+        return value is not torch.default_generator
+    if isinstance(value, random.Random):
+        return value is not getattr(random, "_inst", None) and not isinstance(value, random.SystemRandom)
+    if not any(kind.__module__.startswith("numpy.random") for kind in type(value).__mro__):
+        return False  # and NumPy's generators, slow to import, are left alone
+    kinds = (np.random.Generator, np.random.RandomState)
+    return isinstance(value, kinds) and value is not getattr(np.random.mtrand, "_rand", None)

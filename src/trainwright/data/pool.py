@@ -79,6 +79,9 @@ class Workers(_Torchs):  # type: ignore[misc]
     _failed: tuple[int, int] | None = None
     """The batch that an error came in the place of, and the worker that sent it."""
 
+    _broken = False
+    """Whether a worker has died or hangs, so that nobody waits for them at the end."""
+
     def __init__(self, loader: Any, record: Record, *, seed: int | None = None, first: int = 0) -> None:
         self.record, self.first = record, first
         self._carries = isinstance(loader.collate_fn, Carrying)
@@ -117,15 +120,16 @@ class Workers(_Torchs):  # type: ignore[misc]
     def explain(self, error: Exception) -> None:
         """Add a note to an error: which worker it was, which rows it was asked for, and what to do."""
         pids = [process.pid or 0 for process in self._workers]
-        worker: int | None
         if self._failed is not None:
             task, worker = self._failed
-        else:
-            waited = self._task_info.get(self._rcvd_idx, (None,))
-            worker = faults.named_in(error, pids, waited=waited[0])
-            tasks = [task for task, info in self._task_info.items() if info[0] == worker and len(info) == 1]
-            task = min(tasks, default=-1)
-        faults.explain(error, pids=pids, worker=worker, rows=self._asked.get(task))
+            faults.unravel(error)
+            faults.explain(error, pids=pids, worker=worker, asked=[self._asked.get(task)])
+            return
+        self._broken = True
+        waited = self._task_info.get(self._rcvd_idx, (None,))
+        named = faults.named_in(error, pids, waited=waited[0])
+        tasks = sorted(task for task, info in self._task_info.items() if info[0] == named and len(info) == 1)
+        faults.explain(error, pids=pids, worker=named, asked=[self._asked.get(task) for task in tasks])
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         self._asked.clear()
@@ -152,16 +156,22 @@ class Workers(_Torchs):  # type: ignore[misc]
         return found
 
     def _shutdown_workers(self) -> None:
+        if self._broken or any(_is_closed(queue) for queue in getattr(self, "_index_queues", ())):
+            self.kill()
         super()._shutdown_workers()
         if getattr(self, "_shutdown", False):
             self.kill()  # what hangs has survived the SIGTERM that it was sent
 
     def kill(self) -> None:
         """End the workers that are still there."""
-        if os.getpid() == self._process:
-            for process in self._workers:
-                if process.is_alive():
-                    process.kill()
+        if os.getpid() != self._process:
+            return
+        if getattr(self, "_worker_pids_set", False):
+            _remove_worker_pids(id(self))
+            self._worker_pids_set: bool = False
+        for process in self._workers:
+            if process.is_alive():
+                process.kill()
 
     # torch draws the seed in any case; workers that go on with the work of others have that of the others.
     @property
@@ -181,6 +191,12 @@ class Workers(_Torchs):  # type: ignore[misc]
         for _ in range(self.first):
             next(cycle)
         self._cycle, self.first = cycle, 0
+
+
+def _is_closed(queue: Any) -> bool:
+    """Whether a collection has ended a queue before its iterator: workers will not hear that this is the end."""
+    finalizer = getattr(queue, "_close", None)
+    return finalizer is not None and not finalizer.still_active()
 
 
 @contextmanager
@@ -207,7 +223,6 @@ def _end_all() -> None:
     """End what is left when the process ends: multiprocessing would send SIGTERM once, and wait."""
     for pool in list(_ALIVE):
         if not getattr(pool, "_shutdown", True):
-            _remove_worker_pids(id(pool))
             pool.kill()
 
 
