@@ -81,7 +81,7 @@ def test_every_hook_and_observer_is_called_in_one_order(tmp_path):
             calls.append("finish")
 
     probe = Probe(lambda trainer: calls.append("probe"), every=Updates(2))
-    trainer = made(Calls, checkpoint=Checkpoint(tmp_path), observers=[Watches(), probe])
+    trainer = made(Calls, checkpoint=Checkpoint(tmp_path, async_save=False), observers=[Watches(), probe])
     trainer.fit(data(), batches((x, y), 12), epochs=2)
     update = ["step", "after {0}", "update {0}"]
     ends = ["val", "validated", "epoch"]
