@@ -127,9 +127,10 @@ class Table:
     def row(self) -> str:
         """One row of a table in Markdown."""
         counts = self.counts
-        behind = statistics.median([verdict.behind for verdict in self.verdicts]) if self.verdicts else 0
+        went_on = [verdict.behind for verdict in self.verdicts if verdict.word != "error"]
+        behind = f"{statistics.median(went_on):g}" if went_on else "."
         numbers = [str(counts[word] or ".") for word in VERDICTS]
-        return " | ".join([f"| {self.title}", str(len(self.verdicts)), *numbers, f"{behind:g} |"])
+        return " | ".join([f"| {self.title}", str(len(self.verdicts)), *numbers, f"{behind} |"])
 
 
 def show(tables: Sequence[Table], *, unit: str) -> None:

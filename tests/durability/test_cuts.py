@@ -13,12 +13,12 @@ SMALL = ("--updates", "16", "--width", "16")
 
 
 def test_power_cuts_take_no_acknowledged_checkpoint(tmp_path: Path) -> None:
-    assert all_ok(tried("cuts", *SMALL, "--cuts", "100", base=tmp_path))
+    assert all_ok(tried("cuts", *SMALL, "--cuts", "80", base=tmp_path))
 
 
 @pytest.mark.parametrize("missing", ["file", "directory"])
 def test_the_harness_finds_that_an_fsync_is_missing(missing: str, tmp_path: Path) -> None:
-    (counts,) = tried("cuts", *SMALL, "--cuts", "40", "--without-fsync", missing, base=tmp_path).values()
+    (counts,) = tried("cuts", *SMALL, "--cuts", "25", "--without-fsync", missing, base=tmp_path).values()
     assert sum(counts.values()) - counts["ok"] >= 2
 
 
