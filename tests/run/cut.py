@@ -136,6 +136,8 @@ class Cuttable(Trainer):
         self.log("noise", random.random() + np.random.rand())
         step = super().training_step((x + 0.01 * torch.randn_like(x), y))
         self.state["steps"] = self.state.get("steps", 0) + 1
+        if step.output.requires_grad:
+            step.output.register_hook(lambda _: self.cut.at("backward"))
         self.cut.at("training_step")
         return step
 
@@ -153,8 +155,8 @@ def network():
     return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.3), nn.Linear(6, 3))
 
 
-def make(directory, cut=None, *, cls=Cuttable, grace=20.0, observers=(), console=False, **settings):
-    """A new Trainer, its observer, and its data."""
+def make(directory, cut=None, *, cls=Cuttable, loss=None, grace=20.0, observers=(), console=False, **settings):
+    """A new Trainer, and its observer."""
     cut = Cut() if cut is None else cut
     model = network()
     random.seed(3)
@@ -167,10 +169,14 @@ def make(directory, cut=None, *, cls=Cuttable, grace=20.0, observers=(), console
         cut.at("probe")
         return {"probed": next(trainer.model.parameters()).sum().item()}
 
+    def measured(output, target):
+        cut.at("metric")
+        return accuracy(output, target)
+
     slots = {
         "schedule": OneCycle(0.05),
         "average": EMA(0.7),
-        "metrics": {"accuracy": accuracy},
+        "metrics": {"accuracy": measured},
         "early_stopping": EarlyStopping("val_loss", patience=9),
         "accumulate": 2,
         "checkpoint": None if directory is None else Checkpoint(directory, best="val_loss", grace=grace),
@@ -178,7 +184,7 @@ def make(directory, cut=None, *, cls=Cuttable, grace=20.0, observers=(), console
     trainer = cls(
         model,
         optimizer,
-        nn.CrossEntropyLoss(),
+        nn.CrossEntropyLoss() if loss is None else loss,
         observers=[seen, Probe(probe, every=Updates(2)), *observers],
         console=console,
         **(slots | settings),
