@@ -87,7 +87,7 @@ class Keeper:
         self.run_id = manifest["run"]
         self._resumed = path.absolute()
         self._place.refuse_others(self.run_id, damaged=False)
-        self._note_whole()
+        self._note_whole(loaded=self._resumed)
         later = [storage.update_name(update) for update in self._whole if update > manifest["update"]]
         if later:
             what = f"{path.name} cannot be resumed into {self.directory}: the run went on from there"
@@ -308,12 +308,12 @@ class Keeper:
         self._arena.free()
         self._place.let_go()
 
-    def _note_whole(self) -> None:
-        """Read which checkpoints of this run are there whole; damaged ones are left alone."""
+    def _note_whole(self, *, loaded: Path | None = None) -> None:
+        """Read which checkpoints of this run are whole; `loaded` is known to be, damaged ones are left alone."""
         whole = {}
         for path in storage.scan(self.directory):
             try:
-                manifest = storage.verify(path)
+                manifest = storage.read_manifest(path) if path == loaded else storage.verify(path)
             except CheckpointError:
                 continue
             whole[manifest["update"]] = rank(manifest, self.settings.best, self._mode)
