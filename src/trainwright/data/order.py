@@ -99,7 +99,7 @@ def refuse_draws(sampler: Any, *, workers: int, role: str) -> None:
 
     DataError where workers are asked ahead, so that no resume inside an epoch is exact; else a warning.
     """
-    name = type(sampler).__name__
+    name = type(sampler.sampler if type(sampler) is BatchSampler else sampler).__name__
     what = f"{role} data: the sampler {name} draws from the process's random state while it is iterated"
     want = "a sampler that draws when its iterator is made, or from a generator of its own"
     fix = "self.generator = torch.Generator().manual_seed(...) in the sampler, to draw from; or no checkpoint"

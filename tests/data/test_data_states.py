@@ -1,0 +1,319 @@
+"""Data with a state of their own are asked for it; what cannot be resumed exactly is said, or refused."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from passes import Augmented, Globally, Passing, alike, rest, resumed, trained
+from sources import READY, Noisy, Stream, X, Y, seeded
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
+
+from trainwright.base.errors import DataError
+from trainwright.data.own import batches
+from trainwright.data.source import open_source
+from trainwright.data.stream import Continuing
+
+
+class Remembers:
+    """Batches that know their own position, and draw from a generator of their own."""
+
+    def __init__(self) -> None:
+        self.at = 0
+        self.own = [random.Random(2)]
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.at < 5:
+            self.at += 1
+            yield torch.tensor([self.at + self.own[0].random()])
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "own": self.own[0].getstate()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+        self.own[0].setstate(state["own"])
+
+
+class RemembersRows(Remembers, IterableDataset):
+    """The same as a data set of rows."""
+
+
+class Rolling(Noisy):
+    """Rows that draw from a generator of the data set's own, which it gives when asked."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(4)
+
+    def __getitem__(self, index: int) -> Any:
+        if get_worker_info() is not None and not hasattr(self, "begun"):
+            self.begun = self.rng.random(get_worker_info().id + 1)
+        return index, self.rng.random()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rng": self.rng.bit_generator.state, "begun": hasattr(self, "begun")}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rng.bit_generator.state = state["rng"]
+        if state["begun"]:
+            self.begun = True
+
+
+class Lively(Stream):
+    """Rows with draws of each generator."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in range(10):
+            yield index, torch.rand(1), random.random(), np.random.rand()
+
+
+def opened(data: Any) -> Any:
+    source = open_source(data)
+    source.must_resume = True
+    return source
+
+
+MAKES = {
+    "iterable": Remembers,
+    "rows": lambda: DataLoader(RemembersRows(), batch_size=2),
+    "data set": lambda: DataLoader(Rolling(), batch_size=4, shuffle=True),
+    "data set in workers": lambda: DataLoader(Rolling(), batch_size=4, num_workers=2),
+    "data set in persistent workers": lambda: DataLoader(
+        Rolling(), batch_size=4, num_workers=2, persistent_workers=True
+    ),
+    "batches": lambda: batches(Rolling(), 4, shuffle=True),
+    "stream": lambda: DataLoader(Lively(), batch_size=3, num_workers=2, persistent_workers=True),
+    "own iter": lambda: Passing(Augmented(), batch_size=4, num_workers=2, shuffle=True),
+    "own iter, persistent": lambda: Passing(
+        Augmented(), batch_size=4, num_workers=2, shuffle=True, persistent_workers=True
+    ),
+    "each epoch": lambda: lambda epoch: DataLoader(Augmented(), batch_size=4, num_workers=epoch % 2, shuffle=True),
+}
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_data_go_on_from_their_own_state_or_are_read_past(name: str) -> None:
+    seeded()
+    cuts = [(0, 1), (1, 2), (2, 0)]
+    table, saved = trained(opened(MAKES[name]()), cuts)
+    for at in cuts:
+        assert alike(resumed(opened(MAKES[name]()), saved[at], *at), rest(table, *at)), at
+
+
+def test_a_half_fetched_window_of_an_iterable_is_not_lost() -> None:
+    table, saved = trained(opened(Remembers()), [(1, 3)], window=2)
+    assert alike(resumed(opened(Remembers()), saved[1, 3], 1, 2), rest(table, 1, 2))
+    assert alike(resumed(opened(Remembers()), saved[1, 3], 1, 3), rest(table, 1, 3))
+    with pytest.raises(DataError, match=r"cannot go on after 1 batches(.|\n)*resume_data=False"):
+        resumed(opened(Remembers()), saved[1, 3], 1, 1)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stateful_loader_of_torchdata_is_asked_for_its_position(workers: int) -> None:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def make() -> Any:
+        return stateful.StatefulDataLoader(Rolling(), batch_size=4, num_workers=workers)
+
+    seeded()
+    table, saved = trained(opened(make()), [(0, 1), (1, 2), (2, 0)])
+    for at in saved:
+        assert alike(resumed(opened(make()), saved[at], *at), rest(table, *at)), at
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("at", [3, 4, 5, 6, 9])
+def test_a_window_over_the_end_of_a_pass_goes_back_to_its_start(workers: int, at: int) -> None:
+    def make() -> Continuing:
+        source = Continuing(opened(DataLoader(Augmented(), batch_size=5, shuffle=True, num_workers=workers)))
+        source.must_resume = True
+        return source
+
+    seeded()
+    source, table, kept = make(), [], {}
+    iterator = source.epoch(0)
+    for number in range(12):
+        if number % 3 == 0:
+            source.at_boundary()
+            kept[number] = torch.get_rng_state(), random.getstate(), np.random.get_state()
+        if number == at:
+            state = source.state_dict()
+        table.append(repr(next(iterator)))
+    begun = at - at % 3
+    again = make()
+    again.load_state_dict(state)
+    iterator = again.epoch(0, skip=begun)
+    torch.set_rng_state(kept[begun][0]), random.setstate(kept[begun][1]), np.random.set_state(kept[begun][2])
+    given = [repr(next(iterator)) for _ in range(begun, 12)]
+    assert [one == other for one, other in zip(given, table[begun:], strict=True)] == [True] * len(given)
+
+
+class Restless(Globally):
+    """A sampler that draws from Python's own generator all the time."""
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(20):
+            yield random.randrange(20)
+
+
+def test_a_sampler_that_keeps_drawing_is_refused_with_workers_and_warned_of_without() -> None:
+    def make(workers: int) -> Any:
+        return DataLoader(TensorDataset(X, Y), batch_size=4, sampler=Restless(), num_workers=workers)
+
+    with pytest.raises(
+        DataError, match=r"the sampler Restless draws from(.|\n)*with 2 workers no resume(.|\n)*Generator"
+    ):
+        list(opened(make(2)).epoch(0))
+    with pytest.warns(
+        UserWarning, match="the sampler Restless draws from(.|\n)*only where training itself draws nothing"
+    ):
+        list(opened(make(0)).epoch(0))
+    with pytest.warns(UserWarning, match="the sampler Restless draws from"):
+        source = batches((X, Y), 4, sampler=Restless())
+        source.must_resume = True
+        list(source.epoch(0))
+    for workers in (0, 2):  # nobody asked for a checkpoint
+        assert len(list(open_source(make(workers)).epoch(0))) == 5
+
+
+def test_a_sampler_that_keeps_drawing_is_read_past_without_workers() -> None:
+    def make() -> Any:
+        return opened(DataLoader(Noisy(), batch_size=4, sampler=Restless()))
+
+    seeded()
+    source = make()
+    start = random.getstate(), torch.get_rng_state(), np.random.get_state()
+    with pytest.warns(UserWarning, match="draws from"):
+        iterator = source.epoch(0)
+        table = [repr(next(iterator)) for _ in range(2)]
+        kept = source.state_dict()
+        table += [repr(batch) for batch in iterator]
+    again = make()
+    again.load_state_dict(kept)
+    random.setstate(start[0]), torch.set_rng_state(start[1]), np.random.set_state(start[2])
+    with pytest.warns(UserWarning, match="draws from"):
+        assert ([repr(batch) for batch in again.epoch(0, skip=2)] == table[2:]) is True
+
+
+class Hides(Noisy):
+    """A data set with a generator that nobody can ask for."""
+
+    def __init__(self) -> None:
+        self.transform = type("Jitter", (), {})()
+        self.transform.rng = np.random.default_rng()
+
+
+def started() -> Any:
+    loader = DataLoader(Noisy(), num_workers=1, persistent_workers=True)
+    next(iter(loader))
+    return loader
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (lambda: READY, ""),
+        (lambda: batches(X, 4, shuffle=True), ""),
+        (lambda: DataLoader(Noisy(), shuffle=True, num_workers=2, persistent_workers=True), ""),
+        (Remembers, ""),
+        (lambda: DataLoader(Rolling(), num_workers=2), ""),
+        (lambda: (batch for batch in READY), "reads a new generator up to where this one stood"),
+        (Stream, "reads Stream up to where it stood: exact only if it gives the same batches again"),
+        (lambda: DataLoader(Stream()), "Stream is read again up to where it stood: exact only if"),
+        (lambda: DataLoader(Noisy(), num_workers=1, in_order=False), "write in_order=True"),
+        (lambda: Passing(Noisy()), "Passing iterates in its own way, and is read again"),
+        (
+            lambda: DataLoader(Hides()),
+            r"dataset.transform.rng is a generator that no checkpoint holds; give Hides state_",
+        ),
+        (lambda: batches(Hides(), 4), r"dataset.transform.rng is a generator that no checkpoint holds; draw from"),
+        (lambda: batches(Rolling(), 4, workers=2), "the state of Rolling in workers is not kept; write workers=0"),
+        (started, "the persistent workers were started before fit"),
+        (lambda: lambda epoch: Stream(), "reads Stream up to"),
+    ],
+)
+def test_what_is_not_known_to_resume_exactly_is_said_before_training(data: Any, said: str) -> None:
+    source = open_source(data())
+    assert said in source.resumes
+    assert bool(said) == bool(source.resumes)
+    if source.length is None or source.repeatable:
+        assert Continuing(source).resumes == source.resumes
+
+
+@pytest.mark.parametrize(
+    ("make", "other", "named"),
+    [
+        (
+            lambda: DataLoader(Noisy(), batch_size=4),
+            lambda: DataLoader(Noisy(), batch_size=5),
+            r"have  batch_size=5(.|\n)*want  batch_size=4",
+        ),
+        (lambda: DataLoader(Noisy()), lambda: DataLoader(TensorDataset(X[:7])), r"have  rows=7(.|\n)*want  rows=20"),
+        (
+            lambda: DataLoader(Noisy(), shuffle=True),
+            lambda: DataLoader(Noisy()),
+            "have  sampler=SequentialSampler/BatchSampler(.|\n)*want  sampler=RandomSampler/BatchSampler",
+        ),
+        (lambda: READY, lambda: READY[:2], r"have  batches=2(.|\n)*want  batches=3"),
+        (lambda: batches(X, 4), lambda: batches(X, 5), r"have  batch_size=5"),
+        (
+            lambda: Continuing(open_source(DataLoader(Noisy(), batch_size=4))),
+            lambda: Continuing(open_source(DataLoader(Noisy(), batch_size=5))),
+            r"have  batch_size=5",
+        ),
+    ],
+)
+def test_other_data_are_refused_with_the_difference(make: Any, other: Any, named: str) -> None:
+    with pytest.raises(DataError, match=named + r"(.|\n)*or fit\(..., resume_data=False\)"):
+        open_source(other()).load_state_dict(open_source(make()).state_dict())
+
+
+def test_another_number_of_workers_is_said() -> None:
+    two, three = (open_source(DataLoader(Noisy(), num_workers=n)) for n in (1, 2))
+    said = three.load_state_dict(two.state_dict())
+    assert said == "resumed with num_workers=2, saved with 1: the rows are the same, their random draws are not"
+
+
+class Picklable(Dataset[Any]):
+    """Rows for workers that are not forked."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor(index) + torch.rand(1)
+
+
+def test_workers_that_are_spawned_resume_too() -> None:
+    def make() -> Any:
+        return opened(DataLoader(Picklable(), batch_size=3, num_workers=1, multiprocessing_context="spawn"))
+
+    seeded()
+    source = make()
+    start = torch.get_rng_state()
+    iterator = source.epoch(0)
+    next(iterator)
+    kept = source.state_dict()
+    table = [batch.tolist() for batch in iterator]
+    torch.set_rng_state(start)
+    again = make()
+    again.load_state_dict(kept)
+    assert [batch.tolist() for batch in again.epoch(0, skip=1)] == table
+
+
+def test_a_pass_leaves_the_loader_as_the_plain_loop_leaves_it() -> None:
+    loader = DataLoader(Noisy(), batch_size=4, num_workers=2, persistent_workers=True, generator=torch.Generator())
+    before = {name: value for name, value in vars(loader).items() if name != "_iterator"}
+    list(opened(loader).epoch(0))
+    assert {name: value for name, value in vars(loader).items() if name != "_iterator"} == before
+    workers = [process.pid for process in loader._iterator._workers]
+    assert all(type(batch) is list for batch in loader)  # the user's own pass, by the same workers
+    assert [process.pid for process in loader._iterator._workers] == workers
+    list(opened(loader).epoch(0))
+    assert [process.pid for process in loader._iterator._workers] == workers
