@@ -29,8 +29,9 @@ def is_cell(cell: Cell) -> bool:
 
 
 def not_built(cell: Cell) -> bool:
-    """Whether the library does not resume this exactly yet, and does not say that it does."""
-    return cell["data"] != "batches" and cell["workers"] != "0"
+    """Whether the library does not resume this exactly yet, and does not say that it does: none, at present."""
+    del cell
+    return False
 
 
 def all_cells() -> list[Cell]:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,6 +30,8 @@ LIMIT = 120
 """Seconds after which a phase hangs."""
 MEASURED = ("seconds", "waiting", "rows")
 """What a session measures of itself: seconds, and the rows in them."""
+WITHOUT_EFFECT = tuple(f"checkpoint.data.workers.{name}" for name in ("given", "boundary", "start"))
+"""What a checkpoint at the end of a run tells of the last epoch's resume, and no later epoch reads."""
 Fault = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -110,6 +112,7 @@ def planned(cell: Cell, whole: Path) -> tuple[Interrupt, str]:
 def differences(whole: Path, phases: Sequence[Trace], cut: Path) -> list[str]:
     """Everything in which the phases of an interrupted run differ from the run that was never interrupted."""
     reference = Trace(whole)
+    phases = [phase for phase in phases if phase.lines]
     begins = [_start(reference, phase) for phase in phases]
     found = []
     for number, (phase, begin) in enumerate(zip(phases, begins, strict=True)):
@@ -119,10 +122,33 @@ def differences(whole: Path, phases: Sequence[Trace], cut: Path) -> list[str]:
             found.append(f"run {number + 1} begins after {begin} events, the one before ended earlier")
     if begins[-1] + len(phases[-1].lines) != len(reference.lines):
         found.append(f"the last run has {len(phases[-1].lines)} events from {begins[-1]}, of {len(reference.lines)}")
-    found += _unlike("journal", _numbers(whole), _numbers(cut))
-    one, other = (json.loads((where / "outcome.json").read_text()) for where in (whole, cut))
-    del one["events"], other["events"]
+    found += _unlike("journal", _numbers(whole), _numbers(cut, anew=begins[1:].count(0)))
+    one, other = map(_outcome, (whole, cut))
     return found + _unlike("outcome", [one], [other])
+
+
+def check_kills(cell: Cell, whole: Path, moments: Sequence[float]) -> list[str]:
+    """Kill the cell at several moments, each a share of what happens in a run, and go on every time; what differs.
+
+    What happens: a micro-batch, a record for observers, and every opening, renaming and removing of files of the run.
+    """
+    if not (whole / "outcome.json").exists():
+        run(cell, whole, interrupt=Interrupt("none", event=1 << 60))
+    events, phases = json.loads((whole / "outcome.json").read_text())["events"], []
+    cut = Path(mkdtemp(prefix="cut-", dir=whole.parent))
+    try:
+        for moment in moments:
+            interrupt = Interrupt("kill", event=int(moment * events))
+            if run(cell, cut, interrupt=interrupt, resume="auto", expected=(-signal.SIGKILL, 0)) == 0:
+                break
+            phases.append(Trace(cut))
+        else:
+            run(cell, cut, resume="auto")
+        return differences(whole, [*phases, Trace(cut)], cut)
+    except WrongError as error:
+        return [str(error)]
+    finally:
+        shutil.rmtree(cut)
 
 
 class Trace:
@@ -143,11 +169,11 @@ def run(
     fault: Fault | None = None,
     interrupt: Interrupt | None = None,
     resume: str | None = None,
-    expected: int = 0,
+    expected: int | tuple[int, ...] = 0,
     interpreter: bool = False,
-) -> None:
-    """Run the cell in a new process; WrongError, with what it printed, where it does not end as expected."""
-    directory.mkdir(exist_ok=True)
+) -> int:
+    """Run the cell in a new process; WrongError, with what it printed, where its exit code is not one expected."""
+    directory.mkdir(exist_ok=True, parents=True)
     log = directory / "log.txt"
     if interpreter:
         given = json.dumps({"cell": cell, "directory": str(directory), "resume": resume})
@@ -156,9 +182,10 @@ def run(
             code = subprocess.run(script, stdout=file, stderr=file, timeout=LIMIT, check=False).returncode
     else:
         code = forked(lambda: _phase(cell, directory, fault, interrupt, resume), log)
-    if code != expected:
+    if code not in (expected if isinstance(expected, tuple) else (expected,)):
         tail = log.read_text(errors="replace")[-1500:]
         raise WrongError(f"a run ended with {code}, not with {expected}: {interrupt}, resume={resume}\n{tail}")
+    return code
 
 
 def forked(work: Callable[[], None], log: Path) -> int:
@@ -258,13 +285,27 @@ def _unlike(what: str, expected: Sequence[dict[str, Any]], got: Sequence[dict[st
     return []
 
 
-def _numbers(directory: Path) -> list[dict[str, Any]]:
-    """The updates, validations and epochs of a journal, without what a session measures of itself."""
-    return list(_kept(read_journal(directory / "journal.jsonl")))
+def _outcome(directory: Path) -> dict[str, Any]:
+    """What a run has come to, without what has no effect."""
+    outcome = json.loads((directory / "outcome.json").read_text())
+    return {name: one for name, one in outcome.items() if name != "events" and not name.startswith(WITHOUT_EFFECT)}
 
 
-def _kept(records: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    for record in records:
-        if record["event"] in ("update", "validate", "epoch"):
+def _numbers(directory: Path, *, anew: int = 0) -> list[dict[str, Any]]:
+    """The updates, validations and epochs of a journal, without what a session measures of itself.
+
+    A run that was killed before it had saved anything begins anew, below what the one before has told: where that was
+    so `anew` times, what stands above the last such beginning is left out.
+    """
+    numbers: list[dict[str, Any]] = []
+    for record in read_journal(directory / "journal.jsonl"):
+        if record["event"] == "start":
+            starts = True
+        elif record["event"] in ("update", "validate", "epoch"):
             dropped = MEASURED if record["event"] != "update" else ()
-            yield flattened({name: value for name, value in record.items() if name not in dropped})
+            one = flattened({name: value for name, value in record.items() if name not in dropped})
+            if anew and starts and numbers and one == numbers[0]:
+                numbers.clear()
+            numbers.append(one)
+            starts = False
+    return numbers

@@ -49,6 +49,8 @@ EPOCHS, ROWS, SIZE = 3, 27, 4
 BATCHES = 7
 """Per epoch: 7 updates with `accumulate=1`, windows of 3, 3 and 1 with 3."""
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+ENDS_ITSELF = ("signal in an update", "signal while waiting", "error")
+"""The interrupts at which a run saves before it ends."""
 BACKGROUND = "async_save" in inspect.signature(Checkpoint).parameters
 ERROR = 3
 """The exit code of a run that ended in the error that was planned for it."""
@@ -122,7 +124,9 @@ def built(cell: Cell, model: nn.Module, directory: Path, watch: Watch) -> Traine
     if watch.interrupt is not None and watch.interrupt.kind == "none" and BACKGROUND:
         saving["async_save"] = False
     often = Updates(1 if cell["accumulate"] > 1 else 1 + drawn(uninterrupted(cell), "every", 3))
-    every = {"epoch boundary": Epochs(1), "after validation": "auto", "mid-epoch": often}
+    every: Any = {"epoch boundary": Epochs(1), "after validation": "auto", "mid-epoch": often}[cell["place"]]
+    if watch.interrupt is not None and watch.interrupt.kind in ENDS_ITSELF:
+        every = Epochs(99)  # so that what is saved at the end is what the run goes on from
     schedule = {
         "OneCycle": OneCycle(0.03),
         "StepLR": StepLR(Updates(2), gamma=0.8),
@@ -141,7 +145,7 @@ def built(cell: Cell, model: nn.Module, directory: Path, watch: Watch) -> Traine
         average=EMA(0.8) if cell["average"] == "EMA" else None,
         early_stopping=EarlyStopping("val_loss", patience=30),
         checkpoint=Checkpoint(
-            directory / "checkpoints", best="val_accuracy", mode="max", every=every[cell["place"]], keep=99, **saving
+            directory / "checkpoints", best="val_accuracy", mode="max", every=every, keep=99, **saving
         ),
         observers=[watch, Journal(directory / "journal.jsonl")],
         console=False,
@@ -168,7 +172,10 @@ class Watched(nn.Module):
     def forward(self, x):
         if self.training:
             self.watch.saw(x)
-        return self.net(x * (1 + 0.01 * (random.random() + np.random.rand() + float(torch.rand(())))))
+        output = self.net(x * (1 + 0.01 * (random.random() + np.random.rand() + float(torch.rand(())))))
+        if self.training and self.watch.fails:
+            raise PlannedError
+        return output
 
 
 # The data.
@@ -272,6 +279,8 @@ class Watch(Observer):
         self.trainer: Any = None
         self.rows: list[str] = []
         self.event = 0
+        self.fails = False
+        """Whether the step in hand is to raise, once it has moved random states and buffers."""
         self.validated = -1
         """The tries at the last validation."""
         self.seen = RawValue("q", 0)
@@ -302,7 +311,7 @@ class Watch(Observer):
         elif plan.kind == "signal in an update":
             os.kill(self._process, plan.signal)
         elif plan.kind == "error":
-            raise PlannedError
+            self.fails = True
 
     def _wait_for(self, plan: Interrupt) -> None:
         """Let the checkpoint become whole that is written beside the training."""

@@ -1,0 +1,237 @@
+"""What a resume really forgets: each function plants one fault in the library, by a monkeypatch that stays."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+from torch import nn
+
+from trainwright import Trainer, trainer
+from trainwright.base.progress import Counters
+from trainwright.data.foreign import LoaderBatches
+from trainwright.data.own import Batches
+from trainwright.observers.journal import Journal
+from trainwright.run import boundary, running, state
+from trainwright.run.boundary import Boundary
+from trainwright.run.ledger import Ledger
+from trainwright.run.pausing import Pauses
+from trainwright.run.state import Random
+from trainwright.slots.average_bound import Average
+from trainwright.slots.checkpoint import Keeper
+from trainwright.slots.early_stopping import Watch
+from trainwright.slots.precision import LossScaler
+from trainwright.slots.rates import TableRates
+from trainwright.slots.schedule_stepped import SteppedRates
+
+from .faults import around, without
+
+# Random states.
+
+
+def _not_put_back(patch, get, put):
+    whole = boundary.set_random_state
+
+    def changed(saved):
+        now = get()
+        whole(saved)
+        put(now)
+
+    for module in (boundary, state):
+        patch.setattr(module, "set_random_state", changed)
+
+
+def pythons_random_state_is_forgotten(patch):
+    _not_put_back(patch, random.getstate, random.setstate)
+
+
+def numpys_random_state_is_forgotten(patch):
+    _not_put_back(patch, np.random.get_state, np.random.set_state)
+
+
+def torchs_random_state_is_forgotten(patch):
+    _not_put_back(patch, torch.get_rng_state, torch.set_rng_state)
+
+
+def the_state_at_the_epochs_start_is_that_of_the_boundary(patch):
+    around(patch, Random, "load_state_dict", after=lambda self, tree: setattr(self, "epoch_start", tree["now"]))
+
+
+def the_state_after_the_skipping_is_kept(patch):
+    def opened(self):
+        self._random.loaded = None
+        return iter(self._source.epoch(self._owner.counters.epoch, skip=self._owner.counters.batch))
+
+    patch.setattr(Boundary, "open_epoch", opened)
+
+
+def a_pause_after_the_resume_draws_from_anywhere(patch):
+    without(patch, Random, "stand")
+
+
+def what_the_fetch_has_drawn_is_saved(patch):
+    around(patch, Boundary, "put_back", after=lambda self: setattr(self._random, "uses_kept", False))
+
+
+# Where the data stand.
+
+
+def _skips(patch, source, more):
+    whole = source.epoch
+    patch.setattr(source, "epoch", lambda self, epoch, skip=0: whole(self, epoch, skip and max(skip + more, 0)))
+
+
+def a_batch_is_lost(patch):
+    _skips(patch, Batches, 1)
+
+
+def a_batch_is_trained_on_twice(patch):
+    _skips(patch, LoaderBatches, -1)
+
+
+def a_loaders_own_generator_is_forgotten(patch):
+    around(patch, LoaderBatches, "epoch", before=lambda self, *_, **__: [one.manual_seed(7) for one in self.generators])
+
+
+def the_window_is_cut_where_it_was_left(patch):
+    def less(self, tree):
+        self.batch -= self.batch > 0
+
+    around(patch, Counters, "load_state_dict", after=less)
+
+
+# Parts.
+
+
+def the_optimizers_steps_are_counted_from_0(patch):
+    def anew(self, tree):
+        for value in self.state.values():
+            value["step"].zero_()
+
+    around(patch, torch.optim.Adam, "load_state_dict", after=anew)
+
+
+def the_moments_are_forgotten(patch):
+    around(patch, torch.optim.Adam, "load_state_dict", after=lambda self, tree: self.state.clear())
+
+
+def the_buffers_are_forgotten(patch):
+    def anew(self, *_, **__):
+        for module in self.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.reset_running_stats()
+
+    around(patch, nn.Module, "load_state_dict", after=anew)
+
+
+def the_average_starts_anew(patch):
+    whole = trainer.parts_of
+
+    def but_the_average(run, pauses):
+        return {name: part for name, part in whole(run, pauses).items() if name != "average"}
+
+    patch.setattr(trainer, "parts_of", but_the_average)
+
+
+def the_average_forgets_how_many_it_has_taken(patch):
+    around(patch, Average, "load_state_dict", after=lambda self, tree: setattr(self, "taken", 0))
+
+
+def the_scale_is_forgotten(patch):
+    without(patch, LossScaler, "load_state_dict")
+
+
+def the_scalers_count_of_good_updates_starts_anew(patch):
+    around(patch, LossScaler, "load_state_dict", after=lambda self, tree: setattr(self, "_good", 0))
+
+
+def patience_starts_anew(patch):
+    around(patch, Watch, "load_state_dict", after=lambda self, tree: setattr(self, "waited", 0))
+
+
+def the_best_is_forgotten(patch):
+    without(patch, Keeper, "load_state_dict")
+
+
+def the_plateau_is_forgotten(patch):
+    patch.setattr(SteppedRates, "load_state_dict", lambda self, tree: self._owned.adopt())
+
+
+def the_schedule_starts_anew(patch):
+    whole = TableRates.apply
+
+    def late(self, updates):
+        self.first = getattr(self, "first", updates)
+        whole(self, updates - self.first)
+
+    patch.setattr(TableRates, "apply", late)
+
+
+def the_sums_of_the_epoch_are_forgotten(patch):
+    without(patch, Ledger, "load_state_dict")
+
+
+def the_history_starts_anew(patch):
+    around(patch, running, "_take_progress", after=lambda owner, tree: owner.history.clear())
+
+
+def the_users_state_is_forgotten(patch):
+    without(patch, running, "_take_state")
+
+
+def it_is_forgotten_when_was_validated(patch):
+    def never(self, tree):
+        self.validated, self.paused = -1, 0
+
+    around(patch, Counters, "load_state_dict", after=never)
+
+
+def a_pause_that_was_due_is_left_out(patch):
+    around(patch, Pauses, "start", after=lambda self: setattr(self.run, "owed", ""))
+
+
+def what_is_saved_misses_the_last_update(patch):
+    """Saves what a copy would hold that is taken without waiting for the end of the update."""
+    kept = {}
+
+    def copy(self, window):
+        kept.update({name: value.clone() for name, value in self.model.state_dict().items()})
+
+    around(patch, Trainer, "update", before=copy)
+    whole = state.gather
+    patch.setattr(state, "gather", lambda parts: whole(parts) | ({"model": dict(kept)} if kept else {}))
+
+
+def an_error_leaves_the_buffers_moved(patch):
+    def forget(self):
+        self._buffers = []
+        self._kept = self._kept and {**self._kept, "buffers": []}
+
+    around(patch, Boundary, "fetch", after=forget)
+
+
+def an_error_leaves_the_random_states_moved(patch):
+    what_the_fetch_has_drawn_is_saved(patch)
+
+
+# The journal.
+
+
+def the_journal_is_not_cut(patch):
+    without(patch, Journal, "resume_at")
+
+
+def the_journal_is_cut_by_updates_alone(patch):
+    whole = Journal.resume_at
+    patch.setattr(Journal, "resume_at", lambda self, update, held_back=0: whole(self, update, 1 << 60))
+
+
+def the_journal_keeps_lines_back(patch):
+    whole = Journal._open
+
+    def buffered(self):
+        whole(self)
+        self._file.reconfigure(line_buffering=False)
+
+    patch.setattr(Journal, "_open", buffered)
