@@ -7,6 +7,7 @@ from trainwright.base.errors import (
     NonFiniteError,
     SettingError,
     StepError,
+    Stopped,
     TrainwrightError,
 )
 from trainwright.base.plan import Plan
@@ -100,6 +101,7 @@ __all__ = [
     "Step",
     "StepError",
     "StepLR",
+    "Stopped",
     "Stopping",
     "Sum",
     "TorchSchedule",
