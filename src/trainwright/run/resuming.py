@@ -67,7 +67,8 @@ class Found:
         for report in reports:
             warnings.warn(report, stacklevel=6)  # at the line that calls `fit`: it shall be heard without a console too
         counters.stopped = pauses.ended() or ("" if pauses.watch is None or counters.pause else pauses.watch.stopped)
-        if counters.stopped or not counters.begun:  # begin_epoch, or what follows this `fit`, draws first
+        if counters.stopped or not counters.begun or not self._takes_data:
+            # begin_epoch, or what follows this `fit`, draws first; or the epoch in hand begins anew
             pauses.run.random.put_back()
         at = counters.earlier_updates + counters.updates
         for observer in owner.observers:
@@ -75,7 +76,9 @@ class Found:
             if resume_at is not None:
                 resume_at(at, counters.skipped)
         told = changed(self._progress.get("settings", {}), settings_of(owner))
-        return [f"resumed from {self.path} at update {at}", *reports, *([told] if told else [])]
+        anew = f"resume_data=False: epoch {counters.earlier_epochs + counters.epoch + 1} begins anew, with other data"
+        lines = [f"resumed from {self.path} at update {at}", *reports, "" if self._takes_data else anew, told]
+        return [line for line in lines if line]
 
     def _restore(self, owner: Owner) -> list[str]:
         """Give every part its state; return what they report. Nothing is held on to afterwards."""
@@ -87,10 +90,8 @@ class Found:
             parts.pop(name, None)
             tree.pop(name, None)
         reports = state.restore(parts, tree, origin=str(self.path))
-        counters = owner.counters
-        counters.batch, counters.begun = 0, False
-        anew = f"resume_data=False: epoch {counters.earlier_epochs + counters.epoch + 1} begins anew, with other data"
-        return [*reports, anew]
+        owner.counters.batch = 0
+        return reports
 
     def pass_stage(self, owner: Owner, pauses: Pauses) -> list[str]:
         """Take the counters and the history that this stage ended with: a later one is loaded by its own `fit`."""
