@@ -16,6 +16,8 @@ SLOTS = ("loss", "precision", "accumulate", "clip", "schedule", "early_stopping"
 def settings_of(owner: Owner) -> dict[str, str]:
     """What fills each slot that has a say in what is trained, the model's class and the optimizers' among them."""
     slots = {name: _text(getattr(owner, name)) for name in SLOTS}
+    by_epoch = dict(owner.accumulate)
+    slots["accumulate"] = _text(by_epoch[0] if list(by_epoch) == [0] else by_epoch)
     optimizers = ", ".join(f"{name}={type(one).__name__}" for name, one in owner.optimizers.items())
     return {"model": type(owner.model).__qualname__, "optimizer": optimizers.removeprefix("optimizer="), **slots}
 
@@ -37,7 +39,8 @@ def _text(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key!r}: {_text(one)}" for key, one in value.items()) + "}"
     if isinstance(value, functools.partial):
-        return f"partial({_text(value.func)}, {value.args!r}, {value.keywords!r})"
+        named = [f"{name}={_text(one)}" for name, one in value.keywords.items()]
+        return f"partial({', '.join([_text(value.func), *map(_text, value.args), *named])})"
     if inspect.isroutine(value):
         return value.__qualname__
     text = repr(value)
