@@ -10,6 +10,7 @@ from torch import nn
 
 from trainwright import Trainer, trainer
 from trainwright.base.progress import Counters
+from trainwright.data import worker
 from trainwright.data.foreign import LoaderBatches
 from trainwright.data.own import Batches
 from trainwright.observers.journal import Journal
@@ -92,6 +93,10 @@ def a_batch_is_trained_on_twice(patch):
 
 def a_loaders_own_generator_is_forgotten(patch):
     around(patch, LoaderBatches, "epoch", before=lambda self, *_, **__: [one.manual_seed(7) for one in self.generators])
+
+
+def the_workers_random_states_are_forgotten(patch):
+    without(patch, worker, "_take_over")
 
 
 def the_window_is_cut_where_it_was_left(patch):

@@ -22,7 +22,8 @@ from typing import Any
 import pytest
 
 from laws.resume_cells import Cell, drawn, name, uninterrupted
-from laws.resume_run import BATCHES, ERROR, SIGNALS, Interrupt, flattened, train
+from laws.resume_data import BATCHES
+from laws.resume_run import ERROR, SIGNALS, Interrupt, flattened, train
 from trainwright import latest_checkpoint, read_journal
 from trainwright.slots.saved import load_tree
 
@@ -228,6 +229,7 @@ def workers(number: int = 2) -> ProcessPoolExecutor:
 
 def _prepare(path: list[str]) -> None:
     sys.path[:] = path
+    multiprocessing.set_start_method("fork", force=True)  # for loaders: the pool has left its own behind
 
 
 def _phase(cell: Cell, directory: Path, fault: Fault | None, interrupt: Interrupt | None, resume: str | None) -> None:

@@ -32,6 +32,7 @@ SEEN_BY = {
     faults.a_batch_is_lost: PLAIN,
     faults.a_batch_is_trained_on_twice: SHUFFLED,
     faults.a_loaders_own_generator_is_forgotten: cell(data="generator", place="epoch boundary"),
+    faults.the_workers_random_states_are_forgotten: cell(data="shuffle", workers="2"),
     faults.the_window_is_cut_where_it_was_left: WINDOWS,
     faults.the_optimizers_steps_are_counted_from_0: PLAIN,
     faults.the_moments_are_forgotten: PLAIN,
