@@ -51,9 +51,14 @@ def survive(kind: str) -> None:
 
 
 def starts() -> None:
-    """A signal that comes while workers are being started finds them ready for it."""
+    """A signal that comes while workers are being started finds them ready for it, not with the handler of `fit`."""
+    main = os.getpid()
+    for number in NUMBERS:
+        signal.signal(number, lambda *_: None if os.getpid() == main else os._exit(5))
     sender = os.fork()
     if sender == 0:
+        for number in NUMBERS:
+            signal.signal(number, signal.SIG_IGN)
         while os.getppid() != 1:
             for number in NUMBERS[1:]:
                 os.killpg(0, number)

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from sources import READY, Noisy, X, Y, text
-from torch.utils.data import IterableDataset, TensorDataset
+from sources import READY, Noisy, X, Y, generator, text
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 from trainwright.base.errors import DataError
 from trainwright.data.own import batches
-from trainwright.data.source import open_source, takes_batch_size
+from trainwright.data.source import beside, open_source, takes_batch_size
+from trainwright.runtime.randomness import unmoved
 
 
 class Sized:
@@ -129,3 +130,22 @@ def test_a_functions_data_are_resumed(shared: bool) -> None:
     resumed.load_state_dict(between)
     torch.set_rng_state(drawn)
     assert [text(batch) for batch in resumed.epoch(1)] == table
+
+
+@pytest.mark.parametrize("kind", ["batches", "loader"])
+def test_data_that_are_train_and_val_at_once_resume_with_the_order_of_both(kind: str) -> None:
+    def make() -> Any:
+        sampler = RandomSampler(range(20), generator=generator())
+        return batches(X, 8, sampler=sampler) if kind == "batches" else DataLoader(X, batch_size=8, sampler=sampler)
+
+    def validated(source: Any) -> list[str]:
+        with unmoved(source.generators):
+            return [text(batch) for batch in beside(source).epoch(0)]
+
+    source = open_source(make())
+    list(source.epoch(0))
+    kept = source.state_dict()
+    table = [validated(source), [text(batch) for batch in source.epoch(1)], validated(source)]
+    again = open_source(make())
+    again.load_state_dict(kept)
+    assert [validated(again), [text(batch) for batch in again.epoch(1)], validated(again)] == table

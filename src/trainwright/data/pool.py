@@ -89,8 +89,14 @@ class Workers(_Torchs):  # type: ignore[misc]
         self._asked: dict[int, Any] = {}
         self._idle = 0.0
         self._process = os.getpid()
-        with _signals_wait(loader.multiprocessing_context):
-            super().__init__(loader)
+        try:
+            with _signals_wait(loader.multiprocessing_context):
+                super().__init__(loader)
+        except BaseException:
+            self._broken = True
+            if getattr(self, "_worker_pids_set", False):
+                self._shutdown_workers()  # the error holds this object, and nobody waits for a collection
+            raise
         record.seed = self._base_seed
         _ALIVE.add(self)
 
