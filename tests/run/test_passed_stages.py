@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
 
-from trainwright import Checkpoint, Trainer, batches
+from trainwright import Checkpoint, Observer, Trainer, batches
+from trainwright.run import running
+from trainwright.slots.saved import load_checkpoint
 
 GONE = "as built (those of this stage are gone)"
 
@@ -42,3 +47,30 @@ def test_the_weights_of_a_passed_stage_are_loaded_where_they_were_kept_and_else_
         UserWarning, match=r"the last fit was passed over, and its weights were not kept.*\(test_passed_stages.py:\d+\)"
     ):
         assert known(1) == ("last", GONE, False)
+
+
+def test_a_stage_that_starts_anew_holds_on_to_nothing_of_the_checkpoint_before_it(tmp_path, monkeypatch):
+    read = []
+
+    def noted(*args, **settings):
+        loaded = load_checkpoint(*args, **settings)
+        read.extend(weakref.ref(value) for value in loaded.tree["model"].values())
+        return loaded
+
+    class Watching(Observer):
+        alive = ()
+
+        def on_epoch(self, record):
+            gc.collect()
+            self.alive = [one for one in read if one() is not None]
+
+    data, watching = (torch.ones(8, 3), torch.ones(8, 1)), Watching()
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    trainer = Trainer(
+        model, optimizer, nn.MSELoss(), checkpoint=Checkpoint(tmp_path), observers=[watching], console=False
+    )
+    trainer.fit(batches(data, 4), epochs=1)
+    monkeypatch.setattr(running, "load_checkpoint", noted)
+    trainer.fit(batches(data, 4), epochs=1, resume="auto")
+    assert len(read) == 2 and watching.alive == []

@@ -292,3 +292,34 @@ def test_a_setting_of_the_optimizer_that_the_checkpoint_overrules_is_named(tmp_p
     run(0.01, 2)
     with pytest.warns(UserWarning, match=r"lr=0\.01 .* is the checkpoint's, 0\.5 is not used"):
         run(0.5, 3)
+
+
+class StopsEarly(Trainer):
+    """Is stopped before the first window of an epoch, after a draw of its own."""
+
+    at = None
+
+    def begin_epoch(self, epoch):
+        torch.rand(1)
+        if epoch == self.at:
+            self.stop("enough")
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_run_stopped_in_begin_epoch_draws_the_order_of_that_epoch_on_resume(at, tmp_path):
+    def fit(directory, at=None, resume=None):
+        torch.manual_seed(3)
+        model = network()
+        slot = Checkpoint(tmp_path / directory)
+        trainer = StopsEarly(
+            model, torch.optim.Adam(model.parameters()), nn.CrossEntropyLoss(), checkpoint=slot, console=False
+        )
+        trainer.at = at
+        result = trainer.fit(DataLoader(TensorDataset(*rows_of_data()), 8, shuffle=True), epochs=4, resume=resume)
+        return model, result
+
+    whole, result = fit("whole")
+    assert fit("stopped", at=at)[1].stopped == "enough"
+    resumed, after = fit("stopped", resume="auto")
+    assert after.history == result.history
+    assert all(torch.equal(*pair) for pair in zip(whole.parameters(), resumed.parameters(), strict=True))

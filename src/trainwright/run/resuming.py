@@ -67,9 +67,10 @@ class Found:
         for report in reports:
             warnings.warn(report, stacklevel=6)  # at the line that calls `fit`: it shall be heard without a console too
         counters.stopped = pauses.ended() or ("" if pauses.watch is None or counters.pause else pauses.watch.stopped)
-        if counters.stopped or not counters.begun or not self._takes_data:
-            # begin_epoch, or what follows this `fit`, draws first; or the epoch in hand begins anew
-            pauses.run.random.put_back()
+        random = pauses.run.random
+        if counters.stopped or not counters.begun or not random.epoch_start or not self._takes_data:
+            # begin_epoch, the order, or what follows this `fit`, draws first; or the epoch in hand begins anew
+            random.put_back()
         at = counters.earlier_updates + counters.updates
         for observer in owner.observers:
             resume_at = getattr(observer, "resume_at", None)
@@ -138,6 +139,7 @@ def find(loaded: Loaded | None, resume: Resume, *, stage: int) -> Found:
     if resume.where == "auto":
         start = Found(None, stage=stage)
         start.before = found
+        found.tree.clear()  # this fit goes on with what is in memory
         return start
     raise SettingError(
         message(

@@ -264,6 +264,7 @@ class Run:
             return
         self._begun = epoch
         self.counters.begun = True
+        self.random.epoch_start = {}
         if self.owner.hooks.begin_epoch is not None:
             self.owner.hooks.begin_epoch(epoch)
         self._plan_epoch()

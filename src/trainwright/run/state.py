@@ -17,6 +17,7 @@ class Random:
 
     def __init__(self) -> None:
         self.epoch_start: dict[str, Any] = {}
+        """Empty until the iterator of the epoch in hand is about to be made: a run may stop before."""
         self.loaded: dict[str, Any] | None = None
         """The state of the boundary, until it has been put back."""
         self.stands = False
