@@ -45,15 +45,17 @@ def iterates_itself(loader: DataLoader[Any]) -> bool:
 
 def twin(loader: DataLoader[Any], order: Order, made: Callable[[Any], Any] | None = None) -> Any:
     """A twin that is iterated in `order`."""
-    return _with_attributes(loader, vars(loader), order, made)
+    return _with_attributes(loader, vars(loader), order, made=made)
 
 
 def view(loader: Any, order: Order, **instead: Any) -> Any:
     """A twin for torch's iterator to be made of, with attributes of its own `instead`."""
-    return _with_attributes(loader, {**vars(loader), **instead}, order, None)
+    return _with_attributes(loader, {**vars(loader), **instead}, order, made=None)
 
 
-def _with_attributes(loader: Any, attributes: dict[str, Any], order: Order, made: Callable[[Any], Any] | None) -> Any:
+def _with_attributes(
+    loader: Any, attributes: dict[str, Any], order: Order, *, made: Callable[[Any], Any] | None
+) -> Any:
     kind: Any = type(loader)
     made_of: Any = object.__new__(kind if issubclass(kind, Twin) else _twin_class(kind))
     object.__setattr__(made_of, "__dict__", attributes)
