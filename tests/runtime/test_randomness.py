@@ -75,3 +75,13 @@ def test_numpy_state_is_what_numpy_says_whatever_was_drawn_in_between() -> None:
             expected = np.random.normal(size=3)
             set_random_state(kept)
             assert (np.random.normal(size=3) == expected).all(), step
+
+
+def test_a_second_normal_deviate_that_was_put_back_is_told() -> None:
+    np.random.seed(0)
+    np.random.normal()  # NumPy makes two at once and keeps the other
+    with unmoved():
+        np.random.normal()  # the other: nothing else moves
+        random_state()
+    assert random_state()["numpy"][3:] == np.random.get_state()[3:]
+    assert np.random.get_state()[3] == 1

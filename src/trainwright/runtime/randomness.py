@@ -33,8 +33,7 @@ def host_random_state() -> dict[str, Any]:
 def set_random_state(state: dict[str, Any]) -> None:
     """Put back a state that `random_state` gave."""
     random.setstate(state["python"])
-    if _numpy.state() is not state["numpy"]:  # to set it takes 40 us, and mostly nobody has drawn from it
-        np.random.set_state(state["numpy"])
+    _numpy.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         for index, one in enumerate(state["cuda"][: torch.cuda.device_count()]):
@@ -83,6 +82,12 @@ class _NumPy:
             self._state = np.random.get_state()
             self._seen = (address, ctypes.string_at(address, _MT19937))
         return self._state
+
+    def set_state(self, state: Any) -> None:
+        """Put a state back: it takes 40 us, and mostly nobody has drawn from it."""
+        if self.state() is not state:
+            np.random.set_state(state)
+            self._seen = None  # a cached deviate may have come back without a move
 
 
 _numpy = _NumPy()
