@@ -24,6 +24,7 @@ from trainwright import (
     batches,
     latest_checkpoint,
 )
+from trainwright.slots.saved import load_tree
 
 
 class BreaksError(Exception):
@@ -133,6 +134,25 @@ def test_a_loss_that_raises_is_saved_too(directory):
     resumed = go(directory / "a", loss=make_loss(Cut()), on_error="save", resume="auto")
     usual = go(directory / "b", loss=make_loss(Cut()), on_error="save")
     check_equal(usual, resumed, told=broken[1].told + resumed[1].told)
+
+
+def test_what_a_loss_counts_in_a_buffer_is_saved_as_before_the_window(directory):
+    class Counting(nn.Module):
+        def __init__(self, breaks_at=None):
+            super().__init__()
+            self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+            self.breaks_at = breaks_at
+
+        def forward(self, output, target):
+            self.calls += self.training
+            if self.calls == self.breaks_at:
+                breaks()
+            return functional.cross_entropy(output, target)
+
+    broken = go(directory, loss=Counting(5), on_error="save")
+    assert type(broken[2]) is BreaksError
+    saved = load_tree(latest_checkpoint(directory))[0]
+    assert saved["loss"]["calls"] == saved["progress"]["counters"]["batch"] > 0
 
 
 def test_a_loss_that_is_not_finite_is_saved_as_before_its_window(directory):

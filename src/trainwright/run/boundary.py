@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainwright.base.contracts import Part, Source, Tree
 from trainwright.run.ledger import Ledger
@@ -32,6 +32,7 @@ class Boundary:
         self._keeps_random = owner.checkpoint is not None and (self._keeps_all or source.draws_global_rng)
         self._tell_source: Any = None if owner.checkpoint is None else getattr(source, "at_boundary", None)
         self._own: Mapping[str, Part] = {}
+        self._modules = [module for module in (owner.model, owner.loss) if isinstance(module, nn.Module)]
         self._buffers: list[Tensor] = []
         self._kept: dict[str, Tree] = {}
 
@@ -61,7 +62,7 @@ class Boundary:
         if self._keeps_random:
             self._random.kept = random_state()
         if self._keeps_all:
-            self._buffers = list(self._owner.model.buffers())
+            self._buffers = [buffer for module in self._modules for buffer in module.buffers()]
             self._kept = {
                 "buffers": [buffer.detach().clone() for buffer in self._buffers],
                 "totals": snapshot(self._ledger.state_dict()),
