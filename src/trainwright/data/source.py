@@ -91,7 +91,8 @@ class PerEpoch:
     @must_resume.setter
     def must_resume(self, must: bool | None) -> None:
         self._must_resume = must
-        self._source.must_resume = must  # type: ignore[attr-defined]
+        if hasattr(self._source, "must_resume"):  # a source of the user's own may not ask
+            self._source.must_resume = must
 
     @property
     def resumes(self) -> str:
@@ -148,8 +149,8 @@ class PerEpoch:
         if _is_function(data):
             raise _no_data(data, f"{self._role} data: the function epoch -> data gave another function")
         source = open_source(data, batch_size=self._batch_size, shuffle=self._shuffle, role=self._role)
-        if self._must_resume is not None:
-            source.must_resume = self._must_resume  # type: ignore[attr-defined]
+        if self._must_resume is not None and hasattr(source, "must_resume"):
+            source.must_resume = self._must_resume
         return source
 
 

@@ -149,7 +149,8 @@ class Continuing:
 
     @must_resume.setter
     def must_resume(self, must: bool | None) -> None:
-        self._source.must_resume = must  # type: ignore[attr-defined]
+        if hasattr(self._source, "must_resume"):  # a source of the user's own may not ask
+            self._source.must_resume = must
 
     @property
     def resumes(self) -> str:
