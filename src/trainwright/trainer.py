@@ -175,9 +175,9 @@ class Trainer(Generic[M]):
                     if run.teller is not None:
                         run.teller.tell(window, skipped=run.outcome.held_back)
                     if counters.updates >= run.due and not run.at_end:  # else the pause of the epoch's end does it
-                        self._pause(run, pauses)
+                        self._pause(pauses)
                 if run.epoch_over or run.stopped_between:
-                    self._pause(run, pauses, epoch_ended=run.epoch_over)
+                    self._pause(pauses, epoch_ended=run.epoch_over)
         return setup.result_of(self)
 
     def update(self, window: Window) -> Any:
@@ -239,7 +239,7 @@ class Trainer(Generic[M]):
         run.outcome.losing = own_updates.backward_of(run, loss, name)
         return self.apply_gradients(name)
 
-    def _pause(self, run: Run, pauses: Pauses, *, epoch_ended: bool = False) -> None:
+    def _pause(self, pauses: Pauses, *, epoch_ended: bool = False) -> None:
         """Do what falls due between two updates: probe, validate, judge, tell, save."""
         pauses.arrive(epoch_ended=epoch_ended)
         pauses.probe(self, epoch_ended=epoch_ended)
@@ -253,7 +253,7 @@ class Trainer(Generic[M]):
             if epoch_ended and self.hooks.end_epoch is not None:
                 self.hooks.end_epoch(dict(row))
         pauses.save(keep=keep, validated=validated, epoch_ended=epoch_ended)
-        run.due = pauses.next_due()
+        pauses.go_on()
 
     # The hooks.
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import threading
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 
 from trainwright import (
     Checkpoint,
+    CheckpointError,
     EarlyStopping,
     Epochs,
     Mean,
@@ -266,6 +269,42 @@ def test_save_from_a_hook_is_written_when_the_update_is_whole(tmp_path):
 
     with pytest.raises(SettingError, match="without a checkpoint slot"):
         make(Bare).fit(pieces(), epochs=1)
+
+
+def test_save_from_begin_epoch_is_written_after_the_first_update_of_that_epoch(tmp_path):
+    class Saves(Trainer):
+        def begin_epoch(self, epoch):
+            self.save()
+
+    told = Told()
+    make(Saves, checkpoint=Checkpoint(tmp_path, every=Updates(100)), observers=[told]).fit(pieces(), epochs=2)
+    assert told.of("save") == [1, 7, 12]
+
+
+def test_a_save_that_fails_during_a_validation_is_told_at_the_next_update(tmp_path, monkeypatch):
+    validates = threading.Event()
+
+    def refuse(file):
+        validates.wait()
+        raise OSError(28, "No space left on device")
+
+    class Fails(Trainer):
+        def training_step(self, batch):
+            if self.progress.updates == 1:
+                monkeypatch.setattr(os, "fsync", refuse)
+                self.save()
+            return super().training_step(batch)
+
+        def validation_step(self, batch):
+            if self.progress.updates == 3:
+                validates.set()
+                self._pauses.keeper._background.wait()
+            return super().validation_step(batch)
+
+    trainer = make(Fails, checkpoint=Checkpoint(tmp_path, every=Updates(100), on_save_error="raise"))
+    with pytest.raises(CheckpointError, match="update-0000000002 could not be written"):
+        trainer.fit(pieces(), pieces(1), epochs=2, validate=Updates(3))
+    assert trainer.progress.updates == 4
 
 
 # Stages.

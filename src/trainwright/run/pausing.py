@@ -47,12 +47,12 @@ class Pauses:
         self._updates_before = counters.updates - (1 if counters.batch else 0)
         self.run.owed = counters.pause or ("update" if counters.paused < counters.updates else "")
         counters.stopped = counters.stopped or self.ended()
-        self.run.due = self.next_due()
+        self.go_on()
 
     def arrive(self, *, epoch_ended: bool) -> None:
         """Bring the counters up to date, and find out whether an end is reached."""
         counters = self.counters
-        self.run.boundary.place = BETWEEN
+        self.run.boundary.place, self.run.woken = BETWEEN, False
         self.run.signals.check()
         self.stop_clock()
         self._epoch_ended = epoch_ended
@@ -181,7 +181,14 @@ class Pauses:
         if self.saves.are_due(keep=keep, validated=validated, epoch_ended=epoch_ended):
             self.saves.save()
 
-    def next_due(self) -> float:
+    def go_on(self) -> None:
+        """Have the loop pause where something falls due next: at once, where it was woken in the pause that ends."""
+        run = self.run
+        run.due = self._next_due()
+        if run.woken:  # by a hook, or by the thread that saves; asked last, so that no call is lost
+            run.due = 0
+
+    def _next_due(self) -> float:
         """Return the update at which the loop must pause next, ends of epochs apart."""
         counters, ends = self.counters, self.ends
         dues = [self._validates.next_update(counters)] if self.val else []

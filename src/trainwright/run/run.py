@@ -63,6 +63,8 @@ class Run:
         """What the gradients are still to be multiplied by: the loss scale undone, and the window's share."""
         self.due: float = 0
         """The update at which something falls due and the loop pauses."""
+        self.woken = False
+        """Whether `wake` was called since the last pause began."""
         self.epoch_over = False
         self.stopped_between = False
         """Whether the run pauses before the first window of what is left of the epoch: `begin_epoch` has stopped it."""
@@ -333,7 +335,7 @@ class Run:
 
     def wake(self) -> None:
         """Have the loop pause at the coming boundary."""
-        self.due = 0
+        self.woken, self.due = True, 0
 
     @property
     def at_end(self) -> bool:
