@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
+from random import Random
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -26,7 +27,9 @@ OTHERS = SETTINGS["interrupt"][1:]
 def main() -> int:
     """Check what was asked for, print what differs, and return how many cells do, up to 1."""
     given = arguments()
-    cells = list(chosen(given))
+    cells, given.commit = list(chosen(given)), commit()
+    if given.sample:
+        cells = list(chain(*Random(0).sample(alike(cells), given.sample)))
     excluded = [cell for cell in cells if not_built(cell)]
     built = [cell for cell in cells if not not_built(cell)]
     print(f"{len(built)} cells, {len(excluded)} more that are not built", flush=True)
@@ -39,7 +42,7 @@ def main() -> int:
                     print(f"DIFFERS {name(one.cell)} ({one.at}):\n  {one.differences[0]}", flush=True)
             if len(found) % 200 < len(results):
                 print(f"{len(found)} cells, {time.perf_counter() - begun:.0f} s", flush=True)
-    text = summary(found, len(excluded), seconds=time.perf_counter() - begun, jobs=given.jobs)
+    text = summary(found, len(excluded), seconds=time.perf_counter() - begun, given=given)
     print(text)
     if given.out is not None:
         given.out.write_text(text)
@@ -51,6 +54,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--all", action="store_true", help="all cells; without it, a cover of all pairs")
     parser.add_argument("--interrupts", action="store_true", help="with --all: each cell interrupted in all four ways")
+    parser.add_argument(
+        "--sample", type=int, default=0, help="so many settings of a run, drawn from all; always the same"
+    )
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--only", nargs="*", default=[], help="only cells that have these words in their names")
     parser.add_argument("--out", type=Path, help="where the result is written, as Markdown")
@@ -76,28 +82,34 @@ def _two_ways(group: list[Cell], number: int) -> list[Cell]:
     return [cell for cell in group if cell["interrupt"] in ("kill", other)]
 
 
+def commit() -> str:
+    """The commit that the library was last changed in, now that it is imported."""
+    command = ["git", "-C", str(Path(__file__).parent), "log", "-1", "--format=%h", "--", "../../src"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
 def _checked(cells: list[Cell]) -> list[Found]:
     return check(*cells)
 
 
-def summary(found: list[Found], excluded: int, *, seconds: float, jobs: int) -> str:
+def summary(found: list[Found], excluded: int, *, seconds: float, given: argparse.Namespace) -> str:
     """The result as Markdown: counts by setting, the time, and every cell that differs."""
     bad = [one for one in found if one.differences]
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     groups = {id(group[0]): group for group in alike(one.cell for one in found)}
     lines = [
         "# The law Resume, cell by cell",
         "",
         f"{len(found)} cells ({len(groups)} settings of a run, each interrupted in one or several ways), "
-        f"**{len(bad)} differ**; {excluded} cells are not built.",
+        f"**{len(bad)} differ**; {excluded} cells are not built."
+        + (f" They are a sample of {given.sample} settings out of {len(alike(all_cells()))}." if given.sample else ""),
         "",
         "A cell trains 3 epochs of 7 batches three times: never interrupted, interrupted, and resumed in a new",
         "process. Equal bit for bit are, per update, the rows that were seen, the record that observers get, the model",
         "and the random states of Python, NumPy and torch; and in the end the model, the optimizer, every part of the",
         "last checkpoint, the history, the journal, the result and the random states.",
         "",
-        f"Command: `python tests/laws/resume_matrix.py {' '.join(sys.argv[1:])}` at {commit.stdout.strip()}, "
-        f"{seconds:.0f} s with {jobs} jobs on {os.cpu_count()} cores ({platform.machine()}, {platform.system()}, "
+        f"Command: `python tests/laws/resume_matrix.py {' '.join(sys.argv[1:])}` with src at {given.commit}, "
+        f"{seconds:.0f} s with {given.jobs} jobs on {os.cpu_count()} cores ({platform.machine()}, {platform.system()}, "
         f"Python {platform.python_version()}, torch {torch.__version__}); "
         f"median {sorted(one.seconds for one in found)[len(found) // 2]:.2f} s per cell.",
         "",
