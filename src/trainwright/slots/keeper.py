@@ -45,8 +45,6 @@ class Keeper:
         self.directory = Path(settings.directory).expanduser().absolute()
         self.news: Callable[[], None] | None = None
         """Called by the writing thread when a save is done or has failed."""
-        self.digest = ""
-        """Stands for what the run is set to, in the manifest of each checkpoint."""
         self.blocked = 0.0
         """Seconds that saving has kept the run waiting: all of `save`, and the waiting in `written`."""
         self._top: list[_Judged] = []
@@ -137,7 +135,7 @@ class Keeper:
         """Copy `{part: state}` and have it written durably, then what is not to be kept removed; `written` tells.
 
         Waits for the save before. `metrics` are the numbers measured at this very update; none where nothing was.
-        `settings`: a digest of what the run was set to, else `digest`. CheckpointError where a value cannot be stored.
+        `settings`: a digest of what the run was set to. CheckpointError where a value cannot be stored.
         """
         background = self._background
         assert background is not None, "prepare() comes first"
@@ -154,7 +152,7 @@ class Keeper:
                 "monitor": self.settings.best,
                 "mode": self._mode if self.settings.best else None,
                 "metrics": {name: float(value) for name, value in (metrics or {}).items()},
-                "settings": settings or self.digest,
+                "settings": settings,
             }
             copied = self._copied(files) if self.settings.async_save else None
             writing = self._writing(files if copied is None else copied, manifest, began=began)
