@@ -49,10 +49,11 @@ def _is_whole(pauses: Pauses, error: BaseException) -> bool:
         return not error.late and place in (BETWEEN, FETCHING)
     if not isinstance(error, Exception) or isinstance(error, CheckpointError):
         return False
-    if place == FETCHING:
+    is_validating = place == BETWEEN and pauses.counters.pause != ""
+    if place == FETCHING or (is_validating and run.signals.data_failed):
         return True
     if run.owner.on_error != "save":
         return False
     if place == UPDATING:
         return outcome.applied is not True and not outcome.stepping
-    return place == BETWEEN and pauses.counters.pause != ""
+    return is_validating

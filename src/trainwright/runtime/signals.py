@@ -44,6 +44,8 @@ class Signals:
     def __init__(self, *, grace: float, wake: Callable[[], None]) -> None:
         self.pending = 0
         """The signal that has come; 0 while none has."""
+        self.data_failed = False
+        """Whether data that were waited for have raised an error."""
         self._grace, self._wake = grace, wake
         self._waiting = False
         """Whether the loop waits for data, and may be ended at once."""
@@ -82,6 +84,9 @@ class Signals:
                     item = next(iterator)
                 except StopIteration:
                     return
+                except Exception:
+                    self.data_failed = True
+                    raise
                 self._waiting = False
                 yield item
         finally:
