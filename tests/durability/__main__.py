@@ -10,6 +10,7 @@ import argparse
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -34,6 +35,7 @@ _MOUNTED = "DURABILITY_MOUNTED"
 def main() -> None:
     """Run one kind of trial."""
     asked = _parser().parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell has started it in the background
     if getattr(asked, "tmpfs", False):
         _in_small_file_system(asked)
     adapter = load(asked.adapter)

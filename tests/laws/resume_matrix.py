@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -27,6 +28,7 @@ OTHERS = SETTINGS["interrupt"][1:]
 def main() -> int:
     """Check what was asked for, print what differs, and return how many cells do, up to 1."""
     given = arguments()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell has started it in the background
     cells, given.commit = list(chosen(given)), commit()
     if given.sample:
         cells = list(chain(*Random(0).sample(alike(cells), given.sample)))
