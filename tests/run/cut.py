@@ -17,6 +17,7 @@ from trainwright import (
     EMA,
     Checkpoint,
     EarlyStopping,
+    Epochs,
     Observer,
     OneCycle,
     Probe,
@@ -169,6 +170,9 @@ def make(directory, cut=None, *, cls=Cuttable, loss=None, grace=20.0, observers=
         cut.at("probe")
         return {"probed": next(trainer.model.parameters()).sum().item()}
 
+    def ending(trainer):
+        seen.told.append(("probed", trainer.progress.updates))
+
     def measured(output, target):
         cut.at("metric")
         return accuracy(output, target)
@@ -185,7 +189,7 @@ def make(directory, cut=None, *, cls=Cuttable, loss=None, grace=20.0, observers=
         model,
         optimizer,
         nn.CrossEntropyLoss() if loss is None else loss,
-        observers=[seen, Probe(probe, every=Updates(2)), *observers],
+        observers=[seen, Probe(probe, every=Updates(2)), Probe(ending, every=Epochs(1)), *observers],
         console=console,
         **(slots | settings),
     )

@@ -36,6 +36,8 @@ def fit(directory, epochs, **settings):
 
 def test_equal_settings_have_one_digest_and_others_another():
     one = digest(settings_of(make(clip=1.0)))
+    told = settings_of(make(clip=1.0))
+    assert (told["model"], told["optimizer"], told["accumulate"]) == ("Linear", "SGD", "1")
     assert one == digest(settings_of(make(clip=1.0)))
     others = [make(), make(clip=2.0), make(clip=1.0, accumulate=2), make(clip=1.0, schedule=Cosine())]
     others += [make(clip=1.0, loss=functional.mse_loss), make(clip=1.0, nonfinite="skip")]

@@ -307,6 +307,17 @@ def test_an_update_that_takes_longer_than_its_grace_is_cut_off_and_not_saved(dir
     check_equal(USUAL.whole(), resumed, told=USUAL.whole()[1].told[:4] + resumed[1].told)
 
 
+def test_what_is_cut_off_in_the_midst_of_a_pause_is_not_saved(directory):
+    def hang():
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+
+    trainer, _, _ = go(directory, Cut("on_validate", 2, hang), grace=0.2)
+    assert "within grace=0.2 seconds" in trainer.result.stopped
+    assert saved_in(directory) == ["update-0000000003"]
+    assert go(directory, resume="auto")[0].result.history == USUAL.whole()[0].result.history
+
+
 @pytest.mark.parametrize("async_save", [True, False])
 @pytest.mark.parametrize("place", ["training_step", "fsync"])
 def test_a_save_that_takes_longer_than_the_grace_is_not_cut_off(place, async_save, directory, monkeypatch):
