@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -35,10 +37,8 @@ def test_an_error_of_the_validation_data_is_saved_in_any_case_and_one_of_a_step_
         trainer = Validated(model, optimizer, nn.MSELoss(), checkpoint=slot, console=False)
         trainer.broken = broken
         data = DataLoader(TensorDataset(torch.randn(12, 3), torch.ones(12, 1)), 2, shuffle=True)
-        try:
+        with suppress(BrokenError):
             trainer.fit(data, lambda epoch: trainer.rows(), max_updates=9, validate=Updates(5), resume=resume)
-        except BrokenError:
-            pass
         return trainer
 
     fit("step", broken="step")
