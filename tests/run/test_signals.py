@@ -380,6 +380,21 @@ def test_a_second_ctrl_c_ends_the_last_save_at_once(async_save, directory, monke
     assert trainer.result.stopped == "KeyboardInterrupt"
 
 
+def test_a_second_ctrl_c_in_an_update_does_not_wait_for_a_save_in_flight(directory, monkeypatch):
+    fsync, ended = os.fsync, threading.Event()
+
+    def slow(file):
+        ended.wait(5)
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    began = time.monotonic()
+    _, _, error = go(directory, Cut("training_step", 8, twice(0.15)))
+    took = time.monotonic() - began
+    ended.set()
+    assert type(error) is KeyboardInterrupt and took < 4
+
+
 def test_two_ctrl_c_at_the_same_time_are_one(directory):
     check_ended(USUAL.ended_and_resumed(directory, Cut("training_step", 10, twice(0.03))), signal.SIGINT)
 
