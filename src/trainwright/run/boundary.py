@@ -16,14 +16,15 @@ from trainwright.runtime.modules import unnoticed
 from trainwright.runtime.randomness import random_state, set_random_state
 from trainwright.runtime.snapshot import snapshot
 
-BETWEEN, FETCHING, UPDATING, COUNTING, ENDED = "between", "fetching", "updating", "counting", "ended"
-"""Between two windows all is whole; while one is fetched, only random states and the loader have moved; while it is
-updated, what a forward pass moves too, and from the first step on the weights; then it is counted, averaged, told.
-In the end the model is left with other weights."""
+BETWEEN, OPENING, FETCHING = "between", "opening", "fetching"
+UPDATING, COUNTING, ENDED = "updating", "counting", "ended"
+"""Between two windows all is whole; while the data of an epoch are opened, or a window is fetched, only random states
+and the data have moved; while it is updated, what a forward pass moves too, and from the first step on the weights;
+then it is counted, averaged, told. In the end the model is left with other weights."""
 
 
 class Boundary:
-    """Keeps, before each window, what the window may change before its first step, where a run may end inside it."""
+    """Keeps what opening the data, and a window before its first step, may change, where a run may end inside."""
 
     def __init__(self, owner: Owner, source: Source, random: Random, *, ledger: Ledger) -> None:
         self.place = BETWEEN
@@ -43,15 +44,21 @@ class Boundary:
     def open_epoch(self) -> Iterator[Any]:
         """The iterator of the epoch in hand, at its batch; on resume every random state is what it was there."""
         counters, random = self._owner.counters, self._random
-        loaded, random.loaded = random_state() if random.stands else random.loaded, None
-        random.stands = False
+        loaded = random_state() if random.stands else random.loaded
+        if self._owner.checkpoint is not None:
+            random.kept = random_state() if loaded is None else loaded
+            start = {} if loaded is None else random.epoch_start
+            self._kept = {"data": snapshot(self._source.state_dict()), "epoch_start": start}
+        self.place = OPENING  # a signal may end the run anywhere here: before this line `random` tells, then `kept`
+        random.loaded, random.stands = None, False
         if loaded is None:
-            if self._owner.checkpoint is not None:
-                random.epoch_start = random_state()
-            return iter(self._source.epoch(counters.epoch))
-        set_random_state(random.epoch_start)
-        iterator = iter(self._source.epoch(counters.epoch, skip=counters.batch))
-        set_random_state(loaded)
+            iterator = iter(self._source.epoch(counters.epoch))
+            random.epoch_start = random.kept or {}
+        else:
+            set_random_state(random.epoch_start)
+            iterator = iter(self._source.epoch(counters.epoch, skip=counters.batch))
+            set_random_state(loaded)
+        self.place, self._kept = BETWEEN, {}
         return iterator
 
     def fetch(self) -> None:
@@ -59,8 +66,7 @@ class Boundary:
         self.place = FETCHING
         if self._tell_source is not None:
             self._tell_source()
-        if self._keeps_random:
-            self._random.kept = random_state()
+        self._random.kept = random_state() if self._keeps_random else None
         if self._keeps_all:
             self._buffers = [buffer for module in self._modules for buffer in module.buffers()]
             self._kept = {
@@ -71,8 +77,11 @@ class Boundary:
             }
 
     def put_back(self) -> dict[str, Tree]:
-        """Go back to where the window in hand began; return the states of the user's own parts as they were there."""
-        self._random.uses_kept = self.place in (FETCHING, UPDATING)
+        """Go back to where the window in hand began; return the states of other parts as they were there."""
+        self._random.uses_kept = self.place in (OPENING, FETCHING, UPDATING)
+        if self.place == OPENING:
+            self._random.epoch_start = self._kept["epoch_start"]
+            return {"data": self._kept["data"]}
         if self.place != UPDATING:
             return {}
         with unnoticed(self._buffers), torch.no_grad():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from warnings import warn
 
 from trainwright.base.errors import CheckpointError, Stopped
-from trainwright.run.boundary import BETWEEN, FETCHING, UPDATING
+from trainwright.run.boundary import BETWEEN, FETCHING, OPENING, UPDATING
 from trainwright.run.pausing import Pauses
 from trainwright.runtime.signals import Interrupted
 
@@ -46,11 +46,11 @@ def _is_whole(pauses: Pauses, error: BaseException) -> bool:
     run, outcome = pauses.run, pauses.run.outcome
     place = run.boundary.place
     if isinstance(error, Interrupted):
-        return not error.late and place in (BETWEEN, FETCHING)
+        return not error.late and place in (BETWEEN, OPENING, FETCHING)
     if not isinstance(error, Exception) or isinstance(error, CheckpointError):
         return False
     is_validating = place == BETWEEN and pauses.counters.pause != ""
-    if place == FETCHING or (is_validating and run.signals.data_failed):
+    if place in (OPENING, FETCHING) or (is_validating and run.signals.data_failed):
         return True
     if run.owner.on_error != "save":
         return False

@@ -168,7 +168,9 @@ class Run:
         counters, hooks = self.counters, self.owner.hooks
         size = self.plan.accumulated(counters.epoch)
         left = None if self.plan.epoch_updates is None else self.plan.epoch_updates - math.ceil(counters.batch / size)
-        batches = self.signals.batches(self.boundary.open_epoch())
+        with self.signals.waiting():
+            opened = self.boundary.open_epoch()
+        batches = self.signals.batches(opened)
         self.signals.watch_children()
         grouped = windows(
             batches,

@@ -46,7 +46,7 @@ class Random:
         """Have the process draw what followed the boundary; for one between two epochs, or where nothing is left."""
         if self.loaded is not None:
             set_random_state(self.loaded)
-            self.loaded = None
+            self.epoch_start, self.loaded = {}, None
 
 
 class Held:

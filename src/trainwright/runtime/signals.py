@@ -92,6 +92,16 @@ class Signals:
         finally:
             self._waiting = False
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """A signal ends the run at once inside, as where a batch is waited for."""
+        self._waiting = True
+        try:
+            self.check()
+            yield
+        finally:
+            self._waiting = False
+
     def check(self) -> None:
         """Raise Interrupted where a signal has come: nothing is half-changed here."""
         if self.pending:
