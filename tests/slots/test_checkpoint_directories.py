@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 
 import pytest
-from checkpoints import save, updates
+from checkpoints import Tied, save, updates
 
 from trainwright.base.errors import CheckpointError, SettingError
-from trainwright.slots.checkpoint import find_checkpoint, latest_checkpoint, load_tree
+from trainwright.runtime import files, storage
+from trainwright.slots.checkpoint import find_checkpoint, latest_checkpoint, load_tree, load_weights
 
 
 def test_a_directory_of_another_run_is_refused_with_both_cures(start, tmp_path):
@@ -103,3 +105,22 @@ def test_what_resume_means(start, tmp_path):
         find_checkpoint("auto", None)
     (tmp_path / "latest").symlink_to(one)
     assert find_checkpoint(tmp_path / "latest", None) == one
+
+
+@pytest.mark.parametrize("look", [latest_checkpoint, load_weights, partial(load_weights, which="last")])
+@pytest.mark.parametrize("nth", range(1, 7))
+def test_who_reads_while_a_run_saves_and_removes_finds_a_whole_checkpoint(look, nth, start, tmp_path, monkeypatch):
+    keeper, opened, open_file = start(keep=1, best="loss"), [], files.open_file
+    save(keeper, 5, loss=2.0)
+
+    def slow(path, **given):
+        opened.append(path)
+        if len(opened) == nth:
+            save(keeper, 6, loss=1.0)  # 5 is removed
+        return open_file(path, **given)
+
+    for module in (files, storage):
+        monkeypatch.setattr(module, "open_file", slow)
+    found = look(tmp_path / "run")
+    assert updates(tmp_path / "run") == ([6] if len(opened) >= nth else [5])
+    assert len(found) == len(Tied().state_dict()) if isinstance(found, dict) else found.is_dir()

@@ -25,6 +25,8 @@ from trainwright.runtime.weights import load_into, read_weights, weights_content
 T = TypeVar("T")
 MODEL, STATE, DATA = "model.safetensors", "state.safetensors", "state.json"
 """The files of a checkpoint: the weights, the tensors of all other parts, and their plain data."""
+_LOOKS = 100
+"""How often a directory is looked at anew where a run saves and removes while it is read."""
 
 
 def encode(tree: Mapping[str, Tree]) -> dict[str, Content]:
@@ -115,16 +117,13 @@ def load_weights(
     if which not in ("best", "last"):
         raise SettingError(message(f"load_weights(which={which!r})", want='"best" or "last"'))
     found = _existing(path)
-    if found.is_dir():
-        if not _is_checkpoint(found):
-            found = _best(found) if which == "best" else _last(found)
-        files = storage.read_manifest(found)["files"]
-        if MODEL not in files:
-            raise CheckpointError(f"{found} holds no {MODEL}")
-        found, expected = found / MODEL, files[MODEL]
+    if not found.is_dir():
+        weights = read_file(found, read_weights)
+    elif _is_checkpoint(found):
+        found, weights = _weights_of(found)
     else:
-        expected = None
-    weights = read_file(found, read_weights, expected=expected)
+        choose = _best if which == "best" else _last
+        found, weights = _steadily(found, lambda: _weights_of(choose(found)))
     if model is not None:
         load_into(model, weights, source=str(found))
     return weights
@@ -176,14 +175,49 @@ def _meant(
 
 def _newest(directory: Path, run: str | None, *, read: Callable[[Path], T]) -> tuple[T | None, list[str]]:
     """What `read` makes of the newest checkpoint that it can read, and what is wrong with those that it cannot."""
-    defects: list[str] = []
-    for path in _of_one_run(directory, run):
+
+    def look() -> tuple[T | None, list[str]]:
+        defects: list[str] = []
+        for path in _of_one_run(directory, run):
+            before = _identity(path)
+            try:
+                return read(path), defects
+            except CheckpointError as error:
+                if before is None or _identity(path) != before:
+                    raise  # it was removed or replaced meanwhile, so that there are others now
+                defects.append(str(error).partition("\n")[0])
+                warn(f"{error}; it is passed over for an older checkpoint", stacklevel=6)
+        return None, defects
+
+    return _steadily(directory, look)
+
+
+def _steadily(directory: Path, look: Callable[[], T]) -> T:
+    """What `look` finds in a directory; it looks again where a run has removed meanwhile what it was to read."""
+    for _ in range(_LOOKS):
+        there = {path: _identity(path) for path in storage.scan(directory)}
         try:
-            return read(path), defects
-        except CheckpointError as error:
-            defects.append(str(error).partition("\n")[0])
-            warn(f"{error}; it is passed over for an older checkpoint", stacklevel=4)
-    return None, defects
+            return look()
+        except CheckpointError:
+            if all(before is not None and _identity(path) == before for path, before in there.items()):
+                raise
+    return look()
+
+
+def _identity(path: Path) -> int | None:
+    """Which directory it is that bears a name; None where there is none."""
+    try:
+        return os.lstat(path).st_ino
+    except OSError:
+        return None
+
+
+def _weights_of(path: Path) -> tuple[Path, OrderedDict[str, Any]]:
+    """The file of the weights of a checkpoint, and what it holds."""
+    files = storage.read_manifest(path)["files"]
+    if MODEL not in files:
+        raise CheckpointError(f"{path} holds no {MODEL}")
+    return path / MODEL, read_file(path / MODEL, read_weights, expected=files[MODEL])
 
 
 def _verified(path: Path) -> Path:
@@ -246,16 +280,22 @@ def _best(directory: Path) -> Path:
     monitor, mode = newest.get("monitor"), newest.get("mode")
     manifests = {}
     for path in _of_one_run(directory, newest["run"]):
+        before = _identity(path)
         try:
             manifests[path] = storage.read_manifest(path)
         except CheckpointError as error:
+            if before is None or _identity(path) != before:
+                raise
             warn(f"{error}; if it was the best, another one is taken", stacklevel=3)
     judged = {path: rank(manifest, monitor, mode) for path, manifest in manifests.items()}
     ranked = sorted((value, manifests[path]["update"], path) for path, value in judged.items() if value < inf)
     for _, _, path in ranked:
+        before = _identity(path)
         try:
             storage.verify(path)
         except CheckpointError as error:
+            if before is None or _identity(path) != before:
+                raise
             warn(f"{error}; the next best is taken", stacklevel=3)
             continue
         return path
