@@ -43,6 +43,7 @@ from trainwright import (
     batches,
     latest_checkpoint,
 )
+from trainwright.base.errors import CheckpointError
 from trainwright.slots.saved import load_tree
 
 EPOCHS = 3
@@ -226,7 +227,7 @@ class Watch(Observer):
     def _wait_for(self, plan: Interrupt) -> None:
         """Let the checkpoint become whole that is written beside the training."""
         deadline, path = time.monotonic() + 20, self.directory / "checkpoints" / plan.saved
-        while not path.exists() or load_tree(path)[0]["progress"]["counters"]["skipped"] < plan.skipped:
+        while not _holds(path, skipped=plan.skipped):
             assert time.monotonic() < deadline, f"{plan} was never saved"
             time.sleep(0.001)
 
@@ -320,6 +321,14 @@ def flattened(tree: Any, where: str = "") -> dict[str, Any]:
     else:
         return {where: digest(tree)}
     return {where: f"{type(tree).__name__} of {len(tree)}"} | {k: v for part in parts for k, v in part.items()}
+
+
+def _holds(path, *, skipped):
+    """Whether a checkpoint is whole of a state with so many updates held back; one of the same name may replace it."""
+    try:
+        return path.exists() and load_tree(path)[0]["progress"]["counters"]["skipped"] >= skipped
+    except CheckpointError:
+        return False
 
 
 if __name__ == "__main__":

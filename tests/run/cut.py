@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import tempfile
 import threading
 import time
 
@@ -21,6 +22,7 @@ from trainwright import (
     Observer,
     OneCycle,
     Probe,
+    Stopped,
     Trainer,
     Updates,
     accuracy,
@@ -250,3 +252,42 @@ def check_equal(whole, resumed, *, told):
 
 
 ENDING = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]
+
+
+class Other:
+    """Other slots, another kind of data, other ends."""
+
+    def __init__(self, **settings):
+        self.settings = settings
+        self._whole = None
+
+    def whole(self):
+        """The run that nobody ends."""
+        if self._whole is None:
+            with tempfile.TemporaryDirectory() as made:
+                self._whole = go(made, **self.given(made))
+            assert self._whole[2] is None
+        return self._whole
+
+    def given(self, directory):
+        return {key: value(directory) if key == "checkpoint" else value for key, value in self.settings.items()}
+
+    def ended_and_resumed(self, directory, cut):
+        ended = go(directory, cut, **self.given(directory))
+        resumed = go(directory, resume="auto", **self.given(directory))
+        assert resumed[2] is None
+        check_equal(self.whole(), resumed, told=ended[1].told + resumed[1].told)
+        return ended
+
+
+USUAL = Other()
+
+
+def check_ended(ended, number):
+    trainer, _, error = ended
+    if number == signal.SIGINT:
+        assert type(error) is KeyboardInterrupt
+    else:
+        assert type(error) is Stopped and error.code == 128 + number
+        assert error.signal == signal.Signals(number).name
+    assert trainer.result.stopped == ("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)

@@ -90,7 +90,7 @@ def broken_and_resumed(directory, which, cut):
 
 
 PLACES = [
-    ("training_step", 1),
+    ("training_step", 3),
     ("training_step", 6),  # the second micro-batch of a window
     ("training_step", 8),  # the first window of an epoch
     ("backward", 5),
@@ -109,6 +109,13 @@ def test_an_error_inside_an_update_is_as_if_it_had_never_come(which, place, n, d
     assert str(error) == "in the user's code"
     note = f'saved at update {trainer.result.updates}: fit(..., resume="auto") goes on from there'
     assert note in trainer.result.notes
+
+
+def test_an_error_before_anything_was_trained_leaves_nothing_that_a_mended_script_would_be_refused_for(directory):
+    trainer, _, error = go(directory, Cut("training_step", 1, breaks), on_error="save")
+    assert str(error) == "in the user's code"
+    assert trainer.result.notes == () and not list(Path(directory).glob("update-*"))
+    assert go(directory)[2] is None
 
 
 @pytest.mark.parametrize("place", ["training_step", "backward", "row", "validation_step"])

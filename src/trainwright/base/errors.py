@@ -34,6 +34,10 @@ class Stopped(SystemExit):
         self.signal = name
         """What the signal is called: "SIGTERM"."""
 
+    def __reduce__(self) -> tuple[type[Stopped], tuple[int, str]]:
+        """It may come out of another process."""
+        return Stopped, (int(str(self.code)) - 128, self.signal)
+
 
 class CheckpointError(TrainwrightError, RuntimeError):
     """A checkpoint that is missing, damaged, of another run or of another model."""

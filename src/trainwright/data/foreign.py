@@ -40,7 +40,6 @@ class LoaderBatches:
     def __init__(self, loader: DataLoader[Any], role: str) -> None:
         self._loader = loader
         self._role = role
-        self._passes = 0
         self._loaded: dict[str, Any] | None = None
         self._record = Record()
         self._draws_on = False
@@ -79,11 +78,9 @@ class LoaderBatches:
         skipped = skip if way == "skip" else 0
         self._record = Record(skipped)
         if loaded is not None:
-            self._passes -= inside  # it was counted when it was saved
             self._order.once_more = self._generators.stateful
             self._go_back(loaded, inside=inside, given=skip if inside and way == "skip" else None)
         self._generators.begin(epoch)
-        self._passes += 1
         if self._role == "train" and self._tells_epoch:
             tell_epoch(epoch, *self._tellable)
         if loaded is not None and way == "asked":
@@ -135,9 +132,8 @@ class LoaderBatches:
         return self._generators.found
 
     def state_dict(self) -> dict[str, Any]:
-        """The passes begun, the loader's and samplers' own generators, and the random states of the workers."""
+        """The loader's and samplers' own generators, and the random states of the workers."""
         return self._loaded or {
-            "passes": self._passes,
             "generators": self._generators.state_dict(),
             "facts": self.facts(),
             "workers": self._record.state_dict(self._loader.num_workers),
@@ -153,7 +149,7 @@ class LoaderBatches:
         what = "the loader is not what it was when the state was saved"
         check_facts(self.facts(), tree["facts"], what=what, fix="build the loader as it was")
         self._generators.load_state_dict(tree["generators"])
-        self._passes, self._loaded = tree["passes"], tree
+        self._loaded = tree
         have, saved = self._loader.num_workers, tree["workers"]["number"]
         if have == saved:
             return None

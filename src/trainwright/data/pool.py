@@ -16,6 +16,7 @@ from torch._C import _error_if_any_worker_fails, _remove_worker_pids
 from torch._utils import ExceptionWrapper
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from trainwright.base.errors import DataError
 from trainwright.data import faults
 from trainwright.data.asked import not_there
 from trainwright.data.worker import SIGNALS, Carrying, State
@@ -141,6 +142,8 @@ class Workers(_Torchs):  # type: ignore[misc]
         self._asked.clear()
         self._failed, self._idle = None, 0.0
         super()._reset(loader, first_iter)
+        if self.first:  # else workers would go on with the work of others, and nobody would see it
+            raise DataError(f"torch {torch.__version__} lets nobody choose which worker of a loader is asked first")
 
     def _next_index(self) -> Any:
         rows = super()._next_index()

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 from warnings import warn
 
@@ -160,7 +160,8 @@ def evaluate(owner: Owner, source: Source, *, name: str, batches: int | None = N
             with traceless(owner, source) as aside:
                 plain = _with_autocast(owner, owner.validation_step)
                 step = _counted(owner, ledger, plain)
-                for batch in islice(owner.between.watched(aside.epoch(0)), batches):
+                passed = chain.from_iterable(map(aside.epoch, (0,)))  # opened when it is first asked, and watched
+                for batch in islice(owner.between.watched(passed), batches):
                     ledger.batch = batch
                     returned = step(batch if to_device is None else to_device(batch))
                     if not seen:

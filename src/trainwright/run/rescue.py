@@ -19,17 +19,22 @@ def rescue(pauses: Pauses, error: BaseException) -> None:
     at_once = pauses.run.signals.pending and isinstance(error, KeyboardInterrupt)  # a second Ctrl-C
     if pauses.keeper is None or at_once:
         return
-    run, is_whole = pauses.run, _is_whole(pauses, error)
+    run, saves, counters = pauses.run, pauses.saves, pauses.counters
+    trained = counters.rows or counters.earlier_updates  # where nothing was, the mended script may begin anew
+    is_whole = bool(trained) and _is_whole(pauses, error)
     own = run.boundary.put_back() if is_whole else None
     with run.signals.held():
+        what = "the state at the end could not be saved"
         try:
             if is_whole:
                 pauses.stop_clock()
-                if not pauses.saves.are_done:
-                    pauses.saves.save(instead=own)
-            pauses.saves.hear(wait=True)
+                if not saves.are_done:
+                    saves.save(instead=own)
+            written = saves.written(wait=True)
+            what = "an observer failed when it was told of the last save"
+            saves.tell(written)
         except Exception as failed:
-            warn(f"the state at the end could not be saved: {failed}", stacklevel=2)
+            warn(f"{what}: {failed}", stacklevel=2)
 
 
 def ends_in(error: BaseException, *, grace: float) -> tuple[BaseException, str]:

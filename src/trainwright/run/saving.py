@@ -70,14 +70,20 @@ class Saves:
             )
         self._saved += [] if saved is None else [saved]
         self._saved_at = self._place
-        self.hear()
 
     def hear(self, *, wait: bool = False) -> None:
         """Tell the observers of the checkpoints that have become whole; what went wrong with one is raised here."""
+        self.tell(self.written(wait=wait))
+
+    def written(self, *, wait: bool = False) -> list[Saved]:
+        """The checkpoints that have become whole since this was last asked; what went wrong with one is raised here."""
         keeper: Any = self.keeper
         saved, self._saved = self._saved, []
         with self.run.signals.held():
-            saved += keeper.written(wait=wait) if hasattr(keeper, "written") else ()
+            return saved + (keeper.written(wait=wait) if hasattr(keeper, "written") else [])
+
+    def tell(self, saved: list[Saved]) -> None:
+        """Tell the observers of checkpoints that are whole."""
         for one in saved:
             for notify in self._on_save:
                 notify(one)

@@ -47,7 +47,8 @@ class Keeping(Part, Protocol):
     after all that is in flight. What went wrong is raised here, in the thread of training. `save` then returns None,
     and takes `settings=`, a digest of what the run is set to, for the manifest;
     `expect(tree)`: a state like this one will be saved: time to have room for a copy of it;
-    `blocked`: seconds that saving has kept the run waiting so far.
+    `blocked`: seconds that saving has kept the run waiting so far;
+    `abandon()`: called in the place of `release` after a second Ctrl-C; to return at once.
     """
 
     run_id: str
