@@ -17,6 +17,7 @@ from trainwright import (
     EarlyStopping,
     Epochs,
     MultiStep,
+    Observer,
     OneCycle,
     Plateau,
     SettingError,
@@ -68,6 +69,46 @@ def test_a_plan_leaves_the_random_state_alone():
     before = torch.get_rng_state()
     trainer.plan(train, val, epochs=1)
     assert torch.equal(before, torch.get_rng_state())
+
+
+LATE = "saves at the end alone"
+
+
+@pytest.mark.parametrize(
+    ("epochwise", "ends", "validate", "said"),
+    [
+        (True, {"epochs": 3}, None, None),
+        (True, {"epochs": 3}, Epochs(1), None),
+        (True, {"epochs": 3, "max_updates": 14}, Epochs(2), None),
+        (True, {"epochs": 3}, Epochs(3), f"{LATE}: "),
+        (True, {"epochs": 1}, None, f"{LATE}: "),
+        (True, {"epochs": 1}, Updates(2), None),
+        (True, {"max_updates": 5}, None, f"{LATE}, unless an epoch's data end before: "),
+        (True, {"max_updates": 5, "epoch_updates": 2}, None, None),
+        (False, {"max_updates": 5}, None, f"{LATE}: "),
+        (False, {"max_updates": 5}, Updates(2), None),
+    ],
+)
+def test_data_without_a_length_are_said_to_be_saved_late_only_where_they_are(epochwise, ends, validate, said, tmp_path):
+    def stream(epoch=0):
+        yield from [rows_of_data()] * 5
+
+    class Noting(Observer):
+        saved, notes = (), ()
+
+        def on_fit_start(self, plan):
+            self.notes = plan.notes
+
+        def on_save(self, saved):
+            self.saved += (saved.update,)
+
+    noting = Noting()
+    trainer = make(checkpoint=Checkpoint(tmp_path, async_save=False), observers=[noting])
+    val, spans = (None, {}) if validate is None else ([rows_of_data()], {"validate": validate})
+    result = trainer.fit(stream if epochwise else stream(), val, **ends, **spans)
+    late = [note for note in noting.notes if LATE in note]
+    assert len(late) == (said is not None) and all(note.startswith(said) for note in late)
+    assert (noting.saved == (result.updates,)) == (said is not None)
 
 
 def test_a_stream_has_no_number_of_updates_without_max_updates():

@@ -86,7 +86,7 @@ def make_plan(
         settings=in_brief(owner),
         watched=_watched(owner),
     )
-    return replace(plan, notes=(*notes, *_notes(owner, plan)))
+    return replace(plan, notes=(*notes, *_saves_late(owner, source, plan, ends=ends), *_notes(owner, plan)))
 
 
 def check_monitors(
@@ -183,8 +183,6 @@ def _notes(owner: Owner, plan: Plan) -> list[str]:
     notes = []
     if plan.val and owner.hooks.steps_itself and not owner.hooks.validates_itself:
         notes.append("validates by your training_step, in eval mode")
-    if _saves_late(owner, plan):
-        notes.append("saves at the end alone: give Checkpoint(..., every=Updates(n)) for more")
     if str(owner.precision) == "tf32" and owner.device.type == "cpu":
         notes.append("tf32 has no effect on a cpu")
     if (early := owner.early_stopping) is not None:
@@ -207,9 +205,20 @@ def _loss_is_left_out(owner: Owner) -> bool:
     return owner.average is not None or any(restores)
 
 
-def _saves_late(owner: Owner, plan: Plan) -> bool:
-    """Whether nothing falls due at which a checkpoint would be written before the run ends."""
-    return owner.checkpoint is not None and owner.checkpoint.every == "auto" and plan.updates_in(0) is None
+def _saves_late(owner: Owner, source: Source, plan: Plan, *, ends: Ends) -> list[str]:
+    """Say where nothing falls due, or perhaps nothing, at which a checkpoint would be written before the run ends.
+
+    Data of a known length come to the end of an epoch in any case; so does a second epoch that was asked for.
+    """
+    if owner.checkpoint is None or owner.checkpoint.every != "auto" or plan.updates_in(0) is not None:
+        return []
+    if plan.val and not isinstance(ends.validate, Epochs):
+        return []
+    between = ends.validate.n if plan.val and isinstance(ends.validate, Epochs) else 1
+    if (ends.epochs or 0) > between:
+        return []
+    perhaps = ", unless an epoch's data end before" if source.repeatable and ends.epochs is None else ""
+    return [f"saves at the end alone{perhaps}: give Checkpoint(..., every=Updates(n)) for more"]
 
 
 def _device(device: torch.device) -> str:
