@@ -323,3 +323,46 @@ def test_a_run_stopped_in_begin_epoch_draws_the_order_of_that_epoch_on_resume(at
     resumed, after = fit("stopped", resume="auto")
     assert after.history == result.history
     assert all(torch.equal(*pair) for pair in zip(whole.parameters(), resumed.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("saved", "given"), [("AdamW", "SGD"), ("SGD", "AdamW"), ("AdamW", "Adam"), ("Adam", "Adamax")]
+)
+def test_an_optimizer_of_another_class_is_refused_and_nothing_is_changed(tmp_path, saved, given):
+    def made(name):
+        torch.manual_seed(0)
+        model = nn.Linear(2, 1)
+        optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1)
+        return Trainer(model, optimizer, nn.MSELoss(), checkpoint=Checkpoint(tmp_path), console=False)
+
+    data = batches((torch.ones(8, 2), torch.ones(8, 1)), 4)
+    made(saved).fit(data, epochs=1)
+    other = made(given)
+    before = other.model.state_dict()["weight"].clone()
+    with pytest.raises(CheckpointError, match=f"was saved with {saved}; this Trainer has {given}") as caught:
+        other.fit(data, epochs=2, resume="auto")
+    assert "load_weights(" in str(caught.value)
+    assert torch.equal(other.model.weight, before)
+    assert set(other.optimizer.param_groups[0]) == set(made(given).optimizer.param_groups[0])
+
+
+def test_a_fit_that_resumes_after_a_failure_without_a_checkpoint_says_what_it_begins_with(tmp_path, capsys):
+    class Fails(Trainer):
+        broken = True
+
+        def training_step(self, batch):
+            if self.broken and self.progress.updates == 1:
+                raise ValueError("mine")
+            return super().training_step(batch)
+
+    model = nn.Linear(2, 1)
+    trainer = Fails(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), checkpoint=Checkpoint(tmp_path))
+    data = batches((torch.ones(8, 2), torch.ones(8, 1)), 4)
+    with pytest.raises(ValueError, match="mine"):
+        trainer.fit(data, epochs=1, resume="auto")
+    assert "begins with" not in capsys.readouterr().out
+    trainer.broken = False
+    trainer.fit(data, epochs=1, resume="auto")
+    assert (
+        "it begins with the weights and the optimizer as the fit that failed has left them" in capsys.readouterr().out
+    )

@@ -25,11 +25,11 @@ from trainwright.slots.saved import Loaded, load_weights
 class Found:
     """A checkpoint that was read, and what it means for the `fit` in hand; without one there is no path."""
 
-    def __init__(self, loaded: Loaded | None, *, stage: int, data: bool = True) -> None:
+    def __init__(self, loaded: Loaded | None, resume: Resume, *, stage: int) -> None:
         self.path = None if loaded is None else loaded.path
         self.tree: dict[str, Tree] = {} if loaded is None else loaded.tree
         self.manifest: dict[str, Any] = {} if loaded is None else loaded.manifest
-        self._takes_data = data
+        self._takes_data, self._asked = resume.data, resume.where is not None
         self.passes = False
         """Whether the `fit` in hand was over when it was saved, and a later one under way."""
         self.before: Found | None = None
@@ -51,15 +51,23 @@ class Found:
             counters.epoch = epoch
             run.begin_epoch(epoch)
 
-    def go_on(self, keeper: Keeping) -> None:
-        """Have the checkpoints of earlier stages be known, and removed in their turn, by a stage that starts."""
+    def go_on(self, owner: Owner, keeper: Keeping) -> list[str]:
+        """Have the checkpoints of earlier stages be known, and removed in their turn, by a stage that starts.
+
+        Returns what the header says where nothing was found to go on from and the model was trained already.
+        """
+        if self.path is None and self.before is None and self._asked and owner.between.failed:
+            found = f"no checkpoint in {keeper.settings.directory}"
+            return [f"{found}: it begins with the weights and the optimizer as the fit that failed has left them"]
         if self.before is not None and self.before.path is not None:
             keeper.adopt(self.before.path, self.before.manifest)
+        return []
 
     def load(self, owner: Owner, pauses: Pauses) -> list[str]:
         """Load it into everything bound; return the lines that the header says about it."""
         assert self.path is not None
         keeper, counters = pauses.keeper, owner.counters
+        self._check_optimizer(owner)
         if keeper is not None:
             keeper.adopt(self.path, self.manifest)
         given = _settings(owner)
@@ -80,6 +88,21 @@ class Found:
         anew = f"resume_data=False: epoch {counters.earlier_epochs + counters.epoch + 1} begins anew, with other data"
         lines = [f"resumed from {self.path} at update {at}", *reports, "" if self._takes_data else anew, told]
         return [line for line in lines if line]
+
+    def _check_optimizer(self, owner: Owner) -> None:
+        """Refuse optimizers of other classes: torch would load their state without a word."""
+        now = settings_of(owner)["optimizer"]
+        saved = self._progress.get("settings", {}).get("optimizer", now)
+        if saved != now:
+            raise CheckpointError(
+                message(
+                    f"{self.path} was saved with {saved}; this Trainer has {now}",
+                    want="the same optimizer: its state is of no use to another",
+                    fix="build it as it was; or give Checkpoint() a new directory and begin with the weights alone: "
+                    f"load_weights({str(self.path)!r}, model)",
+                    where=False,
+                )
+            )
 
     def _restore(self, owner: Owner) -> list[str]:
         """Give every part its state; return what they report. Nothing is held on to afterwards."""
@@ -133,11 +156,11 @@ def _holds(owner: Owner, path: Path) -> bool:
 
 def find(loaded: Loaded | None, resume: Resume, *, stage: int) -> Found:
     """Say what a checkpoint means; nothing where "auto" has found one of an earlier `fit` alone."""
-    found = Found(loaded, stage=stage, data=resume.data)
+    found = Found(loaded, resume, stage=stage)
     if loaded is None or found.saved_stage >= stage:
         return found
     if resume.where == "auto":
-        start = Found(None, stage=stage)
+        start = Found(None, resume, stage=stage)
         start.before = found
         found.tree.clear()  # this fit goes on with what is in memory
         return start

@@ -67,8 +67,8 @@ def running(
             finished = found.place if owner.counters.stopped else ""
             plan = replace(plan, notes=(*plan.notes, *reports), finished=finished)
         if keeper is not None:
-            found.go_on(keeper)
-            plan = replace(plan, notes=(*plan.notes, *_ready_to_save(owner, run, pauses)))
+            told = [*found.go_on(owner, keeper), *_ready_to_save(owner, run, pauses)]
+            plan = replace(plan, notes=(*plan.notes, *told))
         pauses.start()
         for notify in listeners(owner.observers, "on_fit_start"):
             notify(plan)

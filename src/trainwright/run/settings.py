@@ -18,7 +18,7 @@ def settings_of(owner: Owner) -> dict[str, str]:
     slots = {name: _text(getattr(owner, name)) for name in SLOTS}
     by_epoch = dict(owner.accumulate)
     slots["accumulate"] = _text(by_epoch[0] if list(by_epoch) == [0] else by_epoch)
-    optimizers = ", ".join(f"{name}={type(one).__name__}" for name, one in owner.optimizers.items())
+    optimizers = ", ".join(f"{name}={_kind(one)}" for name, one in owner.optimizers.items())
     return {"model": type(owner.model).__qualname__, "optimizer": optimizers.removeprefix("optimizer="), **slots}
 
 
@@ -32,6 +32,12 @@ def changed(saved: dict[str, str], now: dict[str, str]) -> str:
     differing = [name for name in now if name != "schedule" and saved.get(name, now[name]) != now[name]]
     told = ", ".join(f"{name} {saved[name]} -> {now[name]}" for name in differing)
     return f"settings changed since it was saved: {told}" if told else ""
+
+
+def _kind(optimizer: Any) -> str:
+    """The class of an optimizer; torch's, where it is one of torch's with something added."""
+    kinds = [kind for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim.")]
+    return kinds[0].__name__ if kinds and kinds[0].__name__ != "Optimizer" else type(optimizer).__name__
 
 
 def _text(value: Any) -> str:
