@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 import traceback
 from pathlib import Path
@@ -309,7 +310,23 @@ def test_a_save_that_fails_too_is_a_warning_and_the_error_stays(async_save, dire
     monkeypatch.setattr(os, "fsync", fsync)
     assert type(error) is BreaksError and error.__cause__ is None
     assert trainer.result.stopped == "BreaksError: in the user's code"
-    assert trainer.result.notes == ('saved at update 3: fit(..., resume="auto") goes on from there',)
+    lost = "the last save failed: the disk is full; the newest whole checkpoint is update-0000000003"
+    assert trainer.result.notes == (lost, 'saved at update 3: fit(..., resume="auto") goes on from there')
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_a_run_that_ends_well_and_could_not_save_its_last_updates_says_so(async_save, directory, monkeypatch):
+    def refuse(file):
+        raise OSError(28, "No space left on device")
+
+    slot = Checkpoint(directory, async_save=async_save, every=Updates(3))
+    with monkeypatch.context() as patched, pytest.warns(UserWarning, match="the disk is full"):
+        patched.setattr(os, "fsync", refuse)
+        trainer, _, error = go(directory, checkpoint=slot)
+    assert error is None
+    (note,) = trainer.result.notes
+    assert re.fullmatch(r"[2-9] saves failed, the last for: the disk is full; nothing is saved", note)
+    assert go(directory, checkpoint=slot)[0].result.notes == ()
 
 
 def test_a_part_that_cannot_be_saved_any_more_does_not_mask_the_error(directory):

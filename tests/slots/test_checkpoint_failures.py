@@ -63,6 +63,29 @@ def test_where_the_system_refuses_a_warning_says_why_and_the_next_save_is_whole(
     assert "in a row" not in str(caught[0].message)
 
 
+def test_a_run_that_is_over_can_tell_in_one_line_that_its_last_saves_failed(start, refuses):
+    keeper = start()
+    assert keeper.failing == ""
+    whole(keeper, 1)
+    assert keeper.failing == ""
+    refuses(errno.ENOSPC)
+    for update, count in ((2, "the last save failed"), (3, "2 saves failed, the last for")):
+        with pytest.warns(UserWarning, match="could not be written"):
+            whole(keeper, update)
+        assert keeper.failing == f"{count}: the disk is full; the newest whole checkpoint is update-0000000001"
+    refuses(0)
+    whole(keeper, 4)
+    assert keeper.failing == ""
+
+
+def test_a_run_of_which_nothing_is_saved_tells_that(start, refuses):
+    keeper = start()
+    refuses(errno.EROFS)
+    with pytest.warns(UserWarning, match="could not be written"):
+        whole(keeper, 1)
+    assert keeper.failing == "the last save failed: the file system is read-only; nothing is saved"
+
+
 def test_a_run_without_any_checkpoint_is_told_that_it_would_begin_anew(start, refuses):
     keeper = start()
     refuses(errno.ENOSPC)

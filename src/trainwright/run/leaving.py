@@ -101,7 +101,9 @@ class Leaving:
             seconds=counters.seconds,
             skipped=counters.skipped,
             weights=weights if passed is None else passed["weights"],
-            notes=(*self._notes(), *self._saved_notes()) if passed is None else tuple(passed["notes"]),
+            notes=(*self._notes(), *self._lost_notes(), *self._saved_notes())
+            if passed is None
+            else tuple(passed["notes"]),
             blocked=getattr(self.keeper, "blocked", 0.0),
         )
 
@@ -131,6 +133,11 @@ class Leaving:
         if not counters.skipped or short <= 0 or self.ends.epochs != counters.epoch:
             return ()
         return (f"the schedule ended {short} short of its {total} updates: {counters.skipped} were skipped",)
+
+    def _lost_notes(self) -> tuple[str, ...]:
+        """What it means that the last save failed, where it did."""
+        failing: str = getattr(self.keeper, "failing", "")
+        return (failing,) if failing else ()
 
     def _saved_notes(self) -> tuple[str, ...]:
         """From where a run that ended in an error can go on."""

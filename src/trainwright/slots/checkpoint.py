@@ -48,6 +48,7 @@ class Keeping(Part, Protocol):
     and takes `settings=`, a digest of what the run is set to, for the manifest;
     `expect(tree)`: a state like this one will be saved: time to have room for a copy of it;
     `blocked`: seconds that saving has kept the run waiting so far;
+    `failing`: a line for `Result.notes` where the last save failed, an empty string where it did not;
     `abandon()`: called in the place of `release` after a second Ctrl-C; to return at once.
     """
 

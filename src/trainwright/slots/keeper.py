@@ -60,7 +60,8 @@ class Keeper:
         self._saved: list[Saved] = []
         self._failures: list[Failure] = []
         self._warnings: list[str] = []
-        self._failed_times = 0
+        self._failed: Failure | None = None
+        """The last save, where it failed."""
 
     def prepare(self, *, resuming: bool) -> None:
         """Make and lock the directory and see that it can be written to, before the first update.
@@ -210,6 +211,12 @@ class Keeper:
         self._collect()
         return [self.directory / storage.update_name(update) for update in sorted(self._whole, reverse=True)]
 
+    @property
+    def failing(self) -> str:
+        """How many saves have failed since one went well, why, and what is whole; an empty string where none has."""
+        self._collect()
+        return "" if self._failed is None else self._failed.line(before=self._newest)
+
     def state_dict(self) -> dict[str, Any]:
         """What was judged best so far."""
         top = [{"value": judged.value, "epoch": judged.epoch, "update": judged.update} for judged in self._top]
@@ -226,6 +233,12 @@ class Keeper:
             warn(
                 f"the best so far was judged on {tree['best']} ({tree['mode']}); on {now} it starts anew", stacklevel=2
             )
+
+    @property
+    def _newest(self) -> Path | None:
+        """The newest whole checkpoint, or the one that was resumed."""
+        saved = self.saved
+        return saved[0] if saved else self._resumed
 
     @property
     def _mode(self) -> str:
@@ -284,18 +297,18 @@ class Keeper:
         for done in [] if background is None else background.done():
             if done.result is None:
                 assert done.error is not None
-                self._failed_times += 1
-                self._failures.append(Failure(self._handed.update, done.error, self._failed_times))
+                times = 1 if self._failed is None else self._failed.times + 1
+                self._failed = Failure(self._handed.update, done.error, times)
+                self._failures.append(self._failed)
                 continue
-            self._failed_times = 0
+            self._failed = None
             self._whole = done.result.whole
             self._warnings += done.result.warnings
             self._saved.append(replace(done.result.saved, blocked=self._handed.blocked))
 
     def _report(self, failure: Failure, *, ends: bool) -> None:
-        saved = self.saved
         raises = self.settings.on_save_error == "raise" or not failure.is_of_the_system
-        text = failure.text(self.directory, before=saved[0] if saved else self._resumed, ends=ends or raises)
+        text = failure.text(self.directory, before=self._newest, ends=ends or raises)
         if raises:
             raise CheckpointError(text) from failure.error
         warn(text, stacklevel=3)

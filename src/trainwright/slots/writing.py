@@ -164,7 +164,7 @@ class Failure:
         """
         name = storage.update_name(self.update)
         counted = f" (the save number {self.times} that failed in a row)" if self.times > 1 else ""
-        what = f"checkpoint {name}{counted} could not be written to {directory}: {self._reason[0]}"
+        what = f"checkpoint {name}{counted} could not be written to {directory}: {self.reason}"
         if before is not None and storage.is_name(before.name) and storage.update_of(before.name) > self.update:
             lost = f"{before.name} is whole meanwhile"
         elif ends:
@@ -173,6 +173,17 @@ class Failure:
             again = "begin anew" if before is None else f"go on from {before}"
             lost = f"training goes on, and the next save tries again; a run that dies before would {again}"
         return message(f"{what}; {lost}", have=self._said, fix=self._reason[1], where=False)
+
+    def line(self, *, before: Path | None) -> str:
+        """The same in one line, for a run that is over; `before`: the newest whole checkpoint."""
+        count = f"{self.times} saves failed, the last for" if self.times > 1 else "the last save failed"
+        whole = "nothing is saved" if before is None else f"the newest whole checkpoint is {before.name}"
+        return f"{count}: {self.reason}; {whole}"
+
+    @property
+    def reason(self) -> str:
+        """Why, in a few words."""
+        return self._reason[0]
 
     @property
     def _reason(self) -> tuple[str, str]:
