@@ -27,6 +27,8 @@ from trainwright import (
 )
 from trainwright.slots.saved import load_tree
 
+NOTHING = 'nothing is saved: fit(..., resume="auto") begins anew'
+
 
 class BreaksError(Exception):
     """An error of the user's own code."""
@@ -115,7 +117,7 @@ def test_an_error_inside_an_update_is_as_if_it_had_never_come(which, place, n, d
 def test_an_error_before_anything_was_trained_leaves_nothing_that_a_mended_script_would_be_refused_for(directory):
     trainer, _, error = go(directory, Cut("training_step", 1, breaks), on_error="save")
     assert str(error) == "in the user's code"
-    assert trainer.result.notes == () and not list(Path(directory).glob("update-*"))
+    assert trainer.result.notes == (NOTHING,) and not list(Path(directory).glob("update-*"))
     assert go(directory)[2] is None
 
 
@@ -248,7 +250,9 @@ def test_an_update_of_ones_own_is_saved_as_long_as_no_step_was_made(place, goes_
     trainer, error = two(directory / "a", place, 8)
     assert error is not None
     assert latest_checkpoint(directory / "a").name == f"update-{goes_on:010d}"
-    assert trainer.result.notes == (f'saved at update {goes_on}: fit(..., resume="auto") goes on from there',)
+    saved = 'saved at update 7: fit(..., resume="auto") goes on from there'
+    lost = 'not saved at its end: fit(..., resume="auto") goes on from update 6'
+    assert trainer.result.notes == (saved if goes_on == 7 else lost,)
     resumed, _ = two(directory / "a", resume="auto")
     check_same(two(directory / "b")[0], resumed)
 
@@ -261,7 +265,7 @@ def test_an_error_after_the_step_has_begun_saves_nothing_and_says_from_where_it_
     trainer, _, error = go(directory, Cut(place, n, breaks), on_error="save")
     assert type(error) is BreaksError
     assert latest_checkpoint(directory).name == "update-0000000003"
-    assert trainer.result.notes == ('saved at update 3: fit(..., resume="auto") goes on from there',)
+    assert trainer.result.notes == ('not saved at its end: fit(..., resume="auto") goes on from update 3',)
     resumed = go(directory, resume="auto", on_error="save")
     check_equal(whole_without_part(), resumed, told=whole_without_part()[1].told[:4] + resumed[1].told)
 
@@ -272,16 +276,36 @@ def whole_without_part():
 
 
 def test_without_it_an_error_of_the_users_own_saves_nothing(directory):
-    _, _, error = go(directory, Cut("training_step", 10, breaks))
+    trainer, _, error = go(directory, Cut("training_step", 10, breaks))
     assert type(error) is BreaksError
+    reached = trainer.result.updates
+    assert reached > 3 and trainer.result.notes == (
+        'not saved at its end: fit(..., resume="auto") goes on from update 3; '
+        f'Trainer(on_error="save") would have kept update {reached}',
+    )
     assert latest_checkpoint(directory).name == "update-0000000003"
     resumed = go(directory, resume="auto")
     check_equal(whole_without_part(), resumed, told=whole_without_part()[1].told[:4] + resumed[1].told)
 
 
-def test_an_error_before_anything_was_saved_leaves_no_note(directory):
-    trainer, _, error = go(directory, Cut("training_step", 3, breaks))
-    assert type(error) is BreaksError and trainer.result.notes == ()
+@pytest.mark.parametrize(
+    ("place", "n", "kept"),
+    [
+        ("training_step", 1, None),  # nothing was trained
+        ("training_step", 3, 1),
+        ("after_update", 1, None),  # a step was made, and what follows it was not done
+        ("on_update", 2, None),
+        ("validation_step", 3, 3),
+    ],
+)
+def test_an_error_before_anything_was_saved_says_what_would_have_been(place, n, kept, directory):
+    trainer, _, error = go(directory / "a", Cut(place, n, breaks))
+    assert type(error) is BreaksError
+    would = f'; Trainer(on_error="save") would have kept update {kept}'
+    assert trainer.result.notes == (NOTHING + (would if kept else ""),)
+    go(directory / "b", Cut(place, n, breaks), on_error="save")
+    saved = latest_checkpoint(directory / "b")
+    assert (None if saved is None else int(saved.name[-10:])) == kept  # so it is
 
 
 def test_it_needs_a_checkpoint_slot_and_a_known_value(directory):
@@ -311,7 +335,7 @@ def test_a_save_that_fails_too_is_a_warning_and_the_error_stays(async_save, dire
     assert type(error) is BreaksError and error.__cause__ is None
     assert trainer.result.stopped == "BreaksError: in the user's code"
     lost = "the last save failed: the disk is full; the newest whole checkpoint is update-0000000003"
-    assert trainer.result.notes == (lost, 'saved at update 3: fit(..., resume="auto") goes on from there')
+    assert trainer.result.notes == (lost, 'not saved at its end: fit(..., resume="auto") goes on from update 3')
 
 
 @pytest.mark.parametrize("async_save", [True, False])

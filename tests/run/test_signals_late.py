@@ -40,7 +40,7 @@ def test_an_update_that_takes_longer_than_its_grace_is_cut_off_and_not_saved(dir
     assert type(error) is Stopped and error.code == 143
     assert trainer.result.stopped == "SIGTERM, and the update did not end within grace=0.2 seconds"
     assert saved_in(directory) == ["update-0000000003"]
-    assert trainer.result.notes == ('saved at update 3: fit(..., resume="auto") goes on from there',)
+    assert trainer.result.notes == ('not saved at its end: fit(..., resume="auto") goes on from update 3',)
     resumed = go(directory, resume="auto")
     check_equal(USUAL.whole(), resumed, told=USUAL.whole()[1].told[:4] + resumed[1].told)
 

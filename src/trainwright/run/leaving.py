@@ -33,6 +33,8 @@ class Leaving:
         """The update whose weights the model holds at the end, where a best was put back."""
         self.passed: dict[str, Any] | None = None
         """How this stage ended, where a checkpoint of a later one says that it has."""
+        self.could_save = False
+        """Whether the state at the end, which was not saved, would have been with `on_error="save"`."""
 
     @property
     def restores_from_memory(self) -> bool:
@@ -140,12 +142,20 @@ class Leaving:
         return (failing,) if failing else ()
 
     def _saved_notes(self) -> tuple[str, ...]:
-        """From where a run that ended in an error can go on."""
-        keeper, failed = self.keeper, self.owner.between.failed
-        found = [] if keeper is None or not failed else [path.name for path in keeper.saved if is_name(path.name)]
-        if not found:
+        """From where a run that ended in an error, or by a signal, can go on."""
+        keeper, again = self.keeper, 'fit(..., resume="auto")'
+        if keeper is None or not self.owner.between.failed:
             return ()
-        return (f'saved at update {update_of(found[0])}: fit(..., resume="auto") goes on from there',)
+        reached = self.counters.earlier_updates + self.counters.updates
+        saved = [path.name for path in keeper.saved]
+        known = [update_of(name) for name in saved if is_name(name)]
+        if saved and not known:
+            return ()  # a keeper with names of its own: nobody knows what they say
+        if known and known[0] >= reached:
+            return (f"saved at update {known[0]}: {again} goes on from there",)
+        where = f"not saved at its end: {again} goes on from update {known[0]}" if known else ""
+        kept = f'; Trainer(on_error="save") would have kept update {reached}' if self.could_save else ""
+        return (f"{where or f'nothing is saved: {again} begins anew'}{kept}",)
 
 
 def _warn_of(best: Best, why: str) -> None:

@@ -21,7 +21,9 @@ def rescue(pauses: Pauses, error: BaseException) -> None:
         return
     run, saves, counters = pauses.run, pauses.saves, pauses.counters
     trained = counters.rows or counters.earlier_updates  # where nothing was, the mended script may begin anew
-    is_whole = bool(trained) and _is_whole(pauses, error)
+    asked = run.owner.on_error == "save"
+    is_whole = bool(trained) and _is_whole(pauses, error, asked=asked)
+    pauses.leaving.could_save = bool(trained) and not asked and not is_whole and _is_whole(pauses, error, asked=True)
     own = run.boundary.put_back() if is_whole else None
     with run.signals.held():
         what = "the state at the end could not be saved"
@@ -46,8 +48,11 @@ def ends_in(error: BaseException, *, grace: float) -> tuple[BaseException, str]:
     return (KeyboardInterrupt() if error.name == "Ctrl-C" else Stopped(error.number, error.name)), why
 
 
-def _is_whole(pauses: Pauses, error: BaseException) -> bool:
-    """Whether the state before the window in hand is whole, or can be made so, and is to be saved for this error."""
+def _is_whole(pauses: Pauses, error: BaseException, *, asked: bool) -> bool:
+    """Whether the state before the window in hand is whole, or can be made so, and is to be saved for this error.
+
+    `asked`: whether it is for errors of user code too.
+    """
     run, outcome = pauses.run, pauses.run.outcome
     place = run.boundary.place
     if isinstance(error, Interrupted):
@@ -57,7 +62,7 @@ def _is_whole(pauses: Pauses, error: BaseException) -> bool:
     is_validating = place == BETWEEN and pauses.counters.pause != ""
     if place in (OPENING, FETCHING) or (is_validating and run.signals.data_failed):
         return True
-    if run.owner.on_error != "save":
+    if not asked:
         return False
     if place == UPDATING:
         return outcome.applied is not True and not outcome.stepping
