@@ -134,6 +134,10 @@ def test_where_nothing_is_whole_every_defect_is_listed(run):
         load_checkpoint("auto", run[0])
     assert "1/state.json cannot be read: No such file" in str(caught.value)
     assert "2/manifest.json is damaged" in str(caught.value)
+    fix = f'fix   move the damaged ones away, or Checkpoint("{run[0]}-2", ...), to begin anew'
+    assert fix in str(caught.value)
+    with pytest.warns(UserWarning), pytest.raises(CheckpointError, match="fix   give another path"):
+        load_checkpoint(run[0], None)
     assert load_checkpoint("auto", run[0] / "nothing") is None and load_checkpoint(None, run[0]) is None
 
 

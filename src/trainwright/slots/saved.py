@@ -169,7 +169,9 @@ def _meant(
     found, defects = _newest(path, run, read=read)
     if found is None and (resume != "auto" or defects):
         have = "\n        ".join(defects) or "no checkpoint at all"
-        raise CheckpointError(message(f"{path} holds no whole checkpoint", have=have, fix="give another path"))
+        anew = f'move the damaged ones away, or Checkpoint("{directory}-2", ...), to begin anew'
+        fix = anew if resume == "auto" else "give another path"
+        raise CheckpointError(message(f"{path} holds no whole checkpoint", have=have, fix=fix))
     return found
 
 
