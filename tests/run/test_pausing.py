@@ -373,29 +373,3 @@ def test_a_run_that_ends_in_an_error_says_from_where_it_can_go_on(error, at, tmp
     resume = "auto" if at == 15 else None
     again = make(checkpoint=Checkpoint(tmp_path)).fit(pieces(), pieces(1), epochs=4, resume=resume)
     assert again.updates == 24 and again.notes == ()
-
-
-def test_a_run_that_was_told_to_stop_stops_where_a_signal_came_before_it_could(tmp_path):
-    class Stops(Trainer):
-        cut = False
-
-        def after_update(self):
-            if self.progress.updates == 5:
-                self.stop("enough")
-                if self.cut:
-                    signal.raise_signal(signal.SIGTERM)
-
-    def run(directory, *, cut=False):
-        torch.manual_seed(0)
-        model = nn.Linear(4, 1)
-        slot = Checkpoint(directory)
-        trainer = Stops(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), checkpoint=slot, console=False)
-        trainer.cut = cut
-        with suppress(Stopped):
-            trainer.fit(batches((torch.ones(32, 4), torch.ones(32, 1)), 4), epochs=2, resume="auto")
-        return trainer.result.updates, trainer.result.stopped, trainer.result.history
-
-    whole = run(tmp_path / "whole")
-    assert whole[:2] == (5, "enough")
-    assert run(tmp_path / "cut", cut=True)[:2] == (5, "SIGTERM")
-    assert run(tmp_path / "cut") == whole

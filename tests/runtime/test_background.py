@@ -189,3 +189,18 @@ def test_a_child_that_is_forked_while_a_job_runs_is_none_the_worse(background):
     gate.opened.set()
     background.wait()
     assert results(background) == ["whole"]
+
+
+def test_a_forked_child_does_not_wait_for_the_thread_that_it_has_not():
+    go_on = threading.Event()
+    background = Background("test")
+    background.hand(go_on.wait)
+    child = os.fork()
+    if not child:
+        signal.alarm(20)
+        background.wait()
+        background.close(lambda: None)
+        os._exit(3)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    go_on.set()
+    background.close(lambda: None)

@@ -11,7 +11,7 @@ from checkpoints import NAN, Tied, flip, save, tree_of
 from torch import nn
 
 from trainwright.base.errors import CheckpointError, SettingError
-from trainwright.slots.checkpoint import load_weights, save_weights
+from trainwright.slots.checkpoint import encode, load_weights, save_weights
 
 
 def test_saved_weights_come_back_into_a_model_tied_ones_too(tmp_path):
@@ -103,3 +103,10 @@ def test_what_is_no_weights_file_is_refused_and_never_run(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match="no whole checkpoint"):
         load_weights(tmp_path / "empty")
+
+
+def test_an_expanded_buffer_is_refused_when_it_is_saved_for_it_could_not_be_loaded():
+    module = nn.Linear(2, 1)
+    module.register_buffer("ones", torch.ones(1).expand(5))
+    with pytest.raises(CheckpointError, match=r"model\['ones'\] is expanded"):
+        encode({"model": module.state_dict()})

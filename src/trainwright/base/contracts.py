@@ -115,7 +115,10 @@ class Source(Part, Protocol):
 
 
 class Metric(Protocol):
-    """A metric with state of its own; it runs on a copy per loader."""
+    """A metric with state of its own; it runs on a copy per loader.
+
+    A checkpoint holds its `state_dict()`, where it has one and `load_state_dict(tree)`, else its attributes.
+    """
 
     def update(self, output: Any, target: Any) -> None:
         """Take in one batch."""

@@ -74,6 +74,7 @@ class Found:
         reports = [*self._restore(owner), *_unused(owner, given)]
         for report in reports:
             warnings.warn(report, stacklevel=6)  # at the line that calls `fit`: it shall be heard without a console too
+        pauses.run.owed_reason = counters.stopped  # as it was saved, with a pause that is still to be done
         counters.stopped = pauses.ended() or ("" if pauses.watch is None or counters.pause else pauses.watch.stopped)
         random = pauses.run.random
         if counters.stopped or not counters.begun or not random.epoch_start or not self._takes_data:

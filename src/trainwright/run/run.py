@@ -68,8 +68,8 @@ class Run:
         self.epoch_over = False
         self.stopped_between = False
         """Whether the run pauses before the first window of what is left of the epoch: `begin_epoch` has stopped it."""
-        self.owed = ""
-        """The pause, of an "update" or an "epoch", that was due where the run was left that is resumed."""
+        self.owed = self.owed_reason = ""
+        """The pause, of an "update" or an "epoch", that was due where the run was left; why it was to stop there."""
         self.waited = 0.0
         """Seconds spent waiting for data since the last record."""
         self.outcome = Outcome()
@@ -158,6 +158,7 @@ class Run:
         """Whether a pause comes first that was due, or broken off, where the run was left that is resumed."""
         owed, self.owed = self.owed, ""
         owed = "" if owed == "update" and not self.counters.pause and self.at_end else owed  # the epoch's end does it
+        self.counters.stopped = self.owed_reason if owed else self.counters.stopped
         self.epoch_over, self.stopped_between = owed == "epoch", owed == "update"
         if owed:
             self.random.stand()

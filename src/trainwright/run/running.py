@@ -201,11 +201,11 @@ def _open_directory(owner: Owner, resume: str | Path | None, undo: ExitStack) ->
         if resume == "auto":
             fix = 'Trainer(..., checkpoint=Checkpoint("runs/x"))'
             raise SettingError(message('resume="auto" without a checkpoint directory', fix=fix))
-        return None, load_checkpoint(resume, None)
+        return None, load_checkpoint(resume, None, device=owner.device)
     keeper = settings.bind(owner.between.run_id or secrets.token_hex(8))
     undo.push(lambda kind, *_: _release(keeper, at_once=kind is KeyboardInterrupt))
     keeper.prepare(resuming=resume is not None)
-    return keeper, load_checkpoint(resume, settings.directory, run=keeper.run_id)
+    return keeper, load_checkpoint(resume, settings.directory, run=keeper.run_id, device=owner.device)
 
 
 def _release(keeper: Keeping, *, at_once: bool) -> None:

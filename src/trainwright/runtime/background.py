@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import traceback
 from collections.abc import Callable
@@ -38,6 +39,7 @@ class Background(Generic[T]):
         self._last: Callable[[], object] | None = None
         self._is_busy = self._has_begun = self._has_ended = False
         self._done: list[Done[T]] = []
+        self._process = os.getpid()
 
     def hand(self, job: Callable[[], T]) -> None:
         """Have a job done; waits for the last one. Its result or its error is given by `done`.
@@ -64,6 +66,8 @@ class Background(Generic[T]):
 
     def wait(self) -> None:
         """Wait until nothing is left to do."""
+        if not self._is_here:
+            return
         with self._changed:
             while self._is_busy or self._job is not None or self._chore is not None:
                 self._changed.wait(_POLL)
@@ -79,6 +83,8 @@ class Background(Generic[T]):
 
         `last` is called by the thread, so that it comes after the job even where nobody waits for it.
         """
+        if not self._is_here:
+            return
         with self._changed:
             if not self._has_begun:
                 last()
@@ -89,7 +95,14 @@ class Background(Generic[T]):
             while waits and not self._has_ended:
                 self._changed.wait(_POLL)
 
+    @property
+    def _is_here(self) -> bool:
+        """Whether this is the process of the thread; a forked child has none, and must not wait for it."""
+        return os.getpid() == self._process
+
     def _begin(self) -> None:
+        if not self._is_here:
+            raise RuntimeError("checkpoints are written by the process that called fit, not by one forked off in it")
         if not self._has_begun:
             threading.Thread(target=self._work, name=self._name, daemon=True).start()
             self._has_begun = True

@@ -25,8 +25,10 @@ def weights_contents(state: Mapping[str, Any]) -> tensorfile.Contents:
     """The file of a module's `state_dict`, nothing copied; CheckpointError for a value that cannot be stored."""
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     for name, tensor in tensors.items():
-        if tensor.dtype not in tensorfile.TAGS or views.defect(tensor):
-            what = views.defect(tensor) or f"has dtype {tensor.dtype}, which a safetensors file cannot hold"
+        what = views.defect(tensor) or _expanded(tensor)
+        if not what and tensor.dtype not in tensorfile.TAGS:
+            what = f"has dtype {tensor.dtype}, which a safetensors file cannot hold"
+        if what:
             raise CheckpointError(message(f"model[{name!r}] {what}", want="dense tensors of a dtype that files have"))
     ties = _ties(tensors)
     extra, nested = flatten({"model": {name: value for name, value in state.items() if name not in tensors}})
@@ -76,6 +78,12 @@ def load_into(model: nn.Module, weights: Mapping[str, Any], *, source: str) -> N
         text = "\n".join(f"  {label:<9}{_listed(names)}" for label, names in wrong.items() if names)
         raise CheckpointError(message(f"{source} does not fit this {type(model).__name__}; nothing was loaded\n{text}"))
     model.load_state_dict(given)
+
+
+def _expanded(tensor: Tensor) -> str:
+    """Why a tensor cannot be loaded into again: torch writes no tensor whose elements share their memory."""
+    shares = any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return "is expanded, so that several of its elements share their memory; store .clone() of it" if shares else ""
 
 
 def _ties(tensors: Mapping[str, Tensor]) -> dict[str, str]:

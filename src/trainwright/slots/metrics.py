@@ -150,7 +150,7 @@ class Meters:
             metric.reset()
 
     def state_dict(self) -> dict[str, Any]:
-        """The sums so far; an object that has been fed must have a `state_dict` of its own."""
+        """The sums so far; of an object without a `state_dict` of its own its attributes."""
         totals = {name: total.state_dict() for name, _, total in self._functions}
         objects = {name: self._object_state(name) for name in self._objects}
         return {"rows": self._rows, "totals": totals, "objects": objects}
@@ -172,8 +172,12 @@ class Meters:
             total.load_state_dict(tree["totals"][name])
         for name, metric in self._objects.items():
             metric.reset()
-            if tree["objects"][name] is not None:
-                metric.load_state_dict(tree["objects"][name])
+            saved_object = tree["objects"][name]
+            if saved_object is not None and hasattr(metric, "load_state_dict"):
+                metric.load_state_dict(saved_object)
+            elif saved_object is not None:
+                vars(metric).clear()
+                vars(metric).update(copy.deepcopy(saved_object))
 
     def _update(self, output: Any, target: Any, rows: int) -> None:
         if self._objects and not self._placed:
@@ -205,15 +209,13 @@ class Meters:
 
     def _object_state(self, name: str) -> Any:
         metric = self._objects[name]
+        if not hasattr(metric, "load_state_dict"):
+            if hasattr(metric, "__dict__"):
+                return copy.deepcopy(vars(metric))  # also before it is fed: what cannot be saved is found at once
+            what = f"metric {name!r} cannot be saved: {type(metric).__name__} has neither attributes nor a state_dict"
+            raise CheckpointError(message(what, fix="give it state_dict() and load_state_dict(tree)"))
         if not self._rows:
             return None
-        if not hasattr(metric, "load_state_dict"):
-            raise CheckpointError(
-                message(
-                    f"metric {name!r} is half-way through its rows and {type(metric).__name__} cannot be saved",
-                    fix="give it state_dict() and load_state_dict(tree), or save between evaluations",
-                )
-            )
         if callable(getattr(metric, "persistent", None)):
             metric.persistent(True)  # torchmetrics keeps its sums out of state_dict unless told
         return copy.deepcopy(metric.state_dict())

@@ -1,0 +1,39 @@
+"""A run that was told to stop, and was ended by a signal before it could."""
+
+from __future__ import annotations
+
+import signal
+from contextlib import suppress
+
+import torch
+from torch import nn
+
+from trainwright import Checkpoint, Stopped, Trainer, batches
+
+
+def test_a_run_that_was_told_to_stop_stops_where_a_signal_came_before_it_could(tmp_path):
+    class Stops(Trainer):
+        cut = False
+
+        def after_update(self):
+            if self.progress.updates == 5:
+                self.stop("enough")
+                if self.cut:
+                    signal.raise_signal(signal.SIGTERM)
+
+    def run(directory, *, cut=False):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        slot = Checkpoint(directory)
+        trainer = Stops(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), checkpoint=slot, console=False
+        )
+        trainer.cut = cut
+        with suppress(Stopped):
+            trainer.fit(batches((torch.ones(32, 4), torch.ones(32, 1)), 4), epochs=2, resume="auto")
+        return trainer.result.updates, trainer.result.stopped, trainer.result.history
+
+    whole = run(tmp_path / "whole")
+    assert whole[:2] == (5, "enough")
+    assert run(tmp_path / "cut", cut=True)[:2] == (5, "SIGTERM")
+    assert run(tmp_path / "cut") == whole
