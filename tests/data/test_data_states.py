@@ -225,9 +225,9 @@ def started() -> Any:
         (lambda: DataLoader(Rolling(), num_workers=2), ""),
         (lambda: (batch for batch in READY), "reads a new generator up to where this one stood"),
         (Stream, "reads Stream up to where it stood: exact only if it gives the same batches again"),
-        (lambda: DataLoader(Stream()), "Stream is read again up to where it stood: exact only if"),
+        (lambda: DataLoader(Stream()), "reads the training data (Stream) up to where they stood: exact only if"),
         (lambda: DataLoader(Noisy(), num_workers=1, in_order=False), "write in_order=True"),
-        (lambda: Passing(Noisy()), "Passing iterates in its own way, and is read again"),
+        (lambda: Passing(Noisy()), "reads the training data again (Passing iterates in its own way): exact"),
         (
             lambda: DataLoader(Hides()),
             r"dataset.transform.rng is a generator that no checkpoint holds; give Hides state_",

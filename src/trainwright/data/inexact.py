@@ -15,6 +15,7 @@ from trainwright.data.twin import has_twin, iterates_itself
 def why_inexact(loader: DataLoader[Any]) -> Iterator[str]:
     """The reasons, each with what to do about it."""
     name, data_name = type(loader).__name__, type(loader.dataset).__name__
+    same = "exact only if they give the same again"
     if knows_its_state(loader):
         if loader.num_workers:
             yield f"random draws in the workers of {name} are as exact as its state_dict makes them"
@@ -23,9 +24,9 @@ def why_inexact(loader: DataLoader[Any]) -> Iterator[str]:
         yield "in_order=False gives batches as they come: a resume may repeat and leave out rows; write in_order=True"
     if isinstance(loader.dataset, IterableDataset):
         if loader.num_workers or not knows_its_state(loader.dataset):
-            yield f"{data_name} is read again up to where it stood: exact only if it gives the same rows again"
+            yield f"a resume reads the training data ({data_name}) up to where they stood: {same}"
     elif iterates_itself(loader) or not has_twin(loader):
-        yield f"{name} iterates in its own way, and is read again: exact only if it gives the same batches again"
+        yield f"a resume reads the training data again ({name} iterates in its own way): {same}"
     elif loader.persistent_workers and not isinstance(getattr(loader, "_iterator", None), Workers | None):
         yield "the persistent workers were started before fit: their random draws do not resume; give fit a new loader"
     hidden = hidden_in(loader.dataset)
