@@ -6,7 +6,19 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import NonFiniteError, Trainer
+from trainwright import Checkpoint, NonFiniteError, Trainer
+
+
+def test_a_run_that_has_more_epochs_than_are_asked_for_says_how_many(tmp_path):
+    def fit(**ends):
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = Trainer(model, optimizer, nn.MSELoss(), checkpoint=Checkpoint(tmp_path), console=False)
+        return trainer.fit([(torch.zeros(2, 3), torch.zeros(2, 1))], resume="auto", **ends).stopped
+
+    assert fit(epochs=2) == "epochs=2 reached"
+    assert fit(epochs=2) == "epochs=2 reached"
+    assert fit(epochs=1) == "epochs=1 reached: 2 are done already"
 
 
 def ended_by(error, data, cls=Trainer):

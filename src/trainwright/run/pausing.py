@@ -224,7 +224,7 @@ class Pauses:
         if ends.max_updates is not None and counters.updates >= ends.max_updates:
             return f"max_updates={ends.max_updates} reached"
         if ends.epochs is not None and counters.epoch >= ends.epochs:
-            past = f" (epoch {counters.epoch} was)" if counters.epoch > ends.epochs else ""
+            past = f": {counters.epoch} are done already" if counters.epoch > ends.epochs else ""
             return f"epochs={ends.epochs} reached{past}"
         if ends.max_seconds is not None and counters.seconds >= ends.max_seconds:
             return f"max_seconds={ends.max_seconds:g} reached"
