@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
+import pickle
+from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from trainwright import (
     Checkpoint,
     Cosine,
     EarlyStopping,
+    Epochs,
     Journal,
     Observer,
     Probe,
@@ -91,12 +95,46 @@ def test_an_argument_of_another_library_says_what_to_write(name):
 
 @pytest.mark.parametrize("fix", sorted(set(FOREIGN_ARGUMENTS.values())))
 def test_what_is_written_instead_is_taken(fix, tmp_path):
-    """Every keyword in it is one of Trainer's or of fit's."""
+    """Every keyword in it is one of Trainer's, of fit's or of Checkpoint's."""
+    if fix.startswith("Checkpoint("):
+        code = fix.replace("(..., ", "(tmp_path, ").replace(", ...)", ")")
+        assert eval(code, {"Checkpoint": Checkpoint, "Updates": Updates, "Epochs": Epochs, "tmp_path": tmp_path})
+        return
     taken = {**inspect.signature(Trainer).parameters, **inspect.signature(Trainer.fit).parameters}
     code = fix if fix.endswith("))") or "(...," in fix or fix.startswith(("fit(", "Trainer(")) else f"Trainer({fix})"
     call = ast.parse(code.replace("...,", "None,")).body[0].value
     assert call.func.id in ("Trainer", "fit")
     assert {keyword.arg for keyword in call.keywords} <= set(taken)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"save_top_k": 3}, 'Write Checkpoint(..., best="val_loss", top=3)'),
+        ({"directory": "x", "every_n_train_steps": 5}, "Write Checkpoint(..., every=Updates(500))"),
+        ({"dirpath": "x"}, 'Write Checkpoint("runs/1", ...)'),
+        ({"directory": "x", "evry": 5}, "Did you mean 'every'?"),
+        ({}, "other arguments than it takes"),
+    ],
+)
+def test_an_argument_that_a_checkpoint_does_not_take_says_what_to_write(given, said):
+    with pytest.raises(TypeError) as caught:
+        Checkpoint(**given)
+    (note,) = caught.value.__notes__
+    assert note.startswith("trainwright: Checkpoint ") and said in note
+    assert "  by position  directory\n  by name      best, mode, top, keep, every," in note
+    assert "where        test_foreign_names.py:" in note
+
+
+def test_a_checkpoint_stays_a_plain_record():
+    slot = Checkpoint("x", every=Updates(5))
+    assert slot == copy.deepcopy(slot) == pickle.loads(pickle.dumps(slot)) == replace(slot) != replace(slot, keep=2)
+    assert hash(slot) == hash(replace(slot)) and eval(repr(slot)) == slot
+    assert list(inspect.signature(Checkpoint).parameters) == [one.name for one in fields(slot)]
+    with pytest.raises(FrozenInstanceError):
+        slot.keep = 5
+    with pytest.raises(SettingError, match="keep=0"):
+        replace(slot, keep=0)
 
 
 def test_arguments_that_are_not_built_are_not_offered():

@@ -33,6 +33,7 @@ FOREIGN_METHODS = {
 """Methods that other libraries call, and what to write here instead."""
 
 _VAL = "fit(train, val, ...)"
+_BEST, _RESTORED = 'Checkpoint(..., best="val_loss")', 'Checkpoint(..., best="val_loss", restore_best=True)'
 FOREIGN_ARGUMENTS = {
     "callbacks": "observers=[...], early_stopping=EarlyStopping(...), checkpoint=Checkpoint(...)",
     **dict.fromkeys(("max_epochs", "num_epochs", "num_train_epochs", "n_epochs", "nb_epoch"), "fit(..., epochs=10)"),
@@ -51,6 +52,13 @@ FOREIGN_ARGUMENTS = {
     **dict.fromkeys(("amp", "fp16", "bf16", "mixed_precision"), 'Trainer(..., precision="auto")'),
     **dict.fromkeys(("accelerator", "gpus"), "Trainer(..., device=...)"),
     **dict.fromkeys(("ckpt_path", "resume_from_checkpoint"), 'fit(..., resume="auto")'),
+    **dict.fromkeys(("dirpath", "output_dir", "save_dir", "default_root_dir"), 'Checkpoint("runs/1", ...)'),
+    **dict.fromkeys(("monitor", "metric_for_best_model", "save_best_only"), _BEST),
+    **dict.fromkeys(("load_best_model_at_end", "restore_best_weights"), _RESTORED),
+    "save_top_k": 'Checkpoint(..., best="val_loss", top=3)',
+    **dict.fromkeys(("save_last", "save_total_limit", "max_to_keep"), "Checkpoint(..., keep=3)"),
+    **dict.fromkeys(("every_n_train_steps", "save_steps"), "Checkpoint(..., every=Updates(500))"),
+    "every_n_epochs": "Checkpoint(..., every=Epochs(1))",
 }
 """Arguments of other libraries, and what to write here instead."""
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol, get_args
 
 from trainwright.base.contracts import Part, Tree
 from trainwright.base.errors import SettingError, message
+from trainwright.base.names import suggests
 from trainwright.base.records import Best, Saved
 from trainwright.base.spans import Epochs, Seconds, Span, Updates
 from trainwright.runtime.sums import Checksum
@@ -192,3 +193,6 @@ class Checkpoint:
     def bind(self, run_id: str) -> Keeper:
         """The keeper of one run's checkpoints; nothing is touched before its `prepare`."""
         return Keeper(self, run_id)
+
+
+Checkpoint.__init__ = suggests(Checkpoint.__init__)  # type: ignore[method-assign]  # dataclass has only now made it
