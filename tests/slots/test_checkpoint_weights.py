@@ -105,6 +105,21 @@ def test_what_is_no_weights_file_is_refused_and_never_run(tmp_path):
         load_weights(tmp_path / "empty")
 
 
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("x", r"the model is 'x'\n  want  a torch\.nn\.Module, or none\n  fix   load_weights\(path, model\)"),
+        ("last", r"fix   load_weights\(path, which='last'\)"),
+        ({"weight": 1}, r"the model is a dict\n  want  a torch\.nn\.Module"),
+        (nn.Linear, r"the model is a type\n"),
+    ],
+)
+def test_what_weights_are_to_be_loaded_into_must_be_a_module(model, said, tmp_path):
+    save_weights(tmp_path / "w", nn.Linear(1, 1).state_dict())
+    with pytest.raises(TypeError, match=said):
+        load_weights(tmp_path / "w", model)
+
+
 def test_an_expanded_buffer_is_refused_when_it_is_saved_for_it_could_not_be_loaded():
     module = nn.Linear(2, 1)
     module.register_buffer("ones", torch.ones(1).expand(5))

@@ -116,6 +116,11 @@ def load_weights(
     """
     if which not in ("best", "last"):
         raise SettingError(message(f"load_weights(which={which!r})", want='"best" or "last"'))
+    if model is not None and not isinstance(model, nn.Module):
+        given = repr(model) if isinstance(model, str) else f"a {type(model).__name__}"
+        fix = f"load_weights(path, which={model!r})" if given in ("'best'", "'last'") else "load_weights(path, model)"
+        what = f"load_weights(path, model): the model is {given}"
+        raise TypeError(message(what, want="a torch.nn.Module, or none", fix=fix))
     found = _existing(path)
     if not found.is_dir():
         weights = read_file(found, read_weights)
