@@ -95,6 +95,15 @@ class LoaderBatches:
             self._ask(loaded, skip if inside else None)
         return iterator if self._asked is None else self._asked.counted(iterator, skip)
 
+    def settle(self) -> None:
+        """Have loader, samplers, data and workers stand where a loaded state was saved: another `fit` reads them."""
+        if self._loaded is not None:
+            self._record = Record()
+            self._go_back(self._loaded, inside=False, given=None)
+            self._generators.settle()
+            self._generators.load_state_dict(self._loaded["generators"])  # what is told is as loaded
+            self._ask(self._loaded, None)
+
     def at_boundary(self) -> None:
         """Note that all batches given so far are trained on: a run that ends inside the next window goes back here."""
         self._record.at_boundary()

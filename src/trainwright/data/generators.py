@@ -11,9 +11,11 @@ import numpy as np
 import torch
 
 from trainwright.base.errors import DataError, message
+from trainwright.runtime.randomness import unmoved
 
 _INSIDE = ("dataset", "datasets", "transform", "transforms", "target_transform")
 """Attributes of a data set whose own attributes are looked at too."""
+_END = object()
 
 
 class Generators:
@@ -54,13 +56,21 @@ class Generators:
     def begin(self, epoch: int) -> None:
         """Note the start of `epoch`, after going back to a loaded state where there is one."""
         if self._loaded is not None:
-            states = self._loaded["start" if self._loaded["epoch"] == epoch else "now"]
-            for name, generator in self._found.items():
-                generator.set_state(states[name])
-            for name, sampler in self._stateful.items():
-                sampler.load_state_dict(deepcopy(states[name]))
+            self._put(self._loaded["start" if self._loaded["epoch"] == epoch else "now"])
             self._loaded = None
         self._epoch, self._start = epoch, self._states()
+
+    def settle(self) -> None:
+        """Go to the end of a loaded state at once: no epoch follows, and others draw from the same objects."""
+        if self._loaded is None:
+            return
+        now = self._loaded["now"]
+        self._put(now)
+        for name, sampler in self._stateful.items():
+            if stands_in_the_middle(sampler):
+                sampler.load_state_dict(deepcopy(now[name]))
+        self._put(now, samplers=False)
+        self._epoch, self._start, self._loaded = self._loaded["epoch"], self._loaded["start"], None
 
     def state_dict(self) -> dict[str, Any]:
         """The epoch in hand (-1 before the first), the states at its start, and the states now."""
@@ -84,6 +94,12 @@ class Generators:
         """Make a copy ready for a pass beside: it draws from where the generators stand, in whatever epoch."""
         if self._loaded is not None:
             self._loaded = {**self._loaded, "start": self._loaded["now"]}
+
+    def _put(self, states: dict[str, Any], *, samplers: bool = True) -> None:
+        for name, generator in self._found.items():
+            generator.set_state(states[name])
+        for name, sampler in self._stateful.items() if samplers else ():
+            sampler.load_state_dict(deepcopy(states[name]))
 
     def _states(self) -> dict[str, Any]:
         states = {name: generator.get_state() for name, generator in self._found.items()}
@@ -124,6 +140,12 @@ def knows_its_state(data: Any) -> bool:
     """Whether `data` have both `state_dict` and `load_state_dict`; a class itself has not."""
     known = callable(getattr(data, "state_dict", None)) and callable(getattr(data, "load_state_dict", None))
     return known and not isinstance(data, type)
+
+
+def stands_in_the_middle(data: Any) -> bool:
+    """Whether data whose state was loaded go on with a pass; if not, the end of their last pass is now behind them."""
+    with unmoved():
+        return next(iter(data), _END) is not _END
 
 
 def hidden_in(data: Any) -> str:

@@ -147,6 +147,13 @@ class Batches:
             self._asked.load(loaded["asked"], given=skip if inside else None)
         return self._asked.counted(iterator, skip)
 
+    def settle(self) -> None:
+        """Take a loaded state over at once, as it was when it was saved: no epoch follows, but another `fit`."""
+        loaded, self._loaded = self._loaded, None
+        self._generators.settle()
+        if loaded is not None and self._asked is not None:
+            self._asked.settle(loaded["asked"])
+
     def set_aside(self) -> None:
         """Read beside whoever else reads the data: data set and sampler stay in their epoch."""
         self._tells_epoch, self._asked = False, None

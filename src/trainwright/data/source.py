@@ -137,6 +137,17 @@ class PerEpoch:
         self._epoch, self._fresh = epoch, False
         return self._source.epoch(epoch, skip)
 
+    def settle(self) -> None:
+        """Have what all epochs share stand where a loaded state was saved: another `fit` reads it."""
+        if self._loaded is None:
+            return
+        data = _called(self._make, self._loaded["epoch"], self._role)
+        source = self._source if data is self._data else self._opened(data)
+        settle = getattr(source, "settle", None)
+        if settle is not None:
+            source.load_state_dict(self._loaded["source"])
+            settle()
+
     def state_dict(self) -> dict[str, Any]:
         """The epoch in hand and the state of its data."""
         return self._loaded or {"epoch": self._epoch, "source": self._source.state_dict()}

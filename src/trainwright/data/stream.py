@@ -10,6 +10,7 @@ import torch
 from trainwright.base.contracts import Source
 from trainwright.base.errors import DataError, message
 from trainwright.data.asked import asked_of
+from trainwright.data.generators import stands_in_the_middle
 from trainwright.data.order import asked_again
 from trainwright.data.position import check_facts, length_of, opened, skipped, tell_epoch
 from trainwright.runtime.randomness import random_state, set_random_state, unmoved
@@ -65,6 +66,14 @@ class ReadyBatches:
         self._asked.load(loaded["asked"], given=skip if inside else None)
         left = iter(self._data) if inside else asked_again(self._data, iter(self._data))
         return self._asked.counted(left, skip)
+
+    def settle(self) -> None:
+        """Have the data stand where a loaded state was saved: no epoch follows, but another `fit` reads them."""
+        if self._loaded is None or self._asked is None or self._loaded["asked"] is None:
+            return
+        self._asked.load(self._loaded["asked"], given=None)
+        if stands_in_the_middle(self._data):
+            self._asked.load(self._loaded["asked"], given=None)
 
     def at_boundary(self) -> None:
         """Note that all batches given so far are trained on."""
@@ -187,6 +196,18 @@ class Continuing:
             skipped(self, skip, self._source.describe())
         self._epoch, self._given, self._boundary, self._before = epoch, skip, skip, None
         return self
+
+    def settle(self) -> None:
+        """Have the data stand where a loaded state was saved: no epoch follows, but another `fit` reads them."""
+        if self._loaded is None:
+            return
+        if not self.repeatable:
+            self._go_back(self._loaded, 0)
+            return
+        settle = getattr(self._source, "settle", None)
+        if settle is not None:
+            self._source.load_state_dict(self._loaded["source"])
+            settle()
 
     def __iter__(self) -> Iterator[Any]:
         return self

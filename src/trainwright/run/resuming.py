@@ -76,7 +76,9 @@ class Found:
             warnings.warn(report, stacklevel=6)  # at the line that calls `fit`: it shall be heard without a console too
         pauses.run.owed_reason = counters.stopped  # as it was saved, with a pause that is still to be done
         counters.stopped = pauses.ended() or ("" if pauses.watch is None or counters.pause else pauses.watch.stopped)
-        random = pauses.run.random
+        random, settle = pauses.run.random, getattr(pauses.run.source, "settle", None)
+        if counters.stopped and settle is not None:
+            settle()  # no epoch will begin and take the state over; a next `fit` reads the same data
         if counters.stopped or not counters.begun or not random.epoch_start or not self._takes_data:
             # begin_epoch, the order, or what follows this `fit`, draws first; or the epoch in hand begins anew
             random.put_back()
