@@ -19,7 +19,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from trainwright.base.errors import DataError
 from trainwright.data import faults
 from trainwright.data.asked import not_there
-from trainwright.data.worker import SIGNALS, Carrying, State
+from trainwright.data.worker import SIGNALS, Again, Carrying, Ended, State
 
 HANGS_AFTER = 600.0
 """Seconds without a batch from any worker after which a loader without a timeout of its own is taken to hang."""
@@ -42,6 +42,8 @@ class Record:
         """The states that persistent workers had when the pass began."""
         self.kept = False
         """Whether the workers were there before the pass."""
+        self.ended: dict[int, State] = {}
+        """The states that iterable data sets have left their workers in, where the pass is over for these."""
 
     def at_boundary(self) -> None:
         """Note that all batches given so far are trained on."""
@@ -53,9 +55,14 @@ class Record:
         self.before.setdefault(worker, self.states.get(worker))
         self.states[worker] = {**self.states.get(worker, {}), **moved}
 
+    def begins(self, worker: int, state: State) -> None:
+        """Take in what a worker begins its next pass with; what it said of its last one is over."""
+        self.start[worker] = self.states[worker] = state
+        self.ended.pop(worker, None)
+
     def state_dict(self, number: int) -> dict[str, Any]:
         """Everything, for a loader with this number of workers."""
-        kept = ("seed", "given", "boundary", "kept", "states", "before", "start")
+        kept = ("seed", "given", "boundary", "kept", "states", "before", "start", "ended")
         return {"number": number} | {name: copy(getattr(self, name)) for name in kept}
 
     def take_over(self, tree: dict[str, Any], *, given: int | None, inside: bool) -> None:
@@ -65,7 +72,7 @@ class Record:
             if given != tree["boundary"]:
                 raise not_there([tree["given"], tree["boundary"]], given)
             states = {number: state for number, state in {**states, **tree["before"]}.items() if state is not None}
-        self.states = dict(states)
+        self.states = dict(states) if inside else {**states, **tree.get("ended", {})}
 
 
 _Torchs: Any = _MultiProcessingDataLoaderIter  # half of it has no types
@@ -160,6 +167,11 @@ class Workers(_Torchs):  # type: ignore[misc]
     def _try_get_data(self, timeout: float = 5.0) -> tuple[bool, Any]:
         found: tuple[bool, Any] = super()._try_get_data(timeout)
         self._idle = 0.0 if found[0] else self._idle + timeout
+        if found[0] and isinstance(found[1][0], Again) and found[1][0].told is not None:
+            self.record.begins(*found[1][0].told)
+        elif found[0] and isinstance(found[1][1], Ended):
+            worker, state = found[1][1].told
+            self.record.ended[worker] = state
         if not self._timeout and self._idle >= HANGS_AFTER:
             raise RuntimeError(f"DataLoader timed out after {HANGS_AFTER:g} seconds")
         return found

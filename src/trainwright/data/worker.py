@@ -6,11 +6,13 @@ import array
 import os
 import signal
 from collections.abc import Callable
+from multiprocessing import parent_process
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as torchs
 
 from trainwright.data.generators import knows_its_state
 from trainwright.runtime.randomness import host_random_state, set_random_state
@@ -32,23 +34,65 @@ class Carrying:
         self._sent: State = {}
         self._worker = 0
         self._data: Any = None
+        self._ready: State = {}
 
     def begin(self, worker: int) -> None:
         """Take the state of a worker that is ready for its first batch: it would be made again without being told."""
         info = get_worker_info()
         data = None if info is None else info.dataset
         self._worker, self._data = worker, data if knows_its_state(data) else None
-        self._sent = _packed(host_random_state())
+        self._sent = self._ready = _packed(host_random_state())
+
+    def begin_again(self) -> tuple[int, State]:
+        """The number of this worker and its state; one that was asked for nothing yet is as it was made ready."""
+        _take_over(self._ready)  # torch has iterated the data set once before, in vain
+        return self.now()
 
     def __call__(self, rows: Any) -> Any:
         """The batch of these rows, and the states that have moved since the last one."""
         batch = self._collate(rows)
+        self._ready = {}
         now = _packed(host_random_state())
         moved = {name: state for name, state in now.items() if self._sent.get(name) != state}
         self._sent = now
         if self._data is not None:
             moved["dataset"] = self._data.state_dict()
         return batch, (self._worker, moved)
+
+    def now(self) -> tuple[int, State]:
+        """The number of this worker and its whole state."""
+        self._ready = {}
+        state = _packed(host_random_state())
+        return self._worker, state if self._data is None else {**state, "dataset": self._data.state_dict()}
+
+
+class Again(torchs._ResumeIteration):
+    """A worker's answer that it begins its next pass, with the state that it begins it with.
+
+    It is made in the worker out of torch's request, before the data set is iterated; an iterable one may have drawn
+    after its last batch, for rows that were dropped.
+    """
+
+    told: tuple[int, State] | None = None
+
+    def __setstate__(self, kept: dict[str, Any]) -> None:
+        self.__dict__.update(kept)
+        if self.told is None and _carrying:
+            self.__dict__["told"] = _carrying[-1].begin_again()
+
+
+class Ended(torchs._IterableDatasetStopIteration):
+    """A worker's word that its pass is over, with the state that it was left in."""
+
+    told: tuple[int, State]
+
+    def __init__(self, worker: int) -> None:
+        super().__init__(worker)
+        self.__dict__["told"] = _carrying[-1].now()
+
+
+_carrying: list[Carrying] = []
+"""In a worker that reads an iterable data set: what it carries home with."""
 
 
 class Starting:
@@ -70,6 +114,11 @@ class Starting:
         _take_over(self._states.get(worker, {}))
         if self._carrying is not None:
             self._carrying.begin(worker)
+            info = get_worker_info()
+            if info is not None and isinstance(info.dataset, IterableDataset) and parent_process() is not None:
+                _carrying[:] = [self._carrying]
+                # torch's loop makes these two by name; only this process, which is the loop, gets others
+                vars(torchs).update(_ResumeIteration=Again, _IterableDatasetStopIteration=Ended)
 
 
 def outlive_signals() -> None:
