@@ -19,9 +19,10 @@ from trainwright.run.boundary import Boundary
 from trainwright.run.ledger import Ledger
 from trainwright.run.pausing import Pauses
 from trainwright.run.state import Random
+from trainwright.runtime.randomness import set_random_state
 from trainwright.slots.average_bound import Average
-from trainwright.slots.checkpoint import Keeper
 from trainwright.slots.early_stopping import Watch
+from trainwright.slots.keeper import Keeper
 from trainwright.slots.precision import LossScaler
 from trainwright.slots.rates import TableRates
 from trainwright.slots.schedule_stepped import SteppedRates
@@ -60,9 +61,11 @@ def the_state_at_the_epochs_start_is_that_of_the_boundary(patch):
 
 
 def the_state_after_the_skipping_is_kept(patch):
-    def opened(self):
-        self._random.loaded = None
-        return iter(self._source.epoch(self._owner.counters.epoch, skip=self._owner.counters.batch))
+    def opened(self, opens=Boundary.open_epoch):
+        iterator = opens(self)
+        if self._owner.counters.batch:  # resumed inside the epoch: as if only the order had been drawn
+            set_random_state(self._random.epoch_start)
+        return iterator
 
     patch.setattr(Boundary, "open_epoch", opened)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from trainwright.base.contracts import Part, Tree
 from trainwright.base.errors import SettingError, message
@@ -15,7 +15,6 @@ from trainwright.base.names import suggests
 from trainwright.base.records import Best, Saved
 from trainwright.base.spans import Epochs, Seconds, Span, Updates
 from trainwright.runtime.sums import Checksum
-from trainwright.slots.keeper import Keeper
 from trainwright.slots.saved import (
     encode,
     find_checkpoint,
@@ -25,9 +24,11 @@ from trainwright.slots.saved import (
     save_weights,
 )
 
+if TYPE_CHECKING:
+    from trainwright.slots.keeper import Keeper
+
 __all__ = [
     "Checkpoint",
-    "Keeper",
     "Keeping",
     "Saving",
     "encode",
@@ -192,6 +193,8 @@ class Checkpoint:
 
     def bind(self, run_id: str) -> Keeper:
         """The keeper of one run's checkpoints; nothing is touched before its `prepare`."""
+        from trainwright.slots.keeper import Keeper  # with its thread and its files: not for who only sets things
+
         return Keeper(self, run_id)
 
 
