@@ -92,7 +92,7 @@ class PerEpoch:
     def must_resume(self, must: bool | None) -> None:
         self._must_resume = must
         if hasattr(self._source, "must_resume"):  # a source of the user's own may not ask
-            self._source.must_resume = must
+            cast(Any, self._source).must_resume = must
 
     @property
     def resumes(self) -> str:
@@ -106,7 +106,7 @@ class PerEpoch:
     def at_boundary(self) -> None:
         """Note that all batches given so far are trained on."""
         if hasattr(self._source, "at_boundary"):
-            self._source.at_boundary()
+            cast(Any, self._source).at_boundary()
 
     def set_aside(self) -> None:
         """Read beside whoever else reads the data in hand, which may be readable once: the function makes others."""
@@ -161,7 +161,7 @@ class PerEpoch:
             raise _no_data(data, f"{self._role} data: the function epoch -> data gave another function")
         source = open_source(data, batch_size=self._batch_size, shuffle=self._shuffle, role=self._role)
         if self._must_resume is not None and hasattr(source, "must_resume"):
-            source.must_resume = self._must_resume
+            cast(Any, source).must_resume = self._must_resume
         return source
 
 

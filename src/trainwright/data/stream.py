@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -159,7 +159,7 @@ class Continuing:
     @must_resume.setter
     def must_resume(self, must: bool | None) -> None:
         if hasattr(self._source, "must_resume"):  # a source of the user's own may not ask
-            self._source.must_resume = must
+            cast(Any, self._source).must_resume = must
 
     @property
     def resumes(self) -> str:
@@ -168,14 +168,14 @@ class Continuing:
 
     def facts(self) -> dict[str, Any]:
         """What must not change between a save and a resume."""
-        facts: dict[str, Any] = self._source.facts() if hasattr(self._source, "facts") else {}
+        facts: dict[str, Any] = cast(Any, self._source).facts() if hasattr(self._source, "facts") else {}
         return facts
 
     def at_boundary(self) -> None:
         """Note that all batches given so far are trained on: a run that ends inside the next window goes back here."""
         self._boundary, self._before = self._given, None
         if hasattr(self._source, "at_boundary"):
-            self._source.at_boundary()
+            cast(Any, self._source).at_boundary()
 
     @property
     def generators(self) -> list[torch.Generator]:

@@ -118,7 +118,8 @@ class Starting:
             if info is not None and isinstance(info.dataset, IterableDataset) and parent_process() is not None:
                 _carrying[:] = [self._carrying]
                 # torch's loop makes these two by name; only this process, which is the loop, gets others
-                vars(torchs).update(_ResumeIteration=Again, _IterableDatasetStopIteration=Ended)
+                loop: Any = torchs
+                loop._ResumeIteration, loop._IterableDatasetStopIteration = Again, Ended
 
 
 def outlive_signals() -> None:

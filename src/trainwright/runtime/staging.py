@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -82,7 +83,8 @@ class Arena:
     def free(self) -> None:
         """Give the memory back, as soon as no copy is in use."""
         if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._block.data_ptr())
+            cuda: Any = torch.cuda.cudart()
+            cuda.cudaHostUnregister(self._block.data_ptr())
         self._block, self._pinned = torch.empty(0, dtype=torch.uint8), False
 
 
@@ -156,7 +158,8 @@ def _pin(memory: Tensor, device: torch.device) -> bool:
         return False
     with torch.cuda.device(device):
         portable = 1  # for every device of the process
-        return int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), portable)) == 0
+        cuda: Any = torch.cuda.cudart()
+        return int(cuda.cudaHostRegister(memory.data_ptr(), memory.numel(), portable)) == 0
 
 
 @cache
