@@ -291,3 +291,11 @@ def check_ended(ended, number):
         assert type(error) is Stopped and error.code == 128 + number
         assert error.signal == signal.Signals(number).name
     assert trainer.result.stopped == ("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
+
+
+class BreaksError(Exception):
+    """An error of the user's own code."""
+
+
+def breaks():
+    raise BreaksError("in the user's code")

@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 import traceback
-from pathlib import Path
 
 import pytest
 import torch
-from cut import Cut, check_equal, go
+from cut import BreaksError, Cut, breaks, check_equal, go
 from torch import nn
 
 from trainwright import (
     Checkpoint,
     Trainer,
 )
-
-NOTHING = 'nothing is saved: fit(..., resume="auto") begins anew'
-
-
-class BreaksError(Exception):
-    """An error of the user's own code."""
-
-
-def breaks():
-    raise BreaksError("in the user's code")
-
-
-@pytest.fixture
-def directory():
-    """A directory in memory, where there is one: here nothing depends on a drive."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as made:
-        yield Path(made)
 
 
 def check_same(one, other):

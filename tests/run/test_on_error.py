@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cut import Cut, Cuttable, check_equal, go
+from cut import BreaksError, Cut, Cuttable, breaks, check_equal, go
 from torch import nn
 from torch.nn import functional
 
@@ -28,21 +28,6 @@ from trainwright import (
 from trainwright.slots.saved import load_tree
 
 NOTHING = 'nothing is saved: fit(..., resume="auto") begins anew'
-
-
-class BreaksError(Exception):
-    """An error of the user's own code."""
-
-
-def breaks():
-    raise BreaksError("in the user's code")
-
-
-@pytest.fixture
-def directory():
-    """A directory in memory, where there is one: here nothing depends on a drive."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as made:
-        yield Path(made)
 
 
 class Kept(Cuttable):
@@ -125,7 +110,7 @@ def test_an_error_before_anything_was_trained_leaves_nothing_that_a_mended_scrip
 def test_the_traceback_ends_at_the_users_line(place, directory):
     _, _, error = go(directory, Cut(place, 5, breaks), on_error="save")
     frames = traceback.extract_tb(error.__traceback__)
-    assert (frames[-1].name, Path(frames[-1].filename).name) == ("breaks", "test_on_error.py")
+    assert (frames[-1].name, Path(frames[-1].filename).name) == ("breaks", "cut.py")
     assert error.__cause__ is None and error.__context__ is None
 
 

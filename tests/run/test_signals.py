@@ -5,11 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import tempfile
 import threading
 import time
 from multiprocessing import get_context
-from pathlib import Path
 
 import pytest
 import torch
@@ -46,13 +44,6 @@ AT = [
 ]
 """Where a signal comes, and the how-many-th time that the training comes by there."""
 EVERY = [(number, *at) for number in ENDING for at in (AT if number == signal.SIGTERM else AT[2::4])]
-
-
-@pytest.fixture
-def directory():
-    """A directory in memory, where there is one: here nothing depends on a drive."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as made:
-        yield Path(made)
 
 
 def at_once(directory):

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -16,13 +15,6 @@ from cut import USUAL, Cut, Other, check_ended, check_equal, go, send
 
 from trainwright import Checkpoint, EarlyStopping
 from trainwright.base.errors import Stopped
-
-
-@pytest.fixture
-def directory():
-    """A directory in memory, where there is one: here nothing depends on a drive."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as made:
-        yield Path(made)
 
 
 def saved_in(directory):
