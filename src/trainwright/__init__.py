@@ -1,5 +1,8 @@
 """The PyTorch training loop, exact, fast and readable: one Trainer, named slots, hooks, observers."""
 
+from importlib import import_module as _module
+from typing import TYPE_CHECKING
+
 from trainwright.base.contracts import Clip, Metric, Observer, Part, Precision, Rates, Scaler, Schedule, Source
 from trainwright.base.errors import (
     CheckpointError,
@@ -16,35 +19,65 @@ from trainwright.base.records import Best, Mean, Result, Saved, Step, Sum, Updat
 from trainwright.base.spans import Epochs, Seconds, Updates
 from trainwright.data.own import Batches, batches
 from trainwright.observers.console import Console
-from trainwright.observers.journal import Journal, journal_to_csv, read_journal
-from trainwright.observers.probe import Probe
-from trainwright.run.report import Report
 from trainwright.runtime.freezing import freeze, unfreeze
 from trainwright.runtime.gradients import Gradients
 from trainwright.runtime.modules import mode
-from trainwright.slots.average import EMA, SWA, Average, Averaging
-from trainwright.slots.checkpoint import Checkpoint, Keeping, Saving
 from trainwright.slots.clip import ClipNorm, ClipValue
-from trainwright.slots.early_stopping import EarlyStopping, Stopping, Watching
 from trainwright.slots.metrics import Derived, accuracy, top_k
-from trainwright.slots.optimizers import adamw
 from trainwright.slots.precision import LossScaler, MixedPrecision
-from trainwright.slots.saved import latest_checkpoint, load_weights, save_weights
-from trainwright.slots.schedule import (
-    Cosine,
-    Cyclic,
-    Exponential,
-    Linear,
-    MultiStep,
-    OneCycle,
-    Plateau,
-    StepLR,
-    TorchSchedule,
-    WarmupStableDecay,
-)
-from trainwright.slots.scores import F1, MAE, R2, RMSE
 from trainwright.slots.window import Window, windows
 from trainwright.trainer import Trainer
+
+if TYPE_CHECKING:
+    from trainwright.observers.journal import Journal, journal_to_csv, read_journal
+    from trainwright.observers.probe import Probe
+    from trainwright.run.report import Report
+    from trainwright.slots.average import EMA, SWA, Average, Averaging
+    from trainwright.slots.checkpoint import Checkpoint, Keeping, Saving
+    from trainwright.slots.early_stopping import EarlyStopping, Stopping, Watching
+    from trainwright.slots.optimizers import adamw
+    from trainwright.slots.saved import latest_checkpoint, load_weights, save_weights
+    from trainwright.slots.schedule import (
+        Cosine,
+        Cyclic,
+        Exponential,
+        Linear,
+        MultiStep,
+        OneCycle,
+        Plateau,
+        StepLR,
+        TorchSchedule,
+        WarmupStableDecay,
+    )
+    from trainwright.slots.scores import F1, MAE, R2, RMSE
+else:
+    _LATER = {
+        "observers.journal": ("Journal", "journal_to_csv", "read_journal"),
+        "observers.probe": ("Probe",),
+        "run.report": ("Report",),
+        "slots.average": ("EMA", "SWA", "Average", "Averaging"),
+        "slots.checkpoint": ("Checkpoint", "Keeping", "Saving"),
+        "slots.early_stopping": ("EarlyStopping", "Stopping", "Watching"),
+        "slots.optimizers": ("adamw",),
+        "slots.saved": ("latest_checkpoint", "load_weights", "save_weights"),
+        "slots.schedule": (
+            *("Cosine", "Cyclic", "Exponential", "Linear", "MultiStep", "OneCycle", "Plateau", "StepLR"),
+            *("TorchSchedule", "WarmupStableDecay"),
+        ),
+        "slots.scores": ("F1", "MAE", "R2", "RMSE"),
+    }
+    """The names of what a run may well do without, by their modules: imported when they are first asked for."""
+
+    def __getattr__(name):
+        for module, names in _LATER.items():
+            if name in names:
+                value = globals()[name] = getattr(_module(f"{__name__}.{module}"), name)
+                return value
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=_module(__name__))
+
+    def __dir__():
+        return sorted({*globals(), *__all__})
+
 
 __all__ = [
     "EMA",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,26 +23,26 @@ from trainwright.observers.live import write_line
 from trainwright.parallel.world import as_world
 from trainwright.run import batches, evaluating, own_updates, setup
 from trainwright.run.hooks import Between, overridden, read_hooks
+from trainwright.run.later import as_schedule, parts_of, report, running, save_weights
 from trainwright.run.ledger import Ledger
 from trainwright.run.optimizers import by_name, make_optimizers
-from trainwright.run.pausing import Pauses
 from trainwright.run.plan import EACH_EPOCH, Ends, Resume, make_plan
-from trainwright.run.report import Asked, Report, report
-from trainwright.run.run import Run
-from trainwright.run.running import parts_of, running
 from trainwright.run.steppers import bind_rates
 from trainwright.runtime.device import choose_device, move
 from trainwright.runtime.randomness import unmoved
-from trainwright.slots.average import Averaging
-from trainwright.slots.checkpoint import Saving
 from trainwright.slots.clip import as_clip
-from trainwright.slots.early_stopping import Stopping
 from trainwright.slots.metrics import Meters
 from trainwright.slots.nonfinite import Policy, as_policy
 from trainwright.slots.precision import as_precision
-from trainwright.slots.saved import save_weights
-from trainwright.slots.schedule import as_schedule
 from trainwright.slots.window import Window, accumulation, rows_of
+
+if TYPE_CHECKING:
+    from trainwright.run.pausing import Pauses
+    from trainwright.run.report import Asked, Report
+    from trainwright.run.run import Run
+    from trainwright.slots.average import Averaging
+    from trainwright.slots.checkpoint import Saving
+    from trainwright.slots.early_stopping import Stopping
 
 M = TypeVar("M", bound=nn.Module)
 

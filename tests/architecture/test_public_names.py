@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+from importlib import import_module
 from types import ModuleType
 
 import pytest
@@ -12,9 +13,11 @@ from layers import PACKAGE
 import trainwright
 
 
-def imported_names() -> list[str]:
-    tree = ast.parse((PACKAGE / "__init__.py").read_text())
-    return [alias.asname or alias.name for n in tree.body if isinstance(n, ast.ImportFrom) for alias in n.names]
+def imported_names() -> dict[str, str]:
+    """The module of every name that type checkers see, those included that are imported when they are asked for."""
+    nodes = ast.walk(ast.parse((PACKAGE / "__init__.py").read_text()))
+    own = [n for n in nodes if isinstance(n, ast.ImportFrom) and str(n.module).startswith("trainwright.")]
+    return {alias.asname or alias.name: str(n.module) for n in own for alias in n.names}
 
 
 def written(value: object) -> bool:
@@ -27,6 +30,20 @@ def test_all_is_sorted_and_holds_every_public_name() -> None:
     assert trainwright.__all__ == sorted(trainwright.__all__, key=lambda name: (not name.isupper(), name))
     assert set(trainwright.__all__) == {*imported_names(), "__version__"}
     assert len(trainwright.__all__) == len(set(trainwright.__all__))
+
+
+def test_a_name_that_is_imported_later_is_the_one_that_type_checkers_see() -> None:
+    seen = imported_names()
+    for name in set(trainwright.__all__) - {"__version__"}:
+        assert getattr(trainwright, name) is getattr(import_module(seen[name]), name)
+        assert name in dir(trainwright)
+
+
+def test_a_name_that_there_is_not_is_refused_as_by_any_module() -> None:
+    with pytest.raises(AttributeError, match="module 'trainwright' has no attribute 'OneCycel'"):
+        _ = trainwright.OneCycel  # type: ignore[attr-defined]
+    with pytest.raises(ImportError, match="cannot import name 'OneCycel'"):
+        from trainwright import OneCycel  # type: ignore[attr-defined]  # noqa: F401
 
 
 @pytest.mark.parametrize("name", trainwright.__all__)

@@ -18,15 +18,8 @@ from torch import nn
 from trainwright.base.errors import CheckpointError, SettingError
 from trainwright.base.spans import Updates
 from trainwright.runtime import storage
-from trainwright.slots.checkpoint import (
-    Checkpoint,
-    encode,
-    find_checkpoint,
-    latest_checkpoint,
-    load_tree,
-    load_weights,
-    save_weights,
-)
+from trainwright.slots.checkpoint import Checkpoint
+from trainwright.slots.saved import encode, find_checkpoint, latest_checkpoint, load_tree, load_weights, save_weights
 
 # What is written and read
 

@@ -22,7 +22,8 @@ from torch import nn
 
 from trainwright.base.errors import CheckpointError
 from trainwright.runtime import storage
-from trainwright.slots.checkpoint import Checkpoint, latest_checkpoint, load_tree
+from trainwright.slots.checkpoint import Checkpoint
+from trainwright.slots.saved import latest_checkpoint, load_tree
 
 # The copy
 

@@ -10,7 +10,7 @@ from checkpoints import Tied, save, updates
 
 from trainwright.base.errors import CheckpointError, SettingError
 from trainwright.runtime import files, storage
-from trainwright.slots.checkpoint import find_checkpoint, latest_checkpoint, load_tree, load_weights
+from trainwright.slots.saved import find_checkpoint, latest_checkpoint, load_tree, load_weights
 
 
 def test_a_directory_of_another_run_is_refused_with_both_cures(start, tmp_path):

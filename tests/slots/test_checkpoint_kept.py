@@ -11,7 +11,8 @@ from checkpoints import INF, NAN, flip, save, updates
 
 from trainwright.base.errors import CheckpointError, SettingError
 from trainwright.runtime import storage
-from trainwright.slots.checkpoint import Checkpoint, find_checkpoint, load_tree
+from trainwright.slots.checkpoint import Checkpoint
+from trainwright.slots.saved import find_checkpoint, load_tree
 
 # Judging
 

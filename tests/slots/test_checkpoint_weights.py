@@ -11,7 +11,7 @@ from checkpoints import NAN, Tied, flip, save, tree_of
 from torch import nn
 
 from trainwright.base.errors import CheckpointError, SettingError
-from trainwright.slots.checkpoint import encode, load_weights, save_weights
+from trainwright.slots.saved import encode, load_weights, save_weights
 
 
 def test_saved_weights_come_back_into_a_model_tied_ones_too(tmp_path):

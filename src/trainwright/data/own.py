@@ -16,11 +16,8 @@ from trainwright.data.arrays import Table, TableRows, table_of
 from trainwright.data.asked import Asked
 from trainwright.data.generators import Generators, hidden_in, knows_its_state
 from trainwright.data.order import Order, asked_again, draws_at_most_at_first, refuse_draws, watched
-from trainwright.data.pool import Record, Workers
 from trainwright.data.position import check_facts, length_of, opened, tell_epoch
 from trainwright.data.seeded import SeededRows, mixed
-from trainwright.data.twin import view
-from trainwright.data.worker import Starting
 
 
 def batches(
@@ -295,6 +292,10 @@ class Batches:
             yield fetch(seed, epoch, rows)
 
     def _by_workers(self, seed: int, epoch: int, skip: int) -> Iterator[Any]:
+        from trainwright.data.pool import Record, Workers
+        from trainwright.data.twin import view
+        from trainwright.data.worker import Starting
+
         loader: Any = DataLoader(
             _Jobs(self._data),
             batch_size=None,

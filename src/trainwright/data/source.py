@@ -16,10 +16,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from trainwright.base.contracts import Source
 from trainwright.base.errors import DataError, message
-from trainwright.data.foreign import LoaderBatches
 from trainwright.data.generators import Generators
 from trainwright.data.own import Batches, batches
-from trainwright.data.stream import ReadyBatches
 from trainwright.runtime.randomness import unmoved
 
 _FORMS = (
@@ -47,6 +45,9 @@ def open_source(data: Any, *, batch_size: int | None = None, shuffle: bool = Fal
     if takes_batch_size(data):
         return _data_set(data, batch_size, shuffle=shuffle, role=role)
     _refuse_batch_size(data, batch_size, role)
+    from trainwright.data.foreign import LoaderBatches
+    from trainwright.data.stream import ReadyBatches
+
     return LoaderBatches(data, role) if isinstance(data, DataLoader) else ReadyBatches(data, role)
 
 
@@ -189,9 +190,18 @@ def _is_function(data: Any) -> bool:
 
 def _is_source(data: Any) -> bool:
     """Whether data are a source already. To ask a Protocol takes 40 us, as long as a batch of a small model."""
-    if isinstance(data, Batches | LoaderBatches | ReadyBatches | PerEpoch):
+    if _is_of_this_package(data):
         return True
     return not isinstance(data, _NO_SOURCES) and isinstance(data, Source)
+
+
+def _is_of_this_package(data: Any) -> bool:
+    if isinstance(data, Batches | PerEpoch):
+        return True
+    from trainwright.data.foreign import LoaderBatches  # what only such data need is imported only for them
+    from trainwright.data.stream import ReadyBatches
+
+    return isinstance(data, LoaderBatches | ReadyBatches)
 
 
 def _own(source: Any, batch_size: int | None, role: str) -> Source:
@@ -251,7 +261,7 @@ def beside(source: Source) -> Source:
 
     A source that is not of this package is given back as it is.
     """
-    if not isinstance(source, Batches | LoaderBatches | ReadyBatches | PerEpoch):
+    if not _is_of_this_package(source):
         return source
     aside: Any = copy(source)
     for name, value in vars(source).items():

@@ -15,7 +15,6 @@ from trainwright.base.names import did_you_mean
 from trainwright.run.owner import Owner
 from trainwright.run.steppers import ONLY
 from trainwright.runtime.device import place_state
-from trainwright.slots.optimizers import GroupedAdamW
 
 T = TypeVar("T")
 
@@ -88,6 +87,8 @@ def _make(optimizer: Any, model: nn.Module, what: str, *, root: nn.Module | None
     if isinstance(optimizer, Optimizer):
         place_state(optimizer)
         return optimizer
+    from trainwright.slots.optimizers import GroupedAdamW
+
     made: Any = None
     target = optimizer.func if isinstance(optimizer, partial) else optimizer
     grouped = isinstance(optimizer, GroupedAdamW)

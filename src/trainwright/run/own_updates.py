@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from trainwright.base.records import Count
-from trainwright.run.run import Run
 from trainwright.runtime import late
 from trainwright.slots import nonfinite
+
+if TYPE_CHECKING:
+    from trainwright.run.run import Run
 
 
 def backward_of(run: Run, loss: Any, name: str | None) -> tuple[Tensor, Count, bool]:

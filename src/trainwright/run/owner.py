@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -14,10 +14,12 @@ from trainwright.base.progress import Counters
 from trainwright.base.records import Result
 from trainwright.run.hooks import Between, Hooks
 from trainwright.run.ledger import Ledger
-from trainwright.slots.average import Averaging
-from trainwright.slots.checkpoint import Saving
-from trainwright.slots.early_stopping import Stopping
-from trainwright.slots.nonfinite import Policy
+
+if TYPE_CHECKING:
+    from trainwright.slots.average import Averaging
+    from trainwright.slots.checkpoint import Saving
+    from trainwright.slots.early_stopping import Stopping
+    from trainwright.slots.nonfinite import Policy
 
 
 class Owner(Protocol):

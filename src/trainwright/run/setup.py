@@ -15,10 +15,8 @@ from trainwright.base.contracts import Observer, Source
 from trainwright.base.errors import SettingError, TrainwrightError, message, not_built
 from trainwright.base.progress import Counters
 from trainwright.base.records import Result
-from trainwright.data.foreign import LoaderBatches
 from trainwright.data.own import Batches
 from trainwright.data.source import open_source, takes_batch_size
-from trainwright.data.stream import Continuing
 from trainwright.run.hooks import Between, Hooks
 from trainwright.run.ledger import Ledger
 from trainwright.run.owner import Owner
@@ -26,10 +24,7 @@ from trainwright.run.plan import Ends
 from trainwright.run.steppers import ONLY
 from trainwright.run.telling import check_every
 from trainwright.runtime.device import place
-from trainwright.slots.average import EMA, SWA
-from trainwright.slots.checkpoint import Checkpoint
 from trainwright.slots.clip import ClipNorm, ClipValue
-from trainwright.slots.early_stopping import EarlyStopping
 from trainwright.slots.metrics import Meters
 from trainwright.slots.precision import MixedPrecision
 
@@ -102,6 +97,10 @@ def checked_observers(observers: Collection[Observer]) -> tuple[Observer, ...]:
 
 def _in_its_place(given: Any) -> str:
     """Say how a thing that is no observer is given to the Trainer, where that is known."""
+    from trainwright.slots.average import EMA, SWA
+    from trainwright.slots.checkpoint import Checkpoint
+    from trainwright.slots.early_stopping import EarlyStopping
+
     kind = given if isinstance(given, type) else type(given)
     if isinstance(given, type):
         return f"{kind.__name__}(...)" if issubclass(kind, Observer) else ""
@@ -150,6 +149,9 @@ def open_data(
 
     What is wrong with the trainer's parts for a `fit` is said first.
     """
+    from trainwright.data.foreign import LoaderBatches
+    from trainwright.data.stream import Continuing
+
     _check_own(owner)
     _check_optimizers(owner)
     _refuse_a_target_as_val(train, val)

@@ -15,29 +15,9 @@ from trainwright.base.names import suggests
 from trainwright.base.records import Best, Saved
 from trainwright.base.spans import Epochs, Seconds, Span, Updates
 from trainwright.runtime.sums import Checksum
-from trainwright.slots.saved import (
-    encode,
-    find_checkpoint,
-    latest_checkpoint,
-    load_tree,
-    load_weights,
-    save_weights,
-)
 
 if TYPE_CHECKING:
     from trainwright.slots.keeper import Keeper
-
-__all__ = [
-    "Checkpoint",
-    "Keeping",
-    "Saving",
-    "encode",
-    "find_checkpoint",
-    "latest_checkpoint",
-    "load_tree",
-    "load_weights",
-    "save_weights",
-]
 
 
 class Keeping(Part, Protocol):

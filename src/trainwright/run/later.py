@@ -1,0 +1,54 @@
+"""What a Trainer calls of modules that are heavy to import: each is imported when the first of these is called."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from trainwright.base.contracts import Part, Schedule, Source
+    from trainwright.run.owner import Owner
+    from trainwright.run.pausing import Pauses
+    from trainwright.run.plan import Ends, Resume
+    from trainwright.run.report import Asked, Report
+    from trainwright.run.run import Run
+
+
+def running(
+    owner: Owner, source: Source, val: Mapping[str, Source], *, ends: Ends, resume: Resume
+) -> AbstractContextManager[tuple[Run, Pauses]]:
+    """`run.running.running`: a run that is bound, checked and loaded, and undone at the end."""
+    from trainwright.run.running import running
+
+    return running(owner, source, val, ends=ends, resume=resume)
+
+
+def parts_of(run: Run, pauses: Pauses) -> dict[str, Part]:
+    """`run.running.parts_of`: every part of a run that has state."""
+    from trainwright.run.running import parts_of
+
+    return parts_of(run, pauses)
+
+
+def report(owner: Owner, source: Source, *, kind: Asked, names: Sequence[str] | None) -> Report:
+    """`run.report.report`: what a model is worth on data."""
+    from trainwright.run.report import report
+
+    return report(owner, source, kind=kind, names=names)
+
+
+def save_weights(path: str | Path, state_dict: Mapping[str, Any]) -> None:
+    """`slots.saved.save_weights`: the weights alone, in one file."""
+    from trainwright.slots.saved import save_weights
+
+    save_weights(path, state_dict)
+
+
+def as_schedule(value: object) -> Schedule | None:
+    """`slots.schedule.as_schedule`: what was given as one, checked."""
+    from trainwright.slots.schedule import as_schedule
+
+    return as_schedule(value)
