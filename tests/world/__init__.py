@@ -1,0 +1,1 @@
+"""Several processes: what they compute together, how they start and how they end."""
