@@ -67,6 +67,12 @@ class Group(World):
         self.host: Any = group if _serves_the_host(dist, group) else dist.new_group(backend="gloo")
         """The process group for what lies on the host."""
 
+    @property
+    def backend(self) -> str:
+        """What the group communicates by: "gloo", "nccl"."""
+        name: str = self._dist.get_backend(self.group)
+        return name
+
     def sum(self, *tensors: Tensor) -> None:
         """Add `tensors` of one kind up over all processes, in place, in one collective on their device."""
         if len(tensors) == 1 and tensors[0].is_contiguous():

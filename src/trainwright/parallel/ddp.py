@@ -1,0 +1,128 @@
+"""`DDP(...)`: torch's DistributedDataParallel around a module whose forward is the step."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from trainwright.base.errors import SettingError, message
+from trainwright.parallel.world import Group
+
+COMPRESSIONS = ("bf16", "fp16")
+
+
+@dataclass(frozen=True, slots=True)
+class DDP:
+    """How several processes share the work of an update: each has the whole model, and gradients are averaged.
+
+    `find_unused_parameters`: whether some parameters may get no gradient; "auto" looks at the first window.
+    `static_graph`: the same parameters are used in the same order in every step. `gradient_as_bucket_view`: gradients
+    lie in the memory that is communicated. `bucket_mb`: the size of what is communicated at once; None: torch's.
+    `compress`: "bf16" or "fp16": gradients are rounded while they travel (bf16 only on nccl). `sync_batchnorm`:
+    BatchNorm layers normalise over the rows of all processes; they become torch's SyncBatchNorm, in place.
+    `sync_buffers`: rank 0's buffers are taken over before each update, as in torch's DDP; else every rank trains with
+    its own and rank 0's are those that are evaluated and saved. `same_noise`: all ranks draw the same random numbers.
+    `timeout`: seconds after which a process that does not answer ends the run. `backend`: None is nccl on CUDA devices,
+    else gloo.
+    """
+
+    _: KW_ONLY
+    find_unused_parameters: bool | Literal["auto"] = "auto"
+    static_graph: bool = False
+    gradient_as_bucket_view: bool = True
+    bucket_mb: float | None = None
+    compress: Literal["bf16", "fp16"] | None = None
+    sync_batchnorm: bool = False
+    sync_buffers: bool = False
+    same_noise: bool = False
+    timeout: float = 300.0
+    backend: str | None = None
+
+    def __post_init__(self) -> None:
+        flags = ("static_graph", "gradient_as_bucket_view", "sync_batchnorm", "sync_buffers", "same_noise")
+        for name in flags:
+            if not isinstance(getattr(self, name), bool):
+                raise SettingError(message(f"DDP({name}={getattr(self, name)!r})", want="True or False"))
+        if self.find_unused_parameters not in (True, False, "auto"):
+            have = f"DDP(find_unused_parameters={self.find_unused_parameters!r})"
+            raise SettingError(message(have, want='True, False or "auto"'))
+        if self.compress not in (None, *COMPRESSIONS):
+            raise SettingError(message(f"DDP(compress={self.compress!r})", want='"bf16", "fp16" or None'))
+        for name, what in (("bucket_mb", "megabytes"), ("timeout", "seconds")):
+            check_positive(f"DDP({name}=", getattr(self, name), what=what, or_none=name == "bucket_mb")
+        if self.backend is not None and (not isinstance(self.backend, str) or not self.backend):
+            raise SettingError(message(f"DDP(backend={self.backend!r})", want='"nccl", "gloo" or None'))
+
+
+def check_positive(called: str, value: Any, *, what: str, or_none: bool) -> None:
+    """Refuse a value that is no number above 0."""
+    if value is None and or_none:
+        return
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < value < float("inf"):
+        raise SettingError(message(f"{called}{value!r})", want=f"{what}, a number above 0"))
+
+
+class Wrapped:
+    """A module under torch's DDP; called, it runs the module's forward."""
+
+    def __init__(self, module: nn.Module, settings: DDP, world: Group, *, unused: bool) -> None:
+        from torch.nn.parallel import DistributedDataParallel
+
+        extra: dict[str, Any] = {} if settings.bucket_mb is None else {"bucket_cap_mb": settings.bucket_mb}
+        parameter = next(module.parameters())
+        self.ddp = DistributedDataParallel(
+            module,
+            device_ids=[parameter.device] if _on_one_device(module) else None,
+            process_group=world.group,
+            broadcast_buffers=False,
+            init_sync=False,  # the run has given every rank the weights of the first
+            find_unused_parameters=unused,
+            gradient_as_bucket_view=settings.gradient_as_bucket_view,
+            static_graph=settings.static_graph,
+            **extra,
+        )
+        if settings.compress is not None:
+            _compress(self.ddp, settings.compress, world)
+
+    def __call__(self, batch: Any, *, last: bool) -> Any:
+        """Run the forward; gradients are averaged in the backward of the window's `last` micro-batch alone."""
+        with nullcontext() if last else self.ddp.no_sync():
+            return self.ddp(batch)
+
+
+def in_sync(model: nn.Module, world: Group) -> None:
+    """Make every BatchNorm layer of `model` one that normalises over all processes, in place."""
+    for name, child in list(model.named_children()):
+        if isinstance(child, nn.modules.batchnorm._BatchNorm) and not isinstance(child, nn.SyncBatchNorm):
+            made = nn.SyncBatchNorm.convert_sync_batchnorm(child, world.group)
+            made.training = child.training
+            setattr(model, name, made)
+        else:
+            in_sync(child, world)
+
+
+def _compress(ddp: Any, kind: str, world: Group) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    hook = default_hooks.bf16_compress_hook if kind == "bf16" else default_hooks.fp16_compress_hook
+    try:
+        ddp.register_comm_hook(world.group, hook)
+    except (TypeError, ValueError, RuntimeError) as error:
+        backend = world.backend
+        raise SettingError(
+            message(
+                f'DDP(compress="{kind}"): {backend} cannot: {error}',
+                want="bf16 on nccl, or fp16",
+                fix='DDP(compress="fp16")' if kind == "bf16" else "DDP() without compress",
+            )
+        ) from error
+
+
+def _on_one_device(module: nn.Module) -> bool:
+    devices = {parameter.device for parameter in module.parameters()}
+    return len(devices) == 1 and next(iter(devices)).type == "cuda" and torch.cuda.is_available()
