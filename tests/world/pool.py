@@ -1,4 +1,4 @@
-"""Long-lived processes with a process group, one pool per world size: starting them costs seconds, a call costs nothing."""
+"""Processes that live long and share a process group, one pool per world size: only their start costs time."""
 
 from __future__ import annotations
 
