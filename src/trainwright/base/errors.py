@@ -43,6 +43,10 @@ class CheckpointError(TrainwrightError, RuntimeError):
     """A checkpoint that is missing, damaged, of another run or of another model."""
 
 
+class ProcessError(TrainwrightError, RuntimeError):
+    """Another process of the run has failed, does not answer or has not come."""
+
+
 def message(what: str, *, have: str = "", want: str = "", fix: str = "", where: bool = True) -> str:
     """Lay out an error message: what is wrong, then `have`, `want`, `fix` and the user's own line."""
     lines = [what]
