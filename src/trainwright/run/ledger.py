@@ -18,7 +18,7 @@ from trainwright.runtime.device import widest_float
 from trainwright.slots.counting import Counting
 from trainwright.slots.losses import KnownLoss, Outcome, SumOver, counted_by_torch, read_outcome
 from trainwright.slots.metrics import Meters
-from trainwright.slots.window import Window, above_nothing, find_rows, ratio, rows_of
+from trainwright.slots.window import Window, above_nothing, find_rows, rows_of, without_nothing
 
 
 class Ledger(Numbers):
@@ -83,6 +83,10 @@ class Ledger(Numbers):
         """Take down what a training step returned; return it weighed by its share of the window, for `backward`."""
         window = self.window
         assert window is not None
+        if window.is_weighed:  # where the step ran, with several processes
+            window.is_weighed = False
+            weighed: Tensor = returned
+            return weighed
         window.position = position = window.position + 1
         if type(returned) is Step:
             if self.meters is not None and self.noting:
@@ -144,7 +148,7 @@ class Ledger(Numbers):
             self._known = returned.known
             return
         if type(returned) is Sum and returned.count is not None and returned.total.ndim == 0:
-            self._totals.append(_without_nothing(returned.total, returned.count))
+            self._totals.append(without_nothing(returned.total, returned.count))
             self._total_counts.append(returned.count)
             return
         outcome = read_outcome(returned)
@@ -260,21 +264,13 @@ class Ledger(Numbers):
         """Note an outcome; return it weighed by its share of the window."""
         window = self.window
         assert window is not None
-        if outcome.summed and outcome.count is None:
-            self._note(outcome, window.rows[position])
-            return outcome.loss
         count = outcome.count
-        if count is None:
+        if count is None and not outcome.summed:
             found = None if self._trusts_counter else counted_by_torch(outcome.loss)
             count = self._default_count(position) if found is None else found
-        self._note(outcome, count)
-        if window.alone:
-            return outcome.loss / above_nothing(count) if outcome.summed else outcome.loss
-        divisor = window.divisor(count, own=window.counts is None or count is not window.counts[position])
-        if outcome.summed:
-            return outcome.loss / divisor
-        weighed: Tensor = _without_nothing(outcome.loss, count) * ratio(count, divisor)
-        return weighed
+        self._note(outcome, window.rows[position] if count is None else count)
+        own = window.counts is None or count is not window.counts[position]
+        return window.weighed(outcome.loss, count, summed=outcome.summed, own=own)
 
     def _default_count(self, position: int) -> Count:
         """What a mean is over that did not tell, and that torch's own NLL did not make: what `count` says, or rows."""
@@ -296,10 +292,3 @@ class Ledger(Numbers):
         self.noted = True
         if outcome.named is not None:
             self._entries += [(name, value, count, outcome.summed) for name, value in self._claimed(outcome.named)]
-
-
-def _without_nothing(loss: Tensor, count: Count) -> Tensor:
-    """The loss of a batch, 0 where it counts nothing: torch's mean over nothing is NaN."""
-    if isinstance(count, Tensor):
-        return torch.where(count == 0, torch.zeros_like(loss), loss)
-    return loss if count else loss.nan_to_num(0.0, 0.0, 0.0)

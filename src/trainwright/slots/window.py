@@ -31,6 +31,8 @@ class Window(Sequence[Any]):
 
     position = -1
     """The micro-batch that has run last; -1 before the first."""
+    is_weighed = False
+    """Whether the loss of the micro-batch in hand was weighed where it was made: by one of several processes."""
     begun = False
     """Whether its micro-batches are being run, or have been."""
     _moved: Any = None
@@ -80,10 +82,30 @@ class Window(Sequence[Any]):
         whole = above_nothing(_add(counts))
         return [ratio(count, whole if isinstance(whole, Tensor) else whole or 1) for count in counts]
 
+    @property
+    def all_rows(self) -> int:
+        """The rows of the window, over all processes."""
+        return sum(self.rows)
+
     def begin(self) -> None:
         """Start weighing anew: a window may be run several times (SAM, LBFGS)."""
         self.position = -1
         self._base, self._total, self._guessed = None, 0, False
+
+    def weighed(self, loss: Tensor, count: Count | None, *, summed: bool, own: bool) -> Tensor:
+        """The loss of the micro-batch in hand, weighed by its share of the window.
+
+        `count` is what it is a mean over, or a sum; None for a sum that nothing is to be divided by.
+        """
+        if count is None:
+            return loss
+        if self.alone:
+            return loss / above_nothing(count) if summed else loss
+        divisor = self.divisor(count, own=own)
+        if summed:
+            return loss / divisor
+        weighed: Tensor = without_nothing(loss, count) * ratio(count, divisor)
+        return weighed
 
     def divisor(self, count: Count, *, own: bool) -> Count:
         """Return what the numerator of the micro-batch in hand is divided by before `backward`.
@@ -216,6 +238,13 @@ def accumulation(setting: Accumulate) -> tuple[tuple[int, int], ...]:
     if 0 not in table:
         raise SettingError(message(f"accumulate={setting!r} says nothing of epoch 0", fix="accumulate={0: 1, 5: 4}"))
     return tuple(sorted(table.items()))
+
+
+def without_nothing(loss: Tensor, count: Count) -> Tensor:
+    """The loss of a batch, 0 where it counts nothing: torch's mean over nothing is NaN."""
+    if isinstance(count, Tensor):
+        return torch.where(count == 0, torch.zeros_like(loss), loss)
+    return loss if count else loss.nan_to_num(0.0, 0.0, 0.0)
 
 
 def above_nothing(count: Count) -> Count:
