@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from numbers import Real
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
@@ -13,6 +13,9 @@ from trainwright.base.errors import SettingError, message
 from trainwright.base.records import Count
 from trainwright.runtime import late
 from trainwright.slots.metrics import Meters
+
+if TYPE_CHECKING:
+    from trainwright.parallel.world import World
 
 Entry = tuple[str, float | Tensor, Count, bool]
 """(name, value, count, whether the value is a sum already)."""
@@ -64,6 +67,9 @@ class Numbers:
         self._entries = []
         return numbers[2 * size :]
 
+    def close_totals(self) -> None:
+        """Read what is summed up apart from the numbers; here nothing is."""
+
     @property
     def waiting(self) -> bool:
         """Whether numbers were noted that are not read yet."""
@@ -74,6 +80,35 @@ class Numbers:
         self._entries, self._sums, self._counts = [], {}, {}
         if self.meters is not None:
             self.meters.reset()
+
+    def merge(self, world: World) -> None:
+        """Add the sums of all processes up into the first one's; the others' are nothing from then on.
+
+        For all processes alike, in one gathering. What the first one holds then is the whole: merged again, or saved
+        and loaded by it alone, nothing counts twice. Sums are added by rank. What a probe has returned is the same
+        everywhere, and the first one's counts.
+        """
+        if world.size == 1:
+            return
+        from trainwright.runtime.packing import packed, unpacked
+
+        self.close()
+        self.close_totals()
+        probed = set() if world.is_main else {name for name, kind in self._kinds.items() if kind == "probed number"}
+        counts = {name: count for name, count in self._counts.items() if name not in probed}
+        meters = None if self.meters is None else self.meters.sent()
+        each = world.gather(packed((self._sums, counts, meters)))
+        if not world.is_main:
+            Numbers.reset(self)  # the sums alone: an epoch may be in hand
+            return
+        device = None if self.meters is None else self.meters.device
+        others = [unpacked(data, device) for data in each[1:]]
+        for sums, counts, _ in others:
+            for name, count in counts.items():
+                self._sums[name] = self._sums.get(name, 0.0) + sums.get(name, 0.0)
+                self._counts[name] = self._counts.get(name, 0.0) + count
+        if self.meters is not None:
+            self.meters.take([meters for _, _, meters in others])
 
     def state_dict(self) -> dict[str, Any]:
         """The running sums, so that a mean goes on after a resume inside an epoch."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ from trainwright.base.names import check_name, did_you_mean
 from trainwright.base.records import Sum
 from trainwright.slots.losses import shapes_of
 from trainwright.slots.totals import Reading, Total, read_totals
+
+if TYPE_CHECKING:
+    from trainwright.parallel.world import World
 
 __all__ = ["Derived", "Meters", "MetricFunction", "Reading", "Total", "accuracy", "top_k"]
 
@@ -92,6 +96,9 @@ class Meters:
         self._derived: dict[str, Derived] = {}
         self._rows = 0
         self._placed = False
+        self._mergeable = False
+        self.device: torch.device | None = None
+        """Where the outputs lie that objects have read; None before."""
         for name, metric in metrics.items():
             check_name(name)
             if isinstance(metric, Derived):
@@ -167,17 +174,61 @@ class Meters:
                     want=", ".join(sorted(mine[0] | mine[1])),
                 )
             )
+        from trainwright.slots.objects import load_object
+
         self._rows = tree["rows"]
         for name, _, total in self._functions:
             total.load_state_dict(tree["totals"][name])
         for name, metric in self._objects.items():
-            metric.reset()
-            saved_object = tree["objects"][name]
-            if saved_object is not None and hasattr(metric, "load_state_dict"):
-                metric.load_state_dict(saved_object)
-            elif saved_object is not None:
-                vars(metric).clear()
-                vars(metric).update(copy.deepcopy(saved_object))
+            load_object(metric, tree["objects"][name])
+
+    def make_mergeable(self) -> None:
+        """Refuse, before anything is taken in, an object that does not add up over processes: SettingError.
+
+        One that would do so by itself in `compute` does it no more.
+        """
+        from trainwright.slots.merging import check_mergeable, keep_to_itself
+
+        for name, metric in self._objects.items():
+            keep_to_itself(metric)
+            check_mergeable(name, metric, partial(self._object_state, name))
+        self._mergeable = True
+
+    def sent(self) -> dict[str, Any]:
+        """What the meters of another process need, to `take` it in."""
+        if not self._mergeable:
+            self.make_mergeable()
+        return self.state_dict()
+
+    def take(self, each: Sequence[Mapping[str, Any]]) -> None:
+        """Take in, in their order, what other meters have `sent` of the same metrics."""
+        from trainwright.slots.merging import merge_objects
+        from trainwright.slots.objects import peers
+
+        each = [sent for sent in each if sent["rows"]]
+        self._rows += sum(sent["rows"] for sent in each)
+        for name, _, total in self._functions:
+            for sent in each:
+                other = Total()
+                other.load_state_dict(sent["totals"][name])
+                total.merge(other)
+        for name, metric in self._objects.items() if each else ():
+            merge_objects(metric, peers(metric, [sent["objects"][name] for sent in each]))
+
+    def merge(self, world: World) -> None:
+        """Add what all processes have taken in up into the first one's; the others' have nothing from then on.
+
+        For all processes alike, in one gathering. The first one's `compute` then gives the numbers of all.
+        """
+        if world.size == 1:
+            return
+        from trainwright.runtime.packing import packed, unpacked
+
+        each = world.gather(packed(self.sent()))
+        if not world.is_main:
+            self.reset()
+            return
+        self.take([unpacked(data, self.device) for data in each[1:]])
 
     def _update(self, output: Any, target: Any, rows: int) -> None:
         if self._objects and not self._placed:
@@ -192,6 +243,7 @@ class Meters:
         """Move the objects to where the outputs lie."""
         self._placed = True
         tensor = next(_tensors(output), None)
+        self.device = None if tensor is None else tensor.device
         for name, metric in self._objects.items():
             if tensor is not None and callable(getattr(metric, "to", None)):
                 moved = metric.to(tensor.device)
@@ -203,22 +255,16 @@ class Meters:
         if self._rows:
             result = self._objects[name].compute()
             if not isinstance(result, Real) and not (isinstance(result, Tensor) and result.numel() == 1):
-                raise _several(name, self._objects[name], result)
+                from trainwright.slots.objects import several
+
+                raise several(name, self._objects[name], result)
             total.add(result if isinstance(result, Tensor) else float(result), 1)
         return total
 
     def _object_state(self, name: str) -> Any:
-        metric = self._objects[name]
-        if not hasattr(metric, "load_state_dict"):
-            if hasattr(metric, "__dict__"):
-                return copy.deepcopy(vars(metric))  # also before it is fed: what cannot be saved is found at once
-            what = f"metric {name!r} cannot be saved: {type(metric).__name__} has neither attributes nor a state_dict"
-            raise CheckpointError(message(what, fix="give it state_dict() and load_state_dict(tree)"))
-        if not self._rows:
-            return None
-        if callable(getattr(metric, "persistent", None)):
-            metric.persistent(True)  # torchmetrics keeps its sums out of state_dict unless told
-        return copy.deepcopy(metric.state_dict())
+        from trainwright.slots.objects import state_of
+
+        return state_of(name, self._objects[name], fed=self._rows > 0)
 
     def _unfed(self, missing: str) -> SettingError:
         names = [name for name in self.names if name not in self._derived]
@@ -228,18 +274,6 @@ class Meters:
                 fix="return Step(loss, output, target)   # from training_step or validation_step",
             )
         )
-
-
-def _several(name: str, metric: Any, result: Any) -> SettingError:
-    shown, fix = f"a {type(result).__name__}", ""
-    if isinstance(result, Tensor):
-        shown = f"a tensor of shape {tuple(result.shape)}"
-    elif isinstance(result, Mapping) and result:
-        shown += f" of {', '.join(map(repr, result))}"
-        fix = f"def compute(self): return super().compute()[{next(iter(result))!r}]"
-        fix += f"   # in a subclass of {type(metric).__name__}, one for each number"
-    want = "one number, or a tensor of one element"
-    return SettingError(message(f"metric {name!r}: compute() gave {shown}", want=want, fix=fix))
 
 
 class _Numbers(dict[str, float]):

@@ -59,6 +59,10 @@ class RMSE:
         """Forget every batch."""
         self._squares.reset()
 
+    def merge(self, other: RMSE) -> None:
+        """Take in what another one has taken in."""
+        self._squares.merge(other._squares)
+
     def state_dict(self) -> Tree:
         """The sum so far."""
         return self._squares.state_dict()
@@ -88,14 +92,10 @@ class R2:
             return
         residuals, values = residuals.reshape(new, -1), _wide(target).reshape(new, -1)
         self._make_ready(values)
-        state, seen = self._state, self._rows
-        deviations = values - state["first"]
+        deviations = values - self._state["first"]
         mean = deviations.mean(0)
-        moved = mean - state["mean"]
-        state["spread"] += (deviations - mean).square().sum(0) + moved.square() * (seen * new / (seen + new))
-        state["mean"] += moved * (new / (seen + new))
-        state["residual"] += residuals.square().sum(0)
-        self._rows += new
+        sums = {"mean": mean, "spread": (deviations - mean).square().sum(0), "residual": residuals.square().sum(0)}
+        self._take_in(sums, new)
 
     def compute(self) -> Tensor | float:
         """Return the score, on the device; NaN for less than two rows."""
@@ -110,6 +110,19 @@ class R2:
         self._rows = 0
         self._state: dict[str, Tensor] = {}
 
+    def merge(self, other: R2) -> None:
+        """Take in what another one has taken in."""
+        if not other._rows:
+            return
+        if not self._rows:
+            self.load_state_dict(other.state_dict())
+            return
+        first = self._state["first"]
+        sums = {name: tensor.to(first.device, first.dtype) for name, tensor in other._state.items()}
+        self._make_ready(sums["first"].unsqueeze(0))  # refuses other columns
+        sums["mean"] += sums["first"] - first
+        self._take_in(sums, other._rows)
+
     def state_dict(self) -> Tree:
         """Rows, the first of them, and what was summed of each column."""
         return {"rows": self._rows, "sums": {name: tensor.clone() for name, tensor in self._state.items()}}
@@ -118,6 +131,15 @@ class R2:
         """Take over saved sums; they move to the device of what is added next."""
         self._rows = tree["rows"]
         self._state = {name: tensor.clone() for name, tensor in tree["sums"].items()}
+
+    def _take_in(self, sums: Mapping[str, Tensor], new: int) -> None:
+        """Merge the sums of `new` rows with those so far; their mean is over the same first row."""
+        state, seen = self._state, self._rows
+        moved = sums["mean"] - state["mean"]
+        state["spread"] += sums["spread"] + moved.square() * (seen * new / (seen + new))
+        state["mean"] += moved * (new / (seen + new))
+        state["residual"] += sums["residual"]
+        self._rows += new
 
     def _make_ready(self, values: Tensor) -> None:
         if not self._state:
@@ -205,6 +227,14 @@ class F1:
         """Forget every batch."""
         self._counts = None
         self._flaws = torch.zeros(2, dtype=torch.int64)
+
+    def merge(self, other: F1) -> None:
+        """Take in what another one has taken in."""
+        if other._counts is not None:
+            where = other._counts.device if self._counts is None else self._counts.device
+            counts = self._counts_of(other._counts.shape[1] - 1, where)
+            counts += other._counts.to(where)
+            self._flaws += other._flaws.to(where)
 
     def state_dict(self) -> Tree:
         """The counts so far."""

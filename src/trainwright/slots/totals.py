@@ -141,6 +141,14 @@ class Total:
         for running in self._sums.values():
             running.reset()
 
+    def merge(self, other: Total) -> None:
+        """Take in all that another total has, which may lie elsewhere; whole numbers stay exact."""
+        self._host_sum += other._host_sum
+        self._host_count += other._host_count
+        self._by_row = self._by_row and other._by_row
+        for name, running in self._sums.items():
+            running.merge(other._sums[name])
+
     def state_dict(self) -> dict[str, Any]:
         """The sums as they lie on the device, copied."""
         sums = {name: running.state() for name, running in self._sums.items()}
@@ -201,6 +209,22 @@ class _Running:
         high.copy_(total)
         self.low.add_(rest.nan_to_num_(0.0, 0.0, 0.0))  # an infinite sum has no rest
 
+    def merge(self, other: _Running) -> None:
+        """Add another sum, of any kind and from any device."""
+        for part in other.state():
+            if self.high is None:
+                self.load(other.state())
+                return
+            device = self.high.device
+            if not part.is_floating_point() and not self.high.is_floating_point():
+                self.add(part.to(device))
+                continue
+            kind = torch.float64 if self._is_wide(device) else torch.float32
+            for exact in (piece.double() for piece in _pieces(part.cpu())):
+                near = exact.to(kind)
+                self.add(near.to(device))
+                self.add((exact - near).nan_to_num_(0.0, 0.0, 0.0).to(device, kind))
+
     def tensors(self) -> list[Tensor]:
         """Scalars whose sum it is."""
         if self.high is None:
@@ -209,8 +233,7 @@ class _Running:
             return [self.high, self.low]
         if self.high.is_floating_point() or self._is_wide(self.high.device):
             return [self.high]
-        rest = self.high % _HALF
-        return [self.high - rest, rest]
+        return _pieces(self.high)
 
     def reset(self) -> None:
         for tensor in (self.high, self.low):
@@ -241,6 +264,14 @@ class _Running:
 
     def _is_wide(self, device: torch.device) -> bool:
         return device.type != "mps" if self.wide is None else self.wide
+
+
+def _pieces(number: Tensor) -> list[Tensor]:
+    """Return numbers whose sum a whole one is, and which floats hold exactly; a fraction as it is."""
+    if number.is_floating_point():
+        return [number]
+    rest = number % _HALF
+    return [number - rest, rest]
 
 
 def _folded(values: Tensor) -> Tensor:
