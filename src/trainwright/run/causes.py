@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from trainwright.base.names import nearest
 from trainwright.run.sites import MISSING, Site, dtype_name, place_of_fix, tensors, title
 from trainwright.run.wrong_losses import loss_cause
+from trainwright.runtime.device import devices_of
 from trainwright.slots.window import find_rows
 
 Cause = tuple[str, str]
@@ -38,6 +39,14 @@ def _memory(site: Site) -> Cause | None:
     of_epochs = dict(site.owner.accumulate)
     k = 2 * of_epochs[max(epoch for epoch in of_epochs if epoch <= site.owner.counters.epoch)]
     return why, f"batches of {rows // 2} rows with Trainer(..., accumulate={k}): the same rows in each update"
+
+
+def _several_devices(site: Site) -> Cause | None:
+    placed = devices_of(site.owner.model)
+    if len(placed) < 2 or "device" not in str(site.error):
+        return None
+    why = f"the model lies on {' and '.join(map(str, placed))}, and its batches are on {site.owner.device}"
+    return why, "x.to(layer.weight.device) before a layer that lies elsewhere, and output.to(x.device) at the end"
 
 
 def _devices(site: Site) -> Cause | None:
@@ -236,6 +245,6 @@ def _same(one: torch.device, other: torch.device) -> bool:
 
 
 _KNOWN = (
-    *(_memory, _device_assert, _no_forward, _backward_twice, loss_cause, _devices, _dtypes, _one_row),
+    *(_memory, _device_assert, _no_forward, _backward_twice, loss_cause, _several_devices, _devices, _dtypes, _one_row),
     *(_numbers_of_an_embedding, _features, _channels, _no_gradient, _second_backward, _arguments),
 )

@@ -29,7 +29,7 @@ from trainwright.run.settings import settings_of
 from trainwright.run.setup import NOT_RUNNING
 from trainwright.run.stages import stage
 from trainwright.run.steppers import ONLY, NamedParts, monitors
-from trainwright.runtime.device import move
+from trainwright.runtime.device import devices_of, homes, move
 from trainwright.runtime.modules import untrained, wake
 from trainwright.runtime.surroundings import training_afresh
 from trainwright.slots.checkpoint import Keeping
@@ -196,16 +196,16 @@ def _ready_to_save(owner: Owner, run: Run, pauses: Pauses) -> list[str]:
 
 def _open_directory(owner: Owner, resume: str | Path | None, undo: ExitStack) -> tuple[Keeping | None, Loaded | None]:
     """Bind the checkpoint slot, and find what is to be resumed."""
-    settings = owner.checkpoint
+    settings, places = owner.checkpoint, homes(owner.model, owner.device)
     if settings is None:
         if resume == "auto":
             fix = 'Trainer(..., checkpoint=Checkpoint("runs/x"))'
             raise SettingError(message('resume="auto" without a checkpoint directory', fix=fix))
-        return None, load_checkpoint(resume, None, device=owner.device)
+        return None, load_checkpoint(resume, None, device=places)
     keeper = settings.bind(owner.between.run_id or secrets.token_hex(8))
     undo.push(lambda kind, *_: _release(keeper, at_once=kind is KeyboardInterrupt))
     keeper.prepare(resuming=resume is not None)
-    return keeper, load_checkpoint(resume, settings.directory, run=keeper.run_id, device=owner.device)
+    return keeper, load_checkpoint(resume, settings.directory, run=keeper.run_id, device=places)
 
 
 def _release(keeper: Keeping, *, at_once: bool) -> None:
@@ -231,9 +231,9 @@ def _rehearse(owner: Owner, run: Run, val: Mapping[str, Source]) -> None:
 
 
 def _take_state(owner: Owner, tree: Any) -> None:
-    """Put the user's state in the dict that there is, on the device of the run."""
+    """Put the user's state in the dict that there is, on the device of the run; beside several each where it lay."""
     owner.state.clear()
-    owner.state.update(move(tree, owner.device))
+    owner.state.update(tree if len(devices_of(owner.model)) > 1 else move(tree, owner.device))
 
 
 def _take_progress(owner: Owner, tree: Any) -> None:

@@ -112,11 +112,12 @@ def _in_its_place(given: Any) -> str:
     return f"{slot}={kind.__name__}(...)" if slot else ""
 
 
-def place_all(device: torch.device, *modules: Any) -> None:
-    """Move the model and a loss module to the device, in place."""
-    for module in modules:
+def place_all(device: torch.device, model: nn.Module, *beside: Any) -> None:
+    """Move the model, a loss module and frozen modules to the device, in place."""
+    place(model, device)
+    for module in beside:
         if isinstance(module, nn.Module):
-            place(module, device)
+            place(module, device, beside=model)
 
 
 def checked_frozen(frozen: Mapping[str, nn.Module] | None, model: nn.Module) -> dict[str, nn.Module]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,20 +13,23 @@ from torch.optim import Optimizer
 
 from trainwright.base.errors import SettingError, message
 
+Home = torch.device | Callable[[str], torch.device]
+"""Where state is put that lay on an accelerator: on one device, or on what the function says of the name it had."""
+
 
 def choose_device(wanted: str | torch.device, model: nn.Module) -> torch.device:
-    """Return the device of a run: as given; "auto" is where the model lies, else cuda, mps, cpu in this order."""
+    """Return the device of a run, where its batches go: as given; "auto" is where the model lies, else cuda, mps, cpu.
+
+    A model that lies on several devices gets its batches where its first parameters are, and no `device=` beside it.
+    """
+    placed = devices_of(model)
     if wanted != "auto":
-        try:
-            device = torch.device(wanted)
-        except RuntimeError as error:
-            raise SettingError(
-                message(f"device={wanted!r} is no device", want='"auto", "cpu", "cuda", "cuda:1", "mps"')
-            ) from error
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise SettingError(message(f"device={wanted!r}, and this torch sees no CUDA device", fix='device="auto"'))
+        device = _named(wanted)
+        if len(placed) > 1:
+            raise _moved_nowhere(wanted, placed)
         return device
-    placed = {p.device for p in model.parameters()}
+    if len(placed) > 1:
+        return placed[0]
     for device in placed:
         if device.type != "cpu":
             return device
@@ -35,11 +38,30 @@ def choose_device(wanted: str | torch.device, model: nn.Module) -> torch.device:
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 
 
-def place(module: nn.Module, device: torch.device) -> None:
-    """Move a module to `device` in place; one that already lies on several devices stays as it is."""
-    placed = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
-    if placed and placed != {device} and len(placed) == 1:
+def devices_of(module: nn.Module) -> list[torch.device]:
+    """The devices on which a module lies: those of its parameters, in their order, then those of its buffers."""
+    return list(dict.fromkeys(tensor.device for tensor in (*module.parameters(), *module.buffers())))
+
+
+def place(module: nn.Module, device: torch.device, *, beside: nn.Module | None = None) -> None:
+    """Move a module to `device` in place; one that already lies on several devices stays as it is.
+
+    `beside`: the model that a loss or a teacher works for. Where that lies on several devices, a module that lies on
+    one of them stays too: it may belong to any of them.
+    """
+    placed, of_model = devices_of(module), [] if beside is None else devices_of(beside)
+    stays = len(of_model) > 1 and set(placed) <= set(of_model)
+    if len(placed) == 1 and placed != [device] and not stays:
         module.to(device)
+
+
+def homes(model: nn.Module, device: torch.device) -> Home:
+    """Where state that lay on an accelerator is put when it is loaded for this model: on the `device` of the run.
+
+    Beside a model that lies on several devices each tensor goes back to where it lay, as long as the model lies there.
+    """
+    placed = {str(one): one for one in devices_of(model)}
+    return device if len(placed) < 2 else lambda saved: placed.get(saved, device)
 
 
 def place_state(optimizer: Optimizer) -> None:
@@ -71,6 +93,30 @@ def move(batch: Any, device: torch.device) -> Any:
 def widest_float(device: torch.device) -> torch.dtype:
     """Return the widest floating type of a device: float64, and float32 on mps, which has no other."""
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _named(wanted: str | torch.device) -> torch.device:
+    try:
+        device = torch.device(wanted)
+    except RuntimeError as error:
+        raise SettingError(
+            message(f"device={wanted!r} is no device", want='"auto", "cpu", "cuda", "cuda:1", "mps"')
+        ) from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise SettingError(message(f"device={wanted!r}, and this torch sees no CUDA device", fix='device="auto"'))
+    return device
+
+
+def _moved_nowhere(wanted: str | torch.device, placed: list[torch.device]) -> SettingError:
+    """A model over several devices would have to be moved for `device=`, or the setting be ignored."""
+    return SettingError(
+        message(
+            f"device={str(wanted)!r}, and the model lies on several devices",
+            have=", ".join(map(str, placed)),
+            want=f"no device: such a model is never moved; batches go where its first parameters are, {placed[0]}",
+            fix="leave device= out, or model.to(device) before, to have all of it on one",
+        )
+    )
 
 
 def _rebuild(batch: Mapping[Any, Any], moved: dict[Any, Any]) -> Any:

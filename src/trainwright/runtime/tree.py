@@ -24,6 +24,7 @@ from torch.nn import Parameter
 from trainwright.base.contracts import Part, Tree
 from trainwright.base.errors import CheckpointError, message
 from trainwright.runtime import views
+from trainwright.runtime.device import Home
 
 Keys = tuple[Any, ...]
 """The way from the root of a tree to one of its values."""
@@ -46,10 +47,11 @@ def flatten(tree: Tree) -> tuple[Any, dict[str, Tensor]]:
     return jsonable, encoder.arrays | views.store(encoder.found)
 
 
-def unflatten(jsonable: Any, tensors: Mapping[str, Tensor], *, device: torch.device | None = None) -> Tree:
+def unflatten(jsonable: Any, tensors: Mapping[str, Tensor], *, device: Home | None = None) -> Tree:
     """The tree that `flatten` was given; its tensors are views of `tensors`, which may be changed by them.
 
-    Tensors that lay on an accelerator are put on `device`; None leaves all on the CPU.
+    Tensors that lay on an accelerator are put on `device`, which may be a function of where each of them lay, such as
+    "cuda:1"; None leaves all on the CPU.
     Raises CheckpointError where the data are not what `flatten` gives.
     """
     try:
@@ -179,7 +181,7 @@ _ENCODERS: dict[type, Callable[[_Encoder, Any, Keys], Any]] = {
 class _Decoder:
     """Makes values of nodes; equal nodes of tensors and arrays give one and the same object."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device | None) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], device: Home | None) -> None:
         self._tensors = tensors
         self._device = device
         self._moved: dict[str, Tensor] = {}
@@ -216,7 +218,8 @@ class _Decoder:
             if "device" in node and self._device is not None:
                 name = node["$tensor"]
                 tensors = self._moved
-                tensors.setdefault(name, self._tensors[name].to(self._device))
+                home = self._device if isinstance(self._device, torch.device) else self._device(node["device"])
+                tensors.setdefault(name, self._tensors[name].to(home))
             self._seen[key] = views.restore(node, tensors)
         return self._seen[key]
 

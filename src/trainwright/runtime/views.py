@@ -137,7 +137,7 @@ def _flags(tensor: Tensor) -> dict[str, Any]:
     if type(tensor) is Parameter:
         flags["parameter"] = True
     if tensor.device.type != "cpu":
-        flags["device"] = tensor.device.type
+        flags["device"] = str(tensor.device)
     return flags
 
 

@@ -9,18 +9,21 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from warnings import warn
 
-import torch
 from torch import nn
 
 from trainwright.base.contracts import Tree
 from trainwright.base.errors import CheckpointError, SettingError, message
 from trainwright.runtime import storage, tensorfile
+from trainwright.runtime.device import Home
 from trainwright.runtime.files import Content, read_file, replace_file
 from trainwright.runtime.tree import flatten, unflatten
 from trainwright.runtime.weights import load_into, read_weights, weights_contents
+
+if TYPE_CHECKING:
+    from trainwright.parallel.world import World
 
 T = TypeVar("T")
 MODEL, STATE, DATA = "model.safetensors", "state.safetensors", "state.json"
@@ -40,10 +43,11 @@ def encode(tree: Mapping[str, Tree]) -> dict[str, Content]:
     return files | {STATE: tensorfile.Contents(tensors, {}), DATA: text}
 
 
-def load_tree(path: str | Path, *, device: torch.device | None = None) -> tuple[dict[str, Tree], dict[str, Any]]:
+def load_tree(path: str | Path, *, device: Home | None = None) -> tuple[dict[str, Tree], dict[str, Any]]:
     """`{part: state}` and the manifest of a checkpoint, each byte checked; its tensors are on the CPU.
 
-    State that lay on an accelerator is put on `device` where one is given. CheckpointError names file and defect.
+    State that lay on an accelerator is put on `device` where one is given, as `unflatten` does. CheckpointError names
+    file and defect.
     """
     path = Path(path)
     manifest = storage.read_manifest(path)
@@ -81,14 +85,24 @@ def load_checkpoint(
     directory: str | Path | None,
     *,
     run: str | None = None,
-    device: torch.device | None = None,
+    device: Home | None = None,
+    world: World | None = None,
 ) -> Loaded | None:
     """The checkpoint that `find_checkpoint` finds, found by reading it: each byte of it is read once.
 
     One that cannot be read is named in a warning and passed over for the next older one, unless it was asked for.
-    State that lay on an accelerator is put on `device` where one is given.
+    State that lay on an accelerator is put on `device` where one is given, as `unflatten` does. The processes of a
+    `world` call it alike: the first one looks, all of them read, and they end with the same one or the same error.
     """
-    return _meant(resume, directory, run=run, read=lambda path: Loaded(path, *load_tree(path, device=device)))
+
+    def read(path: Path) -> Loaded:
+        return Loaded(path, *load_tree(path, device=device))
+
+    if world is None or world.size == 1:
+        return _meant(resume, directory, run=run, read=read)
+    from trainwright.slots.loading_group import load_with_all
+
+    return load_with_all(world, lambda reads: _meant(resume, directory, run=run, read=reads), read)
 
 
 def latest_checkpoint(directory: str | Path, *, run: str | None = None) -> Path | None:
