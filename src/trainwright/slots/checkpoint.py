@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args, overload
 
 from trainwright.base.contracts import Part, Tree
 from trainwright.base.errors import SettingError, message
@@ -17,7 +17,9 @@ from trainwright.base.spans import Epochs, Seconds, Span, Updates
 from trainwright.runtime.sums import Checksum
 
 if TYPE_CHECKING:
+    from trainwright.parallel.world import World
     from trainwright.slots.keeper import Keeper
+    from trainwright.slots.keeper_group import GroupKeeper
 
 
 class Keeping(Part, Protocol):
@@ -32,6 +34,10 @@ class Keeping(Part, Protocol):
     `blocked`: seconds that saving has kept the run waiting so far;
     `failing`: a line for `Result.notes` where the last save failed, an empty string where it did not;
     `abandon()`: called in the place of `release` after a second Ctrl-C; to return at once.
+
+    In a group every process has one, made by `bind(run_id, world=world)`, and calls the same of it in the same order.
+    There `save` and `written` take `alone=True`, for a process that ends in an error which the others do not share,
+    and nothing may be asked of them; `news` is not called, and `has_news` may be looked at when all meet.
     """
 
     run_id: str
@@ -98,7 +104,7 @@ class Saving(Protocol):
         ...
 
     def bind(self, run_id: str) -> Keeping:
-        """The keeper of one run's checkpoints."""
+        """The keeper of one run's checkpoints; on several processes it is also given `world=`."""
         ...
 
 
@@ -171,11 +177,22 @@ class Checkpoint:
             what = f"Checkpoint(best={self.best!r}) does not say whether more or less is better"
             raise SettingError(message(what, fix='mode="max" if more is better, as for an accuracy; else mode="min"'))
 
-    def bind(self, run_id: str) -> Keeper:
-        """The keeper of one run's checkpoints; nothing is touched before its `prepare`."""
+    @overload
+    def bind(self, run_id: str) -> Keeper: ...
+    @overload
+    def bind(self, run_id: str, *, world: World) -> Keeper | GroupKeeper: ...
+    def bind(self, run_id: str, *, world: World | None = None) -> Keeper | GroupKeeper:
+        """The keeper of one run's checkpoints; nothing is touched before its `prepare`.
+
+        `world`: the processes of the run. On several of them every one binds and calls alike; see `GroupKeeper`.
+        """
         from trainwright.slots.keeper import Keeper  # with its thread and its files: not for who only sets things
 
-        return Keeper(self, run_id)
+        if world is None or world.size == 1:
+            return Keeper(self, run_id)
+        from trainwright.slots.keeper_group import GroupKeeper
+
+        return GroupKeeper(self, run_id, world=world)
 
 
 Checkpoint.__init__ = suggests(Checkpoint.__init__)  # type: ignore[method-assign]  # dataclass has only now made it

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from warnings import warn
@@ -16,13 +14,13 @@ from warnings import warn
 import torch
 
 from trainwright.base.contracts import Tree
-from trainwright.base.errors import CheckpointError, SettingError, message
-from trainwright.base.names import did_you_mean
+from trainwright.base.errors import CheckpointError, message
 from trainwright.base.records import Best, Saved
 from trainwright.runtime import storage
 from trainwright.runtime.background import Background
 from trainwright.runtime.files import Content
 from trainwright.runtime.staging import Arena, needs
+from trainwright.slots.judged import Judged
 from trainwright.slots.saved import encode, rank
 from trainwright.slots.writing import Failure, Place, Retention, Writing, Written
 
@@ -47,7 +45,7 @@ class Keeper:
         """Called by the writing thread when a save is done or has failed."""
         self.blocked = 0.0
         """Seconds that saving has kept the run waiting: all of `save`, and the waiting in `written`."""
-        self._top: list[_Judged] = []
+        self._judged = Judged(settings)
         self._whole: Mapping[int, float] = {}
         """Whole checkpoints of this run in the directory: update -> rank of the judged number. Never changed in place:
         a job of the thread is given this one, and gives another."""
@@ -57,6 +55,8 @@ class Keeper:
         self._arena = Arena()
         self._background: Background[Written] | None = None
         self._handed = _Handed(0, 0.0)
+        self.is_in_flight = False
+        """Whether a save was begun of which nothing has been heard."""
         self._saved: list[Saved] = []
         self._failures: list[Failure] = []
         self._warnings: list[str] = []
@@ -109,20 +109,7 @@ class Keeper:
 
         NaN never is, nor the worst infinity; a tie beats nothing. SettingError where there is no such number.
         """
-        name = self.settings.best
-        if name is None:
-            return False
-        if name not in metrics:
-            what = f"Checkpoint(best={name!r}): there is no number of that name.{did_you_mean(name, metrics)}"
-            raise SettingError(message(what, want=f"one of {', '.join(sorted(metrics))}"))
-        found = _Judged(float(metrics[name]), epoch, update)
-        self._top = [judged for judged in self._top if judged.update != update]
-        place = bisect_right([self._rank(judged.value) for judged in self._top], self._rank(found.value))
-        if place >= self.settings.top or not self._rank(found.value) < inf:
-            return False
-        self._top.insert(place, found)
-        del self._top[self.settings.top :]
-        return True
+        return self._judged.judge(metrics, epoch=epoch, update=update)
 
     def save(
         self,
@@ -151,7 +138,7 @@ class Keeper:
                 "update": update,
                 "epoch": epoch,
                 "monitor": self.settings.best,
-                "mode": self._mode if self.settings.best else None,
+                "mode": self._judged.mode if self.settings.best else None,
                 "metrics": {name: float(value) for name, value in (metrics or {}).items()},
                 "settings": settings,
             }
@@ -164,6 +151,7 @@ class Keeper:
                 if self._arena.wanted > self._arena.size:  # it has grown: when this one is written, make room
                     background.prepare(partial(_reserve, self._arena, *needs(files)))
             self._handed = _Handed(update, time.perf_counter() - asked)
+            self.is_in_flight = True
 
     def written(self, *, wait: bool = False) -> list[Saved]:
         """The checkpoints that have become whole since this was last asked, oldest first.
@@ -200,9 +188,9 @@ class Keeper:
     @property
     def best(self) -> Best | None:
         """The best of the monitored number so far; its path is None until that checkpoint is whole."""
-        if not self._top:
+        if not self._judged.top:
             return None
-        top = self._top[0]
+        top = self._judged.top[0]
         return Best(str(self.settings.best), top.value, top.epoch, top.update, self._path(top.update))
 
     @property
@@ -217,35 +205,36 @@ class Keeper:
         self._collect()
         return "" if self._failed is None else self._failed.line(before=self._newest)
 
+    @property
+    def has_news(self) -> bool:
+        """Whether `written` has anything to tell."""
+        self._collect()
+        return bool(self._saved or self._failures or self._warnings)
+
+    @property
+    def known(self) -> Known:
+        """What it knows of the run and its directory."""
+        self._collect()
+        return Known(self.run_id, self.directory, self._whole, self._resumed)
+
+    def know(self, known: Known) -> None:
+        """Take over what the keeper of the process that writes has told."""
+        self.run_id, self.directory = known.run_id, known.directory
+        self._whole, self._resumed = known.whole, known.resumed
+
     def state_dict(self) -> dict[str, Any]:
         """What was judged best so far."""
-        top = [{"value": judged.value, "epoch": judged.epoch, "update": judged.update} for judged in self._top]
-        return {"best": self.settings.best, "mode": self._mode, "top": top}
+        return self._judged.state_dict()
 
     def load_state_dict(self, tree: dict[str, Any]) -> None:
         """Take over what was judged best; a best of another number is forgotten, with a warning."""
-        if (tree["best"], tree["mode"]) == (self.settings.best, self._mode):
-            self._top = [_Judged(**judged) for judged in tree["top"]][: self.settings.top]
-            return
-        self._top = []
-        if tree["best"] is not None and self.settings.best is not None:
-            now = f"{self.settings.best} ({self._mode})"
-            warn(
-                f"the best so far was judged on {tree['best']} ({tree['mode']}); on {now} it starts anew", stacklevel=2
-            )
+        self._judged.load_state_dict(tree)
 
     @property
     def _newest(self) -> Path | None:
         """The newest whole checkpoint, or the one that was resumed."""
         saved = self.saved
         return saved[0] if saved else self._resumed
-
-    @property
-    def _mode(self) -> str:
-        return self.settings.mode or "min"
-
-    def _rank(self, value: float) -> float:
-        return -value if self._mode == "max" else value
 
     def _path(self, update: int) -> Path | None:
         self._collect()
@@ -279,7 +268,7 @@ class Keeper:
 
     def _writing(self, files: Mapping[str, Content], manifest: Mapping[str, Any], *, began: float) -> Writing:
         """The job for the thread: with all that is known now, of which nothing is changed later."""
-        judged = [one.update for one in self._top]
+        judged = [one.update for one in self._judged.top]
         return Writing(
             self._place,
             files,
@@ -295,6 +284,7 @@ class Keeper:
         """Take over what has come of the last save; what is to be told of it is kept for `written`."""
         background = background or self._background
         for done in [] if background is None else background.done():
+            self.is_in_flight = False
             if done.result is None:
                 assert done.error is not None
                 times = 1 if self._failed is None else self._failed.times + 1
@@ -329,15 +319,18 @@ class Keeper:
                 manifest = storage.read_manifest(path) if path == loaded else storage.verify(path)
             except CheckpointError:
                 continue
-            whole[manifest["update"]] = rank(manifest, self.settings.best, self._mode)
+            whole[manifest["update"]] = rank(manifest, self.settings.best, self._judged.mode)
         self._whole = whole
 
 
 @dataclass(frozen=True, slots=True)
-class _Judged:
-    value: float
-    epoch: int
-    update: int
+class Known:
+    """What a keeper knows of its run: the id, the directory, what is whole (update -> rank), what was resumed."""
+
+    run_id: str
+    directory: Path
+    whole: Mapping[int, float]
+    resumed: Path | None
 
 
 @dataclass(frozen=True, slots=True)

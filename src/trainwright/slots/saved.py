@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from warnings import warn
 
 from torch import nn
@@ -21,6 +21,9 @@ from trainwright.runtime.device import Home
 from trainwright.runtime.files import Content, read_file, replace_file
 from trainwright.runtime.tree import flatten, unflatten
 from trainwright.runtime.weights import load_into, read_weights, weights_contents
+
+if TYPE_CHECKING:
+    from trainwright.parallel.world import World
 
 T = TypeVar("T")
 MODEL, STATE, DATA = "model.safetensors", "state.safetensors", "state.json"
@@ -83,13 +86,23 @@ def load_checkpoint(
     *,
     run: str | None = None,
     device: Home | None = None,
+    world: World | None = None,
 ) -> Loaded | None:
     """The checkpoint that `find_checkpoint` finds, found by reading it: each byte of it is read once.
 
     One that cannot be read is named in a warning and passed over for the next older one, unless it was asked for.
-    State that lay on an accelerator is put on `device` where one is given, as `unflatten` does.
+    State that lay on an accelerator is put on `device` where one is given, as `unflatten` does. The processes of a
+    `world` call it alike: the first one looks, all of them read, and they end with the same one or the same error.
     """
-    return _meant(resume, directory, run=run, read=lambda path: Loaded(path, *load_tree(path, device=device)))
+
+    def read(path: Path) -> Loaded:
+        return Loaded(path, *load_tree(path, device=device))
+
+    if world is None or world.size == 1:
+        return _meant(resume, directory, run=run, read=read)
+    from trainwright.slots.loading_group import load_with_all
+
+    return load_with_all(world, lambda reads: _meant(resume, directory, run=run, read=reads), read)
 
 
 def latest_checkpoint(directory: str | Path, *, run: str | None = None) -> Path | None:

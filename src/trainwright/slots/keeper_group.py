@@ -1,0 +1,221 @@
+"""Keeps the checkpoints of a run on several processes: the first one writes, all of them know the same."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainwright.base.contracts import Tree
+from trainwright.base.errors import CheckpointError, message
+from trainwright.base.records import Best, Saved
+from trainwright.runtime import storage
+from trainwright.runtime.files import spare_name
+from trainwright.slots.keeper import Keeper, Known
+from trainwright.slots.together import first_of, here, mark
+
+if TYPE_CHECKING:
+    from trainwright.parallel.world import World
+    from trainwright.slots.checkpoint import Checkpoint
+
+_LOOKS_FOR = 5.0
+"""Seconds within which a network file system must show one process what another has made."""
+
+
+class GroupKeeper:
+    """Saves the checkpoints of one run of several processes, whose states are the first one's.
+
+    Every process calls the same in the same order, and gets the same: results, errors, what is best, what is whole.
+    `release`, `abandon`, `best`, `saved`, `failing`, `has_news` and whatever is asked `alone` may be used by one of
+    them without the others; the first then knows the newest, the others what all knew last. Nothing is said between
+    the processes but in `prepare`, `adopt`, `expect`, `save`, and in `written` while a save has not been told.
+    """
+
+    def __init__(self, settings: Checkpoint, run_id: str, *, world: World) -> None:
+        self.settings = settings
+        self.world = world
+        self._keeper = Keeper(settings, run_id)
+        """It writes on the first process; on the others it judges, and holds what the first has told."""
+        self._untold = False
+        """Whether there may be a save that not all have heard of; the same on every process."""
+        self._failing = ""
+
+    @property
+    def run_id(self) -> str:
+        """The id of the run: the first process's, from `prepare` on."""
+        return self._keeper.run_id
+
+    @property
+    def directory(self) -> Path:
+        """Where the checkpoints lie."""
+        return self._keeper.directory
+
+    @property
+    def blocked(self) -> float:
+        """Seconds that saving has kept this process waiting."""
+        return self._keeper.blocked
+
+    def prepare(self, *, resuming: bool) -> None:
+        """Make and lock the directory, and see that every process sees it.
+
+        Raises CheckpointError on all processes where another run writes there, where it holds another run and none is
+        resumed, or where a process has another directory of that name, as on a drive of its own.
+        """
+        known, probe = first_of(self.world, lambda: self._prepare_first(resuming=resuming))
+        self._take(known)
+        unseen = [where for where in self.world.gather("" if _appears(probe) else here(self.world)) if where]
+        if self.world.is_main:
+            with suppress(OSError):
+                probe.rmdir()
+        if unseen:
+            self.release()
+            what = f"checkpoints in {self.directory}: {', '.join(unseen)} cannot see what process 0 has made there"
+            want = "a directory that all processes share"
+            fix = f'Checkpoint("/a/shared/drive/{self.directory.name}", ...)'
+            raise mark(CheckpointError(message(what, want=want, fix=fix)))
+
+    def adopt(self, path: Path, manifest: Mapping[str, Any]) -> None:
+        """Go on with the run of the checkpoint that was loaded. Raises as `Keeper.adopt`, on all processes."""
+
+        def adopt() -> Known:
+            self._keeper.adopt(path, manifest)
+            return self._keeper.known
+
+        self._take(first_of(self.world, adopt))
+
+    def expect(self, tree: Mapping[str, Tree]) -> None:
+        """Have room made for a copy of a state like this one; CheckpointError names what cannot be saved."""
+        first_of(self.world, lambda: self._keeper.expect(tree))
+
+    def judge(self, metrics: Mapping[str, float], *, epoch: int, update: int) -> bool:
+        """Whether the monitored number is among the best; every process judges the same numbers alike."""
+        return self._keeper.judge(metrics, epoch=epoch, update=update)
+
+    def save(
+        self,
+        tree: Mapping[str, Tree],
+        *,
+        update: int,
+        epoch: int,
+        metrics: Mapping[str, float] | None = None,
+        settings: str = "",
+        alone: bool = False,
+    ) -> None:
+        """Have the first process copy its `{part: state}` and write it; what the others give is not looked at.
+
+        They wait for its copy, and for the save before. `alone`: the first one saves without the others, which have
+        failed or will not come here; on another process nothing happens then.
+        """
+
+        def save() -> None:
+            self._keeper.save(tree, update=update, epoch=epoch, metrics=metrics, settings=settings)
+
+        if not alone:
+            first_of(self.world, save)
+        elif self.world.is_main:
+            save()
+        self._untold = True
+
+    def written(self, *, wait: bool = False, alone: bool = False) -> list[Saved]:
+        """The checkpoints that have become whole since all were last told, oldest first, on every process.
+
+        A save that failed is told here, once: a warning of the first process where the system refused, else, or with
+        `on_save_error="raise"`, CheckpointError on all. `alone`: what this process knows, without asking the others.
+        """
+        if alone:
+            return self._keeper.written(wait=wait)
+        if not self._untold:
+            return []
+        told = first_of(self.world, lambda: self._tell(wait=wait))
+        self._take(told.known)
+        self._untold, self._failing = told.more, told.failing
+        if told.error:
+            raise mark(CheckpointError(told.error))
+        return told.saved
+
+    def release(self, *, wait: bool = True) -> None:
+        """Wait for the save in flight and let others write to the directory; asks no other process."""
+        self._keeper.release(wait=wait)
+
+    def abandon(self) -> None:
+        """Release without waiting."""
+        self._keeper.abandon()
+
+    @property
+    def best(self) -> Best | None:
+        """The best of the monitored number so far; its path is None until all know that it is whole."""
+        return self._keeper.best
+
+    @property
+    def saved(self) -> list[Path]:
+        """The whole checkpoints of this run, newest first."""
+        return self._keeper.saved
+
+    @property
+    def failing(self) -> str:
+        """How many saves have failed since one went well, and why; an empty string where none has."""
+        return self._keeper.failing if self.world.is_main else self._failing
+
+    @property
+    def has_news(self) -> bool:
+        """Whether this process knows of a save that `written` would tell: a reason for all to meet and ask."""
+        return self._keeper.has_news
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was judged best so far."""
+        return self._keeper.state_dict()
+
+    def load_state_dict(self, tree: dict[str, Any]) -> None:
+        """Take over what was judged best."""
+        self._keeper.load_state_dict(tree)
+
+    def _prepare_first(self, *, resuming: bool) -> tuple[Known, Path]:
+        self._keeper.prepare(resuming=resuming)
+        probe = self.directory / spare_name(".tmp", storage.update_name(0))
+        try:
+            probe.mkdir(mode=0o700)
+        except OSError as error:
+            self._keeper.release()
+            raise CheckpointError(message(f"{self.directory} cannot be written to", have=str(error))) from error
+        return self._keeper.known, probe
+
+    def _tell(self, *, wait: bool) -> _Told:
+        """What the first process has to tell; an error is told too, after which all know the same."""
+        saved, error = [], ""
+        try:
+            saved = self._keeper.written(wait=wait)
+        except CheckpointError as failed:
+            error = str(failed)
+        return _Told(saved, error, self._keeper.known, self._keeper.failing, self._keeper.is_in_flight)
+
+    def _take(self, known: Known) -> None:
+        if not self.world.is_main:
+            self._keeper.know(known)
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What came of the saves, as the first process tells it."""
+
+    saved: list[Saved]
+    error: str
+    known: Known
+    failing: str
+    more: bool
+    """Whether one is in flight still."""
+
+
+def _appears(path: Path) -> bool:
+    """Whether this process sees a path, at once or when its file system asks the server anew."""
+    end = time.monotonic() + _LOOKS_FOR
+    while not os.path.lexists(path):
+        if time.monotonic() > end:
+            return False
+        with suppress(OSError):
+            os.listdir(path.parent)
+        time.sleep(0.05)
+    return True

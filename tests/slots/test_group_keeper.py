@@ -1,0 +1,386 @@
+"""The checkpoints of several processes: the first one writes, all know the same, and one error is everybody's."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import threading
+import time
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from checkpoints import flip, tree_of, updates
+from torch import nn
+
+from trainwright.base.errors import CheckpointError, SettingError
+from trainwright.parallel.world import Group, World
+from trainwright.runtime import storage
+from trainwright.slots import keeper_group, saved, together
+from trainwright.slots.checkpoint import Checkpoint
+from trainwright.slots.keeper import Keeper
+from trainwright.slots.saved import load_checkpoint
+from world.pool import pool
+
+
+def on_all(size, function, *given):
+    """What each of `size` processes returns."""
+    return pool(size).run(function, *given, seconds=40)
+
+
+def keep(directory, *, resuming=False, **settings):
+    """A world and its prepared keeper, with a run id that each process has made up for itself."""
+    world = Group()
+    keeper = Checkpoint(directory, **settings).bind(f"run-{world.rank}", world=world)
+    keeper.prepare(resuming=resuming)
+    return world, keeper
+
+
+def save(keeper, update, **metrics):
+    """Judge and save, as a run does on every process; only the first one's state is what is to be saved."""
+    if keeper.settings.best in metrics:
+        keeper.judge(metrics, epoch=0, update=update)
+    torch.manual_seed(update)
+    model = nn.Linear(3, 2)
+    tree = tree_of(model, update) if keeper.world.is_main else {}
+    keeper.save(tree, update=update, epoch=0, metrics=metrics)
+
+
+def told(keeper):
+    """What a keeper says, as plain text and numbers."""
+    best = keeper.best
+    where = None if best is None else (best.update, None if best.path is None else best.path.name)
+    return [path.name for path in keeper.saved], where, keeper.failing, keeper.run_id
+
+
+def error_of(function, *given):
+    try:
+        function(*given)
+    except (CheckpointError, SettingError) as error:
+        return type(error).__name__, str(error), getattr(error, "everywhere", False)
+    return None
+
+
+# Keeping
+
+
+def three_saves(directory):
+    world, keeper = keep(directory, keep=1, best="val_loss")
+    for update, value in ((1, 0.5), (2, 0.1), (3, 0.3)):
+        save(keeper, update, val_loss=value)
+    whole = [one.update for one in keeper.written(wait=True)]
+    said = told(keeper), whole, keeper.state_dict()
+    keeper.release()
+    assert world.size > 1
+    return said
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_first_process_writes_and_all_know_what_is_whole_and_best(tmp_path, size):
+    said = on_all(size, three_saves, tmp_path / "run")
+    assert said == [said[0]] * size
+    names, best, failing, run = said[0][0]
+    assert (names, best, failing) == ([storage.update_name(3), storage.update_name(2)], (2, storage.update_name(2)), "")
+    assert run == "run-0" and said[0][1] == [1, 2, 3]
+    assert updates(tmp_path / "run") == [2, 3]
+    assert {storage.read_manifest(path)["run"] for path in storage.scan(tmp_path / "run")} == {"run-0"}
+
+
+def count_collectives(directory):
+    world, keeper = keep(directory)
+    asked = []
+    for name in ("same", "gather"):
+        plain = getattr(world, name)
+        setattr(world, name, lambda *given, plain=plain, name=name: (asked.append(name), plain(*given))[1])
+    counts = []
+    for step in (
+        lambda: [keeper.written() for _ in range(100)],
+        lambda: (keeper.judge({}, epoch=0, update=1), keeper.best, keeper.saved, keeper.failing, keeper.has_news),
+        lambda: save(keeper, 1),
+        lambda: keeper.written(wait=True),
+        lambda: [keeper.written() for _ in range(100)],
+        keeper.release,
+    ):
+        step()
+        counts.append(len(asked))
+        asked.clear()
+    return counts
+
+
+def test_nothing_is_said_between_processes_but_for_a_save_and_what_came_of_it(tmp_path):
+    assert on_all(2, count_collectives, tmp_path / "run") == [[0, 0, 1, 1, 0, 0]] * 2
+
+
+def test_one_process_gets_the_keeper_of_one_process(tmp_path):
+    assert type(Checkpoint(tmp_path).bind("a", world=World())) is Keeper
+
+
+def slow_write(directory):
+    world, keeper = keep(directory)
+    beats, commit, same = [], storage.commit, world.same
+    together.BEAT = 0.05
+    world.same = lambda value: (beats.append(value), same(value))[1]
+    storage.commit = lambda *given, **named: (time.sleep(0.5), commit(*given, **named))[1]
+    try:
+        save(keeper, 1)
+        (one,) = keeper.written(wait=True)
+    finally:
+        storage.commit, together.BEAT = commit, 5.0
+        keeper.release()
+    return one.update, len(beats)
+
+
+def test_processes_that_wait_for_a_long_write_are_told_that_it_goes_on(tmp_path):
+    for update, said in on_all(2, slow_write, tmp_path / "run"):
+        assert update == 1 and said > 5  # each shorter than a time-out, where one long silence is not
+
+
+# Errors are everybody's
+
+
+def twice_held(directory):
+    world = Group()
+    other = Keeper(Checkpoint(directory), "other") if world.is_main else None
+    if other is not None:
+        other.prepare(resuming=False)
+    world.wait()
+    said = error_of(keep, directory)
+    if other is not None:
+        other.release()
+    return said
+
+
+def test_a_directory_that_another_run_holds_is_refused_on_all(tmp_path):
+    first, second = on_all(2, twice_held, tmp_path / "run")
+    assert first == second and first[0] == "CheckpointError" and first[2]
+    assert "is being written to by another run" in first[1]
+
+
+def on_drives_of_their_own(directory):
+    """As on machines that have a drive each: the second process sees nothing of what the first one makes."""
+    world, lexists = Group(), os.path.lexists
+    if world.rank == 1:
+        os.path.lexists = lambda path: False
+        keeper_group._LOOKS_FOR = 0.2
+    try:
+        return error_of(keep, directory)
+    finally:
+        os.path.lexists, keeper_group._LOOKS_FOR = lexists, 5.0
+
+
+def test_a_process_that_sees_another_directory_is_named_with_the_cure(tmp_path):
+    first, second = on_all(2, on_drives_of_their_own, tmp_path / "run")
+    assert first == second and first[2]
+    assert "process 1 on " in first[1] and "process 0 on" not in first[1].partition("cannot see")[0]
+    assert "a directory that all processes share" in first[1]
+    with storage.lock(tmp_path / "run"):
+        pass  # it was let go of
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
+
+
+def started_elsewhere(directory):
+    """A relative directory means the first process's."""
+    world = Group()
+    os.chdir(directory / str(world.rank))
+    try:
+        world, keeper = keep("runs/x")
+        save(keeper, 1)
+        keeper.written(wait=True)
+        said = keeper.saved, keeper.directory
+        keeper.release()
+    finally:
+        os.chdir("/")
+    return said
+
+
+def test_a_relative_directory_is_that_of_the_first_process(tmp_path):
+    for rank in ("0", "1"):
+        (tmp_path / rank).mkdir()
+    run = tmp_path / "0/runs/x"
+    assert on_all(2, started_elsewhere, tmp_path) == [([run / storage.update_name(1)], run)] * 2
+
+
+def full_disk(directory, on_error):
+    world, keeper = keep(directory, on_save_error=on_error)
+    save(keeper, 1)
+    keeper.written(wait=True)
+    write = storage.write_file
+    if world.is_main:
+        storage.write_file = partial(_refuse, errno.ENOSPC)
+    try:
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            save(keeper, 2)
+            error = error_of(partial(keeper.written, wait=True))
+    finally:
+        storage.write_file = write
+    said = error, [str(one.message) for one in heard], told(keeper)
+    keeper.release()
+    return said
+
+
+def _refuse(number, *given, **named):
+    raise OSError(number, os.strerror(number), "there")
+
+
+def test_a_save_that_fails_ends_all_processes_where_that_is_asked_for(tmp_path):
+    (first, heard, state), second = on_all(2, full_disk, tmp_path / "run", "raise")
+    assert first[0] == "CheckpointError" and "the disk is full" in first[1] and first[2]
+    assert second == (first, [], state) and heard == []
+    assert state[0] == [storage.update_name(1)] and "the last save failed" in state[2]
+
+
+def test_else_the_first_process_warns_and_all_know_that_it_failed(tmp_path):
+    (first, heard, state), second = on_all(2, full_disk, tmp_path / "run", "warn")
+    assert first is None and len(heard) == 1 and "the disk is full" in heard[0]
+    assert second == (None, [], state) and "the disk is full" in state[2]
+
+
+def unstorable(directory):
+    world, keeper = keep(directory)
+    said = error_of(partial(keeper.save, {"state": {1, 2}} if world.is_main else {}, update=1, epoch=0))
+    keeper.release()
+    return said
+
+
+def test_what_cannot_be_stored_is_an_error_of_all(tmp_path):
+    first, second = on_all(2, unstorable, tmp_path / "run")
+    assert first == second and "sorted(x)" in first[1] and first[2]
+
+
+def one_fails_alone(directory):
+    """The second process ends in an error of its own: the first saves what is whole without it."""
+    world, keeper = keep(directory)
+    save(keeper, 1)
+    if world.is_main:
+        keeper.save(tree_of(nn.Linear(3, 2)), update=2, epoch=0, alone=True)
+    else:
+        keeper.save({}, update=2, epoch=0, alone=True)
+    whole = [one.update for one in keeper.written(wait=True, alone=True)]
+    keeper.release()
+    return whole, updates(directory) if world.is_main else []
+
+
+def test_a_process_that_is_alone_asks_nobody(tmp_path):
+    assert on_all(2, one_fails_alone, tmp_path / "run") == [([1, 2], [1, 2]), ([], [])]
+
+
+# Loading
+
+
+def resume(directory, where="auto"):
+    world = Group()
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        error, loaded = None, None
+        try:
+            loaded = load_checkpoint(where, directory, run="one", world=world)
+        except (CheckpointError, SettingError) as failed:
+            error = type(failed).__name__, str(failed), getattr(failed, "everywhere", False)
+    found = (
+        None if loaded is None else (loaded.path.name, loaded.tree["progress"]["updates"], sorted(loaded.tree["model"]))
+    )
+    return found, error, [str(one.message) for one in heard]
+
+
+def saved_run(directory, *at):
+    keeper = Checkpoint(directory, keep=9).bind("one")
+    keeper.prepare(resuming=False)
+    for update in at:
+        keeper.save(tree_of(nn.Linear(3, 2), update), update=update, epoch=0)
+    keeper.written(wait=True)
+    keeper.release()
+    return storage.scan(directory)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_processes_read_the_newest_whole_one_and_the_first_says_what_is_damaged(tmp_path, size):
+    newest, older = saved_run(tmp_path, 1, 2)
+    flip(newest / "state.safetensors")
+    first, *others = on_all(size, resume, tmp_path)
+    assert first[0][0] == older.name and first[0][1] == 1
+    assert len(first[2]) == 1 and newest.name in first[2][0] and "passed over" in first[2][0]
+    assert others == [(first[0], None, [])] * (size - 1)
+
+
+def test_nothing_to_resume_is_nothing_on_all(tmp_path):
+    assert on_all(2, resume, tmp_path) == [(None, None, [])] * 2
+
+
+def test_where_nothing_is_whole_all_get_the_same_error(tmp_path):
+    (only,) = saved_run(tmp_path, 1)
+    flip(only / "model.safetensors")
+    (_, first, heard), (_, second, silent) = on_all(2, resume, tmp_path)
+    assert first == second and "holds no whole checkpoint" in first[1] and first[2]
+    assert len(heard) == 1 and silent == []
+
+
+def test_a_path_that_is_missing_is_the_same_error_on_all(tmp_path):
+    saved_run(tmp_path, 1)
+    (_, first, _), (_, second, _) = on_all(2, resume, tmp_path, tmp_path / "update-7")
+    assert first == second and "does not exist" in first[1]
+
+
+def reading_that_fails_on_the_second(directory):
+    world = Group()
+    read, newest = storage.read_manifest, storage.scan(directory)[0]
+
+    def refuses(path):
+        if path == newest and threading.current_thread() is threading.main_thread():
+            raise CheckpointError(f"checkpoint {path} cannot be read: Input/output error")
+        return read(path)
+
+    if world.rank == 1:
+        storage.read_manifest = refuses
+    try:
+        return resume(directory)
+    finally:
+        storage.read_manifest = read
+
+
+def test_one_that_any_process_cannot_read_is_passed_over_by_all(tmp_path):
+    saved_run(tmp_path, 1, 2)
+    first, second = on_all(2, reading_that_fails_on_the_second, tmp_path)
+    assert first[0] == second[0] and first[0][0] == storage.update_name(1)
+    assert "Input/output error" in first[2][0] and "read by process 1 on " in first[2][0]
+
+
+def resume_on_own_drive(directory):
+    """As on two machines: one name, two drives."""
+    world, read = Group(), saved.load_tree
+    own = directory.with_name(f"drive{world.rank}")
+    saved.load_tree = lambda path, device: read(own / path.name, device=device)
+    try:
+        return resume(directory)
+    finally:
+        saved.load_tree = read
+
+
+def test_another_run_under_the_same_name_on_a_drive_of_its_own_is_noticed(tmp_path):
+    for name in ("drive0", "drive1"):
+        saved_run(tmp_path / name, 1)
+    shutil.copytree(tmp_path / "drive0", tmp_path / "drive")
+    (_, first, _), (_, second, _) = on_all(2, resume_on_own_drive, tmp_path / "drive")
+    assert first == second and "process 1 on " in first[1] and "a directory that all processes share" in first[1]
+
+
+def resume_and_go_on(directory):
+    world, keeper = keep(directory, resuming=True, keep=2)
+    loaded = load_checkpoint("auto", directory, run=keeper.run_id, world=world)
+    keeper.adopt(loaded.path, loaded.manifest)
+    before = told(keeper)
+    save(keeper, 3)
+    keeper.written(wait=True)
+    said = before, told(keeper)
+    keeper.release()
+    return said
+
+
+def test_a_resumed_run_knows_its_earlier_checkpoints_on_every_process(tmp_path):
+    saved_run(tmp_path, 1, 2)
+    first, second = on_all(2, resume_and_go_on, tmp_path)
+    assert first == second
+    assert first[0][0] == [storage.update_name(2), storage.update_name(1)] and first[0][3] == "one"
+    assert first[1][0] == [storage.update_name(3), storage.update_name(2)]
