@@ -99,9 +99,10 @@ class Window(Sequence[Any]):
         """
         if count is None:
             return loss
+        count = _where_lies(loss, count)
         if self.alone:
             return loss / above_nothing(count) if summed else loss
-        divisor = self.divisor(count, own=own)
+        divisor = _where_lies(loss, self.divisor(count, own=own))
         if summed:
             return loss / divisor
         weighed: Tensor = without_nothing(loss, count) * ratio(count, divisor)
@@ -250,6 +251,13 @@ def without_nothing(loss: Tensor, count: Count) -> Tensor:
 def above_nothing(count: Count) -> Count:
     """A divisor for a window that counts nothing, as far as only the device knows."""
     return torch.where(count == 0, torch.ones_like(count), count) if isinstance(count, Tensor) else count
+
+
+def _where_lies(loss: Tensor, count: Count) -> Count:
+    """The count on the device of the loss: of a model over several devices they may lie on two."""
+    if isinstance(count, Tensor) and count.device != loss.device:
+        return count.to(loss.device, non_blocking=count.is_cpu)
+    return count
 
 
 def _add(counts: list[Count]) -> Count:
