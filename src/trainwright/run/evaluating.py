@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -11,17 +10,16 @@ from typing import Any
 from warnings import warn
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trainwright.base.contracts import Source
 from trainwright.base.errors import DataError, SettingError, message, user_line
-from trainwright.base.records import Step
 from trainwright.data.source import beside
 from trainwright.run.failure import explain
 from trainwright.run.ledger import Ledger
 from trainwright.run.owner import Owner
+from trainwright.run.ranks import own_batches, same_buffers, undealt
 from trainwright.runtime import late, modules
-from trainwright.runtime.device import move
 from trainwright.runtime.randomness import seed, unmoved
 from trainwright.runtime.snapshot import snapshot
 from trainwright.runtime.surroundings import beside_training
@@ -59,6 +57,8 @@ def traceless(owner: Owner, source: Source, *, shows_gradients: bool = False) ->
         stack.enter_context(torch.no_grad())
         stack.enter_context(switched(owner.precision))
         stack.enter_context(_state_aside(owner))
+        if owner.world.size > 1:
+            stack.enter_context(same_buffers(owner))
         yield beside(source) if source.repeatable else source
 
 
@@ -114,9 +114,9 @@ def feed(owner: Owner, source: Source) -> None:
         stack.enter_context(beside_training(owner.device.type))
         stack.enter_context(torch.no_grad())
         stack.enter_context(_state_aside(owner))
-        step = _with_autocast(owner, owner.training_step)
+        step = with_autocast(owner, owner.training_step)
         seed(0, generators)
-        for batch in owner.between.watched(aside.epoch(0)):
+        for batch in owner.between.watched(undealt(owner.world, aside)):
             ledger.batch = batch
             kept = [statistic.clone() for statistic in statistics]
             step(batch if to_device is None else to_device(batch))
@@ -158,28 +158,35 @@ def evaluate(owner: Owner, source: Source, *, name: str, batches: int | None = N
     with ledger_aside(owner, ledger):
         try:
             with traceless(owner, source) as aside:
-                plain = _with_autocast(owner, owner.validation_step)
+                plain = with_autocast(owner, owner.validation_step)
                 step = _counted(owner, ledger, plain)
-                passed = chain.from_iterable(map(aside.epoch, (0,)))  # opened when it is first asked, and watched
+                if owner.world.size == 1:
+                    passed = chain.from_iterable(map(aside.epoch, (0,)))  # opened when it is first asked, and watched
+                else:
+                    passed = own_batches(owner, aside, ledger)
                 for batch in islice(owner.between.watched(passed), batches):
                     ledger.batch = batch
                     returned = step(batch if to_device is None else to_device(batch))
                     if not seen:
                         ledger.check_fed(returned)
-                    ledger.note(returned)
+                    if ledger.noting:
+                        ledger.note(returned)
                     if ledger.counting is not None and not ledger.counting.found:
                         ledger.counting, step = None, plain
                     seen += 1
                     if not seen % READ_EVERY:
                         ledger.close()
                         ledger.close_totals()
-                numbers = ledger.means(f"{name}_")
+                if owner.world.size > 1:
+                    ledger.merge(owner.world)
+                    seen = int(*owner.world.total(seen))
+                numbers = ledger.means(f"{name}_") if owner.is_main else {}
         except BaseException as error:
             explain(error, owner)
             raise
     if not seen:
         raise DataError(message(f"the {name} data gave no batch", want="at least one batch", where=False))
-    return Evaluation(*_without_hidden(numbers, meters, f"{name}_"))
+    return owner.world.same(Evaluation(*_without_hidden(numbers, meters, f"{name}_")))
 
 
 def evaluate_sets(owner: Owner, sources: Mapping[str, Source]) -> dict[str, float]:
@@ -193,51 +200,10 @@ def evaluate_sets(owner: Owner, sources: Mapping[str, Source]) -> dict[str, floa
 
 
 def predict(owner: Owner, source: Source) -> Any:
-    """Return the outputs of `predict_step` over one pass in data order, joined on the CPU; see `join`."""
-    outputs: list[Any] = []
-    try:
-        with ledger_aside(owner), traceless(owner, source) as aside:
-            step, to_device = _with_autocast(owner, owner.predict_step), owner.hooks.move
-            for batch in aside.epoch(0):
-                output = step(batch if to_device is None else to_device(batch))
-                outputs.append(move(output.output if type(output) is Step else output, torch.device("cpu")))
-    except BaseException as error:
-        explain(error, owner)
-        raise
-    if not outputs:
-        raise DataError(message("the data to predict gave no batch", want="at least one batch"))
-    with beside_training(owner.device.type):
-        return join(outputs)
+    """Return the outputs of `predict_step` over one pass; see `run.predicting.predict`."""
+    from trainwright.run import predicting
 
-
-def join(outputs: list[Any]) -> Any:
-    """Concatenate nested outputs along their rows; a list where the shapes do not allow it.
-
-    A list of dicts, one for each row, is such rows; so are lists whose lengths differ. Other lists are columns.
-    """
-    first = outputs[0]
-    if isinstance(first, Tensor):
-        fits = first.ndim > 0 and all(output.shape[1:] == first.shape[1:] for output in outputs)
-        return torch.cat(outputs) if fits else outputs
-    if isinstance(first, tuple | list):
-        if _are_rows(outputs):
-            return [row for output in outputs for row in output]
-        columns = [join(list(column)) for column in zip(*outputs, strict=True)]
-        return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
-    if isinstance(first, dict):
-        return {key: join([output[key] for output in outputs]) for key in first}
-    if dataclasses.is_dataclass(first) and not isinstance(first, type):
-        names = [field.name for field in dataclasses.fields(first)]
-        return dataclasses.replace(first, **{n: join([getattr(output, n) for output in outputs]) for n in names})
-    return outputs if any(output is not None for output in outputs) else None
-
-
-def _are_rows(outputs: list[Any]) -> bool:
-    """Whether lists hold something for each row: a detector's dicts, or as many entries as a batch has rows."""
-    if not isinstance(outputs[0], list):
-        return False
-    dicts = all(isinstance(row, Mapping) for output in outputs for row in output)
-    return dicts or len({len(output) for output in outputs}) > 1
+    return predicting.predict(owner, source)
 
 
 _HIDDEN = "loss of each row"
@@ -281,7 +247,7 @@ def _counted(owner: Owner, ledger: Ledger, step: Callable[[Any], Any]) -> Callab
     return watched
 
 
-def _with_autocast(owner: Owner, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def with_autocast(owner: Owner, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """A step under the autocast of the precision; made inside `traceless`, whose choice of a cache it takes over."""
     if owner.precision is None:
         return step

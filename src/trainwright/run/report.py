@@ -18,9 +18,10 @@ from trainwright.base.errors import DataError, SettingError, message
 from trainwright.base.records import Step
 from trainwright.run.batches import scores_of
 from trainwright.run.deciding import decide, kind_of
-from trainwright.run.evaluating import autocast, join, ledger_aside, traceless
+from trainwright.run.evaluating import autocast, ledger_aside, traceless
 from trainwright.run.failure import explain
 from trainwright.run.owner import Owner
+from trainwright.run.predicting import join, outputs_for
 from trainwright.runtime.device import move
 from trainwright.runtime.surroundings import beside_training
 from trainwright.slots.scores import MAE, R2, RMSE
@@ -86,8 +87,8 @@ def report(
     """Compare what `predict_step` gives with the targets over one pass of `source`, without a trace.
 
     `kind` "auto" is decided by the loss, else by dtypes and shapes. `names` are those of the classes, from class 0,
-    or of the columns. Targets that the loss ignores are left out. SettingError where outputs and targets cannot be
-    compared, or may be either kind.
+    or of the columns. Targets that the loss ignores are left out. For all processes alike: each runs its rows, and
+    all get the report on all. SettingError where outputs and targets cannot be compared, or may be either kind.
     """
     if kind not in ("auto", "classes", "values"):
         raise SettingError(message(f"report(kind={kind!r})", want='"auto", "classes" or "values"'))
@@ -111,10 +112,10 @@ def _made(owner: Owner, pairs: list[tuple[Tensor, Tensor]], kind: Asked, *, name
 
 
 def _compared(owner: Owner, source: Source) -> list[tuple[Tensor, Tensor]]:
-    """Return output and target of every batch, on the CPU."""
-    host, pairs = torch.device("cpu"), []
+    """Return output and target of every batch over all processes, on the CPU, in the order of the data."""
+    host, pairs = torch.device("cpu"), outputs_for(owner)
     with ledger_aside(owner), traceless(owner, source) as aside, _split_once(owner) as split_of:
-        for batch in aside.epoch(0):
+        for batch in pairs.over(aside):
             moved = batch if owner.hooks.move is None else owner.hooks.move(batch)
             with autocast(owner):
                 returned = owner.predict_step(moved)
@@ -124,9 +125,10 @@ def _compared(owner: Owner, source: Source) -> list[tuple[Tensor, Tensor]]:
             target = split_of(moved)[1] if target is None else target
             _check_tensors(output, target)
             pairs.append((move(output, host), move(target, host)))
-    if not pairs:
+    whole = pairs.whole()
+    if not whole:
         raise DataError(message("the data to report on gave no batch", want="at least one batch"))
-    return pairs
+    return whole
 
 
 @contextmanager

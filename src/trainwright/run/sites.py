@@ -205,7 +205,7 @@ def _role(frame: FrameType) -> str:
     name, module = frame.f_code.co_name, module_of(frame)
     if module == "trainwright.trainer" and name == "compute_gradients":
         return "train"
-    if module == "trainwright.run.evaluating" and name in ("evaluate", "predict"):
+    if (module, name) in (("trainwright.run.evaluating", "evaluate"), ("trainwright.run.predicting", "predict")):
         return str(frame.f_locals.get("name", "predict"))
     if module == "trainwright.run.report" and name == "_compared":
         return "report"
@@ -219,7 +219,7 @@ def _window(frame: FrameType) -> Any:
 
 def _fetches(frame: FrameType) -> bool:
     """Whether a loop's next frame fetches a batch."""
-    return module_of(frame).startswith(("trainwright.data", "torch.utils.data"))
+    return module_of(frame).startswith(("trainwright.data", "torch.utils.data", "trainwright.run.predicting"))
 
 
 def _in_hand(loop: FrameType, inner: tuple[FrameType, ...], *, owner: Any, role: str) -> tuple[Any, str]:
