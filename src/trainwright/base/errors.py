@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from types import FrameType
 
 
 class TrainwrightError(Exception):
@@ -56,10 +57,13 @@ def message(what: str, *, have: str = "", want: str = "", fix: str = "", where: 
     return "\n".join(lines)
 
 
-def user_line() -> str:
-    """``file:line`` of the innermost frame that is neither ours nor an installed package's, or ""."""
+def user_line(frame: FrameType | None = None) -> str:
+    """``file:line`` of the innermost frame that is neither ours nor an installed package's, or "".
+
+    Seen from `frame`, which may be another thread's; from the caller where none is given.
+    """
     package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    frame = sys._getframe(1)
+    frame = sys._getframe(1) if frame is None else frame
     while frame is not None:
         name = frame.f_code.co_filename
         ours = os.path.abspath(name).startswith(package)

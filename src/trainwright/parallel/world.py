@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -22,6 +24,8 @@ class World:
     """How many processes there are."""
     local_rank = 0
     """Which process of its machine this is, from 0."""
+    device_index: int | None = None
+    """Which device of the machine is this process's own; None where there is no choice to make."""
 
     @property
     def is_main(self) -> bool:
@@ -49,23 +53,42 @@ class World:
     def wait(self) -> None:
         """Wait until every process has come here."""
 
+    def watched(self, tell: Callable[[], str]) -> AbstractContextManager[None]:
+        """Return a context in which the processes look after each other; `tell` says where this one stands."""
+        return nullcontext()
+
+    def failed(self, error: BaseException) -> None:
+        """Tell the others that this process ends in `error`; the first one to say so is the one they name."""
+
+    def blame(self, error: BaseException) -> BaseException:
+        """Return what an error of this process comes from: ProcessError where it only follows from another's."""
+        return error
+
 
 class Group(World):
     """One of several processes, which have a process group of torch's.
 
     Every method is for all processes alike, in the same order. What lies on the host goes through gloo, whatever the
-    group's own backend is, so that no device is waited for.
+    group's own backend is, so that no device is waited for. A process that does not answer for `timeout` seconds ends
+    the run.
     """
 
-    def __init__(self, group: Any = None, *, local_rank: int = 0) -> None:
+    def __init__(
+        self, group: Any = None, *, local_rank: int = 0, device_index: int | None = None, timeout: float = 300.0
+    ) -> None:
         import torch.distributed as dist
+
+        from trainwright.parallel.watch import Watch
 
         self._dist: Any = dist
         self.group = group
         """The process group; None is torch's default one."""
         self.rank, self.size, self.local_rank = dist.get_rank(group), dist.get_world_size(group), local_rank
-        self.host: Any = group if _serves_the_host(dist, group) else dist.new_group(backend="gloo")
+        limit = timedelta(seconds=timeout)
+        self.host: Any = group if _serves_the_host(dist, group) else dist.new_group(backend="gloo", timeout=limit)
         """The process group for what lies on the host."""
+        self.device_index, self.timeout = device_index, timeout
+        self._watch = Watch(self)
 
     @property
     def backend(self) -> str:
@@ -113,6 +136,25 @@ class Group(World):
     def wait(self) -> None:
         """Wait until every process has come here."""
         self.total(0)
+
+    def watched(self, tell: Callable[[], str]) -> AbstractContextManager[None]:
+        """Return a context in which the processes look after each other; `tell` says where this one stands.
+
+        Inside it, a process that does not answer for `timeout` seconds, or that has failed while this one hears
+        nothing of it, ends this one: who and where is printed, and it exits with 1.
+        """
+        return self._watch.during(tell, self.timeout)
+
+    def failed(self, error: BaseException) -> None:
+        """Tell the others that this process ends in `error`; the first one to say so is the one they name."""
+        self._watch.failed(error)
+
+    def blame(self, error: BaseException) -> BaseException:
+        """Return what an error of this process comes from: ProcessError where it only follows from another's.
+
+        An error of this process's own is told to the others, as `failed` does, and comes back as it is.
+        """
+        return self._watch.blame(error)
 
     def _group_of(self, tensor: Tensor) -> Any:
         return self.host if tensor.device.type == "cpu" else self.group

@@ -1,0 +1,142 @@
+"""What the environment says about the processes of this program: torchrun's variables, or Slurm's under `srun`."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from typing import NoReturn
+
+from trainwright.base.errors import SettingError, message
+
+_LAST_STEP = 0xFFFFFFF0
+"""Slurm numbers the steps that are a shell of its own (batch, interactive, extern) from here on."""
+_ALONE = "parallel=None for a process of its own"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The place of this process among several that were started together."""
+
+    rank: int
+    size: int
+    local_rank: int | None
+    """Which process of its machine this is, where the environment says so."""
+    address: str
+    """Where the first process or its launcher is met, "host:port"."""
+    launcher: str
+    """What has said so: "torchrun" or "srun"."""
+
+
+def read_environment() -> Place | None:
+    """Return the place of this process among several, None where it is the only one.
+
+    Raises SettingError where the variables contradict each other: all processes would wait for one that never comes.
+    """
+    if "WORLD_SIZE" in os.environ or "RANK" in os.environ:
+        return _of_torchrun()
+    return _of_slurm() if "SLURM_NTASKS" in os.environ or "SLURM_STEP_NUM_TASKS" in os.environ else None
+
+
+def first_host(nodes: str) -> str:
+    """Return the first host of a list as Slurm writes it: "node[01-03,7],gpu1" begins with "node01"."""
+    first = re.split(r",(?![^\[]*\])", nodes.strip())[0]
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first)
+
+
+def _of_torchrun() -> Place | None:
+    if "WORLD_SIZE" not in os.environ:
+        _refuse("RANK is set and WORLD_SIZE is not", fix=f"start the script with torchrun, or unset RANK, or {_ALONE}")
+    size = _number("WORLD_SIZE", least=1)
+    if "RANK" not in os.environ:
+        if size == 1:
+            return None
+        _refuse(f"WORLD_SIZE is {size} and RANK is not set", fix=f"start the script with torchrun, or {_ALONE}")
+    rank, local_rank = _rank_of("RANK", size), None
+    if "LOCAL_RANK" in os.environ:
+        local_rank = _rank_of("LOCAL_RANK", size)
+    if size == 1:
+        return None
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not os.environ.get(name):
+            fix = f"start the script with torchrun, which sets it, or export {name}, or {_ALONE}"
+            _refuse(f"WORLD_SIZE is {size} and {name} is not set", want="where the first process is met", fix=fix)
+    return Place(rank, size, local_rank, f"{_host(os.environ['MASTER_ADDR'])}:{_port()}", "torchrun")
+
+
+def _of_slurm() -> Place | None:
+    """Read what `srun` gives each of its tasks.
+
+    The shell of `sbatch` and of `salloc` has the job's number of tasks too, but runs once.
+    """
+    step = os.environ.get("SLURM_STEP_ID", "")
+    if not step.isdigit() or int(step) >= _LAST_STEP:
+        tasks = _number("SLURM_NTASKS", least=1) if "SLURM_NTASKS" in os.environ else 1
+        if tasks > 1:
+            fix = f"write `srun python script.py` in the job's script, or {_ALONE}"
+            _refuse(f"this Slurm job has {tasks} tasks, and the script runs once, outside `srun`", fix=fix)
+        return None
+    of_step = "SLURM_STEP_NUM_TASKS"  # of this `srun`; SLURM_NTASKS may be the whole job's
+    size = _number(of_step if of_step in os.environ else "SLURM_NTASKS", least=1)
+    if size == 1:
+        return None
+    rank = _rank_of("SLURM_PROCID", size)
+    local_rank = _rank_of("SLURM_LOCALID", size) if "SLURM_LOCALID" in os.environ else None
+    return Place(rank, size, local_rank, f"{_host_of_slurm()}:{_port_of_slurm(int(step))}", "srun")
+
+
+def _host_of_slurm() -> str:
+    if os.environ.get("MASTER_ADDR"):
+        return _host(os.environ["MASTER_ADDR"])
+    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
+        if os.environ.get(name):
+            return first_host(os.environ[name])
+    _refuse("Slurm names no hosts: SLURM_NODELIST is not set", fix=f"export MASTER_ADDR, or {_ALONE}")
+
+
+def _port_of_slurm(step: int) -> int:
+    """Give the steps of all jobs of a machine ports of their own, below those that outgoing connections get."""
+    if os.environ.get("MASTER_PORT"):
+        return _port()
+    job = "SLURM_JOB_ID" if "SLURM_JOB_ID" in os.environ else "SLURM_JOBID"
+    return 15_000 + (31 * _number(job, least=0) + step) % 15_000
+
+
+def _host(given: str) -> str:
+    return f"[{given}]" if ":" in given and not given.startswith("[") else given  # as a URL has IPv6
+
+
+def _port() -> int:
+    port = _number("MASTER_PORT", least=0)
+    if port > 65_535:
+        _refuse(f"MASTER_PORT is {port}", want="a port, 0 to 65535")
+    return port
+
+
+def _rank_of(name: str, size: int) -> int:
+    rank = _number(name, least=0)
+    if rank >= size:
+        _refuse(f"{name} is {rank}, and there are {size} processes", want=f"{name} from 0 to {size - 1}")
+    return rank
+
+
+def _number(name: str, *, least: int) -> int:
+    given = os.environ.get(name)
+    if given is None:
+        _refuse(f"{name} is not set", want=f"a whole number, at least {least}", fix=_ALONE)
+    if not re.fullmatch(r"\s*[0-9]+\s*", given) or int(given) < least:
+        _refuse(f"{name} is {given!r}", want=f"a whole number, at least {least}")
+    return int(given)
+
+
+def _refuse(
+    what: str, *, want: str = "", fix: str = f"start the script with torchrun or `srun`, or {_ALONE}"
+) -> NoReturn:
+    raise SettingError(message(what, have=_variables(), want=want, fix=fix))
+
+
+def _variables() -> str:
+    """What is set of all that is read here."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    slurm = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_ID", "SLURM_NODELIST")
+    return ", ".join(f"{name}={os.environ[name]}" for name in (*names, *slurm) if name in os.environ)
