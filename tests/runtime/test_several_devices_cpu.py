@@ -217,7 +217,8 @@ def test_the_norm_that_clips_is_that_over_both_devices(devices):
         assert all(part.norm() > 0 for part in clipped)
 
 
-def test_numbers_and_counts_may_lie_on_either_device(devices):
+@pytest.mark.parametrize("nonfinite", ["raise", "ignore"])
+def test_numbers_and_counts_may_lie_on_either_device(devices, nonfinite):
     class Telling(Placing):
         def training_step(self, batch):
             x, y = batch
@@ -235,7 +236,8 @@ def test_numbers_and_counts_may_lie_on_either_device(devices):
             self.log("second", output.sum(), count=(y >= 0).sum())
             return Mean(nn.functional.cross_entropy(output, y), (y >= 0).sum())
 
-    two, one = make(Halves(), Telling, accumulate=3), make(Halves(apart=False), Alone, accumulate=3)
+    settings = {"accumulate": 3, "nonfinite": nonfinite}
+    two, one = make(Halves(), Telling, **settings), make(Halves(apart=False), Alone, **settings)
     numbers, wanted = (trainer.fit(data(), epochs=2).history for trainer in (two, one))
     assert numbers == [pytest.approx(row, rel=1e-12) for row in wanted]
 
