@@ -355,7 +355,7 @@ def test_descriptions_say_rows_batches_and_order() -> None:
         (lambda: batches((X, Y), 8, seed=1.5), SettingError, "seed=1.5"),
         (lambda: batches((X, Y), 8, shuffle="yes"), SettingError, "shuffle='yes'"),
         (lambda: batches((X, Y), 8, collate=3), SettingError, "collate=3"),
-        (lambda: batches((X, Y), per_rank=8), SettingError, "per_rank=...(.|\n)*not built"),
+        (lambda: batches((X, Y), 8, per_rank=8), SettingError, "batch_size=8, per_rank=8(.|\n)*one of the two"),
         (lambda: batches(X, 8, shuffle=True, sampler=[1]), SettingError, "one of the two"),
         (lambda: batches(X, 8, sampler=iter([1])), SettingError, "iterated anew in each epoch"),
         (lambda: batches(X, 8, sampler=[]), DataError, "gives 0 rows"),

@@ -43,6 +43,14 @@ class Part:
         """Rows of every process, by rank."""
         return [len(Part(rank, self.size, self.least).of(rows)) for rank in range(self.size)]
 
+    def told(self, rows: int) -> str:
+        """The sizes for the header: "64 = 2 x 32", "64 = 22 + 21 + 21", "10 = 2 x 3 + 2 x 2" for many processes."""
+        sizes = sorted(self.sizes(rows), reverse=True)
+        kinds = sorted(set(sizes), reverse=True)
+        if len(kinds) > 1 and self.size <= 3:
+            return f"{rows:,} = {' + '.join(map(str, sizes))}"
+        return f"{rows:,} = {' + '.join(f'{sizes.count(kind)} x {kind:,}' for kind in kinds)}"
+
 
 class Slice(NamedTuple):
     """What one process runs of a batch."""

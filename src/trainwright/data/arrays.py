@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain, tee
+from itertools import chain, repeat, tee
 from operator import itemgetter
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
+from trainwright.base.dealing import Part, Slice
 from trainwright.base.errors import DataError, message
 
 
@@ -36,21 +37,38 @@ class Table:
         """Where the rows are."""
         return "memory"
 
-    def batches(self, order: Tensor | None, size: int, rows: range) -> Iterator[Any]:
-        """Batches of `size` of those positions `rows` of `order`; of the table's own order where it is None."""
+    def batches(self, order: Tensor | None, size: int, rows: range, only: range | None = None) -> Iterator[Any]:
+        """Batches of `size` of those positions `rows` of `order`; of the table's own order where it is None.
+
+        With `only` those rows of each batch, by their positions in it.
+        """
         if not rows:
             return iter(())
         if order is None and self._at is None:
-            streams = [map(torch.clone, _chunks(column[rows.start : rows.stop], size)) for column in self.columns]
+            streams = [
+                map(torch.clone, _parts(_chunks(column[rows.start : rows.stop], size), only)) for column in self.columns
+            ]
         else:
             picked = self._picked(order)[rows.start : rows.stop]
-            shared = tee(_chunks(picked, size), len(self.columns))
+            shared = tee(_parts(_chunks(picked, size), only), len(self.columns))
             streams = [
                 map(partial(column.index_select, 0), part) for column, part in zip(self.columns, shared, strict=True)
             ]
         # map and zip run in C: no Python frame per batch.
         joined = zip(*streams, strict=True)
         return joined if self._pack is None else map(self._pack, joined)
+
+    def slices(self, order: Tensor | None, size: int, rows: range, part: Part) -> Iterator[Slice]:
+        """What one process runs of these batches; the last may be short, and is cut into other parts."""
+        full = len(rows) // size * size
+        return chain(
+            self._slices(order, size, rows[:full], part),
+            self._slices(order, len(rows) - full, rows[full:], part),
+        )
+
+    def _slices(self, order: Tensor | None, size: int, rows: range, part: Part) -> Iterator[Slice]:
+        own = self.batches(order, size, rows, part.run(size))
+        return map(Slice, own, repeat(len(part.of(size))), repeat(size))
 
     def fetch(self, seed: int, epoch: int, rows: Sequence[int]) -> Any:
         """The batch of `rows`."""
@@ -115,6 +133,10 @@ def _keyed(keys: tuple[Any, ...], batch: Iterable[Any]) -> dict[Any, Any]:
 def _chunks(rows: Tensor, size: int) -> Iterator[Tensor]:
     # In blocks, so that an epoch of millions of batches does not begin with millions of views.
     return chain.from_iterable(block.split(size) for block in rows.split(256 * size))
+
+
+def _parts(chunks: Iterator[Tensor], only: range | None) -> Iterator[Tensor]:
+    return chunks if only is None else map(itemgetter(slice(only.start, only.stop)), chunks)
 
 
 def _columns(named: dict[str, Any]) -> list[Tensor]:

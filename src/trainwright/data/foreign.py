@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
+from functools import partial
+from itertools import islice
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from trainwright.base.dealing import Part
 from trainwright.base.errors import DataError, message
 from trainwright.data.asked import asked_of
 from trainwright.data.generators import Generators
@@ -14,9 +18,12 @@ from trainwright.data.inexact import why_inexact
 from trainwright.data.order import Order, draws_at_most_at_first, refuse_draws
 from trainwright.data.pool import Record, Workers
 from trainwright.data.position import check_facts, length_of, opened, tell_epoch
+from trainwright.data.sharded import alone_in_a_job, elsewhere
 from trainwright.data.twin import has_twin, iterates_itself, twin, view
 from trainwright.data.worker import Carrying, Starting
 from trainwright.runtime.randomness import unmoved
+
+_ALONE = Part(0, 1)
 
 
 class LoaderBatches:
@@ -32,8 +39,16 @@ class LoaderBatches:
     draws_global_rng = True
     must_resume: bool | None = None
     """Whether a checkpoint may be asked for: then what could not be resumed is refused when it shows."""
+    sharded = False
+    """Whether the batches are this process's own part already."""
     _tells_epoch = True
     """Whether data set and sampler hear which epoch it is."""
+    _part: Part | None = None
+    """The part of each batch that this process runs; None: all of it."""
+    _most: int | None = None
+    """How many items of the sampler all processes pull at once; None where the first pull draws them all."""
+    _elsewhere = False
+    """Whether a loaded state is of another number of processes."""
     _keeps_workers: bool | None = None
     """Whether passes beside training use the loader's persistent workers; None: unless these are under way."""
 
@@ -51,13 +66,14 @@ class LoaderBatches:
             {"loader": loader, "sampler": sampler, "batch_sampler": batch_sampler, "batch_sampler.sampler": inner}
         )
         self._asked = asked_of(loader)
-        self.length = length_of(loader)
+        self.length = self.own_length = length_of(loader)
+        """Batches of an epoch; `own_length` is what the loader tells on this process, whose own it may be."""
         size = getattr(batch_sampler, "batch_size", None)
         self.batch_size = size if isinstance(size, int) else None
         self._drops_last = bool(getattr(batch_sampler, "drop_last", False))
         dealt = self._dealt()
         short = dealt % self.batch_size if dealt and self.batch_size and self._drops_last else 0
-        self.rows = None if dealt is None else dealt - short
+        self.rows = self._own_rows = None if dealt is None else dealt - short
         self._order = Order(_index_sampler(loader), name=self.describe())
         if self.length == 0:
             raise self._no_batches()
@@ -66,13 +82,61 @@ class LoaderBatches:
         """Rows, batch size and workers."""
         rows = "" if self.rows is None else f"{self.rows:,} rows in "
         size = "batches" if self.batch_size is None else f"batches of {self.batch_size}"
+        if self._part is not None and self.batch_size is not None and not self.sharded:
+            size = f"batches of {self._part.told(self.batch_size)}"
+        size += " on each process" if self._part is not None and self.sharded else ""
         n = self._loader.num_workers
         workers = f", {n} worker{'s' if n > 1 else ''}" if n else ""
         return f"{rows}{size} from a {type(self._loader).__name__}{workers}"
 
+    def deal(self, part: Part | None) -> None:
+        """From now on `epoch` gives a `Slice` of each batch: this process's part of it; None: whole batches again.
+
+        DataError for what cannot be dealt: a stream, a loader that deals rows to processes itself, one whose order
+        cannot be drawn alike on all of them.
+        """
+        if part is not None and not self.sharded:
+            from trainwright.data import slicing
+
+            slicing.refuse_loader(self._loader, role=self._role, processes=part.size, batch_size=self.batch_size)
+            self._most = slicing.most_to_pull(_index_sampler(self._loader)) if self._by_numbers else None
+        self._part = part
+        apart = part is not None and self.sharded
+        self.length, self.rows = (None, None) if apart else (self.own_length, self._own_rows)
+
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
         """One pass over the loader without its first `skip` batches; the random draws of all are made."""
+        stream = isinstance(self._loader.dataset, IterableDataset)
+        if self._elsewhere and skip and self.sharded:
+            raise elsewhere(self.describe(), role=self._role)
+        if self._part is None and not (stream and alone_in_a_job()):
+            return self._begun(epoch, skip)
+        from trainwright.data import slicing
+
+        begin = partial(self._begun, epoch, skip)
+        if self._part is None or self.sharded:
+            return slicing.own(begin, self._part, aligned=not skip)
+        if not self._by_numbers:
+            return slicing.read_whole(begin, self._part, name=self.describe())
+        iterator = begin()
+        assert self._order.dealt is not None
+        return slicing.slices(iterator, self._order.dealt, self._part, self.describe())
+
+    @property
+    def _cuts(self) -> bool:
+        """Whether this process asks for its rows of a batch alone."""
+        return self._part is not None and self._by_numbers
+
+    @property
+    def _by_numbers(self) -> bool:
+        """Whether one of several processes can ask for its rows of a batch alone; else it reads all of it."""
+        return has_twin(self._loader) and not iterates_itself(self._loader) and not self.sharded
+
+    def _begun(self, epoch: int, skip: int) -> Iterator[Any]:
         loaded, self._loaded = self._loaded, None
+        apart = self._part is not None and self.sharded
+        if apart and self.own_length is not None:
+            skip = min(skip, self.own_length)  # others may have more
         inside = loaded is not None and self._generators.epoch == epoch
         way = self._way(loaded)
         skipped = skip if way == "skip" else 0
@@ -86,11 +150,11 @@ class LoaderBatches:
         if loaded is not None and way == "asked":
             self._ask(loaded, skip if inside else None)
         iterator = self._opened(skipped)
-        iterator = (
-            opened(iterator, skip if way == "past" else 0, name=self.describe(), complaint=self._no_batches)
-            if way == "past" or not skip
-            else iterator
-        )
+        past = skip if way == "past" else 0
+        if apart:
+            deque(islice(iterator, past), maxlen=0)  # one part may be empty, or end before others
+        elif past or not skip:
+            iterator = opened(iterator, past, name=self.describe(), complaint=self._no_batches)
         if loaded is not None and way != "asked":
             self._ask(loaded, skip if inside else None)
         return iterator if self._asked is None else self._asked.counted(iterator, skip)
@@ -115,7 +179,7 @@ class LoaderBatches:
         loader = self._loader
         samplers = (loader.sampler, loader.batch_sampler)
         return {
-            "rows": None if isinstance(loader.dataset, IterableDataset) else length_of(loader.dataset),
+            "rows": None if self.sharded or isinstance(loader.dataset, IterableDataset) else length_of(loader.dataset),
             "batch_size": self.batch_size if self.batch_size is not None else loader.batch_size,
             "drop_last": self._drops_last,
             "sampler": "/".join(type(sampler).__name__ for sampler in samplers if sampler is not None),
@@ -158,18 +222,49 @@ class LoaderBatches:
         what = "the loader is not what it was when the state was saved"
         check_facts(self.facts(), tree["facts"], what=what, fix="build the loader as it was")
         self._generators.load_state_dict(tree["generators"])
-        self._loaded = tree
+        self._loaded, self._elsewhere = tree, False
         have, saved = self._loader.num_workers, tree["workers"]["number"]
         if have == saved:
             return None
         return f"resumed with num_workers={have}, saved with {saved}: the rows are the same, their random draws are not"
+
+    def process_state(self) -> dict[str, Any]:
+        """What of the state is this process's own: its workers' random states, and what its data tell."""
+        state = self.state_dict()
+        return {"workers": state["workers"], "asked": state["asked"]}
+
+    def load_process_state(self, tree: dict[str, Any] | None) -> str | None:
+        """Take over this process's own state after the common one; None: it was saved on another number of them.
+
+        Returns a line where then the rows will be the same, and the random draws in workers will not. A stream of
+        which each process has a part of its own goes on only at the start of an epoch.
+        """
+        if self._loaded is None:
+            return None
+        if tree is not None:
+            self._loaded = {**self._loaded, **tree}
+            return None
+        self._elsewhere = True
+        if not self._by_numbers and not self.sharded:
+            return None  # each process reads all, and so as the first one did
+        self._loaded = {**self._loaded, "workers": Record().state_dict(self._loader.num_workers)}
+        if self.sharded:
+            self._loaded["asked"] = None
+        return self.says_elsewhere
+
+    @property
+    def says_elsewhere(self) -> str | None:
+        """What is not as it was after a resume on another number of processes; None where all is."""
+        if not self._loader.num_workers or not (self._by_numbers or self.sharded):
+            return None
+        return "resumed on another number of processes: the rows are the same, the random draws of workers are not"
 
     def _way(self, loaded: dict[str, Any] | None) -> str:
         """How the first batches are left out: "skip" in the order, read "past", or the data are "asked" to do it."""
         loader = self._loader
         if loaded is not None and self._asked is not None and not self._asked.rows_by_number:
             return "asked"
-        draws_on = not loader.num_workers and loaded is not None and loaded["draws_on"]
+        draws_on = not loader.num_workers and loaded is not None and loaded["draws_on"] and not self._cuts
         past = isinstance(loader.dataset, IterableDataset) or iterates_itself(loader) or not has_twin(loader)
         return "past" if past or draws_on else "skip"
 
@@ -201,7 +296,12 @@ class LoaderBatches:
         """A pass that begins after `skip` batches of the order, which are pulled at once, with the random state now."""
         loader, order = self._loader, self._order
         order.skip = skip
-        if self.must_resume and not draws_at_most_at_first(_index_sampler(loader)):
+        if self._cuts:
+            from trainwright.data.slicing import Dealt
+
+            lists = loader.batch_sampler is not None
+            order.deals = partial(Dealt, part=self._part, most=self._most, by_lists=lists)
+        elif self.must_resume and not draws_at_most_at_first(_index_sampler(loader)):
             order.moved = self._note_draws
         try:
             iterator = self._iterator()
@@ -213,14 +313,14 @@ class LoaderBatches:
                 pool.explain(error)
             raise
         finally:
-            order.skip, order.moved, order.once_more = 0, None, False
+            order.skip, order.moved, order.once_more, order.deals = 0, None, False, None
         return iterator
 
     def _iterator(self) -> Iterator[Any]:
         """A pass over the loader; one apart where its persistent workers are not to be taken from another pass."""
         loader: Any = self._loader
         order = self._order
-        if has_twin(loader) and (loader.num_workers or order.skip or order.moved or order.once_more):
+        if has_twin(loader) and (loader.num_workers or order.skip or order.moved or order.once_more or order.deals):
             loader = twin(loader, order, self._made if loader.num_workers else None)
         pool = vars(loader).get("_iterator")
         if self._tells_epoch or not loader.persistent_workers:
@@ -240,10 +340,12 @@ class LoaderBatches:
         stand_in.check_worker_number_rationality()
         carries = stand_in.persistent_workers or (self._role == "train" and self.must_resume is not False)
         carrying = Carrying(stand_in.collate_fn) if carries else None
-        starting = Starting(stand_in.worker_init_fn, self._record.states, carrying)
+        part = self._part or _ALONE
+        starting = Starting(stand_in.worker_init_fn, self._record.states, carrying, part)
         collate = {} if carrying is None else {"collate_fn": carrying}
         dressed = view(stand_in, self._order, worker_init_fn=starting, **collate)
-        return Workers(dressed, self._record, seed=seed, first=self._first())
+        apart = self._cuts or self.sharded  # else workers read what those of every process read
+        return Workers(dressed, self._record, seed=seed, first=self._first(), rank=part.rank if apart else 0)
 
     def _first(self) -> int:
         """The worker whose turn it is in a pass that begins in the middle."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
@@ -13,6 +13,9 @@ from torch.utils.data.distributed import DistributedSampler
 from trainwright.base.errors import DataError, message
 from trainwright.data.position import skipped
 from trainwright.runtime.randomness import host_random_state
+
+if TYPE_CHECKING:
+    from trainwright.data.slicing import Dealt
 
 _TORCHS_OWN = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 _END = object()
@@ -29,6 +32,10 @@ class Order:
         self._given = given
         self._name = name
         self._left: _Left | None = None
+        self.deals: Callable[[Iterator[Any]], Dealt] | None = None
+        """Cuts the row numbers of a pass that begins for this process; None where it is the only one."""
+        self.dealt: Dealt | None = None
+        """The pass that was begun last, where it was cut."""
         self.skip = 0
         self.closed = False
         """Whether passes are empty: persistent workers are started by one that asks for nothing."""
@@ -50,11 +57,15 @@ class Order:
             numbers = watched(numbers, self.moved)
         if self.skip:
             numbers = self._left = _Left(numbers, self.skip, self._name)
+        if self.deals is not None:
+            numbers = self.dealt = self.deals(numbers)
         return numbers
 
     def pass_over(self) -> None:
-        """Pull what is left out now, with the random state that there is."""
-        if self._left is not None:
+        """Pull what is left out now, with the random state that there is, and what all processes draw alike."""
+        if self.deals is not None and self.dealt is not None:
+            self.dealt.draw()
+        elif self._left is not None:
             self._left.pass_over()
 
 

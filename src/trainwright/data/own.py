@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import replace
 from itertools import islice
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
 
-from trainwright.base.errors import DataError, SettingError, message, not_built
-from trainwright.data.arrays import Table, TableRows, table_of
+from trainwright.base.dealing import Part
+from trainwright.base.errors import DataError, SettingError, message
+from trainwright.data.arrays import Table
 from trainwright.data.asked import Asked
 from trainwright.data.generators import Generators, hidden_in, knows_its_state
-from trainwright.data.order import Order, asked_again, draws_at_most_at_first, refuse_draws, watched
+from trainwright.data.order import asked_again, draws_at_most_at_first, refuse_draws, watched
 from trainwright.data.position import check_facts, length_of, opened, tell_epoch
+from trainwright.data.rows import rows_of
 from trainwright.data.seeded import SeededRows, mixed
+from trainwright.data.settings import Dealing
 
 
 def batches(
@@ -38,49 +41,17 @@ def batches(
     is the same container of tensors. The order is a function of (seed, epoch); `seed=None` is drawn once from
     torch's global generator at the first pass and kept in the state. A data set's own random draws depend on
     (seed, epoch, row), and leave the generators of the process as they were. `sampler` gives row numbers instead.
-    `workers` is the number of worker processes; "auto" takes none. Raises DataError for data without a batch.
+    `batch_size` counts rows over all processes of a run, each of which runs its part of every batch; `per_rank`, in
+    its place, counts those of each, and such a run resumes only on as many processes. `workers` is the number of
+    worker processes; "auto" takes none. Raises DataError for data without a batch.
     """
-    if per_rank is not None:
-        raise not_built("batches(per_rank=...)", "batches(data, batch_size): rows over all processes")
-    dealing = Dealing(batch_size=batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last, workers=workers)
+    dealing = Dealing(
+        batch_size=batch_size, per_rank=per_rank, shuffle=shuffle, seed=seed, drop_last=drop_last, workers=workers
+    )
     if collate is not None and not callable(collate):
         raise SettingError(message(f"collate={collate!r}", want="a function from a list of rows to a batch"))
     _check_sampler(sampler, dealing)
-    return Batches(_rows_of(data, collate), dealing, sampler)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dealing:
-    """How the rows of a data set are dealt into batches."""
-
-    batch_size: int | None
-    shuffle: bool = False
-    seed: int | None = None
-    drop_last: bool = False
-    workers: int | Literal["auto"] = "auto"
-
-    def __post_init__(self) -> None:
-        for name, value in (("batch_size", self.batch_size), ("seed", self.seed), ("workers", self.workers)):
-            if (name == "seed" and value is None) or (name == "workers" and value == "auto"):
-                continue
-            least = {"batch_size": 1, "workers": 0}.get(name)
-            if not isinstance(value, int) or isinstance(value, bool) or (least is not None and value < least):
-                want = "a whole number" + ("" if least is None else f", at least {least}")
-                fix = "batches(data, 64)" if name == "batch_size" else ""
-                raise SettingError(message(f"batches({name}={value!r})", want=want, fix=fix))
-        for name, flag in (("shuffle", self.shuffle), ("drop_last", self.drop_last)):
-            if not isinstance(flag, bool):
-                raise SettingError(message(f"batches({name}={flag!r})", want="True or False"))
-
-    @property
-    def size(self) -> int:
-        """Rows of a full batch."""
-        assert self.batch_size is not None
-        return self.batch_size
-
-    def length(self, rows: int) -> int:
-        """Batches of `rows` rows."""
-        return rows // self.size if self.drop_last else -(-rows // self.size)
+    return Batches(rows_of(data, collate), dealing, sampler)
 
 
 class Batches:
@@ -89,8 +60,12 @@ class Batches:
     repeatable = True
     must_resume: bool | None = None
     """Whether a checkpoint may be asked for: then what could not be resumed is refused when it shows."""
+    sharded = False
+    """Whether the rows are this process's own part already."""
     _tells_epoch = True
     """Whether data set and sampler hear which epoch it is."""
+    _part: Part | None = None
+    """The part of each batch that this process runs; None: all of it."""
 
     def __init__(self, rows: Table | SeededRows, dealing: Dealing, sampler: Iterable[int] | None) -> None:
         self._data = rows
@@ -106,28 +81,49 @@ class Batches:
         alone = dealing.workers in ("auto", 0) and knows_its_state(data_set)
         self._asked = Asked(data_set) if alone else None
         self._loaded: dict[str, Any] | None = None
-        dealt = len(rows) if sampler is None else length_of(sampler)
-        self.batch_size: int | None = dealing.size
-        self.length = None if dealt is None else dealing.length(dealt)
-        self.rows = None if dealt is None else min(dealt, dealing.length(dealt) * dealing.size)
         self.draws_global_rng = not (sampler is None or isinstance(sampler, list | tuple | range | Tensor))
-        self._check_filled(dealt)
+        self._measure()
 
     def __len__(self) -> int:
-        if self.length is None:
+        if self.own_length is None:
             raise TypeError(f"the sampler {type(self._sampler).__name__} has no length")
-        return self.length
+        return self.own_length
 
     def __iter__(self) -> Iterator[Any]:
         self._passes += 1
-        return self.epoch(self._passes - 1)
+        if self._part is None:
+            return self.epoch(self._passes - 1)
+        self._settled_seed()
+        whole = copy(self)  # whoever iterates by hand gets what one process gets
+        whole._part = None
+        return whole.epoch(self._passes - 1)
+
+    def deal(self, part: Part | None) -> None:
+        """From now on `epoch` gives a `Slice` of each batch: this process's part of it; None: whole batches again.
+
+        With `per_rank` the batches grow with the number of processes. DataError for a sampler that deals rows to
+        processes itself, or whose order cannot be drawn alike on all of them.
+        """
+        if part is not None and self._sampler is not None and not self.sharded:
+            from trainwright.data.slicing import most_to_pull, refuse_what_knows_its_rank
+
+            size = self._dealing.batch_size
+            refuse_what_knows_its_rank(self._sampler, role="the", processes=part.size, batch_size=size)
+            most_to_pull(self._sampler)
+        self._part = part
+        if self._dealing.per_rank is not None:
+            self._dealing = replace(self._dealing, processes=1 if part is None or self.sharded else part.size)
+        self._measure()
 
     def describe(self) -> str:
         """Rows, batch size, order."""
         order = "shuffled" if self._dealing.shuffle else "in order"
         order = order if self._sampler is None else f"by {type(self._sampler).__name__}"
         rows = "" if self.rows is None else f"{self.rows:,} rows in "
-        return f"{rows}batches of {self.batch_size} from {self._data.describe()}, {order}"
+        size = str(self._dealing.size)
+        if self._part is not None:
+            size = f"{size} on each process" if self.sharded else self._part.told(self._dealing.size)
+        return f"{rows}batches of {size} from {self._data.describe()}, {order}"
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
         """The batches of `epoch` without its first `skip`, which are not read."""
@@ -186,6 +182,23 @@ class Batches:
             "asked": None if self._asked is None else self._asked.state_dict(),
         }
 
+    def process_state(self) -> dict[str, Any]:
+        """What of the state is this process's own: a data set's, where it tells its own."""
+        loaded = self._loaded
+        return {"asked": self.state_dict()["asked"] if loaded is None else loaded["asked"]}
+
+    def load_process_state(self, tree: dict[str, Any] | None) -> str | None:
+        """Take over this process's own state after the common one; None: it was saved on another number of them.
+
+        Returns a line where then not all can be as it was.
+        """
+        if self._loaded is None or self._asked is None:
+            return None
+        if tree is None:
+            return f"saved on another number of processes: {self._data.describe()} goes on from the first one's state"
+        self._loaded = {**self._loaded, "asked": tree["asked"]}
+        return None
+
     def load_state_dict(self, tree: dict[str, Any]) -> None:
         """Go on with a saved seed; DataError where the data are dealt otherwise than when it was saved."""
         have, saved = self.facts(), dict(tree["facts"])
@@ -199,32 +212,69 @@ class Batches:
     def facts(self) -> dict[str, Any]:
         """What must not change between a save and a resume."""
         dealing = self._dealing
-        sampled = self._sampler is not None
-        return {
-            "rows": len(self._data),
+        facts = {
+            "rows": None if self.sharded else len(self._data),
             "batch_size": dealing.size,
             "shuffle": dealing.shuffle,
             "drop_last": dealing.drop_last,
-            "sampler": sampled,
+            "sampler": self._sampler is not None,
         }
+        return facts if dealing.per_rank is None else {**facts, "processes": dealing.processes}
 
     def _begun(self, epoch: int, skip: int) -> Iterator[Any]:
-        seed = self._settled_seed()
-        if self._dealing.workers not in ("auto", 0):
-            return self._by_workers(seed, epoch, skip)
-        if isinstance(self._data, Table) and self._sampler is None:
-            return self._data.batches(self._order(seed, epoch), self._dealing.size, self._left(skip))
-        return self._fetched(seed, epoch, self._dealt(seed, epoch, skip))
+        seed, part = self._settled_seed(), self._part
+        if part is not None and not self.sharded:
+            return self._sliced(seed, epoch, skip, part)
+        if self._in_memory:
+            assert isinstance(self._data, Table)
+            whole = self._data.batches(self._order(seed, epoch), self._dealing.size, self._left(skip))
+        else:
+            whole = self._read(seed, epoch, self._dealt(seed, epoch, skip))
+        if part is None:
+            return whole
+        from trainwright.data.slicing import own_slices
+
+        return own_slices(whole)
+
+    def _sliced(self, seed: int, epoch: int, skip: int, part: Part) -> Iterator[Any]:
+        """What this process runs of each batch."""
+        if self._in_memory:
+            assert isinstance(self._data, Table)
+            return self._data.slices(self._order(seed, epoch), self._dealing.size, self._left(skip), part)
+        from trainwright.data.slicing import Dealt, most_to_pull, slices
+
+        most = None if self._sampler is None else most_to_pull(self._sampler)
+        dealt = Dealt(self._dealt(seed, epoch, skip), part, most=most, by_lists=True)
+        dealt.draw()
+        return slices(self._read(seed, epoch, dealt), dealt, part, self.describe())
+
+    @property
+    def _in_memory(self) -> bool:
+        """Whether a batch is a few tensor operations on the whole of the data."""
+        return isinstance(self._data, Table) and self._sampler is None and self._dealing.workers in ("auto", 0)
+
+    def _measure(self) -> None:
+        """Tell length and rows; DataError where no batch is left."""
+        dealing = self._dealing
+        dealt = len(self._data) if self._sampler is None else length_of(self._sampler)
+        self.own_length = None if dealt is None else dealing.length(dealt)
+        """Batches of an epoch on this process, where it has rows of its own; else as `length`."""
+        self._own_rows = None if dealt is None else min(dealt, dealing.length(dealt) * dealing.size)
+        apart = self.sharded and self._part is not None
+        self.batch_size: int | None = None if apart else dealing.size
+        self.length = None if apart else self.own_length
+        self.rows = None if apart else self._own_rows
+        self._check_filled(dealt)
 
     def _check_filled(self, dealt: int | None) -> None:
         if not len(self._data):
             raise DataError(message("data set of 0 rows", want="at least one row"))
         if dealt == 0:
             raise DataError(message(f"the sampler {type(self._sampler).__name__} gives 0 rows", want="at least one"))
-        if self.length == 0:
+        if self.own_length == 0:
             raise DataError(
                 message(
-                    f"{dealt} rows, batch_size {self.batch_size}, drop_last=True leaves 0 batches",
+                    f"{dealt} rows, batch_size {self._dealing.size}, drop_last=True leaves 0 batches",
                     fix=f"drop_last=False, or a batch_size of at most {dealt}",
                 )
             )
@@ -243,14 +293,14 @@ class Batches:
 
     def _left(self, skip: int) -> range:
         """The positions of the epoch that are left after `skip` batches."""
-        assert self.rows is not None
-        return range(min(skip * self._dealing.size, self.rows), self.rows)
+        assert self._own_rows is not None
+        return range(min(skip * self._dealing.size, self._own_rows), self._own_rows)
 
     def _dealt(self, seed: int, epoch: int, skip: int) -> Iterator[Sequence[int]]:
         """The row numbers of each batch."""
         if self._sampler is not None:
             dealt = self._sampled(self._sampler)
-            if self.must_resume and not draws_at_most_at_first(self._sampler):
+            if self.must_resume and (self._part is None or self.sharded) and not draws_at_most_at_first(self._sampler):
                 dealt = watched(dealt, self._note_draws)
             return opened(dealt, skip, name="the sampler", complaint=self._empty_sampler)
         size, left, order = self._dealing.size, self._left(skip), self._order(seed, epoch)
@@ -286,49 +336,20 @@ class Batches:
         what = f"the sampler {type(self._sampler).__name__} gave not one batch of {self.batch_size} rows"
         return DataError(message(what, have=f"drop_last={self._dealing.drop_last}", want="at least one batch"))
 
+    def _read(self, seed: int, epoch: int, dealt: Iterator[Sequence[int]]) -> Iterator[Any]:
+        """The batches of these row numbers."""
+        workers = self._dealing.workers
+        if workers in ("auto", 0):
+            return self._fetched(seed, epoch, dealt)
+        from trainwright.data.jobs import by_workers
+
+        name = self.describe()
+        return by_workers(self._data, dealt, seed=seed, epoch=epoch, workers=int(workers), name=name)
+
     def _fetched(self, seed: int, epoch: int, dealt: Iterator[Sequence[int]]) -> Iterator[Any]:
         fetch = self._data.fetch
         for rows in dealt:
             yield fetch(seed, epoch, rows)
-
-    def _by_workers(self, seed: int, epoch: int, skip: int) -> Iterator[Any]:
-        from trainwright.data.pool import Record, Workers
-        from trainwright.data.twin import view
-        from trainwright.data.worker import Starting
-
-        loader: Any = DataLoader(
-            _Jobs(self._data),
-            batch_size=None,
-            num_workers=int(self._dealing.workers),
-            collate_fn=_as_it_is,
-            # A generator of our own: the loader's draw must not move the global one.
-            generator=torch.Generator().manual_seed(mixed(seed, epoch, 1) & 0xFFFFFFFF),
-        )
-        jobs = (_Job(seed, epoch, rows) for rows in self._dealt(seed, epoch, skip))
-        starting = Starting(None, {}, None)
-        return Workers(view(loader, Order(jobs, name=self.describe()), worker_init_fn=starting), Record())
-
-
-class _Job(NamedTuple):
-    """What a worker process is asked for."""
-
-    seed: int
-    epoch: int
-    rows: Sequence[int]
-
-
-class _Jobs(torch.utils.data.Dataset[Any]):
-    """A data set of jobs: each gives a batch."""
-
-    def __init__(self, data: Table | SeededRows) -> None:
-        self._data = data
-
-    def __getitem__(self, job: _Job) -> Any:
-        return self._data.fetch(*job)
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
 
 
 def _check_sampler(sampler: Any, dealing: Dealing) -> None:
@@ -342,49 +363,5 @@ def _check_sampler(sampler: Any, dealing: Dealing) -> None:
                 f"batches(sampler={type(sampler).__name__})",
                 want="row numbers that can be iterated anew in each epoch",
                 fix="a list, or an object of a torch Sampler class",
-            )
-        )
-
-
-def _rows_of(data: Any, collate: Callable[[list[Any]], Any] | None) -> Table | SeededRows:
-    table = table_of(data)
-    if table is not None:
-        return table if collate is None else SeededRows(TableRows(table), collate)
-    if isinstance(data, Batches | DataLoader | IterableDataset) or not _is_map_style(data):
-        raise DataError(
-            message(
-                f"batches({type(data).__name__}, ...): no data set of rows",
-                want="a map-style Dataset (len and []), a tensor, an array, or a tuple or dict of equally long ones",
-                fix=_instead(data),
-            )
-        )
-    _refuse_list_of_columns(data)
-    return SeededRows(data, collate)
-
-
-def _is_map_style(data: Any) -> bool:
-    named = isinstance(data, str | bytes | type) or hasattr(data, "iloc")
-    return hasattr(data, "__getitem__") and hasattr(data, "__len__") and not named
-
-
-def _instead(data: Any) -> str:
-    if isinstance(data, Batches | DataLoader):
-        return "it has batches already: use it as it is"
-    if isinstance(data, IterableDataset):
-        return "DataLoader(data, batch_size=...)"
-    return "data.to_numpy()" if hasattr(data, "iloc") else ""
-
-
-def _refuse_list_of_columns(data: Any) -> None:
-    if not isinstance(data, list) or not 2 <= len(data) <= 8 or not all(hasattr(one, "shape") for one in data):
-        return
-    shapes = [tuple(one.shape) for one in data]
-    if len(set(shapes)) > 1:
-        raise DataError(
-            message(
-                "batches([...]): the items of a list are rows, and these rows differ in shape",
-                have=", ".join(map(str, shapes)),
-                want="a tuple for the columns of one data set",
-                fix="batches((x, y), ...)",
             )
         )

@@ -19,6 +19,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from trainwright.base.errors import DataError
 from trainwright.data import faults
 from trainwright.data.asked import not_there
+from trainwright.data.seeded import mixed
 from trainwright.data.worker import SIGNALS, Again, Carrying, Ended, State
 
 HANGS_AFTER = 600.0
@@ -82,6 +83,7 @@ class Workers(_Torchs):  # type: ignore[misc]
     """torch's iterator over the worker processes of a loader, started from a given seed and with a given worker.
 
     `first` is the worker that is asked first in the next pass; after that pass they take turns from number 0 again.
+    `rank` is the process's.
     """
 
     _failed: tuple[int, int] | None = None
@@ -90,8 +92,8 @@ class Workers(_Torchs):  # type: ignore[misc]
     _broken = False
     """Whether a worker has died or hangs, so that nobody waits for them at the end."""
 
-    def __init__(self, loader: Any, record: Record, *, seed: int | None = None, first: int = 0) -> None:
-        self.record, self.first = record, first
+    def __init__(self, loader: Any, record: Record, *, seed: int | None = None, first: int = 0, rank: int = 0) -> None:
+        self.record, self.first, self._rank = record, first, rank
         self._carries = isinstance(loader.collate_fn, Carrying)
         self._given_seed = seed
         self._asked: dict[int, Any] = {}
@@ -201,7 +203,9 @@ class Workers(_Torchs):  # type: ignore[misc]
 
     @_base_seed.setter
     def _base_seed(self, drawn: int) -> None:
-        self._seed = drawn if self._given_seed is None else self._given_seed
+        # All processes draw alike; the workers of each draw for rows of their own.
+        own = mixed(drawn, self._rank) >> 2 if self._rank else drawn
+        self._seed = own if self._given_seed is None else self._given_seed
 
     @property
     def _worker_queue_idx_cycle(self) -> Iterator[int]:

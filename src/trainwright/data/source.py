@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from trainwright.base.contracts import Source
+from trainwright.base.dealing import Part
 from trainwright.base.errors import DataError, message
 from trainwright.data.generators import Generators
 from trainwright.data.own import Batches, batches
+from trainwright.data.sharded import Sharded
 from trainwright.runtime.randomness import unmoved
 
 _FORMS = (
@@ -35,8 +37,10 @@ def open_source(data: Any, *, batch_size: int | None = None, shuffle: bool = Fal
 
     `batch_size` and `shuffle` are for data sets of rows (see `takes_batch_size`): with ready batches `batch_size`
     is refused, and `shuffle` says nothing. A function `epoch -> data` is called once for epoch 0, at once. What is
-    a `Source` already, yours or ours, is taken as it is.
+    a `Source` already, yours or ours, is taken as it is. What `sharded` has marked is this process's own part.
     """
+    if isinstance(data, Sharded):
+        return _marked(open_source(data.data, batch_size=batch_size, shuffle=shuffle, role=role), role)
     if _is_source(data):
         return _own(data, batch_size, role)
     _refuse_what_is_no_data(data, role)
@@ -53,6 +57,8 @@ def open_source(data: Any, *, batch_size: int | None = None, shuffle: bool = Fal
 
 def takes_batch_size(data: Any) -> bool:
     """Whether `data` is a data set of rows, or a function that may give one, rather than ready batches."""
+    if isinstance(data, Sharded):
+        return takes_batch_size(data.data)
     if isinstance(data, Tensor | np.ndarray | tuple | dict) or _is_function(data):
         return True
     if isinstance(data, Batches | DataLoader | IterableDataset):
@@ -67,6 +73,9 @@ class PerEpoch:
     repeatable = True
     draws_global_rng = True
     _must_resume: bool | None = None
+    _sharded = False
+    _part: Part | None = None
+    """The part of each batch that this process runs; None: all of it."""
 
     def __init__(self, make: Any, *, batch_size: int | None, shuffle: bool, role: str) -> None:
         self._make = make
@@ -80,9 +89,7 @@ class PerEpoch:
         self._fresh = True
         """Whether the data in hand are not yet read."""
         self._loaded: dict[str, Any] | None = None
-        self.length = self._source.length
-        self.rows = self._source.rows
-        self.batch_size = self._source.batch_size
+        self._measure()
 
     @property
     def must_resume(self) -> bool | None:
@@ -94,6 +101,32 @@ class PerEpoch:
         self._must_resume = must
         if hasattr(self._source, "must_resume"):  # a source of the user's own may not ask
             cast(Any, self._source).must_resume = must
+
+    @property
+    def sharded(self) -> bool:
+        """Whether what the function gives is this process's own part already."""
+        return self._sharded
+
+    @sharded.setter
+    def sharded(self, sharded: bool) -> None:
+        self._sharded = sharded
+        self._mark(self._source)
+
+    @property
+    def own_length(self) -> int | None:
+        """Batches of the epoch in hand on this process, where it has data of its own; else as `length`."""
+        return getattr(self._source, "own_length", self._source.length)
+
+    @property
+    def says_elsewhere(self) -> str | None:
+        """What is not as it was after a resume on another number of processes; None where all is."""
+        return getattr(self._source, "says_elsewhere", None)
+
+    def deal(self, part: Part | None) -> None:
+        """From now on `epoch` gives a `Slice` of each batch: this process's part of it; None: whole batches again."""
+        self._deal(self._source, part)
+        self._part = part
+        self._measure()
 
     @property
     def resumes(self) -> str:
@@ -130,11 +163,13 @@ class PerEpoch:
             same = data is self._data
             if not same:
                 self._data, self._source = data, self._opened(data)
-                self.length, self.rows = self._source.length, self._source.rows
+                self._measure()
         loaded, self._loaded = self._loaded, None
         # A state of another epoch's data belongs to those data, unless all epochs share them.
         if loaded is not None and (same or loaded["epoch"] == epoch):
             self._source.load_state_dict(loaded["source"])
+            if "process" in loaded and hasattr(self._source, "load_process_state"):
+                cast(Any, self._source).load_process_state(loaded["process"])
         self._epoch, self._fresh = epoch, False
         return self._source.epoch(epoch, skip)
 
@@ -157,12 +192,40 @@ class PerEpoch:
         """Take over a saved state; it takes effect when the next epoch's data are made."""
         self._loaded = tree
 
+    def process_state(self) -> Any:
+        """What of the state is this process's own."""
+        if self._loaded is not None:
+            return self._loaded.get("process")
+        return cast(Any, self._source).process_state() if hasattr(self._source, "process_state") else None
+
+    def load_process_state(self, tree: Any) -> str | None:
+        """Take over this process's own state after the common one; None: it was saved on another number of them."""
+        if self._loaded is not None:
+            self._loaded = {**self._loaded, "process": tree}
+        return self.says_elsewhere if tree is None else None
+
+    def _measure(self) -> None:
+        self.length, self.rows = self._source.length, self._source.rows
+        self.batch_size = self._source.batch_size
+
+    def _deal(self, source: Source, part: Part | None) -> None:
+        from trainwright.data.slicing import deal
+
+        deal(source, part, role=self._role)
+
+    def _mark(self, source: Source) -> None:
+        if self._sharded:
+            _marked(source, self._role)
+
     def _opened(self, data: Any) -> Source:
         if _is_function(data):
             raise _no_data(data, f"{self._role} data: the function epoch -> data gave another function")
         source = open_source(data, batch_size=self._batch_size, shuffle=self._shuffle, role=self._role)
         if self._must_resume is not None and hasattr(source, "must_resume"):
             cast(Any, source).must_resume = self._must_resume
+        self._mark(source)
+        if self._part is not None:
+            self._deal(source, self._part)
         return source
 
 
@@ -207,7 +270,25 @@ def _is_of_this_package(data: Any) -> bool:
 def _own(source: Any, batch_size: int | None, role: str) -> Source:
     _refuse_batch_size(source, batch_size, role)
     opened: Source = source
+    if getattr(source, "_part", None) is not None and _is_of_this_package(source):
+        source.deal(None)  # another run may have dealt it
     return opened
+
+
+def _marked(source: Any, role: str) -> Source:
+    """A source of this process's own part of the data."""
+    if not _is_of_this_package(source):
+        name = type(source).__name__
+        raise DataError(
+            message(
+                f"{role} data: sharded({name}(...)), a source of your own",
+                want="a loader, an iterable of batches, or a function epoch -> one of these",
+                fix=f"def deal(self, part) in {name}, after which epoch(...) gives a Slice(batch, None, None) for each",
+            )
+        )
+    source.sharded = True
+    marked: Source = source
+    return marked
 
 
 def _data_set(data: Any, batch_size: int | None, *, shuffle: bool, role: str) -> Source:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
+from functools import partial
+from itertools import islice
 from typing import Any, cast
 
 import torch
 
 from trainwright.base.contracts import Source
+from trainwright.base.dealing import Part
 from trainwright.base.errors import DataError, message
 from trainwright.data.asked import asked_of
 from trainwright.data.generators import stands_in_the_middle
 from trainwright.data.order import asked_again
 from trainwright.data.position import check_facts, length_of, opened, skipped, tell_epoch
+from trainwright.data.sharded import alone_in_a_job, elsewhere
 from trainwright.runtime.randomness import random_state, set_random_state, unmoved
 
 _END = object()
@@ -28,13 +33,20 @@ class ReadyBatches:
     rows: int | None = None
     must_resume: bool | None = None
     """Whether a checkpoint may be asked for."""
+    sharded = False
+    """Whether the batches are this process's own part already."""
+    _part: Part | None = None
+    """The part of each batch that this process runs; None: all of it."""
+    _elsewhere = False
+    """Whether a loaded state is of another number of processes."""
     _tells_epoch = True
     """Whether the data hear which epoch it is."""
 
     def __init__(self, data: Any, role: str) -> None:
         self._data = data
         self._role = role
-        self.length = length_of(data)
+        self.length = self.own_length = length_of(data)
+        """Batches of an epoch; `own_length` is what the data tell on this process, whose own they may be."""
         self._asked = asked_of(data)
         self._loaded: dict[str, Any] | None = None
         self._epoch = -1
@@ -47,25 +59,62 @@ class ReadyBatches:
         """The class, and the number of batches."""
         name = type(self._data).__name__
         several = "batches" if self.length != 1 else "batch"
-        return f"a {name} of batches" if self.length is None else f"a {name} of {self.length:,} {several}"
+        own = " on each process" if self._part is not None and self.sharded else ""
+        return f"a {name} of batches{own}" if self.length is None else f"a {name} of {self.length:,} {several}"
+
+    def deal(self, part: Part | None) -> None:
+        """From now on `epoch` gives a `Slice` of each batch: this process's part of it; None: whole batches again.
+
+        DataError for a stream, which each process would read whole, and for data that deal rows to processes.
+        """
+        if part is not None and not self.sharded:
+            from trainwright.data.slicing import refuse_what_knows_its_rank, unshared
+
+            refuse_what_knows_its_rank(self._data, role=self._role, processes=part.size, batch_size=None)
+            if self.own_length is None:
+                raise unshared(self._data, role=self._role, processes=part.size)
+        self._part = part
+        self.length = None if part is not None and self.sharded else self.own_length
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
         """A pass over the batches; its first `skip` are read and dropped, unless the data know their own position."""
+        if self._elsewhere and skip and self.sharded:
+            raise elsewhere(self.describe(), role=self._role)
+        if self._part is None and (isinstance(self._data, list) or not alone_in_a_job()):
+            return self._begun(epoch, skip)
+        from trainwright.data import slicing
+        from trainwright.data.cutting import cut_batches
+
+        begin = partial(self._begun, epoch, skip)
+        if self._part is None or self.sharded:
+            return slicing.own(begin, self._part, aligned=not skip)
+        if isinstance(self._data, list):
+            return cut_batches(begin(), self._part, self.describe())
+        return slicing.read_whole(begin, self._part, name=self.describe())
+
+    def _begun(self, epoch: int, skip: int) -> Iterator[Any]:
         loaded, self._loaded = self._loaded, None
         if self._role == "train" and self._tells_epoch:
             tell_epoch(epoch, self._data)
         if not skip and isinstance(self._data, list) and self._data:
             return iter(self._data)
         if self._asked is None:
-            return opened(iter(self._data), skip, name=self.describe(), complaint=self._no_batches)
+            return self._read_past(skip)
         self._epoch = epoch
         if loaded is None or loaded["asked"] is None:
-            whole = opened(iter(self._data), skip, name=self.describe(), complaint=self._no_batches)
-            return self._asked.counted(whole, skip)
+            return self._asked.counted(self._read_past(skip), skip)
         inside = loaded["epoch"] == epoch
         self._asked.load(loaded["asked"], given=skip if inside else None)
         left = iter(self._data) if inside else asked_again(self._data, iter(self._data))
         return self._asked.counted(left, skip)
+
+    def _read_past(self, skip: int) -> Iterator[Any]:
+        """The batches after the first `skip`."""
+        batches: Iterator[Any] = iter(self._data)
+        if self._part is None or not self.sharded:
+            return opened(batches, skip, name=self.describe(), complaint=self._no_batches)
+        deque(islice(batches, skip), maxlen=0)  # one part may be empty, or end before others
+        return batches
 
     def settle(self) -> None:
         """Have the data stand where a loaded state was saved: no epoch follows, but another `fit` reads them."""
@@ -82,7 +131,7 @@ class ReadyBatches:
 
     def facts(self) -> dict[str, Any]:
         """What must not change between a save and a resume."""
-        return {"batches": self.length}
+        return {"batches": None if self.sharded else self.own_length}
 
     @property
     def resumes(self) -> str:
@@ -107,7 +156,24 @@ class ReadyBatches:
         """Take over a saved state, for the next epoch; DataError where the number of batches is another one."""
         what = "the data are not what they were when the state was saved"
         check_facts(self.facts(), tree["facts"], what=what, fix="give the batches that the run was started with")
-        self._loaded = tree
+        self._loaded, self._elsewhere = tree, False
+
+    def process_state(self) -> dict[str, Any]:
+        """What of the state is this process's own: what the data tell of their position."""
+        return {"asked": self.state_dict()["asked"]}
+
+    def load_process_state(self, tree: dict[str, Any] | None) -> str | None:
+        """Take over this process's own state after the common one; None: it was saved on another number of them.
+
+        Then data of which each process has a part of its own go on only at the start of an epoch.
+        """
+        if self._loaded is not None and tree is not None:
+            self._loaded = {**self._loaded, **tree}
+        elif self._loaded is not None:
+            self._elsewhere = True
+            if self.sharded:
+                self._loaded = {**self._loaded, "asked": None}
+        return None
 
     def _no_batches(self) -> DataError:
         if self.repeatable:
@@ -131,6 +197,10 @@ class Continuing:
 
     length: int | None = None
     rows: int | None = None
+    _part: Part | None = None
+    """The part of each batch that this process runs; None: all of it."""
+    _common: dict[str, Any] | None = None
+    """The random state that the next pass begins with on all processes, where there are several."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -186,9 +256,18 @@ class Continuing:
         """The source, without end."""
         return f"{self._source.describe()}, going on over the epochs"
 
+    def deal(self, part: Part | None) -> None:
+        """From now on this is one of several processes; None: the only one."""
+        from trainwright.data.slicing import deal
+
+        deal(self._source, part)
+        self._part, self.batch_size = part, self._source.batch_size
+
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
         """Go on with the stream; `skip` batches of this epoch have been trained on before a resume."""
         loaded, self._loaded = self._loaded, None
+        if self._part is not None and self._common is None:
+            self._common = random_state()
         if loaded is not None:
             self._go_back(loaded, skip - (loaded["given"] if loaded["epoch"] == epoch else 0))
         else:
@@ -236,7 +315,18 @@ class Continuing:
             "random": self._random,
             "source": self._source.state_dict(),
             "before": self._before,
+            **({} if self._part is None else {"process": process_state(self._source)}),
         }
+
+    def process_state(self) -> dict[str, Any]:
+        """What of the state is this process's own: how much it has read of which pass."""
+        return self.state_dict()
+
+    def load_process_state(self, tree: dict[str, Any] | None) -> str | None:
+        """Take over this process's own state after the common one; None: it was saved on another number of them."""
+        if self._loaded is not None:
+            self._loaded = {**self._loaded, "process": None, "before": None} if tree is None else tree
+        return None if tree is not None else getattr(self._source, "says_elsewhere", None)
 
     def load_state_dict(self, tree: dict[str, Any]) -> None:
         """Take over a saved position, for the next epoch; DataError where the source is another one."""
@@ -246,9 +336,17 @@ class Continuing:
         self._loaded = tree
 
     def _begin_pass(self, number: int, skip: int = 0) -> None:
-        self._random = random_state() if self.draws_global_rng else None
         self._pass, self._taken = number, skip
-        self._stream = self._source.epoch(number, skip)
+        if self._part is None:
+            self._random = random_state() if self.draws_global_rng else None
+            self._stream = self._source.epoch(number, skip)
+            return
+        with unmoved():  # processes begin a pass at different times, and all with the same random state
+            assert self._common is not None
+            self._random = self._common
+            set_random_state(self._common)
+            self._stream = self._source.epoch(number, skip)
+            self._common = random_state()
 
     def _go_back(self, loaded: dict[str, Any], by: int) -> None:
         """Make the saved pass again, up to `by` batches (0 or fewer) from where it was saved."""
@@ -256,14 +354,29 @@ class Continuing:
         if left < 0 and loaded["before"] is not None:  # the window was begun in the pass before
             return self._go_back(loaded["before"], by + loaded["given"] - loaded["before"]["given"])
         self._source.load_state_dict(loaded["source"])
+        if "process" in loaded:
+            load_process_state(self._source, loaded["process"])
+        if self._part is not None:
+            self._common = random_state() if loaded["random"] is None else loaded["random"]
         self._stream, self._pass = None, max(loaded["pass"] - 1, -1)
         if left > 0:
             # The pass is drawn as it was drawn first, and the state of the process stays where it is.
             with unmoved():
-                if loaded["random"] is not None:
+                if loaded["random"] is not None and self._part is None:
                     set_random_state(loaded["random"])
                 self._begin_pass(loaded["pass"], left)
         elif left < 0:
             have = f"{loaded['taken']} batches taken from pass {loaded['pass']}, {-by} of them not trained on"
             what = "the saved state lies before the pass over the data that it was saved in"
             raise DataError(message(what, have=have, fix="resume from another checkpoint of the run"))
+
+
+def process_state(source: Any) -> Any:
+    """What of a source's state is this process's own; None where it tells nothing of the kind."""
+    return source.process_state() if hasattr(source, "process_state") else None
+
+
+def load_process_state(source: Any, tree: Any) -> None:
+    """Have a source take over what is this process's own, where it has any."""
+    if hasattr(source, "load_process_state"):
+        source.load_process_state(tree)

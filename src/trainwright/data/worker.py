@@ -14,7 +14,9 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torchs
 
+from trainwright.base.dealing import Part
 from trainwright.data.generators import knows_its_state
+from trainwright.data.sharded import stand
 from trainwright.runtime.randomness import host_random_state, set_random_state
 
 SURVIVES = 30.0
@@ -99,16 +101,22 @@ class Starting:
     """A `worker_init_fn`: after the user's own a worker takes over its state; signals are left to the main process.
 
     A first SIGTERM is survived for `SURVIVES` seconds, then an alarm ends the process, as a second SIGTERM does.
+    `part` is what `shard` tells there.
     """
 
-    def __init__(self, given: Any, states: dict[int, State], carrying: Carrying | None) -> None:
+    def __init__(
+        self, given: Any, states: dict[int, State], carrying: Carrying | None, part: Part | None = None
+    ) -> None:
         self._given = given
+        self._part = part
         self._states = states
         self._carrying = carrying
 
     def __call__(self, worker: int) -> None:
         """Make the worker of this number ready."""
         outlive_signals()
+        if self._part is not None:
+            stand(self._part)
         if self._given is not None:
             self._given(worker)
         _take_over(self._states.get(worker, {}))

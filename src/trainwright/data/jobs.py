@@ -1,0 +1,55 @@
+"""Worker processes that fetch the batches of a data set: each is asked for rows by number, whatever it has drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from trainwright.data.arrays import Table
+from trainwright.data.order import Order
+from trainwright.data.pool import Record, Workers
+from trainwright.data.seeded import SeededRows, mixed
+from trainwright.data.twin import view
+from trainwright.data.worker import Starting
+
+
+def by_workers(
+    data: Table | SeededRows, rows: Iterator[Sequence[int]], *, seed: int, epoch: int, workers: int, name: str
+) -> Iterator[Any]:
+    """The batches of `rows`, in their order, fetched by so many processes."""
+    loader: Any = DataLoader(
+        _Jobs(data),
+        batch_size=None,
+        num_workers=workers,
+        collate_fn=_as_it_is,
+        # A generator of our own: the loader's draw must not move the global one.
+        generator=torch.Generator().manual_seed(mixed(seed, epoch, 1) & 0xFFFFFFFF),
+    )
+    jobs = (_Job(seed, epoch, numbers) for numbers in rows)
+    starting = Starting(None, {}, None)
+    return Workers(view(loader, Order(jobs, name=name), worker_init_fn=starting), Record())
+
+
+class _Job(NamedTuple):
+    """What a worker process is asked for."""
+
+    seed: int
+    epoch: int
+    rows: Sequence[int]
+
+
+class _Jobs(Dataset[Any]):
+    """A data set of jobs: each gives a batch."""
+
+    def __init__(self, data: Table | SeededRows) -> None:
+        self._data = data
+
+    def __getitem__(self, job: _Job) -> Any:
+        return self._data.fetch(*job)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
