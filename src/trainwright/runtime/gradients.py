@@ -4,19 +4,33 @@ from __future__ import annotations
 
 from collections import defaultdict
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from trainwright.runtime.shards import Shards, is_sharded, local
 
 _gradient = attrgetter("grad")
 _check = torch._amp_foreach_non_finite_check_and_unscale_
 
 
 class Gradients:
-    """The parameters of optimizers, grouped for the kernels once instead of at each update."""
+    """The parameters of optimizers, grouped for the kernels once instead of at each update.
+
+    Where some are shards, the processes that hold the others make theirs alike, and call the same methods: a norm is
+    that of the whole gradients, and a flag is 1.0 on all of them where any shard is not finite.
+    """
 
     __slots__ = ("_alike", "_flags", "_one", "_zero_grads", "parameters")
+
+    def __new__(cls, *optimizers: Optimizer) -> Gradients:
+        """Choose once how the gradients are worked on: on shards or on whole ones."""
+        weights = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        chosen: Any = _ShardedGradients if cls is Gradients and is_sharded(*weights) else cls
+        made: Gradients = super().__new__(chosen)
+        return made
 
     def __init__(self, *optimizers: Optimizer) -> None:
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -93,6 +107,29 @@ class Gradients:
                 gradient = torch.view_as_real(gradient)
             groups[gradient.device, gradient.dtype].append(gradient)
         return groups
+
+
+class _ShardedGradients(Gradients):
+    """Gradients of which each process holds a shard: worked on here, and told of together."""
+
+    __slots__ = ("_shards",)
+
+    def __init__(self, *optimizers: Optimizer) -> None:
+        super().__init__(*optimizers)
+        self.parameters = self._shards = Shards(self.parameters)
+        self._alike = None  # the kernel takes what lies here, not what is spread
+
+    def multiply_and_check(self, factor: float | Tensor = 1.0) -> Tensor:
+        """Multiply every gradient by `factor` and return the flag of all processes: one reduction of a scalar."""
+        return self._shards.highest(super().multiply_and_check(factor))
+
+    def norm(self) -> Tensor:
+        """The 2-norm of all gradients together, on every process."""
+        return self._shards.norm()
+
+    def _grouped(self) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+        groups = {kind: [g for g in local(spread) if g.numel()] for kind, spread in super()._grouped().items()}
+        return {kind: gradients for kind, gradients in groups.items() if gradients}
 
 
 def _writable_values(parameter: Tensor, gradient: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from trainwright.base.errors import message
 from trainwright.runtime.freezing import has_running_statistics, held
+from trainwright.runtime.shards import reshard
 
 
 @contextmanager
@@ -42,8 +43,9 @@ def untouched(*roots: nn.Module, shows_gradients: bool = False) -> Iterator[None
 
     Gradients are None inside, so that a `backward` in there adds to nothing; with `shows_gradients` they can be read.
     A module with a `train` of its own may change its tensors with its mode, as merged LoRA weights do, and not come
-    back to the last bit: what it holds itself is put back.
+    back to the last bit: what it holds itself is put back. A sharded model holds its shards before and after.
     """
+    reshard(*roots)
     found = [(p, p.requires_grad, p.grad) for root in roots for p in root.parameters()]
     moved = [tensor for root in roots for tensor in (*running_statistics(root), *_moved_by_modes(root))]
     kept = [tensor.detach().clone() for tensor in moved]
@@ -55,6 +57,7 @@ def untouched(*roots: nn.Module, shows_gradients: bool = False) -> Iterator[None
             try:
                 yield
             finally:
+                reshard(*roots)
                 with torch.no_grad():
                     for tensor, before in zip(moved, kept, strict=True):
                         tensor.copy_(before)

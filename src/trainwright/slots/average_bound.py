@@ -2,7 +2,7 @@
 
 The arithmetic is that of `torch.optim.swa_utils`, over lists that are grouped once; what was averaged how often is
 counted on the host, so that nothing is read from the device. Integer and boolean parameters are never averaged: like
-buffers, the averaged model has their current value.
+buffers, the averaged model has their current value. Of a sharded model each process averages its shards.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.base.errors import CheckpointError, SettingError, message
+from trainwright.runtime.shards import everywhere, is_sharded, local, put, reshard
 from trainwright.slots.average_norms import Forward, estimable, estimate, statistics_of
 
 Fold = Callable[[list[Tensor], list[Tensor], int], object]
@@ -52,6 +53,8 @@ class Average:
         """Whether the model holds the averaged weights now."""
         self._model, self._fold, self._due, self._estimates = model, fold, due, estimates
         self._groups = _grouped(model, {})
+        if any(is_sharded(*group.weights) for group in self._groups):
+            self._fold = _on_shards(fold)
         self._no_grad = torch.no_grad()  # made once: a take then costs six calls of Python
         self._asleep: frozenset[str] = frozenset()
         """Modules that were in eval mode when the last average was taken, in a model in train mode."""
@@ -129,8 +132,10 @@ class Average:
         if left is None:
             return False
         self.holds = False
+        reshard(self._model)
         present = {id(parameter) for parameter in self._model.parameters()}
-        if not all(id(one.weight) in present and one.unchanged for one in left):
+        unchanged = all(id(one.weight) in present and one.unchanged for one in left)
+        if not everywhere(unchanged, [one.weight for one in left]):
             return False
         self._put_raw()
         return True
@@ -182,9 +187,9 @@ class Average:
         if tree["raw"] is not None:
             with torch.no_grad():
                 for group in self._groups:
-                    torch._foreach_copy_(group.averages, group.weights)
+                    _copy(group.averages, group.weights)
                     for name, weight in zip(group.names, group.weights, strict=True):
-                        weight.copy_(tree["raw"][name])
+                        put(weight, tree["raw"][name])
             self._load_statistics(tree["statistics"])
         if tree["settings"] == self.text:
             return None
@@ -200,7 +205,7 @@ class Average:
                     self._fold(group.averages, group.weights, self.taken)
             else:
                 for group in self._groups:
-                    torch._foreach_copy_(group.averages, group.weights)
+                    _copy(group.averages, group.weights)
         self.taken += 1
         if self._estimates:
             self._statistics, self._asleep = None, _asleep(self._model)
@@ -216,11 +221,12 @@ class Average:
                     fix="average.swapped(lambda: [model(x) for x, _ in train])",
                 )
             )
+        reshard(self._model)
         with torch.no_grad():
             for group in self._groups:
                 if not group.raw:
                     group.raw = [torch.empty_like(average) for average in group.averages]
-                torch._foreach_copy_(group.raw, group.weights)
+                _copy(group.raw, group.weights)
             if self._estimates:
                 norms = estimable(self._model, self._asleep)
                 self._raw_statistics = {name: value.clone() for name, value in statistics_of(norms).items()}
@@ -229,17 +235,19 @@ class Average:
         self.holds = True
         with torch.no_grad():
             for group in self._groups:
-                torch._foreach_copy_(group.weights, group.averages)
+                _copy(group.weights, group.averages)
             if self._estimates:
                 if self._statistics is None:
                     new = estimate(self._model, self._asleep, forward)
+                    reshard(self._model)
                     self._statistics = {**self._raw_statistics, **new}  # a layer that is never used keeps its own
                 self._set_statistics(self._statistics)
 
     def _put_raw(self) -> None:
+        reshard(self._model)
         with torch.no_grad():
             for group in self._groups:
-                torch._foreach_copy_(group.weights, group.raw)
+                _copy(group.weights, group.raw)
             self._set_statistics(self._raw_statistics)
         self.holds = False
 
@@ -309,8 +317,8 @@ class _Left:
         """
         if self.weight._version != self.version or self.weight.dtype != self.value.dtype:
             return False
-        now = self.weight.detach().to(self.value.device)
-        return now.shape == self.value.shape and torch.allclose(now, self.value, rtol=0, atol=0, equal_nan=True)
+        now, value = local((self.weight.detach(), self.value))
+        return now.shape == value.shape and torch.allclose(now.to(value.device), value, rtol=0, atol=0, equal_nan=True)
 
     def as_it_is(self) -> _Left:
         """The same parameter as it is now."""
@@ -319,6 +327,7 @@ class _Left:
 
 def _grouped(model: nn.Module, known: Mapping[int, Tensor]) -> list[_Group]:
     """The parameters of a model by device and dtype, with the averages that are known, else their current values."""
+    reshard(model)
     groups: dict[tuple[torch.device, torch.dtype], _Group] = {}
     for name, weight in model.named_parameters():
         if nn.parameter.is_lazy(weight) or weight.layout != torch.strided:
@@ -337,6 +346,19 @@ def _grouped(model: nn.Module, known: Mapping[int, Tensor]) -> list[_Group]:
         group.weights.append(weight)
         group.averages.append(average.to(weight.device, weight.dtype))
     return list(groups.values())
+
+
+def _copy(into: list[Tensor], values: list[Tensor]) -> None:
+    torch._foreach_copy_(local(into), local(values))
+
+
+def _on_shards(fold: Fold) -> Fold:
+    """The same arithmetic on what this process holds: it is one element at a time."""
+
+    def folded(averages: list[Tensor], weights: list[Tensor], taken: int) -> object:
+        return fold(local(averages), local(weights), taken)
+
+    return folded
 
 
 def _asleep(model: nn.Module) -> frozenset[str]:

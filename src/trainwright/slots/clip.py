@@ -11,6 +11,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from trainwright.base.contracts import Clip
 from trainwright.base.errors import SettingError, message
+from trainwright.runtime.shards import Shards, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,10 @@ class ClipNorm:
 
     def __call__(self, parameters: list[Tensor]) -> Tensor:
         """Clip in place; return the total norm before clipping, a 0-dim tensor."""
-        return clip_grad_norm_(parameters, self.max_norm, self.norm_type)
+        if type(parameters) is Shards:
+            return parameters.clip_norm(self.max_norm, self.norm_type)
+        norm = clip_grad_norm_(parameters, self.max_norm, self.norm_type)
+        return norm if type(norm) is Tensor else whole(norm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +45,10 @@ class ClipValue:
 
     def __call__(self, parameters: list[Tensor]) -> None:
         """Clip in place."""
-        clip_grad_value_(parameters, self.limit)
+        if type(parameters) is Shards:
+            parameters.clip_value(self.limit)
+        else:
+            clip_grad_value_(parameters, self.limit)
 
 
 def as_clip(setting: float | Callable[[list[Tensor]], Tensor | None] | None) -> Clip | None:
