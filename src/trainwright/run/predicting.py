@@ -116,6 +116,22 @@ class OutputsOfAll(Outputs):
         self._room, self._waiting = max(1, min(2 * self._room, fits, MOST)), []
 
 
+def in_step(world: World, own: Iterator[Slice]) -> Iterator[Slice]:
+    """The batches of a stream, as many as the longest of all processes has: at its end the last one, as a stand-in."""
+    last: Slice | None = None
+    while True:
+        found = next(own, None)
+        have, lack = world.total(found is not None, found is None and last is None)
+        if not have:
+            return
+        if lack:  # one has no batch at all: it runs another's
+            firsts = world.gather(None if found is None else packed(found))
+            last = unpacked(next(first for first in firsts if first is not None)) if last is None else last
+        last = found if found is not None else last
+        assert last is not None
+        yield last if found is not None else last._replace(rows=0)
+
+
 def join(outputs: list[Any]) -> Any:
     """Concatenate nested outputs along their rows; a list where the shapes do not allow it.
 
@@ -144,22 +160,6 @@ def _are_rows(outputs: list[Any]) -> bool:
         return False
     dicts = all(isinstance(row, Mapping) for output in outputs for row in output)
     return dicts or len({len(output) for output in outputs}) > 1
-
-
-def in_step(world: World, own: Iterator[Slice]) -> Iterator[Slice]:
-    """The batches of a stream, as many as the longest of all processes has: at its end the last one, as a stand-in."""
-    last: Slice | None = None
-    while True:
-        found = next(own, None)
-        have, lack = world.total(found is not None, found is None and last is None)
-        if not have:
-            return
-        if lack:  # one has no batch at all: it runs another's
-            firsts = world.gather(None if found is None else packed(found))
-            last = unpacked(next(first for first in firsts if first is not None)) if last is None else last
-        last = found if found is not None else last
-        assert last is not None
-        yield last if found is not None else last._replace(rows=0)
 
 
 def _laid_together(pieces: list[tuple[Any, int | None]]) -> list[Any]:

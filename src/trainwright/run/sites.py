@@ -219,7 +219,8 @@ def _window(frame: FrameType) -> Any:
 
 def _fetches(frame: FrameType) -> bool:
     """Whether a loop's next frame fetches a batch."""
-    return module_of(frame).startswith(("trainwright.data", "torch.utils.data", "trainwright.run.predicting"))
+    readers = ("trainwright.data", "torch.utils.data", "trainwright.run.predicting", "trainwright.run.ranks")
+    return module_of(frame).startswith(readers)
 
 
 def _in_hand(loop: FrameType, inner: tuple[FrameType, ...], *, owner: Any, role: str) -> tuple[Any, str]:
