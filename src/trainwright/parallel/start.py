@@ -24,6 +24,8 @@ TIMEOUT = 300.0
 LEAVE = 5.0
 """Seconds that taking a group down may take when the program ends: a peer that is dead never answers."""
 
+_made: list[Any] = []
+"""The process group that was made here, to be taken down in the end."""
 _known: list[tuple[Any, Group]] = []
 """The process group that was seen last, and its `Group`: all trainers of a process share them."""
 
@@ -53,6 +55,19 @@ def as_world(parallel: Any, device_type: str = "cpu") -> World:
             )
         )
     return _started(place, settings, device_type)
+
+
+def leave() -> None:
+    """Take down the group that was made here, if it is still the one; wait for nobody who is dead."""
+    dist: Any = torch.distributed
+    if not _made or not dist.is_initialized() or dist.group.WORLD is not _made.pop():
+        return
+    leaving = threading.Thread(target=dist.destroy_process_group, daemon=True)
+    try:
+        leaving.start()
+    except RuntimeError:  # too late for a thread: the end of the process closes the connections as well
+        return
+    leaving.join(LEAVE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +169,11 @@ def _started(place: Place | None, settings: _Settings, device_type: str) -> Grou
     dist.init_process_group(
         backend, store=store, rank=place.rank, world_size=place.size, timeout=limit, device_id=device
     )
-    made = dist.group.WORLD
-    atexit.register(_leave, made)
+    _made[:] = [dist.group.WORLD]
+    atexit.unregister(leave)  # once, and before what was registered earlier
+    atexit.register(leave)
     group = Group(local_rank=local_rank, device_index=index, timeout=settings.timeout)
-    _known[:] = [(made, group)]
+    _known[:] = [(dist.group.WORLD, group)]
     return group
 
 
@@ -276,16 +292,3 @@ def _identity(device_type: str, index: int) -> str:
     """What tells a device from all others of all machines, as far as torch knows."""
     properties = torch.get_device_module(device_type).get_device_properties(index)
     return f"{socket.gethostname()}/{getattr(properties, 'uuid', f'{device_type}:{index}')}"
-
-
-def _leave(made: Any) -> None:
-    """Take down the group that was made here, if it is still the one; wait for nobody who is dead."""
-    dist: Any = torch.distributed
-    if not dist.is_initialized() or dist.group.WORLD is not made:
-        return
-    leaving = threading.Thread(target=dist.destroy_process_group, daemon=True)
-    try:
-        leaving.start()
-    except RuntimeError:  # too late for a thread: the end of the process closes the connections as well
-        return
-    leaving.join(LEAVE)

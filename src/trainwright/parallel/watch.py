@@ -87,7 +87,7 @@ class Watch:
         run = self._run
         if run is None or isinstance(error, ProcessError):
             return error
-        if not _of_the_group(error):
+        if not of_the_group(error):
             run.claim(error)
             return error
         cause = run.find_cause()
@@ -95,6 +95,19 @@ class Watch:
             run.claim(error)
             return error
         return ProcessError(_text(cause, run.timeout))
+
+
+def of_the_group(error: BaseException) -> bool:
+    """Return whether an error is one of the process group's, or comes from one."""
+    dist: Any = torch.distributed
+    told: BaseException | None = error
+    while told is not None:
+        if isinstance(told, dist.DistError):
+            return True
+        if isinstance(told, RuntimeError) and any(word in str(told).lower() for word in _GROUP_WORDS):
+            return True
+        told = told.__cause__
+    return False
 
 
 last_words: Callable[[str], None] | None = None
@@ -303,19 +316,6 @@ def _text(cause: Cause, timeout: float) -> str:
         have += f", {cause['line']}"
     want = f"a word from every process within {timeout:g} s" if cause["kind"] in ("silent", "absent", "store") else ""
     return message(what, have=have, want=want, fix=fix, where=False)
-
-
-def _of_the_group(error: BaseException) -> bool:
-    """Whether an error is one of the process group's, or comes from one."""
-    dist: Any = torch.distributed
-    told: BaseException | None = error
-    while told is not None:
-        if isinstance(told, dist.DistError):
-            return True
-        if isinstance(told, RuntimeError) and any(word in str(told).lower() for word in _GROUP_WORDS):
-            return True
-        told = told.__cause__
-    return False
 
 
 def _launcher_keeps_store() -> bool:
