@@ -26,7 +26,7 @@ from fsdp_cases import (
 from torch import nn
 
 from trainwright import ClipNorm, ClipValue, Gradients
-from trainwright.parallel.fsdp import FSDP, follow, recover, retake, set_sync, shard
+from trainwright.parallel.fsdp import FSDP, _stand_still, follow, recover, retake, set_sync, shard
 from trainwright.parallel.whole import full_state_dict, load_full
 from trainwright.runtime.shards import is_sharded, reshard, whole
 from world.pool import pool
@@ -147,22 +147,33 @@ def test_a_forward_without_a_backward_does_not_hide_the_step() -> None:
     assert max(pool(2).run(moved_between)) < EXACT
 
 
-def broken_off() -> Any:
+def broken_off(by_hand: bool, where: str) -> Any:
     """A window ends in an error after its first micro-batch; the next run must not find its gradient."""
     world = group()
     model = sharded_net(world)
     set_sync(model, False)
     model(torch.randn(3, 3).double()).sum().backward()
+    failing = {"forward": model.blocks[1], "backward": model}[where]
+    handle = failing.register_forward_pre_hook(lambda *_: 1 / 0) if where == "forward" else None
     try:
-        model(torch.randn(3, 4).double())
-    except RuntimeError:
+        output = model(torch.randn(3, 3).double())
+        output.register_hook(lambda _: 1 / 0)
+        output.sum().backward()
+    except ZeroDivisionError:
+        if by_hand:  # as on a torch without `reset_iter_state`
+            _stand_still(model)
         recover(model)
+    if handle is not None:
+        handle.remove()
+    assert is_sharded(*model.parameters()) and all(map(is_sharded, model.parameters()))
     return sharded_loop(PAIRS, model=model)
 
 
-def test_a_window_that_was_broken_off_leaves_nothing_behind() -> None:
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_window_that_was_broken_off_leaves_nothing_behind(where: str, by_hand: bool) -> None:
     expected, _ = plain_loop(PAIRS)
-    assert differ(pool(2).run(broken_off)[0][0], expected) < EXACT
+    assert differ(pool(2).run(broken_off, by_hand, where)[0][0], expected) < EXACT
 
 
 def set_free() -> Any:

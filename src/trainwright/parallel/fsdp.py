@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,8 @@ class FSDP:
     methods: Collection[str] = ()
     timeout: float = 300.0
     backend: str | None = None
+    needs_group: ClassVar[bool] = True
+    """Shards lie in a process group, also where there is one process."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "blocks", _checked_blocks(self.blocks))
@@ -112,6 +114,8 @@ def recover(model: nn.Module) -> None:
     set_sync(model, True)
     if hasattr(root, "reset_iter_state"):  # from torch 2.13 on
         root.reset_iter_state()
+    else:
+        _stand_still(root)
     for group in _groups(model):
         for parameter in group.fsdp_params:
             parameter.unsharded_accumulated_grad = None
@@ -254,6 +258,20 @@ def _sharded_modules(model: nn.Module) -> list[Any]:
     from torch.distributed.fsdp import FSDPModule
 
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _stand_still(model: Any) -> None:
+    """What `reset_iter_state` does, for a torch without it: end what was under way, and forget where it stood."""
+    for group in _groups(model):
+        group.wait_for_unshard()
+        group._training_state = type(group._training_state).IDLE
+        group._post_forward_indices.clear()
+        group.comm_ctx.post_forward_order.clear()
+    for module in _sharded_modules(model):
+        state = module._get_fsdp_state()
+        state._training_state = type(state._training_state).IDLE
+        state._state_ctx.iter_forward_root = None
+        state._state_ctx.post_backward_final_callback_queued = False
 
 
 def _groups(model: nn.Module) -> list[Any]:

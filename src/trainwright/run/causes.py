@@ -205,6 +205,20 @@ def _no_gradient(site: Site) -> Cause | None:
     )
 
 
+def _shards(site: Site) -> Cause | None:
+    """A call of a part of a sharded model that does not gather its weights."""
+    if "mixed torch.Tensor and DTensor" not in str(site.error):
+        return None
+    model = site.owner.model
+    own = [frame.f_code.co_name for frame in site.frames if frame.f_locals.get("self") is model]
+    method = next((name for name in own if name not in ("forward", "inner") and not name.startswith("_")), None)
+    name, module, _ = site.layer or ("", model, None)
+    why = f"the weights of {title(name, module)} are in shards: only the forward of a sharded module gathers them"
+    if method is not None:
+        return why, f"FSDP(..., methods=({method!r},)), which has {method}() gather them too"
+    return why, f"call the model itself, or FSDP(blocks={{..., {type(module).__name__}}})"
+
+
 def _second_backward(site: Site) -> Cause | None:
     if "backward through the graph a second time" not in str(site.error) or not site.in_backward:
         return None
@@ -246,5 +260,5 @@ def _same(one: torch.device, other: torch.device) -> bool:
 
 _KNOWN = (
     *(_memory, _device_assert, _no_forward, _backward_twice, loss_cause, _several_devices, _devices, _dtypes, _one_row),
-    *(_numbers_of_an_embedding, _features, _channels, _no_gradient, _second_backward, _arguments),
+    *(_numbers_of_an_embedding, _shards, _features, _channels, _no_gradient, _second_backward, _arguments),
 )
