@@ -93,7 +93,7 @@ class Workers(_Torchs):  # type: ignore[misc]
     """Whether a worker has died or hangs, so that nobody waits for them at the end."""
 
     def __init__(self, loader: Any, record: Record, *, seed: int | None = None, first: int = 0, rank: int = 0) -> None:
-        self.record, self.first, self._rank = record, first, rank
+        self.record, self.first, self._of_rank = record, first, rank
         self._carries = isinstance(loader.collate_fn, Carrying)
         self._given_seed = seed
         self._asked: dict[int, Any] = {}
@@ -204,7 +204,7 @@ class Workers(_Torchs):  # type: ignore[misc]
     @_base_seed.setter
     def _base_seed(self, drawn: int) -> None:
         # All processes draw alike; the workers of each draw for rows of their own.
-        own = mixed(drawn, self._rank) >> 2 if self._rank else drawn
+        own = mixed(drawn, self._of_rank) >> 2 if self._of_rank else drawn
         self._seed = own if self._given_seed is None else self._given_seed
 
     @property

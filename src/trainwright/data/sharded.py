@@ -46,7 +46,7 @@ def shard() -> tuple[int, int]:
     from torch.utils.data import get_worker_info
 
     part = _here.part
-    rank, size = _place() if part is None else (part.rank, part.size)
+    rank, size = place() if part is None else (part.rank, part.size)
     info = get_worker_info()
     worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
     return rank * workers + worker, size * workers
@@ -100,11 +100,11 @@ def elsewhere(name: str, *, role: str) -> DataError:
 
 def alone_in_a_job() -> bool:
     """Whether the environment speaks of several processes, so that `shard` must be told where a run has only one."""
-    return _place()[1] > 1
+    return place()[1] > 1
 
 
-def _place() -> tuple[int, int]:
+def place() -> tuple[int, int]:
     """Rank and number of the processes, where no run tells them."""
-    from trainwright.parallel.place import place
+    from trainwright.parallel import place as told_by
 
-    return place()
+    return told_by.place()

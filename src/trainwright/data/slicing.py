@@ -200,11 +200,11 @@ def unshared(data: Any, *, role: str, processes: int) -> DataError:
     """The error of a stream that every process would read whole."""
     of_rows = isinstance(data, DataLoader)
     name = type(data.dataset if of_rows else data).__name__
-    what, read, given = ("a DataLoader of a stream", "rows", "loader") if of_rows else ("a stream", "batches", "data")
+    read, given = ("rows", "loader") if of_rows else ("batches", "data")
     place = f"before {given}" if hasattr(data, "__next__") else f"in {name}.__iter__"
     return DataError(
         message(
-            f"{role} data: {name} is {what}, and each of {processes} processes would read all of it",
+            f"{role} data: {name} is a stream, and each of {processes} processes would read all of it",
             want="a part of its own for each process (and loader worker), and a mark that says so",
             fix=f"index, total = shard(); {read} = itertools.islice({read}, index, None, total)   # {place}\n"
             f"        sharded({given})   # in place of {given}",

@@ -1,0 +1,279 @@
+"""Streams of which each process reads a part of its own, marked as such, and what cannot be dealt at all."""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from dealt import Lists, Pair, Rows, Sized, Stream, opened, rows_of, starts
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from trainwright.base.dealing import Part, Slice
+from trainwright.base.errors import DataError, SettingError
+from trainwright.data.cutting import cut
+from trainwright.data.cutting import rows_of as counted
+from trainwright.data.own import batches
+from trainwright.data.sharded import shard, sharded
+from trainwright.data.source import open_source
+from trainwright.data.stream import Continuing
+from trainwright.runtime.randomness import random_state, set_random_state
+
+
+def of_one_process(make: Callable[[], Any], rank: int, *, size: int = 2, epoch: int = 0) -> list[Any]:
+    """An epoch of a process: begun with the random state of the first, gone on with its own."""
+    source = opened(lambda: sharded(make()), Part(rank, size))
+    starts()
+    iterator = source.epoch(epoch)
+    torch.manual_seed(50 + rank)
+    return list(iterator)
+
+
+STREAMS: dict[str, Callable[[], Any]] = {
+    "rows": lambda: DataLoader(Stream(13), batch_size=None),
+    "batches": lambda: DataLoader(Stream(13), batch_size=2),
+    "iterable": lambda: lambda epoch: (row[None] for row in Stream(13)),
+    "own": lambda: lambda epoch: batches(torch.arange(13)[shard()[0] :: shard()[1]], 2, shuffle=True),
+}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("name", STREAMS)
+def test_parts_of_a_stream_are_the_whole_over_all_processes(name: str, size: int) -> None:
+    slices = [one for rank in range(size) for one in of_one_process(STREAMS[name], rank, size=size)]
+    assert all(type(one) is Slice and one.rows is None and one.whole is None for one in slices)
+    rows = [row for one in slices for row in np.atleast_1d(one.batch).tolist()]
+    assert sorted(rows) == list(range(13))
+
+
+def test_workers_are_told_their_part_too() -> None:
+    class Ordered(IterableDataset):
+        def __iter__(self) -> Iterator[int]:
+            index, total = shard()
+            assert total == 4
+            return itertools.islice(range(11), index, None, total)
+
+    slices = [
+        one
+        for rank in range(2)
+        for one in of_one_process(lambda: DataLoader(Ordered(), batch_size=2, num_workers=2), rank)
+    ]
+    assert sorted(row for one in slices for row in one.batch.tolist()) == list(range(11))
+
+
+def test_on_one_process_the_mark_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for make in (STREAMS["batches"], STREAMS["iterable"]):
+        marked, plain = open_source(sharded(make())), open_source(make())
+        starts()
+        whole = [rows_of(batch) for batch in plain.epoch(0)]
+        starts()
+        assert [rows_of(batch) for batch in marked.epoch(0)] == whole
+    monkeypatch.setenv("RANK", "1"), monkeypatch.setenv("WORLD_SIZE", "2")
+    assert shard() == (1, 2)  # nobody reads: the environment tells
+    for source in (open_source(STREAMS["batches"]()), open_source(sharded(STREAMS["iterable"]()))):
+        assert sorted(row for batch in source.epoch(0) for row in rows_of(batch)) == list(range(13))
+    assert shard() == (1, 2)
+
+
+def test_alone_there_is_one_shard() -> None:
+    assert shard() == (0, 1)
+
+
+def test_a_process_whose_part_is_empty_gives_no_batch_and_no_error() -> None:
+    for name in ("batches", "iterable"):
+        assert sum(len(of_one_process(STREAMS[name], rank, size=15)) for rank in (13, 14)) == 0
+        with pytest.raises(DataError, match="no batch"):
+            list(open_source(DataLoader(Stream(0), batch_size=2)).epoch(0))
+
+
+def test_lengths_of_parts_are_not_those_of_the_whole() -> None:
+    made = batches(torch.arange(10), 2)
+    for data, own in ((made, 5), ([torch.arange(3)] * 4, 4), (DataLoader(Rows(9), batch_size=2), 5)):
+        source: Any = opened(lambda data=data: sharded(data), Part(0, 2))
+        assert (source.length, source.rows, source.own_length) == (None, None, own)
+        source.deal(None)
+        assert source.length == own
+    assert not made.sharded and len(made) == 5
+
+
+def test_a_stream_goes_on_only_on_as_many_processes_inside_an_epoch() -> None:
+    for name in ("batches", "iterable"):
+        source = opened(lambda name=name: sharded(STREAMS[name]()), Part(0, 2))
+        expected = [rows_of(one.batch) for one in of_one_process(STREAMS[name], 0)]
+        starts()
+        next(source.epoch(0))
+        saved, own = source.state_dict(), source.process_state()
+        for tree, skip in ((own, 1), (None, 0), (None, 1)):
+            again = opened(lambda name=name: sharded(STREAMS[name]()), Part(0, 2))
+            again.load_state_dict(saved)
+            again.load_process_state(tree)
+            starts()
+            if tree is None and skip:
+                with pytest.raises(DataError, match="each process has a part of its own"):
+                    again.epoch(0, skip)
+            else:
+                assert [rows_of(one.batch) for one in again.epoch(0, skip)] == expected[skip:]
+
+
+def test_an_endless_stream_begins_each_pass_alike_on_all_processes() -> None:
+    ranks = []
+    for rank in range(2):
+        source = Continuing(open_source(sharded(DataLoader(Stream(12), batch_size=1))))
+        source.deal(Part(rank, 2))
+        starts()
+        given = []
+        for epoch in range(3):
+            iterator = source.epoch(epoch)
+            torch.manual_seed(70 + 10 * epoch + rank)
+            given += [one.batch.item() for one in itertools.islice(iterator, 4)]
+        ranks.append(given)
+    for number in range(2):
+        both = [row for given in ranks for row in given[6 * number : 6 * number + 6]]
+        assert sorted(both) == list(range(12))
+
+
+def test_an_endless_stream_resumes_on_as_many_processes_where_each_of_them_was() -> None:
+    def made(rank: int) -> Any:
+        source = Continuing(open_source(sharded(DataLoader(Stream(12), batch_size=1))))
+        source.deal(Part(rank, 2))
+        return source
+
+    source = made(1)
+    starts()
+    iterator = source.epoch(0)
+    [next(iterator) for _ in range(4)]
+    begun = random_state()
+    iterator = source.epoch(1)
+    [next(iterator) for _ in range(4)]
+    saved, rest = source.process_state(), [next(iterator).batch.item() for _ in range(3)]
+    again = made(1)
+    again.load_state_dict(saved)
+    again.load_process_state(saved)
+    set_random_state(begun)
+    iterator = again.epoch(1, 4)
+    assert [next(iterator).batch.item() for _ in range(3)] == rest
+    elsewhere = made(1)
+    elsewhere.load_state_dict(saved)
+    elsewhere.load_process_state(None)
+    with pytest.raises(DataError, match="each process has a part of its own"):
+        elsewhere.epoch(1, 4)
+
+
+class Knows(Lists):
+    def __init__(self) -> None:
+        self.num_processes, self.process_index = 2, 1
+
+
+class Endless(Lists):
+    def __iter__(self) -> Iterator[list[int]]:
+        return itertools.repeat([1])
+
+
+class Unmeasured(Lists):
+    __len__ = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("data", "named"),
+    [
+        (lambda: DataLoader(Stream(9), batch_size=2), r"Stream is a stream(.|\n)*shard\(\)(.|\n)*sharded\(loader\)"),
+        (lambda: iter([torch.ones(2)]), r"stream(.|\n)*itertools.islice\(batches, index, None, total\)"),
+        (lambda: Sized(3).__iter__(), r"generator is a stream"),
+        (
+            lambda: DataLoader(Rows(9), batch_size=2, sampler=DistributedSampler(Rows(9), 2, 0, shuffle=False)),
+            r"DistributedSampler deals rows(.|\n)*DataLoader\(data, batch_size=4, shuffle=False\)",
+        ),
+        (lambda: DataLoader(Rows(9), batch_sampler=Knows()), r"Knows\(num_processes=2, process_index=1\)"),
+        (lambda: batches(Rows(9), 2, sampler=DistributedSampler(Rows(9), 2, 0)), "DistributedSampler deals rows"),
+        (lambda: DataLoader(Rows(9), batch_sampler=Unmeasured()), "Unmeasured has no length"),
+        (lambda: DataLoader(Rows(9), batch_size=2, num_workers=1, in_order=False), "in_order=False"),
+    ],
+)
+def test_what_cannot_be_dealt_is_refused_with_what_to_write(data: Any, named: str) -> None:
+    with pytest.raises(DataError, match=named):
+        open_source(data()).deal(Part(0, 2))  # type: ignore[attr-defined]
+
+
+def test_a_loader_that_deals_itself_is_read_as_it_is_where_it_is_marked_or_deals_to_one() -> None:
+    rows = []
+    for rank in range(2):
+        sampler = DistributedSampler(Rows(10), 2, rank, shuffle=True)
+        slices = of_one_process(lambda sampler=sampler: DataLoader(Rows(10), batch_size=2, sampler=sampler), rank)
+        rows += [row for one in slices for row in rows_of(one.batch)]
+    assert sorted(rows) == list(range(10))
+    alone = DistributedSampler(Rows(10), 1, 0)
+    opened(lambda: DataLoader(Rows(10), batch_size=2, sampler=alone), Part(1, 2))
+
+
+def test_an_order_without_an_end_is_refused_when_it_is_drawn() -> None:
+    source = opened(lambda: DataLoader(Rows(9), batch_sampler=Endless()), Part(0, 2))
+    with pytest.raises(DataError, match="has no end"):
+        source.epoch(0)
+
+
+def test_a_source_of_the_users_own_that_cannot_deal_is_refused() -> None:
+    class Own:
+        length = rows = batch_size = None
+        repeatable, draws_global_rng = True, False
+
+        def describe(self) -> str:
+            return "own"
+
+        def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
+            return iter([])
+
+        def state_dict(self) -> Any:
+            return None
+
+        def load_state_dict(self, tree: Any) -> None:
+            pass
+
+    with pytest.raises(DataError, match=r"Own does not deal(.|\n)*def deal\(self, part\)"):
+        Continuing(open_source(Own())).deal(Part(0, 2))
+    with pytest.raises(DataError, match="a source of your own"):
+        open_source(sharded(Own()))
+
+
+@dataclass(frozen=True)
+class Batch:
+    rows: torch.Tensor
+    weight: float
+
+
+def test_a_ready_batch_keeps_its_types_when_it_is_cut() -> None:
+    a = torch.arange(6)
+    batch = OrderedDict(
+        pair=Pair(a, a.numpy()), both=[a, (a,)], batch=Batch(a, 0.5), names=list("abcdef"), scale=torch.tensor(2.0)
+    )
+    part = cut(batch, range(2, 4), of=counted(batch, "it"))
+    assert type(part) is OrderedDict and type(part["pair"]) is Pair and type(part["batch"]) is Batch
+    assert part["pair"].rows.tolist() == part["pair"].twice.tolist() == part["both"][1][0].tolist() == [2, 3]
+    assert (part["names"], part["batch"].weight, part["scale"].item()) == (["c", "d"], 0.5, 2.0)
+    assert part["batch"].rows.tolist() == [2, 3] and len(batch["names"]) == 6
+
+
+@pytest.mark.parametrize(
+    ("batch", "named"),
+    [
+        ((torch.ones(3), torch.ones(4)), r"batch\[0\] has 3 rows, batch\[1\] has 4 rows"),
+        ({"x": torch.ones(3), "graph": object()}, r"batch\['graph'\] is a object"),
+        ([torch.tensor(1.0)], "no tensor in it"),
+    ],
+)
+def test_a_ready_batch_of_unknown_rows_is_refused(batch: Any, named: str) -> None:
+    source = opened(lambda: [batch], Part(0, 2))
+    with pytest.raises(DataError, match=named):
+        list(source.epoch(0))
+
+
+def test_a_batch_size_of_both_kinds_is_refused() -> None:
+    with pytest.raises(SettingError, match="one of the two"):
+        batches(torch.ones(4), 2, per_rank=2)
+    with pytest.raises(SettingError, match="per_rank=0"):
+        batches(torch.ones(4), per_rank=0)
