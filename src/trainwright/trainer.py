@@ -17,10 +17,10 @@ from trainwright.base.plan import Plan
 from trainwright.base.progress import Counters, Progress
 from trainwright.base.records import Count, Result, Step
 from trainwright.base.spans import Span
-from trainwright.data.source import open_source
 from trainwright.observers.console import Console, console_observers
 from trainwright.observers.live import write_line
-from trainwright.parallel.world import as_world
+from trainwright.parallel.ddp import DDP
+from trainwright.parallel.fsdp import FSDP
 from trainwright.run import batches, evaluating, own_updates, setup
 from trainwright.run.hooks import Between, overridden, read_hooks
 from trainwright.run.later import as_schedule, parts_of, report, running, save_weights
@@ -28,7 +28,7 @@ from trainwright.run.ledger import Ledger
 from trainwright.run.optimizers import by_name, make_optimizers
 from trainwright.run.plan import EACH_EPOCH, Ends, Resume, make_plan
 from trainwright.run.steppers import bind_rates
-from trainwright.runtime.device import choose_device, move
+from trainwright.runtime.device import move
 from trainwright.runtime.randomness import unmoved
 from trainwright.slots.clip import as_clip
 from trainwright.slots.metrics import Meters
@@ -87,7 +87,7 @@ class Trainer(Generic[M]):
         average: Averaging | None = None,
         frozen: Mapping[str, nn.Module] | None = None,
         nonfinite: str = "raise",
-        parallel: str | None = "auto",
+        parallel: str | DDP | FSDP | None = "auto",
         device: str | torch.device = "auto",
         console: bool | Console = True,
         observers: Sequence[Observer] = (),
@@ -96,7 +96,8 @@ class Trainer(Generic[M]):
         fast: None = None,
     ) -> None:
         setup.refuse_later(on_oom=on_oom, fast=fast)
-        self.device = choose_device(device, setup.checked_model(model))
+        self.world, self.parallel, self.device = setup.processes(parallel, device, setup.checked_model(model))
+        self.is_main = self.world.is_main
         self.model: M = model
         self.loss = setup.checked_loss(loss)
         self.frozen = setup.checked_frozen(frozen, model)
@@ -112,9 +113,8 @@ class Trainer(Generic[M]):
         self.average = setup.checked_slot("average", average, "EMA(0.999)")
         self.nonfinite: Policy = as_policy(nonfinite)
         self.on_error = setup.checked_on_error(on_error, checkpoint)
-        self.world = as_world(parallel)
-        self.is_main = self.world.is_main
         self.observers: Sequence[Observer] = (*console_observers(console), *setup.checked_observers(observers))
+        self.listening: Sequence[Observer] = self.observers if self.is_main else ()
         self.hooks = read_hooks(self, overridden(type(self), Trainer, HOOKS))
         self.between = Between()
         self.ledger = Ledger(Meters(self.metrics) if self.metrics else None, self.hooks)
@@ -195,10 +195,10 @@ class Trainer(Generic[M]):
         window.begun = True
         for batch in window:
             if run.autocast is None:
-                returned = self.training_step(batch)
+                returned = run.step(batch)  # training_step, or several processes' way to it
             else:
                 with run.autocast:
-                    returned = self.training_step(batch)
+                    returned = run.step(batch)
             loss = ledger.weigh(returned)
             if run.scaler is None:
                 loss.backward()
@@ -315,19 +315,19 @@ class Trainer(Generic[M]):
 
         A dict of several sets gives `<name>_<key>_loss` for each.
         """
-        return evaluating.evaluate_sets(self, setup.open_sets(data, name, batch_size=batch_size))
+        return evaluating.evaluate_sets(self, setup.open_sets(self, data, name, batch_size=batch_size))
 
     @suggests
     def predict(self, data: Any, *, batch_size: int | None = None) -> Any:
         """Return the outputs for all rows of `data`, in order, joined, on the CPU; leaves no trace."""
-        return evaluating.predict(self, open_source(data, batch_size=batch_size, role="predict"))
+        return evaluating.predict(self, setup.open_one(self, data, "predict", batch_size=batch_size))
 
     @suggests
     def report(
         self, data: Any, *, kind: Asked = "auto", names: Sequence[str] | None = None, batch_size: int | None = None
     ) -> Report:
         """Return scikit-learn's report on classes ("classes"), or R2, MAE and RMSE ("values"), over all rows."""
-        return report(self, open_source(data, batch_size=batch_size, role="report"), kind=kind, names=names)
+        return report(self, setup.open_one(self, data, "report", batch_size=batch_size), kind=kind, names=names)
 
     @suggests
     def plan(
@@ -370,9 +370,7 @@ class Trainer(Generic[M]):
 
     def save_weights(self, path: str | Path) -> None:
         """Write the model's weights to one safetensors file: CPU tensors, plain keys."""
-        if self.world.is_main:
-            with evaluating.showing(self):
-                save_weights(path, self.model.state_dict())
+        save_weights(self, path)
 
     def stop(self, reason: str) -> None:
         """End `fit` after the update in hand, for a `reason` that `Result.stopped` tells."""

@@ -104,7 +104,7 @@ def unscales_after_clipping(patch):
 
 
 def applies_an_overflow(patch):
-    without(patch, Run, "applies_anyway", True)
+    without(patch, run, "applies_anyway", True)
 
 
 def counts_a_skipped_update(patch):
@@ -121,9 +121,9 @@ def scale_is_never_adapted(patch):
 def an_overflow_puts_statistics_back(patch):
     around(
         patch,
-        Run,
+        run,
         "applies_anyway",
-        after=lambda self, *_: [old.copy_(kept) for old, kept in zip(self._statistics, self._kept, strict=True)],
+        after=lambda self, *_, **__: self.statistics.put_back(),
     )
 
 
@@ -302,16 +302,16 @@ def returns_the_loss_before_it_is_weighed(patch):
 
 
 def adds_the_nan_of_a_mean_over_nothing(patch):
-    patch.setattr(ledger, "_without_nothing", lambda loss, count: loss)
+    for module in (ledger, window):
+        patch.setattr(module, "without_nothing", lambda loss, count: loss)
 
 
 def divides_whole_numbers_in_float32(patch):
-    for module in (ledger, window):
-        patch.setattr(module, "ratio", lambda part, whole: part / whole)
+    patch.setattr(window, "ratio", lambda part, whole: part / whole)
 
 
 def divides_in_half_precision(patch):
-    patch.setattr(ledger, "ratio", lambda part, whole: torch.as_tensor(part / whole).half().double())
+    patch.setattr(window, "ratio", lambda part, whole: torch.as_tensor(part / whole).half().double())
 
 
 def a_known_loss_outvotes_the_step(patch):

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from trainwright import Step, Sum, Trainer
-from trainwright.run import batches, ledger, own_updates
+from trainwright.run import batches, ledger, own_updates, run
 from trainwright.run.ledger import Ledger
 from trainwright.run.run import Run
+from trainwright.run.statistics import Statistics
 from trainwright.run.steppers import NamedParts, NamedRates, Stepper, Steppers
 from trainwright.runtime.gradients import Gradients
 from trainwright.slots.rates import TableRates
@@ -121,22 +122,22 @@ def trials_are_never_judged(patch):
 
 
 def a_bad_step_is_applied(patch):
-    without(patch, Run, "applies_anyway", True)
+    without(patch, run, "applies_anyway", True)
 
 
 def state_stays_as_a_bad_window_left_it(patch):
-    patch.setattr(Run, "_put_back", lambda self: self._put_back_statistics())
+    patch.setattr(Run, "_put_back", lambda self: self.statistics.put_back())
 
 
 def statistics_stay_as_a_bad_window_left_them(patch):
-    without(patch, Run, "_put_back_statistics")
+    without(patch, Statistics, "put_back")
 
 
 def the_error_names_the_update_before(patch):
-    def before(self, *_):
+    def before(self, *_, **__):
         self.counters.updates -= 1
 
-    around(patch, Run, "applies_anyway", before=before)
+    around(patch, run, "applies_anyway", before=before)
 
 
 # Several optimizers.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
@@ -74,12 +75,13 @@ class Wrapped:
         from torch.nn.parallel import DistributedDataParallel
 
         extra: dict[str, Any] = {} if settings.bucket_mb is None else {"bucket_cap_mb": settings.bucket_mb}
+        known = inspect.signature(DistributedDataParallel.__init__).parameters
+        extra["forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"] = False
         parameter = next(module.parameters())
         self.ddp = DistributedDataParallel(
             module,
             device_ids=[parameter.device] if _on_one_device(module) else None,
             process_group=world.group,
-            broadcast_buffers=False,
             init_sync=False,  # the run has given every rank the weights of the first
             find_unused_parameters=unused,
             gradient_as_bucket_view=settings.gradient_as_bucket_view,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from trainwright.base.contracts import Part, Source, Tree
 from trainwright.run.ledger import Ledger
 from trainwright.run.owner import Owner
+from trainwright.run.ranks import opened
 from trainwright.run.state import Random
 from trainwright.runtime.modules import unnoticed
 from trainwright.runtime.randomness import random_state, set_random_state
@@ -52,11 +53,11 @@ class Boundary:
         self.place = OPENING  # a signal may end the run anywhere here: before this line `random` tells, then `kept`
         random.loaded, random.stands = None, False
         if loaded is None:
-            iterator = iter(self._source.epoch(counters.epoch))
+            iterator = opened(self._owner.world, self._source, counters.epoch)
             random.epoch_start = random.kept or {}
         else:
             set_random_state(random.epoch_start)
-            iterator = iter(self._source.epoch(counters.epoch, skip=counters.batch))
+            iterator = opened(self._owner.world, self._source, counters.epoch, skip=counters.batch)
             set_random_state(loaded)
         self.place, self._kept = BETWEEN, {}
         return iterator

@@ -23,13 +23,18 @@ class Bell:
         if isinstance(self.span, Epochs):
             return epoch_ended and counters.epoch % int(self.span.n) == 0
         if isinstance(self.span, Updates):
-            passed = counters.updates // self.span.n > self._updates // self.span.n
-            self._updates = counters.updates
-            return passed
+            return self.rings_at(counters.updates)
         if counters.seconds - self._seconds < self.span.n:
             return False
         self._seconds = counters.seconds
         return True
+
+    def rings_at(self, updates: int) -> bool:
+        """Whether the span has passed at an update that is told late; for a number of updates."""
+        assert isinstance(self.span, Updates)
+        passed = updates // self.span.n > self._updates // self.span.n
+        self._updates = updates
+        return passed
 
     def next_update(self, counters: Counters) -> float:
         """The update at which it must be asked next; infinite where only the end of an epoch matters."""
@@ -47,7 +52,11 @@ class Timer:
         self._seconds = span.n
         self._last = time.perf_counter()
 
-    def rings(self, counters: Counters, *, epoch_ended: bool) -> bool:
+    def rings_at(self, updates: int) -> bool:
+        """Whether the time has passed, when an update is told late."""
+        return self.rings(None, epoch_ended=False)
+
+    def rings(self, counters: Counters | None, *, epoch_ended: bool) -> bool:
         """Whether the time has passed since it last rang."""
         now = time.perf_counter()
         if now - self._last < self._seconds:

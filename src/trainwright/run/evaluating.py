@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from typing import Any
 from warnings import warn
@@ -18,7 +19,7 @@ from trainwright.data.source import beside
 from trainwright.run.failure import explain
 from trainwright.run.ledger import Ledger
 from trainwright.run.owner import Owner
-from trainwright.run.ranks import own_batches, same_buffers, undealt
+from trainwright.run.ranks import own_batches, same_buffers, standing, undealt
 from trainwright.runtime import late, modules
 from trainwright.runtime.randomness import seed, unmoved
 from trainwright.runtime.snapshot import snapshot
@@ -58,6 +59,7 @@ def traceless(owner: Owner, source: Source, *, shows_gradients: bool = False) ->
         stack.enter_context(switched(owner.precision))
         stack.enter_context(_state_aside(owner))
         if owner.world.size > 1:
+            stack.enter_context(owner.world.watched(partial(standing, owner)))
             stack.enter_context(same_buffers(owner))
         yield beside(source) if source.repeatable else source
 
@@ -160,11 +162,7 @@ def evaluate(owner: Owner, source: Source, *, name: str, batches: int | None = N
             with traceless(owner, source) as aside:
                 plain = with_autocast(owner, owner.validation_step)
                 step = _counted(owner, ledger, plain)
-                if owner.world.size == 1:
-                    passed = chain.from_iterable(map(aside.epoch, (0,)))  # opened when it is first asked, and watched
-                else:
-                    passed = own_batches(owner, aside, ledger)
-                for batch in islice(owner.between.watched(passed), batches):
+                for batch in islice(owner.between.watched(_passed(owner, aside, ledger)), batches):
                     ledger.batch = batch
                     returned = step(batch if to_device is None else to_device(batch))
                     if not seen:
@@ -177,16 +175,21 @@ def evaluate(owner: Owner, source: Source, *, name: str, batches: int | None = N
                     if not seen % READ_EVERY:
                         ledger.close()
                         ledger.close_totals()
-                if owner.world.size > 1:
-                    ledger.merge(owner.world)
-                    seen = int(*owner.world.total(seen))
+                ledger.merge(owner.world)
                 numbers = ledger.means(f"{name}_") if owner.is_main else {}
         except BaseException as error:
             explain(error, owner)
             raise
-    if not seen:
+    if not any(owner.world.total(seen)):
         raise DataError(message(f"the {name} data gave no batch", want="at least one batch", where=False))
     return owner.world.same(Evaluation(*_without_hidden(numbers, meters, f"{name}_")))
+
+
+def _passed(owner: Owner, source: Source, ledger: Ledger) -> Iterator[Any]:
+    """The batches of a pass, or of several processes this one's."""
+    if owner.world.size > 1:
+        return own_batches(owner, source, ledger)
+    return chain.from_iterable(map(source.epoch, (0,)))  # opened when it is first asked, and watched
 
 
 def evaluate_sets(owner: Owner, sources: Mapping[str, Source]) -> dict[str, float]:

@@ -48,6 +48,8 @@ class Hooks:
     """Whether `evaluate` is the user's own, and may give numbers of any name."""
     logs_freely: bool
     """Whether training steps are the user's own, and may log any name."""
+    computes_itself: bool
+    """Whether `compute_gradients` is the user's own."""
     updates_itself: bool
     """Whether code of the user's own may read gradients, so that they are whole when `compute_gradients` returns."""
 
@@ -110,6 +112,7 @@ def read_hooks(trainer: Any, own: set[str]) -> Hooks:
         validates_itself="validation_step" in own,
         evaluates_itself="evaluate" in own,
         logs_freely=not own.isdisjoint({"training_step", "update", "compute_gradients"}),
+        computes_itself="compute_gradients" in own,
         updates_itself=not own.isdisjoint({"update", "apply_gradients"}),
         begin_epoch=trainer.begin_epoch if "begin_epoch" in own else None,
         end_epoch=trainer.end_epoch if "end_epoch" in own else None,

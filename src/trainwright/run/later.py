@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -40,11 +40,16 @@ def report(owner: Owner, source: Source, *, kind: Asked, names: Sequence[str] | 
     return report(owner, source, kind=kind, names=names)
 
 
-def save_weights(path: str | Path, state_dict: Mapping[str, Any]) -> None:
-    """`slots.saved.save_weights`: the weights alone, in one file."""
+def save_weights(owner: Owner, path: str | Path) -> None:
+    """Write the weights that count to one file: on the first process, with those that the others hold parts of."""
+    from trainwright.run.evaluating import showing
+    from trainwright.run.setup import whole_weights
     from trainwright.slots.saved import save_weights
 
-    save_weights(path, state_dict)
+    with showing(owner):
+        weights = whole_weights(owner)
+        if owner.is_main:
+            save_weights(path, weights)
 
 
 def as_schedule(value: object) -> Schedule | None:

@@ -70,6 +70,11 @@ class Numbers:
     def close_totals(self) -> None:
         """Read what is summed up apart from the numbers; here nothing is."""
 
+    def counted_values(self, *, with_loss: bool) -> dict[str, tuple[float, float]]:
+        """Sum and count of each number of the update in hand, its loss too where that is this process's alone."""
+        loss = {"loss": (self.loss * self.counted, self.counted)} if with_loss and self.counted else {}
+        return self._earlier | loss
+
     @property
     def waiting(self) -> bool:
         """Whether numbers were noted that are not read yet."""

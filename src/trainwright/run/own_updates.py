@@ -24,13 +24,16 @@ def backward_of(run: Run, loss: Any, name: str | None) -> tuple[Tensor, Count, b
     chosen = run.steppers.one(name, "minimize(loss)")
     chosen.gradients.zero()
     value, count, summed = run.ledger.alone(loss)
+    weighed = value if run.spread is None else run.spread.weigh(value, count, summed=summed)
     if run.scaler is None:
-        value.backward()
+        weighed.backward()
     else:
-        run.scaler.scale(value).backward()
+        run.scaler.scale(weighed).backward()
         run.factor = run.scaler.factor()
     if all(parameter.grad is None for parameter in chosen.gradients.parameters):
         raise nonfinite.reaches_nothing(chosen.steppers[0].name if run.steppers.named else "")
+    if run.spread is not None:
+        run.factor = run.spread.average(chosen.gradients.parameters) * run.factor
     return value.detach(), count, summed
 
 
@@ -55,6 +58,8 @@ def step_by_closure(run: Run, closure: Callable[[], Any], name: str | None) -> b
     def evaluate() -> Any:
         with torch.enable_grad():
             loss = closure()
+        if run.spread is not None and run.spread.settle(chosen.gradients.parameters):
+            loss = run.spread.mean(loss)
         flag = run.settle(chosen.gradients)
         stepper.limit()
         if not norms:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from trainwright.base.contracts import Observer, Part, Precision
 from trainwright.base.progress import Counters
 from trainwright.base.records import Result
+from trainwright.parallel.world import World
 from trainwright.run.hooks import Between, Hooks
 from trainwright.run.ledger import Ledger
 
@@ -41,7 +42,11 @@ class Owner(Protocol):
     checkpoint: Saving | None
     nonfinite: Policy
     on_error: str | None
+    world: World
+    is_main: bool
+    parallel: Any
     observers: Sequence[Observer]
+    listening: Sequence[Observer]
 
     hooks: Hooks
     between: Between

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainwright.base.contracts import Source, listeners
 from trainwright.base.records import Validation
@@ -18,6 +18,9 @@ from trainwright.run.plan import Ends
 from trainwright.run.run import Run
 from trainwright.run.saving import Saves
 from trainwright.slots.checkpoint import Keeping
+
+if TYPE_CHECKING:
+    from trainwright.run.agreeing import Agreement
 
 
 class Pauses:
@@ -32,6 +35,8 @@ class Pauses:
         self.saves = Saves(run, keeper=keeper)
         self.leaving = Leaving(run, ends, keeper=keeper, watch=self.watch)
         self._before, self._started = self.counters.seconds, time.perf_counter()
+        self._clock: float | None = None
+        """The seconds that all processes go by in the pause in hand; None for one process, which has a clock."""
         self._epoch_ended = False
 
     def start(self) -> None:
@@ -43,16 +48,21 @@ class Pauses:
         self.saves.start()
         observers = self.owner.observers
         self._probes = [(one, Bell(one.span, counters, of="every")) for one in observers if isinstance(one, Probe)]
-        self._on_validate, self._on_epoch = listeners(observers, "on_validate"), listeners(observers, "on_epoch")
+        heard = self.owner.listening
+        self._on_validate, self._on_epoch = listeners(heard, "on_validate"), listeners(heard, "on_epoch")
         self._updates_before = counters.updates - (1 if counters.batch else 0)
         self.run.owed = counters.pause or ("update" if counters.paused < counters.updates else "")
         counters.stopped = counters.stopped or self.ended()
+        if self.run.agreement is not None:
+            self.run.agreement.start()
         self.go_on()
 
     def arrive(self, *, epoch_ended: bool) -> None:
         """Bring the counters up to date, and find out whether an end is reached."""
         counters = self.counters
         self.run.boundary.place, self.run.woken = BETWEEN, False
+        if self.run.agreement is not None:
+            self._join(self.run.agreement)
         self.run.signals.check()
         self.stop_clock()
         self._epoch_ended = epoch_ended
@@ -67,6 +77,20 @@ class Pauses:
         counters.paused = counters.updates
         self.saves.arrive()
         counters.stopped = counters.stopped or self.end_reached()
+
+    def _join(self, agreement: Agreement) -> None:
+        """Hear what all processes ask for, and go by the first one's clock until the next time."""
+        self._clock = None
+        self.stop_clock()
+        asked = agreement.join(signal=self.run.signals.pending, save=self.saves.wanted)
+        self._before += asked.seconds - self.counters.seconds
+        self._clock = asked.seconds
+        self.saves.wanted = asked.save
+        if self.run.teller is not None:
+            self.run.teller.tell_late()
+        self.counters.stopped = self.counters.stopped or asked.stop
+        if asked.signal:
+            self.run.signals.obey(asked.signal)
 
     def probe(self, trainer: Any, *, epoch_ended: bool) -> None:
         """Call the probes whose turn it is, and take down the numbers that they return."""
@@ -87,7 +111,7 @@ class Pauses:
                 numbers |= evaluate(source, name=name)
         finally:
             between.watched = iter
-        return numbers
+        return self.owner.world.same(numbers)
 
     def validation_is_due(self, *, epoch_ended: bool) -> bool:
         """Whether to validate now: the span has passed, or the run ends; never twice at one update."""
@@ -104,12 +128,14 @@ class Pauses:
 
     def row(self, numbers: Mapping[str, float] | None, *, epoch_ended: bool) -> dict[str, float]:
         """Make the row of the history: the epoch's training numbers so far, and the validation's."""
-        counters, ledger = self.counters, self.run.ledger
+        counters, ledger, world = self.counters, self.run.ledger, self.owner.world
         counters.pause = ""
+        ledger.merge(world)
+        trained = world.same((ledger.means() or self._told()) if world.is_main else {})
         row = {
             "epoch": counters.earlier_epochs + counters.epoch,
             "update": counters.earlier_updates + counters.updates,
-            **(ledger.means() or self._told()),
+            **trained,
             **(numbers or {}),
             **(self.run.steppers.numbers() or {"lr": self.run.steppers.rates[0]}),
         }
@@ -177,6 +203,8 @@ class Pauses:
     def save(self, *, keep: bool, validated: bool, epoch_ended: bool) -> None:
         """Save, where that is due."""
         self.stop_clock()
+        if self.run.agreement is not None and epoch_ended and self.owner.hooks.end_epoch is not None:
+            self.counters.stopped = self.counters.stopped or self.run.agreement.join().stop
         validated = validated or (epoch_ended and not self.val)
         if self.saves.are_due(keep=keep, validated=validated, epoch_ended=epoch_ended):
             self.saves.save()
@@ -186,7 +214,9 @@ class Pauses:
         """Have the loop pause where something falls due next: at once, where it was woken in the pause that ends."""
         run = self.run
         run.due = self._next_due()
-        if run.woken:  # by a hook, or by the thread that saves; asked last, so that no call is lost
+        if (
+            run.woken and run.agreement is None
+        ):  # by a hook, or by the thread that saves; asked last, so that no call is lost
             run.due = 0
 
     def _next_due(self) -> float:
@@ -199,6 +229,8 @@ class Pauses:
             dues.append(ends.max_updates)
         if ends.max_seconds is not None:
             dues.append(counters.updates)  # time passes in updates that are held back too
+        if self.run.agreement is not None:  # all processes pause at the same updates
+            dues = [self.run.agreement.at, *[due for due in dues if due > counters.updates]]
         return min(dues, default=math.inf)
 
     def _concerns(self, monitor: str, row: Mapping[str, float], *, validated: bool) -> bool:
@@ -211,7 +243,8 @@ class Pauses:
 
     def stop_clock(self) -> None:
         """Bring the seconds of this stage, over all of its sessions, up to now."""
-        self.counters.seconds = self._before + time.perf_counter() - self._started
+        elapsed = self._before + time.perf_counter() - self._started
+        self.counters.seconds = elapsed if self._clock is None else self._clock
 
     def ended(self) -> str:
         """Return which end of the `fit` was reached where it was left; none where a pause was still to come there."""

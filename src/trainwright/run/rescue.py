@@ -20,9 +20,11 @@ def rescue(pauses: Pauses, error: BaseException) -> None:
     if pauses.keeper is None or at_once:
         return
     run, saves, counters = pauses.run, pauses.saves, pauses.counters
+    # Of several processes only those save that have all agreed to end here: the others are somewhere else.
+    alone = run.agreement is not None and not (isinstance(error, Interrupted) and not error.late)
     trained = counters.rows or counters.earlier_updates  # where nothing was, the mended script may begin anew
     asked = run.owner.on_error == "save"
-    is_whole = bool(trained) and _is_whole(pauses, error, asked=asked)
+    is_whole = bool(trained) and not alone and _is_whole(pauses, error, asked=asked)
     pauses.leaving.could_save = bool(trained) and not asked and not is_whole and _is_whole(pauses, error, asked=True)
     own = run.boundary.put_back() if is_whole else None
     with run.signals.held():
@@ -32,7 +34,7 @@ def rescue(pauses: Pauses, error: BaseException) -> None:
                 pauses.stop_clock()
                 if not saves.are_done:
                     saves.save(instead=own)
-            written = saves.written(wait=True)
+            written = saves.written(wait=True, alone=alone)
             what = "an observer failed when it was told of the last save"
             saves.tell(written)
         except Exception as failed:

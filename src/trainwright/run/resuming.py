@@ -9,12 +9,13 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from trainwright.base.contracts import Tree
+from trainwright.base.contracts import Source, Tree
 from trainwright.base.errors import CheckpointError, SettingError, message
 from trainwright.run import state
 from trainwright.run.owner import Owner
 from trainwright.run.pausing import Pauses
 from trainwright.run.plan import Resume
+from trainwright.run.ranks import own_of, take_own
 from trainwright.run.run import Run
 from trainwright.run.settings import changed, settings_of
 from trainwright.runtime.weights import load_into
@@ -71,7 +72,7 @@ class Found:
         if keeper is not None:
             keeper.adopt(self.path, self.manifest)
         given = _settings(owner)
-        reports = [*self._restore(owner), *_unused(owner, given)]
+        reports = [*self._restore(owner, pauses.run.source), *_unused(owner, given)]
         for report in reports:
             warnings.warn(report, stacklevel=6)  # at the line that calls `fit`: it shall be heard without a console too
         pauses.run.owed_reason = counters.stopped  # as it was saved, with a pause that is still to be done
@@ -83,7 +84,7 @@ class Found:
             # begin_epoch, the order, or what follows this `fit`, draws first; or the epoch in hand begins anew
             random.put_back()
         at = counters.earlier_updates + counters.updates
-        for observer in owner.observers:
+        for observer in owner.listening:
             resume_at = getattr(observer, "resume_at", None)
             if resume_at is not None:
                 resume_at(at, counters.skipped)
@@ -107,18 +108,18 @@ class Found:
                 )
             )
 
-    def _restore(self, owner: Owner) -> list[str]:
+    def _restore(self, owner: Owner, source: Source) -> list[str]:
         """Give every part its state; return what they report. Nothing is held on to afterwards."""
         parts, tree = dict(owner.parts()), dict(self.tree)
         self.tree.clear()
-        if self._takes_data:
-            return state.restore(parts, tree, origin=str(self.path))
-        for name in ("data", "totals"):
+        own, number = own_of(owner, tree)
+        for name in () if self._takes_data else ("data", "totals"):
             parts.pop(name, None)
             tree.pop(name, None)
         reports = state.restore(parts, tree, origin=str(self.path))
-        owner.counters.batch = 0
-        return reports
+        if not self._takes_data:
+            owner.counters.batch = 0
+        return reports + take_own(owner, own, number=number, source=source if self._takes_data else None)
 
     def pass_stage(self, owner: Owner, pauses: Pauses) -> list[str]:
         """Take the counters and the history that this stage ended with: a later one is loaded by its own `fit`."""

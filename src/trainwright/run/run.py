@@ -6,8 +6,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,23 +16,29 @@ from trainwright.base.plan import Plan
 from trainwright.base.progress import Counters
 from trainwright.run.boundary import BETWEEN, COUNTING, UPDATING, Boundary
 from trainwright.run.evaluating import check_passes, feed
+from trainwright.run.fetching import fetched
+from trainwright.run.judging import applies_anyway, read_numbers
 from trainwright.run.ledger import Ledger
 from trainwright.run.optimizers import check_parameters
 from trainwright.run.outcome import Outcome
 from trainwright.run.owner import Owner
 from trainwright.run.shown import Shown
 from trainwright.run.state import Random
+from trainwright.run.statistics import Statistics
 from trainwright.run.steppers import Chosen, Steppers, bind_rates
 from trainwright.run.telling import Teller
 from trainwright.runtime import late
 from trainwright.runtime.gradients import Gradients
-from trainwright.runtime.modules import running_statistics
 from trainwright.runtime.signals import Signals
 from trainwright.runtime.snapshot import snapshot
 from trainwright.slots import nonfinite
 from trainwright.slots.average import Average
 from trainwright.slots.precision import check_weights
-from trainwright.slots.window import Window, windows
+from trainwright.slots.window import Window
+
+if TYPE_CHECKING:
+    from trainwright.run.agreeing import Agreement
+    from trainwright.run.spread import Spread
 
 GRACE = 20.0
 """Seconds that a signal waits for the end of an update, where no checkpoint slot says otherwise."""
@@ -56,7 +61,8 @@ class Run:
         self.random = Random()
         self.boundary = Boundary(owner, source, self.random, ledger=owner.ledger)
         self.grace: float = getattr(owner.checkpoint, "grace", GRACE)
-        self.signals = Signals(grace=self.grace, wake=self.wake)
+        self.signals = Signals(grace=self.grace, wake=self.wake, alone=owner.world.size == 1)
+        self._bind_processes(owner)
         self._bind_slots(owner)
         self.after_update = owner.hooks.after_update
         self.factor: float | Tensor = 1.0
@@ -78,6 +84,20 @@ class Run:
         self.teller = Teller(owner, self.steppers) or None
         """Who watches updates; None where nobody does."""
         self._plan_epoch()
+
+    def _bind_processes(self, owner: Owner) -> None:
+        self.spread: Spread | None = None
+        """What several processes do together in an update; None for one."""
+        self.agreement: Agreement | None = None
+        """What several processes agree on between updates; None for one."""
+        self.step = owner.training_step
+        """What a micro-batch is run by."""
+        if owner.world.size > 1:
+            from trainwright.run.agreeing import Agreement
+            from trainwright.run.spread import Spread
+
+            self.spread, self.agreement = Spread(owner), Agreement(owner)
+            self.step = self.spread.step
 
     def _bind_slots(self, owner: Owner) -> None:
         wants_norm = any("grad_norm" in observer.wants for observer in owner.observers)
@@ -118,11 +138,13 @@ class Run:
             return
         self.signals.check()
         self.begin_epoch(counters.epoch)
+        if self.agreement is not None and self.owner.hooks.begin_epoch is not None:
+            self.counters.stopped = self.counters.stopped or self.agreement.join().stop
         self.stopped_between = counters.stopped != ""
         if self.stopped_between:
             return
         begun = clock()
-        grouped = self._grouped()
+        grouped = fetched(self)
         while True:
             boundary.fetch()
             window = next(grouped, None)
@@ -142,6 +164,8 @@ class Run:
         """Start the update of a window: numbers and outcome anew, and what a skipped one is to put back."""
         self.ledger.begin(window)
         self.outcome = Outcome()
+        if self.spread is not None:
+            self.spread.loss = 0.0
         for stepper in self.steppers.all.steppers:
             stepper.norm = None
             if len(stepper.optimizer.param_groups) != stepper.groups:
@@ -149,7 +173,7 @@ class Run:
         if self._unjudged:  # an update of the user's own gave its gradients up
             self.steppers.lower_flags()
             self._unjudged = False
-        for kept, statistics in self._alike:
+        for kept, statistics in self.statistics.alike:
             torch._foreach_copy_(kept, statistics)
         if self._keeps_state:
             self._kept_state = snapshot(self.owner.state)
@@ -164,75 +188,47 @@ class Run:
             self.random.stand()
         return owed != ""
 
-    def _grouped(self) -> Iterator[Window]:
-        """What is left of the epoch's batches, in windows."""
-        counters, hooks = self.counters, self.owner.hooks
-        size = self.plan.accumulated(counters.epoch)
-        left = None if self.plan.epoch_updates is None else self.plan.epoch_updates - math.ceil(counters.batch / size)
-        with self.signals.waiting():
-            opened = self.boundary.open_epoch()
-        batches = self.signals.batches(opened)
-        self.signals.watch_children()
-        grouped = windows(
-            batches,
-            size,
-            rows=hooks.rows,
-            count=hooks.count,
-            always_count=hooks.counts_itself,
-            move=hooks.move,
-        )
-        return islice(grouped, left)
-
     def owe(self, window: Window, loss: Tensor) -> Tensor:
         """Note what the gradients must still be multiplied by, pay at once where user code reads them; pay the loss."""
-        owed = window.owed
+        unscale = 1.0 if self.scaler is None else self.scaler.factor()
+        owed = window.owed if self.spread is None else self.spread.close(unscale)
         self.factor = owed
         if self.scaler is not None:
-            self.factor = self.factor * self.scaler.factor()
+            self.factor = self.factor * unscale
             self.outcome.scaled = True
         if self.owner.hooks.updates_itself:
+            if self.spread is not None:
+                self.spread.note(self.gradients.parameters)
             self.settle(self.gradients)
+        if self.spread is not None:
+            return torch.as_tensor(self.spread.loss).to(loss.dtype)
         return loss * owed if isinstance(owed, Tensor) or owed != 1.0 else loss
 
     def settle(self, gradients: Gradients) -> Tensor | None:
         """Multiply gradients by what is owed; return the flag of non-finite ones where they are checked."""
         factor, self.factor = self.factor, 1.0
+        if self.spread is not None:
+            self.spread.settle(gradients.parameters)
+        flag = None
         if self.checks:
             self._unjudged = True
-            return gradients.multiply_and_check(factor)
-        if isinstance(factor, Tensor) or factor != 1.0:
+            flag = gradients.multiply_and_check(factor)
+        elif isinstance(factor, Tensor) or factor != 1.0:
             gradients.multiply(factor)
-        return None
+        if self.spread is not None:
+            self.spread.note(gradients.parameters)
+        return flag
 
     def judge(self, flag: Tensor | None, chosen: Chosen) -> bool:
         """Read the update's numbers, and say whether `chosen` may step; raises where that is the policy."""
-        ledger, outcome = self.ledger, self.outcome
-        loss, outcome.losing = outcome.losing, None
-        if self.scaler is not None and not outcome.scaled and loss is None:
-            raise nonfinite.not_scaled()
-        wanted: list[Tensor | float] = [] if flag is None else [flag]
-        if loss is not None:
-            wanted += loss[:2]
-        for stepper in chosen.steppers:
-            if stepper.norm is not None:
-                wanted.append(stepper.norm)
-        read = iter(ledger.close(*wanted))  # in the order in which they were asked for
-        bad = flag is not None and next(read) != 0.0
-        value = ledger.loss if ledger.noted else 0.0
-        if loss is not None:
-            value = next(read)
-            outcome.minimized.setdefault(chosen.steppers[0].name, []).append((value, next(read), loss[2]))
-        for stepper in chosen.steppers:
-            if stepper.norm is not None:
-                stepper.norm = norm = next(read)
-                # Finite elements can have a norm that overflows: clipping by it would apply a gradient of zeros.
-                bad = bad or (flag is not None and not late.finite(norm))
+        outcome = self.outcome
+        bad, value = read_numbers(self, flag, chosen)
         if not bad and (flag is None or late.finite(value)):
             outcome.applied = True
             outcome.overflowed = outcome.overflowed is True
             self._unjudged = self._unjudged and chosen is not self.steppers.all
             return True
-        applied = self.applies_anyway(bad, value, chosen)
+        applied = applies_anyway(self, chosen, bad=bad, loss=value)
         outcome.applied = applied or outcome.applied is True  # one step that was applied makes it an update
         return applied
 
@@ -251,13 +247,13 @@ class Run:
         if self.scaler is not None:
             self._adapt(self.scaler)
         counters.batch += len(window.batches)
-        counters.rows += window.rows[0] if window.alone else sum(window.rows)
+        counters.rows += window.rows[0] if window.alone else window.all_rows
         if outcome.applied or outcome.stepped:
             counters.updates += 1
             self._idle = 0
             return True
         counters.skipped += outcome.held_back
-        self._mend_statistics()
+        self.statistics.mend()
         self._idle += 1
         if self._idle >= PATIENCE:
             raise nonfinite.nothing_applied(f"{PATIENCE} updates in a row", told=outcome.applied is not None)
@@ -289,14 +285,9 @@ class Run:
             average.meet(owner.model)
             if average.will_need_statistics:
                 check_passes(self.source)
-        self._statistics = running_statistics(owner.model) if owner.nonfinite != "ignore" else []
-        self._kept = [statistic.clone() for statistic in self._statistics]
-        pairs = list(zip(self._kept, self._statistics, strict=True))
-        kinds = {(one.device, one.dtype) for one in self._kept}  # a kernel copies those of one kind together
-        self._alike = [
-            tuple(zip(*[pair for pair in pairs if (pair[0].device, pair[0].dtype) == kind], strict=True))
-            for kind in kinds
-        ]
+        if self.spread is not None:
+            self.spread.plan()
+        self.statistics = Statistics(owner.model, keeps=owner.nonfinite != "ignore")
         self._keeps_state = owner.nonfinite == "skip"
 
     def _take_groups(self) -> None:
@@ -332,13 +323,19 @@ class Run:
         self.outcome.stepping = True
 
     def stop(self, reason: str) -> None:
-        """End the run at the coming boundary."""
-        self.counters.stopped = reason or "stop() was called"
+        """End the run at the coming boundary; with several processes at the one at which they agree next."""
+        reason = reason or "stop() was called"
+        if self.agreement is None:
+            self.counters.stopped = reason
+        else:
+            self.agreement.asks = reason
         self.wake()
 
     def wake(self) -> None:
-        """Have the loop pause at the coming boundary."""
-        self.woken, self.due = True, 0
+        """Have the loop pause at the coming boundary; several processes all pause where they have agreed to."""
+        self.woken = True
+        if self.agreement is None:
+            self.due = 0
 
     @property
     def at_end(self) -> bool:
@@ -348,53 +345,16 @@ class Run:
             return math.ceil(counters.batch / plan.accumulated(counters.epoch)) >= plan.epoch_updates
         return counters.batch == self.source.length  # data that give more than they said go on
 
-    def applies_anyway(self, bad: bool, loss: float, chosen: Chosen) -> bool:
-        """Deal with a loss or gradient that is not finite, as the policy says."""
-        owner, ledger, scaler, outcome = self.owner, self.ledger, self.scaler, self.outcome
-        verdict = nonfinite.judge(
-            owner.nonfinite,
-            loss_is_finite=late.finite(loss),
-            gradient_is_finite=not bad,
-            scaled=scaler is not None,
-            at_floor=scaler is not None and scaler.at_floor,
-        )
-        outcome.overflowed = bad or outcome.overflowed is True
-        self.gradients.lower_flags()
-        chosen.gradients.lower_flags()
-        outcome.left_out = outcome.left_out or verdict == "skip"
-        if verdict == "raise":
-            self._put_back_statistics()
-            norm = chosen.steppers[0].norm
-            raise nonfinite.error(
-                update=self.counters.earlier_updates + self.counters.updates + 1,
-                loss=loss,
-                lr=chosen.steppers[0].rates[0],
-                norm=norm if isinstance(norm, float) else None,
-                counted=ledger.counted if ledger.noted else None,
-                whole=not owner.hooks.updates_itself,
-            )
-        return verdict == "apply"
-
     def refuse(self, chosen: Chosen) -> bool:
         """Hold back a step after it was made and undone; raises where that is the policy."""
         self.outcome.stepped = False
-        self.outcome.applied = self.applies_anyway(True, self.ledger.loss if self.ledger.noted else 0.0, chosen)
+        self.outcome.applied = applies_anyway(
+            self, chosen, bad=True, loss=self.ledger.loss if self.ledger.noted else 0.0
+        )
         return self.outcome.applied
 
     def _put_back(self) -> None:
         """Put back the user's state and the statistics: at an update's end, for graphs in it may still hold them."""
-        self._put_back_statistics()
+        self.statistics.put_back()
         self.owner.state.clear()
         self.owner.state.update(snapshot(self._kept_state))
-
-    def _mend_statistics(self) -> None:
-        """Put back statistics that are not finite: where a scaler skips they advance, but these would stay so.
-
-        A step up an overflowed gradient makes them, as SAM takes one.
-        """
-        if self._kept and not all(late.read([torch.isfinite(one).all() for one in self._statistics])):
-            self._put_back_statistics()
-
-    def _put_back_statistics(self) -> None:
-        for kept, statistics in self._alike:
-            torch._foreach_copy_(statistics, kept)

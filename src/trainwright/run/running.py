@@ -22,6 +22,7 @@ from trainwright.run.optimizers import check_parameters
 from trainwright.run.owner import Owner
 from trainwright.run.pausing import Pauses
 from trainwright.run.plan import Ends, Resume, check_monitors, make_plan
+from trainwright.run.ranks import align_buffers, beside_others
 from trainwright.run.rescue import ends_in, rescue
 from trainwright.run.resuming import find
 from trainwright.run.run import Run
@@ -47,6 +48,7 @@ def running(
     """
     check_parameters(owner)
     with ExitStack() as undo:
+        undo.enter_context(beside_others(owner))
         undo.enter_context(stage(owner, resumes=resume.where is not None))
         undo.enter_context(_ground(owner))
         plan = make_plan(
@@ -70,9 +72,9 @@ def running(
             told = [*found.go_on(owner, keeper), *_ready_to_save(owner, run, pauses)]
             plan = replace(plan, notes=(*plan.notes, *told))
         pauses.start()
-        for notify in listeners(owner.observers, "on_fit_start"):
+        for notify in listeners(owner.listening, "on_fit_start"):
             notify(plan)
-        yield from _until_the_end(owner, run, pauses, passed=found.passes)
+        yield from _noting_the_end(owner, run, pauses, passed=found.passes)
 
 
 def parts_of(run: Run, pauses: Pauses) -> dict[str, Part]:
@@ -116,22 +118,32 @@ def _ground(owner: Owner) -> Iterator[None]:
 
 
 def _until_the_end(owner: Owner, run: Run, pauses: Pauses, *, passed: bool) -> Iterator[tuple[Run, Pauses]]:
+    """The run, watched for signals, and its weights as `fit` promises them; where it ends early, a save."""
+    with run.signals.installed():
+        try:
+            with run.watching_steps():
+                yield run, pauses
+            run.boundary.place = ENDED
+            if not passed:
+                pauses.saves.hear(wait=True)
+                pauses.leaving.restore_best()
+            align_buffers(owner)
+            owner.between.failed = False
+        except BaseException as error:
+            explain(error, owner)
+            caused = owner.world.blame(error) if isinstance(error, Exception) else error
+            rescue(pauses, caused)
+            if caused is error:
+                raise
+            raise caused from None
+
+
+def _noting_the_end(owner: Owner, run: Run, pauses: Pauses, *, passed: bool) -> Iterator[tuple[Run, Pauses]]:
+    """The run, and in any case a Result and the word of its end to the observers."""
     between, counters = owner.between, owner.counters
     between.shown, between.failed, between.refused_to = run.shown, True, None
     try:
-        with run.signals.installed():
-            try:
-                with run.watching_steps():
-                    yield run, pauses
-                run.boundary.place = ENDED
-                if not passed:
-                    pauses.saves.hear(wait=True)
-                    pauses.leaving.restore_best()
-                between.failed = False
-            except BaseException as error:
-                explain(error, owner)
-                rescue(pauses, error)
-                raise
+        yield from _until_the_end(owner, run, pauses, passed=passed)
     except BaseException as error:
         pauses.stop_clock()
         if between.failed:
@@ -144,7 +156,7 @@ def _until_the_end(owner: Owner, run: Run, pauses: Pauses, *, passed: bool) -> I
         owner.result = pauses.leaving.result()
         between.begun = True
         between.stages = [*between.stages[: counters.stage], _ended(owner, owner.result, pauses.leaving.left)]
-        for notify in listeners(owner.observers, "on_fit_end"):
+        for notify in listeners(owner.listening, "on_fit_end"):
             notify(owner.result)
 
 
@@ -201,11 +213,13 @@ def _open_directory(owner: Owner, resume: str | Path | None, undo: ExitStack) ->
         if resume == "auto":
             fix = 'Trainer(..., checkpoint=Checkpoint("runs/x"))'
             raise SettingError(message('resume="auto" without a checkpoint directory', fix=fix))
-        return None, load_checkpoint(resume, None, device=places)
-    keeper = settings.bind(owner.between.run_id or secrets.token_hex(8))
+        return None, load_checkpoint(resume, None, device=places, world=owner.world)
+    run_id, world = owner.between.run_id or secrets.token_hex(8), owner.world
+    bind: Any = settings.bind
+    keeper: Keeping = bind(run_id) if world.size == 1 else bind(run_id, world=world)
     undo.push(lambda kind, *_: _release(keeper, at_once=kind is KeyboardInterrupt))
     keeper.prepare(resuming=resume is not None)
-    return keeper, load_checkpoint(resume, settings.directory, run=keeper.run_id, device=places)
+    return keeper, load_checkpoint(resume, settings.directory, run=keeper.run_id, device=places, world=world)
 
 
 def _release(keeper: Keeping, *, at_once: bool) -> None:

@@ -11,6 +11,7 @@ from trainwright.base.errors import SettingError, message
 from trainwright.base.records import Saved
 from trainwright.run import state
 from trainwright.run.due import Bell
+from trainwright.run.ranks import PROCESSES, own_state
 from trainwright.run.run import Run
 from trainwright.run.settings import digest, settings_of
 from trainwright.slots.checkpoint import Keeping
@@ -39,7 +40,7 @@ class Saves:
             return
         every = self.keeper.settings.every
         self._bell = None if isinstance(every, str) else Bell(every, self.counters, of="every")
-        self._on_save = listeners(self.owner.observers, "on_save")
+        self._on_save = listeners(self.owner.listening, "on_save")
 
     def are_due(self, *, keep: bool, validated: bool, epoch_ended: bool) -> bool:
         """Whether to save now: the span has passed, it is among the best, it was asked for, or the run ends.
@@ -60,9 +61,10 @@ class Saves:
         measured: dict[str, float] = {}
         for row in self.owner.history[-2:]:  # a validation and the epoch's end may meet at one update
             measured |= row if row["update"] == update else {}
+        self.run.ledger.merge(self.owner.world)
         with self.run.signals.held(), self.run.shown.evaluated():
             saved = self.keeper.save(
-                state.gather(self.owner.parts()) | dict(instead or {}),
+                state.gather(self.owner.parts()) | self._of_each_process() | dict(instead or {}),
                 update=update,
                 epoch=counters.earlier_epochs + counters.epoch,
                 metrics=measured,
@@ -71,16 +73,27 @@ class Saves:
         self._saved += [] if saved is None else [saved]
         self._saved_at = self._place
 
+    def _of_each_process(self) -> dict[str, Tree]:
+        """What only the processes themselves know, of all of them: nothing for one, whose parts hold everything."""
+        owner, run = self.owner, self.run
+        if owner.world.size == 1:
+            return {}
+        return {PROCESSES: owner.world.gather(own_state(owner, run.source, run.random.state_dict()["now"]))}
+
     def hear(self, *, wait: bool = False) -> None:
         """Tell the observers of the checkpoints that have become whole; what went wrong with one is raised here."""
         self.tell(self.written(wait=wait))
 
-    def written(self, *, wait: bool = False) -> list[Saved]:
-        """The checkpoints that have become whole since this was last asked; what went wrong with one is raised here."""
+    def written(self, *, wait: bool = False, alone: bool = False) -> list[Saved]:
+        """The checkpoints that have become whole since this was last asked; what went wrong with one is raised here.
+
+        `alone`: of several processes only this one asks.
+        """
         keeper: Any = self.keeper
         saved, self._saved = self._saved, []
+        how = {"alone": True} if alone else {}
         with self.run.signals.held():
-            return saved + (keeper.written(wait=wait) if hasattr(keeper, "written") else [])
+            return saved + (keeper.written(wait=wait, **how) if hasattr(keeper, "written") else [])
 
     def tell(self, saved: list[Saved]) -> None:
         """Tell the observers of checkpoints that are whole."""

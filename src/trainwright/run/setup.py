@@ -17,13 +17,17 @@ from trainwright.base.progress import Counters
 from trainwright.base.records import Result
 from trainwright.data.own import Batches
 from trainwright.data.source import open_source, takes_batch_size
+from trainwright.parallel.ddp import DDP
+from trainwright.parallel.fsdp import FSDP
+from trainwright.parallel.world import World
 from trainwright.run.hooks import Between, Hooks
 from trainwright.run.ledger import Ledger
 from trainwright.run.owner import Owner
 from trainwright.run.plan import Ends
+from trainwright.run.ranks import deal
 from trainwright.run.steppers import ONLY
 from trainwright.run.telling import check_every
-from trainwright.runtime.device import place
+from trainwright.runtime.device import choose_device, devices_of, place
 from trainwright.slots.clip import ClipNorm, ClipValue
 from trainwright.slots.metrics import Meters
 from trainwright.slots.precision import MixedPrecision
@@ -112,6 +116,32 @@ def _in_its_place(given: Any) -> str:
     return f"{slot}={kind.__name__}(...)" if slot else ""
 
 
+def processes(
+    parallel: str | DDP | FSDP | None, device: str | torch.device, model: nn.Module
+) -> tuple[World, DDP | FSDP, torch.device]:
+    """Find the processes of the runs to come, how they share the work, and the device of this one."""
+    chosen = choose_device(device, model)
+    world = World()
+    if parallel is not None:
+        from trainwright.parallel.start import as_world
+
+        world = as_world(parallel, chosen.type)
+    index: int | None = getattr(world, "device_index", None)
+    if device == "auto" and index is not None and len(devices_of(model)) < 2:
+        chosen = torch.device(chosen.type, index)
+    return world, DDP() if parallel is None or isinstance(parallel, str) else parallel, chosen
+
+
+def whole_weights(owner: Owner) -> dict[str, Any]:
+    """The model's weights as plain tensors; those of a model that several processes hold in parts, on the first one."""
+    if isinstance(owner.parallel, DDP):
+        weights: dict[str, Any] = owner.model.state_dict()
+        return weights
+    from trainwright.parallel.whole import full_state_dict
+
+    return full_state_dict(owner.model, owner.world)
+
+
 def place_all(device: torch.device, model: nn.Module, *beside: Any) -> None:
     """Move the model, a loss module and frozen modules to the device, in place."""
     place(model, device)
@@ -159,11 +189,12 @@ def open_data(
     source = open_source(train, batch_size=batch_size, shuffle=True, role="train")
     if ends.epoch_updates is not None and source.length is None:
         source = Continuing(source)
+    deal(owner, source)
     held_out: dict[str, Source] = {}
     for name, data in _named_sets(val).items() if val is not None else ():
         # A batch size holds for validation data too, where they are rows and not batches already.
         size = batch_size if takes_batch_size(data) else None
-        held_out[name] = opened = open_source(data, batch_size=size, role=name)
+        held_out[name] = opened = deal(owner, open_source(data, batch_size=size, role=name))
         if isinstance(opened, LoaderBatches):
             opened.keep_workers(keeps=data is not train)
     return source, held_out
@@ -261,10 +292,15 @@ def fast_path(owner: Owner) -> str:
     return f"eager on {owner.device.type}: {reads}"
 
 
-def open_sets(data: Any, name: str, *, batch_size: int | None) -> dict[str, Source]:
+def open_sets(owner: Owner, data: Any, name: str, *, batch_size: int | None) -> dict[str, Source]:
     """Open data to evaluate by the prefix of its numbers: `name`, or `<name>_<key>` for each of a dict of sets."""
     sets = _named_sets(data, name)
-    return {prefix: open_source(one, batch_size=batch_size, role=prefix) for prefix, one in sets.items()}
+    return {prefix: open_one(owner, one, prefix, batch_size=batch_size) for prefix, one in sets.items()}
+
+
+def open_one(owner: Owner, data: Any, role: str, *, batch_size: int | None) -> Source:
+    """Open data to pass over, of which each of several processes runs its part."""
+    return deal(owner, open_source(data, batch_size=batch_size, role=role))
 
 
 def _named_sets(data: Any, prefix: str = "val") -> dict[str, Any]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
 from trainwright.base.contracts import Observer
 from trainwright.base.errors import SettingError, message
 from trainwright.base.progress import Counters
@@ -12,12 +16,21 @@ from trainwright.run.owner import Owner
 from trainwright.run.steppers import Steppers
 from trainwright.slots.window import Window
 
+Late = tuple[Update, dict[str, tuple[float, float]]]
+"""The record of an update, and the sum and count of each number of this process in it."""
+
 
 class Teller:
-    """The observers that override `on_update`, each with what rings when its turn has come."""
+    """The observers that override `on_update`, each with what rings when its turn has come.
+
+    Of several processes the first one's are told. What steps of the user's own give, each of them knows of its own
+    rows: then records wait until all meet, about once a second, and are told with the numbers of all.
+    """
 
     def __init__(self, owner: Owner, steppers: Steppers) -> None:
         self._owner, self._counters, self._steppers = owner, owner.counters, steppers
+        self._waits = owner.world.size > 1 and owner.hooks.logs_freely
+        self._late: list[Late] = []
         self._notify = [
             (observer.on_update, _bell(observer, owner.counters))
             for observer in owner.observers
@@ -29,11 +42,33 @@ class Teller:
 
     def tell(self, window: Window, *, skipped: bool) -> None:
         """Tell those whose turn it is about the update of this window."""
+        if self._waits:
+            self._late.append((self._update(window, skipped=skipped), self._numbers()))
+            return
         update = None
-        for notify, bell in self._notify:
+        for notify, bell in self._notify if self._owner.is_main else ():
             if bell is None or bell.rings(self._counters, epoch_ended=False):
                 update = self._update(window, skipped=skipped) if update is None else update
                 notify(update)
+
+    def tell_late(self) -> None:
+        """Tell what has waited; for all processes alike."""
+        late, self._late = self._late, []
+        if not self._waits:
+            return
+        everybody = self._owner.world.gather([numbers for _, numbers in late])
+        for (update, _), *each in zip(late, *everybody, strict=True):
+            whole = _added(each)
+            loss, values = whole.pop("loss", update.loss), {**update.values, **whole}
+            complete = replace(update, loss=loss, values=values)
+            for notify, bell in self._notify if self._owner.is_main else ():
+                if bell is None or bell.rings_at(update.update - self._counters.earlier_updates):
+                    notify(complete)
+
+    def _numbers(self) -> dict[str, tuple[float, float]]:
+        hooks, ledger = self._owner.hooks, self._owner.ledger
+        with_loss = ledger.noted and (hooks.updates_itself or hooks.computes_itself)
+        return ledger.counted_values(with_loss=with_loss)
 
     def _update(self, window: Window, *, skipped: bool) -> Update:
         counters, ledger, steppers = self._counters, self._owner.ledger, self._steppers
@@ -48,10 +83,21 @@ class Teller:
             lr=rates[0],
             lrs=rates,
             grad_norm=norm if isinstance(norm, float) else None,
-            rows=sum(window.rows),
+            rows=window.all_rows,
             skipped=skipped,
             values={**ledger.values, **named},
         )
+
+
+def _added(each: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, float]:
+    """The mean of each number over all processes; NaN over nothing."""
+    names = dict.fromkeys(name for numbers in each for name in numbers)
+    sums = {name: [numbers.get(name, (0.0, 0.0)) for numbers in each] for name in names}
+    counts = {name: sum(count for _, count in parts) for name, parts in sums.items()}
+    return {
+        name: sum(total for total, _ in parts) / counts[name] if counts[name] else math.nan
+        for name, parts in sums.items()
+    }
 
 
 def check_every(observer: Observer) -> None:

@@ -41,12 +41,14 @@ class Signals:
     has set before, or a signal that is ignored, stays as it is.
     """
 
-    def __init__(self, *, grace: float, wake: Callable[[], None]) -> None:
+    def __init__(self, *, grace: float, wake: Callable[[], None], alone: bool = True) -> None:
         self.pending = 0
         """The signal that has come; 0 while none has."""
         self.data_failed = False
         """Whether data that were waited for have raised an error."""
         self._grace, self._wake = grace, wake
+        self._alone = alone
+        """Whether it may be obeyed as soon as it comes here: several processes obey it together."""
         self._waiting = False
         """Whether the loop waits for data, and may be ended at once."""
         self._held = 0
@@ -77,7 +79,7 @@ class Signals:
         """The items of `iterator`; a signal ends the run at once while one is waited for, and before it."""
         try:
             while True:
-                self._waiting = True
+                self._waiting = self._alone
                 if self.pending or self._child_died:
                     self._before_waiting()
                 try:
@@ -95,7 +97,7 @@ class Signals:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """A signal ends the run at once inside, as where a batch is waited for."""
-        self._waiting = True
+        self._waiting = self._alone
         try:
             self.check()
             yield
@@ -104,10 +106,14 @@ class Signals:
 
     def check(self) -> None:
         """Raise Interrupted where a signal has come: nothing is half-changed here."""
-        if self.pending:
+        if self.pending and self._alone:
             self._ended = True
             self._stop_timer()
             raise Interrupted(self.pending)
+
+    def obey(self, number: int) -> None:
+        """Have `check` raise for a signal that several processes have agreed to obey, whoever of them was given it."""
+        self.pending, self._alone = number, True
 
     @contextmanager
     def held(self) -> Iterator[None]:

@@ -59,8 +59,12 @@ class DealtWindow(Window):
 
     def weighed(self, loss: Tensor, count: Count | None, *, summed: bool, own: bool) -> Tensor:
         """The loss of the micro-batch in hand, weighed so that the mean over all processes is the window's."""
+        return self.weigh(loss, count, summed=summed, here=self.rows[self.position] > 0)
+
+    def weigh(self, loss: Tensor, count: Count | None, *, summed: bool, here: bool) -> Tensor:
+        """Weigh a loss; it weighs 0 where no row `here` counts."""
         self.plain = count is None
-        if not self.rows[self.position]:
+        if not here:
             count, weighed = 0, loss.nan_to_num(0.0, 0.0, 0.0) * 0.0
         elif count is None:
             weighed = loss * self.processes

@@ -1,0 +1,32 @@
+"""The windows of what is left of an epoch: its data opened, watched for signals, grouped."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from trainwright.slots.window import Window, windows
+
+if TYPE_CHECKING:
+    from trainwright.run.run import Run
+
+
+def fetched(run: Run) -> Iterator[Window]:
+    """What is left of the epoch's batches, in windows; the part of this process, where there are several."""
+    counters, hooks, plan, world = run.counters, run.owner.hooks, run.plan, run.owner.world
+    size = plan.accumulated(counters.epoch)
+    left = None if plan.epoch_updates is None else plan.epoch_updates - math.ceil(counters.batch / size)
+    with run.signals.waiting():
+        opened = run.boundary.open_epoch()
+    batches = run.signals.batches(opened)
+    run.signals.watch_children()
+    rows, count, move = hooks.rows, hooks.count, hooks.move
+    if run.spread is None:
+        grouped = windows(batches, size, rows=rows, count=count, always_count=hooks.counts_itself, move=move)
+        return islice(grouped, left)
+    from trainwright.slots.dealt import dealt_windows
+
+    in_step = run.spread.shards
+    return islice(dealt_windows(batches, size, world=world, in_step=in_step, rows=rows, count=count, move=move), left)

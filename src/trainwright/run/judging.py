@@ -1,0 +1,69 @@
+"""Reads the numbers of an update before its step, and deals with those that are not finite."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from trainwright.run.steppers import Chosen
+from trainwright.runtime import late
+from trainwright.slots import nonfinite
+
+if TYPE_CHECKING:
+    from trainwright.run.run import Run
+
+
+def read_numbers(run: Run, flag: Tensor | None, chosen: Chosen) -> tuple[bool, float]:
+    """Read loss, flag and norms in one go; returns whether a gradient is not finite, and the loss to judge by."""
+    ledger, outcome, spread = run.ledger, run.outcome, run.spread
+    loss, outcome.losing = outcome.losing, None
+    if run.scaler is not None and not outcome.scaled and loss is None:
+        raise nonfinite.not_scaled()
+    wanted: list[Tensor | float] = [] if flag is None else [flag]
+    wanted += () if loss is None else loss[:2]
+    wanted += [stepper.norm for stepper in chosen.steppers if stepper.norm is not None]
+    wanted += () if spread is None else [spread.loss]
+    read = iter(ledger.close(*wanted))  # in the order in which they were asked for
+    bad = flag is not None and next(read) != 0.0
+    value = ledger.loss if ledger.noted else 0.0
+    if loss is not None:
+        value = next(read)
+        outcome.minimized.setdefault(chosen.steppers[0].name, []).append((value, next(read), loss[2]))
+    for stepper in chosen.steppers:
+        if stepper.norm is not None:
+            stepper.norm = norm = next(read)
+            # Finite elements can have a norm that overflows: clipping by it would apply a gradient of zeros.
+            bad = bad or (flag is not None and not late.finite(norm))
+    if spread is not None:  # all processes judge by the same number
+        value = next(read)
+        ledger.loss = value if spread.is_default else ledger.loss
+    return bad, value
+
+
+def applies_anyway(run: Run, chosen: Chosen, *, bad: bool, loss: float) -> bool:
+    """Deal with a loss or gradient that is not finite, as the policy says."""
+    owner, ledger, scaler, outcome = run.owner, run.ledger, run.scaler, run.outcome
+    verdict = nonfinite.judge(
+        owner.nonfinite,
+        loss_is_finite=late.finite(loss),
+        gradient_is_finite=not bad,
+        scaled=scaler is not None,
+        at_floor=scaler is not None and scaler.at_floor,
+    )
+    outcome.overflowed = bad or outcome.overflowed is True
+    run.gradients.lower_flags()
+    chosen.gradients.lower_flags()
+    outcome.left_out = outcome.left_out or verdict == "skip"
+    if verdict == "raise":
+        run.statistics.put_back()
+        norm = chosen.steppers[0].norm
+        raise nonfinite.error(
+            update=run.counters.earlier_updates + run.counters.updates + 1,
+            loss=loss,
+            lr=chosen.steppers[0].rates[0],
+            norm=norm if isinstance(norm, float) else None,
+            counted=ledger.counted if ledger.noted else None,
+            whole=not owner.hooks.updates_itself,
+        )
+    return verdict == "apply"

@@ -1,0 +1,217 @@
+"""What each process of a run has of its own: its noise, its statistics, its part of the data."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from trainwright.base.contracts import Source, Tree
+from trainwright.base.dealing import Part
+from trainwright.base.errors import DataError, message
+from trainwright.parallel.ddp import DDP
+from trainwright.parallel.world import World
+from trainwright.run.owner import Owner
+from trainwright.runtime.modules import running_statistics, unnoticed
+from trainwright.runtime.randomness import random_state, seed, set_random_state, unmoved
+
+if TYPE_CHECKING:
+    from trainwright.run.ledger import Ledger
+
+PROCESSES = "processes"
+"""The part of a checkpoint that holds what each of several processes has of its own."""
+
+
+def deal(owner: Owner, source: Source) -> Source:
+    """Have a source give each of several processes its part; DataError for one that cannot."""
+    world = owner.world
+    if world.size == 1:
+        return source
+    give: Any = getattr(source, "deal", None)
+    if give is None:
+        raise DataError(
+            message(
+                f"{type(source).__name__} is a source of your own without deal(), and there are {world.size} processes",
+                want="deal(self, part): from then on epoch() yields Slice(batch, rows, whole)",
+                fix="batches(...), a DataLoader, or sharded(...) for data that are each process's own part",
+            )
+        )
+    give(Part(world.rank, world.size, least=2 if _normalises_rows(owner) else 1))
+    return source
+
+
+def opened(world: World, source: Source, epoch: int, *, skip: int = 0) -> Iterator[Any]:
+    """The batches of an epoch; several processes draw its order from the random state of the first one.
+
+    Afterwards the others draw on where they were; the data's own generators stay where this leaves them.
+    """
+    if world.size == 1:
+        return iter(source.epoch(epoch, skip) if skip else source.epoch(epoch))
+    own = random_state()
+    generators = list(getattr(source, "generators", ()))
+    state, states = world.same((own, [generator.get_state() for generator in generators]))
+    if world.is_main:
+        return iter(source.epoch(epoch, skip))
+    set_random_state(state)
+    for generator, one in zip(generators, states, strict=True):
+        generator.set_state(one)
+    try:
+        return iter(source.epoch(epoch, skip))
+    finally:
+        set_random_state(own)
+
+
+def undealt(world: World, source: Source) -> Iterator[Any]:
+    """The whole batches of a pass, on every process alike; of a stream that is its own part those of each."""
+    if world.size == 1:
+        return iter(source.epoch(0))
+    cast(Any, source).deal(Part(0, 1))
+    return (one.batch for one in opened(world, source, 0))
+
+
+def own_batches(owner: Owner, source: Source, ledger: Ledger) -> Iterator[Any]:
+    """The batches of an evaluation that have rows of this process; those that stand in only where all must run."""
+    shards = not isinstance(owner.parallel, DDP)
+    slices = opened(owner.world, source, 0)
+    if shards and source.length is None:
+        from trainwright.run.predicting import in_step
+
+        slices = in_step(owner.world, slices)
+    for one in slices:
+        ledger.noting = one.rows != 0
+        if ledger.noting or shards:
+            yield one.batch
+
+
+@contextmanager
+def same_buffers(owner: Owner) -> Iterator[None]:
+    """The first process's buffers inside, on all of them: every one evaluates the same model."""
+    buffers = [buffer for buffer in owner.model.buffers() if not hasattr(buffer, "to_local")]
+    kept = [buffer.detach().clone() for buffer in buffers]
+    with unnoticed(buffers):
+        owner.world.align(buffers)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, before in zip(buffers, kept, strict=True):
+                    buffer.copy_(before)
+
+
+@contextmanager
+def beside_others(owner: Owner) -> Iterator[None]:
+    """A run beside those of other processes: watched over, from the same weights, with noise of its own."""
+    world = owner.world
+    if world.size == 1:
+        yield
+        return
+    same = getattr(owner.parallel, "same_noise", False)
+    with world.watched(partial(standing, owner)):
+        align_weights(owner)
+        with noise_of_its_own(world, same=same):
+            yield
+
+
+def standing(owner: Owner) -> str:
+    """Where this process stands, for the others."""
+    epoch, update = owner.counters.earlier_epochs + owner.counters.epoch, owner.counters.updates
+    return f"epoch {epoch}, after update {owner.counters.earlier_updates + update}"
+
+
+@contextmanager
+def noise_of_its_own(world: World, *, same: bool) -> Iterator[None]:
+    """Have every process but the first draw numbers of its own inside; afterwards all draw what the first does.
+
+    The stream follows from the random state that was found: seeded alike, a run of as many processes draws the same
+    again. With `same` all draw what the first draws. After an error each goes on where it was.
+    """
+    before = random_state()
+    first = world.same(before)
+    set_random_state(first if same else derived(first, world.rank))
+    try:
+        yield
+    except BaseException:
+        set_random_state(before)
+        raise
+    set_random_state(world.same(random_state()))
+
+
+def derived(state: dict[str, Any], rank: int) -> dict[str, Any]:
+    """The random state that a process other than the first draws from: it follows from the first one's and the rank."""
+    if not rank:
+        return state
+    digest = hashlib.sha256(state["torch"].numpy().tobytes() + rank.to_bytes(4, "little")).digest()
+    with unmoved():
+        seed(int.from_bytes(digest[:4], "little"))
+        return random_state()
+
+
+def own_state(owner: Owner, source: Source, random: Tree) -> Tree:
+    """What this process alone has: its random state, normalisation statistics, and the states of its workers."""
+    data: Any = getattr(source, "process_state", None)
+    return {
+        "random": random,
+        "statistics": [one.detach().clone() for one in _statistics(owner)],
+        "data": None if data is None else data(),
+    }
+
+
+def own_of(owner: Owner, tree: dict[str, Tree]) -> tuple[Tree | None, int]:
+    """Take out of a checkpoint what its processes had of their own; returns this one's, and how many there were.
+
+    None where there were more or fewer: then the first process's is for all, and the others' noise follows from it.
+    """
+    each: list[Tree] = tree.pop(PROCESSES, None) or []
+    world = owner.world
+    number = max(1, len(each))
+    own = each[world.rank] if world.size > 1 and number == world.size else None
+    if world.rank:
+        now = derived(tree["random"]["now"], world.rank) if own is None else own["random"]
+        tree["random"] = {**tree["random"], "now": now}
+    return own, number
+
+
+def take_own(owner: Owner, own: Tree | None, *, number: int, source: Source | None) -> list[str]:
+    """Go on with what this process had, where the common parts are loaded; returns what the header says."""
+    if owner.world.rank:
+        owner.ledger.reset()  # the sums of all are the first one's
+    if own is not None:
+        for statistic, one in zip(_statistics(owner), own["statistics"], strict=True):
+            statistic.copy_(one)
+    load: Any = getattr(source, "load_process_state", None)
+    if load is None or number == owner.world.size == 1:
+        return []
+    said = load(None if own is None else own["data"])
+    return [said] if said else []
+
+
+def align_buffers(owner: Owner) -> None:
+    """Give every process the first one's buffers: all evaluate, save and hand back the same model."""
+    if owner.world.size > 1:
+        owner.world.align(buffer for buffer in owner.model.buffers() if not hasattr(buffer, "to_local"))
+
+
+def align_weights(owner: Owner) -> None:
+    """Give every process the first one's parameters and buffers, of the model and of a loss with weights."""
+    for module in (owner.model, owner.loss):
+        if isinstance(module, nn.Module):
+            tensors = [*module.parameters(), *module.buffers()]
+            owner.world.align(one for one in tensors if not hasattr(one, "to_local"))
+
+
+def _statistics(owner: Owner) -> list[Any]:
+    return running_statistics(owner.model)
+
+
+def _normalises_rows(owner: Owner) -> bool:
+    """Whether a layer in train mode normalises over rows, and so takes no slice of one."""
+    return any(
+        isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
+        for module in owner.model.modules()
+        if module.training
+    )

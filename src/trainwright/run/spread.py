@@ -1,0 +1,236 @@
+"""One update of several processes: the step that each runs, and the gradients that all of them average."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainwright.base.errors import StepError, message
+from trainwright.base.records import Count
+from trainwright.parallel.averaging import Buckets, fingerprint
+from trainwright.parallel.ddp import DDP, Wrapped
+from trainwright.parallel.world import Group
+from trainwright.run.owner import Owner
+from trainwright.runtime.modules import running_statistics, unnoticed
+from trainwright.runtime.randomness import unmoved
+from trainwright.slots.dealt import DealtWindow
+
+
+class Spread:
+    """What a process does together with others in an update; a run of one process has none.
+
+    The default update runs the step under torch's DDP, which averages the gradients while `backward` goes on. An
+    `update` of the user's own reads gradients in an order of its own: there nothing is wrapped, and they are averaged
+    once they are whole. What a window counts, and its loss, travel with the gradients.
+    """
+
+    def __init__(self, owner: Owner) -> None:
+        assert isinstance(owner.world, Group)
+        self._owner, self._world, self._settings = owner, owner.world, owner.parallel
+        self.shards = not isinstance(self._settings, DDP)
+        """Whether each process holds a part of the weights, so that every forward is one of all processes."""
+        hooks = owner.hooks
+        self.is_default = not (hooks.updates_itself or hooks.computes_itself)
+        """Whether no code of the user's own reads or makes gradients."""
+        self._wraps = self.is_default and not self.shards
+        self._rides = self._wraps and self._settings.compress is None
+        """Whether what is told travels with the gradients under DDP, which must not round it."""
+        self._set_sync: Any = None
+        if self.shards:
+            from trainwright.parallel.fsdp import set_sync
+
+            self._set_sync = set_sync
+        self._module: _Step | None = None
+        self._wrapped: Wrapped | None = None
+        self._buckets: dict[tuple[int, ...], Buckets] = {}
+        self._seen: list[tuple[int, int]] = []
+        self.loss: Count = 0.0
+        """The loss of the window in hand over all processes."""
+
+    def plan(self) -> None:
+        """Take what is trained as it is now: layers may come, be frozen or be set free."""
+        module = _Step(self, self._owner)
+        if self._module is not None and self._module.layout == module.layout:
+            return
+        self._module, self._wrapped, self._buckets = module, None, {}
+        unused = getattr(self._settings, "find_unused_parameters", "auto")
+        if self._wraps and (unused != "auto" or self._settings.static_graph):
+            self._wrapped = Wrapped(module, self._settings, self._world, unused=unused is True)
+
+    def step(self, batch: Any) -> Tensor:
+        """Run the step of the micro-batch that comes next; returns its loss, weighed by its share of the window."""
+        window = self._window
+        if window.position < 0:
+            self._begin()
+        last = window.position + 2 == len(window.batches)
+        if window.stands_in:
+            with self._standing_in():
+                loss = self._forward(batch, last=last)
+        else:
+            loss = self._forward(batch, last=last)
+        window.is_weighed = True
+        return loss
+
+    def close(self, unscale: float = 1.0) -> Count:
+        """Have the gradients of the window be one on all processes; returns the factor that they still owe.
+
+        `unscale`: what undoes the loss scale, by which all that travels with gradients is multiplied too.
+        """
+        module, told = self._module, self._told
+        assert module is not None
+        if self._wrapped is None and not self.shards:
+            buckets = self._buckets_of(module.trained)
+            told = buckets.average(told)
+            if self._wraps:
+                self._wrapped = Wrapped(module, self._settings, self._world, unused=buckets.unused)
+        elif self._rides and module.told.grad is not None:
+            told = module.told.grad * unscale
+        else:
+            told = told / self._world.size
+            self._world.sum(told)
+        return self._read(told)
+
+    def weigh(self, loss: Tensor, count: Count, *, summed: bool) -> Tensor:
+        """Weigh a loss of this process's whole window, for a `backward` whose gradients `average` takes."""
+        window = self._window
+        self._begin()
+        weighed = window.weigh(loss, None if summed else count, summed=summed, here=any(window.rows))
+        self._tell()
+        return weighed
+
+    def average(self, parameters: Sequence[Tensor]) -> Count:
+        """Average the gradients of a loss that was weighed; returns the factor that they still owe."""
+        if self.shards:
+            told = self._told / self._world.size
+            self._world.sum(told)
+        else:
+            told = self._buckets_of(parameters).average(self._told)
+        self.note(parameters)
+        return self._read(told)
+
+    def settle(self, parameters: Sequence[Tensor]) -> bool:
+        """Average gradients that nobody has averaged yet, by rows; whether there were any."""
+        if self.is_default or fingerprint(parameters) == self._seen:
+            return False
+        if self.shards:
+            what = "a `backward` of your own under FSDP: its gradients are a mean over processes, not over rows"
+            fix = "self.minimize(loss), or self.compute_gradients(window)"
+            raise StepError(message(what, want="a loss that can be weighed before `backward`", fix=fix))
+        window = self._window
+        share = self._world.size * sum(window.rows) / window.whole
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        torch._foreach_mul_(gradients, share)
+        self._buckets_of(parameters).average(torch.zeros(2))
+        self.note(parameters)
+        return True
+
+    def note(self, parameters: Sequence[Tensor]) -> None:
+        """Note that gradients are those of all processes, as they are now."""
+        self._seen = [] if self.is_default else fingerprint(parameters)
+
+    def mean(self, loss: Any) -> Any:
+        """The mean over rows of a loss that each process has computed of its own rows."""
+        window = self._window
+        value = torch.as_tensor(loss).detach().to(torch.float64, copy=True) * (sum(window.rows) / window.whole)
+        self._world.sum(value)
+        return value.to(torch.as_tensor(loss).dtype)
+
+    @property
+    def _window(self) -> DealtWindow:
+        window = self._owner.ledger.window
+        assert isinstance(window, DealtWindow)
+        return window
+
+    def _begin(self) -> None:
+        module = self._module
+        assert module is not None
+        self._told = torch.zeros_like(module.told.detach())
+        module.told.grad = None
+        if getattr(self._settings, "sync_buffers", False):
+            self._world.align(self._owner.model.buffers())
+
+    def _forward(self, batch: Any, *, last: bool) -> Tensor:
+        assert self._module is not None
+        if self._wrapped is not None:
+            loss: Tensor = self._wrapped(batch, last=last)
+            return loss
+        if self._set_sync is not None:
+            self._set_sync(self._owner.model, last)
+        return self.weighed_step(batch)
+
+    def weighed_step(self, batch: Any) -> Tensor:
+        """Run the user's step; note what it counts, and return its loss, weighed."""
+        owner = self._owner
+        loss = owner.ledger.weigh(owner.training_step(batch))
+        self._tell()
+        return loss
+
+    def _tell(self) -> None:
+        window = self._window
+        count, weighed = window.in_hand
+        kind = self._told.dtype
+        counted = count.to(kind) if isinstance(count, Tensor) else torch.tensor(count, dtype=kind)
+        self.term = torch.stack([counted.to(weighed.device) * window.processes, weighed.to(kind)])
+        self._told = self._told.to(weighed.device) + self.term
+
+    def _read(self, told: Tensor) -> Count:
+        window = self._window
+        count, weighed = told.tolist() if told.is_cpu else told.unbind()
+        self.loss = window.mean(count, weighed)
+        return window.owes(count)
+
+    def _buckets_of(self, parameters: Sequence[Tensor]) -> Buckets:
+        key = tuple(map(id, parameters))
+        if key not in self._buckets:
+            self._buckets[key] = Buckets(parameters, self._world)
+        return self._buckets[key]
+
+    @contextmanager
+    def _standing_in(self) -> Iterator[None]:
+        """Run a batch that no row counts of: what it moves is put back, and its numbers are dropped."""
+        ledger, statistics = self._owner.ledger, running_statistics(self._owner.model)
+        kept = [statistic.clone() for statistic in statistics]
+        noting, ledger.noting = ledger.noting, False
+        try:
+            with unmoved(), unnoticed(statistics):
+                yield
+                with torch.no_grad():
+                    for statistic, before in zip(statistics, kept, strict=True):
+                        statistic.copy_(before)
+        finally:
+            ledger.noting = noting
+
+
+class _Step(nn.Module):
+    """A module whose forward is the step, so that DDP can stand around whatever the step calls."""
+
+    def __init__(self, spread: Spread, owner: Owner) -> None:
+        super().__init__()
+        self._spread = [spread]  # in a list: no part of the module
+        self.model = owner.model
+        self.loss = owner.loss if isinstance(owner.loss, nn.Module) else None
+        inside = {id(parameter) for parameter in self.parameters()}
+        beside = [
+            parameter
+            for optimizer in owner.optimizers.values()
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if id(parameter) not in inside
+        ]
+        self.beside = nn.ParameterList([one for one in beside if isinstance(one, nn.Parameter)])
+        self.trained: list[Tensor] = [p for p in self.parameters() if p.requires_grad]
+        self.layout = [(id(p), p.shape) for p in self.trained]
+        wide = any(p.dtype == torch.float64 for p in self.trained)
+        device = self.trained[0].device if self.trained else None
+        self.told = nn.Parameter(torch.zeros(2, dtype=torch.float64 if wide else torch.float32, device=device))
+        """Always 0; its gradient is what the window counts and its loss, which so travel with the others."""
+
+    def forward(self, batch: Any) -> Tensor:
+        """The weighed loss of a micro-batch."""
+        spread = self._spread[0]
+        loss = spread.weighed_step(batch)
+        return loss + (self.told * spread.term.to(self.told.device)).sum()
