@@ -74,7 +74,8 @@ def test_on_one_process_the_mark_says_nothing(monkeypatch: pytest.MonkeyPatch) -
         whole = [rows_of(batch) for batch in plain.epoch(0)]
         starts()
         assert [rows_of(batch) for batch in marked.epoch(0)] == whole
-    monkeypatch.setenv("RANK", "1"), monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
     assert shard() == (1, 2)  # nobody reads: the environment tells
     for source in (open_source(STREAMS["batches"]()), open_source(sharded(STREAMS["iterable"]()))):
         assert sorted(row for batch in source.epoch(0) for row in rows_of(batch)) == list(range(13))

@@ -37,7 +37,7 @@ class Table:
         """Where the rows are."""
         return "memory"
 
-    def batches(self, order: Tensor | None, size: int, rows: range, only: range | None = None) -> Iterator[Any]:
+    def batches(self, order: Tensor | None, size: int, rows: range, *, only: range | None = None) -> Iterator[Any]:
         """Batches of `size` of those positions `rows` of `order`; of the table's own order where it is None.
 
         With `only` those rows of each batch, by their positions in it.
@@ -58,16 +58,16 @@ class Table:
         joined = zip(*streams, strict=True)
         return joined if self._pack is None else map(self._pack, joined)
 
-    def slices(self, order: Tensor | None, size: int, rows: range, part: Part) -> Iterator[Slice]:
+    def slices(self, order: Tensor | None, size: int, rows: range, *, part: Part) -> Iterator[Slice]:
         """What one process runs of these batches; the last may be short, and is cut into other parts."""
         full = len(rows) // size * size
         return chain(
-            self._slices(order, size, rows[:full], part),
-            self._slices(order, len(rows) - full, rows[full:], part),
+            self._slices(order, size, rows[:full], part=part),
+            self._slices(order, len(rows) - full, rows[full:], part=part),
         )
 
-    def _slices(self, order: Tensor | None, size: int, rows: range, part: Part) -> Iterator[Slice]:
-        own = self.batches(order, size, rows, part.run(size))
+    def _slices(self, order: Tensor | None, size: int, rows: range, *, part: Part) -> Iterator[Slice]:
+        own = self.batches(order, size, rows, only=part.run(size))
         return map(Slice, own, repeat(len(part.of(size))), repeat(size))
 
     def fetch(self, seed: int, epoch: int, rows: Sequence[int]) -> Any:

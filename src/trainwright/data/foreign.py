@@ -120,7 +120,7 @@ class LoaderBatches:
             return slicing.read_whole(begin, self._part, name=self.describe())
         iterator = begin()
         assert self._order.dealt is not None
-        return slicing.slices(iterator, self._order.dealt, self._part, self.describe())
+        return slicing.slices(iterator, self._order.dealt, self._part, name=self.describe())
 
     @property
     def _cuts(self) -> bool:
@@ -341,7 +341,7 @@ class LoaderBatches:
         carries = stand_in.persistent_workers or (self._role == "train" and self.must_resume is not False)
         carrying = Carrying(stand_in.collate_fn) if carries else None
         part = self._part or _ALONE
-        starting = Starting(stand_in.worker_init_fn, self._record.states, carrying, part)
+        starting = Starting(stand_in.worker_init_fn, self._record.states, carrying, part=part)
         collate = {} if carrying is None else {"collate_fn": carrying}
         dressed = view(stand_in, self._order, worker_init_fn=starting, **collate)
         apart = self._cuts or self.sharded  # else workers read what those of every process read

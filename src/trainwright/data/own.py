@@ -224,7 +224,7 @@ class Batches:
     def _begun(self, epoch: int, skip: int) -> Iterator[Any]:
         seed, part = self._settled_seed(), self._part
         if part is not None and not self.sharded:
-            return self._sliced(seed, epoch, skip, part)
+            return self._sliced(seed, epoch, skip, part=part)
         if self._in_memory:
             assert isinstance(self._data, Table)
             whole = self._data.batches(self._order(seed, epoch), self._dealing.size, self._left(skip))
@@ -236,17 +236,17 @@ class Batches:
 
         return own_slices(whole)
 
-    def _sliced(self, seed: int, epoch: int, skip: int, part: Part) -> Iterator[Any]:
+    def _sliced(self, seed: int, epoch: int, skip: int, *, part: Part) -> Iterator[Any]:
         """What this process runs of each batch."""
         if self._in_memory:
             assert isinstance(self._data, Table)
-            return self._data.slices(self._order(seed, epoch), self._dealing.size, self._left(skip), part)
+            return self._data.slices(self._order(seed, epoch), self._dealing.size, self._left(skip), part=part)
         from trainwright.data.slicing import Dealt, most_to_pull, slices
 
         most = None if self._sampler is None else most_to_pull(self._sampler)
         dealt = Dealt(self._dealt(seed, epoch, skip), part, most=most, by_lists=True)
         dealt.draw()
-        return slices(self._read(seed, epoch, dealt), dealt, part, self.describe())
+        return slices(self._read(seed, epoch, dealt), dealt, part, name=self.describe())
 
     @property
     def _in_memory(self) -> bool:

@@ -8,7 +8,7 @@ from copy import copy
 from typing import Any
 
 from trainwright.base.dealing import Part
-from trainwright.base.errors import DataError, message
+from trainwright.base.errors import DataError, SettingError, message
 
 _END = object()
 
@@ -100,7 +100,15 @@ def elsewhere(name: str, *, role: str) -> DataError:
 
 def alone_in_a_job() -> bool:
     """Whether the environment speaks of several processes, so that `shard` must be told where a run has only one."""
-    return place()[1] > 1
+    return not tells(Part(0, 1))
+
+
+def tells(part: Part) -> bool:
+    """Whether the environment tells what a run says of this process; a run of one process is asked nothing else."""
+    try:
+        return place() == (part.rank, part.size)
+    except SettingError:
+        return False
 
 
 def place() -> tuple[int, int]:

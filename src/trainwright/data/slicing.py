@@ -72,7 +72,7 @@ class Dealt:
         self._numbers = chain(first, self._numbers)
 
 
-def slices(batches: Iterator[Any], dealt: Dealt, part: Part, name: str) -> Iterator[Slice]:
+def slices(batches: Iterator[Any], dealt: Dealt, part: Part, *, name: str) -> Iterator[Slice]:
     """Batches of a pass as slices; those that were not asked for by row numbers are cut here."""
     for batch in batches:
         whole = dealt.wholes.popleft()

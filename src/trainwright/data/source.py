@@ -19,7 +19,7 @@ from trainwright.base.dealing import Part
 from trainwright.base.errors import DataError, message
 from trainwright.data.generators import Generators
 from trainwright.data.own import Batches, batches
-from trainwright.data.sharded import Sharded, place, standing
+from trainwright.data.sharded import Sharded, standing, tells
 from trainwright.runtime.randomness import unmoved
 
 _FORMS = (
@@ -159,7 +159,7 @@ class PerEpoch:
         """The batches of the data that the function gives for `epoch`."""
         stands = Part(0, 1) if self._part is None else self._part
         # What was made when the data were opened was made for the place that the environment tells.
-        same = self._fresh and epoch == self._epoch and (not self._sharded or place() == (stands.rank, stands.size))
+        same = self._fresh and epoch == self._epoch and (not self._sharded or tells(stands))
         if not same:
             with standing(stands):
                 data = _called(self._make, epoch, self._role)

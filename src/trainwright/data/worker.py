@@ -105,7 +105,7 @@ class Starting:
     """
 
     def __init__(
-        self, given: Any, states: dict[int, State], carrying: Carrying | None, part: Part | None = None
+        self, given: Any, states: dict[int, State], carrying: Carrying | None, *, part: Part | None = None
     ) -> None:
         self._given = given
         self._part = part

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
+import torch
+
+from trainwright.parallel.environment import read_environment
 
 
 def place() -> tuple[int, int]:
-    """Rank and number of the processes: of an initialised group, of `torchrun`'s environment, else of `srun`'s."""
-    import torch.distributed as dist
+    """Rank and number of the processes: of the initialised group, else of the environment.
 
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    for rank, size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
-        known = os.environ.get(rank, "").isdigit() and os.environ.get(size, "").isdigit()
-        if known and (rank == "RANK" or "SLURM_STEP_ID" in os.environ):
-            return int(os.environ[rank]), int(os.environ[size])
-    return 0, 1
+    Raises SettingError where its variables contradict each other.
+    """
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    told = read_environment()
+    return (0, 1) if told is None else (told.rank, told.size)
