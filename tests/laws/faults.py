@@ -11,7 +11,7 @@ from torch import nn
 
 from trainwright import LossScaler, MixedPrecision, Plan, Sum, Trainer, Window
 from trainwright.data.foreign import LoaderBatches
-from trainwright.run import batches, evaluating, ledger, run
+from trainwright.run import batches, evaluating, fetching, ledger, run
 from trainwright.run.ledger import Ledger
 from trainwright.run.run import Run
 from trainwright.runtime import gradients, modules
@@ -212,7 +212,7 @@ def drops_the_short_window(patch):
     def full(given, size, **kwargs):
         return (window for window in whole(given, size, **kwargs) if len(window) == size)
 
-    patch.setattr(run, "windows", full)
+    patch.setattr(fetching, "windows", full)
 
 
 def windows_run_across_epochs(patch):
@@ -226,7 +226,7 @@ def windows_run_across_epochs(patch):
             else:
                 yield full
 
-    patch.setattr(run, "windows", crossing)
+    patch.setattr(fetching, "windows", crossing)
 
 
 def reads_one_window_ahead(patch):
@@ -240,7 +240,7 @@ def reads_one_window_ahead(patch):
             yield held
             held = following
 
-    patch.setattr(run, "windows", ahead)
+    patch.setattr(fetching, "windows", ahead)
 
 
 def accumulates_as_in_epoch_0(patch):
