@@ -207,7 +207,7 @@ def divides_a_plain_sum(patch):
 
 
 def drops_the_short_window(patch):
-    whole = run.windows
+    whole = fetching.windows
 
     def full(given, size, **kwargs):
         return (window for window in whole(given, size, **kwargs) if len(window) == size)
@@ -230,7 +230,7 @@ def windows_run_across_epochs(patch):
 
 
 def reads_one_window_ahead(patch):
-    whole = run.windows
+    whole = fetching.windows
 
     def ahead(given, size, **kwargs):
         coming = whole(given, size, **kwargs)
