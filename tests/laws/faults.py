@@ -216,7 +216,7 @@ def drops_the_short_window(patch):
 
 
 def windows_run_across_epochs(patch):
-    whole, left = run.windows, []
+    whole, left = fetching.windows, []
 
     def crossing(given, size, **kwargs):
         for full in whole(chain(left.copy(), given), size, **kwargs):
