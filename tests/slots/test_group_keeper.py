@@ -351,7 +351,7 @@ def resume_on_own_drive(directory):
     """As on two machines: one name, two drives."""
     world, read = Group(), saved.load_tree
     own = directory.with_name(f"drive{world.rank}")
-    saved.load_tree = lambda path, device: read(own / path.name, device=device)
+    saved.load_tree = lambda path, **given: read(own / path.name, **given)
     try:
         return resume(directory)
     finally:

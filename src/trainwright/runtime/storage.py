@@ -13,7 +13,7 @@ import re
 import shutil
 import socket
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -61,27 +61,40 @@ def update_name(update: int) -> str:
 
 
 def commit(
-    root: Path, name: str, files: Mapping[str, Content], *, manifest: Mapping[str, Any], checksum: Checksum = "crc32"
+    root: Path,
+    name: str,
+    files: Mapping[str, Content],
+    *,
+    manifest: Mapping[str, Any],
+    checksum: Checksum = "crc32",
+    temporary: str = "",
+    joining: Callable[[Path], Mapping[str, dict[str, Any]]] | None = None,
 ) -> Path:
     """Write a checkpoint whole or not at all; when this returns, a power cut cannot take it away.
 
     `manifest` has `run`, `update`, `epoch` and `metrics`; sizes, checksums and versions are added. Nothing is left of a
     save that fails. A checkpoint of that name is replaced. CheckpointError where the system refuses.
+
+    `joining` is called in the `temporary` directory, whose name others know, and gives size and checksum of what they
+    have laid there, all of it durable.
     """
-    temporary = root / spare_name(".tmp", _plain(name))
+    temporary_path = root / (temporary or spare_name(".tmp", _plain(name)))
     try:
-        os.mkdir(temporary, 0o700)
+        os.mkdir(temporary_path, 0o700)
         entries = {
-            _plain(file): write_file(temporary / file, content, checksum=checksum) for file, content in files.items()
+            _plain(file): write_file(temporary_path / file, content, checksum=checksum)
+            for file, content in files.items()
         }
-        write_file(temporary / MANIFEST, _manifest_text({**manifest, "files": entries}, checksum))
-        sync_directory(temporary)
-        _publish(temporary, root / name)
+        if joining is not None:
+            entries |= {_plain(file): entry for file, entry in joining(temporary_path).items()}
+        write_file(temporary_path / MANIFEST, _manifest_text({**manifest, "files": entries}, checksum))
+        sync_directory(temporary_path)
+        _publish(temporary_path, root / name)
     except OSError as error:
         what = f"checkpoint {name} could not be written to {root}; those before it are as they were"
         raise CheckpointError(message(what, have=str(error), where=False)) from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(temporary_path, ignore_errors=True)
     return root / name
 
 
@@ -122,6 +135,11 @@ def scan(root: Path) -> list[Path]:
         raise CheckpointError(f"{root} cannot be listed: {error.strerror}") from error
     found = {int(match[1]): name for name in names if (match := _NAME.fullmatch(name))}
     return [root / name for update, name in sorted(found.items(), reverse=True) if name == update_name(update)]
+
+
+def temporary_name(update: int, *, pid: int, token: str) -> str:
+    """A name as a commit gives itself, for one that several processes are to know; `token`: 8 hexadecimal digits."""
+    return f".tmp-{update_name(update)}-{pid}-{token}"
 
 
 def is_name(name: str) -> bool:

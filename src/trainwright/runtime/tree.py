@@ -14,6 +14,7 @@ import os
 import re
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -37,6 +38,14 @@ _DTYPE = re.compile(rf"[<>|][{KINDS}]\d+(\[\w+\])?")
 """What `dtype.str` is of one of them."""
 
 
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """Stands in a tree for a tensor that is stored beside it under a name; `device`: where it lay if not on the CPU."""
+
+    name: str
+    device: str = ""
+
+
 def flatten(tree: Tree) -> tuple[Any, dict[str, Tensor]]:
     """Plain JSON data and the tensors that it names, which share memory with the tree's.
 
@@ -47,15 +56,21 @@ def flatten(tree: Tree) -> tuple[Any, dict[str, Tensor]]:
     return jsonable, encoder.arrays | views.store(encoder.found)
 
 
-def unflatten(jsonable: Any, tensors: Mapping[str, Tensor], *, device: Home | None = None) -> Tree:
+def unflatten(
+    jsonable: Any,
+    tensors: Mapping[str, Tensor],
+    *,
+    device: Home | None = None,
+    elsewhere: Callable[[Elsewhere], Any] | None = None,
+) -> Tree:
     """The tree that `flatten` was given; its tensors are views of `tensors`, which may be changed by them.
 
     Tensors that lay on an accelerator are put on `device`, which may be a function of where each of them lay, such as
-    "cuda:1"; None leaves all on the CPU.
+    "cuda:1"; None leaves all on the CPU. `elsewhere` gives the tensors that are stored beside the tree.
     Raises CheckpointError where the data are not what `flatten` gives.
     """
     try:
-        return _Decoder(tensors, device).value(jsonable)
+        return _Decoder(tensors, device, elsewhere).value(jsonable)
     except CheckpointError:
         raise
     except (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError, RecursionError) as error:
@@ -121,6 +136,9 @@ class _Encoder:
         node = {"$ordered": self.pairs(value, keys)}
         return node if versions is None else node | {"versions": self.node(versions, (*keys, "_metadata"))}
 
+    def elsewhere(self, value: Elsewhere, _: Keys) -> Any:
+        return {"$elsewhere": value.name} | ({"device": value.device} if value.device else {})
+
     def pairs(self, value: Mapping[Any, Any], keys: Keys) -> Any:
         for key in value:
             if type(key) not in (str, int):
@@ -175,13 +193,17 @@ _ENCODERS: dict[type, Callable[[_Encoder, Any, Keys], Any]] = {
     Tensor: _Encoder.tensor,
     Parameter: _Encoder.tensor,
     np.ndarray: _Encoder.array,
+    Elsewhere: _Encoder.elsewhere,
 }
 
 
 class _Decoder:
     """Makes values of nodes; equal nodes of tensors and arrays give one and the same object."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], device: Home | None) -> None:
+    def __init__(
+        self, tensors: Mapping[str, Tensor], device: Home | None, elsewhere: Callable[[Elsewhere], Any] | None
+    ) -> None:
+        self._elsewhere = elsewhere
         self._tensors = tensors
         self._device = device
         self._moved: dict[str, Tensor] = {}
@@ -218,10 +240,21 @@ class _Decoder:
             if "device" in node and self._device is not None:
                 name = node["$tensor"]
                 tensors = self._moved
-                home = self._device if isinstance(self._device, torch.device) else self._device(node["device"])
-                tensors.setdefault(name, self._tensors[name].to(home))
+                tensors.setdefault(name, self._moved_home(self._tensors[name], node))
             self._seen[key] = views.restore(node, tensors)
         return self._seen[key]
+
+    def elsewhere(self, node: dict[str, Any]) -> Any:
+        if self._elsewhere is None:
+            raise CheckpointError(f"a tree holds {node['$elsewhere']}, and its tensor is not there")
+        value = self._elsewhere(Elsewhere(node["$elsewhere"], node.get("device", "")))
+        return self._moved_home(value, node) if isinstance(value, Tensor) else value
+
+    def _moved_home(self, tensor: Tensor, node: dict[str, Any]) -> Tensor:
+        """Put a tensor that lay on an accelerator where it belongs now."""
+        if "device" not in node or self._device is None:
+            return tensor
+        return tensor.to(self._device if isinstance(self._device, torch.device) else self._device(node["device"]))
 
     def array(self, node: dict[str, Any]) -> Any:
         key = json.dumps(node, sort_keys=True)
@@ -241,6 +274,7 @@ _DECODERS: dict[str, Callable[[_Decoder, dict[str, Any]], Any]] = {
     "$ordered": _Decoder.ordered,
     "$scalar": _Decoder.scalar,
     "$tensor": _Decoder.tensor,
+    "$elsewhere": _Decoder.elsewhere,
     "$array": _Decoder.array,
 }
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from trainwright.base.errors import CheckpointError, message
 from trainwright.runtime import tensorfile, views
 from trainwright.runtime.files import Reading
+from trainwright.runtime.shards import is_sharded, put
 from trainwright.runtime.tree import flatten, unflatten
 
 TIED, EXTRA, VERSIONS = "trainwright.tied", "trainwright.extra", "trainwright.versions"
@@ -62,11 +63,15 @@ def read_weights(file: Reading) -> OrderedDict[str, Any]:
 
 
 def load_into(model: nn.Module, weights: Mapping[str, Any], *, source: str) -> None:
-    """Load weights into a model with exactly those names and shapes, else change nothing and say which."""
+    """Load weights into a model with exactly those names and shapes, else change nothing and say which.
+
+    Every process of a sharded model does so, with the same weights, and keeps its part.
+    """
     have = model.state_dict()
     given: OrderedDict[str, Any] = OrderedDict(weights)
     cast(Any, given)._metadata = getattr(weights, "_metadata", None)
-    differ = _complete_ties({name: value for name, value in have.items() if isinstance(value, Tensor)}, given)
+    tensors = {name: value for name, value in have.items() if isinstance(value, Tensor)}
+    differ = _complete_ties(tensors, given, ties=_ties_of(model, tensors))
     lines = {
         "missing": [name for name in have if name not in given],
         "not used": [name for name in given if name not in have],
@@ -77,7 +82,23 @@ def load_into(model: nn.Module, weights: Mapping[str, Any], *, source: str) -> N
     if any(wrong.values()):
         text = "\n".join(f"  {label:<9}{_listed(names)}" for label, names in wrong.items() if names)
         raise CheckpointError(message(f"{source} does not fit this {type(model).__name__}; nothing was loaded\n{text}"))
+    for name, tensor in tensors.items():
+        if is_sharded(tensor) and not is_sharded(given[name]):
+            whole, given[name] = given[name], torch.empty_like(tensor)
+            with torch.no_grad():
+                put(given[name], whole)
     model.load_state_dict(given)
+
+
+def _ties_of(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """The other names of a model's tensors. A process may hold nothing of a shard, so those go by parameter."""
+    plain = {name: tensor for name, tensor in tensors.items() if not is_sharded(tensor)}
+    ties = _ties(plain)
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False) if len(plain) < len(tensors) else ():
+        if name in tensors and name not in plain and (kept := first.setdefault(id(parameter), name)) != name:
+            ties[name] = kept
+    return ties
 
 
 def _expanded(tensor: Tensor) -> str:
@@ -97,9 +118,8 @@ def _ties(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return ties
 
 
-def _complete_ties(have: Mapping[str, Tensor], given: dict[str, Any]) -> list[str]:
+def _complete_ties(have: Mapping[str, Tensor], given: dict[str, Any], *, ties: Mapping[str, str]) -> list[str]:
     """Give every name of a tensor tied in the model its value; the ties whose values differ."""
-    ties = _ties(have)
     groups: dict[str, list[str]] = {}
     for name in have:
         groups.setdefault(ties.get(name, name), []).append(name)

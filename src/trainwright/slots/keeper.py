@@ -26,6 +26,7 @@ from trainwright.slots.writing import Failure, Place, Retention, Writing, Writte
 
 if TYPE_CHECKING:
     from trainwright.slots.checkpoint import Checkpoint
+    from trainwright.slots.shards import Joining
 
 
 class Keeper:
@@ -95,12 +96,13 @@ class Keeper:
             fix = f"resume {max(later)}, move the later ones away, or give another directory"
             raise CheckpointError(message(what, have=", ".join(sorted(later)), fix=fix))
 
-    def expect(self, tree: Mapping[str, Tree]) -> None:
+    def expect(self, tree: Mapping[str, Tree], *, shared: Mapping[str, Content] | None = None) -> None:
         """Have the thread make room for a copy of a state like this one. CheckpointError names what cannot be saved.
 
-        Without it, or where the state has grown since, what is missing is allocated while training waits.
+        Without it, or where the state has grown since, what is missing is allocated while training waits. `shared`:
+        files of a state that several processes hold together.
         """
-        files = encode(tree)
+        files = encode(tree) | dict(shared or {})
         if self.settings.async_save and self._background is not None:
             self._background.prepare(partial(_reserve, self._arena, *needs(files)))
 
@@ -119,17 +121,19 @@ class Keeper:
         epoch: int,
         metrics: Mapping[str, float] | None = None,
         settings: str = "",
+        shared: Shared | None = None,
     ) -> None:
         """Copy `{part: state}` and have it written durably, then what is not to be kept removed; `written` tells.
 
         Waits for the save before. `metrics` are the numbers measured at this very update; none where nothing was.
-        `settings`: a digest of what the run was set to. CheckpointError where a value cannot be stored.
+        `settings`: a digest of what the run was set to. CheckpointError where a value cannot be stored. `shared`: what
+        this process writes beside it of a state that several processes hold together, and how they meet.
         """
         background = self._background
         assert background is not None, "prepare() comes first"
         with self._blocking():
             asked = time.perf_counter()
-            files = encode(tree)
+            files = encode(tree) | ({} if shared is None else dict(shared.files))
             background.wait()
             self._collect()
             began = time.perf_counter()
@@ -144,6 +148,7 @@ class Keeper:
             }
             copied = self._copied(files) if self.settings.async_save else None
             writing = self._writing(files if copied is None else copied, manifest, began=began)
+            writing = writing if shared is None else replace(writing, joining=shared.joining)
             if copied is None:
                 background.here(writing)
             else:
@@ -160,9 +165,8 @@ class Keeper:
         here, once: a warning where the system refused, CheckpointError with `on_save_error="raise"` or for anything
         else.
         """
-        if wait and self._background is not None:
-            with self._blocking():
-                self._background.wait()
+        if wait:
+            self.wait()
         self._collect()
         while self._failures:
             self._report(self._failures.pop(0), ends=wait)
@@ -170,6 +174,12 @@ class Keeper:
             warn(self._warnings.pop(0), stacklevel=2)
         saved, self._saved = self._saved, []
         return saved
+
+    def wait(self) -> None:
+        """Wait until nothing is in flight."""
+        if self._background is not None:
+            with self._blocking():
+                self._background.wait()
 
     def release(self, *, wait: bool = True) -> None:
         """Wait for the save in flight and let others write to the directory.
@@ -321,6 +331,14 @@ class Keeper:
                 continue
             whole[manifest["update"]] = rank(manifest, self.settings.best, self._judged.mode)
         self._whole = whole
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shared:
+    """What one of several processes adds to a checkpoint: its files of pieces, and how it hears of the others'."""
+
+    files: Mapping[str, Content]
+    joining: Joining
 
 
 @dataclass(frozen=True, slots=True)

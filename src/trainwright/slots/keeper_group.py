@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from trainwright.base.contracts import Tree
 from trainwright.base.errors import CheckpointError, message
 from trainwright.base.records import Best, Saved
 from trainwright.runtime import storage
 from trainwright.runtime.files import spare_name
+from trainwright.runtime.shards import is_sharded
 from trainwright.slots.keeper import Keeper, Known
+from trainwright.slots.sharing import Sharing, new_token
 from trainwright.slots.together import first_of, here, mark
 
 if TYPE_CHECKING:
+    from trainwright.parallel.sharded import Split
     from trainwright.parallel.world import World
     from trainwright.slots.checkpoint import Checkpoint
 
@@ -27,7 +33,10 @@ _LOOKS_FOR = 5.0
 
 
 class GroupKeeper:
-    """Saves the checkpoints of one run of several processes, whose states are the first one's.
+    """Saves the checkpoints of one run of several processes: the first one's state, or one that all hold together.
+
+    A model whose tensors are sharded (torch's DTensors) is written by all processes, each its own part; its state is
+    then to be given on every process. Of any other only what the first process gives is written.
 
     Every process calls the same in the same order, and gets the same: results, errors, what is best, what is whole.
     `release`, `abandon`, `best`, `saved`, `failing`, `has_news` and whatever is asked `alone` may be used by one of
@@ -43,6 +52,7 @@ class GroupKeeper:
         self._untold = False
         """Whether there may be a save that not all have heard of; the same on every process."""
         self._failing = ""
+        self._sharing = Sharing(world, checksum=settings.checksum)
 
     @property
     def run_id(self) -> str:
@@ -65,8 +75,9 @@ class GroupKeeper:
         Raises CheckpointError on all processes where another run writes there, where it holds another run and none is
         resumed, or where a process has another directory of that name, as on a drive of its own.
         """
-        known, probe = first_of(self.world, lambda: self._prepare_first(resuming=resuming))
+        known, probe, token = first_of(self.world, lambda: self._prepare_first(resuming=resuming))
         self._take(known)
+        self._sharing.begin(token)
         unseen = [where for where in self.world.gather("" if _appears(probe) else here(self.world)) if where]
         if self.world.is_main:
             with suppress(OSError):
@@ -89,7 +100,13 @@ class GroupKeeper:
 
     def expect(self, tree: Mapping[str, Tree]) -> None:
         """Have room made for a copy of a state like this one; CheckpointError names what cannot be saved."""
-        first_of(self.world, lambda: self._keeper.expect(tree))
+        if not _is_sharded(tree):
+            first_of(self.world, lambda: self._keeper.expect(tree))
+            return
+        parts = self._sharing.split(tree)
+        first_of(self.world, lambda: self._keeper.expect(parts.tree, shared=self._sharing.files(parts)))
+        if self.settings.async_save and not self.world.is_main:
+            self._sharing.expect(parts)
 
     def judge(self, metrics: Mapping[str, float], *, epoch: int, update: int) -> bool:
         """Whether the monitored number is among the best; every process judges the same numbers alike."""
@@ -105,19 +122,21 @@ class GroupKeeper:
         settings: str = "",
         alone: bool = False,
     ) -> None:
-        """Have the first process copy its `{part: state}` and write it; what the others give is not looked at.
+        """Have the first process copy its `{part: state}` and write it; of a sharded state every process its part.
 
-        They wait for its copy, and for the save before. `alone`: the first one saves without the others, which have
-        failed or will not come here; on another process nothing happens then.
+        They wait for the copies, and for the save before. `alone`: the first one saves without the others, which have
+        failed or will not come here; on another process nothing happens then. CheckpointError for a sharded state.
         """
-
-        def save() -> None:
-            self._keeper.save(tree, update=update, epoch=epoch, metrics=metrics, settings=settings)
-
-        if not alone:
-            first_of(self.world, save)
+        save = partial(self._keeper.save, update=update, epoch=epoch, metrics=metrics, settings=settings)
+        if _is_sharded(tree):
+            if alone:
+                what = "a model that is sharded cannot be saved by one process without the others"
+                raise CheckpointError(message(what, fix='fit(..., resume="auto") goes on from its last checkpoint'))
+            self._save_parts(self._sharing.split(tree), save, update=update)
+        elif not alone:
+            first_of(self.world, lambda: save(tree))
         elif self.world.is_main:
-            save()
+            save(tree)
         self._untold = True
 
     def written(self, *, wait: bool = False, alone: bool = False) -> list[Saved]:
@@ -127,23 +146,30 @@ class GroupKeeper:
         `on_save_error="raise"`, CheckpointError on all. `alone`: what this process knows, without asking the others.
         """
         if alone:
+            self._sharing.hurry()
+            if wait:
+                self._sharing.wait()
             return self._keeper.written(wait=wait)
         if not self._untold:
             return []
         told = first_of(self.world, lambda: self._tell(wait=wait))
         self._take(told.known)
         self._untold, self._failing = told.more, told.failing
+        if not told.more:
+            self._sharing.settle()
         if told.error:
             raise mark(CheckpointError(told.error))
         return told.saved
 
     def release(self, *, wait: bool = True) -> None:
         """Wait for the save in flight and let others write to the directory; asks no other process."""
+        self._sharing.hurry() if wait else self._sharing.settle()
+        self._sharing.close(wait=wait)
         self._keeper.release(wait=wait)
 
     def abandon(self) -> None:
         """Release without waiting."""
-        self._keeper.abandon()
+        self.release(wait=False)
 
     @property
     def best(self) -> Best | None:
@@ -173,7 +199,25 @@ class GroupKeeper:
         """Take over what was judged best."""
         self._keeper.load_state_dict(tree)
 
-    def _prepare_first(self, *, resuming: bool) -> tuple[Known, Path]:
+    def _save_parts(self, parts: Split, save: Callable[..., None], *, update: int) -> None:
+        """Have each process copy and write its part; what the first one cannot encode is an error of all."""
+        if self._untold:  # all are done with the last before any begins: no memory of a copy is used twice
+            first_of(self.world, self._keeper.wait)
+            self._sharing.wait()
+        if self.world.is_main:
+            shared = self._sharing.lead(parts, update)
+            first_of(self.world, lambda: save(parts.tree, shared=shared))
+            return
+        self._sharing.contribute(parts, update, directory=self.directory, copies=self.settings.async_save)
+        try:
+            first_of(self.world, lambda: None)
+        except Exception:
+            self._sharing.settle()
+            raise
+        if not self.settings.async_save:
+            self._sharing.wait()
+
+    def _prepare_first(self, *, resuming: bool) -> tuple[Known, Path, tuple[int, str]]:
         self._keeper.prepare(resuming=resuming)
         probe = self.directory / spare_name(".tmp", storage.update_name(0))
         try:
@@ -181,7 +225,7 @@ class GroupKeeper:
         except OSError as error:
             self._keeper.release()
             raise CheckpointError(message(f"{self.directory} cannot be written to", have=str(error))) from error
-        return self._keeper.known, probe
+        return self._keeper.known, probe, new_token(os.getpid())
 
     def _tell(self, *, wait: bool) -> _Told:
         """What the first process has to tell; an error is told too, after which all know the same."""
@@ -207,6 +251,11 @@ class _Told:
     failing: str
     more: bool
     """Whether one is in flight still."""
+
+
+def _is_sharded(tree: Mapping[str, Tree]) -> bool:
+    """Whether the processes hold the model together, each a part of it."""
+    return is_sharded(*(value for value in tree.get("model", {}).values() if isinstance(value, Tensor)))
 
 
 def _appears(path: Path) -> bool:

@@ -19,7 +19,8 @@ from trainwright.base.errors import CheckpointError, SettingError, message
 from trainwright.runtime import storage, tensorfile
 from trainwright.runtime.device import Home
 from trainwright.runtime.files import Content, read_file, replace_file
-from trainwright.runtime.tree import flatten, unflatten
+from trainwright.runtime.pieces import INDEX, Stored, read_pieces
+from trainwright.runtime.tree import Elsewhere, flatten, unflatten
 from trainwright.runtime.weights import load_into, read_weights, weights_contents
 
 if TYPE_CHECKING:
@@ -35,19 +36,26 @@ _LOOKS = 100
 def encode(tree: Mapping[str, Tree]) -> dict[str, Content]:
     """The files of a checkpoint of `{part: state}`; part "model" is a module's state_dict and has its own file.
 
-    Nothing is written or copied, so this alone is a dry save. CheckpointError names what cannot be stored.
+    A model whose tensors are in files of several processes is named in the others' plain data instead. Nothing is
+    written or copied, so this alone is a dry save. CheckpointError names what cannot be stored.
     """
-    files: dict[str, Content] = {MODEL: weights_contents(tree["model"])} if "model" in tree else {}
-    jsonable, tensors = flatten({name: state for name, state in tree.items() if name != "model"})
+    files: dict[str, Content] = {}
+    parts = dict(tree)
+    if "model" in tree and not any(isinstance(value, Elsewhere) for value in tree["model"].values()):
+        files[MODEL] = weights_contents(parts.pop("model"))
+    jsonable, tensors = flatten(parts)
     text = json.dumps(jsonable, allow_nan=False, separators=(",", ":")).encode("ascii")
     return files | {STATE: tensorfile.Contents(tensors, {}), DATA: text}
 
 
-def load_tree(path: str | Path, *, device: Home | None = None) -> tuple[dict[str, Tree], dict[str, Any]]:
+def load_tree(
+    path: str | Path, *, device: Home | None = None, later: tuple[int, int] | None = None
+) -> tuple[dict[str, Tree], dict[str, Any]]:
     """`{part: state}` and the manifest of a checkpoint, each byte checked; its tensors are on the CPU.
 
     State that lay on an accelerator is put on `device` where one is given, as `unflatten` does. CheckpointError names
-    file and defect.
+    file and defect. Tensors that several processes have written are put together; with `later`, a process and their
+    number, they are `Stored` ones, and every process checks its share of their files.
     """
     path = Path(path)
     manifest = storage.read_manifest(path)
@@ -58,17 +66,47 @@ def load_tree(path: str | Path, *, device: Home | None = None) -> tuple[dict[str
     tree: dict[str, Tree] = {}
     if MODEL in files:
         tree["model"] = read_file(path / MODEL, read_weights, expected=files[MODEL])
+    return tree | _load_parts(path, files, device=device, later=later), manifest
+
+
+def _load_parts(
+    path: Path,
+    files: Mapping[str, Any],
+    *,
+    device: Home | None,
+    later: tuple[int, int] | None = None,
+    only: str = "",
+) -> dict[str, Tree]:
+    """The parts of a checkpoint that have no file of their own; or one `only`."""
     text = read_file(path / DATA, lambda file: file.read_all(), expected=files[DATA])
     tensors = read_file(path / STATE, tensorfile.read, expected=files[STATE]).tensors
     try:
-        parts = unflatten(json.loads(text), tensors, device=device)
-    except (ValueError, RecursionError) as error:
+        jsonable = json.loads(text)
+        jsonable = {only: jsonable[only]} if only else jsonable
+        stored = _stored(path, files, later=later, prefix=f"{only}." if only else "")
+        parts = unflatten(jsonable, tensors, device=device, elsewhere=stored)
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path / DATA} is damaged: it is not JSON ({error})") from error
     except CheckpointError as error:
-        raise CheckpointError(f"{path / DATA} is damaged: {error}") from error
+        where = "" if str(path) in str(error) else f"{path / DATA} is damaged: "
+        raise CheckpointError(f"{where}{error}") from error
     if type(parts) is not dict:
         raise CheckpointError(f"{path / DATA} is damaged: it holds no parts")
-    return tree | parts, manifest
+    return parts
+
+
+def _stored(
+    path: Path, files: Mapping[str, Any], *, later: tuple[int, int] | None, prefix: str
+) -> Callable[[Elsewhere], Any] | None:
+    """What gives the tensors that lie in files of several processes; None where there are no such files."""
+    if INDEX not in files:
+        return None
+    pieces = read_pieces(path, files)
+    if later is not None:
+        pieces.check(pieces.shard_files[later[0] :: later[1]])
+        return lambda one: Stored(pieces, pieces.named(one.name))
+    whole = pieces.whole([name for name in pieces.wholes if name.startswith(prefix)])
+    return lambda one: whole[pieces.named(one.name)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,16 +125,19 @@ def load_checkpoint(
     run: str | None = None,
     device: Home | None = None,
     world: World | None = None,
+    later: bool = False,
 ) -> Loaded | None:
     """The checkpoint that `find_checkpoint` finds, found by reading it: each byte of it is read once.
 
     One that cannot be read is named in a warning and passed over for the next older one, unless it was asked for.
     State that lay on an accelerator is put on `device` where one is given, as `unflatten` does. The processes of a
     `world` call it alike: the first one looks, all of them read, and they end with the same one or the same error.
+    `later`: tensors that several processes have written are left in their files, for `parallel.sharded.place`.
     """
+    share = (0, 1) if world is None else (world.rank, world.size)
 
     def read(path: Path) -> Loaded:
-        return Loaded(path, *load_tree(path, device=device))
+        return Loaded(path, *load_tree(path, device=device, later=share if later else None))
 
     if world is None or world.size == 1:
         return _meant(resume, directory, run=run, read=read)
@@ -234,8 +275,10 @@ def _identity(path: Path) -> int | None:
 
 
 def _weights_of(path: Path) -> tuple[Path, OrderedDict[str, Any]]:
-    """The file of the weights of a checkpoint, and what it holds."""
+    """The file of the weights of a checkpoint, or where it has several all of it, and what it holds."""
     files = storage.read_manifest(path)["files"]
+    if MODEL not in files and INDEX in files:
+        return path, _load_parts(path, files, device=None, only="model")["model"]
     if MODEL not in files:
         raise CheckpointError(f"{path} holds no {MODEL}")
     return path / MODEL, read_file(path / MODEL, read_weights, expected=files[MODEL])

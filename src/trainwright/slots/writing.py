@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainwright.base.errors import CheckpointError, message
 from trainwright.base.records import Saved
@@ -19,6 +19,9 @@ from trainwright.runtime.files import Content
 from trainwright.runtime.sums import Checksum
 from trainwright.runtime.tensorfile import Contents
 from trainwright.slots.saved import rank
+
+if TYPE_CHECKING:
+    from trainwright.slots.shards import Joining
 
 
 class Place:
@@ -120,6 +123,8 @@ class Writing:
     is_best: bool
     began: float
     """When it began, by `time.perf_counter`."""
+    joining: Joining | None = None
+    """What other processes add to it."""
 
     def __call__(self) -> Written:
         """Write the checkpoint durably, then remove what is not to be kept.
@@ -133,14 +138,27 @@ class Writing:
             if len(whole) < len(self.whole) or not whole:
                 warnings.append(f"{directory} had vanished, with what was in it; it was made anew")
         name = storage.update_name(update)
-        path = storage.commit(directory, name, self.files, manifest=self.manifest, checksum=self.checksum)
+        path = storage.commit(
+            directory, name, self.files, manifest=self.manifest, checksum=self.checksum, **self._joined
+        )
         seconds = time.perf_counter() - self.began
         whole[update] = rank(self.manifest, self.manifest["monitor"], self.manifest["mode"])
         for victim in self.retention.victims(whole):
             del whole[victim]
             warnings += _removed(_path(directory, victim), run=self.manifest["run"])
-        saved = Saved(path, update, best=self.is_best, seconds=seconds, size=_size(self.files))
+        saved = Saved(path, update, best=self.is_best, seconds=seconds, size=_size(self.files) + self._size_of_others)
         return Written(saved, whole, tuple(warnings))
+
+    @property
+    def _joined(self) -> dict[str, Any]:
+        """What a commit is told where other processes take part."""
+        joining = self.joining
+        return {} if joining is None else {"temporary": joining.meeting.name, "joining": joining}
+
+    @property
+    def _size_of_others(self) -> int:
+        """Bytes that other processes have written."""
+        return 0 if self.joining is None else sum(self.joining.meeting.written.values())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -237,6 +255,7 @@ _REASONS = {
     errno.EPERM: ("writing there is not allowed", "allow it: the owner and mode of the directory"),
     errno.EIO: ("the drive reports an input/output error", "see what the system logged; move the run elsewhere"),
     errno.ENOENT: ("the directory has vanished", "find out what removes it"),
+    errno.ETIMEDOUT: ("a process has not written its part", "see what it does, and whether its disk is slow"),
     errno.ENOMEM: ("the system has no memory left", "free memory, or Checkpoint(..., async_save=False)"),
 }
 """What an error number means here, and what to do about it."""

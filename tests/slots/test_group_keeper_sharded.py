@@ -1,0 +1,122 @@
+"""Checkpoints of sharded models: written by all processes, whole or not at all, read on any number of them."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import sharded_runs
+import torch
+
+from trainwright.runtime import storage
+from trainwright.slots.saved import latest_checkpoint, load_tree, load_weights
+from world.pool import pool
+
+
+def on_all(size, function, *given, **named):
+    return pool(size).run(function, *given, seconds=60)
+
+
+def equal(one, other):
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return one == other
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A directory that two processes have saved into, the whole state at the last save, and what follows from it."""
+    directory = tmp_path_factory.mktemp("sharded") / "run"
+    first, second = on_all(2, sharded_runs.run, directory)
+    assert equal(first[0], second[0])
+    return directory, first
+
+
+def test_what_two_processes_write_is_a_checkpoint_like_any_other(written):
+    directory, _ = written
+    (newest, _) = storage.scan(directory)
+    manifest = storage.verify(newest)
+    shards = {"shard-00000.safetensors", "shard-00001.safetensors"}
+    assert set(manifest["files"]) == {"state.json", "state.safetensors", "shards.json", *shards}
+    assert {path.name for path in newest.iterdir()} == {*manifest["files"], "manifest.json"}
+    assert latest_checkpoint(directory) == newest
+    sizes = [os.stat(newest / name).st_size for name in sorted(shards)]
+    assert max(sizes) < 2 * min(sizes)  # each has written its part, and no other's
+    listed = json.loads((newest / "shards.json").read_text())["tensors"]
+    assert "optimizer.state.0.exp_avg" in listed and "model.norm.running_mean" not in listed
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("shards", [True, False])
+def test_it_goes_on_exactly_on_any_number_of_processes_sharded_or_not(written, size, shards):
+    directory, (model, optimizer) = written
+    answers = on_all(size, resume, directory, shards)
+    name, first, later, plain = answers[0]
+    assert name == storage.update_name(4) and plain == [0, 1, 2]
+    assert equal(first, (model, optimizer))
+    assert all(equal(answer[1:3], answers[0][1:3]) for answer in answers)
+    (_, _, undisturbed, _) = on_all(2, resume, directory, True)[0]
+    assert later.keys() == undisturbed.keys()
+    for key in later:
+        assert torch.allclose(later[key], undisturbed[key], rtol=0, atol=1e-9), key
+
+
+def resume(directory, shards):
+    return sharded_runs.resume(directory, shards=shards)
+
+
+def test_one_process_without_a_group_reads_whole_tensors(written):
+    directory, (model, optimizer) = written
+    tree, _ = load_tree(latest_checkpoint(directory))
+    assert equal(dict(tree["model"]), model) and equal(tree["optimizer"]["state"], optimizer)
+    assert tree["model"]._metadata[""]["version"] == 1
+    weights = load_weights(directory, sharded_runs.Model().double(), which="last")
+    assert equal(dict(weights), model)
+
+
+def test_weights_are_loaded_into_a_sharded_model(written):
+    directory, (model, _) = written
+    for answer in on_all(2, sharded_runs.weights_into, directory):
+        assert equal(answer, model)
+
+
+def plain_into_shards(directory):
+    from trainwright.slots.checkpoint import Checkpoint
+
+    world = sharded_runs.Group()
+    model, optimizer = sharded_runs.made(shards=False)
+    sharded_runs.train(model, optimizer, 3)
+    if world.is_main:
+        keeper = Checkpoint(directory).bind("one")
+        keeper.prepare(resuming=False)
+        keeper.save(sharded_runs.tree_of(model, optimizer, 3), update=3, epoch=0)
+        keeper.written(wait=True)
+        keeper.release()
+    world.wait()
+    state = sharded_runs.whole(model.state_dict()), sharded_runs.whole(optimizer.state_dict()["state"])
+    sharded_runs.train(model, optimizer, 2, start=3)
+    return state, sharded_runs.whole(model.state_dict()), sharded_runs.resume(directory)
+
+
+def test_a_plain_checkpoint_goes_on_in_a_sharded_model(tmp_path):
+    for state, later, (_, first, resumed, _) in on_all(2, plain_into_shards, tmp_path):
+        assert equal(first, state)
+        assert all(torch.allclose(resumed[key], later[key], rtol=0, atol=1e-9) for key in later)
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_only_what_is_to_be_kept_stays_and_nothing_is_left_beside_it(tmp_path, async_save):
+    on_all(2, three_saves, tmp_path, async_save)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [".lock", storage.update_name(2), storage.update_name(3)]
+    for path in storage.scan(tmp_path):
+        storage.verify(path)
+
+
+def three_saves(directory, async_save):
+    return sharded_runs.run(directory, (1, 2, 3), keep=2, async_save=async_save)
