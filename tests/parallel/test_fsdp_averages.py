@@ -15,6 +15,7 @@ from trainwright.base.spans import Updates
 from trainwright.parallel.fsdp import FSDP, shard
 from trainwright.parallel.whole import full_state_dict
 from trainwright.runtime.modules import evaluating, untouched
+from trainwright.runtime.shards import is_sharded
 from world.pool import pool
 
 EXACT = 1e-12
@@ -177,6 +178,7 @@ def estimated() -> Any:
         average.take(update)
     before = full_state_dict(model, world)
     with average.swapped(lambda: model(x)), torch.no_grad():
+        assert all(map(is_sharded, model.parameters()))
         shown = full_state_dict(model, world)
     after = full_state_dict(model, world)
     return (shown, differ(before, after)) if world.is_main else None

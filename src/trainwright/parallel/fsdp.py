@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -70,10 +70,11 @@ def shard(model: nn.Module, settings: FSDP, world: World, *, device: torch.devic
     its first weights there, from `reset_parameters`. A model that `fully_shard` was called on already is taken as it
     is. SettingError for what cannot be sharded.
     """
-    from torch.distributed.fsdp import FSDPModule, fully_shard
+    from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
+    modules = _sharded_modules(model) if isinstance(model, FSDPModule) else chosen(model, settings.blocks)
+    called = {name: _having(name, modules) for name in settings.methods}
     if not isinstance(model, FSDPModule):
-        modules = chosen(model, settings.blocks)
         check_model(model, modules, processes=world.size, keep_within=settings.reshard_after_forward)
         extra: dict[str, Any] = {} if settings.policy is None else {"mp_policy": settings.policy}
         mesh = _mesh(world, device)
@@ -88,8 +89,9 @@ def shard(model: nn.Module, settings: FSDP, world: World, *, device: torch.devic
             have = f"a mesh of {group.mesh_info.mesh.size()} of {world.size} processes"
             what = "the model was sharded over fewer processes than share the data"
             raise SettingError(message(what, have=have, fix="fully_shard(...) without mesh=, or leave it to FSDP(...)"))
-    for name in settings.methods:
-        _let_be_called(model, name)
+    for name, having in called.items():
+        for module in having:
+            register_fsdp_forward_method(module, name)
     root._get_fsdp_state()._lazy_init()  # now: a block that is called before the model would take itself for the root
 
 
@@ -241,17 +243,18 @@ def _mesh(world: World, device: torch.device) -> Any:
     return DeviceMesh.from_group(known, device.type)
 
 
-def _let_be_called(model: nn.Module, name: str) -> None:
-    """Have a method of the model, or of its blocks, gather the weights as `forward` does."""
-    from torch.distributed.fsdp import register_fsdp_forward_method
+def _having(name: str, modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules that have a method which is to gather weights as `forward` does: the model, or its blocks."""
+    found = [module for module in modules if callable(getattr(module, name, None))]
+    if not found:
+        from torch.distributed.fsdp import FSDPModule
 
-    modules = [module for module in _sharded_modules(model) if callable(getattr(module, name, None))]
-    if not modules:
-        own = [method for kind in type(model).__mro__[:3] for method in vars(kind) if not method.startswith("_")]
+        kinds = dict.fromkeys(kind for module in modules for kind in type(module).__mro__)
+        known = {*dir(nn.Module), *dir(FSDPModule)}
+        own = [method for kind in kinds for method in vars(kind) if method not in known and not method.startswith("_")]
         what = f"FSDP(methods=({name!r},)): neither the model nor a block has it.{did_you_mean(name, own)}"
         raise SettingError(message(what, have=", ".join(own[:10]), want="methods that a step calls"))
-    for module in modules:
-        register_fsdp_forward_method(module, name)
+    return found
 
 
 def _sharded_modules(model: nn.Module) -> list[Any]:

@@ -23,7 +23,7 @@ class Gradients:
     that of the whole gradients, and a flag is 1.0 on all of them where any shard is not finite.
     """
 
-    __slots__ = ("_alike", "_flags", "_one", "_zero_grads", "parameters")
+    __slots__ = ("_alike", "_flags", "_one", "_plain", "_zero_grads", "parameters")
 
     def __new__(cls, *optimizers: Optimizer) -> Gradients:
         """Choose once how the gradients are worked on: on shards or on whole ones."""
@@ -36,6 +36,7 @@ class Gradients:
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         found = {id(p): p for group in groups for p in group["params"]}  # two optimizers may train the same one
         self.parameters: list[Tensor] = list(found.values())
+        self._plain = self.parameters
         self._zero_grads = [
             optimizer.zero_grad
             for optimizer in optimizers
@@ -97,7 +98,7 @@ class Gradients:
 
     def _grouped(self) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
         groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-        for parameter in self.parameters:
+        for parameter in self._plain:
             gradient = parameter.grad
             if gradient is None:
                 continue
@@ -112,11 +113,13 @@ class Gradients:
 class _ShardedGradients(Gradients):
     """Gradients of which each process holds a shard: worked on here, and told of together."""
 
-    __slots__ = ("_shards",)
+    __slots__ = ("_cut", "_shards")
 
     def __init__(self, *optimizers: Optimizer) -> None:
         super().__init__(*optimizers)
         self.parameters = self._shards = Shards(self.parameters)
+        self._plain = [parameter for parameter in self.parameters if not is_sharded(parameter)]
+        self._cut = [parameter for parameter in self.parameters if is_sharded(parameter)]
         self._alike = None  # the kernel takes what lies here, not what is spread
 
     def multiply_and_check(self, factor: float | Tensor = 1.0) -> Tensor:
@@ -128,8 +131,12 @@ class _ShardedGradients(Gradients):
         return self._shards.norm()
 
     def _grouped(self) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
-        groups = {kind: [g for g in local(spread) if g.numel()] for kind, spread in super()._grouped().items()}
-        return {kind: gradients for kind, gradients in groups.items() if gradients}
+        groups = super()._grouped()
+        for gradient in local(p.grad for p in self._cut if p.grad is not None):
+            if gradient.numel():
+                real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+                groups[real.device, real.dtype].append(real)
+        return groups
 
 
 def _writable_values(parameter: Tensor, gradient: Tensor) -> Tensor:

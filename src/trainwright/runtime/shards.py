@@ -133,8 +133,8 @@ class Shards(list[Tensor]):
         return _joined(norm**norm_type, spread, "sum") ** (1.0 / norm_type)
 
 
-Spread = tuple[Any, tuple[bool, ...]] | None
-"""How a tensor is spread: its mesh, and over which dimensions of that it is cut; None for a plain one."""
+Spread = tuple[str, ...]
+"""The names of the process groups over which a tensor is cut; none for a plain one."""
 
 
 def _tensors() -> Any:
@@ -169,16 +169,14 @@ def _by_spread(tensors: Iterable[Tensor]) -> dict[Spread, list[Tensor]]:
 
 def _spread(tensor: Any) -> Spread:
     if not is_sharded(tensor):
-        return None
-    return tensor.device_mesh, tuple(not placement.is_replicate() for placement in tensor.placements)
+        return ()
+    mesh, placed = tensor.device_mesh, enumerate(tensor.placements)
+    return tuple(mesh.get_group(dim).group_name for dim, placement in placed if not placement.is_replicate())
 
 
 def _joined(value: Tensor, spread: Spread, how: str) -> Tensor:
     """The "sum" or "max" of a value over the processes that hold parts of tensors of one spread."""
-    if spread is None or not any(spread[1]):
-        return value
-    mesh, cut = spread
-    module = _tensors()
-    placements = [module.Partial(how) if one else module.Replicate() for one in cut]
-    joined: Tensor = module.DTensor.from_local(value.clone(), mesh, placements, run_check=False).full_tensor()
-    return joined
+    collectives = torch.ops._c10d_functional  # what torch's own DTensors reduce with, less their bookkeeping
+    for name in spread:
+        value = collectives.wait_tensor(collectives.all_reduce(value, how, name))
+    return value
