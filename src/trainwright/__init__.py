@@ -8,6 +8,7 @@ from trainwright.base.errors import (
     CheckpointError,
     DataError,
     NonFiniteError,
+    ProcessError,
     SettingError,
     StepError,
     Stopped,
@@ -19,6 +20,8 @@ from trainwright.base.records import Best, Mean, Result, Saved, Step, Sum, Updat
 from trainwright.base.spans import Epochs, Seconds, Updates
 from trainwright.data.own import Batches, batches
 from trainwright.observers.console import Console
+from trainwright.parallel.ddp import DDP
+from trainwright.parallel.fsdp import FSDP
 from trainwright.runtime.freezing import freeze, unfreeze
 from trainwright.runtime.gradients import Gradients
 from trainwright.runtime.modules import mode
@@ -29,8 +32,11 @@ from trainwright.slots.window import Window, windows
 from trainwright.trainer import Trainer
 
 if TYPE_CHECKING:
+    from trainwright.base.dealing import Slice
+    from trainwright.data.sharded import shard, sharded
     from trainwright.observers.journal import Journal, journal_to_csv, read_journal
     from trainwright.observers.probe import Probe
+    from trainwright.parallel.launch import launch
     from trainwright.run.report import Report
     from trainwright.slots.average import EMA, SWA, Average, Averaging
     from trainwright.slots.checkpoint import Checkpoint, Keeping, Saving
@@ -52,8 +58,11 @@ if TYPE_CHECKING:
     from trainwright.slots.scores import F1, MAE, R2, RMSE
 else:
     _LATER = {
+        "base.dealing": ("Slice",),
+        "data.sharded": ("shard", "sharded"),
         "observers.journal": ("Journal", "journal_to_csv", "read_journal"),
         "observers.probe": ("Probe",),
+        "parallel.launch": ("launch",),
         "run.report": ("Report",),
         "slots.average": ("EMA", "SWA", "Average", "Averaging"),
         "slots.checkpoint": ("Checkpoint", "Keeping", "Saving"),
@@ -80,8 +89,10 @@ else:
 
 
 __all__ = [
+    "DDP",
     "EMA",
     "F1",
+    "FSDP",
     "MAE",
     "R2",
     "RMSE",
@@ -120,6 +131,7 @@ __all__ = [
     "Plateau",
     "Precision",
     "Probe",
+    "ProcessError",
     "Progress",
     "Rates",
     "Report",
@@ -130,6 +142,7 @@ __all__ = [
     "Schedule",
     "Seconds",
     "SettingError",
+    "Slice",
     "Source",
     "Step",
     "StepError",
@@ -153,10 +166,13 @@ __all__ = [
     "freeze",
     "journal_to_csv",
     "latest_checkpoint",
+    "launch",
     "load_weights",
     "mode",
     "read_journal",
     "save_weights",
+    "shard",
+    "sharded",
     "top_k",
     "unfreeze",
     "windows",

@@ -101,10 +101,11 @@ class Trainer(Generic[M]):
         self.model: M = model
         self.loss = setup.checked_loss(loss)
         self.frozen = setup.checked_frozen(frozen, model)
-        setup.place_all(self.device, model, loss, *self.frozen.values())
+        setup.place_all(self, loss, *self.frozen.values())
         self.optimizers = make_optimizers(optimizer, model)
         self.metrics = setup.checked_metrics(metrics)
         self.precision = as_precision(precision, self.device)
+        setup.check_shards(self)
         self.accumulate = accumulation(accumulate)
         self.clip: Any = by_name(clip, as_clip, what="clip", optimizers=self.optimizers)
         self.schedule: Any = by_name(schedule, as_schedule, what="schedule", optimizers=self.optimizers)

@@ -84,7 +84,8 @@ def _dense(parameter: Tensor) -> Tensor:
         gradient = torch.zeros_like(parameter, memory_format=torch.contiguous_format).detach()
     elif gradient.is_sparse:
         gradient = gradient.to_dense()
-    return torch.view_as_real(gradient.contiguous()) if gradient.is_complex() else gradient
+    real: Tensor = torch.view_as_real(gradient.contiguous()) if gradient.is_complex() else gradient
+    return real
 
 
 def _take(parameter: Tensor, mean: Tensor) -> None:

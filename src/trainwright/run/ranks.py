@@ -107,6 +107,10 @@ def same_buffers(owner: Owner) -> Iterator[None]:
 def beside_others(owner: Owner) -> Iterator[None]:
     """A run beside those of other processes: watched over, from the same weights, with noise of its own."""
     world = owner.world
+    if not isinstance(owner.parallel, DDP):
+        from trainwright.parallel.fsdp import recover
+
+        recover(owner.model)
     if world.size == 1:
         yield
         return
@@ -188,6 +192,14 @@ def take_own(owner: Owner, own: Tree | None, *, number: int, source: Source | No
         return []
     said = load(None if own is None else own["data"])
     return [said] if said else []
+
+
+def retake_shards(owner: Owner) -> None:
+    """Have a model that is held in shards go by what is trained now."""
+    if not isinstance(owner.parallel, DDP):
+        from trainwright.parallel.fsdp import retake
+
+        retake(owner.model)
 
 
 def align_buffers(owner: Owner) -> None:

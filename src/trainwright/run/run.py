@@ -22,6 +22,7 @@ from trainwright.run.ledger import Ledger
 from trainwright.run.optimizers import check_parameters
 from trainwright.run.outcome import Outcome
 from trainwright.run.owner import Owner
+from trainwright.run.ranks import retake_shards
 from trainwright.run.shown import Shown
 from trainwright.run.state import Random
 from trainwright.run.statistics import Statistics
@@ -279,6 +280,7 @@ class Run:
         """Take what is trained and what is kept as it is now: layers may come, be frozen or be set free."""
         owner = self.owner
         check_parameters(owner)
+        retake_shards(owner)
         self._take_groups()
         average = self.shown.average
         if average is not None:

@@ -142,12 +142,28 @@ def whole_weights(owner: Owner) -> dict[str, Any]:
     return full_state_dict(owner.model, owner.world)
 
 
-def place_all(device: torch.device, model: nn.Module, *beside: Any) -> None:
-    """Move the model, a loss module and frozen modules to the device, in place."""
-    place(model, device)
+def check_shards(owner: Owner) -> None:
+    """Refuse what cannot be trained on a model that is held in shards; have its optimizers find them."""
+    if isinstance(owner.parallel, DDP):
+        return
+    from trainwright.parallel import fsdp
+
+    fsdp.check_precision(owner.parallel, owner.precision)
+    fsdp.check_optimizers(owner.model, owner.optimizers)
+    fsdp.follow(owner.model, owner.optimizers)
+
+
+def place_all(owner: Owner, *beside: Any) -> None:
+    """Move the model, a loss module and frozen modules to the device, in place; a model in shards shard by shard."""
+    if isinstance(owner.parallel, DDP):
+        place(owner.model, owner.device)
+    else:
+        from trainwright.parallel.fsdp import shard
+
+        shard(owner.model, owner.parallel, owner.world, device=owner.device)
     for module in beside:
         if isinstance(module, nn.Module):
-            place(module, device, beside=model)
+            place(module, owner.device, beside=owner.model)
 
 
 def checked_frozen(frozen: Mapping[str, nn.Module] | None, model: nn.Module) -> dict[str, nn.Module]:
