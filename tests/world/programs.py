@@ -1,4 +1,4 @@
-"""A program of several processes, as a user starts it: `python -m torch.distributed.run programs.py KIND`."""
+"""A program of several processes, as a user starts it: `python -m torch.distributed.run programs.py total`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -28,20 +29,21 @@ def say(*words: object) -> None:
     os.write(1, (" ".join(map(str, words)) + "\n").encode())
 
 
-def total(world: World) -> None:
-    """Every process adds its rank + 1."""
-    ours = as_world("auto") if world.size > 1 else world
-    say("rank", world.rank, "local", world.local_rank, "of", world.size, "sum", *world.total(world.rank + 1))
-    assert ours.host is world.host
+def total(world: World) -> float:
+    """Add the ranks + 1 of all processes up; a second trainer's world is the same group."""
+    [summed] = as_world("auto").total(world.rank + 1)
+    say("rank", world.rank, "local", world.local_rank, "of", world.size, "sum", summed)
+    return summed
 
 
-def watched(world: World, do) -> None:
-    """Run updates, each with a collective, as a fit does; rank 1 comes to `do` in the third."""
+def updates(world: World, do: str, *, on: int = 1) -> None:
+    """Run updates, each with a collective, as a fit does; in the third, one rank does something else."""
     update = 0
     with world.watched(lambda: f"update {update}"):
         for update in range(6):
-            if update == 3 and world.rank == 1:
-                do()
+            if update == 3 and world.rank == on:
+                time.sleep(1.2)  # so that the others have heard of this one there
+                DEEDS[do]()
             world.wait()
 
 
@@ -61,18 +63,31 @@ def sleep() -> None:
     time.sleep(100)
 
 
-def main(kind: str, timeout: float = 60.0) -> None:
-    """Find the others and do what `kind` says."""
+DEEDS = {"fail": fail, "stop": stop, "kill": kill, "sleep": sleep}
+
+
+def main(kind: str, *, timeout: float = 60.0, on: int = 1) -> float | None:
+    """Find the others and do what `kind` says; return what `total` gives."""
     torch.set_num_threads(1)
-    if kind == "initialised":
-        dist.init_process_group("gloo")
-        kind = "total"
     world = as_world(Settings(timeout))
     if kind == "total":
-        total(world)
-    else:
-        watched(world, {"fail": fail, "stop": stop, "kill": kill, "sleep": sleep}[kind])
+        return total(world)
+    return updates(world, kind, on=on)
+
+
+def in_group(kind: str, **settings: float) -> None:
+    """The same in a group that somebody else has made, whose own time-out is long."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=100))
+    main(kind, **settings)
+    assert dist.is_initialized()
+    dist.destroy_process_group()
+    say("taken down by its owner")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(float, sys.argv[2:]))
+    _, kind, *rest = sys.argv
+    settings = {name: float(value) for name, value in (word.split("=") for word in rest)}
+    if kind.startswith("group-"):
+        in_group(kind.removeprefix("group-"), **settings)
+    else:
+        main(kind, **settings)

@@ -9,6 +9,7 @@ import os
 import socket
 import threading
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -162,7 +163,7 @@ def _started(place: Place | None, settings: _Settings, device_type: str) -> Grou
         local_rank = 0
     else:
         store = _met(dist, place, limit)
-        backend, index, local_rank = _agreed(store, place, settings, device_type)
+        backend, index, local_rank = _agreed(store, place, settings=settings, device_type=device_type)
     device = torch.device(device_type, index) if index is not None else None
     if device is not None:
         torch.get_device_module(device_type).set_device(device)  # it is this process's own from now on
@@ -195,7 +196,7 @@ def _met(dist: Any, place: Place, limit: timedelta) -> Any:
     return store
 
 
-def _agreed(store: Any, place: Place, settings: _Settings, device_type: str) -> tuple[str, int | None, int]:
+def _agreed(store: Any, place: Place, *, settings: _Settings, device_type: str) -> tuple[str, int | None, int]:
     """Let the first process hear of every one before any waits in the group: what is wrong on one is told to all.
 
     Returns the backend, the index of this process's own device and its local rank.
@@ -216,11 +217,26 @@ def _agreed(store: Any, place: Place, settings: _Settings, device_type: str) -> 
             store.set("verdict", json.dumps(_verdict([json.loads(store.get(str(r))) for r in range(place.size)])))
         verdict = json.loads(store.get("verdict"))
     except dist.DistError as error:
-        raise ProcessError(message("the processes of the run have met, and one has gone again", where=False)) from error
+        raise _not_come(store, place, settings.timeout) from error
     if verdict["problem"]:
         raise SettingError(verdict["problem"])
     local_rank = place.local_rank if place.local_rank is not None else verdict["local_ranks"][place.rank]
     return backend, None if device_type == "cpu" else _device_index(device_type, local_rank), local_rank
+
+
+def _not_come(store: Any, place: Place, timeout: float) -> ProcessError:
+    dist: Any = torch.distributed
+    with suppress(dist.DistError):  # where the store is gone as well, nobody knows
+        missing = [str(rank) for rank in range(place.size) if not store.check([str(rank)])]
+        return ProcessError(
+            message(
+                f"rank {place.rank}: not all of the {place.size} processes have come to their Trainer",
+                have=f"missing: rank {', '.join(missing)}" if missing else "",
+                want=f"all of them within {timeout:g} s",
+                fix="every process must run the same script; for a slow start DDP(timeout=...)",
+            )
+        )
+    return ProcessError(message(f"rank {place.rank}: the process that has the store at {place.address} is gone"))
 
 
 def _verdict(facts: list[dict[str, Any]]) -> dict[str, Any]:

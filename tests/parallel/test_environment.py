@@ -1,0 +1,154 @@
+"""What the environment says about processes: torchrun's variables, Slurm's under `srun`, contradictions of both."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from trainwright.base.errors import ProcessError, SettingError
+from trainwright.parallel.environment import Place, first_host, read_environment
+from trainwright.parallel.start import as_world
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+SRUN = {
+    "SLURM_JOB_ID": "1234",
+    "SLURM_STEP_ID": "0",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODELIST": "node[01-02]",
+}
+
+
+@pytest.fixture
+def says(monkeypatch: pytest.MonkeyPatch):
+    """Have the environment say this and nothing else about processes."""
+
+    def say(variables: dict[str, str]) -> None:
+        for name in [*TORCHRUN, *(name for name in os.environ if name.startswith("SLURM_"))]:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return say
+
+
+@pytest.mark.parametrize(
+    ("variables", "place"),
+    [
+        ({}, None),
+        (TORCHRUN, Place(1, 2, 1, "node1:29500", "torchrun")),
+        ({**TORCHRUN, "MASTER_ADDR": "fd00::7"}, Place(1, 2, 1, "[fd00::7]:29500", "torchrun")),
+        ({k: v for k, v in TORCHRUN.items() if k != "LOCAL_RANK"}, Place(1, 2, None, "node1:29500", "torchrun")),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, None),
+        ({"WORLD_SIZE": "1"}, None),
+        ({**SRUN, **TORCHRUN}, Place(1, 2, 1, "node1:29500", "torchrun")),
+        (SRUN, Place(3, 4, 1, "node01:23254", "srun")),
+        ({**SRUN, "SLURM_STEP_ID": "2"}, Place(3, 4, 1, "node01:23256", "srun")),
+        ({**SRUN, "SLURM_NTASKS": "9", "SLURM_STEP_NUM_TASKS": "4"}, Place(3, 4, 1, "node01:23254", "srun")),
+        ({**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),
+        ({**SRUN, "SLURM_STEP_NODELIST": "b[3,5],a1"}, Place(3, 4, 1, "b3:23254", "srun")),
+        ({**SRUN, "MASTER_ADDR": "m", "MASTER_PORT": "5"}, Place(3, 4, 1, "m:5", "srun")),
+        ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "1"}, None),
+        ({"SLURM_JOB_ID": "1"}, None),
+    ],
+)
+def test_the_environment_says_where_this_process_is(says, variables, place) -> None:
+    says(variables)
+    assert read_environment() == place
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [
+        ("node7", "node7"),
+        ("node[01-03,7]", "node01"),
+        ("node[7,01-03]", "node7"),
+        ("a,b[1-2]", "a"),
+        ("gpu-a[010-012]-ib,x", "gpu-a010-ib"),
+        ("rack[1-2]node[05-09]", "rack1node05"),
+    ],
+)
+def test_the_first_host_of_slurms_list(nodes: str, host: str) -> None:
+    assert first_host(nodes) == host
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        ({"RANK": "0"}, "RANK is set and WORLD_SIZE is not\n  have  RANK=0\n  fix   start the script with torchrun"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2 and RANK is not set"),
+        ({**TORCHRUN, "RANK": "2"}, "RANK is 2, and there are 2 processes\n.*\n  want  RANK from 0 to 1"),
+        ({**TORCHRUN, "LOCAL_RANK": "2"}, "LOCAL_RANK is 2, and there are 2 processes"),
+        ({**TORCHRUN, "WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'\n.*\n  want  a whole number, at least 1"),
+        ({**TORCHRUN, "WORLD_SIZE": "0"}, "WORLD_SIZE is '0'"),
+        ({**TORCHRUN, "RANK": "-1"}, "RANK is '-1'"),
+        ({**TORCHRUN, "MASTER_ADDR": ""}, "WORLD_SIZE is 2 and MASTER_ADDR is not set\n.*\n.*\n.*export MASTER_ADDR"),
+        ({**TORCHRUN, "MASTER_PORT": "http"}, "MASTER_PORT is 'http'"),
+        ({**TORCHRUN, "MASTER_PORT": "70000"}, "MASTER_PORT is 70000\n"),
+        ({"RANK": "1", "WORLD_SIZE": "1"}, "RANK is 1, and there are 1 processes"),
+        (
+            {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"},
+            "this Slurm job has 4 tasks, .* outside `srun`\n.*\n  fix   .*srun",
+        ),
+        ({**SRUN, "SLURM_STEP_ID": "4294967290"}, "this Slurm job has 4 tasks"),
+        ({**SRUN, "SLURM_PROCID": "4"}, "SLURM_PROCID is 4, and there are 4 processes"),
+        ({k: v for k, v in SRUN.items() if k != "SLURM_PROCID"}, "SLURM_PROCID is not set"),
+        ({k: v for k, v in SRUN.items() if k != "SLURM_NODELIST"}, "Slurm names no hosts"),
+    ],
+)
+def test_what_contradicts_itself_is_refused_at_once(says, variables, text) -> None:
+    says(variables)
+    with pytest.raises(SettingError, match=text):
+        as_world("auto")
+    assert as_world(None).size == 1
+
+
+@pytest.mark.parametrize(
+    ("parallel", "text"),
+    [
+        (
+            "ddp",
+            r"parallel='ddp' is no setting\n  want  .auto., None, DDP\(...\) or FSDP\(...\)\n  fix   parallel=DDP\(\)",
+        ),
+        (2, "parallel=2 is no setting"),
+        (True, "parallel=True is no setting"),
+        (object(), "is no setting"),
+    ],
+)
+def test_a_wrong_setting_is_refused_on_one_process_too(says, parallel, text) -> None:
+    says({})
+    with pytest.raises(SettingError, match=text):
+        as_world(parallel)
+
+
+def test_a_class_in_place_of_settings_is_told_its_parentheses(says) -> None:
+    from trainwright.parallel.ddp import DDP
+
+    says({})
+    with pytest.raises(SettingError, match=r"fix   parallel=DDP\(\)"):
+        as_world(DDP)
+    assert as_world(DDP()).size == 1
+
+
+def test_processes_that_never_come_are_an_error_and_no_hang(says) -> None:
+    says({**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})
+    with pytest.raises(ProcessError, match=r"rank 0: the 2 processes have not met at 127.0.0.1:0\n.*\n.*within 1 s"):
+        as_world(SimpleNamespace(timeout=1.0, backend=None))
+
+
+def test_one_process_looks_at_the_environment_alone(says, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group takes imports and threads; nothing of that for a run of one process."""
+    says({})
+    for name in ("watch", "launch", "launched", "launching"):
+        monkeypatch.delitem(sys.modules, f"trainwright.parallel.{name}", raising=False)
+    world = as_world("auto")
+    assert (world.rank, world.size, world.local_rank, world.is_main, world.device_index) == (0, 1, 0, True, None)
+    error = ValueError()
+    assert world.blame(error) is error
+    with world.watched(lambda: "here"):
+        world.failed(error)
+    assert not [name for name in ("watch", "launch") if f"trainwright.parallel.{name}" in sys.modules]

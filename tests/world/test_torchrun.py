@@ -1,0 +1,42 @@
+"""Processes that somebody else has started find each other: torchrun, several agents, srun, a group that is there."""
+
+from __future__ import annotations
+
+import random
+import sys
+
+from world.programs_run import PROGRAM, by_environment, torchrun
+from world.programs_run import ended as run_all
+
+
+def said(ended) -> list[str]:
+    assert [process.code for process in ended] == [0] * len(ended), ended
+    return sorted(line for process in ended for line in process.out.splitlines())
+
+
+def test_two_processes_of_torchrun_are_one_world() -> None:
+    assert said(torchrun(str(PROGRAM), "total")) == ["rank 0 local 0 of 2 sum 3.0", "rank 1 local 1 of 2 sum 3.0"]
+
+
+def test_two_agents_are_one_world() -> None:
+    ended = torchrun(str(PROGRAM), "total", agents=2)
+    assert said(ended) == ["rank 0 local 0 of 2 sum 3.0", "rank 1 local 0 of 2 sum 3.0"]
+
+
+def test_tasks_of_srun_are_one_world() -> None:
+    """SLURM_NTASKS may be the whole job's. Which process of its machine each is, they find out where it is not said."""
+    of_all = {"SLURM_NTASKS": "9", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "3", "SLURM_NODELIST": "localhost"}
+    of_all["SLURM_JOB_ID"] = str(random.SystemRandom().randrange(10_000))
+    tasks = [{**of_all, "SLURM_PROCID": str(rank)} for rank in range(2)]
+    ended = run_all([[sys.executable, str(PROGRAM), "total"]] * 2, tasks, seconds=60)
+    assert said(ended) == ["rank 0 local 0 of 2 sum 3.0", "rank 1 local 1 of 2 sum 3.0"]
+
+
+def test_a_group_that_is_there_is_used_and_not_taken_down() -> None:
+    ended = by_environment("group-total")
+    assert said(ended) == [
+        "rank 0 local 0 of 2 sum 3.0",
+        "rank 1 local 1 of 2 sum 3.0",
+        "taken down by its owner",
+        "taken down by its owner",
+    ]
