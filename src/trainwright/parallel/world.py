@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
 
 from torch import Tensor
-
-from trainwright.base.errors import SettingError, message, not_built
 
 T = TypeVar("T")
 
@@ -176,21 +173,3 @@ class Group(World):
 def _serves_the_host(dist: Any, group: Any) -> bool:
     """Whether tensors of the host can go through a group."""
     return "cpu" in str(dist.get_backend_config(group)) or dist.get_backend(group) == "gloo"
-
-
-def as_world(parallel: str | None) -> World:
-    """Read the `parallel` setting: None is one process, "auto" is what the environment says."""
-    if parallel not in (None, "auto"):
-        if isinstance(parallel, str):
-            raise SettingError(
-                message(f"parallel={parallel!r}: many processes are not built yet", want='"auto" or None')
-            )
-        raise not_built(f"parallel={parallel!r}", 'parallel="auto"')
-    if parallel == "auto" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise SettingError(
-            message(
-                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}: training over several processes is not built yet",
-                fix="start the script with `python`, or give parallel=None for independent runs",
-            )
-        )
-    return World()
