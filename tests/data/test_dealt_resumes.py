@@ -1,0 +1,177 @@
+"""A resume on as many processes goes on with what each of them had of its own; on another number with the rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from dealt import opened
+from passes import Augmented, Mixed, rest, resumed, trained
+from sources import generator
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from trainwright.base.dealing import Part
+from trainwright.data.own import batches
+from trainwright.data.sharded import shard, sharded
+from trainwright.runtime.randomness import random_state
+
+CUTS = [(0, 0), (0, 2), (1, 1), (1, 3), (2, 0)]
+KINDS: dict[str, dict[str, Any]] = {
+    "1": {"num_workers": 1, "shuffle": True},
+    "2": {"num_workers": 2, "generator": generator(), "shuffle": True},
+    "2 persistent": {"num_workers": 2, "persistent_workers": True, "sampler": Mixed()},
+    "0": {"shuffle": True},
+}
+
+
+class OfProcess:
+    """A dealt source as its own run saves it: the common state, and beside it what is this process's own."""
+
+    def __init__(self, make: Any, *, rank: int = 1, size: int = 2) -> None:
+        self.source = opened(make, Part(rank, size))
+        self.source.must_resume = True
+
+    def state_dict(self) -> Any:
+        tree = self.source.state_dict()
+        common = {key: None if key in ("workers", "asked") else value for key, value in tree.items()}
+        return common | {"own": self.source.process_state(), "workers": {"number": tree["workers"]["number"]}}
+
+    def load_state_dict(self, tree: Any) -> str | None:
+        said = self.source.load_state_dict(tree)
+        assert self.source.load_process_state(tree["own"]) is None
+        return said
+
+    def epoch(self, epoch: int, skip: int = 0) -> Any:
+        return (one.batch for one in self.source.epoch(epoch, skip))
+
+    def at_boundary(self) -> None:
+        self.source.at_boundary()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_workers_of_each_process_go_on_where_they_were(kind: str) -> None:
+    def make() -> Any:
+        again = {"sampler": Mixed()} if "sampler" in KINDS[kind] else {}
+        again |= {"generator": generator()} if "generator" in KINDS[kind] else {}
+        return DataLoader(Augmented(), batch_size=4, **(KINDS[kind] | again))
+
+    torch.manual_seed(4)
+    table, saved = trained(OfProcess(make), CUTS)
+    for at in [(0, 2), (1, 1)] if kind == "2" else CUTS:
+        torch.manual_seed(99)
+        assert resumed(OfProcess(make), saved[at], *at) == rest(table, *at), at
+
+
+def test_on_another_number_of_processes_the_rows_are_the_same_and_a_line_says_what_is_not() -> None:
+    def make() -> Any:
+        return DataLoader(Augmented(), batch_size=4, shuffle=True, num_workers=1)
+
+    source = opened(make, Part(0, 2))
+    source.must_resume = True
+    start = random_state()
+    iterator = source.epoch(0)
+    next(iterator)
+    saved, rows = source.state_dict(), [one.batch[0].tolist() for one in iterator]
+    assert saved["workers"]["seed"] is not None
+    again = opened(make, Part(0, 1))
+    again.load_state_dict(saved)
+    assert "the random draws of workers are not" in again.load_process_state(None)
+    torch.set_rng_state(start["torch"])
+    assert [one.batch[0].tolist()[:2] for one in again.epoch(0, 1)] == rows
+    assert opened(make, Part(0, 1)).load_process_state(None) is None  # nothing was loaded
+
+
+def test_a_line_says_it_for_a_function_of_the_epoch_too() -> None:
+    source = opened(lambda: lambda epoch: DataLoader(Augmented(), batch_size=4, num_workers=1), Part(0, 2))
+    source.load_state_dict(source.state_dict())
+    assert "the random draws of workers are not" in source.load_process_state(None)
+
+
+class Counting(Dataset):
+    """Tells how often it was asked, and keeps it."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        self.asked += 1
+        return index, self.asked
+
+    def state_dict(self) -> Any:
+        return {"asked": self.asked}
+
+    def load_state_dict(self, tree: Any) -> None:
+        self.asked = tree["asked"]
+
+
+@pytest.mark.parametrize("of", ["batches", "loader"])
+def test_a_data_set_that_tells_its_state_is_asked_on_each_process(of: str) -> None:
+    def make() -> Any:
+        return batches(Counting(), 6) if of == "batches" else DataLoader(Counting(), batch_size=6)
+
+    trees = []
+    for rank in range(2):
+        source = opened(make, Part(rank, 2, least=4))  # six rows: all of them the first one's
+        source.must_resume = True
+        iterator = source.epoch(0)
+        source.at_boundary()
+        next(iterator) if rank == 0 else list(iterator)
+        trees.append((source.state_dict(), source.process_state()))
+    assert trees[0][1]["asked"]["now"]["state"] == {"asked": 6}
+    assert trees[1][1]["asked"]["now"]["state"] == {"asked": 12}
+    again = opened(make, Part(1, 2, least=4))
+    again.load_state_dict(trees[0][0])
+    again.load_process_state(trees[1][1])
+    assert next(again.epoch(1)).batch[1].tolist() == [13, 14, 15, 16, 17, 18]
+
+
+class Stateful(IterableDataset):
+    """A stream that knows where it is."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Any:
+        index, total = shard()
+        rows = range(index, 12, total)
+        while self.at < len(rows):
+            self.at += 1
+            yield rows[self.at - 1]
+        self.at = 0
+
+    def state_dict(self) -> Any:
+        return {"at": self.at}
+
+    def load_state_dict(self, tree: Any) -> None:
+        self.at = tree["at"]
+
+
+def test_a_stream_that_tells_its_position_goes_on_there_on_each_process() -> None:
+    def make() -> Any:
+        return sharded(DataLoader(Stateful(), batch_size=2))
+
+    for rank, left in ((0, [[4, 6], [8, 10]]), (1, [[5, 7], [9, 11]])):
+        source = opened(make, Part(rank, 2))
+        next(source.epoch(0))
+        again = opened(make, Part(rank, 2))
+        again.load_state_dict(opened(make, Part(0, 2)).state_dict())
+        again.load_process_state(source.process_state())
+        assert [one.batch.tolist() for one in again.epoch(0, 1)] == left
+
+
+def test_samplers_hear_the_epoch_on_every_process() -> None:
+    data = list(range(20))
+    for rank in range(2):
+        sampler = DistributedSampler(data, 1, 0, seed=5)
+        source = opened(lambda sampler=sampler: DataLoader(data, batch_size=10, sampler=sampler), Part(rank, 2))
+        for epoch in (0, 3):
+            rows = [row for one in source.epoch(epoch) for row in one.batch.tolist()]
+            reference = DistributedSampler(data, 1, 0, seed=5)
+            reference.set_epoch(epoch)
+            order = list(reference)
+            assert rows == [order[start + 5 * rank + at] for start in (0, 10) for at in range(5)]
