@@ -51,7 +51,10 @@ def test_sums_of_other_kinds_add_up(mine: bool | None, theirs: bool) -> None:
     one = total(torch.tensor(3), wide=mine)
     one.merge(total(torch.tensor(0.1, dtype=torch.float64), wide=theirs))
     one.merge(total(torch.tensor(2**30 + 1), wide=theirs))
-    assert one.value * 3 == pytest.approx(2**30 + 4.1, rel=1e-15 if mine and theirs else 1e-9)
+    assert one.value * 3 == pytest.approx(2**30 + 4.1, rel=1e-14)
+    one = total(torch.tensor(1.0), wide=mine)
+    one.merge(total(torch.tensor(0.1, dtype=torch.float64), wide=True))
+    assert one.value * 2 == pytest.approx(1.1, rel=1e-14)
 
 
 @pytest.mark.parametrize("wide", [True, False])
