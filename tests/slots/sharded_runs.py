@@ -117,3 +117,16 @@ def weights_into(directory):
     model, _ = made()
     load_weights(directory, model, which="last")
     return whole(model.state_dict())
+
+
+def resume_and_save(directory):
+    """Go on from the newest checkpoint, and save update 3."""
+    world, keeper = keep(directory, resuming=True)
+    model, optimizer = made()
+    loaded = load_checkpoint("auto", directory, run=keeper.run_id, world=world, later=True)
+    keeper.adopt(loaded.path, loaded.manifest)
+    place(loaded.tree, {"model": model, "optimizer": optimizer}, world=world)
+    keeper.save(tree_of(model, optimizer, 3), update=3, epoch=0)
+    keeper.written(wait=True)
+    keeper.release()
+    return [path.name for path in keeper.saved]

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from trainwright.base.errors import CheckpointError, message
+from trainwright.base.errors import CheckpointError
 from trainwright.runtime import tensorfile
 from trainwright.runtime.files import is_entry, read_file, sync_directory, write_file
 from trainwright.runtime.pieces import INDEX, Piece, Whole, index_text
@@ -181,7 +181,7 @@ def _tell_failure(directory: Path, rank: int, error: BaseException) -> None:
         seen = seen.__cause__
     number = 0 if seen is None else seen.errno or 0
     said = {"where": f"process {rank} on {socket.gethostname()}", "error": f"{type(error).__name__}: {error}"}
-    with suppress(OSError):
+    with suppress(Exception):  # the name of the marker says what must be said
         write_file(directory / f"rank-{rank}.why", json.dumps(said).encode("ascii"))
     failed = directory / f"rank-{rank}.failed-{number}"
     try:
@@ -204,7 +204,7 @@ def _raise_failed(names: list[str], directory: Path) -> None:
         number = int(match[2])
         if number:
             raise OSError(number, f"{os.strerror(number)}, says {said['where']}: {said['error']}".removesuffix(": "))
-        raise CheckpointError(message(f"{said['where']} could not write its part", have=said["error"], where=False))
+        raise CheckpointError(f"{said['where']} could not write its part: {said['error']}".removesuffix(": "))
 
 
 def _read_report(path: Path, wholes: Mapping[str, Whole]) -> dict[str, Any]:
