@@ -103,7 +103,7 @@ class Trainer(Generic[M]):
         self.frozen = setup.checked_frozen(frozen, model)
         setup.place_all(self, loss, *self.frozen.values())
         self.optimizers = make_optimizers(optimizer, model)
-        self.metrics = setup.checked_metrics(metrics)
+        self.metrics = setup.checked_metrics(metrics, self.world)
         self.precision = as_precision(precision, self.device)
         setup.check_shards(self)
         self.accumulate = accumulation(accumulate)

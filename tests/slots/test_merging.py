@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainwright import Derived, Mean, SettingError, Step, Sum
+from trainwright import Derived, Mean, SettingError, Step, Sum, Trainer
 from trainwright.base.dealing import Part
 from trainwright.parallel.world import Group, World
 from trainwright.run.ledger import Ledger
 from trainwright.slots.metrics import Meters, accuracy, top_k
 from trainwright.slots.scores import F1, MAE, R2, RMSE
-from world.pool import pool
+from world.pool import RankFailed, pool
 
 SIZES = (1, 7, 51, 64)
 BATCH = 16
@@ -201,6 +201,17 @@ def test_an_object_without_merge_is_refused_with_the_member_to_write() -> None:
     with pytest.raises(SettingError, match=r"Whole has no `merge`") as caught:
         meters.make_mergeable()
     assert "def merge(self, other): self.hits += other.hits; self.seen += other.seen" in str(caught.value)
+
+
+def built() -> None:
+    Trainer(torch.nn.Linear(2, 2), None, None, metrics={"hits": Whole()}, console=False)
+
+
+def test_a_trainer_of_several_processes_refuses_it_when_it_is_built() -> None:
+    built()
+    with pytest.raises(RankFailed) as caught:
+        pool(2).run(built)
+    assert str(caught.value).count("Whole has no `merge`") == 2
 
 
 def test_an_object_that_cannot_be_sent_is_refused() -> None:

@@ -73,12 +73,14 @@ def checked_on_error(on_error: Any, checkpoint: Any) -> str | None:
     return "save" if on_error else None
 
 
-def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Check names and kinds by building what will read them."""
+def checked_metrics(metrics: Mapping[str, Any] | None, world: World) -> dict[str, Any]:
+    """Check names and kinds by building what will read them, and that they add up over several processes."""
     if metrics is not None and not isinstance(metrics, Mapping):
         raise TypeError(message(f"metrics={metrics!r}", want="a dict", fix='metrics={"accuracy": accuracy}'))
     if metrics:
-        Meters(metrics)
+        meters = Meters(metrics)
+        if world.size > 1:
+            meters.make_mergeable()
     return dict(metrics or {})
 
 
