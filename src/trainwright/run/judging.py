@@ -23,7 +23,7 @@ def read_numbers(run: Run, flag: Tensor | None, chosen: Chosen) -> tuple[bool, f
     wanted: list[Tensor | float] = [] if flag is None else [flag]
     wanted += () if loss is None else loss[:2]
     wanted += [stepper.norm for stepper in chosen.steppers if stepper.norm is not None]
-    wanted += () if spread is None else [spread.loss]
+    wanted += () if spread is None else [spread.reported]
     read = iter(ledger.close(*wanted))  # in the order in which they were asked for
     bad = flag is not None and next(read) != 0.0
     value = ledger.loss if ledger.noted else 0.0
@@ -43,7 +43,7 @@ def read_numbers(run: Run, flag: Tensor | None, chosen: Chosen) -> tuple[bool, f
 
 def applies_anyway(run: Run, chosen: Chosen, *, bad: bool, loss: float) -> bool:
     """Deal with a loss or gradient that is not finite, as the policy says."""
-    owner, ledger, scaler, outcome = run.owner, run.ledger, run.scaler, run.outcome
+    owner, ledger, scaler, outcome, spread = run.owner, run.ledger, run.scaler, run.outcome, run.spread
     verdict = nonfinite.judge(
         owner.nonfinite,
         loss_is_finite=late.finite(loss),
@@ -58,12 +58,14 @@ def applies_anyway(run: Run, chosen: Chosen, *, bad: bool, loss: float) -> bool:
     if verdict == "raise":
         run.statistics.put_back()
         norm = chosen.steppers[0].norm
+        own = ledger.counted if ledger.noted else None
+        counted = own if spread is None or spread.counted is None else float(spread.counted)
         raise nonfinite.error(
             update=run.counters.earlier_updates + run.counters.updates + 1,
             loss=loss,
             lr=chosen.steppers[0].rates[0],
             norm=norm if isinstance(norm, float) else None,
-            counted=ledger.counted if ledger.noted else None,
+            counted=counted,
             whole=not owner.hooks.updates_itself,
         )
     return verdict == "apply"

@@ -202,7 +202,7 @@ class Run:
                 self.spread.note(self.gradients.parameters)
             self.settle(self.gradients)
         if self.spread is not None:
-            return torch.as_tensor(self.spread.loss).to(loss.dtype)
+            return torch.as_tensor(self.spread.loss, dtype=loss.dtype, device=loss.device)
         return loss * owed if isinstance(owed, Tensor) or owed != 1.0 else loss
 
     def settle(self, gradients: Gradients) -> Tensor | None:

@@ -50,6 +50,8 @@ class Spread:
         self._seen: list[tuple[int, int]] = []
         self.loss: Count = 0.0
         """The loss of the window in hand over all processes."""
+        self.counted: Count | None = None
+        """What it is a mean over; None where it is a plain sum."""
 
     def plan(self) -> None:
         """Take what is trained as it is now: layers may come, be frozen or be set free."""
@@ -135,9 +137,14 @@ class Spread:
     def mean(self, loss: Any) -> Any:
         """The mean over rows of a loss that each process has computed of its own rows."""
         window = self._window
-        value = torch.as_tensor(loss).detach().to(torch.float64, copy=True) * (sum(window.rows) / window.whole)
+        value = torch.as_tensor(loss, dtype=torch.float64).detach() * (sum(window.rows) / window.whole)
         self._world.sum(value)
-        return value.to(torch.as_tensor(loss).dtype)
+        return value.to(loss.dtype) if isinstance(loss, Tensor) else value
+
+    @property
+    def reported(self) -> Count:
+        """The loss as it is told: a plain sum per row."""
+        return self.loss / self._window.whole if self.counted is None else self.loss
 
     @property
     def _window(self) -> DealtWindow:
@@ -181,6 +188,7 @@ class Spread:
         window = self._window
         count, weighed = told.tolist() if told.is_cpu else told.unbind()
         self.loss = window.mean(count, weighed)
+        self.counted = None if window.plain else count
         return window.owes(count)
 
     def _buckets_of(self, parameters: Sequence[Tensor]) -> Buckets:
