@@ -40,10 +40,10 @@ def predict(owner: Owner, source: Source) -> Any:
             for batch in outputs.over(aside):
                 output = step(batch if to_device is None else to_device(batch))
                 outputs.append(move(output.output if type(output) is Step else output, torch.device("cpu")))
+            whole = outputs.whole()
     except BaseException as error:
         explain(error, owner)
         raise
-    whole = outputs.whole()
     if not whole:
         raise DataError(message("the data to predict gave no batch", want="at least one batch"))
     with beside_training(owner.device.type):

@@ -125,7 +125,7 @@ def _compared(owner: Owner, source: Source) -> list[tuple[Tensor, Tensor]]:
             target = split_of(moved)[1] if target is None else target
             _check_tensors(output, target)
             pairs.append((move(output, host), move(target, host)))
-    whole = pairs.whole()
+        whole = pairs.whole()
     if not whole:
         raise DataError(message("the data to report on gave no batch", want="at least one batch"))
     return whole
