@@ -118,6 +118,9 @@ class Metric(Protocol):
     """A metric with state of its own; it runs on a copy per loader.
 
     A checkpoint holds its `state_dict()`, where it has one and `load_state_dict(tree)`, else its attributes.
+    In a run of several processes each takes in its own rows, and it needs `merge(other)` too: take in what another
+    one of its class has taken in. Only the first process then calls `compute`. Metrics of torchmetrics whose states
+    are summed, maxima, minima or lists, and those of torcheval, need none.
     """
 
     def update(self, output: Any, target: Any) -> None:
