@@ -29,13 +29,13 @@ from trainwright.parallel.start import as_world
 
 def main(kind):
     world = as_world("auto")
-    os.write(1, f"rank {world.rank} is {os.getpid()}\\n".encode())
-    if kind == "wait":
-        try:
+    try:
+        os.write(1, f"rank {world.rank} is {os.getpid()}\\n".encode())
+        if kind == "wait":
             time.sleep(60)
-        except KeyboardInterrupt:
-            os.write(1, f"rank {world.rank} saves\\n".encode())
-            raise
+    except KeyboardInterrupt:
+        os.write(1, f"rank {world.rank} saves\\n".encode())
+        raise
     return world.total(world.rank + 1)
 
 GUARD:

@@ -61,7 +61,7 @@ class _Launch:
     processes: list[Any] = field(default_factory=list)
     pipes: list[Connection] = field(default_factory=list)
     failures: dict[int, tuple[str, str, str]] = field(default_factory=dict)
-    """By rank: the kind of its error, the first line, the traceback."""
+    """By rank: the kind of its error, what to say of it, the traceback."""
     values: dict[int, bytes] = field(default_factory=dict)
     store: Any = None
 
@@ -155,13 +155,14 @@ class _Launch:
 
     def _error(self) -> BaseException:
         """The error of the process that failed by itself, before those that only follow from it."""
-        order = ("setting", "error", "exit", "follows")
+        order = ("setting", "error", "exit", "named", "follows")
         rank = min(self.failures, key=lambda rank: order.index(self.failures[rank][0]))
-        kind, line, trace = self.failures[rank]
+        kind, said, trace = self.failures[rank]
+        error: Exception
         if kind == "setting":
-            error: Exception = SettingError(line)
+            error = SettingError(said)
         else:
-            error = ProcessError(f"rank {rank} of {self.size} has failed: {line}")
+            error = ProcessError(said if kind == "named" else f"rank {rank} of {self.size} has failed: {said}")
         if trace:
             error.__cause__ = _Remote(trace)
         return error

@@ -19,7 +19,11 @@ from trainwright.base.errors import ProcessError, message
 from trainwright.parallel.watch import of_the_group
 
 Answer = tuple[str, bytes] | tuple[str, str, str]
-"""("value", the pickled value), or the kind of an error, its first line and its traceback."""
+"""("value", the pickled value), or the kind of an error, what to say of it, and its traceback.
+
+"setting": the call of `launch` is wrong. "error": this process's own. "named": it says which other process has failed.
+"follows": it comes from another process's, and does not say whose.
+"""
 
 UNGUARDED = 86
 """The exit code of a process that comes to `launch` while it imports the script that called it."""
@@ -39,7 +43,7 @@ def serve(pipe: Connection, rank: int, size: int, *, sent: Any, inherited: Seque
     except EOFError:  # the launcher is gone
         return
     threading.Thread(target=_end_with_launcher, args=(pipe,), daemon=True).start()
-    watch.last_words = lambda text: pipe.send(("follows", text.splitlines()[0], text))
+    watch.last_words = lambda text: pipe.send(("named", text, ""))
     answer = _answer(sent, rank)
     with contextlib.suppress(BrokenPipeError):
         pipe.send(answer)
@@ -92,9 +96,10 @@ def _answer(sent: Any, rank: int) -> Answer:
         value = main(*args)
     except SystemExit as error:
         return ("error", _line(error), traceback.format_exc()) if error.code else _packed(None)
+    except ProcessError as error:
+        return "named", str(error), traceback.format_exc()
     except BaseException as error:
-        follows = isinstance(error, ProcessError) or of_the_group(error)
-        return "follows" if follows else "error", _line(error), traceback.format_exc()
+        return "follows" if of_the_group(error) else "error", _line(error), traceback.format_exc()
     return _packed(value if rank == 0 else None)
 
 
