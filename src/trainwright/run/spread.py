@@ -89,8 +89,9 @@ class Spread:
             told = buckets.average(told)
             if self._wraps:
                 self._wrapped = Wrapped(module, self._settings, self._world, unused=buckets.unused)
-        elif self._rides and module.told.grad is not None:
-            told = module.told.grad * unscale
+        elif self._rides:
+            assert module.told.grad is not None
+            told = module.told.grad if unscale == 1.0 else module.told.grad * unscale
         else:
             told = told / self._world.size
             self._world.sum(told)
@@ -177,16 +178,20 @@ class Spread:
         return loss
 
     def _tell(self) -> None:
-        window = self._window
-        count, weighed = window.in_hand
+        count, weighed = self._window.in_hand
         kind = self._told.dtype
-        counted = count.to(kind) if isinstance(count, Tensor) else torch.tensor(count, dtype=kind)
-        self.term = torch.stack([counted.to(weighed.device) * window.processes, weighed.to(kind)])
-        self._told = self._told.to(weighed.device) + self.term
+        if weighed.is_cpu and not isinstance(count, Tensor):
+            self.term = torch.tensor((count, weighed.item()), dtype=kind)
+        else:
+            counted = torch.as_tensor(count, dtype=kind, device=weighed.device)
+            self.term = torch.stack([counted, weighed.detach().to(kind)]).to(self._told.device)
+        if self._wrapped is None or not self._rides:
+            self._told = self._told + self.term
 
     def _read(self, told: Tensor) -> Count:
         window = self._window
-        count, weighed = told.tolist() if told.is_cpu else told.unbind()
+        mean, weighed = told.tolist() if told.is_cpu else told.unbind()
+        count = mean * window.processes
         self.loss = window.mean(count, weighed)
         self.counted = None if window.plain else count
         return window.owes(count)
@@ -241,4 +246,4 @@ class _Step(nn.Module):
         """The weighed loss of a micro-batch."""
         spread = self._spread[0]
         loss = spread.weighed_step(batch)
-        return loss + (self.told * spread.term.to(self.told.device)).sum()
+        return loss + torch.dot(self.told, spread.term)

@@ -71,7 +71,7 @@ class DealtWindow(Window):
         else:
             divisor = self.whole / self.processes
             weighed = loss / divisor if summed else without_nothing(loss, count) * ratio(count, divisor)
-        self.in_hand = (0 if count is None else count, weighed.detach())
+        self.in_hand = (0 if count is None else count, weighed)
         return weighed
 
     def owes(self, count: Count) -> Count:
