@@ -46,9 +46,10 @@ def averaged(name: str) -> Any:
     with torch.no_grad():
         model(x)  # leaves the model's own weights whole
     with average.swapped():
-        shown = full_state_dict(model, world)
         with torch.no_grad():
             output = model(x)
+            shown = full_state_dict(model, world)
+            model(x)  # leaves averaged weights whole
     with torch.no_grad():
         after = model(x)
     copy = net()
