@@ -2,10 +2,11 @@
 
     python tests/benchmarks/distributed.py [--rounds 15] [--epochs 4] [--processes 2]
 
-Each process runs both contestants in turn, with a barrier before each; wall time and CPU time of the first process; ratios are
-taken within a round, medians over the rounds. All end with the same weights (checked). The hand-written loop is what a good
-engineer writes: fused optimizer, in-memory batches dealt by rank, DDP with its gradients in the buckets, losses kept as
-tensors. It takes the mean of the processes' means, which is right here because all slices are equally long.
+Each process runs both contestants in turn, with a barrier before each; wall time and CPU time of the first process;
+ratios are taken within a round, medians over the rounds. All end with the same weights (checked). The hand-written loop
+is what a good engineer writes: fused optimizer, in-memory batches dealt by rank, DDP with its gradients in the buckets,
+losses kept as tensors. It takes the mean of the processes' means, which is right here because all slices are equally
+long.
 
 Collectives are counted by torch's profiler over the updates of one more epoch; what falls due about once a second or at
 the end of an epoch is told apart.
