@@ -122,6 +122,16 @@ class Stream(IterableDataset):
         yield from torch.randperm(self.rows)[index::total]
 
 
+class Ordered(Stream):
+    """The same in their own order."""
+
+    def __iter__(self) -> Iterator[int]:
+        from trainwright.data.sharded import shard
+
+        index, total = shard()
+        return iter(range(index, self.rows, total))
+
+
 def made_of_rows(rows: int, **more: Any) -> Callable[[], Any]:
     return lambda: batches(Rows(rows), 8, seed=5, **more)
 

@@ -78,6 +78,7 @@ def test_on_another_number_of_processes_the_rows_are_the_same_and_a_line_says_wh
     again = opened(make, Part(0, 1))
     again.load_state_dict(saved)
     assert "the random draws of workers are not" in again.load_process_state(None)
+    assert again.state_dict()["workers"]["seed"] is None
     torch.set_rng_state(start["torch"])
     assert [one.batch[0].tolist()[:2] for one in again.epoch(0, 1)] == rows
     assert opened(make, Part(0, 1)).load_process_state(None) is None  # nothing was loaded

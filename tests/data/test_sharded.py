@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dealt import Lists, Pair, Rows, Sized, Stream, opened, rows_of, starts
-from torch.utils.data import DataLoader, IterableDataset
+from dealt import Lists, Ordered, Pair, Rows, Sized, Stream, opened, rows_of, starts
+from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from trainwright.base.dealing import Part, Slice
@@ -53,18 +53,19 @@ def test_parts_of_a_stream_are_the_whole_over_all_processes(name: str, size: int
 
 
 def test_workers_are_told_their_part_too() -> None:
-    class Ordered(IterableDataset):
-        def __iter__(self) -> Iterator[int]:
-            index, total = shard()
-            assert total == 4
-            return itertools.islice(range(11), index, None, total)
-
     slices = [
         one
         for rank in range(2)
-        for one in of_one_process(lambda: DataLoader(Ordered(), batch_size=2, num_workers=2), rank)
+        for one in of_one_process(lambda: DataLoader(Ordered(11), batch_size=2, num_workers=2), rank)
     ]
     assert sorted(row for one in slices for row in one.batch.tolist()) == list(range(11))
+
+
+def test_workers_that_inherit_nothing_are_told_it_too() -> None:
+    def make() -> Any:
+        return DataLoader(Ordered(7), batch_size=None, num_workers=1, multiprocessing_context="spawn")
+
+    assert [one.batch for one in of_one_process(make, 1)] == [1, 3, 5]
 
 
 def test_on_one_process_the_mark_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
