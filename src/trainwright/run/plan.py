@@ -17,6 +17,7 @@ from trainwright.base.plan import Plan
 from trainwright.base.spans import Epochs, Span, check_span
 from trainwright.run.brief import in_brief
 from trainwright.run.owner import Owner
+from trainwright.run.ranks import shared_out
 
 EACH_EPOCH = Epochs(1)
 
@@ -180,7 +181,7 @@ def _check_val(val: Mapping[str, Source], ends: Ends) -> None:
 
 
 def _notes(owner: Owner, plan: Plan) -> list[str]:
-    notes = []
+    notes = shared_out(owner, plan)
     if plan.val and owner.hooks.steps_itself and not owner.hooks.validates_itself:
         notes.append("validates by your training_step, in eval mode")
     if str(owner.precision) == "tf32" and owner.device.type == "cpu":

@@ -14,6 +14,7 @@ from torch import nn
 from trainwright.base.contracts import Source, Tree
 from trainwright.base.dealing import Part
 from trainwright.base.errors import DataError, message
+from trainwright.base.plan import Plan
 from trainwright.parallel.ddp import DDP
 from trainwright.parallel.world import World
 from trainwright.run.owner import Owner
@@ -41,7 +42,7 @@ def deal(owner: Owner, source: Source) -> Source:
                 fix="batches(...), a DataLoader, or sharded(...) for data that are each process's own part",
             )
         )
-    give(Part(world.rank, world.size, least=2 if _normalises_rows(owner) else 1))
+    give(_part(owner))
     return source
 
 
@@ -64,6 +65,18 @@ def opened(world: World, source: Source, epoch: int, *, skip: int = 0) -> Iterat
         return iter(source.epoch(epoch, skip))
     finally:
         set_random_state(own)
+
+
+def shared_out(owner: Owner, plan: Plan) -> list[str]:
+    """What the header says of several processes; nothing of one."""
+    world: Any = owner.world
+    if world.size == 1:
+        return []
+    part = _part(owner)
+    rows = "" if plan.batch_size is None else f": {part.told(plan.batch_size)} rows in a micro-batch"
+    by = f"{world.size} processes by {type(owner.parallel).__name__} on {world.backend}{rows}"
+    late = 'on_error="save" saves nothing here: of several processes the others are somewhere else'
+    return [by, late] if owner.on_error == "save" else [by]
 
 
 def undealt(world: World, source: Source) -> Iterator[Any]:
@@ -218,6 +231,10 @@ def align_weights(owner: Owner) -> None:
 
 def _statistics(owner: Owner) -> list[Any]:
     return running_statistics(owner.model)
+
+
+def _part(owner: Owner) -> Part:
+    return Part(owner.world.rank, owner.world.size, least=2 if _normalises_rows(owner) else 1)
 
 
 def _normalises_rows(owner: Owner) -> bool:
