@@ -88,13 +88,20 @@ class Wrapped:
             static_graph=settings.static_graph,
             **extra,
         )
+        self._records = settings.static_graph
+        """Whether the graph is still to be recorded, by a first window in which every micro-batch is averaged."""
         if settings.compress is not None:
             _compress(self.ddp, settings.compress, world)
 
     def __call__(self, batch: Any, *, last: bool) -> Any:
-        """Run the forward; gradients are averaged in the backward of the window's `last` micro-batch alone."""
-        with nullcontext() if last else self.ddp.no_sync():
-            return self.ddp(batch)
+        """Run the forward; gradients are averaged in the backward of the window's `last` micro-batch alone.
+
+        In the first window of a static graph all of them are: torch records the graph where it averages.
+        """
+        with nullcontext() if last or self._records else self.ddp.no_sync():
+            returned = self.ddp(batch)
+        self._records = self._records and not last
+        return returned
 
 
 def in_sync(model: nn.Module, world: Group) -> None:
