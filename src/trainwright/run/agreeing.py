@@ -6,6 +6,7 @@ import time
 from typing import NamedTuple
 
 from trainwright.run.owner import Owner
+from trainwright.runtime.signals import ENDING
 
 SECONDS = 1.0
 """How often about the processes hear of each other."""
@@ -14,18 +15,16 @@ MOST = 4
 
 
 class Asked(NamedTuple):
-    """What one process tells the others."""
+    """What all processes together ask for."""
 
-    stop: str = ""
-    """Why it wants to stop."""
-    signal: int = 0
-    """A signal that it was given."""
-    save: bool = False
-    """Whether it wants a checkpoint."""
-    seconds: float = 0.0
-    """How long the stage has taken by its clock."""
-    next: int = 0
-    """The update at which all hear of each other again, as far as it is concerned."""
+    stop: str
+    """Why one of them wants to stop; empty where none does."""
+    signal: int
+    """A signal that one of them was given; 0 where none was."""
+    save: bool
+    """Whether one of them wants a checkpoint."""
+    seconds: float
+    """How long the stage has taken, by the first one's clock."""
 
 
 class Agreement:
@@ -49,19 +48,18 @@ class Agreement:
         self.at = self._counters.updates + 1
 
     def join(self, *, signal: int = 0, save: bool = False) -> Asked:
-        """Hear what all have asked for, and fix when to ask again; every process comes here at the same boundary."""
-        counters = self._counters
-        own = Asked(self.asks, signal, save, counters.seconds, self._next())
-        everybody = self._world.gather(own)
-        first = everybody[0]
-        self.asks, self.at = "", first.next
-        return Asked(
-            stop=next((one.stop for one in everybody if one.stop), ""),
-            signal=max(one.signal for one in everybody),
-            save=any(one.save for one in everybody),
-            seconds=first.seconds,
-            next=first.next,
-        )
+        """Hear what all have asked for, and fix when to ask again; every process comes here at the same boundary.
+
+        One sum of a few numbers; the reason for a stop is gathered only where there is one.
+        """
+        main = self._world.is_main
+        signals = [float(signal == number) for number in ENDING]
+        clock = (self._counters.seconds, float(self._next())) if main else (0.0, 0.0)
+        stops, saves, seconds, self.at, *given = self._world.total(float(self.asks != ""), save, *clock, *signals)
+        stop = next((reason for reason in self._world.gather(self.asks) if reason), "") if stops else ""
+        self.asks = ""
+        number = next((number for number, times in zip(ENDING, given, strict=True) if times), 0)
+        return Asked(stop=stop, signal=number, save=bool(saves), seconds=seconds)
 
     def _next(self) -> int:
         """The update about `SECONDS` from now, by the pace since the last time."""
