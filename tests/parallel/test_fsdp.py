@@ -190,21 +190,39 @@ def test_a_window_that_was_broken_off_leaves_nothing_behind(where: str, by_hand:
     assert differ(pool(2).run(broken_off, by_hand, where)[0][0], expected) < EXACT
 
 
-def set_free() -> Any:
+def set_free(**settings: Any) -> Any:
+    """Blocks that are frozen when the model is sharded and first run, and trained afterwards."""
     world = group()
     model = net()
     model.blocks.requires_grad_(False)
-    shard(model, FSDP({Block}), world, device=CPU)
+    shard(model, FSDP({Block}, **settings), world, device=CPU)
     model(torch.randn(2, 3).double()).sum().backward()
     model.zero_grad()
     model.blocks.requires_grad_(True)
     retake(model)
-    return sharded_loop(PAIRS, model=model)
+    return model
+
+
+def trained_after_all() -> Any:
+    return sharded_loop(PAIRS, model=set_free())
+
+
+def reduced_after_all() -> set[torch.dtype]:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
+    model = set_free(policy=policy)
+    backward_of(model, PAIRS[0], group())
+    return {parameter.grad.dtype for parameter in model.parameters()}
 
 
 def test_layers_that_are_set_free_later_are_trained() -> None:
     expected, _ = plain_loop(PAIRS)
-    assert differ(pool(2).run(set_free)[0][0], expected) < EXACT
+    assert differ(pool(2).run(trained_after_all)[0][0], expected) < EXACT
+
+
+def test_layers_that_are_set_free_later_are_reduced_in_the_type_of_the_policy() -> None:
+    assert pool(2).run(reduced_after_all) == [{torch.float64}] * 2
 
 
 def by_method() -> tuple[float, bool]:

@@ -45,11 +45,10 @@ def averaged(name: str) -> Any:
     trained, _ = sharded_loop(PAIRS, model=model, each=lambda model: average.take(next(updates)))
     with torch.no_grad():
         model(x)  # leaves the model's own weights whole
-    with average.swapped():
-        with torch.no_grad():
-            output = model(x)
-            shown = full_state_dict(model, world)
-            model(x)  # leaves averaged weights whole
+    with average.swapped(), torch.no_grad():
+        output = model(x)
+        shown = full_state_dict(model, world)
+        model(x)  # leaves averaged weights whole
     with torch.no_grad():
         after = model(x)
     copy = net()
