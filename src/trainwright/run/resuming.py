@@ -18,6 +18,7 @@ from trainwright.run.plan import Resume
 from trainwright.run.ranks import own_of, take_own
 from trainwright.run.run import Run
 from trainwright.run.settings import changed, settings_of
+from trainwright.runtime.shards import is_sharded
 from trainwright.runtime.weights import load_into
 from trainwright.slots.checkpoint import Keeping
 from trainwright.slots.saved import Loaded, load_weights
@@ -116,6 +117,10 @@ class Found:
         for name in () if self._takes_data else ("data", "totals"):
             parts.pop(name, None)
             tree.pop(name, None)
+        if is_sharded(*owner.model.parameters()):
+            from trainwright.parallel.sharded import place
+
+            tree = place(tree, parts, world=owner.world)
         reports = state.restore(parts, tree, origin=str(self.path))
         if not self._takes_data:
             owner.counters.batch = 0

@@ -32,10 +32,11 @@ from trainwright.run.stages import stage
 from trainwright.run.steppers import ONLY, NamedParts, monitors
 from trainwright.runtime.device import devices_of, homes, move
 from trainwright.runtime.modules import untrained, wake
+from trainwright.runtime.shards import is_sharded
 from trainwright.runtime.surroundings import training_afresh
 from trainwright.slots.checkpoint import Keeping
 from trainwright.slots.precision import switched
-from trainwright.slots.saved import Loaded, encode, load_checkpoint
+from trainwright.slots.saved import Loaded, dry_save, load_checkpoint
 
 
 @contextmanager
@@ -202,24 +203,26 @@ def _ready_to_save(owner: Owner, run: Run, pauses: Pauses) -> list[str]:
     parts, ours = owner.parts(), parts_of(run, pauses)
     run.boundary.bind({name: part for name, part in parts.items() if name not in ours})
     with run.shown.evaluated():
-        encode(state.gather(parts))
+        dry_save(state.gather(parts))
     return [line for line in [getattr(source, "resumes", "")] if line]
 
 
 def _open_directory(owner: Owner, resume: str | Path | None, undo: ExitStack) -> tuple[Keeping | None, Loaded | None]:
     """Bind the checkpoint slot, and find what is to be resumed."""
-    settings, places = owner.checkpoint, homes(owner.model, owner.device)
+    settings, places, world = owner.checkpoint, homes(owner.model, owner.device), owner.world
+    shards = is_sharded(*owner.model.parameters())
     if settings is None:
         if resume == "auto":
             fix = 'Trainer(..., checkpoint=Checkpoint("runs/x"))'
             raise SettingError(message('resume="auto" without a checkpoint directory', fix=fix))
-        return None, load_checkpoint(resume, None, device=places, world=owner.world)
-    run_id, world = owner.between.run_id or secrets.token_hex(8), owner.world
+        return None, load_checkpoint(resume, None, device=places, world=world, later=shards)
+    run_id = owner.between.run_id or secrets.token_hex(8)
     bind: Any = settings.bind
-    keeper: Keeping = bind(run_id) if world.size == 1 else bind(run_id, world=world)
+    keeper: Keeping = bind(run_id) if world.size == 1 and not shards else bind(run_id, world=world)
     undo.push(lambda kind, *_: _release(keeper, at_once=kind is KeyboardInterrupt))
     keeper.prepare(resuming=resume is not None)
-    return keeper, load_checkpoint(resume, settings.directory, run=keeper.run_id, device=places, world=world)
+    how: dict[str, Any] = {"device": places, "world": world, "later": shards}
+    return keeper, load_checkpoint(resume, settings.directory, run=keeper.run_id, **how)
 
 
 def _release(keeper: Keeping, *, at_once: bool) -> None:

@@ -178,17 +178,17 @@ class NamedParts:
     """Several parts of a checkpoint as one, by name."""
 
     def __init__(self, parts: Mapping[str, Any]) -> None:
-        self._parts = parts
+        self.parts = parts
 
     def state_dict(self) -> Tree:
         """Each part's state by name."""
-        return gather(self._parts)
+        return gather(self.parts)
 
     def load_state_dict(self, tree: Tree, /) -> None:
         """Give each part its state; ValueError where the names are others."""
-        if set(tree) != set(self._parts):
-            raise ValueError(f"the checkpoint has {sorted(tree)}, this Trainer {sorted(self._parts)}")
-        for name, part in self._parts.items():
+        if set(tree) != set(self.parts):
+            raise ValueError(f"the checkpoint has {sorted(tree)}, this Trainer {sorted(self.parts)}")
+        for name, part in self.parts.items():
             part.load_state_dict(tree[name])
 
 

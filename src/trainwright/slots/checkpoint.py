@@ -184,11 +184,11 @@ class Checkpoint:
     def bind(self, run_id: str, *, world: World | None = None) -> Keeper | GroupKeeper:
         """The keeper of one run's checkpoints; nothing is touched before its `prepare`.
 
-        `world`: the processes of the run. On several of them every one binds and calls alike; see `GroupKeeper`.
+        `world`: the processes of the run. Every process of a group binds and calls alike; see `GroupKeeper`.
         """
         from trainwright.slots.keeper import Keeper  # with its thread and its files: not for who only sets things
 
-        if world is None or world.size == 1:
+        if world is None or (world.size == 1 and not hasattr(world, "group")):
             return Keeper(self, run_id)
         from trainwright.slots.keeper_group import GroupKeeper
 

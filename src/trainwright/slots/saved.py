@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from warnings import warn
 
-from torch import nn
+from torch import Tensor, nn
 
 from trainwright.base.contracts import Tree
 from trainwright.base.errors import CheckpointError, SettingError, message
@@ -20,6 +20,7 @@ from trainwright.runtime import storage, tensorfile
 from trainwright.runtime.device import Home
 from trainwright.runtime.files import Content, read_file, replace_file
 from trainwright.runtime.pieces import INDEX, Stored, read_pieces
+from trainwright.runtime.shards import is_sharded
 from trainwright.runtime.tree import Elsewhere, flatten, unflatten
 from trainwright.runtime.weights import load_into, read_weights, weights_contents
 
@@ -46,6 +47,15 @@ def encode(tree: Mapping[str, Tree]) -> dict[str, Content]:
     jsonable, tensors = flatten(parts)
     text = json.dumps(jsonable, allow_nan=False, separators=(",", ":")).encode("ascii")
     return files | {STATE: tensorfile.Contents(tensors, {}), DATA: text}
+
+
+def dry_save(tree: Mapping[str, Tree]) -> None:
+    """Raise CheckpointError for a state that cannot be stored, naming what; one that is sharded over processes too."""
+    if is_sharded(*(value for value in tree.get("model", {}).values() if isinstance(value, Tensor))):
+        from trainwright.parallel.sharded import split
+
+        tree = split(tree, file="").tree
+    encode(tree)
 
 
 def load_tree(
