@@ -75,6 +75,10 @@ def shard(model: nn.Module, settings: FSDP, world: World, *, device: torch.devic
     modules = _sharded_modules(model) if isinstance(model, FSDPModule) else chosen(model, settings.blocks)
     called = {name: _having(name, modules) for name in settings.methods}
     if not isinstance(model, FSDPModule):
+        if len(placed := {p.device for p in model.parameters()} - {torch.device("meta")}) > 1:
+            have = ", ".join(sorted(map(str, placed)))
+            what = "a model over several devices, and FSDP holds a process's shards on one"
+            raise SettingError(message(what, have=have, fix='parallel="auto", or a model on one device'))
         check_model(model, modules, processes=world.size, keep_within=settings.reshard_after_forward)
         extra: dict[str, Any] = {} if settings.policy is None else {"mp_policy": settings.policy}
         mesh = _mesh(world, device)

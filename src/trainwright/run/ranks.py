@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -46,25 +46,35 @@ def deal(owner: Owner, source: Source) -> Source:
     return source
 
 
-def opened(world: World, source: Source, epoch: int, *, skip: int = 0) -> Iterator[Any]:
-    """The batches of an epoch; several processes draw its order from the random state of the first one.
+@contextmanager
+def as_on_the_first(world: World, generators: Sequence[Any] = ()) -> Iterator[None]:
+    """The random state of the first process inside, on all of them: what is drawn there is the order of the data.
 
-    Afterwards the others draw on where they were; the data's own generators stay where this leaves them.
+    Afterwards the others draw on where they were; `generators`, the data's own, stay where this leaves them.
     """
     if world.size == 1:
-        return iter(source.epoch(epoch, skip) if skip else source.epoch(epoch))
+        yield
+        return
     own = random_state()
-    generators = list(getattr(source, "generators", ()))
     state, states = world.same((own, [generator.get_state() for generator in generators]))
     if world.is_main:
-        return iter(source.epoch(epoch, skip))
+        yield
+        return
     set_random_state(state)
     for generator, one in zip(generators, states, strict=True):
         generator.set_state(one)
     try:
-        return iter(source.epoch(epoch, skip))
+        yield
     finally:
         set_random_state(own)
+
+
+def opened(world: World, source: Source, epoch: int, *, skip: int = 0) -> Iterator[Any]:
+    """The batches of an epoch; several processes draw its order from the random state of the first one."""
+    if world.size == 1:
+        return iter(source.epoch(epoch, skip) if skip else source.epoch(epoch))
+    with as_on_the_first(world, list(getattr(source, "generators", ()))):
+        return iter(source.epoch(epoch, skip))
 
 
 def shared_out(owner: Owner, plan: Plan) -> list[str]:

@@ -24,7 +24,7 @@ from trainwright.run.hooks import Between, Hooks
 from trainwright.run.ledger import Ledger
 from trainwright.run.owner import Owner
 from trainwright.run.plan import Ends
-from trainwright.run.ranks import deal
+from trainwright.run.ranks import as_on_the_first, deal
 from trainwright.run.steppers import ONLY
 from trainwright.run.telling import check_every
 from trainwright.runtime.device import choose_device, devices_of, place
@@ -204,7 +204,8 @@ def open_data(
     _check_own(owner)
     _check_optimizers(owner)
     _refuse_a_target_as_val(train, val)
-    source = open_source(train, batch_size=batch_size, shuffle=True, role="train")
+    with as_on_the_first(owner.world):  # a function of the epoch may draw
+        source = open_source(train, batch_size=batch_size, shuffle=True, role="train")
     if ends.epoch_updates is not None and source.length is None:
         source = Continuing(source)
     deal(owner, source)
