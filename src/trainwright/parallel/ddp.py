@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from trainwright.base.errors import SettingError, message
+from trainwright.base.errors import SettingError, StepError, message
 from trainwright.parallel.world import Group
 
 COMPRESSIONS = ("bf16", "fp16")
@@ -78,6 +78,8 @@ class Wrapped:
         known = inspect.signature(DistributedDataParallel.__init__).parameters
         extra["forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"] = False
         parameter = next(module.parameters())
+        self.unused = unused
+        """Whether parameters may get no gradient."""
         self.ddp = DistributedDataParallel(
             module,
             device_ids=[parameter.device] if _on_one_device(module) else None,
@@ -102,6 +104,20 @@ class Wrapped:
             returned = self.ddp(batch)
         self._records = self._records and not last
         return returned
+
+    def check(self) -> None:
+        """Refuse gradients of which some still wait for those of a parameter that was not used; StepError."""
+        try:
+            self.ddp._check_reducer_finalized()
+        except RuntimeError as error:
+            raise StepError(
+                message(
+                    "parameters without a gradient in this update, which were used before: the gradients of the "
+                    "processes were not averaged",
+                    want="the same parameters in each update, or to be told otherwise",
+                    fix="Trainer(..., parallel=DDP(find_unused_parameters=True))",
+                )
+            ) from error
 
 
 def in_sync(model: nn.Module, world: Group) -> None:

@@ -46,6 +46,8 @@ class Spread:
             self._set_sync = set_sync
         self._module: _Step | None = None
         self._wrapped: Wrapped | None = None
+        self._looks = False
+        """Whether the window in hand, the first of an epoch, is to show anew which parameters are not used."""
         self._buckets: dict[tuple[int, ...], Buckets] = {}
         self._seen: list[tuple[int, int]] = []
         self.loss: Count = 0.0
@@ -54,12 +56,13 @@ class Spread:
         """What it is a mean over; None where it is a plain sum."""
 
     def plan(self) -> None:
-        """Take what is trained as it is now: layers may come, be frozen or be set free."""
-        module = _Step(self, self._owner)
+        """Take what is trained as it is now: layers may come, be frozen or be set free, or be used no longer."""
+        module, unused = _Step(self, self._owner), getattr(self._settings, "find_unused_parameters", "auto")
         if self._module is not None and self._module.layout == module.layout:
+            all_used = self._wrapped is not None and not self._wrapped.unused
+            self._looks = all_used and unused == "auto" and not self._settings.static_graph
             return
-        self._module, self._wrapped, self._buckets = module, None, {}
-        unused = getattr(self._settings, "find_unused_parameters", "auto")
+        self._module, self._wrapped, self._buckets, self._looks = module, None, {}, False
         if self._wraps and (unused != "auto" or self._settings.static_graph):
             self._wrapped = Wrapped(module, self._settings, self._world, unused=unused is True)
 
@@ -84,12 +87,16 @@ class Spread:
         """
         module, told = self._module, self._told
         assert module is not None
-        if self._wrapped is None and not self.shards:
+        if self._in_use is None and not self.shards:
             buckets = self._buckets_of(module.trained)
             told = buckets.average(told)
-            if self._wraps:
+            if self._wraps and (self._wrapped is None or buckets.unused):
                 self._wrapped = Wrapped(module, self._settings, self._world, unused=buckets.unused)
-        elif self._rides:
+            self._looks = False
+            return self._read(told)
+        if self._in_use is not None:
+            self._in_use.check()
+        if self._rides:
             assert module.told.grad is not None
             told = module.told.grad if unscale == 1.0 else module.told.grad * unscale
         else:
@@ -148,6 +155,11 @@ class Spread:
         return self.loss / self._window.whole if self.counted is None else self.loss
 
     @property
+    def _in_use(self) -> Wrapped | None:
+        """What averages the window in hand while it runs backward; None where that is done afterwards."""
+        return None if self._looks else self._wrapped
+
+    @property
     def _window(self) -> DealtWindow:
         window = self._owner.ledger.window
         assert isinstance(window, DealtWindow)
@@ -163,8 +175,8 @@ class Spread:
 
     def _forward(self, batch: Any, *, last: bool) -> Tensor:
         assert self._module is not None
-        if self._wrapped is not None:
-            loss: Tensor = self._wrapped(batch, last=last)
+        if self._in_use is not None:
+            loss: Tensor = self._in_use(batch, last=last)
             return loss
         if self._set_sync is not None:
             self._set_sync(self._owner.model, last)
@@ -185,7 +197,7 @@ class Spread:
         else:
             counted = torch.as_tensor(count, dtype=kind, device=weighed.device)
             self.term = torch.stack([counted, weighed.detach().to(kind)]).to(self._told.device)
-        if self._wrapped is None or not self._rides:
+        if self._in_use is None or not self._rides:
             self._told = self._told + self.term
 
     def _read(self, told: Tensor) -> Count:
