@@ -65,7 +65,8 @@ class Trainer(Generic[M]):
     `clip`: a norm, `ClipNorm`, `ClipValue` or a function of the parameters; with several optimizers it and `schedule`
     are dicts by their names. `average`: `EMA(...)` or `SWA(...)`. `frozen`: modules by name that are not trained.
     `nonfinite`: "raise", "skip" or "ignore" an update whose loss or gradient is not finite. `on_error="save"`: save the
-    last whole update where your code raises. `device`: "auto" is the model's, else an accelerator. `console`: or False.
+    last whole update where your code raises. `parallel`: "auto" takes the processes that there are, `DDP(...)` and
+    `FSDP(...)` say how; None is one. `device`: "auto" is the model's, else an accelerator. `console`: or False.
 
     Raises SettingError for what cannot work together, and for a setting whose part is not built yet, by name.
     """
