@@ -54,7 +54,8 @@ class Buckets:
         flat = torch.cat([*[part.reshape(-1) for part in dense], has, told.to(one.device, kind)])
         flat.div_(self._world.size)  # before the sum, as torch's DDP does
         self._world.sum(flat)
-        *parts, found, told_of_all = flat.split([*[part.numel() for part in dense], len(bucket), len(told)])
+        pieces: tuple[Tensor, ...] = flat.split([*[part.numel() for part in dense], len(bucket), len(told)])
+        *parts, found, told_of_all = pieces
         for parameter, part, anywhere in zip(bucket, parts, found.tolist(), strict=True):
             if anywhere:
                 _take(parameter, part)
