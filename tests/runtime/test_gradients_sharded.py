@@ -140,6 +140,7 @@ def clipped_by_hand() -> list[float]:
     """The slots without a Trainer, on a list of parameters as `model.parameters()` gives them."""
     parameters, grads = spread()
     norm = ClipNorm(0.5)(list(parameters))
+    assert type(norm) is torch.Tensor  # whole, and to be read as any other number
     plain = [nn.Parameter(torch.zeros_like(gradient)) for gradient in grads]
     for parameter, gradient in zip(plain, grads, strict=True):
         parameter.grad = gradient
