@@ -120,15 +120,33 @@ class Wrapped:
             ) from error
 
 
-def in_sync(model: nn.Module, world: Group) -> None:
-    """Make every BatchNorm layer of `model` one that normalises over all processes, in place."""
+def in_sync(model: nn.Module, world: Group, *, device: torch.device) -> None:
+    """Make every BatchNorm layer of `model` one that normalises over all processes, in place.
+
+    SettingError on the CPU, where torch has none, and for a model that is such a layer itself.
+    """
+    if not any(_is_norm(module) for module in model.modules()):
+        return
+    if device.type == "cpu" or _is_norm(model):
+        have = "a model that is a BatchNorm layer itself" if _is_norm(model) else "a model on the cpu"
+        what = "DDP(sync_batchnorm=True): torch's SyncBatchNorm, which takes a layer's place"
+        fix = "DDP() without sync_batchnorm: each process normalises over its own rows"
+        raise SettingError(message(what, have=have, want="BatchNorm layers inside a model on an accelerator", fix=fix))
+    _convert(model, world)
+
+
+def _convert(model: nn.Module, world: Group) -> None:
     for name, child in list(model.named_children()):
-        if isinstance(child, nn.modules.batchnorm._BatchNorm) and not isinstance(child, nn.SyncBatchNorm):
+        if _is_norm(child):
             made = nn.SyncBatchNorm.convert_sync_batchnorm(child, world.group)
             made.training = child.training
             setattr(model, name, made)
         else:
-            in_sync(child, world)
+            _convert(child, world)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
 
 
 def _compress(ddp: Any, kind: str, world: Group) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from trainwright.base.progress import Counters
 from trainwright.base.records import Result
 from trainwright.data.own import Batches
 from trainwright.data.source import open_source, takes_batch_size
-from trainwright.parallel.ddp import DDP
+from trainwright.parallel.ddp import DDP, in_sync
 from trainwright.parallel.fsdp import FSDP
 from trainwright.parallel.world import World
 from trainwright.run.hooks import Between, Hooks
@@ -159,6 +159,8 @@ def place_all(owner: Owner, *beside: Any) -> None:
     """Move the model, a loss module and frozen modules to the device, in place; a model in shards shard by shard."""
     if isinstance(owner.parallel, DDP):
         place(owner.model, owner.device)
+        if owner.parallel.sync_batchnorm and owner.world.size > 1:
+            in_sync(owner.model, cast(Any, owner.world), device=owner.device)
     else:
         from trainwright.parallel.fsdp import shard
 
