@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
@@ -178,3 +179,26 @@ def apart(one: dict[str, Any], other: dict[str, Any]) -> float:
     for row, same in zip(one["history"], other["history"], strict=True):
         pairs += [(row[name], same[name]) for name in row]
     return max(abs(a - b) for a, b in pairs)
+
+
+def holding(check: Callable[..., None], *args: Any) -> list[list[float]]:
+    """Run a check of another law on this process beside the others; returns the weights of every model it trained.
+
+    Its plain loop runs whole on every process, and what the library trains is dealt. Observers are told on the first
+    process only: there what they have kept is taken over when `fit` returns, so that each process can check it.
+    """
+    trained: list[nn.Module] = []
+    fit = Trainer.fit
+
+    def watched(self: Trainer[nn.Module], *data: Any, **settings: Any) -> Any:
+        result = fit(self, *data, **settings)
+        for observer in self.observers:
+            if hasattr(observer, "updates"):
+                cast(Any, observer).updates = self.world.same(cast(Any, observer).updates)
+        trained.append(self.model)
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "fit", watched)
+        check(*args)
+    return [flat(model) for model in trained]
