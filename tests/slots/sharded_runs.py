@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from torch import nn
 
 from trainwright.parallel.sharded import place
 from trainwright.parallel.world import Group
+from trainwright.runtime import files, tensorfile
 from trainwright.slots.checkpoint import Checkpoint
 from trainwright.slots.saved import load_checkpoint, load_weights
 
@@ -130,3 +133,22 @@ def resume_and_save(directory):
     keeper.written(wait=True)
     keeper.release()
     return [path.name for path in keeper.saved]
+
+
+def trained_meanwhile(directory):
+    """Save, and train on before a byte is written; whether the checkpoint holds the state of its boundary."""
+    _, keeper = keep(directory)
+    model, optimizer = made()
+    train(model, optimizer, 1)
+    state, gate, write = whole(model.state_dict()), threading.Event(), tensorfile.write
+    files.tensorfile.write = lambda *given: (gate.wait(20), write(*given))[1]
+    try:
+        keeper.save(tree_of(model, optimizer, 1), update=1, epoch=0)
+        train(model, optimizer, 1, start=1)
+        gate.set()
+        keeper.written(wait=True)
+    finally:
+        files.tensorfile.write = write
+        keeper.release()
+    saved = load_weights(directory, which="last")
+    return all(torch.equal(saved[name], value) for name, value in state.items())

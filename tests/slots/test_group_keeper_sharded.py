@@ -120,3 +120,7 @@ def test_only_what_is_to_be_kept_stays_and_nothing_is_left_beside_it(tmp_path, a
 
 def three_saves(directory, async_save):
     return sharded_runs.run(directory, (1, 2, 3), keep=2, async_save=async_save)
+
+
+def test_it_holds_the_state_of_its_boundary_whatever_is_trained_meanwhile(tmp_path):
+    assert on_all(2, sharded_runs.trained_meanwhile, tmp_path) == [True, True]
