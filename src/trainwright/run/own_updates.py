@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from trainwright.base.errors import SettingError, message
 from trainwright.base.records import Count
 from trainwright.runtime import late
+from trainwright.runtime.shards import is_sharded
 from trainwright.slots import nonfinite
 
 if TYPE_CHECKING:
     from trainwright.run.run import Run
+from trainwright.run.steppers import Chosen
 
 
 def backward_of(run: Run, loss: Any, name: str | None) -> tuple[Tensor, Count, bool]:
@@ -50,6 +53,7 @@ def step_by_closure(run: Run, closure: Callable[[], Any], name: str | None) -> b
     """
     chosen = run.steppers.one(name, "apply_gradients(closure=...)")
     (stepper,) = chosen.steppers
+    _refuse_shards(chosen)
     optimizer: Any = stepper.optimizer
     weights = chosen.gradients.parameters
     before = [p.detach().clone() for p in weights] if run.checks else []
@@ -80,6 +84,13 @@ def step_by_closure(run: Run, closure: Callable[[], Any], name: str | None) -> b
         optimizer.state.clear()
         return run.refuse(chosen)
     return True
+
+
+def _refuse_shards(chosen: Chosen) -> None:
+    if is_sharded(*chosen.gradients.parameters):
+        name = type(chosen.steppers[0].optimizer).__name__
+        what = f"{name} looks along all weights at once, and FSDP holds them in shards"
+        raise SettingError(message(what, fix='parallel="auto", which holds whole weights on every process'))
 
 
 def _all_finite(weights: list[Tensor]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -20,6 +20,8 @@ from trainwright.parallel.world import World
 from trainwright.run.owner import Owner
 from trainwright.runtime.modules import running_statistics, unnoticed
 from trainwright.runtime.randomness import random_state, seed, set_random_state, unmoved
+from trainwright.runtime.shards import reshard
+from trainwright.runtime.weights import load_into
 
 if TYPE_CHECKING:
     from trainwright.run.ledger import Ledger
@@ -218,11 +220,25 @@ def take_own(owner: Owner, own: Tree | None, *, number: int, source: Source | No
 
 
 def retake_shards(owner: Owner) -> None:
-    """Have a model that is held in shards go by what is trained now."""
+    """Have a model that is held in shards hold nothing else, and go by what is trained now."""
     if not isinstance(owner.parallel, DDP):
         from trainwright.parallel.fsdp import retake
 
+        reshard(owner.model)
         retake(owner.model)
+
+
+def load_whole(owner: Owner, weights: Mapping[str, Any], *, source: str) -> None:
+    """Load whole weights into the model, of a sharded one each process its part; CheckpointError where they do not fit.
+
+    `source`: where they come from, for the error.
+    """
+    if isinstance(owner.parallel, DDP):
+        load_into(owner.model, weights, source=source)
+    else:
+        from trainwright.parallel.whole import load_full
+
+        load_full(owner.model, weights, owner.world)
 
 
 def align_buffers(owner: Owner) -> None:

@@ -15,11 +15,10 @@ from trainwright.run import state
 from trainwright.run.owner import Owner
 from trainwright.run.pausing import Pauses
 from trainwright.run.plan import Resume
-from trainwright.run.ranks import own_of, take_own
+from trainwright.run.ranks import load_whole, own_of, take_own
 from trainwright.run.run import Run
 from trainwright.run.settings import changed, settings_of
 from trainwright.runtime.shards import is_sharded
-from trainwright.runtime.weights import load_into
 from trainwright.slots.checkpoint import Keeping
 from trainwright.slots.saved import Loaded, load_weights
 
@@ -74,7 +73,7 @@ class Found:
             keeper.adopt(self.path, self.manifest)
         given = _settings(owner)
         reports = [*self._restore(owner, pauses.run.source), *_unused(owner, given)]
-        for report in reports:
+        for report in reports if owner.world.is_main else ():
             warnings.warn(report, stacklevel=6)  # at the line that calls `fit`: it shall be heard without a console too
         pauses.run.owed_reason = counters.stopped  # as it was saved, with a pause that is still to be done
         counters.stopped = pauses.ended() or ("" if pauses.watch is None or counters.pause else pauses.watch.stopped)
@@ -157,7 +156,7 @@ def _holds(owner: Owner, path: Path) -> bool:
     """Load the weights of a checkpoint; False where they are of a model that was built otherwise."""
     weights = load_weights(path)
     try:
-        load_into(owner.model, weights, source=str(path))
+        load_whole(owner, weights, source=str(path))
     except CheckpointError:
         return False
     return True

@@ -279,8 +279,8 @@ class Run:
     def _plan_epoch(self) -> None:
         """Take what is trained and what is kept as it is now: layers may come, be frozen or be set free."""
         owner = self.owner
-        check_parameters(owner)
         retake_shards(owner)
+        check_parameters(owner)
         self._take_groups()
         average = self.shown.average
         if average is not None:

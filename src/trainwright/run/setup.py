@@ -28,6 +28,7 @@ from trainwright.run.ranks import as_on_the_first, deal
 from trainwright.run.steppers import ONLY
 from trainwright.run.telling import check_every
 from trainwright.runtime.device import choose_device, devices_of, place
+from trainwright.runtime.shards import is_sharded
 from trainwright.slots.clip import ClipNorm, ClipValue
 from trainwright.slots.metrics import Meters
 from trainwright.slots.precision import MixedPrecision
@@ -123,6 +124,8 @@ def processes(
 ) -> tuple[World, DDP | FSDP, torch.device]:
     """Find the processes of the runs to come, how they share the work, and the device of this one."""
     chosen = choose_device(device, model)
+    if chosen.type == "meta" and isinstance(parallel, FSDP):
+        chosen = choose_device(device, nn.Module())  # the model's first weights are made where the run is
     world = World()
     if parallel is not None:
         from trainwright.parallel.start import as_world
@@ -131,6 +134,9 @@ def processes(
     index: int | None = getattr(world, "device_index", None)
     if device == "auto" and index is not None and len(devices_of(model)) < 2:
         chosen = torch.device(chosen.type, index)
+    if is_sharded(*model.parameters()) and not isinstance(parallel, FSDP):
+        what = "the model was sharded by fully_shard already"
+        raise SettingError(message(what, have=f"parallel={parallel!r}", fix="parallel=FSDP(blocks={Block})"))
     return world, DDP() if parallel is None or isinstance(parallel, str) else parallel, chosen
 
 

@@ -15,6 +15,7 @@ from trainwright.base.plan import Plan
 from trainwright.run.state import gather
 from trainwright.runtime.gradients import Gradients
 from trainwright.runtime.kernels import step_of
+from trainwright.runtime.shards import is_sharded, whole
 from trainwright.slots.clip import ClipNorm
 
 ONLY = "optimizer"
@@ -24,7 +25,18 @@ ONLY = "optimizer"
 class Stepper:
     """One optimizer, and what is done to its gradients before its step."""
 
-    __slots__ = ("clip", "gradients", "groups", "limits", "measures_norm", "name", "norm", "optimizer", "step")
+    __slots__ = (
+        "_wholly",
+        "clip",
+        "gradients",
+        "groups",
+        "limits",
+        "measures_norm",
+        "name",
+        "norm",
+        "optimizer",
+        "step",
+    )
 
     def __init__(self, name: str, optimizer: Optimizer, *, clip: Clip | None, wants_norm: bool) -> None:
         self.name, self.optimizer, self.clip = name, optimizer, clip
@@ -34,6 +46,10 @@ class Stepper:
         """Whether anything is done between unscaling and the step."""
         self.norm: Tensor | float | None = None
         """The norm of the last gradient that was applied, before clipping; a tensor until it is read."""
+        self._wholly = clip is not None and is_sharded(
+            *(p for group in optimizer.param_groups for p in group["params"])
+        )
+        """Whether a norm that a clip returns may lie in shards."""
         self.step = step_of(optimizer)
         """One step of the optimizer."""
         self.take_groups()
@@ -48,6 +64,7 @@ class Stepper:
         self.norm = self.gradients.norm() if self.measures_norm else None
         if self.clip is not None:
             norm = self.clip(self.gradients.parameters)
+            norm = whole(norm) if self._wholly and norm is not None else norm
             self.norm = norm if self.norm is None else self.norm
 
     @property
