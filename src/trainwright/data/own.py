@@ -205,7 +205,10 @@ class Batches:
         if self._dealing.seed is not None:
             have["seed"], saved["seed"] = self._dealing.seed, tree["seed"]
         what = "the data are dealt into batches otherwise than when the state was saved"
-        check_facts(have, saved, what=what, fix="write batches(...) as it was")
+        fix = "write batches(...) as it was"
+        if self._dealing.per_rank is not None and have["processes"] != saved.get("processes", have["processes"]):
+            fix = f"{saved['processes']} processes, as when it was saved: per_rank counts the rows of each"
+        check_facts(have, saved, what=what, fix=fix)
         self._generators.load_state_dict(tree["generators"])
         self._seed, self._passes, self._loaded = tree["seed"], tree["passes"], tree
 

@@ -15,10 +15,11 @@ from trainwright.run import state
 from trainwright.run.owner import Owner
 from trainwright.run.pausing import Pauses
 from trainwright.run.plan import Resume
-from trainwright.run.ranks import load_whole, own_of, take_own
+from trainwright.run.ranks import own_of, take_own
 from trainwright.run.run import Run
 from trainwright.run.settings import changed, settings_of
 from trainwright.runtime.shards import is_sharded
+from trainwright.runtime.weights import load_into
 from trainwright.slots.checkpoint import Keeping
 from trainwright.slots.saved import Loaded, load_weights
 
@@ -156,7 +157,7 @@ def _holds(owner: Owner, path: Path) -> bool:
     """Load the weights of a checkpoint; False where they are of a model that was built otherwise."""
     weights = load_weights(path)
     try:
-        load_whole(owner, weights, source=str(path))
+        load_into(owner.model, weights, source=str(path))
     except CheckpointError:
         return False
     return True
