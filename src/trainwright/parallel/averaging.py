@@ -103,6 +103,6 @@ def _take(parameter: Tensor, mean: Tensor) -> None:
             gradient.copy_(shaped)
 
 
-def fingerprint(parameters: Sequence[Tensor]) -> list[tuple[int, int]]:
+def fingerprint(parameters: Sequence[Tensor]) -> dict[int, tuple[int, int]]:
     """What tells whether gradients were made or changed since: which tensors they are, and how often written to."""
-    return [(0, 0) if p.grad is None else (id(p.grad), p.grad._version) for p in parameters]
+    return {id(p): (0, 0) if p.grad is None else (id(p.grad), p.grad._version) for p in parameters}

@@ -14,9 +14,9 @@ from torch import Tensor
 from trainwright.base.errors import CheckpointError
 from trainwright.base.records import Best, Result
 from trainwright.run.plan import Ends
-from trainwright.run.ranks import load_whole
 from trainwright.run.run import Run
 from trainwright.runtime.storage import is_name, update_name, update_of
+from trainwright.runtime.weights import load_into
 from trainwright.slots.checkpoint import Keeping
 from trainwright.slots.saved import load_weights
 
@@ -78,7 +78,7 @@ class Leaving:
             return
         weights = load_weights(path)  # raises where the file is damaged
         try:
-            load_whole(self.owner, weights, source=str(path))
+            load_into(self.owner.model, weights, source=str(path))
         except CheckpointError:
             _warn_of(best, "are those of another model: it has changed since")
             return

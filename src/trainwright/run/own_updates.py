@@ -62,8 +62,7 @@ def step_by_closure(run: Run, closure: Callable[[], Any], name: str | None) -> b
     def evaluate() -> Any:
         with torch.enable_grad():
             loss = closure()
-        if run.spread is not None and run.spread.settle(chosen.gradients.parameters):
-            loss = run.spread.mean(loss)
+        loss = _of_all(run, loss, chosen)
         flag = run.settle(chosen.gradients)
         stepper.limit()
         if not norms:
@@ -78,12 +77,19 @@ def step_by_closure(run: Run, closure: Callable[[], Any], name: str | None) -> b
         optimizer.step(evaluate)
     except _HeldBack:
         return False
-    if run.checks and not _all_finite(weights):
-        with torch.no_grad():
-            torch._foreach_copy_(weights, before)
-        optimizer.state.clear()
-        return run.refuse(chosen)
-    return True
+    if not run.checks or _all_finite(weights):
+        return True
+    with torch.no_grad():
+        torch._foreach_copy_(weights, before)
+    optimizer.state.clear()
+    return run.refuse(chosen)
+
+
+def _of_all(run: Run, loss: Any, chosen: Chosen) -> Any:
+    """The loss of a closure, of several processes that of all: one that makes its own `backward` knows its rows' alone."""
+    if run.spread is not None and run.spread.settle(chosen.gradients.parameters):
+        return run.spread.mean(loss)
+    return loss
 
 
 def _refuse_shards(chosen: Chosen) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -21,7 +21,6 @@ from trainwright.run.owner import Owner
 from trainwright.runtime.modules import running_statistics, unnoticed
 from trainwright.runtime.randomness import random_state, seed, set_random_state, unmoved
 from trainwright.runtime.shards import reshard
-from trainwright.runtime.weights import load_into
 
 if TYPE_CHECKING:
     from trainwright.run.ledger import Ledger
@@ -226,19 +225,6 @@ def retake_shards(owner: Owner) -> None:
 
         reshard(owner.model)
         retake(owner.model)
-
-
-def load_whole(owner: Owner, weights: Mapping[str, Any], *, source: str) -> None:
-    """Load whole weights into the model, of a sharded one each process its part; CheckpointError where they do not fit.
-
-    `source`: where they come from, for the error.
-    """
-    if isinstance(owner.parallel, DDP):
-        load_into(owner.model, weights, source=source)
-    else:
-        from trainwright.parallel.whole import load_full
-
-        load_full(owner.model, weights, owner.world)
 
 
 def align_buffers(owner: Owner) -> None:

@@ -49,7 +49,8 @@ class Spread:
         self._looks = False
         """Whether the window in hand, the first of an epoch, is to show anew which parameters are not used."""
         self._buckets: dict[tuple[int, ...], Buckets] = {}
-        self._seen: list[tuple[int, int]] = []
+        self._seen: dict[int, tuple[int, int]] = {}
+        """By parameter: what its gradient was when it was that of all processes."""
         self.loss: Count = 0.0
         """The loss of the window in hand over all processes."""
         self.counted: Count | None = None
@@ -124,7 +125,7 @@ class Spread:
 
     def settle(self, parameters: Sequence[Tensor]) -> bool:
         """Average gradients that nobody has averaged yet, by rows; whether there were any."""
-        if self.is_default or fingerprint(parameters) == self._seen:
+        if self.is_default or all(self._seen.get(key) == now for key, now in fingerprint(parameters).items()):
             return False
         if self.shards:
             what = "a `backward` of your own under FSDP: its gradients are a mean over processes, not over rows"
@@ -140,7 +141,8 @@ class Spread:
 
     def note(self, parameters: Sequence[Tensor]) -> None:
         """Note that gradients are those of all processes, as they are now."""
-        self._seen = [] if self.is_default else fingerprint(parameters)
+        if not self.is_default:
+            self._seen |= fingerprint(parameters)
 
     def mean(self, loss: Any) -> Any:
         """The mean over rows of a loss that each process has computed of its own rows."""
