@@ -86,7 +86,7 @@ def step_by_closure(run: Run, closure: Callable[[], Any], name: str | None) -> b
 
 
 def _of_all(run: Run, loss: Any, chosen: Chosen) -> Any:
-    """The loss of a closure, of several processes that of all: one that makes its own `backward` knows its rows' alone."""
+    """The loss of a closure; of several processes that of all, where the closure has made a `backward` of its own."""
     if run.spread is not None and run.spread.settle(chosen.gradients.parameters):
         return run.spread.mean(loss)
     return loss
