@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from trainwright.base.errors import ProcessError, SettingError, message
+from trainwright.parallel.attempts import own_part, share_store
 from trainwright.parallel.environment import Place, read_environment
 from trainwright.parallel.world import Group, World
 
@@ -183,6 +184,8 @@ def _met(dist: Any, place: Place, limit: timedelta) -> Any:
     url = f"tcp://{place.address}?rank={place.rank}&world_size={place.size}"
     try:
         store, _, _ = next(dist.rendezvous(url, timeout=limit))
+        if share_store():
+            store = own_part(dist, store, rank=place.rank, size=place.size, seconds=limit.total_seconds())
     except (dist.DistStoreError, dist.DistNetworkError, ValueError) as error:
         raise ProcessError(
             message(
