@@ -25,7 +25,8 @@ def rescue(pauses: Pauses, error: BaseException) -> None:
     trained = counters.rows or counters.earlier_updates  # where nothing was, the mended script may begin anew
     asked = run.owner.on_error == "save"
     is_whole = bool(trained) and not alone and _is_whole(pauses, error, asked=asked)
-    pauses.leaving.could_save = bool(trained) and not asked and not is_whole and _is_whole(pauses, error, asked=True)
+    would = bool(trained) and not alone and not asked and not is_whole
+    pauses.leaving.could_save = would and _is_whole(pauses, error, asked=True)
     own = run.boundary.put_back() if is_whole else None
     with run.signals.held():
         what = "the state at the end could not be saved"
