@@ -46,11 +46,20 @@ def torchrun(*args: str, agents: int = 1, seconds: float = 60) -> list[Ended]:
     return ended([[*node, *args] for node in nodes], seconds=seconds)
 
 
-def by_environment(*args: str, size: int = 2, seconds: float = 60, **more: str) -> list[Ended]:
-    """Run the program in `size` processes that have only the variables which say where they are."""
-    where = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **more}
-    commands = [[sys.executable, str(PROGRAM), *args]] * size
-    return ended(commands, [{**where, "RANK": str(rank)} for rank in range(size)], seconds=seconds)
+def by_environment(*args: str, seconds: float = 60) -> list[Ended]:
+    """Run the program in two processes that have only the variables which say where they are."""
+    with started_by_environment(*args) as processes:
+        end = time.monotonic() + seconds
+        return [how_it_ends(process, end - time.monotonic()) for process in processes]
+
+
+@contextmanager
+def started_by_environment(*args: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """Start the program in two processes that have only the variables which say where they are."""
+    where = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    commands = [[sys.executable, str(PROGRAM), *args]] * 2
+    with started(commands, [{**where, "RANK": str(rank)} for rank in range(2)]) as processes:
+        yield processes
 
 
 def ended(

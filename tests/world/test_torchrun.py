@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 
-from world.programs_run import PROGRAM, by_environment, torchrun
+from world.programs_run import PROGRAM, by_environment, how_it_ends, started_by_environment, torchrun
 from world.programs_run import ended as run_all
 
 
@@ -40,3 +40,13 @@ def test_a_group_that_is_there_is_used_and_not_taken_down() -> None:
         "taken down by its owner",
         "taken down by its owner",
     ]
+
+
+def test_a_process_ends_by_itself_where_another_is_stopped_and_nothing_wakes_it() -> None:
+    """Nobody is there to end it: the group is somebody else's, and its time-out is long."""
+    with started_by_environment("group-stop", "timeout=1.5") as [first, _]:
+        end = how_it_ends(first, seconds=40)
+    assert end.code == 1
+    lines = end.err.splitlines()
+    begin = lines.index("rank 0 ends: rank 1 does not answer")
+    assert "rank 1 on " in lines[begin + 1] and ", at update 3, programs.py:" in lines[begin + 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -99,14 +100,21 @@ def test_a_process_that_is_stuck_in_its_own_code_is_named_with_its_line(ended) -
     assert seconds < 15
 
 
+def watching() -> int:
+    return sum(thread.name == "trainwright-watch" for thread in threading.enumerate())
+
+
 def watched_well() -> list[str]:
     group = Group(timeout=60)
     said = []
     for run in range(3):
         with group.watched(lambda run=run: f"run {run}"):
             with group.watched(lambda: "inside"):
+                assert watching() == 1
                 group.wait()
+            assert watching() == 1
             group.wait()
+        assert watching() == 0
         said.append(f"{run} {group.blame(KeyError('x'))!r}")
     return said
 
