@@ -1,0 +1,226 @@
+"""World: what is not finite, early stopping, an asked stop and the clock are one decision of all processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from trainwright import EMA, EarlyStopping, MixedPrecision, NonFiniteError, Trainer
+from world.pool import pool
+
+from .own_updates import Scaled
+from .world_runs import flat, perceptron, rows_of_classes
+
+BATCH = 8
+SIZES = (2, 3)
+
+
+def start(dtype: torch.dtype = torch.float64, rate: float = 0.2) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(2)
+    model = nn.Sequential(*perceptron(5, 3)).to(dtype)
+    return model, torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+
+
+def data(rows: int = 27, seed: int = 0, spoiled: float | None = None, dtype: Any = torch.float64) -> list[Any]:
+    """Batches; the last row of the second, which is never the first process's, may be spoiled."""
+    x, y = rows_of_classes(rows, seed=seed)
+    if spoiled is not None:
+        x[2 * BATCH - 1] = spoiled
+    return list(zip(x.to(dtype).split(BATCH), y.split(BATCH), strict=True))
+
+
+def apart(one: list[float], other: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+def ended(trainer: Trainer[Any], *given: Any, **ends: Any) -> dict[str, Any]:
+    """Fit, and tell what is left: the error, too."""
+    try:
+        trainer.fit(*given, **ends)
+        error = ""
+    except NonFiniteError as raised:
+        error = str(raised)
+    result = trainer.result
+    assert result is not None
+    told = {"updates": result.updates, "skipped": result.skipped, "stopped": result.stopped}
+    return told | {"weights": flat(trainer.model), "error": error, "history": result.history}
+
+
+# What is not finite.
+
+
+def spoil(policy: str) -> dict[str, Any]:
+    trainer = Trainer(*start(), nn.CrossEntropyLoss(), nonfinite=policy, console=False)
+    return ended(trainer, data(spoiled=torch.nan), epochs=2)
+
+
+def plain(batches: list[Any], left_out: int | None = None, epochs: int = 1) -> list[float]:
+    model, optimizer = start()
+    for _ in range(epochs):
+        for index, (x, y) in enumerate(batches):
+            if index != left_out:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+    return flat(model)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_nan_in_the_rows_of_one_process_has_all_leave_the_update_out(size: int) -> None:
+    outcomes = pool(size).run(spoil, "skip", seconds=30)
+    for outcome in outcomes:
+        assert (outcome["updates"], outcome["skipped"]) == (6, 2)
+        assert apart(outcome["weights"], plain(data(), 1, epochs=2)) <= 1e-12
+
+
+def test_a_nan_in_the_rows_of_one_process_ends_all_with_the_same_error() -> None:
+    first, *others = pool(3).run(spoil, "raise", seconds=30)
+    assert "update 2: the loss is not finite" in first["error"]
+    assert apart(first["weights"], plain(data()[:1])) <= 1e-12
+    for other in others:
+        assert (other["error"], other["weights"]) == (first["error"], first["weights"])
+
+
+def scale() -> dict[str, Any]:
+    model, optimizer = start(torch.float32)
+    trainer = Trainer(model, optimizer, rows_loss, precision=Scaled(2.0**40), console=False)
+    return ended(trainer, loud(), epochs=3)
+
+
+def rows_loss(output: Tensor, target: Tensor) -> Tensor:
+    """Its gradient is large where the target is, but not itself."""
+    return ((output[:, 0] - output[:, 0].detach()) * target).mean()
+
+
+def loud() -> list[tuple[Tensor, Tensor]]:
+    """Batches with numbers as targets; one of them overflows where the loss is scaled, in the last process's rows."""
+    batches = [(x, y.float() + 1) for x, y in data(dtype=torch.float32)]
+    batches[1][1][-1] = 1e36
+    return batches
+
+
+def test_an_overflow_in_the_rows_of_one_process_is_one_of_all() -> None:
+    model, optimizer = start(torch.float32)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=4)
+    steps = 0
+    for _ in range(3):
+        for x, y in loud():
+            optimizer.zero_grad()
+            scaler.scale(rows_loss(model(x), y)).backward()
+            before = flat(model)
+            scaler.step(optimizer)
+            scaler.update()
+            steps += flat(model) != before
+    outcomes = pool(2).run(scale, seconds=30)
+    assert steps == 9
+    for outcome in outcomes:
+        assert (outcome["updates"], outcome["skipped"]) == (steps, 12 - steps)
+        assert apart(outcome["weights"], flat(model)) <= 1e-5
+        assert outcome["weights"] == outcomes[0]["weights"]
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+def test_half_precision_is_that_of_one_process_but_for_its_rounding(kind: str) -> None:
+    (first, second), expected = pool(2).run(halved, kind, seconds=30), plain(data(), epochs=2)
+    assert first["weights"] == second["weights"]
+    assert 0 < apart(first["weights"], expected) < 2e-2
+
+
+def halved(kind: Any) -> dict[str, Any]:
+    model, optimizer = start(torch.float32)
+    precision = MixedPrecision(kind)
+    trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), precision=precision, accumulate=1, console=False)
+    return ended(trainer, data(dtype=torch.float32), epochs=2)
+
+
+# Ends.
+
+
+def watched(patience: int) -> dict[str, Any]:
+    stopping = EarlyStopping("val_loss", patience=patience)
+    trainer = Trainer(*start(), nn.CrossEntropyLoss(), early_stopping=stopping, console=False)
+    return ended(trainer, data(), data(13, seed=9), epochs=60)
+
+
+def watched_by_hand(patience: int) -> tuple[list[float], list[float]]:
+    """Weights at the best, and every validation loss up to the stop."""
+    model, optimizer = start()
+    x, y = map(torch.cat, zip(*data(13, seed=9), strict=True))
+    losses: list[float] = []
+    best = flat(model)
+    while len(losses) - 1 - min(range(len(losses)), key=losses.__getitem__, default=-1) < patience or not losses:
+        for a, b in data():
+            optimizer.zero_grad()
+            F.cross_entropy(model(a), b).backward()
+            optimizer.step()
+        with torch.no_grad():
+            losses.append(F.cross_entropy(model(x), y).item())
+        best = flat(model) if losses[-1] == min(losses) else best
+    return best, losses
+
+
+def check_early_stopping(run: Any, size: int) -> None:
+    best, losses = watched_by_hand(2)
+    assert 3 < len(losses) < 50
+    for outcome in run(watched, 2):
+        assert [row["val_loss"] for row in outcome["history"]] == pytest.approx(losses, abs=1e-12)
+        assert apart(outcome["weights"], best) <= 1e-12
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_all_stop_early_at_the_epoch_of_one_process_with_its_best_weights(size: int) -> None:
+    check_early_stopping(pool(size).run, size)
+
+
+class Asking(Trainer[nn.Module]):
+    """One process asks to stop."""
+
+    def after_update(self) -> None:
+        if self.world.rank == self.world.size - 1 and self.progress.updates == 3:
+            self.stop("enough")
+
+
+def asked() -> dict[str, Any]:
+    return ended(Asking(*start(), nn.CrossEntropyLoss(), console=False), data(), epochs=5000)
+
+
+def test_a_stop_that_one_process_asks_for_ends_all_at_the_same_update() -> None:
+    first, *others = pool(3).run(asked, seconds=60)
+    assert first["stopped"] == "enough" and 3 <= first["updates"] < 20000
+    assert all(other == first for other in others)
+
+
+def limited(ends: dict[str, Any]) -> dict[str, Any]:
+    return ended(Trainer(*start(), nn.CrossEntropyLoss(), console=False), data(), **ends)
+
+
+@pytest.mark.parametrize("ends", [{"max_updates": 6}, {"max_seconds": 0.5}], ids=str)
+def test_an_end_is_reached_by_all_at_the_same_update(ends: dict[str, Any]) -> None:
+    first, *others = pool(2).run(limited, ends, seconds=60)
+    assert first["updates"] == ends.get("max_updates", first["updates"]) > 0
+    assert first["stopped"].startswith(next(iter(ends)))
+    assert all(other == first for other in others)
+
+
+def averaged() -> dict[str, Any]:
+    trainer = Trainer(*start(), nn.CrossEntropyLoss(), average=EMA(0.8), accumulate=2, console=False)
+    return ended(trainer, data(), data(13, seed=9), epochs=3)
+
+
+def test_averaged_weights_are_those_of_one_process() -> None:
+    model, optimizer = start()
+    mean: Any = None
+    for _ in range(3):
+        for two in (data()[:2], data()[2:]):
+            x, y = map(torch.cat, zip(*two, strict=True))
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            now = torch.tensor(flat(model), dtype=torch.float64)
+            mean = now if mean is None else 0.8 * mean + 0.2 * now
+    for outcome in pool(3).run(averaged, seconds=30):
+        assert apart(outcome["weights"], mean.tolist()) <= 1e-12
