@@ -136,7 +136,7 @@ def planned(rng: random.Random) -> Plan:
     for attempt in range(rng.choice((1, 2, 3))):
         at = rng.choice(("backward", "update", "validation", "save", "time"))
         rank = 0 if at == "save" else rng.randrange(2)  # it is the first process that writes
-        number = rng.randrange(NUMBERS.get(at, 1) // (attempt + 1))
+        number = rng.randrange(max(1, NUMBERS.get(at, 1) // (attempt + 1)))
         plan.append({"attempt": attempt, "rank": rank, "do": "kill", "at": at, "number": number})
         plan[-1]["delay"] = rng.uniform(0, 2.0)
     return plan

@@ -78,23 +78,21 @@ def planned_at(directory: Path, rank: int) -> float:
 
 def test_a_stopped_process_ends_the_job_after_the_time_out_which_names_it(tmp_path: Path) -> None:
     plan: list[dict[str, object]] = [{"attempt": 0, "rank": 1, "do": "stop", "at": "update", "number": 10}]
-    said, _ = by_environment(tmp_path / "job", plan, timeout=3.0)
+    said, _ = by_environment(tmp_path / "job", plan, timeout=2.0)
     ended = (tmp_path / "job" / "log-0").stat().st_mtime
-    assert "rank 1 does not answer" in said and "a word from every process within 3 s" in said, said
+    assert "rank 1 does not answer" in said and "a word from every process within 2 s" in said, said
     assert "killed_training.py:" in said, "the line where it stands"
-    assert 2.5 < ended - planned_at(tmp_path / "job", 1) < 25
+    assert 1.5 < ended - planned_at(tmp_path / "job", 1) < 25
 
 
 def test_a_collective_on_one_process_alone_ends_in_a_time_out_with_its_line(tmp_path: Path) -> None:
     plan: list[dict[str, object]] = [{"attempt": 0, "rank": 0, "do": "collective", "at": "update", "number": 10}]
-    said, its = by_environment(tmp_path / "job", plan, timeout=3.0)
+    said, its = by_environment(tmp_path / "job", plan, timeout=2.0)
     line = next(n for n, text in enumerate(SCRIPT.read_text().splitlines(), 1) if "dist.barrier()" in text)
     assert f'killed_training.py", line {line}' in said or f"killed_training.py:{line}" in said + its, (said, its)
 
 
-def test_a_signal_to_torchrun_ends_all_processes_with_a_save_and_the_job_goes_on(
-    undisturbed: Job, tmp_path: Path
-) -> None:
+def test_a_signal_to_torchrun_ends_all_processes_after_the_same_update_with_a_save(tmp_path: Path) -> None:
     directory = tmp_path / "job"
     directory.mkdir()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
@@ -109,8 +107,6 @@ def test_a_signal_to_torchrun_ends_all_processes_with_a_save_and_the_job_goes_on
     other = json.loads((directory / "told-1.jsonl").read_text().splitlines()[-1])
     assert (other["what"], other["update"]) == ("stopped", stopped["update"])
     assert (directory / "run" / f"update-{stopped['update']:010}").exists()
-    job = run(directory, [], limit=LIMIT)
-    assert judged(undisturbed, job).word == "ok", (judged(undisturbed, job), job.output)
 
 
 def wait_for(path: Path, what: str, pid: int) -> None:
