@@ -11,7 +11,7 @@ import torch
 
 from world.pool import pool
 
-from .world_runs import Case, apart, by_hand, by_trainer_each
+from .world_runs import Case, apart, by_hand, by_trainer, by_trainer_each
 
 SIZES = (2, 3)
 EXACT = 1e-12
@@ -19,6 +19,8 @@ CASES = [
     Case(rows, accumulate, clip, counts)
     for rows, accumulate, clip, counts in product((1, 7, 51, 64), (1, 3), (0.05, None), ("rows", "tokens"))
 ]
+CASES += [Case(17, accumulate, None, counts) for accumulate, counts in product((1, 3), ("rows", "tokens"))]
+"""The last batch has one row, beside others in its window or alone."""
 SINGLE = [
     Case(51, accumulate, clip, counts, torch.float32)
     for accumulate, clip, counts in product((1, 3), (0.05, None), ("rows", "tokens"))
@@ -30,6 +32,12 @@ def outcomes(size: int) -> list[dict[Case, dict[str, Any]]]:
     """What each process has at the end of each case: all of them in one call."""
     cases = [*CASES, *SINGLE]
     return [dict(zip(cases, done, strict=True)) for done in pool(size).run(by_trainer_each, cases, seconds=150)]
+
+
+def check_case(run: Any, case: Case) -> None:
+    """Weights and history of all processes are those of the plain loop."""
+    for outcome in run(by_trainer, case):
+        assert apart(outcome, one_process(case)) <= EXACT
 
 
 @cache

@@ -1,0 +1,133 @@
+"""Faults that training on several processes really has: each function plants one on a process, by a monkeypatch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+
+from trainwright.base.dealing import Part
+from trainwright.data.own import Batches
+from trainwright.parallel.ddp import Wrapped
+from trainwright.parallel.world import Group
+from trainwright.run import boundary, evaluating, spread
+from trainwright.run.ledger import Ledger
+from trainwright.run.pausing import Pauses
+from trainwright.run.ranks import opened
+from trainwright.slots.dealt import DealtWindow
+from trainwright.slots.losses import Outcome
+from trainwright.slots.rates import TableRates
+
+Patch = pytest.MonkeyPatch
+
+
+def planted(fault: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Run a function on this process with a fault planted."""
+    with pytest.MonkeyPatch.context() as patch:
+        getattr(sys.modules[__name__], fault)(patch)
+        return function(*args)
+
+
+# Gradients.
+
+
+def no_sync_is_dropped(patch: Patch) -> None:
+    patch.setattr(Wrapped, "__call__", lambda self, batch, *, last: self.ddp(batch))
+
+
+def processes_weigh_alike(patch: Patch) -> None:
+    def weigh(self: DealtWindow, loss: Tensor, count: Any, *, summed: bool, here: bool) -> Tensor:
+        mean = (loss / count if summed else loss).nan_to_num(0.0)
+        weighed = mean / len(self.batches) if here else 0.0 * mean
+        self.in_hand = (self.whole / self.processes / len(self.batches), weighed.detach())
+        return weighed
+
+    patch.setattr(DealtWindow, "weigh", weigh)
+
+
+def gradients_are_summed(patch: Patch) -> None:
+    owes = DealtWindow.owes
+    patch.setattr(DealtWindow, "owes", lambda self, count: owes(self, count) * self.processes)
+
+
+def what_counts_elsewhere_is_not_known(patch: Patch) -> None:
+    patch.setattr(DealtWindow, "owes", lambda self, count: 1.0)
+
+
+def what_stands_in_counts(patch: Patch) -> None:
+    patch.setattr(Part, "of", lambda self, rows, of=Part.of: of(self, rows) or self.run(rows))
+    patch.setattr(Part, "run", lambda self, rows: range(rows // self.served(rows)))
+
+
+def noise_of_what_stands_in_stays(patch: Patch) -> None:
+    patch.setattr(spread, "unmoved", nullcontext)
+
+
+def numbers_of_what_stands_in_stay(patch: Patch) -> None:
+    noted = Ledger._note
+
+    def note(self: Ledger, outcome: Outcome, count: Any) -> None:
+        own, self.noting = self.noting, True
+        noted(self, outcome, count or 1)
+        self.noting = own
+
+    patch.setattr(Ledger, "_note", note)
+
+
+# The order, and the schedule.
+
+
+def every_epoch_has_the_order_of_the_first(patch: Patch) -> None:
+    begun = Batches._begun
+    patch.setattr(Batches, "_begun", lambda self, epoch, skip: begun(self, 0, skip))
+
+
+def each_process_shuffles_by_itself(patch: Patch) -> None:
+    patch.setattr(boundary, "opened", lambda world, source, epoch, *, skip=0: iter(source.epoch(epoch)))
+
+
+def the_schedule_steps_on_each_process(patch: Patch) -> None:
+    whole = TableRates.apply
+
+    def apply(self: TableRates, updates: int) -> None:
+        last = len(self._columns[0].rates) - 1
+        whole(self, min(updates * dist.get_world_size(), max(last, updates)))
+
+    patch.setattr(TableRates, "apply", apply)
+
+
+# Numbers and decisions.
+
+
+def statistics_stay_apart(patch: Patch) -> None:
+    patch.setattr(evaluating, "same_buffers", lambda owner: nullcontext())
+
+
+def the_first_ones_numbers_are_told(patch: Patch) -> None:
+    patch.setattr(Ledger, "merge", lambda self, world: None)
+
+
+def each_evaluates_all_rows(patch: Patch) -> None:
+    def all_rows(owner: Any, source: Any, ledger: Ledger) -> Any:
+        ledger.noting = True
+        return (one.batch for one in opened(owner.world, source, 0))
+
+    patch.setattr(evaluating, "own_batches", all_rows)
+
+
+def each_judges_by_its_own_numbers(patch: Patch) -> None:
+    validate = Pauses.validate
+
+    def alone(self: Pauses, evaluate: Callable[..., Mapping[str, float]]) -> dict[str, float]:
+        with pytest.MonkeyPatch.context() as inside:
+            inside.setattr(Ledger, "merge", lambda self, world: None)
+            inside.setattr(Group, "same", lambda self, value: value)
+            inside.setattr(self.owner, "is_main", True)
+            return validate(self, evaluate)
+
+    patch.setattr(Pauses, "validate", alone)
