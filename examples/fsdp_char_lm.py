@@ -4,7 +4,7 @@
     python examples/fsdp_char_lm.py                                   # one process, the same numbers
 
 Data      the text behind Python's `help("while")`, 465,000 characters in Python 3.11; its last tenth is held out
-Expected  2.19 bits per character of held-out text (3.4 by counting pairs of characters), the same alone and in two
+Expected  2.19 bits per character of held-out text (3.3 by counting pairs of characters), the same alone and in two
 Time      one minute of each of two cores, or of one alone (--smoke: ten updates, seconds)
 Writes    runs/fsdp_char_lm: checkpoints, and weights.safetensors for one process (--smoke: nothing that stays)
 

@@ -54,7 +54,7 @@ def test_as_many_digits_are_right_alone_under_torchrun_and_by_launch() -> None:
     assert ["2 processes by DDP" in out for out in outs] == [False, True, True]
 
 
-def test_a_run_of_two_processes_goes_on_in_one() -> None:
+def test_a_finished_run_of_two_processes_is_found_finished_by_one() -> None:
     command = [example("ddp_digits.py"), "--smoke", "--directory", "run"]
     first = out_of(torchrun(*command, seconds=SECONDS))
     again = alone(*command)
@@ -64,6 +64,8 @@ def test_a_run_of_two_processes_goes_on_in_one() -> None:
     assert found[0] is not None and found[1] is not None
     assert found[0][0] == found[1][0]
     assert "processes: 1" in again
+    assert " update " in first
+    assert " update " not in again, "nothing is trained again"
 
 
 def test_a_model_in_shards_writes_the_same_text_and_is_as_good_as_in_one_process() -> None:
