@@ -20,7 +20,7 @@ from trainwright.run.saving import Saves
 from trainwright.slots.checkpoint import Keeping
 
 if TYPE_CHECKING:
-    from trainwright.run.agreeing import Agreement
+    from trainwright.run.agreeing import Agreement, Asked
 
 
 class Pauses:
@@ -82,15 +82,27 @@ class Pauses:
         """Hear what all processes ask for, and go by the first one's clock until the next time."""
         self._clock = None
         self.stop_clock()
-        asked = agreement.join(signal=self.run.signals.pending, save=self.saves.wanted)
+        asked = self._asked(agreement)
         self._before += asked.seconds - self.counters.seconds
         self._clock = asked.seconds
-        self.saves.wanted = asked.save
         if self.run.teller is not None:
             self.run.teller.tell_late()
-        self.counters.stopped = self.counters.stopped or asked.stop
         if asked.signal:
             self.run.signals.obey(asked.signal)
+
+    def _asked(self, agreement: Agreement) -> Asked:
+        """Hear what all processes ask for, and note the stop and the save among it."""
+        asked = agreement.join(signal=self.run.signals.pending, save=self.saves.asked)
+        self.saves.asked, self.saves.wanted = False, self.saves.wanted or asked.save
+        self.counters.stopped = self.counters.stopped or asked.stop
+        return asked
+
+    def hear_signals(self) -> None:
+        """Have all processes end by a signal that has come to one of them since they have last heard of each other."""
+        if self.run.agreement is not None:
+            asked = self._asked(self.run.agreement)
+            if asked.signal:
+                self.run.signals.obey(asked.signal)
 
     def probe(self, trainer: Any, *, epoch_ended: bool) -> None:
         """Call the probes whose turn it is, and take down the numbers that they return."""
@@ -204,7 +216,7 @@ class Pauses:
         """Save, where that is due."""
         self.stop_clock()
         if self.run.agreement is not None and epoch_ended and self.owner.hooks.end_epoch is not None:
-            self.counters.stopped = self.counters.stopped or self.run.agreement.join().stop
+            self._asked(self.run.agreement)
         validated = validated or (epoch_ended and not self.val)
         if self.saves.are_due(keep=keep, validated=validated, epoch_ended=epoch_ended):
             self.saves.save()

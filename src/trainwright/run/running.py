@@ -129,6 +129,7 @@ def _until_the_end(owner: Owner, run: Run, pauses: Pauses, *, passed: bool) -> I
                 pauses.saves.hear(wait=True)
                 pauses.leaving.restore_best()
             align_buffers(owner)
+            pauses.hear_signals()
             owner.between.failed = False
         except BaseException as error:
             explain(error, owner)

@@ -22,8 +22,10 @@ class Saves:
 
     def __init__(self, run: Run, *, keeper: Keeping | None) -> None:
         self.run, self.owner, self.counters, self.keeper = run, run.owner, run.counters, keeper
+        self.asked = False
+        """Whether `save()` was called on this process."""
         self.wanted = False
-        """Whether `save()` was called: a checkpoint is written at the coming boundary."""
+        """Whether a checkpoint is written at the coming boundary: all processes have heard of one that has asked."""
         self._saved_at: Any = None
         self._saved: list[Saved] = []
         """What a keeper that writes at once has said, until it is told."""
@@ -115,7 +117,7 @@ class Saves:
         """Have the loop pause and save at the coming boundary."""
         if self.keeper is None:
             raise SettingError(message("save() without a checkpoint slot", fix='checkpoint=Checkpoint("runs/x")'))
-        self.wanted = True
+        self.asked, self.wanted = True, self.wanted or self.run.agreement is None
         self.run.wake()
 
     def next_due(self) -> float:
