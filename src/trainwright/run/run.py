@@ -247,7 +247,7 @@ class Run:
             ledger.close()
         if self.scaler is not None:
             self._adapt(self.scaler)
-        counters.batch += len(window.batches)
+        counters.batch += 1 if window.alone else window.all_batches
         counters.rows += window.rows[0] if window.alone else window.all_rows
         if outcome.applied or outcome.stepped:
             counters.updates += 1

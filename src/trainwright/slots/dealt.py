@@ -33,6 +33,7 @@ class DealtWindow(Window):
         counts: list[Count] | None = None,
         *,
         whole: int,
+        most: int,
         processes: int,
         move: Callable[[Any], Any] | None = None,
     ) -> None:
@@ -40,6 +41,8 @@ class DealtWindow(Window):
         self.alone = False
         self.whole = whole
         """The rows of the window over all processes."""
+        self.most = most
+        """The micro-batches of the process that has most of them: by it the batches of an epoch are counted."""
         self.processes = processes
         self.plain = False
         """Whether its losses are sums that nothing is divided by."""
@@ -50,6 +53,11 @@ class DealtWindow(Window):
     def all_rows(self) -> int:
         """The rows of the window, over all processes."""
         return self.whole
+
+    @property
+    def all_batches(self) -> int:
+        """The micro-batches of the window, of the process that has most."""
+        return self.most
 
     @property
     def stands_in(self) -> bool:
@@ -112,13 +120,14 @@ def dealt_windows(
         group = list(islice(slices, accumulate))
         if group and group[0].whole is not None:
             own = [rows(one.batch) if one.rows is None else one.rows for one in group]
-            whole = sum(one.whole or 0 for one in group)
+            whole, most = sum(one.whole or 0 for one in group), len(group)
         elif group or last is None or not _is_dealt(last):
             own = [rows(one.batch) for one in group]
             whole, lengths = _agreed(own, world)
             if not whole:
                 return
-            needed = max(lengths) if in_step else 1
+            most = max(lengths)
+            needed = most if in_step else 1
             if min(lengths) < needed:
                 stand_in = _stand_in(group, last, world=world, some_have_none=not min(lengths))
                 missing = needed - len(group)
@@ -127,8 +136,10 @@ def dealt_windows(
             return
         last = group[-1]
         batches = [one.batch for one in group]
-        counts = [count(batch) for batch in batches] if count is not None else None
-        yield DealtWindow(batches, own, counts, whole=whole, processes=world.size, move=move)
+        counts: list[Count] | None = None
+        if count is not None:  # what stands in counts nothing, in the shares of a loop of the user's own either
+            counts = [count(batch) if n else 0 for batch, n in zip(batches, own, strict=True)]
+        yield DealtWindow(batches, own, counts, whole=whole, most=most, processes=world.size, move=move)
 
 
 def _is_dealt(one: Slice) -> bool:

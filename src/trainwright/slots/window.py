@@ -87,6 +87,11 @@ class Window(Sequence[Any]):
         """The rows of the window, over all processes."""
         return sum(self.rows)
 
+    @property
+    def all_batches(self) -> int:
+        """The micro-batches of the window; of several processes those of the one that has most."""
+        return len(self.batches)
+
     def begin(self) -> None:
         """Start weighing anew: a window may be run several times (SAM, LBFGS)."""
         self.position = -1
