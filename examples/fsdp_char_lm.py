@@ -100,7 +100,7 @@ def train(directory: Path | None, *, epochs: int, rows: int | None) -> None:
     resume = "auto" if directory else None
     trainer.fit(batches((inputs[:rows], following[:rows]), 32, shuffle=True, seed=0), val, epochs=epochs, resume=resume)
 
-    # Not `if trainer.is_main: write(...)`: its forwards would wait for the other processes for ever.
+    # Not `if trainer.is_main: write(...)`: its forwards would wait for the other processes.
     trainer.print(f"It writes:\n{write(trainer.model, 400)}\n")
     bits = trainer.evaluate(val, name="held_out")["held_out_bits"]
     trainer.print(f"{bits:.3f} bits per character of the held-out text, on {trainer.world.size} processes")
