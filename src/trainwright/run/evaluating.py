@@ -118,7 +118,7 @@ def feed(owner: Owner, source: Source) -> None:
         stack.enter_context(_state_aside(owner))
         step = with_autocast(owner, owner.training_step)
         seed(0, generators)
-        for batch in owner.between.watched(undealt(owner.world, aside)):
+        for batch in owner.between.watched(undealt(owner, aside)):
             ledger.batch = batch
             kept = [statistic.clone() for statistic in statistics]
             step(batch if to_device is None else to_device(batch))

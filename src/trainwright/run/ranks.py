@@ -90,12 +90,18 @@ def shared_out(owner: Owner, plan: Plan) -> list[str]:
     return [by, late] if owner.on_error == "save" else [by]
 
 
-def undealt(world: World, source: Source) -> Iterator[Any]:
+def undealt(owner: Owner, source: Source) -> Iterator[Any]:
     """The whole batches of a pass, on every process alike; of a stream that is its own part those of each."""
-    if world.size == 1:
-        return iter(source.epoch(0))
-    cast(Any, source).deal(Part(0, 1))
-    return (one.batch for one in opened(world, source, 0))
+    return iter(source.epoch(0)) if owner.world.size == 1 else _wholly(owner, cast(Any, source))
+
+
+def _wholly(owner: Owner, source: Any) -> Iterator[Any]:
+    source.deal(Part(0, 1))
+    try:
+        for one in opened(owner.world, source, 0):
+            yield one.batch
+    finally:
+        source.deal(_part(owner))  # a source of the user's own is no copy: training goes on with it
 
 
 def own_batches(owner: Owner, source: Source, ledger: Ledger) -> Iterator[Any]:
@@ -234,11 +240,11 @@ def align_buffers(owner: Owner) -> None:
 
 
 def align_weights(owner: Owner) -> None:
-    """Give every process the first one's parameters and buffers, of the model and of a loss with weights."""
-    for module in (owner.model, owner.loss):
-        if isinstance(module, nn.Module):
-            tensors = [*module.parameters(), *module.buffers()]
-            owner.world.align(one for one in tensors if not hasattr(one, "to_local"))
+    """Give every process the first one's weights: of the model, a loss, frozen modules, and what else is trained."""
+    modules = [one for one in (owner.model, owner.loss, *owner.frozen.values()) if isinstance(one, nn.Module)]
+    tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+    tensors += [p for one in owner.optimizers.values() for group in one.param_groups for p in group["params"]]
+    owner.world.align({id(one): one for one in tensors if not hasattr(one, "to_local")}.values())
 
 
 def _statistics(owner: Owner) -> list[Any]:
@@ -250,9 +256,13 @@ def _part(owner: Owner) -> Part:
 
 
 def _normalises_rows(owner: Owner) -> bool:
-    """Whether a layer in train mode normalises over rows, and so takes no slice of one."""
+    """Whether a layer in train mode normalises over rows, and so takes no slice of one.
+
+    A model that lies wholly in eval mode is one that `fit` switches to train mode.
+    """
+    asleep = not any(module.training for module in owner.model.modules())
     return any(
         isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
         for module in owner.model.modules()
-        if module.training
+        if module.training or asleep
     )

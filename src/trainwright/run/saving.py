@@ -64,9 +64,10 @@ class Saves:
         for row in self.owner.history[-2:]:  # a validation and the epoch's end may meet at one update
             measured |= row if row["update"] == update else {}
         self.run.ledger.merge(self.owner.world)
+        own = self._of_each_process()  # before the averaged weights are shown, which have other statistics
         with self.run.signals.held(), self.run.shown.evaluated():
             saved = self.keeper.save(
-                state.gather(self.owner.parts()) | self._of_each_process() | dict(instead or {}),
+                state.gather(self.owner.parts()) | own | dict(instead or {}),
                 update=update,
                 epoch=counters.earlier_epochs + counters.epoch,
                 metrics=measured,
