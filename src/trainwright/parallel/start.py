@@ -19,6 +19,7 @@ import torch
 from trainwright.base.errors import ProcessError, SettingError, message
 from trainwright.parallel.attempts import own_part, share_store
 from trainwright.parallel.environment import Place, read_environment
+from trainwright.parallel.lingering import wait_for
 from trainwright.parallel.world import Group, World
 
 TIMEOUT = 300.0
@@ -69,7 +70,7 @@ def leave() -> None:
         leaving.start()
     except RuntimeError:  # too late for a thread: the end of the process closes the connections as well
         return
-    leaving.join(LEAVE)
+    wait_for(leaving, LEAVE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from trainwright.base.errors import ProcessError, message, user_line
+from trainwright.parallel.lingering import wait_for
 
 T = TypeVar("T")
 Beat = dict[str, Any]
@@ -148,8 +149,8 @@ class _Watched:
         if self._claimed and self.rank == 0 and not _launcher_keeps_store():
             time.sleep(2 * self._pause)  # the store may end with this process: let the others read why
         self._over.set()
-        self._speaker.join(4 * self._pause)
-        self._guard.join(4 * self._pause)
+        wait_for(self._speaker, 4 * self._pause)
+        wait_for(self._guard, 4 * self._pause)
 
     def claim(self, error: BaseException) -> None:
         """Be the process that the run ends of, unless another one was before."""
@@ -335,7 +336,7 @@ def _within(seconds: float, ask: Callable[[], T]) -> list[T]:
 
     thread = threading.Thread(target=asking, daemon=True)
     thread.start()
-    thread.join(seconds)
+    wait_for(thread, seconds)
     return list(answer)
 
 

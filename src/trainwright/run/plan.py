@@ -69,7 +69,7 @@ def make_plan(
     _check_data(source, ends)
     _check_val(val, ends)
     plan = Plan(
-        model=type(owner.model).__name__,
+        model=_class_of(owner.model),
         parameters=sum(parameter.numel() for parameter in owner.model.parameters()),
         frozen=sum(parameter.numel() for parameter in owner.model.parameters() if not parameter.requires_grad),
         device=_device(owner.device),
@@ -120,6 +120,12 @@ def check_monitors(
                 fix=f"watch {nearest(name, produced) or ('val_loss' if has_val else 'loss')!r}",
             )
         )
+
+
+def _class_of(model: nn.Module) -> str:
+    """The name of a model's class; torch gives a sharded model one of its own, that derives from it."""
+    bases = type(model).__bases__
+    return (bases[-1] if bases[0].__name__ == "FSDPModule" else type(model)).__name__
 
 
 def _watched(owner: Owner) -> tuple[str, ...]:
