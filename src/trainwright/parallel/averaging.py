@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from trainwright.parallel.world import World
+from trainwright.parallel.world import World, neighbours
 
 BYTES = 25 * 2**20
 """The size of what is communicated at once, as in torch's DDP."""
@@ -24,10 +24,10 @@ class Buckets:
         for parameter in parameters:
             kinds.setdefault((parameter.device, parameter.dtype), []).append(parameter)
         for alike in kinds.values():
-            self._buckets += _cut(alike)
+            self._buckets += neighbours(alike, BYTES)
         self._buckets.sort(key=lambda bucket: bucket[0].dtype not in _WIDE)  # the first carries what is told
         self.unused = False
-        """Whether some parameter had no gradient on any process when they were averaged last."""
+        """Whether some parameter had no gradient on some process when they were averaged last."""
 
     def average(self, told: Tensor) -> Tensor:
         """Replace every gradient by its mean over the processes; returns the mean of `told`, two numbers.
@@ -59,23 +59,8 @@ class Buckets:
         for parameter, part, anywhere in zip(bucket, parts, found.tolist(), strict=True):
             if anywhere:
                 _take(parameter, part)
-            else:
-                self.unused = True
+            self.unused = self.unused or anywhere < 1 - 0.5 / self._world.size
         return told_of_all
-
-
-def _cut(parameters: list[Tensor]) -> list[list[Tensor]]:
-    """Lists of neighbours that hold at most `BYTES` together, or one parameter."""
-    cut: list[list[Tensor]] = [[]]
-    size = 0
-    for parameter in parameters:
-        own = parameter.numel() * parameter.element_size()
-        if cut[-1] and size + own > BYTES:
-            cut.append([])
-            size = 0
-        cut[-1].append(parameter)
-        size += own
-    return cut
 
 
 def _dense(parameter: Tensor) -> Tensor:

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 T = TypeVar("T")
+TOGETHER = 2**28
+"""Bytes of the tensors that one collective takes at most: they are laid end to end for it, in memory of its own."""
 
 
 class World:
@@ -128,7 +130,8 @@ class Group(World):
         for tensor in tensors:
             kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor.detach())
         for alike in kinds.values():
-            self._together(alike, lambda flat: self._dist.broadcast(flat, group_src=0, group=self._group_of(flat)))
+            for some in neighbours(alike, TOGETHER):
+                self._together(some, lambda flat: self._dist.broadcast(flat, group_src=0, group=self._group_of(flat)))
 
     def wait(self) -> None:
         """Wait until every process has come here."""
@@ -168,6 +171,20 @@ class Group(World):
             for tensor in tensors:
                 tensor.copy_(flat[start : start + tensor.numel()].view_as(tensor))
                 start += tensor.numel()
+
+
+def neighbours(tensors: Iterable[Tensor], most: int) -> list[list[Tensor]]:
+    """Lists of neighbours that hold at most `most` bytes together, or one tensor."""
+    cut: list[list[Tensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        own = tensor.numel() * tensor.element_size()
+        if cut[-1] and size + own > most:
+            cut.append([])
+            size = 0
+        cut[-1].append(tensor)
+        size += own
+    return cut
 
 
 def _serves_the_host(dist: Any, group: Any) -> bool:
