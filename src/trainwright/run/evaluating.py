@@ -177,12 +177,13 @@ def evaluate(owner: Owner, source: Source, *, name: str, batches: int | None = N
                         ledger.close_totals()
                 ledger.merge(owner.world)
                 numbers = ledger.means(f"{name}_") if owner.is_main else {}
+                if not any(owner.world.total(seen)):
+                    raise DataError(message(f"the {name} data gave no batch", want="at least one batch", where=False))
+                found = Evaluation(*_without_hidden(numbers, meters, f"{name}_"))
+                return owner.world.same(found)  # watched over still: the first process may have failed in a metric
         except BaseException as error:
             explain(error, owner)
             raise
-    if not any(owner.world.total(seen)):
-        raise DataError(message(f"the {name} data gave no batch", want="at least one batch", where=False))
-    return owner.world.same(Evaluation(*_without_hidden(numbers, meters, f"{name}_")))
 
 
 def _passed(owner: Owner, source: Source, ledger: Ledger) -> Iterator[Any]:
