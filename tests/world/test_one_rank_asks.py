@@ -7,10 +7,11 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
-from trainwright import Checkpoint, Stopped, Trainer, Updates, batches
+from trainwright import Checkpoint, Observer, Probe, SettingError, StepError, Stopped, Trainer, Update, Updates, batches
 from world.pool import Pool
 
 
@@ -55,6 +56,92 @@ def signal_the_second_at_the_end() -> tuple[int, str]:
         code = int(str(stopped.code))
     assert trainer.result is not None
     return code, trainer.result.stopped
+
+
+class Heard(Observer):
+    wants = frozenset({"grad_norm"})
+
+    def __init__(self) -> None:
+        self.updates: list[Update] = []
+
+    def on_update(self, update: Update) -> None:
+        self.updates.append(update)
+
+
+class LogsItself(Trainer[nn.Module]):
+    def training_step(self, batch: Any) -> Any:
+        self.log("share", float(self.is_main))
+        return nn.functional.cross_entropy(self.model(batch[0]), batch[1])
+
+
+def watch_on_the_first() -> list[tuple[float, bool]]:
+    heard = Heard()
+    trainer = LogsItself(model(), sgd, observers=[heard] if os.environ["LOCAL_RANK"] == "0" else [], console=False)
+    trainer.fit(data(), epochs=1)
+    return [(update.values["share"], update.grad_norm is not None) for update in heard.updates]
+
+
+def probe_on_the_first() -> str:
+    probes = [Probe(lambda trainer: None, every=Updates(2))] if os.environ["LOCAL_RANK"] == "0" else []
+    trainer = Trainer(model(), sgd, nn.CrossEntropyLoss(), observers=probes, console=False)
+    with pytest.raises(SettingError) as refused:
+        trainer.fit(data(), epochs=1)
+    return str(refused.value)
+
+
+class SetFree(Trainer[nn.Sequential]):
+    """Sets its first layer free after the second of three updates."""
+
+    def after_update(self) -> None:
+        if self.progress.updates == 2:
+            self.model[0].requires_grad_(True)
+
+
+def set_free_inside_an_epoch() -> str:
+    net = model()
+    net[0].requires_grad_(False)
+    trainer = SetFree(net, torch.optim.SGD(net.parameters(), lr=0.1), nn.CrossEntropyLoss(), console=False)
+    with pytest.raises(StepError) as refused:
+        trainer.fit(data(), epochs=1)
+    return str(refused.value)
+
+
+class AtTimes(nn.Module):
+    """Has a layer that only batches use whose first number is above 0: at times those of one process alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.at_times = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.always(x)
+        return out + self.at_times(x) if x[0, 0] > 0 else out
+
+
+def use_at_times() -> float:
+    torch.manual_seed(0)
+    x, y = torch.randn(24, 4), torch.randint(3, (24,))
+    x[:, 0] = torch.tensor([1.0, -1.0, -1.0, 1.0, 1.0, 1.0]).repeat_interleave(4)
+    net = AtTimes()
+    Trainer(net, sgd, nn.CrossEntropyLoss(), console=False).fit(batches((x, y), 8), epochs=2)
+    return float(net.at_times.weight.detach().sum())
+
+
+def test_observers_of_one_process_alone_hear_the_numbers_of_all(ranks2: Pool) -> None:
+    assert ranks2.run(watch_on_the_first, seconds=30) == [3 * [(0.5, True)], []]
+
+
+def test_probes_of_one_process_alone_are_refused(ranks2: Pool) -> None:
+    assert all("rank 1: none" in told for told in ranks2.run(probe_on_the_first, seconds=30))
+
+
+def test_layers_that_are_set_free_inside_an_epoch_are_refused(ranks2: Pool) -> None:
+    assert all("begin_epoch" in told for told in ranks2.run(set_free_inside_an_epoch, seconds=30))
+
+
+def test_a_layer_that_one_process_alone_uses_is_averaged(ranks2: Pool) -> None:
+    first, second = ranks2.run(use_at_times, seconds=30)
+    assert first == second
 
 
 def test_a_save_that_one_process_asks_for_at_an_epochs_end_is_made_by_all(ranks2: Pool, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from trainwright.base.contracts import Source, listeners
+from trainwright.base.errors import SettingError, message
 from trainwright.base.records import Validation
 from trainwright.observers.probe import Probe
 from trainwright.run.boundary import BETWEEN
@@ -54,8 +55,18 @@ class Pauses:
         self.run.owed = counters.pause or ("update" if counters.paused < counters.updates else "")
         counters.stopped = counters.stopped or self.ended()
         if self.run.agreement is not None:
+            self._check_probes()
             self.run.agreement.start()
         self.go_on()
+
+    def _check_probes(self) -> None:
+        """Refuse probes that only some processes have: all pause for one, and it may be a forward of all."""
+        each = self.owner.world.gather([f"{probe.name} every {probe.span}" for probe, _ in self._probes])
+        if any(told != each[0] for told in each):
+            what = "the processes were given different probes"
+            have = "; ".join(f"rank {rank}: {', '.join(told) or 'none'}" for rank, told in enumerate(each[:4]))
+            fix = "observers=[Probe(...)] on every process, and `if trainer.is_main` in its function"
+            raise SettingError(message(what, have=have, want="the same ones on all of them", fix=fix))
 
     def arrive(self, *, epoch_ended: bool) -> None:
         """Bring the counters up to date, and find out whether an end is reached."""
@@ -85,6 +96,8 @@ class Pauses:
         asked = self._asked(agreement)
         self._before += asked.seconds - self.counters.seconds
         self._clock = asked.seconds
+        if self.run.spread is not None:
+            self.run.spread.check_trained()
         if self.run.teller is not None:
             self.run.teller.tell_late()
         if asked.signal:

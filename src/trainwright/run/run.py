@@ -101,7 +101,8 @@ class Run:
             self.step = self.spread.step
 
     def _bind_slots(self, owner: Owner) -> None:
-        wants_norm = any("grad_norm" in observer.wants for observer in owner.observers)
+        # A norm may be a collective, and is judged: all processes measure it, whoever of them has the observer.
+        wants_norm = any(owner.world.total(any("grad_norm" in observer.wants for observer in owner.observers)))
         self.steppers = Steppers(owner.optimizers, owner.clip, wants_norm=wants_norm)
         self.gradients = self.steppers.all.gradients
         """The gradients of all optimizers together."""
@@ -166,11 +167,13 @@ class Run:
         self.ledger.begin(window)
         self.outcome = Outcome()
         if self.spread is not None:
-            self.spread.loss = 0.0
+            self.spread.begin()
         for stepper in self.steppers.all.steppers:
             stepper.norm = None
             if len(stepper.optimizer.param_groups) != stepper.groups:
                 self._take_groups()
+                if self.spread is not None:
+                    self.spread.plan()
         if self._unjudged:  # an update of the user's own gave its gradients up
             self.steppers.lower_flags()
             self._unjudged = False

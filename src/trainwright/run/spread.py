@@ -67,6 +67,11 @@ class Spread:
         if self._wraps and (unused != "auto" or self._settings.static_graph):
             self._wrapped = Wrapped(module, self._settings, self._world, unused=unused is True)
 
+    def begin(self) -> None:
+        """Turn to the next window: its gradients are new ones, wherever in memory they come to lie."""
+        self.loss = 0.0
+        self._seen.clear()
+
     def step(self, batch: Any) -> Tensor:
         """Run the step of the micro-batch that comes next; returns its loss, weighed by its share of the window."""
         window = self._window
@@ -143,6 +148,19 @@ class Spread:
         """Note that gradients are those of all processes, as they are now."""
         if not self.is_default:
             self._seen |= fingerprint(parameters)
+
+    def check_trained(self) -> None:
+        """Refuse gradients of layers that were set free inside an epoch: nobody has averaged them; StepError."""
+        if not self._wraps or self._module is None:
+            return
+        known = {id(parameter) for parameter in self._module.trained}
+        trained = (p for one in self._owner.optimizers.values() for group in one.param_groups for p in group["params"])
+        loose = [p for p in trained if id(p) not in known and p.requires_grad and p.grad is not None]
+        if loose:
+            what = "layers were set free inside an epoch: each process has moved them by gradients of its own"
+            have = f"{len(loose)} parameters, such as one of shape {tuple(loose[0].shape)}"
+            fix = "def begin_epoch(self, epoch): ...   # where all that is trained is taken over anew"
+            raise StepError(message(what, have=have, want="such changes between two epochs", fix=fix, where=False))
 
     def mean(self, loss: Any) -> Any:
         """The mean over rows of a loss that each process has computed of its own rows."""

@@ -36,9 +36,12 @@ class Teller:
             for observer in owner.observers
             if type(observer).on_update is not Observer.on_update
         ]
+        here = len(self._notify) > 0
+        self._is_needed = any(owner.world.total(here)) if self._waits else here
 
     def __bool__(self) -> bool:
-        return len(self._notify) > 0
+        """Whether anybody watches: on any process where all exchange numbers for it."""
+        return self._is_needed
 
     def tell(self, window: Window, *, skipped: bool) -> None:
         """Tell those whose turn it is about the update of this window."""
