@@ -1,4 +1,4 @@
-"""Threads that may be left behind in a call that does not return, and are waited for once more before the program ends."""
+"""Threads that may be left behind in a call that does not return, and are waited for before the program ends."""
 
 from __future__ import annotations
 
