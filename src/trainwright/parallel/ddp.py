@@ -63,8 +63,7 @@ def check_positive(called: str, value: Any, *, what: str, or_none: bool) -> None
     """Refuse a value that is no number above 0."""
     if value is None and or_none:
         return
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 < value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
         raise SettingError(message(f"{called}{value!r})", want=f"{what}, a number above 0"))
 
 
