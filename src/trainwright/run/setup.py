@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -24,7 +25,7 @@ from trainwright.run.hooks import Between, Hooks
 from trainwright.run.ledger import Ledger
 from trainwright.run.owner import Owner
 from trainwright.run.plan import Ends
-from trainwright.run.ranks import as_on_the_first, deal
+from trainwright.run.ranks import as_on_the_first, deal, standing
 from trainwright.run.steppers import ONLY
 from trainwright.run.telling import check_every
 from trainwright.runtime.device import choose_device, devices_of, place
@@ -212,7 +213,8 @@ def open_data(
     _check_own(owner)
     _check_optimizers(owner)
     _refuse_a_target_as_val(train, val)
-    with as_on_the_first(owner.world):  # a function of the epoch may draw
+    # A function of the epoch may draw. Here the processes meet first: who calls `fit` alone is to hear of it.
+    with owner.world.watched(partial(standing, owner)), as_on_the_first(owner.world):
         source = open_source(train, batch_size=batch_size, shuffle=True, role="train")
     if ends.epoch_updates is not None and source.length is None:
         source = Continuing(source)
