@@ -74,9 +74,16 @@ class LogsItself(Trainer[nn.Module]):
         return nn.functional.cross_entropy(self.model(batch[0]), batch[1])
 
 
-def watch_on_the_first() -> list[tuple[float, bool]]:
+class LogsAfterwards(Trainer[nn.Module]):
+    def after_update(self) -> None:
+        self.log("share", float(self.is_main))
+
+
+def watch_on_the_first(logs: type[Trainer[nn.Module]]) -> list[tuple[float, bool]]:
     heard = Heard()
-    trainer = LogsItself(model(), sgd, observers=[heard] if os.environ["LOCAL_RANK"] == "0" else [], console=False)
+    trainer = logs(
+        model(), sgd, nn.CrossEntropyLoss(), observers=[heard] if os.environ["LOCAL_RANK"] == "0" else [], console=False
+    )
     trainer.fit(data(), epochs=1)
     return [(update.values["share"], update.grad_norm is not None) for update in heard.updates]
 
@@ -127,8 +134,9 @@ def use_at_times() -> float:
     return float(net.at_times.weight.detach().sum())
 
 
-def test_observers_of_one_process_alone_hear_the_numbers_of_all(ranks2: Pool) -> None:
-    assert ranks2.run(watch_on_the_first, seconds=30) == [3 * [(0.5, True)], []]
+@pytest.mark.parametrize("logs", [LogsItself, LogsAfterwards])
+def test_observers_of_one_process_alone_hear_the_numbers_of_all(ranks2: Pool, logs: type[Trainer[nn.Module]]) -> None:
+    assert ranks2.run(watch_on_the_first, logs, seconds=30) == [3 * [(0.5, True)], []]
 
 
 def test_probes_of_one_process_alone_are_refused(ranks2: Pool) -> None:

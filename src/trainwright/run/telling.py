@@ -23,13 +23,14 @@ Late = tuple[Update, dict[str, tuple[float, float]]]
 class Teller:
     """The observers that override `on_update`, each with what rings when its turn has come.
 
-    Of several processes the first one's are told. What steps of the user's own give, each of them knows of its own
+    Of several processes the first one's are told. What hooks of the user's own give, each of them knows of its own
     rows: then records wait until all meet, about once a second, and are told with the numbers of all.
     """
 
     def __init__(self, owner: Owner, steppers: Steppers) -> None:
         self._owner, self._counters, self._steppers = owner, owner.counters, steppers
-        self._waits = owner.world.size > 1 and owner.hooks.logs_freely
+        hooks = owner.hooks
+        self._waits = owner.world.size > 1 and (hooks.logs_freely or hooks.after_update is not None)
         self._late: list[Late] = []
         self._notify = [
             (observer.on_update, _bell(observer, owner.counters))
