@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,29 @@ def use_at_times() -> float:
 
 
 @pytest.mark.parametrize("logs", [LogsItself, LogsAfterwards])
+class SlowlyValidated(Trainer[nn.Module]):
+    """Its first process is signalled in a validation that takes longer than the grace of a signal."""
+
+    def validation_step(self, batch: Any) -> Any:
+        if self.is_main and self.progress.updates:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.5)
+        return super().validation_step(batch)
+
+
+def signal_the_first_in_a_validation(directory: str) -> tuple[str, int]:
+    slot = Checkpoint(directory, grace=0.1)
+    trainer = SlowlyValidated(model(), sgd, nn.CrossEntropyLoss(), checkpoint=slot, console=False)
+    with pytest.raises(Stopped):
+        trainer.fit(data(), data(), epochs=1)
+    assert trainer.result is not None
+    return trainer.result.stopped, len(list(Path(directory).glob("update-*")))
+
+
+def test_a_validation_is_finished_and_saved_when_one_process_is_signalled(ranks2: Pool, tmp_path: Path) -> None:
+    assert ranks2.run(signal_the_first_in_a_validation, str(tmp_path), seconds=30) == 2 * [("SIGTERM", 1)]
+
+
 def test_observers_of_one_process_alone_hear_the_numbers_of_all(ranks2: Pool, logs: type[Trainer[nn.Module]]) -> None:
     assert ranks2.run(watch_on_the_first, logs, seconds=30) == [3 * [(0.5, True)], []]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from trainwright.base.contracts import Source, listeners
@@ -131,9 +132,12 @@ class Pauses:
         between.errors, between.watched = {}, self.run.signals.batches
         self.counters.pause = "epoch" if self._epoch_ended else "update"
         numbers: dict[str, float] = {}
+        # Of several processes none may leave a validation alone: a signal waits for its end, and for all to hear of it.
+        several = self.run.signals.held() if self.run.agreement is not None else nullcontext()
         try:
-            for name, source in self.val.items():
-                numbers |= evaluate(source, name=name)
+            with several:
+                for name, source in self.val.items():
+                    numbers |= evaluate(source, name=name)
         finally:
             between.watched = iter
         return self.owner.world.same(numbers)
