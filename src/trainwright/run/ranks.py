@@ -135,7 +135,7 @@ def same_buffers(owner: Owner) -> Iterator[None]:
 
 @contextmanager
 def beside_others(owner: Owner) -> Iterator[None]:
-    """A run beside those of other processes: watched over, from the same weights, with noise of its own."""
+    """A run beside those of other processes: watched over, with noise of its own."""
     world = owner.world
     if not isinstance(owner.parallel, DDP):
         from trainwright.parallel.fsdp import recover
@@ -145,10 +145,8 @@ def beside_others(owner: Owner) -> Iterator[None]:
         yield
         return
     same = getattr(owner.parallel, "same_noise", False)
-    with world.watched(partial(standing, owner)):
-        align_weights(owner)
-        with noise_of_its_own(world, same=same):
-            yield
+    with world.watched(partial(standing, owner)), noise_of_its_own(world, same=same):
+        yield
 
 
 def standing(owner: Owner) -> str:

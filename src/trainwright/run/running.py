@@ -22,7 +22,7 @@ from trainwright.run.optimizers import check_parameters
 from trainwright.run.owner import Owner
 from trainwright.run.pausing import Pauses
 from trainwright.run.plan import Ends, Resume, check_monitors, make_plan
-from trainwright.run.ranks import align_buffers, beside_others
+from trainwright.run.ranks import align_buffers, align_weights, beside_others
 from trainwright.run.rescue import ends_in, rescue
 from trainwright.run.resuming import find
 from trainwright.run.run import Run
@@ -51,6 +51,7 @@ def running(
     with ExitStack() as undo:
         undo.enter_context(beside_others(owner))
         undo.enter_context(stage(owner, resumes=resume.where is not None))
+        align_weights(owner)  # what a stage begins with: averaged weights are put back where nobody has written to them
         undo.enter_context(_ground(owner))
         plan = make_plan(
             owner, source, val, ends=ends, notes=(*owner.between.notes, *undo.enter_context(_awake(owner)))
