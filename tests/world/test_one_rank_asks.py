@@ -16,7 +16,7 @@ from trainwright import Checkpoint, Observer, Probe, SettingError, StepError, St
 from world.pool import Pool
 
 
-def model() -> nn.Module:
+def model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
 
@@ -135,7 +135,6 @@ def use_at_times() -> float:
     return float(net.at_times.weight.detach().sum())
 
 
-@pytest.mark.parametrize("logs", [LogsItself, LogsAfterwards])
 class SlowlyValidated(Trainer[nn.Module]):
     """Its first process is signalled in a validation that takes longer than the grace of a signal."""
 
@@ -159,6 +158,7 @@ def test_a_validation_is_finished_and_saved_when_one_process_is_signalled(ranks2
     assert ranks2.run(signal_the_first_in_a_validation, str(tmp_path), seconds=30) == 2 * [("SIGTERM", 1)]
 
 
+@pytest.mark.parametrize("logs", [LogsItself, LogsAfterwards])
 def test_observers_of_one_process_alone_hear_the_numbers_of_all(ranks2: Pool, logs: type[Trainer[nn.Module]]) -> None:
     assert ranks2.run(watch_on_the_first, logs, seconds=30) == [3 * [(0.5, True)], []]
 
