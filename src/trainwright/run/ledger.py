@@ -110,17 +110,18 @@ class Ledger(Numbers):
         """
         assert self.window is not None
         rows = sum(self.window.rows)
+        stands_in = not rows and self.window.all_rows > 0  # of several processes the others have all of its rows
         if type(returned) is Step:
-            if self.meters is not None:  # one batch of the window, perhaps
+            if self.meters is not None and not stands_in:  # one batch of the window, perhaps
                 own = find_rows(returned.output)
                 self.meters.update(returned.output, returned.target, rows if own is None else own)
             returned = returned.loss
         outcome = read_outcome(returned)
-        count = rows if outcome.count is None else outcome.count
+        count = rows if outcome.count is None or stands_in else outcome.count
         if outcome.named is not None:
             self._entries += [(name, value, count, outcome.summed) for name, value in self._claimed(outcome.named)]
         if outcome.summed and outcome.count is not None:
-            return outcome.loss / above_nothing(count), count, False
+            return outcome.loss / above_nothing(outcome.count), count, False
         return outcome.loss, count, outcome.summed
 
     def check_fed(self, returned: Any) -> None:
