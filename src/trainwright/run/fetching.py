@@ -28,5 +28,15 @@ def fetched(run: Run) -> Iterator[Window]:
         return islice(grouped, left)
     from trainwright.slots.dealt import dealt_windows
 
-    in_step = run.spread.shards
-    return islice(dealt_windows(batches, size, world=world, in_step=in_step, rows=rows, count=count, move=move), left)
+    spread = run.spread
+    dealt = dealt_windows(
+        batches,
+        size,
+        world=world,
+        in_step=spread.shards,
+        stands_in=spread.shards or spread.is_default,
+        rows=rows,
+        count=count,
+        move=move,
+    )
+    return islice(dealt, left)

@@ -105,6 +105,7 @@ def dealt_windows(
     *,
     world: World,
     in_step: bool,
+    stands_in: bool,
     rows: Callable[[Any], int],
     count: Callable[[Any], Count] | None = None,
     move: Callable[[Any], Any] | None = None,
@@ -113,6 +114,8 @@ def dealt_windows(
 
     Where the whole is not known (a stream of this process's own), the rows of each window are added up over all
     processes as it is fetched, and all go on until none has any. `in_step`: every process runs as many micro-batches.
+    `stands_in`: a micro-batch no row of which is this process's stands in beside others too, not only where there is
+    no other: who joins the micro-batches of a window would take its rows for rows like any.
     """
     slices = iter(slices)
     last: Any = None
@@ -135,6 +138,8 @@ def dealt_windows(
         else:
             return
         last = group[-1]
+        if not stands_in and any(own):
+            group, own = [one for one, n in zip(group, own, strict=True) if n], [n for n in own if n]
         batches = [one.batch for one in group]
         counts: list[Count] | None = None
         if count is not None:  # what stands in counts nothing, in the shares of a loop of the user's own either

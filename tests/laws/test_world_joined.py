@@ -1,0 +1,70 @@
+"""World: an update that joins the micro-batches of its window reads each row once, where some processes have none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from trainwright import Step, Sum, Trainer, accuracy, batches
+from world.pool import pool
+
+from .world_runs import apart, flat, perceptron, rows_of_classes
+
+EXACT = 1e-12
+BATCH, EPOCHS = 4, 2
+
+
+def start() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(2)
+    model = nn.Sequential(*perceptron(5, 3)).double()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+class Joined(Trainer[nn.Module]):
+    """Tells its loss as a sum over a count of its own, and feeds a metric."""
+
+    def update(self, window: Any) -> None:
+        x, y = (torch.cat(parts) for parts in zip(*window, strict=True))
+        output = self.model(x)
+        self.minimize(Step(Sum(F.cross_entropy(output, y, reduction="sum"), len(y)), output, y))
+
+
+def join(rows: int, accumulate: int) -> dict[str, Any]:
+    model, optimizer = start()
+    metrics = {"accuracy": accuracy}
+    trainer = Joined(model, optimizer, metrics=metrics, accumulate=accumulate, console=False)
+    result = trainer.fit(batches(rows_of_classes(rows), BATCH), epochs=EPOCHS)
+    return {"weights": flat(model), "history": result.history}
+
+
+def by_hand(rows: int, accumulate: int) -> dict[str, Any]:
+    model, optimizer = start()
+    x, y = rows_of_classes(rows)
+    windows: list[tuple[Tensor, Tensor]] = list(
+        zip(x.split(BATCH * accumulate), y.split(BATCH * accumulate), strict=True)
+    )
+    history = []
+    for epoch in range(EPOCHS):
+        total = hits = 0.0
+        for a, b in windows:
+            optimizer.zero_grad()
+            output = model(a)
+            loss = F.cross_entropy(output, b)
+            loss.backward()
+            optimizer.step()
+            total, hits = total + loss.item() * len(a), hits + int((output.argmax(1) == b).sum())
+        told = {"epoch": epoch + 1, "update": (epoch + 1) * len(windows), "loss": total / rows}
+        history.append(told | {"accuracy": hits / rows, "lr": 0.1})
+    return {"weights": flat(model), "history": history}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("rows", "accumulate"), [(1, 1), (9, 1), (9, 3), (13, 2)])
+def test_rows_that_stand_in_are_no_rows_of_a_joined_window(rows: int, accumulate: int, size: int) -> None:
+    expected = by_hand(rows, accumulate)
+    for outcome in pool(size).run(join, rows, accumulate, seconds=40):
+        assert apart(outcome, expected) <= EXACT
