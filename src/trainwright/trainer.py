@@ -346,7 +346,7 @@ class Trainer(Generic[M]):
         """Return the arithmetic of such a `fit`, without doing any of it; contradictions in it are raised."""
         ends = Ends(epochs=epochs, max_updates=max_updates, max_seconds=max_seconds, epoch_updates=epoch_updates)
         with unmoved():
-            source, held_out = setup.open_data(self, train, val, ends=ends, batch_size=batch_size)
+            source, held_out = setup.open_data(self, train, val, ends=ends, batch_size=batch_size, meets=False)
         planned = make_plan(self, source, held_out, ends=ends)
         bind_rates(self.schedule, self.optimizers, planned)
         if self.average is not None:

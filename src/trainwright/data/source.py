@@ -44,7 +44,7 @@ def open_source(data: Any, *, batch_size: int | None = None, shuffle: bool = Fal
     if _is_source(data):
         return _own(data, batch_size, role)
     _refuse_what_is_no_data(data, role)
-    if _is_function(data):
+    if is_function(data):
         return PerEpoch(data, batch_size=batch_size, shuffle=shuffle, role=role)
     if takes_batch_size(data):
         return _data_set(data, batch_size, shuffle=shuffle, role=role)
@@ -59,7 +59,7 @@ def takes_batch_size(data: Any) -> bool:
     """Whether `data` is a data set of rows, or a function that may give one, rather than ready batches."""
     if isinstance(data, Sharded):
         return takes_batch_size(data.data)
-    if isinstance(data, Tensor | np.ndarray | tuple | dict) or _is_function(data):
+    if isinstance(data, Tensor | np.ndarray | tuple | dict) or is_function(data):
         return True
     if isinstance(data, Batches | DataLoader | IterableDataset):
         return False
@@ -221,7 +221,7 @@ class PerEpoch:
             _marked(source, self._role)
 
     def _opened(self, data: Any) -> Source:
-        if _is_function(data):
+        if is_function(data):
             raise _no_data(data, f"{self._role} data: the function epoch -> data gave another function")
         source = open_source(data, batch_size=self._batch_size, shuffle=self._shuffle, role=self._role)
         if self._must_resume is not None and hasattr(source, "must_resume"):
@@ -249,7 +249,8 @@ def _called(make: Any, epoch: int, role: str) -> Any:
     return make(epoch)
 
 
-def _is_function(data: Any) -> bool:
+def is_function(data: Any) -> bool:
+    """Whether data are a function of the epoch, called for epoch 0 when they are opened."""
     data_like = any(hasattr(data, name) for name in ("__iter__", "__getitem__"))
     return callable(data) and not data_like and not isinstance(data, type | nn.Module)
 

@@ -30,7 +30,7 @@ class Boundary:
     def __init__(self, owner: Owner, source: Source, random: Random, *, ledger: Ledger) -> None:
         self.place = BETWEEN
         self._owner, self._source, self._random, self._ledger = owner, source, random, ledger
-        self._keeps_all = owner.on_error == "save"
+        self._keeps_all = owner.on_error == "save" and owner.world.size == 1  # several save nothing for an error
         self._keeps_random = owner.checkpoint is not None and (self._keeps_all or source.draws_global_rng)
         self._tell_source: Any = None if owner.checkpoint is None else getattr(source, "at_boundary", None)
         self._own: Mapping[str, Part] = {}

@@ -190,6 +190,7 @@ def own_state(owner: Owner, source: Source, random: Tree) -> Tree:
         "random": random,
         "statistics": [one.detach().clone() for one in _statistics(owner)],
         "data": None if data is None else data(),
+        "parts": {name: part.state_dict() for name, part in _each(owner).items()},
     }
 
 
@@ -202,6 +203,7 @@ def own_of(owner: Owner, tree: dict[str, Tree]) -> tuple[Tree | None, int]:
     world = owner.world
     number = max(1, len(each))
     own = each[world.rank] if world.size > 1 and number == world.size else None
+    tree |= {} if own is None else own["parts"]
     if world.rank:
         now = derived(tree["random"]["now"], world.rank) if own is None else own["random"]
         tree["random"] = {**tree["random"], "now": now}
@@ -220,6 +222,11 @@ def take_own(owner: Owner, own: Tree | None, *, number: int, source: Source | No
         return []
     said = load(None if own is None else own["data"])
     return [said] if said else []
+
+
+def _each(owner: Owner) -> dict[str, Any]:
+    """The parts of the user's own of which every process has one."""
+    return {name: part for name, part in owner.parts().items() if getattr(part, "each_process", False)}
 
 
 def retake_shards(owner: Owner) -> None:

@@ -33,6 +33,7 @@ from trainwright.run.steppers import ONLY, NamedParts, monitors
 from trainwright.runtime.device import devices_of, homes, move
 from trainwright.runtime.modules import untrained, wake
 from trainwright.runtime.shards import is_sharded
+from trainwright.runtime.signals import Interrupted
 from trainwright.runtime.surroundings import training_afresh
 from trainwright.slots.checkpoint import Keeping
 from trainwright.slots.precision import switched
@@ -135,10 +136,17 @@ def _until_the_end(owner: Owner, run: Run, pauses: Pauses, *, passed: bool) -> I
         except BaseException as error:
             explain(error, owner)
             caused = owner.world.blame(error) if isinstance(error, Exception) else error
+            if not isinstance(error, Exception) and not _is_agreed(error):
+                owner.world.failed(error)
             rescue(pauses, caused)
             if caused is error:
                 raise
             raise caused from None
+
+
+def _is_agreed(error: BaseException) -> bool:
+    """Whether all processes end in it together: a signal that they have agreed to obey."""
+    return isinstance(error, Interrupted) and not error.late
 
 
 def _noting_the_end(owner: Owner, run: Run, pauses: Pauses, *, passed: bool) -> Iterator[tuple[Run, Pauses]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -17,7 +18,7 @@ from trainwright.base.errors import SettingError, TrainwrightError, message, not
 from trainwright.base.progress import Counters
 from trainwright.base.records import Result
 from trainwright.data.own import Batches
-from trainwright.data.source import open_source, takes_batch_size
+from trainwright.data.source import is_function, open_source, takes_batch_size
 from trainwright.parallel.ddp import DDP, in_sync
 from trainwright.parallel.fsdp import FSDP
 from trainwright.parallel.world import World
@@ -201,11 +202,11 @@ def checked_frozen(frozen: Mapping[str, nn.Module] | None, model: nn.Module) -> 
 
 
 def open_data(
-    owner: Owner, train: Any, val: Any, *, ends: Ends, batch_size: int | None
+    owner: Owner, train: Any, val: Any, *, ends: Ends, batch_size: int | None, meets: bool = True
 ) -> tuple[Source, dict[str, Source]]:
     """Open training data, and validation data by the name that their numbers get: "val", or "val_<key>" of a dict.
 
-    What is wrong with the trainer's parts for a `fit` is said first.
+    What is wrong with the trainer's parts for a `fit` is said first. `meets`: several processes come here together.
     """
     from trainwright.data.foreign import LoaderBatches
     from trainwright.data.stream import Continuing
@@ -214,19 +215,28 @@ def open_data(
     _check_optimizers(owner)
     _refuse_a_target_as_val(train, val)
     # A function of the epoch may draw. Here the processes meet first: who calls `fit` alone is to hear of it.
-    with owner.world.watched(partial(standing, owner)), as_on_the_first(owner.world):
+    with _met(owner) if meets else nullcontext():
         source = open_source(train, batch_size=batch_size, shuffle=True, role="train")
+        # A batch size holds for validation data too, where they are rows and not batches already.
+        held_out = {
+            name: open_source(data, batch_size=batch_size if takes_batch_size(data) else None, role=name)
+            for name, data in (_named_sets(val).items() if val is not None else ())
+        }
     if ends.epoch_updates is not None and source.length is None:
         source = Continuing(source)
     deal(owner, source)
-    held_out: dict[str, Source] = {}
-    for name, data in _named_sets(val).items() if val is not None else ():
-        # A batch size holds for validation data too, where they are rows and not batches already.
-        size = batch_size if takes_batch_size(data) else None
-        held_out[name] = opened = deal(owner, open_source(data, batch_size=size, role=name))
+    for data, opened in zip(_named_sets(val).values() if held_out else (), held_out.values(), strict=True):
+        deal(owner, opened)
         if isinstance(opened, LoaderBatches):
             opened.keep_workers(keeps=data is not train)
     return source, held_out
+
+
+@contextmanager
+def _met(owner: Owner) -> Iterator[None]:
+    """Several processes together, each watched over, with the random state of the first."""
+    with owner.world.watched(partial(standing, owner)), as_on_the_first(owner.world):
+        yield
 
 
 def _check_own(owner: Owner) -> None:
@@ -329,7 +339,9 @@ def open_sets(owner: Owner, data: Any, name: str, *, batch_size: int | None) -> 
 
 def open_one(owner: Owner, data: Any, role: str, *, batch_size: int | None) -> Source:
     """Open data to pass over, of which each of several processes runs its part."""
-    return deal(owner, open_source(data, batch_size=batch_size, role=role))
+    with _met(owner) if is_function(data) else nullcontext():  # which may draw
+        opened = open_source(data, batch_size=batch_size, role=role)
+    return deal(owner, opened)
 
 
 def _named_sets(data: Any, prefix: str = "val") -> dict[str, Any]:

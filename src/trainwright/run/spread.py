@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainwright.base.errors import StepError, message
+from trainwright.base.errors import SettingError, StepError, message
 from trainwright.base.records import Count
 from trainwright.parallel.averaging import Buckets, fingerprint
 from trainwright.parallel.ddp import DDP, Wrapped
@@ -37,6 +37,9 @@ class Spread:
         self.is_default = not (hooks.updates_itself or hooks.computes_itself)
         """Whether no code of the user's own reads or makes gradients."""
         self._wraps = self.is_default and not self.shards
+        if not self._wraps and getattr(self._settings, "compress", None) is not None:
+            what = f"DDP(compress={self._settings.compress!r}) beside an `update` of your own, which reads gradients"
+            raise SettingError(message(what, want="gradients as they are", fix="DDP() without compress"))
         self._rides = self._wraps and self._settings.compress is None
         """Whether what is told travels with the gradients under DDP, which must not round it."""
         self._set_sync: Any = None

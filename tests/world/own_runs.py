@@ -1,0 +1,82 @@
+"""What the tests of a process's own parts run on every process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from trainwright import DDP, Checkpoint, SettingError, Trainer, batches
+
+
+class Counted:
+    """State of which every process has its own."""
+
+    each_process = True
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, int]:
+        """The value."""
+        return {"value": self.value}
+
+    def load_state_dict(self, tree: dict[str, int]) -> None:
+        """Take it over."""
+        self.value = tree["value"]
+
+
+class WithPart(Trainer[nn.Linear]):
+    """A trainer with such a part."""
+
+    counted = Counted(-1)
+
+    def parts(self) -> dict[str, Any]:
+        """The part besides."""
+        return super().parts() | {"counted": self.counted}
+
+
+class OwnUpdate(Trainer[nn.Linear]):
+    """A trainer with an update of its own."""
+
+    def update(self, window: Any) -> Any:
+        """The default one."""
+        return super().update(window)
+
+
+def _data() -> Any:
+    x = torch.linspace(-1, 1, 64).reshape(16, 4)
+    return batches((x, x.sum(1, keepdim=True)), 4)
+
+
+def saved_and_resumed(directory: Path) -> tuple[int, int]:
+    """Save parts of each process, resume with others; what this process has then, and its rank."""
+    values = []
+    for epochs, value in ((1, 10), (2, 0)):
+        model = nn.Linear(4, 1)
+        settings = Checkpoint(directory)
+        trainer = WithPart(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), checkpoint=settings)
+        trainer.counted = Counted(value + trainer.world.rank if value else 0)
+        trainer.fit(_data(), epochs=epochs, resume="auto")
+        values.append(trainer.counted.value)
+    return values[-1], trainer.world.rank
+
+
+def planned_alone() -> int | None:
+    """A plan on the first process alone: it is arithmetic, and no other need come."""
+    model = nn.Linear(4, 1)
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), console=False)
+    return trainer.plan(_data(), epochs=2).updates if trainer.is_main else None
+
+
+def compressed_beside_an_own_update() -> str:
+    """What is said to a compression that an `update` of one's own would not use."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = OwnUpdate(model, optimizer, nn.MSELoss(), console=False, parallel=DDP(compress="fp16"))
+    with pytest.raises(SettingError) as raised:
+        trainer.fit(_data(), epochs=1)
+    return str(raised.value)
