@@ -273,6 +273,9 @@ class Run:
         if self.owner.hooks.begin_epoch is not None:
             self.owner.hooks.begin_epoch(epoch)
         self._plan_epoch()
+        if self.agreement is not None and epoch and self.plan.accumulated(epoch) != self.plan.accumulated(epoch - 1):
+            self.agreement.start()  # the pace is another one
+            self.due = min(self.due, self.agreement.at)
 
     def check_epoch(self, updates_before: int) -> None:
         """Refuse to go on after an epoch in which an `update` of the user's own made no step at all."""
