@@ -47,9 +47,7 @@ def train(rows: int = 51, *, parallel: Any = None, **more: Any) -> dict[str, Any
         console=False,
         **more,
     )
-    result = trainer.fit(
-        batches(data_of(rows), 8, shuffle=True, seed=3), batches(data_of(13, seed=5), 4), epochs=3
-    )
+    result = trainer.fit(batches(data_of(rows), 8, shuffle=True, seed=3), batches(data_of(13, seed=5), 4), epochs=3)
     weights = {
         name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
         for name, value in model.state_dict().items()
