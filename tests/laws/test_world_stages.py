@@ -48,3 +48,20 @@ def test_a_second_stage_trains_on_from_the_weights_of_the_first_process(kind: st
     expected = stages(kind, writes)
     for outcome in pool(2).run(stages, kind, writes, seconds=40):
         assert apart(outcome, expected) <= EXACT
+
+
+class Ending(Trainer[nn.Sequential]):
+    """Ends the run by a word of its own, in the epoch that ends it anyway."""
+
+    def end_epoch(self, metrics: dict[str, float]) -> None:
+        self.stop("enough")
+
+
+def ended() -> str:
+    module = model()
+    data = batches(rows_of_classes(13), 4)
+    return Ending(module, sgd(module), nn.CrossEntropyLoss(), console=False).fit(data, epochs=1).stopped
+
+
+def test_a_hook_says_why_a_run_ends_where_it_ends_anyway() -> None:
+    assert [ended(), *pool(2).run(ended, seconds=40)] == 3 * ["enough"]

@@ -108,7 +108,7 @@ class Pauses:
         """Hear what all processes ask for, and note the stop and the save among it."""
         asked = agreement.join(signal=self.run.signals.pending, save=self.saves.asked)
         self.saves.asked, self.saves.wanted = False, self.saves.wanted or asked.save
-        self.counters.stopped = self.counters.stopped or asked.stop
+        self.counters.stopped = asked.stop or self.counters.stopped  # the word of a hook is the last one
         return asked
 
     def hear_signals(self) -> None:
