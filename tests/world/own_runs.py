@@ -80,3 +80,36 @@ def compressed_beside_an_own_update() -> str:
     with pytest.raises(SettingError) as raised:
         trainer.fit(_data(), epochs=1)
     return str(raised.value)
+
+
+class ByHand(Trainer[nn.Linear]):
+    """A trainer whose update is a loop of one's own, with a step by hand."""
+
+    def update(self, window: Any) -> Any:
+        """Plain torch."""
+        for x, y in window:
+            self.optimizer.zero_grad()
+            loss = nn.functional.mse_loss(self.model(x), y)
+            loss.backward()
+            self.optimizer.step()
+        return loss
+
+
+def stepped_by_hand() -> list[float]:
+    """The weights that steps by hand end with, over batches of which processes get unequal parts."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1).double()
+    x = torch.linspace(-1, 1, 60, dtype=torch.float64).reshape(15, 4) ** 3
+    trainer = ByHand(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), console=False)
+    trainer.fit(batches((x, x.sum(1, keepdim=True)), 4), epochs=3)
+    flat: list[float] = torch.cat([p.detach().reshape(-1) for p in model.parameters()]).tolist()
+    return flat
+
+
+def wrapped_already() -> str:
+    """What is said to a model in DistributedDataParallel."""
+    Trainer(nn.Linear(1, 1), console=False)
+    wrapped = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
+    with pytest.raises(SettingError) as raised:
+        Trainer(wrapped, console=False)
+    return str(raised.value)

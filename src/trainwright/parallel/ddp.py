@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from trainwright.base.errors import SettingError, StepError, message
+from trainwright.base.names import suggests
 from trainwright.parallel.world import Group
 
 COMPRESSIONS = ("bf16", "fp16")
@@ -168,3 +169,6 @@ def _compress(ddp: Any, kind: str, world: Group) -> None:
 def _on_one_device(module: nn.Module) -> bool:
     devices = {parameter.device for parameter in module.parameters()}
     return len(devices) == 1 and next(iter(devices)).type == "cuda" and torch.cuda.is_available()
+
+
+DDP.__init__ = suggests(DDP.__init__)  # type: ignore[method-assign]  # dataclass has only now made it

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.base.errors import SettingError, message
-from trainwright.base.names import did_you_mean
+from trainwright.base.names import did_you_mean, suggests
 from trainwright.parallel.blocks import CONTAINERS, check_model, chosen, first_weights
 from trainwright.parallel.ddp import check_positive
 from trainwright.parallel.world import World
@@ -295,3 +295,6 @@ def _groups_of(module: Any) -> list[Any]:
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+FSDP.__init__ = suggests(FSDP.__init__)  # type: ignore[method-assign]  # dataclass has only now made it

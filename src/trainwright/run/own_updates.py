@@ -73,9 +73,7 @@ def step_by_closure(run: Run, closure: Callable[[], Any], name: str | None) -> b
         chosen.gradients.lower_flags()
         return loss
 
-    try:
-        optimizer.step(evaluate)
-    except _HeldBack:
+    if not _has_stepped(run, optimizer, evaluate):
         return False
     if not run.checks or _all_finite(weights):
         return True
@@ -83,6 +81,18 @@ def step_by_closure(run: Run, closure: Callable[[], Any], name: str | None) -> b
         torch._foreach_copy_(weights, before)
     optimizer.state.clear()
     return run.refuse(chosen)
+
+
+def _has_stepped(run: Run, optimizer: Any, evaluate: Callable[[], Any]) -> bool:
+    """Have an optimizer step by a closure of ours; whether it did, or its first gradient was held back."""
+    run.by_closure = True
+    try:
+        optimizer.step(evaluate)
+    except _HeldBack:
+        return False
+    finally:
+        run.by_closure = False
+    return True
 
 
 def _of_all(run: Run, loss: Any, chosen: Chosen) -> Any:

@@ -87,7 +87,7 @@ def make_plan(
         settings=in_brief(owner),
         watched=_watched(owner),
     )
-    return replace(plan, notes=(*notes, *_saves_late(owner, source, plan, ends=ends), *_notes(owner, plan)))
+    return replace(plan, notes=(*notes, *_saves_late(owner, source, plan, ends=ends), *_notes(owner, source, plan)))
 
 
 def check_monitors(
@@ -186,8 +186,8 @@ def _check_val(val: Mapping[str, Source], ends: Ends) -> None:
             )
 
 
-def _notes(owner: Owner, plan: Plan) -> list[str]:
-    notes = shared_out(owner, plan)
+def _notes(owner: Owner, source: Source, plan: Plan) -> list[str]:
+    notes = shared_out(owner, plan, apart=bool(getattr(source, "sharded", False)))
     if plan.val and owner.hooks.steps_itself and not owner.hooks.validates_itself:
         notes.append("validates by your training_step, in eval mode")
     if str(owner.precision) == "tf32" and owner.device.type == "cpu":

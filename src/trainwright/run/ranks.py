@@ -78,13 +78,13 @@ def opened(world: World, source: Source, epoch: int, *, skip: int = 0) -> Iterat
         return iter(source.epoch(epoch, skip))
 
 
-def shared_out(owner: Owner, plan: Plan) -> list[str]:
-    """What the header says of several processes; nothing of one."""
+def shared_out(owner: Owner, plan: Plan, *, apart: bool) -> list[str]:
+    """What the header says of several processes; nothing of one. `apart`: each reads batches of its own."""
     world: Any = owner.world
     if world.size == 1:
         return []
-    part = _part(owner)
-    rows = "" if plan.batch_size is None else f": {part.told(plan.batch_size)} rows in a micro-batch"
+    whole = None if plan.batch_size is None else plan.batch_size * (world.size if apart else 1)
+    rows = "" if whole is None else f": {_part(owner).told(whole)} rows in a micro-batch"
     by = f"{world.size} processes by {type(owner.parallel).__name__} on {world.backend}{rows}"
     late = 'on_error="save" saves nothing here: of several processes the others are somewhere else'
     return [by, late] if owner.on_error == "save" else [by]

@@ -52,6 +52,8 @@ class Run:
 
     _unjudged = False
     """Whether gradients were checked that nobody has judged."""
+    by_closure = False
+    """Whether an optimizer is making a step that calls a closure of ours."""
     _idle = 0
     """Updates in a row in which no step was applied."""
 
@@ -327,8 +329,11 @@ class Run:
     def _note_step(self, *_: Any) -> None:
         self.outcome.stepped = True
 
-    def _note_beginning(self, *_: Any) -> None:
+    def _note_beginning(self, optimizer: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         self.outcome.stepping = True
+        if self.spread is not None:  # a step by hand is to be the same on all processes
+            by_hand = len(given) + len(named) > 1 and not self.by_closure  # the first is the optimizer
+            self.spread.before_step(optimizer, closure=by_hand)
 
     def stop(self, reason: str) -> None:
         """End the run at the coming boundary; with several processes at the one at which they agree next."""

@@ -136,6 +136,9 @@ def processes(
     index: int | None = getattr(world, "device_index", None)
     if device == "auto" and index is not None and len(devices_of(model)) < 2:
         chosen = torch.device(chosen.type, index)
+    if world.size > 1 and isinstance(model, nn.parallel.DistributedDataParallel):
+        what = "a model in DistributedDataParallel already: the Trainer wraps the step, not the model"
+        raise SettingError(message(what, want="the model itself", fix="Trainer(model.module, ...)"))
     if is_sharded(*model.parameters()) and not isinstance(parallel, FSDP):
         what = "the model was sharded by fully_shard already"
         raise SettingError(message(what, have=f"parallel={parallel!r}", fix="parallel=FSDP(blocks={Block})"))

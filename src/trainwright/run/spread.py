@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from trainwright.base.errors import SettingError, StepError, message
 from trainwright.base.records import Count
@@ -146,6 +147,17 @@ class Spread:
         self._buckets_of(parameters).average(torch.zeros(2))
         self.note(parameters)
         return True
+
+    def before_step(self, optimizer: Optimizer, *, closure: bool) -> None:
+        """Have a step that somebody makes by hand move by gradients of all processes; StepError where it cannot."""
+        if closure:
+            what = f"{type(optimizer).__name__}.step(closure) by hand: each process would evaluate its own rows"
+            raise StepError(message(what, fix="self.apply_gradients(closure=closure)"))
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        now = fingerprint(parameters)
+        # Clipped in place since they were averaged, they are still those of all.
+        if any(self._seen.get(key, (-1, 0))[0] != found or n < self._seen[key][1] for key, (found, n) in now.items()):
+            self.settle(parameters)
 
     def note(self, parameters: Sequence[Tensor]) -> None:
         """Note that gradients are those of all processes, as they are now."""
