@@ -15,6 +15,7 @@ from trainwright.base.contracts import Part, Source, listeners
 from trainwright.base.errors import SettingError, message
 from trainwright.base.records import Result
 from trainwright.run import state
+from trainwright.run.alike import check_alike
 from trainwright.run.boundary import ENDED
 from trainwright.run.evaluating import evaluate
 from trainwright.run.failure import explain
@@ -22,7 +23,7 @@ from trainwright.run.optimizers import check_parameters
 from trainwright.run.owner import Owner
 from trainwright.run.pausing import Pauses
 from trainwright.run.plan import Ends, Resume, check_monitors, make_plan
-from trainwright.run.ranks import align_buffers, align_weights, beside_others
+from trainwright.run.ranks import align_buffers, beside_others
 from trainwright.run.rescue import ends_in, rescue
 from trainwright.run.resuming import find
 from trainwright.run.run import Run
@@ -51,8 +52,8 @@ def running(
     check_parameters(owner)
     with ExitStack() as undo:
         undo.enter_context(beside_others(owner))
+        check_alike(owner, source, val, ends=ends, resumes=resume.where is not None)
         undo.enter_context(stage(owner, resumes=resume.where is not None))
-        align_weights(owner)  # what a stage begins with: averaged weights are put back where nobody has written to them
         undo.enter_context(_ground(owner))
         plan = make_plan(
             owner, source, val, ends=ends, notes=(*owner.between.notes, *undo.enter_context(_awake(owner)))

@@ -12,6 +12,7 @@ from torch import Tensor
 from trainwright.base.errors import SettingError, message
 from trainwright.base.progress import Counters
 from trainwright.run.owner import Owner
+from trainwright.run.ranks import align_weights
 from trainwright.runtime.modules import unnoticed
 
 
@@ -28,6 +29,7 @@ def stage(owner: Owner, *, resumes: bool) -> Iterator[None]:
     between.under_way, between.refused_to = True, _Before(owner)
     try:
         _begin(owner, resumes=resumes)
+        align_weights(owner)  # not before: trained weights are put back where nobody has written to averaged ones
         yield
     except BaseException:
         if between.refused_to is not None:
