@@ -331,9 +331,8 @@ class Run:
 
     def _note_beginning(self, optimizer: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         self.outcome.stepping = True
-        if self.spread is not None:  # a step by hand is to be the same on all processes
-            by_hand = len(given) + len(named) > 1 and not self.by_closure  # the first is the optimizer
-            self.spread.before_step(optimizer, closure=by_hand)
+        if self.spread is not None and not self.by_closure:  # a step by hand is to be the same on all processes
+            self.spread.before_step(optimizer, closure=len(given) + len(named) > 1)  # the first is the optimizer
 
     def stop(self, reason: str) -> None:
         """End the run at the coming boundary; with several processes at the one at which they agree next."""
