@@ -116,7 +116,6 @@ class Trainer(Generic[M]):
         self.nonfinite: Policy = as_policy(nonfinite)
         self.on_error = setup.checked_on_error(on_error, checkpoint)
         self.observers: Sequence[Observer] = (*console_observers(console), *setup.checked_observers(observers))
-        self.listening: Sequence[Observer] = self.observers if self.is_main else ()
         self.hooks = read_hooks(self, overridden(type(self), Trainer, HOOKS))
         self.between = Between()
         self.ledger = Ledger(Meters(self.metrics) if self.metrics else None, self.hooks)

@@ -251,8 +251,8 @@ def a_loss_that_is_bad_is_not_looked_at(patch):
 
 def only_the_first_optimizer_is_loaded(patch):
     def load(self, tree):
-        name = next(iter(self._parts))
-        self._parts[name].load_state_dict(tree[name])
+        name = next(iter(self.parts))
+        self.parts[name].load_state_dict(tree[name])
 
     patch.setattr(NamedParts, "load_state_dict", load)
 

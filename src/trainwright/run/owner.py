@@ -46,7 +46,6 @@ class Owner(Protocol):
     is_main: bool
     parallel: Any
     observers: Sequence[Observer]
-    listening: Sequence[Observer]
 
     hooks: Hooks
     between: Between
@@ -70,3 +69,8 @@ class Owner(Protocol):
 
     def predict_step(self, batch: Any) -> Any:
         """The step of a prediction."""
+
+
+def listening(owner: Owner) -> Sequence[Observer]:
+    """The observers that are told of the run: those of the first process."""
+    return owner.observers if owner.is_main else ()

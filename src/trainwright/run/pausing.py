@@ -16,6 +16,7 @@ from trainwright.run.boundary import BETWEEN
 from trainwright.run.due import Bell
 from trainwright.run.evaluating import probing
 from trainwright.run.leaving import Leaving
+from trainwright.run.owner import listening
 from trainwright.run.plan import Ends
 from trainwright.run.run import Run
 from trainwright.run.saving import Saves
@@ -50,7 +51,7 @@ class Pauses:
         self.saves.start()
         observers = self.owner.observers
         self._probes = [(one, Bell(one.span, counters, of="every")) for one in observers if isinstance(one, Probe)]
-        heard = self.owner.listening
+        heard = listening(self.owner)
         self._on_validate, self._on_epoch = listeners(heard, "on_validate"), listeners(heard, "on_epoch")
         self._updates_before = counters.updates - (1 if counters.batch else 0)
         self.run.owed = counters.pause or ("update" if counters.paused < counters.updates else "")

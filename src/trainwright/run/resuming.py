@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from trainwright.base.contracts import Source, Tree
 from trainwright.base.errors import CheckpointError, SettingError, message
 from trainwright.run import state
-from trainwright.run.owner import Owner
+from trainwright.run.owner import Owner, listening
 from trainwright.run.pausing import Pauses
 from trainwright.run.plan import Resume
 from trainwright.run.ranks import own_of, take_own
@@ -85,7 +85,7 @@ class Found:
             # begin_epoch, the order, or what follows this `fit`, draws first; or the epoch in hand begins anew
             random.put_back()
         at = counters.earlier_updates + counters.updates
-        for observer in owner.listening:
+        for observer in listening(owner):
             resume_at = getattr(observer, "resume_at", None)
             if resume_at is not None:
                 resume_at(at, counters.skipped)

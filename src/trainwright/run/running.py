@@ -20,7 +20,7 @@ from trainwright.run.boundary import ENDED
 from trainwright.run.evaluating import evaluate
 from trainwright.run.failure import explain
 from trainwright.run.optimizers import check_parameters
-from trainwright.run.owner import Owner
+from trainwright.run.owner import Owner, listening
 from trainwright.run.pausing import Pauses
 from trainwright.run.plan import Ends, Resume, check_monitors, make_plan
 from trainwright.run.ranks import align_buffers, beside_others
@@ -76,7 +76,7 @@ def running(
             told = [*found.go_on(owner, keeper), *_ready_to_save(owner, run, pauses)]
             plan = replace(plan, notes=(*plan.notes, *told))
         pauses.start()
-        for notify in listeners(owner.listening, "on_fit_start"):
+        for notify in listeners(listening(owner), "on_fit_start"):
             notify(plan)
         yield from _noting_the_end(owner, run, pauses, passed=found.passes)
 
@@ -168,7 +168,7 @@ def _noting_the_end(owner: Owner, run: Run, pauses: Pauses, *, passed: bool) -> 
         owner.result = pauses.leaving.result()
         between.begun = True
         between.stages = [*between.stages[: counters.stage], _ended(owner, owner.result, pauses.leaving.left)]
-        for notify in listeners(owner.listening, "on_fit_end"):
+        for notify in listeners(listening(owner), "on_fit_end"):
             notify(owner.result)
 
 

@@ -11,6 +11,7 @@ from trainwright.base.errors import SettingError, message
 from trainwright.base.records import Saved
 from trainwright.run import state
 from trainwright.run.due import Bell
+from trainwright.run.owner import listening
 from trainwright.run.ranks import PROCESSES, own_state
 from trainwright.run.run import Run
 from trainwright.run.settings import digest, settings_of
@@ -42,7 +43,7 @@ class Saves:
             return
         every = self.keeper.settings.every
         self._bell = None if isinstance(every, str) else Bell(every, self.counters, of="every")
-        self._on_save = listeners(self.owner.listening, "on_save")
+        self._on_save = listeners(listening(self.owner), "on_save")
 
     def are_due(self, *, keep: bool, validated: bool, epoch_ended: bool) -> bool:
         """Whether to save now: the span has passed, it is among the best, it was asked for, or the run ends.
