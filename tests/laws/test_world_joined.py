@@ -1,4 +1,4 @@
-"""World: an update that joins the micro-batches of its window reads each row once, where some processes have none."""
+"""World: where a process has no row of a batch or window, what stands in is neither trained on nor told."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trainwright import Step, Sum, Trainer, accuracy, batches
+from trainwright import Observer, Step, Sum, Trainer, Update, accuracy, batches, sharded
 from world.pool import pool
 
 from .world_runs import apart, flat, perceptron, rows_of_classes
@@ -68,3 +68,40 @@ def test_rows_that_stand_in_are_no_rows_of_a_joined_window(rows: int, accumulate
     expected = by_hand(rows, accumulate)
     for outcome in pool(size).run(join, rows, accumulate, seconds=40):
         assert apart(outcome, expected) <= EXACT
+
+
+class Seen(Observer):
+    """Keeps the loss of every update."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_update(self, update: Update) -> None:
+        self.losses.append(update.loss)
+
+
+def short(first: int) -> list[float]:
+    """The losses that are told where the first process's part of a stream has `first` batches, the other's three."""
+    rank = torch.distributed.get_rank()
+    x, y = rows_of_classes(6)
+    part = [(x[j : j + 1], y[j : j + 1]) for j in (range(3, 6) if rank else range(first))]
+    model, optimizer = start()
+    seen = Seen()
+    trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), observers=[seen], console=False)
+    trainer.fit(sharded(lambda epoch: iter(part)), epochs=1)
+    return seen.losses
+
+
+@pytest.mark.parametrize("first", [0, 1, 3])
+def test_a_loss_is_told_where_the_first_process_has_no_row(first: int) -> None:
+    model, optimizer = start()
+    x, y = rows_of_classes(6)
+    told = []
+    for j in range(3):
+        rows = [j, 3 + j] if j < first else [3 + j]
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x[rows]), y[rows])
+        loss.backward()
+        optimizer.step()
+        told.append(loss.item())
+    assert pool(2).run(short, first, seconds=40)[0] == pytest.approx(told, abs=1e-12)

@@ -244,7 +244,7 @@ class Run:
         self.boundary.place = COUNTING
         if outcome.left_out:
             self._put_back()
-        if returned is not None and (not ledger.noted or type(returned) is dict):
+        if returned is not None and (not ledger.noted or type(returned) is dict) and not self._is_told:
             ledger.note_returned(returned)
         if outcome.minimized:
             self._note_minimized(returned)
@@ -264,6 +264,11 @@ class Run:
         if self._idle >= PATIENCE:
             raise nonfinite.nothing_applied(f"{PATIENCE} updates in a row", told=outcome.applied is not None)
         return False
+
+    @property
+    def _is_told(self) -> bool:
+        """Whether the loss of the window is told with the gradients: of several processes some may have no row."""
+        return self.spread is not None and self.spread.is_default
 
     def begin_epoch(self, epoch: int) -> None:
         """Run the user's `begin_epoch`, once for each epoch, and plan anew what it has changed."""
