@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trainwright import Observer, Step, Sum, Trainer, Update, accuracy, batches, sharded
+from trainwright.parallel.ddp import DDP
 from world.pool import pool
 
 from .world_runs import apart, flat, perceptron, rows_of_classes
@@ -105,3 +106,49 @@ def test_a_loss_is_told_where_the_first_process_has_no_row(first: int) -> None:
         optimizer.step()
         told.append(loss.item())
     assert pool(2).run(short, first, seconds=40)[0] == pytest.approx(told, abs=1e-12)
+
+
+class Minimizing(Trainer[nn.Module]):
+    """A forward of its own, with layers in eval mode, before `minimize`."""
+
+    def update(self, window: Any) -> None:
+        x, y = (torch.cat(parts) for parts in zip(*window, strict=True))
+        self.minimize(F.cross_entropy(self.model(x), y))
+
+
+def synced(kind: type[Trainer[nn.Module]]) -> dict[str, Any]:
+    torch.manual_seed(2)
+    first, act, last = perceptron(5, 3)
+    model = nn.Sequential(first, nn.BatchNorm1d(8).eval(), act, last).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = kind(model, optimizer, nn.CrossEntropyLoss(), parallel=DDP(sync_buffers=True), console=False)
+    result = trainer.fit(batches(rows_of_classes(13), BATCH), epochs=2)
+    return {"weights": flat(model), "history": result.history}
+
+
+def test_buffers_are_brought_together_before_a_forward_of_ones_own() -> None:
+    expected = synced(Trainer)
+    for outcome in pool(2).run(synced, Minimizing, seconds=40):
+        assert apart(outcome, expected) <= EXACT
+
+
+def uneven(static: bool) -> dict[str, Any]:
+    """A stream of which the first process has one micro-batch of two in the first window, and the other two."""
+    group = torch.distributed.is_initialized()
+    rank = torch.distributed.get_rank() if group else 0
+    model, optimizer = start()
+    x, y = rows_of_classes(10)
+    mine = [[0, 1], [4, 5], [6, 7], [8, 9]] if rank else [[2, 3]]
+    whole = [[0, 1], [2, 3, 4, 5], [6, 7], [8, 9]]
+    part = [(x[rows], y[rows]) for rows in (mine if group else whole)]
+    settings: dict[str, Any] = {"parallel": DDP(static_graph=static), "accumulate": 2, "console": False}
+    trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), **settings)
+    result = trainer.fit(sharded(lambda epoch: iter(part)), epochs=2)
+    return {"weights": flat(model), "history": result.history}
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_parts_of_a_stream_of_other_lengths_make_one_window(static: bool) -> None:
+    expected = uneven(False)
+    for outcome in pool(2).run(uneven, static, seconds=40):
+        assert apart(outcome, expected) <= EXACT

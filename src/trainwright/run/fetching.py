@@ -33,7 +33,7 @@ def fetched(run: Run) -> Iterator[Window]:
         batches,
         size,
         world=world,
-        in_step=spread.shards,
+        in_step=spread.in_step,
         stands_in=spread.shards or spread.is_default,
         rows=rows,
         count=count,

@@ -75,6 +75,13 @@ class Spread:
         """Turn to the next window: its gradients are new ones, wherever in memory they come to lie."""
         self.loss = 0.0
         self._seen.clear()
+        if getattr(self._settings, "sync_buffers", False):  # before any forward, which may save them for its backward
+            self._world.align(self._owner.model.buffers())
+
+    @property
+    def in_step(self) -> bool:
+        """Whether all run as many micro-batches: torch averages in each of them in a static graph's first window."""
+        return self.shards or (self._wraps and self._settings.static_graph)
 
     def step(self, batch: Any) -> Tensor:
         """Run the step of the micro-batch that comes next; returns its loss, weighed by its share of the window."""
@@ -205,8 +212,6 @@ class Spread:
         assert module is not None
         self._told = torch.zeros_like(module.told.detach())
         module.told.grad = None
-        if getattr(self._settings, "sync_buffers", False):
-            self._world.align(self._owner.model.buffers())
 
     def _forward(self, batch: Any, *, last: bool) -> Tensor:
         assert self._module is not None
