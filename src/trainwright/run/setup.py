@@ -139,7 +139,7 @@ def processes(
     if world.size > 1 and isinstance(model, nn.parallel.DistributedDataParallel):
         what = "a model in DistributedDataParallel already: the Trainer wraps the step, not the model"
         raise SettingError(message(what, want="the model itself", fix="Trainer(model.module, ...)"))
-    if is_sharded(*model.parameters()) and not isinstance(parallel, FSDP):
+    if is_sharded(*model.parameters()) and parallel is not None and not isinstance(parallel, FSDP):
         what = "the model was sharded by fully_shard already"
         raise SettingError(message(what, have=f"parallel={parallel!r}", fix="parallel=FSDP(blocks={Block})"))
     return world, DDP() if parallel is None or isinstance(parallel, str) else parallel, chosen
