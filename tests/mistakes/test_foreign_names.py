@@ -142,7 +142,7 @@ def test_arguments_that_are_not_built_are_not_offered():
         make(precison="bf16", on_eror=None)
     (note,) = caught.value.__notes__
     assert "Did you mean 'precision'?" in note
-    assert all(name not in note for name in ("parallel", "on_oom", "fast"))
+    assert all(name not in note for name in ("on_oom", "fast"))
 
 
 class Forgets(Trainer):
