@@ -18,7 +18,7 @@ from typing import Any
 
 GROUP_SECONDS = 60  # after which a collective that a rank never joins is an error
 START_SECONDS = 120
-GRACE = 5  # after which the others of a rank that failed are ended too
+GRACE = 15  # after which the others of a rank that failed are ended too
 
 
 class RankFailed(Exception):
