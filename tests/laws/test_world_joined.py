@@ -152,3 +152,41 @@ def test_parts_of_a_stream_of_other_lengths_make_one_window(static: bool) -> Non
     expected = uneven(False)
     for outcome in pool(2).run(uneven, static, seconds=40):
         assert apart(outcome, expected) <= EXACT
+
+
+class Written(Trainer[nn.Module]):
+    """A backward by hand."""
+
+    def update(self, window: Any) -> Any:
+        x, y = (torch.cat(parts) for parts in zip(*window, strict=True))
+        self.optimizer.zero_grad()
+        loss = F.cross_entropy(self.model(x), y)
+        loss.backward()
+        self.apply_gradients()
+        return loss
+
+
+def broken(kind: type[Trainer[nn.Module]], settings: dict[str, Any]) -> dict[str, Any]:
+    """A stream whose part on the first process ends with a row that holds a NaN; its update is skipped, no other."""
+    group = torch.distributed.is_initialized()
+    rank = torch.distributed.get_rank() if group else 0
+    model, optimizer = start()
+    x, y = rows_of_classes(10)
+    x[5] = torch.nan
+    mine = [[0, 1], [2, 3], [6, 7], [8, 9]] if rank else [[4], [5]]
+    whole = [[4, 0, 1], [5, 2, 3], [6, 7], [8, 9]]
+    part = [(x[rows], y[rows]) for rows in (mine if group else whole)]
+    trainer = kind(model, optimizer, nn.CrossEntropyLoss(), nonfinite="skip", console=False, **settings)
+    result = trainer.fit(sharded(lambda epoch: iter(part)), epochs=2)
+    return {"weights": flat(model), "history": [{"skipped": result.skipped, "updates": result.updates}]}
+
+
+@pytest.mark.parametrize("settings", [{}, {"parallel": DDP(find_unused_parameters=True)}], ids=["auto", "unused"])
+@pytest.mark.parametrize("kind", [Trainer, Minimizing, Written])
+def test_a_nan_in_rows_that_stand_in_reaches_no_gradient(
+    kind: type[Trainer[nn.Module]], settings: dict[str, Any]
+) -> None:
+    expected = broken(kind, settings)
+    assert expected["history"] == [{"skipped": 2, "updates": 6}]
+    for outcome in pool(2).run(broken, kind, settings, seconds=40):
+        assert apart(outcome, expected) <= EXACT

@@ -53,6 +53,8 @@ class Spread:
         self._looks = False
         """Whether the window in hand, the first of an epoch, is to show anew which parameters are not used."""
         self._buckets: dict[tuple[int, ...], Buckets] = {}
+        self._silenced: list[Any] = []
+        """What has gradients be 0, while a batch that stands in runs backward."""
         self._seen: dict[int, tuple[int, int]] = {}
         """By parameter: what its gradient was when it was that of all processes."""
         self.loss: Count = 0.0
@@ -75,6 +77,7 @@ class Spread:
         """Turn to the next window: its gradients are new ones, wherever in memory they come to lie."""
         self.loss = 0.0
         self._seen.clear()
+        self._silence(False)
         if getattr(self._settings, "sync_buffers", False):  # before any forward, which may save them for its backward
             self._world.align(self._owner.model.buffers())
 
@@ -89,6 +92,7 @@ class Spread:
         if window.position < 0:
             self._begin()
         last = window.position + 2 == len(window.batches)
+        self._silence(window.stands_in)
         if window.stands_in:
             with self._standing_in():
                 loss = self._forward(batch, last=last)
@@ -104,6 +108,7 @@ class Spread:
         """
         module, told = self._module, self._told
         assert module is not None
+        self._silence(False)
         if self._in_use is None and not self.shards:
             buckets = self._buckets_of(module.trained)
             told = buckets.average(told)
@@ -126,11 +131,13 @@ class Spread:
         window = self._window
         self._begin()
         weighed = window.weigh(loss, None if summed else count, summed=summed, here=any(window.rows))
+        self._silence(not any(window.rows))
         self._tell()
         return weighed
 
     def average(self, parameters: Sequence[Tensor]) -> Count:
         """Average the gradients of a loss that was weighed; returns the factor that they still owe."""
+        self._silence(False)
         if self.shards:
             told = self._told / self._world.size
             self._world.sum(told)
@@ -150,7 +157,10 @@ class Spread:
         window = self._window
         share = self._world.size * sum(window.rows) / window.whole
         gradients = [p.grad for p in parameters if p.grad is not None]
-        torch._foreach_mul_(gradients, share)
+        if gradients and share:
+            torch._foreach_mul_(gradients, share)
+        elif gradients:
+            torch._foreach_zero_(gradients)  # of rows that stand in, which may hold NaN: 0 times that is none
         self._buckets_of(parameters).average(torch.zeros(2))
         self.note(parameters)
         return True
@@ -212,6 +222,14 @@ class Spread:
         assert module is not None
         self._told = torch.zeros_like(module.told.detach())
         module.told.grad = None
+
+    def _silence(self, silent: bool) -> None:
+        """Have the `backward` to come give gradients of 0, whatever it computes: 0 times NaN would be NaN."""
+        for handle in self._silenced:
+            handle.remove()
+        assert self._module is not None
+        trained = self._module.trained if silent and not self.shards else []
+        self._silenced = [parameter.register_hook(torch.zeros_like) for parameter in trained]
 
     def _forward(self, batch: Any, *, last: bool) -> Tensor:
         assert self._module is not None
