@@ -8,6 +8,7 @@ import json
 import os
 import socket
 import threading
+import weakref
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,9 +28,13 @@ TIMEOUT = 300.0
 LEAVE = 5.0
 """Seconds that taking a group down may take when the program ends: a peer that is dead never answers."""
 
-_made: list[Any] = []
-"""The process group that was made here, to be taken down in the end."""
-_known: list[tuple[Any, Group]] = []
+_made: list[weakref.ref[Any]] = []
+"""The process group that was made here, to be taken down in the end.
+
+Held weakly, as all groups here: who takes a group down ends its threads, and one that somebody still holds keeps them
+until after the interpreter, where they may abort the process (`terminate called without an active exception`).
+"""
+_known: list[tuple[weakref.ref[Any], Group]] = []
 """The process group that was seen last, and its `Group`: all trainers of a process share them."""
 
 
@@ -63,7 +68,7 @@ def as_world(parallel: Any, device_type: str = "cpu") -> World:
 def leave() -> None:
     """Take down the group that was made here, if it is still the one; wait for nobody who is dead."""
     dist: Any = torch.distributed
-    if not _made or not dist.is_initialized() or dist.group.WORLD is not _made.pop():
+    if not _made or not dist.is_initialized() or dist.group.WORLD is not _made.pop()():
         return
     leaving = threading.Thread(target=dist.destroy_process_group, daemon=True)
     try:
@@ -109,8 +114,8 @@ def _of_initialised(settings: _Settings, device_type: str) -> World:
     if size == 1 and not settings.alone:
         return World()
     _check_serves(dist, settings, device_type)
-    if not _known or _known[0][0] is not dist.group.WORLD:
-        _known[:] = [(dist.group.WORLD, _wrapped(dist, settings, device_type))]
+    if not _known or _known[0][0]() is not dist.group.WORLD:
+        _known[:] = [(weakref.ref(dist.group.WORLD), _wrapped(dist, settings, device_type))]
     group = _known[0][1]
     if group.timeout != settings.timeout:
         group = copy.copy(group)
@@ -172,11 +177,11 @@ def _started(place: Place | None, settings: _Settings, device_type: str) -> Grou
     dist.init_process_group(
         backend, store=store, rank=place.rank, world_size=place.size, timeout=limit, device_id=device
     )
-    _made[:] = [dist.group.WORLD]
+    _made[:] = [weakref.ref(dist.group.WORLD)]
     atexit.unregister(leave)  # once, and before what was registered earlier
     atexit.register(leave)
     group = Group(local_rank=local_rank, device_index=index, timeout=settings.timeout)
-    _known[:] = [(dist.group.WORLD, group)]
+    _known[:] = [(weakref.ref(dist.group.WORLD), group)]
     return group
 
 
