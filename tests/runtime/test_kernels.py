@@ -13,6 +13,10 @@ FORMS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
     "fused adamw": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1),
+    "fused adam": lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.1, amsgrad=True, fused=True),
+    "fused sgd": lambda p: torch.optim.SGD(p, lr=0.1, fused=True),
+    "fused sgd with momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, fused=True),
+    "fused adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.1, fused=True),
 }
 
 

@@ -1,0 +1,159 @@
+"""Call the fused kernels of torch's own optimizers directly: one step of Adam, AdamW, SGD and Adagrad."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+Group = dict[str, Any]
+Call = tuple[Callable[..., Any], tuple[list[Tensor], ...], list[Tensor], dict[str, Any]]
+"""A kernel, the lists of tensors that it takes, the counters of steps among them, and its settings."""
+
+
+class DirectStep:
+    """One step of a fused optimizer by its kernels, bit for bit what its own `step` gives.
+
+    Torch's `step` sorts the tensors by device and type at every call, and looks for what hardly ever is there. Here
+    that is left out where it cannot matter. Neither a rate nor a state is kept from one call to the next.
+    """
+
+    def __init__(self, optimizer: Optimizer, inner: Callable[[Optimizer], Any]) -> None:
+        self._optimizer, self._inner = optimizer, inner
+        self._call_of = _CALLS[type(optimizer)]
+        self._sizes: list[int] = []
+        self._is_uniform = False
+
+    def __call__(self) -> None:
+        """Make one step; torch's own where a state is not made yet, or something is not as usual."""
+        calls = self._calls()
+        if calls is None:
+            self._inner(self._optimizer)
+            return
+        with torch.no_grad():
+            for kernel, tensors, steps, settings in calls:
+                if steps:
+                    torch._foreach_add_(steps, 1)
+                kernel(*tensors, **settings)
+
+    def _calls(self) -> list[Call] | None:
+        optimizer, calls = self._optimizer, list[Call]()
+        groups = optimizer.param_groups
+        sizes = [len(group["params"]) for group in groups]
+        if sizes != self._sizes:
+            self._sizes, self._is_uniform = sizes, all(_is_uniform(group) for group in groups)
+        if not self._is_uniform or vars(optimizer).get("_need_device_dtype_check_for_fused"):
+            return None
+        for group in groups:
+            call = self._call_of(group, optimizer.state)
+            if call is None:
+                return None
+            calls.append(call)
+        return calls
+
+
+def direct_step(optimizer: Optimizer, inner: Callable[[Optimizer], Any]) -> Callable[[], Any] | None:
+    """Return the direct step of one of torch's own optimizers, built with `fused=True`; None for another.
+
+    `inner`: torch's own step, for the calls that cannot be direct: of a group whose parameters are not all of one
+    device and type, say.
+    """
+    groups = optimizer.param_groups
+    is_fused = type(optimizer) in _CALLS and all(group.get("fused") is True for group in groups)
+    return DirectStep(optimizer, inner) if is_fused else None
+
+
+def _is_uniform(group: Group) -> bool:
+    """Whether all parameters are plain ones of one device and type, so that one call of a kernel serves them."""
+    kinds = {(type(p) is torch.nn.Parameter, p.device, p.dtype) for p in group["params"]}
+    return len(kinds) == 1 and next(iter(kinds))[0]
+
+
+def _gradients(group: Group) -> list[Tensor] | None:
+    """The gradients of a group; None where a parameter has none, or a rate or a switch is not as usual."""
+    if group["fused"] is not True or group["differentiable"] or isinstance(group["lr"], Tensor):
+        return None
+    gradients = [parameter.grad for parameter in group["params"]]
+    for gradient in gradients:
+        if gradient is None or gradient.is_sparse:
+            return None
+    return gradients
+
+
+def _adam(group: Group, state: Any) -> Call | None:
+    gradients = _gradients(group)
+    beta1, beta2 = group["betas"]
+    if gradients is None or group["capturable"] or isinstance(beta1, Tensor) or isinstance(beta2, Tensor):
+        return None
+    parameters: list[Tensor] = group["params"]
+    states = [state[parameter] for parameter in parameters]
+    if not all(states):
+        return None
+    steps = [own["step"] for own in states]
+    amsgrad = group["amsgrad"]
+    tensors = (
+        parameters,
+        gradients,
+        [own["exp_avg"] for own in states],
+        [own["exp_avg_sq"] for own in states],
+        [own["max_exp_avg_sq"] for own in states] if amsgrad else [],
+        steps,
+    )
+    settings = {
+        "amsgrad": amsgrad,
+        "lr": group["lr"],
+        "beta1": beta1,
+        "beta2": beta2,
+        "weight_decay": group["weight_decay"],
+        "eps": group["eps"],
+        "maximize": group["maximize"],
+    }
+    kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
+    return kernel, tensors, steps, settings
+
+
+def _sgd(group: Group, state: Any) -> Call | None:
+    gradients = _gradients(group)
+    if gradients is None:
+        return None
+    parameters: list[Tensor] = group["params"]
+    momentum, buffers = group["momentum"], list[Tensor]()
+    if momentum != 0:
+        buffers = [state[parameter].get("momentum_buffer") for parameter in parameters]
+        for buffer in buffers:
+            if buffer is None:
+                return None
+    settings = {
+        "weight_decay": group["weight_decay"],
+        "momentum": momentum,
+        "lr": group["lr"],
+        "dampening": group["dampening"],
+        "nesterov": group["nesterov"],
+        "maximize": group["maximize"],
+        "is_first_step": False,
+    }
+    return torch._fused_sgd_, (parameters, gradients, buffers), [], settings
+
+
+def _adagrad(group: Group, state: Any) -> Call | None:
+    gradients = _gradients(group)
+    if gradients is None:
+        return None
+    parameters: list[Tensor] = group["params"]
+    states = [state[parameter] for parameter in parameters]
+    if not all(states):
+        return None
+    steps = [own["step"] for own in states]
+    settings = {name: group[name] for name in ("lr", "lr_decay", "weight_decay", "eps", "maximize")}
+    return torch._fused_adagrad_, (parameters, gradients, [own["sum"] for own in states], steps), steps, settings
+
+
+_CALLS: dict[type[Optimizer], Callable[[Group, Any], Call | None]] = {
+    torch.optim.Adam: _adam,
+    torch.optim.AdamW: _adam,
+    torch.optim.SGD: _sgd,
+    torch.optim.Adagrad: _adagrad,
+}

@@ -1,0 +1,166 @@
+"""The direct call of fused kernels is the optimizer's step: bit for bit, whatever is changed between two calls."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from trainwright.runtime import fused
+from trainwright.runtime.kernels import step_of
+
+FORMS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.1, amsgrad=True, fused=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1, fused=True),
+    "momentum": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9, dampening=0.1, maximize=True, fused=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.1, fused=True),
+}
+
+
+class Pair:
+    """One model and optimizer stepped by torch, and its twin stepped directly; `direct` counts direct calls."""
+
+    def __init__(self, form, monkeypatch, *, dtype=torch.float32):
+        torch.manual_seed(0)
+        self.models = [nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)).to(dtype)]
+        self.models.append(copy.deepcopy(self.models[0]))
+        self.optimizers = [
+            FORMS[form]([{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": 0.05}])
+            for model in self.models
+        ]
+        self.direct = 0
+        monkeypatch.setattr(fused.DirectStep, "_calls", self._counted(fused.DirectStep._calls))
+        self.steps = [self.optimizers[0].step, step_of(self.optimizers[1])]
+
+    def _counted(self, real):
+        def calls(direct):
+            found = real(direct)
+            self.direct += found is not None
+            return found
+
+        return calls
+
+    def step(self, seed, change=lambda optimizer, model: None):
+        for model, optimizer, step in zip(self.models, self.optimizers, self.steps, strict=True):
+            torch.manual_seed(seed)
+            optimizer.zero_grad()
+            model(torch.randn(6, 5, dtype=model[0].weight.dtype)).square().sum().backward()
+            change(optimizer, model)
+            step()
+
+    def check(self):
+        ours, theirs = (list(model.parameters()) for model in self.models)
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        states = [optimizer.state_dict()["state"] for optimizer in self.optimizers]
+        assert states[0].keys() == states[1].keys()
+        for key, state in states[0].items():
+            assert state.keys() == states[1][key].keys()
+            assert all(a is None or torch.equal(a, states[1][key][name]) for name, a in state.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("form", FORMS)
+def test_direct_steps_are_the_optimizers_bit_for_bit(form, dtype, monkeypatch):
+    pair = Pair(form, monkeypatch, dtype=dtype)
+    for seed in range(8):
+        pair.step(seed)
+    pair.check()
+    assert pair.direct == 7  # the first makes the state
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rates_and_settings_are_read_anew_at_each_step(form, monkeypatch):
+    pair = Pair(form, monkeypatch)
+
+    def change(optimizer, model):
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.7
+            group["weight_decay"] += 0.01
+            if "betas" in group:
+                group["betas"] = (group["betas"][0] * 0.9, 0.99)
+            elif group.get("momentum"):
+                group["momentum"] *= 0.9
+
+    for seed in range(6):
+        pair.step(seed, change)
+    pair.check()
+    assert pair.direct == 5
+
+
+def lose_a_gradient(optimizer, model):
+    model[0].bias.grad = None
+
+
+def replace_the_state(optimizer, model):
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def forget_one_state(optimizer, model):
+    optimizer.state.pop(model[1].weight, None)
+
+
+def take_a_tensor_for_a_rate(optimizer, model):
+    for group in optimizer.param_groups:
+        group["lr"] = torch.tensor(0.01)
+
+
+def add_a_group(optimizer, model):
+    if len(optimizer.param_groups) == 2:
+        model.late = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        optimizer.add_param_group({"params": [model.late]})
+    model.late.grad = torch.full((3,), 0.5, dtype=torch.float64)
+
+
+def append_of_another_type(optimizer, model):
+    if not hasattr(model, "late"):
+        model.late = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        optimizer.param_groups[0]["params"].append(model.late)
+    model.late.grad = torch.full((3,), 0.5, dtype=torch.float64)
+
+
+CHANGES = (
+    *(lose_a_gradient, replace_the_state, forget_one_state, take_a_tensor_for_a_rate),
+    *(add_a_group, append_of_another_type),
+)
+
+
+TORCH_CANNOT = {("momentum", forget_one_state), ("momentum", append_of_another_type)}
+"""Fused SGD takes all momentum buffers or none."""
+
+
+@pytest.mark.parametrize(
+    ("form", "change"), [(form, c) for form in FORMS for c in CHANGES if (form, c) not in TORCH_CANNOT]
+)
+def test_what_is_not_as_usual_is_stepped_as_torch_does(form, change, monkeypatch):
+    pair = Pair(form, monkeypatch)
+    for seed in range(3):
+        pair.step(seed)
+    for seed in range(3, 6):
+        pair.step(seed, change)
+    pair.check()
+
+
+def test_a_scale_that_hangs_on_the_optimizer_is_heeded(monkeypatch):
+    pair = Pair("adamw", monkeypatch)
+
+    def skip(optimizer, model):
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(1.0)
+
+    pair.step(0)
+    before = [p.clone() for p in pair.models[1].parameters()]
+    pair.step(1, skip)
+    assert all(torch.equal(a, b) for a, b in zip(before, pair.models[1].parameters(), strict=True))
+
+
+@pytest.mark.parametrize("make", [torch.optim.RMSprop, lambda p: torch.optim.AdamW(p, lr=0.1)])
+def test_only_what_was_built_fused_is_called_directly(make):
+    model = nn.Linear(2, 2)
+    assert fused.direct_step(make(model.parameters()), lambda _: None) is None
+
+
+def test_a_subclass_keeps_its_own_way():
+    class Own(torch.optim.AdamW):
+        pass
+
+    assert fused.direct_step(Own(nn.Linear(2, 2).parameters(), fused=True), lambda _: None) is None
