@@ -103,7 +103,7 @@ class Leaving:
             seconds=counters.seconds,
             skipped=counters.skipped,
             weights=weights if passed is None else passed["weights"],
-            notes=(*self._notes(), *self._lost_notes(), *self._saved_notes())
+            notes=(*self._notes(), *self._lost_notes(), *self._told_notes(), *self._saved_notes())
             if passed is None
             else tuple(passed["notes"]),
             blocked=getattr(self.keeper, "blocked", 0.0),
@@ -140,6 +140,11 @@ class Leaving:
         """What it means that the last save failed, where it did."""
         failing: str = getattr(self.keeper, "failing", "")
         return (failing,) if failing else ()
+
+    def _told_notes(self) -> tuple[str, ...]:
+        """Which updates were told with the numbers of one process, where several have run."""
+        teller = self.run.teller
+        return (teller.note,) if teller is not None and teller.note else ()
 
     def _saved_notes(self) -> tuple[str, ...]:
         """From where a run that ended in an error, or by a signal, can go on."""

@@ -14,10 +14,14 @@ def rescue(pauses: Pauses, error: BaseException) -> None:
     """Save the state of the boundary before the window in hand, where it is whole and somebody wants it.
 
     A signal and an error of the data always do, another error of user code with `on_error="save"`. A save in flight
-    is waited for and told in any case. What goes wrong here is a warning: the error that ends the run is the other one.
+    is waited for and told in any case, and so are updates that were to be told when several processes meet. What goes
+    wrong here is a warning: the error that ends the run is the other one.
     """
     at_once = pauses.run.signals.pending and isinstance(error, KeyboardInterrupt)  # a second Ctrl-C
-    if pauses.keeper is None or at_once:
+    if at_once:
+        return
+    _tell_updates(pauses)
+    if pauses.keeper is None:
         return
     run, saves, counters = pauses.run, pauses.saves, pauses.counters
     # Of several processes only those save that have all agreed to end here: the others are somewhere else.
@@ -40,6 +44,18 @@ def rescue(pauses: Pauses, error: BaseException) -> None:
             saves.tell(written)
         except Exception as failed:
             warn(f"{what}: {failed}", stacklevel=2)
+
+
+def _tell_updates(pauses: Pauses) -> None:
+    """Tell the updates that have waited for other processes, which do not come any more."""
+    run = pauses.run
+    if run.teller is None:
+        return
+    with run.signals.held():
+        try:
+            run.teller.tell_alone()
+        except Exception as failed:
+            warn(f"an observer failed when it was told of the last updates: {failed}", stacklevel=3)
 
 
 def ends_in(error: BaseException, *, grace: float) -> tuple[BaseException, str]:

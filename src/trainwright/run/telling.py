@@ -24,7 +24,8 @@ class Teller:
     """The observers that override `on_update`, each with what rings when its turn has come.
 
     Of several processes the first one's are told. What hooks of the user's own give, each of them knows of its own
-    rows: then records wait until all meet, about once a second, and are told with the numbers of all.
+    rows: then records wait until all meet, about once a second, and are told with the numbers of all; where the run
+    ends in an error before they meet, with those of the first process, which the Result says.
     """
 
     def __init__(self, owner: Owner, steppers: Steppers) -> None:
@@ -32,6 +33,8 @@ class Teller:
         hooks = owner.hooks
         self._waits = owner.world.size > 1 and (hooks.logs_freely or hooks.after_update is not None)
         self._late: list[Late] = []
+        self.note = ""
+        """Which updates were told with the numbers of this process alone; empty where none was."""
         self._notify = [
             (observer.on_update, _bell(observer, owner.counters))
             for observer in owner.observers
@@ -62,12 +65,25 @@ class Teller:
             return
         everybody = self._owner.world.gather([numbers for _, numbers in late])
         for (update, _), *each in zip(late, *everybody, strict=True):
-            whole = _added(each)
-            loss, values = whole.pop("loss", update.loss), {**update.values, **whole}
-            complete = replace(update, loss=loss, values=values)
-            for notify, bell in self._notify if self._owner.is_main else ():
-                if bell is None or bell.rings_at(update.update - self._counters.earlier_updates):
-                    notify(complete)
+            self._tell_whole(update, _added(each))
+
+    def tell_alone(self) -> None:
+        """Tell what has waited with the numbers of this process alone: the others do not come any more."""
+        late, self._late = self._late, []
+        if not late or not self._notify or not self._owner.is_main:
+            return
+        first, last = late[0][0].update, late[-1][0].update
+        which = f"update {first} was" if first == last else f"updates {first} to {last} were"
+        self.note = f"{which} told with the numbers of rank 0 alone: the run ended before the processes met"
+        for update, numbers in late:
+            self._tell_whole(update, _added([numbers]))
+
+    def _tell_whole(self, update: Update, numbers: dict[str, float]) -> None:
+        loss = numbers.pop("loss", update.loss)
+        complete = replace(update, loss=loss, values={**update.values, **numbers})
+        for notify, bell in self._notify if self._owner.is_main else ():
+            if bell is None or bell.rings_at(update.update - self._counters.earlier_updates):
+                notify(complete)
 
     def _numbers(self) -> dict[str, tuple[float, float]]:
         hooks, ledger = self._owner.hooks, self._owner.ledger
