@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,19 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import Checkpoint, Observer, Probe, SettingError, StepError, Stopped, Trainer, Update, Updates, batches
+from trainwright import (
+    Checkpoint,
+    EarlyStopping,
+    Observer,
+    Probe,
+    SettingError,
+    StepError,
+    Stopped,
+    Trainer,
+    Update,
+    Updates,
+    batches,
+)
 from world.pool import Pool
 
 
@@ -152,6 +165,32 @@ def signal_the_first_in_a_validation(directory: str) -> tuple[str, int]:
         trainer.fit(data(), data(), epochs=1)
     assert trainer.result is not None
     return trainer.result.stopped, len(list(Path(directory).glob("update-*")))
+
+
+class Grown(Trainer[nn.Module]):
+    """Its best is the first epoch; afterwards its model gets a part more."""
+
+    def begin_epoch(self, epoch: int) -> None:
+        if epoch == 1:
+            self.model.register_buffer("more", torch.zeros(2))
+
+    def validation_step(self, batch: Any) -> Any:
+        return torch.tensor(float(self.progress.epoch))
+
+
+def grow() -> list[str]:
+    stopping = EarlyStopping("val_loss", patience=1, restore_best=True)
+    trainer = Grown(model(), sgd, nn.CrossEntropyLoss(), early_stopping=stopping, console=False)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer.fit(data(), data(), epochs=9)
+    return [f"{Path(one.filename).name}: {one.message}" for one in told]
+
+
+def test_what_holds_for_all_processes_is_warned_of_by_the_first(ranks2: Pool) -> None:
+    (said,), others = ranks2.run(grow, seconds=30)
+    assert said.startswith("test_one_rank_asks.py: the weights of the best val_loss") and "changed since" in said
+    assert others == []
 
 
 def test_a_validation_is_finished_and_saved_when_one_process_is_signalled(ranks2: Pool, tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ class Leaving:
             if weights is None:
                 self._load(watch.best)
             elif _layout(weights) != _layout(self.owner.model.state_dict()):
-                _warn_of(watch.best, "are those of another model: it has changed since")
+                self._warn_of(watch.best, "are those of another model: it has changed since")
             else:
                 self.owner.model.load_state_dict(weights)
                 self.restored, self.left = watch.best, watch.best.update
@@ -74,15 +74,20 @@ class Leaving:
         """Load the weights of a best from its checkpoint; where that is gone, say so and keep the last."""
         path = self._path_of(best)
         if path is None:
-            _warn_of(best, "were not kept")
+            self._warn_of(best, "were not kept")
             return
         weights = load_weights(path)  # raises where the file is damaged
         try:
             load_into(self.owner.model, weights, source=str(path))
         except CheckpointError:
-            _warn_of(best, "are those of another model: it has changed since")
+            self._warn_of(best, "are those of another model: it has changed since")
             return
         self.restored, self.left = best, best.update
+
+    def _warn_of(self, best: Best, why: str) -> None:
+        if self.owner.is_main:  # of several processes all come to the same, and one says it
+            what = f"the weights of the best {best.name} (update {best.update})"
+            warn(f"{what} {why}; the last ones stay", stacklevel=9)
 
     def result(self) -> Result:
         """Say how the run ended."""
@@ -161,11 +166,6 @@ class Leaving:
         where = f"not saved at its end: {again} goes on from update {known[0]}" if known else ""
         kept = f'; Trainer(on_error="save") would have kept update {reached}' if self.could_save else ""
         return (f"{where or f'nothing is saved: {again} begins anew'}{kept}",)
-
-
-def _warn_of(best: Best, why: str) -> None:
-    what = f"the weights of the best {best.name} (update {best.update})"
-    warn(f"{what} {why}; the last ones stay", stacklevel=9)
 
 
 def _layout(state_dict: Mapping[str, Any]) -> dict[str, Any]:
