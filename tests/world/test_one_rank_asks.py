@@ -167,6 +167,30 @@ def signal_the_first_in_a_validation(directory: str) -> tuple[str, int]:
     return trainer.result.stopped, len(list(Path(directory).glob("update-*")))
 
 
+class StopsAtTheStart(Trainer[nn.Module]):
+    """Its second process stops before the third epoch; the first one may know of an end of its own by then."""
+
+    knows = False
+
+    def begin_epoch(self, epoch: int) -> None:
+        if epoch == 2 and not self.is_main:
+            self.stop("enough")
+        if epoch == 2 and self.is_main and self.knows:
+            self.counters.stopped = "an end of its own"
+
+
+def stop_at_the_start(knows: bool) -> tuple[str, int, int, int]:
+    trainer = StopsAtTheStart(model(), sgd, nn.CrossEntropyLoss(), console=False)
+    trainer.knows = knows
+    result = trainer.fit(data(), epochs=5)
+    return result.stopped, result.updates, result.epochs, len(result.history)
+
+
+@pytest.mark.parametrize("knows", [False, True])
+def test_a_stop_of_one_process_before_an_epoch_ends_all_of_them_there(ranks2: Pool, knows: bool) -> None:
+    assert ranks2.run(stop_at_the_start, knows, seconds=30) == 2 * [("enough", 6, 2, 2)]
+
+
 class Grown(Trainer[nn.Module]):
     """Its best is the first epoch; afterwards its model gets a part more."""
 

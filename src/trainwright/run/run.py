@@ -143,7 +143,7 @@ class Run:
         self.signals.check()
         self.begin_epoch(counters.epoch)
         if self.agreement is not None and self.owner.hooks.begin_epoch is not None:
-            self.counters.stopped = self.counters.stopped or self.agreement.join().stop
+            counters.stopped = self.agreement.join().stop or counters.stopped  # all join, or none does
         self.stopped_between = counters.stopped != ""
         if self.stopped_between:
             return
