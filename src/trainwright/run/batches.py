@@ -102,7 +102,7 @@ def scores_of(returned: Any) -> Any:
 
 
 def loss_of(owner: Owner, output: Any, target: Any) -> Any:
-    """Return the loss of a micro-batch in training: as the user gave it, or as a sum where several are weighed."""
+    """Return the loss of a micro-batch in training: as the user gave it, or as a sum where a window has several."""
     if target is None or owner.loss is None:
         raise no_loss(owner, target)
     known, window = owner.hooks.known, owner.ledger.window
@@ -115,10 +115,10 @@ def loss_of(owner: Owner, output: Any, target: Any) -> Any:
     weighs = window is not None and window.begun and window.position + 1 < len(window.batches)
     if known is None or window is None or not weighs or owner.hooks.steps_itself or owner.hooks.counts_itself:
         return owner.loss(output, target)
+    mean = len(window.batches) == 1
     if owner.hooks.count is None:  # what the target counts is known only now
-        mean = window.alone
         return Mean(owner.loss(output, target), known.count(target)) if mean else known.summed(output, target)
-    return owner.loss(output, target) if window.alone else Sum(known.total(output, target), owner.ledger.count)
+    return owner.loss(output, target) if mean else Sum(known.total(output, target), owner.ledger.count)
 
 
 def exact_loss_of(owner: Owner, output: Any, target: Any) -> Any:

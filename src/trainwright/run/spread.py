@@ -16,6 +16,7 @@ from trainwright.parallel.averaging import Buckets, fingerprint
 from trainwright.parallel.ddp import DDP, Wrapped
 from trainwright.parallel.world import Group
 from trainwright.run.owner import Owner
+from trainwright.runtime import late
 from trainwright.runtime.modules import running_statistics, unnoticed
 from trainwright.runtime.randomness import unmoved
 from trainwright.slots.dealt import DealtWindow
@@ -106,12 +107,12 @@ class Spread:
 
         `unscale`: what undoes the loss scale, by which all that travels with gradients is multiplied too.
         """
-        module, told = self._module, self._told
+        module = self._module
         assert module is not None
         self._silence(False)
         if self._in_use is None and not self.shards:
             buckets = self._buckets_of(module.trained)
-            told = buckets.average(told)
+            told = buckets.average(self._told)
             if self._wraps and (self._wrapped is None or buckets.unused):
                 self._wrapped = Wrapped(module, self._settings, self._world, unused=buckets.unused)
             self._looks = False
@@ -122,7 +123,7 @@ class Spread:
             assert module.told.grad is not None
             told = module.told.grad if unscale == 1.0 else module.told.grad * unscale
         else:
-            told = told / self._world.size
+            told = self._told / self._world.size
             self._world.sum(told)
         return self._read(told)
 
@@ -218,13 +219,16 @@ class Spread:
         return window
 
     def _begin(self) -> None:
-        module = self._module
-        assert module is not None
-        self._told = torch.zeros_like(module.told.detach())
-        module.told.grad = None
+        told = self._module.told if self._module is not None else None
+        assert told is not None
+        if not self._rides or self._in_use is None:
+            self._told = torch.zeros_like(told.detach())
+        told.grad = None
 
     def _silence(self, silent: bool) -> None:
         """Have the `backward` to come give gradients of 0, whatever it computes: 0 times NaN would be NaN."""
+        if not silent and not self._silenced:
+            return
         for handle in self._silenced:
             handle.remove()
         assert self._module is not None
@@ -248,13 +252,15 @@ class Spread:
         return loss
 
     def _tell(self) -> None:
+        assert self._module is not None
         count, weighed = self._window.in_hand
-        kind = self._told.dtype
+        told = self._module.told
+        kind = told.dtype
         if weighed.is_cpu and not isinstance(count, Tensor):
-            self.term = torch.tensor((count, weighed.item()), dtype=kind)
+            self.term = torch.tensor((count, late.host_value(weighed)), dtype=kind)
         else:
             counted = torch.as_tensor(count, dtype=kind, device=weighed.device)
-            self.term = torch.stack([counted, weighed.detach().to(kind)]).to(self._told.device)
+            self.term = torch.stack([counted, weighed.detach().to(kind)]).to(told.device)
         if self._in_use is None or not self._rides:
             self._told = self._told + self.term
 
@@ -269,7 +275,8 @@ class Spread:
     def _buckets_of(self, parameters: Sequence[Tensor]) -> Buckets:
         key = tuple(map(id, parameters))
         if key not in self._buckets:
-            self._buckets[key] = Buckets(parameters, self._world)
+            size = getattr(self._settings, "bucket_mb", None)
+            self._buckets[key] = Buckets(parameters, self._world, bucket_mb=size)
         return self._buckets[key]
 
     @contextmanager

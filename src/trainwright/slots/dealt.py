@@ -12,6 +12,7 @@ from torch import Tensor
 from trainwright.base.dealing import Slice
 from trainwright.base.records import Count
 from trainwright.parallel.world import World
+from trainwright.runtime import late
 from trainwright.slots.window import Window, ratio, without_nothing
 
 
@@ -78,6 +79,8 @@ class DealtWindow(Window):
             weighed = loss * self.processes
         else:
             divisor = self.whole / self.processes
+            if isinstance(count, Tensor) and count.is_cpu:  # torch's own NLL has told it
+                count = late.host_value(count)
             weighed = loss / divisor if summed else without_nothing(loss, count) * ratio(count, divisor)
         self.in_hand = (0 if count is None else count, weighed)
         return weighed
@@ -142,7 +145,7 @@ def dealt_windows(
             group, own = [one for one, n in zip(group, own, strict=True) if n], [n for n in own if n]
         batches = [one.batch for one in group]
         counts: list[Count] | None = None
-        if count is not None:  # what stands in counts nothing, in the shares of a loop of the user's own either
+        if count is not None and len(group) > 1:  # what stands in counts nothing, in the shares of an own loop either
             counts = [count(batch) if n else 0 for batch, n in zip(batches, own, strict=True)]
         yield DealtWindow(batches, own, counts, whole=whole, most=most, processes=world.size, move=move)
 
