@@ -74,7 +74,9 @@ def test_an_error_of_one_process_ends_all_and_the_others_name_it(ended) -> None:
 
 def test_a_killed_process_is_named_by_the_others(ended) -> None:
     said, error, seconds = ended("kill")
-    assert "rank 1 does not answer\n" in said[0] and "at update 3, programs.py:" in said[0]
+    assert "rank 1 does not answer, and its connections are closed\n" in said[0]
+    assert "at update 3, programs.py:" in said[0]
+    assert "a word from every process" not in said[0], "nobody has waited for the time-out"
     assert error == "rank 1 of 2 has failed: it was ended by SIGKILL (no memory?)"
     assert seconds < 15
 

@@ -6,6 +6,8 @@ import os
 import sys
 from types import FrameType
 
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
 
 class TrainwrightError(Exception):
     """Any error that this library raises on purpose, beside ``ValueError`` and ``TypeError`` for arguments."""
@@ -62,17 +64,24 @@ def user_line(frame: FrameType | None = None) -> str:
 
     Seen from `frame`, which may be another thread's; from the caller where none is given.
     """
-    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     frame = sys._getframe(1) if frame is None else frame
     while frame is not None:
-        name = frame.f_code.co_filename
-        ours = os.path.abspath(name).startswith(package)
-        if not ours and "site-packages" not in name and not name.startswith("<") and "/lib/python" not in name:
-            return f"{os.path.basename(name)}:{frame.f_lineno}"
+        if is_users(frame.f_code.co_filename):
+            return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
         if frame.f_back is None:
             break
         frame = frame.f_back
     return ""
+
+
+def is_ours(name: str) -> bool:
+    """Whether a file is one of this package."""
+    return os.path.abspath(name).startswith(_PACKAGE)
+
+
+def is_users(name: str) -> bool:
+    """Whether a file is neither ours nor an installed package's."""
+    return not is_ours(name) and "site-packages" not in name and not name.startswith("<") and "/lib/python" not in name
 
 
 def not_built(name: str, instead: str = "") -> SettingError:

@@ -15,14 +15,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from trainwright.base.errors import ProcessError, message, user_line
+from trainwright.base.errors import ProcessError, user_line
+from trainwright.parallel.blaming import Cause, call_of, told
 from trainwright.parallel.lingering import wait_for
 
 T = TypeVar("T")
 Beat = dict[str, Any]
-"""What a process says of itself: n, state, rank, host, pid, place, line."""
-Cause = dict[str, Any]
-"""Which process the run ends of: its beat, and kind, what, by."""
+"""What a process says of itself: n, state, rank, host, pid, place, line, call."""
 
 GRACE = 5.0
 """Seconds in which a process may notice by itself that another one has failed, before it is ended."""
@@ -31,22 +30,8 @@ PAUSE = 0.5
 
 _GROUP_WORDS = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "timed out waiting")
 """What the errors of a process group say; gloo's are plain RuntimeErrors."""
-_SAYS = {
-    "error": ("rank {rank} has failed: {what}", "its traceback is in its own output"),
-    "silent": (
-        "rank {rank} does not answer",
-        "find out whether it was killed (no memory?) or stopped, or its machine lost; for long pauses DDP(timeout=...)",
-    ),
-    "absent": ("rank {rank} has not come to this run", "every process must call fit and the like, in the same order"),
-    "left": ("rank {rank} has left this run, and rank {by} waits for it", "every process must do the same calls"),
-    "behind": (
-        "rank {rank} has not come to where rank {by} waits for it",
-        "it is stuck, or the processes do not all call the same: look at the line of each; for long pauses "
-        "DDP(timeout=...)",
-    ),
-    "store": ("the process that launched this one does not answer", "look at its output; start the job again"),
-}
-"""By kind: what is said, and what to do."""
+_LATE = ("timed out", "timeout")
+"""What they say where a time-out has passed; else the connections are closed."""
 
 
 class Watch:
@@ -91,11 +76,11 @@ class Watch:
         if not of_the_group(error):
             run.claim(error)
             return error
-        cause = run.find_cause()
+        cause = run.find_cause(late=any(word in str(error).lower() for word in _LATE))
         if cause is None or (cause["kind"] == "error" and cause["rank"] == self._group.rank):
             run.claim(error)
             return error
-        return ProcessError(_text(cause, run.timeout))
+        return ProcessError(told(cause, run.timeout))
 
 
 def of_the_group(error: BaseException) -> bool:
@@ -127,7 +112,8 @@ class _Watched:
         self.rank, self.size, self.timeout = group.rank, group.size, timeout
         name = getattr(group.group or dist.group.WORLD, "group_name", "")
         store = dist.distributed_c10d._get_default_store().clone()
-        self._store: Any = dist.PrefixStore(f"trainwright/watch/{name}/{run}", store)
+        self._store_of_all: Any = dist.PrefixStore(f"trainwright/watch/{name}", store)
+        self._store: Any = dist.PrefixStore(str(run), self._store_of_all)
         self._tell, self._thread = tell, threading.get_ident()
         self._pause = min(max(PAUSE, self.size / 500), timeout / 10)
         self._beats = itertools.count()
@@ -159,12 +145,15 @@ class _Watched:
         _within(GRACE, lambda: self._first({**self._beat("here"), "kind": "error", "what": what, "by": self.rank}))
         self._claimed = True
 
-    def find_cause(self) -> Cause | None:
-        """Return which process an error of the group comes from, None where it is no other one's doing."""
+    def find_cause(self, *, late: bool) -> Cause | None:
+        """Return which process an error of the group comes from, None where it is no other one's doing.
+
+        `late`: whether the error is a time-out, and not a connection that is closed.
+        """
         self._known.set()
         if self._cause is not None:
             return self._cause
-        found = _within(6 * self._pause + GRACE, self._search)
+        found = _within(6 * self._pause + GRACE, lambda: self._search(gone=not late))
         return found[0] if found else (self._cause or self._without_store())
 
     # What the first thread does.
@@ -173,6 +162,7 @@ class _Watched:
         dist: Any = torch.distributed
         last = time.monotonic()
         try:
+            self._note("here")
             while not self._over.is_set():
                 self._say("here")
                 now = time.monotonic()
@@ -182,11 +172,16 @@ class _Watched:
                 self._rounds += 1
                 self._over.wait(self._pause)
             self._say("left")
+            self._note("left")
         except (dist.DistError, RuntimeError):
             return  # the store is gone: the guard counts the rounds that do not come any more
 
     def _say(self, state: str) -> None:
         self._store.set(f"beat/{self.rank}", json.dumps(self._beat(state)))
+
+    def _note(self, state: str) -> None:
+        """Say it for those, too, who wait for this process in another run."""
+        self._store_of_all.set(f"last/{self.rank}", json.dumps(self._beat(state)))
 
     def _beat(self, state: str) -> Beat:
         frame = sys._current_frames().get(self._thread)
@@ -198,6 +193,7 @@ class _Watched:
             "pid": os.getpid(),
             "place": self._told(),
             "line": user_line(frame) if frame is not None else "",
+            "call": call_of(frame),
         }
 
     def _told(self) -> str:
@@ -237,11 +233,16 @@ class _Watched:
         return stands
 
     def _accused(self, kind: str, rank: int) -> Cause:
-        return {"rank": rank, **self._heard.get(rank, {}), "kind": kind, "what": "", "by": self.rank}
+        """What is said of a process that is missed; of one that never came here what it said in another run."""
+        known = self._heard.get(rank, {})
+        if kind == "absent" and self._store_of_all.check([f"last/{rank}"]):
+            known = json.loads(self._store_of_all.get(f"last/{rank}"))
+        waits = call_of(sys._current_frames().get(self._thread))
+        return {"rank": rank, **known, "kind": kind, "what": "", "by": self.rank, "waits": waits}
 
     # Where the group has given an error.
 
-    def _search(self) -> Cause | None:
+    def _search(self, *, gone: bool) -> Cause | None:
         """Wait until the process that failed has said so; else find out who is silent, gone or stuck elsewhere."""
         others = [rank for rank in range(self.size) if rank != self.rank]
         before = self._beats_of(others)
@@ -257,7 +258,7 @@ class _Watched:
         for kind in ("silent", "absent", "left", "behind"):
             for rank in others:
                 if kinds[rank] == kind:
-                    return self._first(self._accused(kind, rank))
+                    return self._first({**self._accused(kind, rank), "gone": gone})
         return None
 
     def _kind(self, before: Beat | None, after: Beat | None, rank: int) -> str:
@@ -299,24 +300,13 @@ class _Watched:
             if self._known.wait(self._pause / 10) or self._over.is_set():
                 return
         spokesman = 1 if cause["rank"] == 0 else 0  # one is enough to read
-        text = f"rank {self.rank} ends: {_text(cause, self.timeout)}"
+        text = f"rank {self.rank} ends: {told(cause, self.timeout)}"
         if last_words is not None:
             last_words(text)
         elif self.rank == spokesman:
             os.write(2, f"{text}\n".encode())
         _within(1.0, _flush)
         os._exit(1)  # the thread of the run may be in a wait that nothing can interrupt
-
-
-def _text(cause: Cause, timeout: float) -> str:
-    what, fix = (text.format(**cause) for text in _SAYS[cause["kind"]])
-    have = f"rank {cause['rank']} on {cause['host']}, process {cause['pid']}" if "host" in cause else ""
-    if have and cause.get("place"):
-        have += f", at {cause['place']}"
-    if have and cause.get("line"):
-        have += f", {cause['line']}"
-    want = f"a word from every process within {timeout:g} s" if cause["kind"] in ("silent", "absent", "store") else ""
-    return message(what, have=have, want=want, fix=fix, where=False)
 
 
 def _launcher_keeps_store() -> bool:

@@ -151,8 +151,10 @@ def beside_others(owner: Owner) -> Iterator[None]:
 
 def standing(owner: Owner) -> str:
     """Where this process stands, for the others."""
-    epoch, update = owner.counters.earlier_epochs + owner.counters.epoch, owner.counters.updates
-    return f"epoch {epoch}, after update {owner.counters.earlier_updates + update}"
+    counters = owner.counters
+    done = bool(counters.stopped) and not counters.batch  # the epoch in hand is one that no longer comes
+    epoch = counters.earlier_epochs + counters.epoch + (0 if done else 1)
+    return f"epoch {epoch}, after update {counters.earlier_updates + counters.updates}"
 
 
 @contextmanager
