@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -10,57 +11,82 @@ from torch import Tensor
 from trainwright.parallel.world import World, neighbours
 
 BYTES = 25 * 2**20
-"""The size of what is communicated at once, as in torch's DDP."""
+"""The size of what is communicated at once where nothing is said, as in torch's DDP."""
 _WIDE = (torch.float32, torch.float64)
 
 
 class Buckets:
-    """Parameters, grouped for collectives: those of one device and type lie together, up to `BYTES` of them."""
+    """Parameters, grouped for collectives: those of one device and type lie together, up to a number of bytes."""
 
-    def __init__(self, parameters: Iterable[Tensor], world: World) -> None:
+    def __init__(self, parameters: Iterable[Tensor], world: World, *, bucket_mb: float | None = None) -> None:
         self._world = world
         self._buckets: list[list[Tensor]] = []
+        most = BYTES if bucket_mb is None else int(bucket_mb * 2**20)
         kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for parameter in parameters:
             kinds.setdefault((parameter.device, parameter.dtype), []).append(parameter)
         for alike in kinds.values():
-            self._buckets += neighbours(alike, BYTES)
+            self._buckets += neighbours(alike, most)
         self._buckets.sort(key=lambda bucket: bucket[0].dtype not in _WIDE)  # the first carries what is told
-        self.unused = False
-        """Whether some parameter had no gradient on some process when they were averaged last."""
+        self._found: list[Tensor] = []
+        """By bucket: for each parameter the share of processes that had a gradient of it."""
+        self._read: list[float] | None = None
+
+    @property
+    def unused(self) -> bool:
+        """Whether some parameter had no gradient on some process when they were averaged last; reads the device."""
+        return any(share < 1 - 0.5 / self._world.size for share in self._shares())
 
     def average(self, told: Tensor) -> Tensor:
         """Replace every gradient by its mean over the processes; returns the mean of `told`, two numbers.
 
-        A gradient that only some processes have counts 0 on the others; one that none has stays None.
+        A gradient that only some processes have counts 0 on the others; one that none has stays None. A process that
+        has all of them reads nothing back from the device, another one once.
         """
-        self.unused = False
-        waits = True
+        self._found, self._read = [], None
+        missing: list[tuple[int, Tensor, Tensor]] = []
+        waits, position = True, itertools.count()
         for bucket in self._buckets:
             rides = waits and bucket[0].dtype in _WIDE
-            mean = self._average(bucket, told if rides else told[:0])
+            *means, found, told_of_all = self._mean(bucket, told if rides else told[:0])
+            self._found.append(found.clone())  # else it would keep the whole bucket in memory
+            for parameter, mean, index in zip(bucket, means, position, strict=False):
+                if parameter.grad is None:
+                    missing.append((index, parameter, mean))
+                else:
+                    _take(parameter, mean)
             if rides:
-                told, waits = mean, False
+                told, waits = told_of_all, False
+        for index, parameter, mean in missing:
+            if self._shares()[index]:
+                _take(parameter, mean)
         if waits:
             told = told / self._world.size
             self._world.sum(told)
         return told
 
-    def _average(self, bucket: list[Tensor], told: Tensor) -> Tensor:
-        one = bucket[0]
+    def _mean(self, bucket: list[Tensor], told: Tensor) -> tuple[Tensor, ...]:
+        """The means of a bucket's gradients, which of them there are, and the mean of `told`: one collective."""
         dense = [_dense(parameter) for parameter in bucket]
-        kind = dense[0].dtype
-        has = torch.tensor([float(parameter.grad is not None) for parameter in bucket], dtype=kind, device=one.device)
-        flat = torch.cat([*[part.reshape(-1) for part in dense], has, told.to(one.device, kind)])
+        like = dense[0]
+        if all(parameter.grad is not None for parameter in bucket):
+            has = like.new_ones(len(bucket))
+        else:
+            has = like.new_tensor([float(parameter.grad is not None) for parameter in bucket])
+        flat = torch.cat([*[part.reshape(-1) for part in dense], has, told.to(like.device, like.dtype)])
         flat.div_(self._world.size)  # before the sum, as torch's DDP does
         self._world.sum(flat)
         pieces: tuple[Tensor, ...] = flat.split([*[part.numel() for part in dense], len(bucket), len(told)])
-        *parts, found, told_of_all = pieces
-        for parameter, part, anywhere in zip(bucket, parts, found.tolist(), strict=True):
-            if anywhere:
-                _take(parameter, part)
-            self.unused = self.unused or anywhere < 1 - 0.5 / self._world.size
-        return told_of_all
+        return pieces
+
+    def _shares(self) -> list[float]:
+        """By parameter: the share of processes that had a gradient of it; one read after each average at most."""
+        if self._read is None:
+            device = self._found[0].device if self._found else None
+            found = [one.to(device, torch.float32) for one in self._found]
+            shares: list[float] = torch.cat(found).tolist() if found else []
+            self._read = shares
+        return self._read
 
 
 def _dense(parameter: Tensor) -> Tensor:
