@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from trainwright.slots.average import EMA, SWA, Average, Averaging
     from trainwright.slots.checkpoint import Checkpoint, Keeping, Saving
     from trainwright.slots.early_stopping import EarlyStopping, Stopping, Watching
+    from trainwright.slots.fast import Fast
     from trainwright.slots.optimizers import adamw
     from trainwright.slots.saved import latest_checkpoint, load_weights, save_weights
     from trainwright.slots.schedule import (
@@ -67,6 +68,7 @@ else:
         "slots.average": ("EMA", "SWA", "Average", "Averaging"),
         "slots.checkpoint": ("Checkpoint", "Keeping", "Saving"),
         "slots.early_stopping": ("EarlyStopping", "Stopping", "Watching"),
+        "slots.fast": ("Fast",),
         "slots.optimizers": ("adamw",),
         "slots.saved": ("latest_checkpoint", "load_weights", "save_weights"),
         "slots.schedule": (
@@ -114,6 +116,7 @@ __all__ = [
     "EarlyStopping",
     "Epochs",
     "Exponential",
+    "Fast",
     "Gradients",
     "Journal",
     "Keeping",

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from trainwright.slots.average import Averaging
     from trainwright.slots.checkpoint import Saving
     from trainwright.slots.early_stopping import Stopping
+    from trainwright.slots.fast import Fast
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -66,7 +67,7 @@ class Trainer(Generic[M]):
     are dicts by their names. `average`: `EMA(...)` or `SWA(...)`. `frozen`: modules by name that are not trained.
     `nonfinite`: "raise", "skip" or "ignore" an update whose loss or gradient is not finite. `on_error="save"`: save the
     last whole update where your code raises. `parallel`: "auto" takes the processes that there are, `DDP(...)` and
-    `FSDP(...)` say how; None is one. `device`: "auto" is the model's, else an accelerator. `console`: or False.
+    `FSDP(...)` say how; None: one. `device`: "auto": the model's or the best. `console`: or False. `fast`: `Fast()`.
 
     Raises SettingError for what cannot work together, and for a setting whose part is not built yet, by name.
     """
@@ -94,9 +95,9 @@ class Trainer(Generic[M]):
         observers: Sequence[Observer] = (),
         on_error: str | None = None,
         on_oom: None = None,
-        fast: None = None,
+        fast: Fast | None = None,
     ) -> None:
-        setup.refuse_later(on_oom=on_oom, fast=fast)
+        self.fast = setup.checked_fast(fast, on_oom=on_oom)
         self.world, self.parallel, self.device = setup.processes(parallel, device, setup.checked_model(model))
         self.is_main = self.world.is_main
         self.model: M = model

@@ -252,7 +252,7 @@ def test_an_unknown_setting_is_a_type_error():
 # What is not built.
 
 
-@pytest.mark.parametrize("name", ["on_oom", "fast"])
+@pytest.mark.parametrize("name", ["on_oom"])
 def test_a_setting_that_is_not_built_yet_is_refused_by_name(name):
     with pytest.raises(SettingError, match=f"{name}= is not built yet"):
         make(**{name: "save"})

@@ -16,7 +16,7 @@ R = TypeVar("R")
 RESERVED = frozenset({"epoch", "grad_norm", "loss", "lr", "rows", "skipped", "update"})
 """Numbers that the run itself reports; no metric, logged number or named loss may have such a name."""
 
-NOT_BUILT = frozenset({"fast", "on_oom"})
+NOT_BUILT = frozenset({"on_oom"})
 """Arguments that are refused by name, or take one value only, until what they stand for is built."""
 
 _BEGIN, _END, _AFTER = "def begin_epoch(self, epoch):", "def end_epoch(self, metrics):", "def after_update(self):"

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from trainwright.slots.average import Averaging
     from trainwright.slots.checkpoint import Saving
     from trainwright.slots.early_stopping import Stopping
+    from trainwright.slots.fast import Fast
     from trainwright.slots.nonfinite import Policy
 
 
@@ -45,6 +46,7 @@ class Owner(Protocol):
     world: World
     is_main: bool
     parallel: Any
+    fast: Fast
     observers: Sequence[Observer]
 
     hooks: Hooks

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -35,14 +35,20 @@ from trainwright.slots.clip import ClipNorm, ClipValue
 from trainwright.slots.metrics import Meters
 from trainwright.slots.precision import MixedPrecision
 
+if TYPE_CHECKING:
+    from trainwright.slots.fast import Fast
+
 T = TypeVar("T")
 
 
-def refuse_later(**settings: object) -> None:
-    """Refuse a setting whose part is designed but not built yet."""
-    for name, value in settings.items():
+def checked_fast(setting: Any, **later: object) -> Fast:
+    """Check `fast=`; None is `Fast()`. Refuse a setting whose part is designed but not built yet."""
+    for name, value in later.items():
         if value is not None:
             raise not_built(f"{name}=")
+    from trainwright.slots.fast import as_fast
+
+    return as_fast(setting)
 
 
 def checked_model(model: Any) -> nn.Module:

@@ -1,0 +1,153 @@
+"""`Fast(...)`: what may make a run faster, and what is switched for it; none of it changes what is computed."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Mapping
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from trainwright.base.errors import SettingError, message, not_built
+from trainwright.base.names import did_you_mean, suggests
+
+TORCHS = ("backend", "dynamic", "fullgraph", "mode", "options")
+"""What a dict for `compile` may hold of `torch.compile`'s own."""
+OURS = ("cache", "regions")
+_GRAPHED = ("cudagraphs", "max-autotune", "reduce-overhead")
+"""A backend and modes of torch's that replay CUDA graphs of each region, whose outputs the next replay overwrites."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fast:
+    """What may make a run faster: each changes the time that it takes, and no result beyond the law Same.
+
+    `compile`: None compiles nothing; "regional" the blocks that a model repeats, or all of it where none is; "full" the
+    whole model. A dict goes to `torch.compile` (`backend`, `dynamic`, `fullgraph`, `mode`, `options`), with two keys
+    beside: `"regions"`: "regional", "full" or module classes, and `"cache"`: a directory for what was compiled.
+    `channels_last`: "auto" lays the weights of convolutional models so on CUDA under bf16 or fp16; True wherever they
+    run. `cuda_graphs`: "auto" and False replay none yet. `device_data`: "auto" and False keep data on the host.
+    `defaults=False` switches off what else a run does by itself: fused optimizers where the trainer makes them,
+    "auto" of `channels_last`, cuDNN's choice by timing, and rest for the garbage collector.
+    """
+
+    _: KW_ONLY
+    compile: Literal["regional", "full"] | Mapping[str, Any] | None = None
+    channels_last: bool | Literal["auto"] = "auto"
+    cuda_graphs: Literal["auto", False, "require"] = "auto"
+    device_data: bool | Literal["auto"] = "auto"
+    defaults: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.compile, Mapping):
+            object.__setattr__(self, "compile", dict(self.compile))
+        _check_compile(self.compile)
+        for name in ("channels_last", "device_data"):
+            _check_choice(name, getattr(self, name), (True, False, "auto"))
+        _check_choice("cuda_graphs", self.cuda_graphs, ("auto", False, "require"))
+        if not isinstance(self.defaults, bool):
+            raise SettingError(message(f"Fast(defaults={self.defaults!r})", want="True or False"))
+        if self.cuda_graphs == "require":
+            raise not_built('Fast(cuda_graphs="require")', 'Fast(cuda_graphs="auto")')
+        if self.device_data is True:
+            raise not_built("Fast(device_data=True)", 'Fast(device_data="auto")')
+
+    @property
+    def regions(self) -> str | tuple[type[nn.Module], ...]:
+        """What is compiled: "regional", "full", or the instances of these classes."""
+        if isinstance(self.compile, str):
+            return self.compile
+        wanted = "regional" if self.compile is None else self.compile.get("regions", "regional")
+        return wanted if isinstance(wanted, str) else tuple(wanted)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keywords of `torch.compile`."""
+        given = self.compile if isinstance(self.compile, Mapping) else {}
+        return {name: value for name, value in given.items() if name not in OURS}
+
+    @property
+    def cache(self) -> Path | None:
+        """The directory in which what was compiled is kept from run to run; None where it is not."""
+        given = self.compile.get("cache") if isinstance(self.compile, Mapping) else None
+        return None if given is None else Path(given)
+
+
+def as_fast(setting: Any) -> Fast:
+    """Check `fast=`; None is `Fast()`."""
+    if setting is None:
+        return Fast()
+    if isinstance(setting, Fast):
+        if setting.compile is not None:
+            raise not_built("Fast(compile=...)")
+        if setting.channels_last is True:
+            raise not_built("Fast(channels_last=True)")
+        return setting
+    fix = f"fast=Fast(compile={setting!r})" if setting in ("regional", "full") else 'fast=Fast(compile="regional")'
+    raise TypeError(message(f"fast={setting!r}", want="Fast(...), or None", fix=fix))
+
+
+def _check_choice(name: str, value: Any, choices: Collection[Any]) -> None:
+    # 1 == True: what is meant is compared by its kind as well.
+    if not any(type(value) is type(choice) and value == choice for choice in choices):
+        want = " or ".join(map(repr, choices))
+        raise SettingError(message(f"Fast({name}={value!r})", want=want, fix=f'Fast({name}="auto")'))
+
+
+def _check_compile(setting: Any) -> None:
+    if setting is None or setting in ("regional", "full"):
+        return
+    want = '"regional", "full", None, or a dict for torch.compile'
+    if not isinstance(setting, dict):
+        fix = "" if setting is False else 'Fast(compile="regional")'
+        raise SettingError(message(f"Fast(compile={setting!r})", want=want, fix=fix or "leave compile out"))
+    for name in setting:
+        if name not in (*TORCHS, *OURS):
+            hint = did_you_mean(str(name), [*TORCHS, *OURS])
+            what = f"Fast(compile={{{name!r}: ...}}) is unknown.{hint}"
+            raise SettingError(message(what, want=f"some of {', '.join((*TORCHS, *OURS))}"))
+    graphed = [one for one in ("backend", "mode") if setting.get(one) in _GRAPHED]
+    if graphed:
+        given = f"{graphed[0]!r}: {setting[graphed[0]]!r}"
+        what = f"Fast(compile={{{given}}}) replays CUDA graphs, whose outputs are overwritten"
+        fix = "Fast(compile={'mode': 'max-autotune-no-cudagraphs'})"
+        raise SettingError(message(what, want="one without graphs of its own", fix=fix))
+    _check_regions(setting)
+    _check_backend(setting)
+    cache = setting.get("cache")
+    if "cache" in setting and (not isinstance(cache, str | Path) or not str(cache)):
+        raise SettingError(message(f"Fast(compile={{'cache': {cache!r}}})", want="the path of a directory"))
+
+
+def _check_regions(setting: dict[str, Any]) -> None:
+    regions = setting.get("regions", "regional")
+    if isinstance(regions, type):
+        regions = setting["regions"] = (regions,)
+    if isinstance(regions, str) and regions in ("regional", "full"):
+        return
+    classes = isinstance(regions, set | frozenset | list | tuple) and len(regions) > 0
+    if not classes or not all(isinstance(one, type) and issubclass(one, nn.Module) for one in regions):
+        what = f"Fast(compile={{'regions': {regions!r}}})"
+        want = '"regional", "full", or classes of modules of the model'
+        raise SettingError(message(what, want=want, fix="Fast(compile={'regions': {Block}})"))
+
+
+def _check_backend(setting: dict[str, Any]) -> None:
+    """Refuse a backend that torch does not know, and a mode beside options, before anything is compiled."""
+    backend = setting.get("backend", "inductor")
+    if isinstance(backend, str):
+        known = torch.compiler.list_backends(exclude_tags=())
+        if backend not in known:
+            what = f"Fast(compile={{'backend': {backend!r}}}) is unknown.{did_you_mean(backend, known)}"
+            raise SettingError(message(what, want=f"one of {', '.join(torch.compiler.list_backends())}, or a function"))
+    elif not callable(backend) or inspect.isclass(backend):
+        raise SettingError(message(f"Fast(compile={{'backend': {backend!r}}})", want="a name, or a function"))
+    if setting.get("mode") is not None and setting.get("options") is not None:
+        what = "Fast(compile={'mode': ..., 'options': ...}): torch takes one of them"
+        raise SettingError(message(what, fix="Fast(compile={'options': {...}})"))
+
+
+Fast.__init__ = suggests(Fast.__init__)  # type: ignore[method-assign]  # dataclass has only now made it
