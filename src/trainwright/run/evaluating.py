@@ -17,6 +17,7 @@ from trainwright.base.contracts import Source
 from trainwright.base.errors import DataError, SettingError, message, user_line
 from trainwright.data.source import beside
 from trainwright.run.failure import explain
+from trainwright.run.hooks import let_go_of_memory
 from trainwright.run.ledger import Ledger
 from trainwright.run.owner import Owner
 from trainwright.run.ranks import own_batches, same_buffers, standing, undealt
@@ -50,6 +51,8 @@ def traceless(owner: Owner, source: Source, *, shows_gradients: bool = False) ->
     """
     roots = [module for module in (owner.model, owner.loss, *owner.frozen.values()) if isinstance(module, nn.Module)]
     with ExitStack() as stack:
+        if not owner.between.under_way:
+            stack.callback(let_go_of_memory, owner.hooks)
         stack.enter_context(unmoved(getattr(source, "generators", ())))
         stack.enter_context(beside_training(owner.device.type))
         stack.enter_context(showing(owner))

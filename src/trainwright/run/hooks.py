@@ -23,7 +23,7 @@ class Hooks:
     """The loss, where it is one of torch's own whose count is known."""
     split: Callable[[Any], tuple[Any, Any]]
     move: Callable[[Any], Any] | None
-    """`to_device`, or None where batches already lie right."""
+    """`to_device`, or what does the same ahead of a CUDA device; None where batches already lie right."""
     count: Callable[[Any], Count] | None
     """`count`, or None where nothing is known before the step: rows are counted then, or what the step finds."""
     rows: Callable[[Any], int]
@@ -102,7 +102,7 @@ def read_hooks(trainer: Any, own: set[str]) -> Hooks:
     return Hooks(
         known=known,
         split=split,
-        move=trainer.to_device if trainer.device.type != "cpu" or "to_device" in own else None,
+        move=_mover(trainer, its_own="to_device" in own),
         count=trainer.count if counts_before else None,
         rows=partial(_rows_or_count, trainer) if counts else rows_of,
         summed=known.summed if known is not None and exact else None,
@@ -118,6 +118,26 @@ def read_hooks(trainer: Any, own: set[str]) -> Hooks:
         end_epoch=trainer.end_epoch if "end_epoch" in own else None,
         after_update=trainer.after_update if "after_update" in own else None,
     )
+
+
+def let_go_of_memory(hooks: Hooks) -> None:
+    """Give back the memory that batches were moved through, when no pass is under way any more."""
+    free = getattr(hooks.move, "free", None)
+    if free is not None:
+        free()
+
+
+def _mover(trainer: Any, *, its_own: bool) -> Callable[[Any], Any] | None:
+    """What moves batches: a ring of slots to a CUDA device, unless `to_device` is the user's own; None on the CPU."""
+    device = trainer.device.type
+    if its_own or device not in ("cpu", "cuda"):
+        to_device: Callable[[Any], Any] = trainer.to_device
+        return to_device
+    if device == "cpu":
+        return None
+    from trainwright.runtime.moving import Moving
+
+    return Moving(trainer.device)
 
 
 def _number(monitor: str, metrics: Collection[str]) -> str:

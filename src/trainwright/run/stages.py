@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trainwright.base.errors import SettingError, message
 from trainwright.base.progress import Counters
+from trainwright.run.hooks import let_go_of_memory
 from trainwright.run.owner import Owner
 from trainwright.run.ranks import align_weights
 from trainwright.runtime.modules import unnoticed
@@ -37,6 +38,7 @@ def stage(owner: Owner, *, resumes: bool) -> Iterator[None]:
         raise
     finally:
         between.under_way, between.refused_to = False, None
+        let_go_of_memory(owner.hooks)
 
 
 def _begin(owner: Owner, *, resumes: bool) -> None:

@@ -73,19 +73,24 @@ def place_state(optimizer: Optimizer) -> None:
 
 def move(batch: Any, device: torch.device) -> Any:
     """Return a nested batch with its tensors on `device`; tuples, named tuples, dicts, dataclasses keep their types."""
+    return change(batch, device, lambda one: one.to(device, non_blocking=_is_awaited(one, device)))
+
+
+def change(batch: Any, device: torch.device, each: Callable[[Tensor], Tensor]) -> Any:
+    """Return a nested batch with `each` of its tensors changed; what has a `to` of its own is moved to `device`."""
     if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=device.type == "cuda" and batch.is_cpu and batch.is_pinned())
+        return each(batch)
     if hasattr(batch, "to") and callable(batch.to):
         return batch.to(device)
     if isinstance(batch, Mapping):
-        return _rebuild(batch, {key: move(value, device) for key, value in batch.items()})
+        return _rebuild(batch, {key: change(value, device, each) for key, value in batch.items()})
     if isinstance(batch, list | tuple):
-        items = (move(value, device) for value in batch)
+        items = (change(value, device, each) for value in batch)
         return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         moved = copy.copy(batch)
         for field in dataclasses.fields(batch):
-            object.__setattr__(moved, field.name, move(getattr(batch, field.name), device))
+            object.__setattr__(moved, field.name, change(getattr(batch, field.name), device, each))
         return moved
     return batch
 
@@ -93,6 +98,11 @@ def move(batch: Any, device: torch.device) -> Any:
 def widest_float(device: torch.device) -> torch.dtype:
     """Return the widest floating type of a device: float64, and float32 on mps, which has no other."""
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _is_awaited(tensor: Tensor, device: torch.device) -> bool:
+    """Whether a copy to `device` may be under way while the host goes on."""
+    return device.type == "cuda" and tensor.is_cpu and tensor.is_pinned()
 
 
 def _named(wanted: str | torch.device) -> torch.device:

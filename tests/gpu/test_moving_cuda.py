@@ -1,0 +1,120 @@
+"""Batches on their way to a real GPU: the same numbers, no wait of the host, no allocation, copies beside kernels.
+
+tests/runtime/test_moving.py tests the order of things on streams that are told on the CPU.
+"""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from trainwright import Trainer, accuracy, batches
+from trainwright.runtime.device import move
+from trainwright.runtime.moving import SLOTS, Moving
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+DEVICE = torch.device("cuda", 0)
+
+
+def host_batches(number, *, shape=(64, 3, 32, 32)):
+    generator = torch.Generator().manual_seed(0)
+    return [
+        (torch.randn(shape, generator=generator), torch.randint(0, 10, shape[:1], generator=generator))
+        for _ in range(number)
+    ]
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_batch_arrives_as_by_the_plain_move(pinned, busy):
+    moving, sums, wanted = Moving(DEVICE), [], []
+    for x, y in host_batches(40):
+        given = (x.pin_memory(), y.pin_memory()) if pinned else (x, y)
+        if busy:
+            torch.cuda._sleep(2_000_000)
+        a, b = moving(given)
+        sums.append((a.double().sum(), b.sum()))
+        c, d = move((x, y), DEVICE)
+        wanted.append((c.double().sum(), d.sum()))
+        if not pinned:
+            x.fill_(-1)  # it has been copied
+    assert [(a.item(), b.item()) for a, b in sums] == [(a.item(), b.item()) for a, b in wanted]
+
+
+def test_what_is_held_stays_as_it_was():
+    moving, given = Moving(DEVICE), host_batches(12)
+    kept = [moving(one)[0][1:] for one in given]
+    for view, (x, _) in zip(kept, given, strict=True):
+        assert torch.equal(view.cpu(), x[1:])
+
+
+def test_the_host_waits_for_no_kernel_and_nothing_is_allocated_in_steady_state():
+    moving, given = Moving(DEVICE), host_batches(2 * SLOTS)
+    for one in given:
+        moving(one)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats(DEVICE)["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.cuda._sleep(2_000_000_000)  # about a second
+        begun = time.perf_counter()
+        for one in given[:2]:
+            moving(one)
+        host = time.perf_counter() - begun
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert host < 0.2
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_stats(DEVICE)["allocation.all.allocated"] == before
+
+
+def test_a_copy_runs_beside_the_step_before():
+    moving, shape = Moving(DEVICE), (256, 3, 224, 224)
+    big = host_batches(1, shape=shape)[0]
+    big = tuple(one.pin_memory() for one in big)
+    weight = torch.randn(4096, 4096, device=DEVICE)
+
+    def loop(get):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        for _ in range(20):
+            get()
+            for _ in range(10):
+                weight @ weight
+        torch.cuda.synchronize()
+        return time.perf_counter() - begun
+
+    on_device = move(big, DEVICE)
+    resident, moved, plain = lambda: on_device, lambda: moving(big), lambda: move(big, DEVICE)
+    for one in (resident, moved, plain):
+        loop(one)
+    times = [(loop(resident), loop(moved), loop(plain)) for _ in range(5)]
+    alone, beside, behind = (sorted(each)[2] for each in zip(*times, strict=True))
+    assert beside < (alone + behind) / 2, (alone, beside, behind)
+
+
+def test_a_run_gives_the_weights_of_one_that_moves_plainly():
+    class Plain(Trainer):
+        def to_device(self, batch):
+            return super().to_device(batch)
+
+    weights, numbers = [], []
+    for kind in (Trainer, Plain):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+        generator = torch.Generator().manual_seed(1)
+        rows = torch.randn(50, 8, generator=generator), torch.randint(0, 3, (50,), generator=generator)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        trainer = kind(
+            model, optimizer, nn.CrossEntropyLoss(), metrics={"accuracy": accuracy}, device=DEVICE, console=False
+        )
+        assert isinstance(trainer.hooks.move, Moving) is (kind is Trainer)
+        host = list(batches(rows, 8))
+        result = trainer.fit(host, host, epochs=3)
+        weights.append([one.detach().cpu() for one in model.parameters()])
+        numbers.append(result.history)
+        assert kind is Plain or not trainer.hooks.move._rings  # the memory is given back
+    assert all(map(torch.equal, *weights)) and numbers[0] == numbers[1]
