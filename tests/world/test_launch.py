@@ -168,7 +168,10 @@ def test_one_process_is_this_one() -> None:
 
 
 def test_a_value_that_cannot_be_sent_back_is_refused_and_an_exit_without_an_error_gives_none() -> None:
-    with pytest.raises(SettingError, match=r"value of the first process cannot be sent back, a function\n"):
+    with pytest.raises(
+        SettingError,
+        match=r"(?s)value of the first process cannot be sent back, a function\n.*  fix   return result\.history",
+    ):
         launch(lambda: lambda: None, processes=2, timeout=SECONDS)
     assert launch(sys.exit, processes=2, timeout=SECONDS) is None
     with pytest.raises(ProcessError, match=r"rank \d of 2 has failed: SystemExit: 3"):

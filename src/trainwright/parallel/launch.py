@@ -16,16 +16,17 @@ from typing import Any, TypeVar
 
 import torch
 
-from trainwright.base.errors import ProcessError, SettingError, message
+from trainwright.base.errors import ProcessError, SettingError, Stopped, message
 from trainwright.parallel.launched import UNGUARDED, serve
 from trainwright.parallel.launching import choose_start, describe
+from trainwright.parallel.noting import Noted, noting
 
 R = TypeVar("R")
 
 GRACE = 5.0
 """Seconds that the others have to end by themselves when a process has failed."""
 GRACE_OF_SIGNAL = 30.0
-"""Seconds that all have to save and end after Ctrl-C; a second one ends them at once."""
+"""Seconds that all have to save and end after Ctrl-C or another signal; a second Ctrl-C ends them at once."""
 
 
 def launch(main: Callable[..., R], *args: Any, processes: int = 2, timeout: float | None = None) -> R:
@@ -36,7 +37,8 @@ def launch(main: Callable[..., R], *args: Any, processes: int = 2, timeout: floa
     this process itself. `timeout`: seconds after which all are ended; None: never.
 
     Raises ProcessError with the traceback of the process that failed, when all others are ended; SettingError for
-    what cannot be started, and inside processes that were started together already.
+    what cannot be started, and inside processes that were started together already. Ctrl-C, SIGTERM and SIGUSR1 are
+    passed on, and end this process as they end a `fit`, when all others have saved and ended.
     """
     _check(main, processes, timeout)
     if processes == 1:
@@ -64,6 +66,8 @@ class _Launch:
     """By rank: the kind of its error, what to say of it, the traceback."""
     values: dict[int, bytes] = field(default_factory=dict)
     store: Any = None
+    number: int = 0
+    """The signal that has ended it."""
 
     def start(self, method: str, sent: Any) -> None:
         """Start all processes, then the store where they meet: its thread must not be there when they are forked."""
@@ -91,6 +95,8 @@ class _Launch:
         except KeyboardInterrupt:
             self._interrupt()
             raise
+        if self.number:
+            raise Stopped(self.number, signal.Signals(self.number).name)
         if self.failures:
             raise self._error()
         missing = sorted(set(range(self.size)) - set(self.values))
@@ -121,15 +127,29 @@ class _Launch:
     def _hear(self) -> None:
         """Hear of every process until all have ended, or one has failed and the others had their time."""
         end = self.end
-        while len(self.values) + len(self.failures) < self.size:
-            open_ = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in (self.values | self.failures)}
-            ready = wait(list(open_), timeout=None if end is None else max(0.0, end - time.monotonic()))
-            if not ready:
-                return
-            for pipe in ready:
-                self._take(open_[pipe])  # type: ignore[index]
-            if self.failures:
-                end = min(time.monotonic() + GRACE, end or float("inf"))
+        with noting() as noted:
+            while open_ := self._open():
+                ready = wait([*open_, noted.come], timeout=None if end is None else max(0.0, end - time.monotonic()))
+                if not ready:
+                    break
+                for pipe in open_.keys() & set(ready):
+                    self._take(open_[pipe])
+                if noted.come in ready:
+                    end = self._pass_on(noted)
+                elif self.failures and not noted.number:
+                    end = min(time.monotonic() + GRACE, end or float("inf"))
+        self.number = noted.number
+        for process in self.processes if self.number else ():
+            process.join(max(0.0, (end or 0.0) - time.monotonic()))
+
+    def _open(self) -> dict[Any, int]:
+        """The pipes of those that have not told yet how they ended."""
+        return {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in (self.values | self.failures)}
+
+    def _pass_on(self, noted: Noted) -> float:
+        """Pass a signal on, once to each process; returns until when they may save and end."""
+        self._send(noted.take())
+        return time.monotonic() + GRACE_OF_SIGNAL
 
     def _take(self, rank: int) -> None:
         try:
@@ -146,12 +166,15 @@ class _Launch:
     def _interrupt(self) -> None:
         """Pass Ctrl-C on, once to each process, and give them time to save."""
         end = time.monotonic() + GRACE_OF_SIGNAL
-        for process in self.processes:
-            if process.is_alive():
-                os.kill(process.pid, signal.SIGINT)
+        self._send(signal.SIGINT)
         with contextlib.suppress(KeyboardInterrupt):
             for process in self.processes:
                 process.join(max(0.0, end - time.monotonic()))
+
+    def _send(self, number: int) -> None:
+        for process in self.processes:
+            if process.is_alive():
+                os.kill(process.pid, number)
 
     def _error(self) -> BaseException:
         """The error of the process that failed by itself, before those that only follow from it."""

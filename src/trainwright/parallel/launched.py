@@ -109,7 +109,8 @@ def _packed(value: Any) -> Answer:
     except Exception as error:  # whatever a user's own __reduce__ raises
         want = "what can be pickled: numbers, text, tensors, None, lists and dicts of these"
         what = f"launch: the value of the first process cannot be sent back, a {type(value).__name__}"
-        return "setting", message(what, have=_line(error), want=want, where=False), ""
+        fix = "return result.history, trainer.model.state_dict(), or a dict of plain numbers"
+        return "setting", message(what, have=_line(error), want=want, fix=fix, where=False), ""
 
 
 def _line(error: BaseException) -> str:
