@@ -16,6 +16,11 @@ from torch.utils.data import Subset, TensorDataset
 from trainwright.base.dealing import Part, Slice
 from trainwright.base.errors import DataError, message
 
+AT_ONCE = 1 << 20
+"""Bytes up to which the rows of an epoch are gathered at once: beyond, the batches would not stay in the cache."""
+ALIGNED = 64
+"""Bytes of which the place of a tensor of torch's own is a multiple."""
+
 
 class Table:
     """Equally long columns in memory; a batch is the same container of their rows.
@@ -44,7 +49,9 @@ class Table:
         """
         if not rows:
             return iter(())
-        if order is None and self._at is None:
+        if only is None and self._fits_at_once(len(rows), size):
+            streams = self._at_once(order, size, rows)
+        elif order is None and self._at is None:
             streams = [
                 map(torch.clone, _parts(_chunks(column[rows.start : rows.stop], size), only)) for column in self.columns
             ]
@@ -72,15 +79,41 @@ class Table:
 
     def fetch(self, seed: int, epoch: int, rows: Sequence[int]) -> Any:
         """The batch of `rows`."""
-        picked = self._picked(torch.as_tensor(rows, dtype=torch.int64))
-        batch = tuple(column.index_select(0, picked) for column in self.columns)
+        return self.take(torch.as_tensor(rows, dtype=torch.int64))
+
+    def take(self, rows: Tensor) -> Any:
+        """The batch of `rows`, an int64 tensor; IndexError for a number below 0 or beyond the end."""
+        picked = self._picked(rows)
+        batch = tuple([column.index_select(0, picked) for column in self.columns])
         return batch if self._pack is None else self._pack(batch)
+
+    def part(self, at: Tensor) -> Table:
+        """The table of those rows, without a copy."""
+        return Table(self.columns, self._pack, at if self._at is None else self._at.index_select(0, at))
 
     def row(self, index: int) -> Any:
         """One row, without the dimension of rows."""
         index = index if self._at is None else int(self._at[index])
         row = tuple(column[index] for column in self.columns)
         return row if self._pack is None else self._pack(row)
+
+    def _fits_at_once(self, rows: int, size: int) -> bool:
+        """Whether so many rows are gathered faster at once, into batches that lie as if each had been made alone.
+
+        How a product adds up may depend on where its factors begin.
+        """
+        each = [column[0].numel() * column.element_size() if len(column) else 0 for column in self.columns]
+        lies = all(column.device.type == "cpu" and column.is_contiguous() for column in self.columns)
+        return rows * sum(each) <= AT_ONCE and lies and not any(size * one % ALIGNED for one in each)
+
+    def _at_once(self, order: Tensor | None, size: int, rows: range) -> list[Iterator[Tensor]]:
+        if order is None and self._at is None:
+            gathered = [column[rows.start : rows.stop].clone() for column in self.columns]
+        else:
+            picked = self._picked(order)[rows.start : rows.stop]
+            gathered = [column.index_select(0, picked) for column in self.columns]
+        # Batches that know nothing of each other: a step may write into one while another's graph is kept.
+        return [iter(torch.unsafe_split(whole, size)) for whole in gathered]
 
     def _picked(self, order: Tensor | None) -> Tensor:
         if self._at is not None:
@@ -123,7 +156,7 @@ def _subset(data: Subset[Any]) -> Table | None:
         return None
     at = torch.as_tensor(list(data.indices), dtype=torch.int64)
     at = torch.where(at < 0, at + len(inner), at)
-    return Table(inner.columns, list, at if inner._at is None else inner._at.index_select(0, at))
+    return inner.part(at)
 
 
 def _keyed(keys: tuple[Any, ...], batch: Iterable[Any]) -> dict[Any, Any]:

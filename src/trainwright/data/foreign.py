@@ -333,7 +333,11 @@ class LoaderBatches:
             return beside
         if isinstance(pool, Workers):
             pool.go_on(self._record, order, first=self._first())
-        return iter(loader)
+        if type(self._loader) is not DataLoader or self._loader.num_workers:
+            return iter(loader)
+        from trainwright.data.recognised import from_memory
+
+        return from_memory(self._loader, iter(loader))
 
     def _made(self, stand_in: Any, seed: int | None = None) -> Workers:
         """New workers of the loader."""
