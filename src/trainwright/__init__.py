@@ -33,11 +33,14 @@ from trainwright.trainer import Trainer
 
 if TYPE_CHECKING:
     from trainwright.base.dealing import Slice
+    from trainwright.base.speed import Speed
     from trainwright.data.sharded import shard, sharded
     from trainwright.observers.journal import Journal, journal_to_csv, read_journal
     from trainwright.observers.probe import Probe
+    from trainwright.observers.throughput import Throughput
     from trainwright.parallel.launch import launch
     from trainwright.run.report import Report
+    from trainwright.runtime.flops import count_flops
     from trainwright.slots.average import EMA, SWA, Average, Averaging
     from trainwright.slots.checkpoint import Checkpoint, Keeping, Saving
     from trainwright.slots.early_stopping import EarlyStopping, Stopping, Watching
@@ -60,11 +63,14 @@ if TYPE_CHECKING:
 else:
     _LATER = {
         "base.dealing": ("Slice",),
+        "base.speed": ("Speed",),
         "data.sharded": ("shard", "sharded"),
         "observers.journal": ("Journal", "journal_to_csv", "read_journal"),
         "observers.probe": ("Probe",),
+        "observers.throughput": ("Throughput",),
         "parallel.launch": ("launch",),
         "run.report": ("Report",),
+        "runtime.flops": ("count_flops",),
         "slots.average": ("EMA", "SWA", "Average", "Averaging"),
         "slots.checkpoint": ("Checkpoint", "Keeping", "Saving"),
         "slots.early_stopping": ("EarlyStopping", "Stopping", "Watching"),
@@ -147,12 +153,14 @@ __all__ = [
     "SettingError",
     "Slice",
     "Source",
+    "Speed",
     "Step",
     "StepError",
     "StepLR",
     "Stopped",
     "Stopping",
     "Sum",
+    "Throughput",
     "TorchSchedule",
     "Trainer",
     "TrainwrightError",
@@ -166,6 +174,7 @@ __all__ = [
     "accuracy",
     "adamw",
     "batches",
+    "count_flops",
     "freeze",
     "journal_to_csv",
     "latest_checkpoint",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -13,6 +13,9 @@ from trainwright.base.names import refuse_near_names
 from trainwright.base.plan import Plan
 from trainwright.base.records import Result, Saved, Update, Validation
 from trainwright.base.spans import Span
+
+if TYPE_CHECKING:
+    from trainwright.base.speed import Speed
 
 Tree = Any
 """None, bool, int, float, str, bytes, tensor, ndarray, list, tuple, dict with str or int keys."""
@@ -156,6 +159,9 @@ class Observer:
     def on_update(self, update: Update) -> None:
         """After every update."""
 
+    def on_speed(self, speed: Speed) -> None:
+        """How fast a stretch of training went: each time that a `Throughput` among the observers asks for it."""
+
     def on_validate(self, record: Validation) -> None:
         """After every validation."""
 
@@ -169,7 +175,7 @@ class Observer:
         """After the last update, also when the run ends in an error."""
 
 
-EVENTS = ("on_epoch", "on_fit_end", "on_fit_start", "on_save", "on_update", "on_validate")
+EVENTS = ("on_epoch", "on_fit_end", "on_fit_start", "on_save", "on_speed", "on_update", "on_validate")
 
 
 def listeners(observers: Sequence[Observer], event: str) -> list[Any]:

@@ -6,7 +6,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import torch
 
@@ -15,6 +15,9 @@ from trainwright.base.errors import SettingError, message
 from trainwright.base.plan import Plan
 from trainwright.base.records import Result, Validation
 from trainwright.observers.table import Table, amount, duration, is_set_loss, joined, number, printable, sparkline
+
+if TYPE_CHECKING:
+    from trainwright.base.speed import Speed
 
 WIDEST = 100
 """No line is wider, on any terminal or in any file."""
@@ -38,6 +41,10 @@ class Console(Observer):
         self._table = Table(self.width)
         self._last: tuple[int, int] | None = None
         self._plan = Plan()
+        self._speeds: list[Speed] = []
+        """How fast training went since the last line about it."""
+        self._noted = False
+        """Whether a line of this run has said why a number is missing."""
 
     @property
     def stream(self) -> TextIO:
@@ -56,20 +63,27 @@ class Console(Observer):
     def on_fit_start(self, plan: Plan) -> None:
         """Print what the run will do."""
         self._plan, self._table, self._last = plan, Table(self.width, watched=plan.watched), None
+        self._speeds, self._noted = [], False
         if not plan.finished:
             self._print(*header(plan, self.width), "")
+
+    def on_speed(self, speed: Speed) -> None:
+        """Keep it for the line after the epoch's row."""
+        self._speeds.append(speed)
 
     def on_validate(self, record: Validation) -> None:
         """Print a row."""
         self._row(record)
 
     def on_epoch(self, record: Validation) -> None:
-        """Print a row, unless the validation at the epoch's end was one."""
+        """Print a row, unless the validation at the epoch's end was one, and how fast the epoch went where asked."""
         self._row(record)
+        self._speed()
 
     def on_fit_end(self, result: Result) -> None:
         """Print how losses and watched numbers went, how the run ended, the best, and which weights the model holds."""
         finished, watched = self._plan.finished, self._plan.watched
+        self._speed()
         if finished:
             self._print(*at_once(finished, result, self.width))
         else:
@@ -79,6 +93,13 @@ class Console(Observer):
         if self._last != (record.epoch, record.update):
             self._last = (record.epoch, record.update)
             self._print(*self._table.lines(record))
+
+    def _speed(self) -> None:
+        if self._speeds:
+            from trainwright.observers.throughput import speed_lines
+
+            self._print(*speed_lines(self._speeds, self.width, notes=not self._noted))
+            self._speeds, self._noted = [], True
 
     def _print(self, *lines: str) -> None:
         encoding = getattr(self.stream, "encoding", None)

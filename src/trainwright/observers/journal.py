@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from trainwright.base.contracts import Observer
 from trainwright.base.errors import DataError, SettingError, message
@@ -17,12 +17,15 @@ from trainwright.base.plan import Plan
 from trainwright.base.records import Result, Saved, Update, Validation
 from trainwright.base.spans import Updates
 
+if TYPE_CHECKING:
+    from trainwright.base.speed import Speed
+
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _encode = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode
 
 
 class Journal(Observer):
-    """Appends one JSON object per event to a file: start, update, validate, epoch, save, end.
+    """Appends one JSON object per event to a file: start, update, speed, validate, epoch, save, end.
 
     `updates=n` writes every nth update (a skipped one always); each line costs a few microseconds. Lines are handed
     to the system as they are written, so that no checkpoint becomes whole before what it has seen is told. NaN and
@@ -99,6 +102,13 @@ class Journal(Observer):
     def on_epoch(self, record: Validation) -> None:
         """Write an epoch."""
         self._write_numbers("epoch", record)
+
+    def on_speed(self, speed: Speed) -> None:
+        """Write how fast training went."""
+        record = {"event": "speed", "epoch": speed.epoch, "update": speed.update}
+        record |= {"held_back": self._held_back} if self._held_back else {}
+        names = ("seconds", "rows", "updates", "rows_per_second", "updates_per_second", "waiting", "mfu", "bound")
+        self._write(record | {name: getattr(speed, name) for name in names} | {"memory": dict(speed.memory)})
 
     def on_save(self, saved: Saved) -> None:
         """Write that a checkpoint is whole."""

@@ -12,6 +12,7 @@ from trainwright.base.contracts import Source, listeners
 from trainwright.base.errors import SettingError, message
 from trainwright.base.records import Validation
 from trainwright.observers.probe import Probe
+from trainwright.observers.throughput import Throughput
 from trainwright.run.boundary import BETWEEN
 from trainwright.run.due import Bell
 from trainwright.run.evaluating import probing
@@ -24,6 +25,7 @@ from trainwright.slots.checkpoint import Keeping
 
 if TYPE_CHECKING:
     from trainwright.run.agreeing import Agreement, Asked
+    from trainwright.run.metering import Meter
 
 
 class Pauses:
@@ -41,6 +43,8 @@ class Pauses:
         self._clock: float | None = None
         """The seconds that all processes go by in the pause in hand; None for one process, which has a clock."""
         self._epoch_ended = False
+        self._meters: list[Meter] = []
+        """What measures the speed of the run, where somebody asks for it."""
 
     def start(self) -> None:
         """Set clocks and bells going, after loading."""
@@ -54,12 +58,21 @@ class Pauses:
         heard = listening(self.owner)
         self._on_validate, self._on_epoch = listeners(heard, "on_validate"), listeners(heard, "on_epoch")
         self._updates_before = counters.updates - (1 if counters.batch else 0)
+        self._meters = self._asked_meters()
         self.run.owed = counters.pause or ("update" if counters.paused < counters.updates else "")
         counters.stopped = counters.stopped or self.ended()
         if self.run.agreement is not None:
             self._check_probes()
             self.run.agreement.start()
         self.go_on()
+
+    def _asked_meters(self) -> list[Meter]:
+        """What measures the speed, imported only where somebody asks for it."""
+        if not any(isinstance(one, Throughput) for one in listening(self.owner)):
+            return []
+        from trainwright.run.metering import meters_of
+
+        return meters_of(self.run)
 
     def _check_probes(self) -> None:
         """Refuse probes that only some processes have: all pause for one, and it may be a forward of all."""
@@ -74,6 +87,8 @@ class Pauses:
         """Bring the counters up to date, and find out whether an end is reached."""
         counters = self.counters
         self.run.boundary.place, self.run.woken = BETWEEN, False
+        for meter in self._meters:
+            meter.pause()
         if self.run.agreement is not None:
             self._join(self.run.agreement)
         self.run.signals.check()
@@ -90,6 +105,8 @@ class Pauses:
         counters.paused = counters.updates
         self.saves.arrive()
         counters.stopped = counters.stopped or self.end_reached()
+        for meter in self._meters:
+            meter.tell(epoch_ended=epoch_ended)
 
     def _join(self, agreement: Agreement) -> None:
         """Hear what all processes ask for, and go by the first one's clock until the next time."""
@@ -248,12 +265,15 @@ class Pauses:
             run.woken and run.agreement is None
         ):  # by a hook, or by the thread that saves; asked last, so that no call is lost
             run.due = 0
+        for meter in self._meters:
+            meter.go_on()
 
     def _next_due(self) -> float:
         """Return the update at which the loop must pause next, ends of epochs apart."""
         counters, ends = self.counters, self.ends
         dues = [self._validates.next_update(counters)] if self.val else []
         dues += [bell.next_update(counters) for _, bell in self._probes]
+        dues += [meter.next_update() for meter in self._meters]
         dues.append(self.saves.next_due())
         if ends.max_updates is not None:
             dues.append(ends.max_updates)
