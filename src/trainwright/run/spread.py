@@ -155,8 +155,7 @@ class Spread:
             what = "a `backward` of your own under FSDP: its gradients are a mean over processes, not over rows"
             fix = "self.minimize(loss), or self.compute_gradients(window)"
             raise StepError(message(what, want="a loss that can be weighed before `backward`", fix=fix))
-        window = self._window
-        share = self._world.size * sum(window.rows) / window.whole
+        share = self._shared(self._world.size)
         gradients = [p.grad for p in parameters if p.grad is not None]
         if gradients and share:
             torch._foreach_mul_(gradients, share)
@@ -197,15 +196,18 @@ class Spread:
 
     def mean(self, loss: Any) -> Any:
         """The mean over rows of a loss that each process has computed of its own rows."""
-        window = self._window
-        value = torch.as_tensor(loss, dtype=torch.float64).detach() * (sum(window.rows) / window.whole)
+        value = torch.as_tensor(loss, dtype=torch.float64).detach() * self._shared(1)
         self._world.sum(value)
         return value.to(loss.dtype) if isinstance(loss, Tensor) else value
 
     @property
     def reported(self) -> Count:
-        """The loss as it is told: a plain sum per row."""
-        return self.loss / self._window.whole if self.counted is None else self.loss
+        """The loss as it is told: a plain sum per row, which is NaN without one."""
+        if self.counted is not None:
+            return self.loss
+        if self._window.whole:
+            return self.loss / self._window.whole
+        return torch.nan if self.is_default else self.loss
 
     @property
     def _in_use(self) -> Wrapped | None:
@@ -217,6 +219,11 @@ class Spread:
         window = self._owner.ledger.window
         assert isinstance(window, DealtWindow)
         return window
+
+    def _shared(self, of: int) -> float:
+        """This process's share of `of`, by rows; of a window without a row all run the same, and share alike."""
+        window = self._window
+        return of * sum(window.rows) / window.whole if window.whole else of / self._world.size
 
     def _begin(self) -> None:
         told = self._module.told if self._module is not None else None

@@ -116,7 +116,7 @@ def dealt_windows(
     """Group slices into windows of `accumulate`; `rows` counts those of a stream's batch.
 
     Where the whole is not known (a stream of this process's own), the rows of each window are added up over all
-    processes as it is fetched, and all go on until none has any. `in_step`: every process runs as many micro-batches.
+    processes as it is fetched, and all go on until none has a batch. `in_step`: each runs as many micro-batches.
     `stands_in`: a micro-batch no row of which is this process's stands in beside others too, not only where there is
     no other: who joins the micro-batches of a window would take its rows for rows like any.
     """
@@ -130,12 +130,12 @@ def dealt_windows(
         elif group or last is None or not _is_dealt(last):
             own = [rows(one.batch) for one in group]
             whole, lengths = _agreed(own, world)
-            if not whole:
-                return
             most = max(lengths)
+            if not most:
+                return
             needed = most if in_step else 1
             if min(lengths) < needed:
-                stand_in = _stand_in(group, last, world=world, some_have_none=not min(lengths))
+                stand_in = _stand_in(group, last if whole else None, world=world, some_have_none=not min(lengths))
                 missing = needed - len(group)
                 group, own = group + missing * [stand_in], own + missing * [0]
         else:
@@ -166,7 +166,7 @@ def _stand_in(group: list[Slice], last: Slice | None, *, world: World, some_have
     own = group[-1] if group else last
     if some_have_none and any(world.gather(own is None)):
         offered = world.gather(group[0].batch if group else None)
-        first = next(batch for batch in offered if batch is not None)  # somebody has rows
+        first = next(batch for batch in offered if batch is not None)  # somebody has one
         own = Slice(first, 0, None) if own is None else own
     assert own is not None
     return Slice(own.batch, 0, None)
