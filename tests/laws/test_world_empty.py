@@ -141,7 +141,7 @@ def test_a_mean_over_no_row_is_refused_on_all_processes(kind: str) -> None:
     assert [outcome["counts"] for outcome in outcomes] == 2 * [alone["counts"]]
 
 
-PARTS = {0: ((0, 8), (8, 8), (8, 8), (8, 15)), 1: ((8, 8),)}
+PARTS = {0: ((0, 4), (8, 8), (8, 8), (8, 15)), 1: ((4, 8),)}
 """By process: which rows are in each batch of its stream."""
 
 
