@@ -13,11 +13,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Sampler, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
 
+from trainwright.base.dealing import Part
 from trainwright.data import recognised
 from trainwright.data.source import open_source
+from trainwright.runtime.randomness import random_state, set_random_state
 
 from . import faults_data
-from .same_data import DATA, ROWS, SAMPLERS, SETS, X, Y, check_batches, check_loader, check_training
+from .same_data import DATA, ROWS, SAMPLERS, SETS, X, Y, check_batches, check_loader, check_training, exactly, seeded
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
@@ -40,6 +42,42 @@ def test_a_fit_over_a_recognised_loader_ends_with_the_weights_of_the_plain_loop(
 @pytest.mark.parametrize("name", [name for name in SETS if name not in ("columns apart", "pictures, channels last")])
 def test_batches_in_memory_are_those_of_a_loader_with_the_same_order(name, shuffle):
     check_batches(shuffle, SETS[name])
+
+
+@pytest.mark.parametrize("name", [name for name in SAMPLERS if name != "lazily"])
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_a_recognised_loader_goes_on_inside_an_epoch(name, epoch):
+    seeded()
+    source = open_source(DataLoader(DATA, **SAMPLERS[name]()))
+    for earlier in range(epoch):
+        list(source.epoch(earlier))
+    start = random_state()
+    iterator = source.epoch(epoch)
+    next(iterator)
+    kept, boundary = source.state_dict(), random_state()
+    rest = [exactly(batch) for batch in iterator]
+    resumed = open_source(DataLoader(DATA, **SAMPLERS[name]()))
+    resumed.load_state_dict(kept)
+    set_random_state(start)
+    iterator = resumed.epoch(epoch, skip=1)
+    set_random_state(boundary)
+    assert [exactly(batch) for batch in iterator] == rest
+
+
+@pytest.mark.parametrize(
+    "name", ["in order", "shuffled", "shuffled, its own generator", "weighted", "of a subset", "by a list"]
+)
+def test_the_slices_of_a_recognised_loader_are_the_batches_of_the_loader(name):
+    seeded()
+    expected = list(DataLoader(DATA, **SAMPLERS[name]()))
+    parts = []
+    for rank in range(3):
+        seeded()
+        source = open_source(DataLoader(DATA, **SAMPLERS[name]()))
+        source.deal(Part(rank, 3))
+        parts.append([one.batch if one.rows else [X[:0], Y[:0]] for one in source.epoch(0)])
+    joined = [[torch.cat(column) for column in zip(*some, strict=True)] for some in zip(*parts, strict=True)]
+    assert [exactly(batch) for batch in joined] == [exactly(batch) for batch in expected]
 
 
 def calls_per_batch(read):

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch.utils.data import Subset, default_collate
 
+from trainwright.base.errors import DataError, message
+
 _MASK = (1 << 64) - 1
 
 
@@ -57,13 +59,15 @@ class SeededRows:
             else:
                 fetched = [self._row(base, row) for row in rows]
             if self._collate is None:
-                return self._collated(fetched)
+                return self._collated(fetched, len(rows))
             _seed(mixed(base, whole, 1))
             return self._collate(fetched)
 
-    def _collated(self, fetched: list[Any]) -> Any:
+    def _collated(self, fetched: Any, rows: int) -> Any:
+        if not isinstance(fetched, list | tuple) or len(fetched) != rows:
+            raise self._no_rows(fetched, rows)
         try:
-            return default_collate(fetched)
+            return default_collate(list(fetched))
         except (TypeError, RuntimeError) as error:
             error.add_note(
                 "trainwright: torch's default_collate makes no batch of these rows\n"
@@ -72,6 +76,18 @@ class SeededRows:
                 "  fix   batches(..., collate=collate), a function from a list of rows to a batch"
             )
             raise
+
+    def _no_rows(self, fetched: Any, rows: int) -> DataError:
+        name = type(self.dataset).__name__
+        sized = f" of {len(fetched)}" if isinstance(fetched, list | tuple) else ""
+        return DataError(
+            message(
+                f"{name}.__getitems__ was asked for {rows} rows, and gave something else",
+                have=f"a {type(fetched).__name__}{sized}",
+                want=f"a list of {rows} rows, each as {name}[i] gives it",
+                fix="for whole batches batches(..., collate=collate), with def collate(batch): return batch",
+            )
+        )
 
     def _row(self, base: int, row: int) -> Any:
         _seed(mixed(base, row))
