@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -43,6 +43,8 @@ class DDP:
     same_noise: bool = False
     timeout: float = 300.0
     backend: str | None = None
+    shards: ClassVar[bool] = False
+    """Whether each process holds a part of the weights, so that every forward is one of all processes."""
 
     def __post_init__(self) -> None:
         flags = ("static_graph", "gradient_as_bucket_view", "sync_batchnorm", "sync_buffers", "same_noise")

@@ -40,6 +40,8 @@ class FSDP:
     methods: Collection[str] = ()
     timeout: float = 300.0
     backend: str | None = None
+    shards: ClassVar[bool] = True
+    """Whether each process holds a part of the weights, so that every forward is one of all processes."""
     needs_group: ClassVar[bool] = True
     """Shards lie in a process group, also where there is one process."""
 

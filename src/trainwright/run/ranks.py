@@ -15,7 +15,6 @@ from trainwright.base.contracts import Source, Tree
 from trainwright.base.dealing import Part
 from trainwright.base.errors import DataError, message
 from trainwright.base.plan import Plan
-from trainwright.parallel.ddp import DDP
 from trainwright.parallel.world import World
 from trainwright.run.owner import Owner
 from trainwright.runtime.modules import running_statistics, unnoticed
@@ -106,7 +105,7 @@ def _wholly(owner: Owner, source: Any) -> Iterator[Any]:
 
 def own_batches(owner: Owner, source: Source, ledger: Ledger) -> Iterator[Any]:
     """The batches of an evaluation that have rows of this process; those that stand in only where all must run."""
-    shards = not isinstance(owner.parallel, DDP)
+    shards = owner.parallel.shards
     slices = opened(owner.world, source, 0)
     if shards and source.length is None:
         from trainwright.run.predicting import in_step
@@ -137,7 +136,7 @@ def same_buffers(owner: Owner) -> Iterator[None]:
 def beside_others(owner: Owner) -> Iterator[None]:
     """A run beside those of other processes: watched over, with noise of its own."""
     world = owner.world
-    if not isinstance(owner.parallel, DDP):
+    if owner.parallel.shards:
         from trainwright.parallel.fsdp import recover
 
         recover(owner.model)
@@ -233,7 +232,7 @@ def _each(owner: Owner) -> dict[str, Any]:
 
 def retake_shards(owner: Owner) -> None:
     """Have a model that is held in shards hold nothing else, and go by what is trained now."""
-    if not isinstance(owner.parallel, DDP):
+    if owner.parallel.shards:
         from trainwright.parallel.fsdp import retake
 
         reshard(owner.model)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from trainwright.base.errors import SettingError, StepError, message
 from trainwright.base.records import Count
 from trainwright.parallel.averaging import Buckets, fingerprint
-from trainwright.parallel.ddp import DDP, Wrapped
+from trainwright.parallel.ddp import Wrapped
 from trainwright.parallel.world import Group
 from trainwright.run.owner import Owner
 from trainwright.runtime import late
@@ -33,7 +33,7 @@ class Spread:
     def __init__(self, owner: Owner) -> None:
         assert isinstance(owner.world, Group)
         self._owner, self._world, self._settings = owner, owner.world, owner.parallel
-        self.shards = not isinstance(self._settings, DDP)
+        self.shards: bool = self._settings.shards
         """Whether each process holds a part of the weights, so that every forward is one of all processes."""
         hooks = owner.hooks
         self.is_default = not (hooks.updates_itself or hooks.computes_itself)
