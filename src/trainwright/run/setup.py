@@ -131,8 +131,9 @@ def processes(
     parallel: str | DDP | FSDP | None, device: str | torch.device, model: nn.Module
 ) -> tuple[World, DDP | FSDP, torch.device]:
     """Find the processes of the runs to come, how they share the work, and the device of this one."""
+    settings = DDP() if parallel is None or isinstance(parallel, str) else parallel
     chosen = choose_device(device, model)
-    if chosen.type == "meta" and isinstance(parallel, FSDP):
+    if chosen.type == "meta" and settings.shards:
         chosen = choose_device(device, nn.Module())  # the model's first weights are made where the run is
     world = World()
     if parallel is not None:
@@ -145,15 +146,15 @@ def processes(
     if world.size > 1 and isinstance(model, nn.parallel.DistributedDataParallel):
         what = "a model in DistributedDataParallel already: the Trainer wraps the step, not the model"
         raise SettingError(message(what, want="the model itself", fix="Trainer(model.module, ...)"))
-    if is_sharded(*model.parameters()) and parallel is not None and not isinstance(parallel, FSDP):
+    if is_sharded(*model.parameters()) and parallel is not None and not settings.shards:
         what = "the model was sharded by fully_shard already"
         raise SettingError(message(what, have=f"parallel={parallel!r}", fix="parallel=FSDP(blocks={Block})"))
-    return world, DDP() if parallel is None or isinstance(parallel, str) else parallel, chosen
+    return world, settings, chosen
 
 
 def whole_weights(owner: Owner) -> dict[str, Any]:
     """The model's weights as plain tensors; those of a model that several processes hold in parts, on the first one."""
-    if isinstance(owner.parallel, DDP):
+    if not owner.parallel.shards:
         weights: dict[str, Any] = owner.model.state_dict()
         return weights
     from trainwright.parallel.whole import full_state_dict
@@ -163,7 +164,7 @@ def whole_weights(owner: Owner) -> dict[str, Any]:
 
 def check_shards(owner: Owner) -> None:
     """Refuse what cannot be trained on a model that is held in shards; have its optimizers find them."""
-    if isinstance(owner.parallel, DDP):
+    if not owner.parallel.shards:
         return
     from trainwright.parallel import fsdp
 
@@ -174,7 +175,7 @@ def check_shards(owner: Owner) -> None:
 
 def place_all(owner: Owner, *beside: Any) -> None:
     """Move the model, a loss module and frozen modules to the device, in place; a model in shards shard by shard."""
-    if isinstance(owner.parallel, DDP):
+    if not owner.parallel.shards:
         place(owner.model, owner.device)
         if owner.parallel.sync_batchnorm and owner.world.size > 1:
             in_sync(owner.model, cast(Any, owner.world), device=owner.device)
