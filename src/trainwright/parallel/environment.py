@@ -44,6 +44,13 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first)
 
 
+def variables() -> str:
+    """What is set of all that is read here."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    slurm = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_ID", "SLURM_NODELIST")
+    return ", ".join(f"{name}={os.environ[name]}" for name in (*names, *slurm) if name in os.environ)
+
+
 def _of_torchrun() -> Place | None:
     if "WORLD_SIZE" not in os.environ:
         _refuse("RANK is set and WORLD_SIZE is not", fix=f"start the script with torchrun, or unset RANK, or {_ALONE}")
@@ -132,11 +139,4 @@ def _number(name: str, *, least: int) -> int:
 def _refuse(
     what: str, *, want: str = "", fix: str = f"start the script with torchrun or `srun`, or {_ALONE}"
 ) -> NoReturn:
-    raise SettingError(message(what, have=_variables(), want=want, fix=fix))
-
-
-def _variables() -> str:
-    """What is set of all that is read here."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    slurm = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_ID", "SLURM_NODELIST")
-    return ", ".join(f"{name}={os.environ[name]}" for name in (*names, *slurm) if name in os.environ)
+    raise SettingError(message(what, have=variables(), want=want, fix=fix))

@@ -8,6 +8,7 @@ import json
 import os
 import socket
 import threading
+import time
 import weakref
 from collections import Counter
 from contextlib import suppress
@@ -18,9 +19,10 @@ from typing import Any
 import torch
 
 from trainwright.base.errors import ProcessError, SettingError, message
-from trainwright.parallel.attempts import own_part, share_store
+from trainwright.parallel.attempts import PAUSE, own_part, share_store
 from trainwright.parallel.environment import Place, read_environment
 from trainwright.parallel.lingering import wait_for
+from trainwright.parallel.waiting import Waiting
 from trainwright.parallel.world import Group, World
 
 TIMEOUT = 300.0
@@ -169,8 +171,10 @@ def _started(place: Place | None, settings: _Settings, device_type: str) -> Grou
         store: Any = dist.HashStore()
         local_rank = 0
     else:
-        store = _met(dist, place, limit)
-        backend, index, local_rank = _agreed(store, place, settings=settings, device_type=device_type)
+        waiting = Waiting(place)
+        with waiting.for_the_first():
+            store = _met(dist, place, limit, waiting=waiting)
+        backend, index, local_rank = _agreed(store, place, settings=settings, device_type=device_type, waiting=waiting)
     device = torch.device(device_type, index) if index is not None else None
     if device is not None:
         torch.get_device_module(device_type).set_device(device)  # it is this process's own from now on
@@ -185,13 +189,20 @@ def _started(place: Place | None, settings: _Settings, device_type: str) -> Grou
     return group
 
 
-def _met(dist: Any, place: Place, limit: timedelta) -> Any:
+def _met(dist: Any, place: Place, limit: timedelta, *, waiting: Waiting) -> Any:
     """Return the store where all processes meet; the first one, or torchrun itself, has it."""
     url = f"tcp://{place.address}?rank={place.rank}&world_size={place.size}"
+    seconds = limit.total_seconds()
     try:
-        store, _, _ = next(dist.rendezvous(url, timeout=limit))
         if share_store():
-            store = own_part(dist, store, rank=place.rank, size=place.size, seconds=limit.total_seconds())
+            store, _, _ = next(dist.rendezvous(url, timeout=limit))
+            return own_part(dist, store, rank=place.rank, size=place.size, seconds=seconds, look=waiting.look)
+        host, _, port = place.address.rpartition(":")
+        first = place.rank == 0
+        # It waits for nobody: the first process hears of the others in `_agreed`, where it can say who is missing.
+        store = dist.TCPStore(
+            host.strip("[]"), int(port), is_master=first, timeout=limit, wait_for_workers=False, multi_tenant=True
+        )
     except (dist.DistStoreError, dist.DistNetworkError, ValueError) as error:
         raise ProcessError(
             message(
@@ -205,7 +216,9 @@ def _met(dist: Any, place: Place, limit: timedelta) -> Any:
     return store
 
 
-def _agreed(store: Any, place: Place, *, settings: _Settings, device_type: str) -> tuple[str, int | None, int]:
+def _agreed(
+    store: Any, place: Place, *, settings: _Settings, device_type: str, waiting: Waiting
+) -> tuple[str, int | None, int]:
     """Let the first process hear of every one before any waits in the group: what is wrong on one is told to all.
 
     Returns the backend, the index of this process's own device and its local rank.
@@ -223,6 +236,7 @@ def _agreed(store: Any, place: Place, *, settings: _Settings, device_type: str) 
     store.set(str(place.rank), json.dumps(facts))
     try:
         if place.rank == 0:
+            _all_have_come(store, place, timeout=settings.timeout, waiting=waiting)
             store.set("verdict", json.dumps(_verdict([json.loads(store.get(str(r))) for r in range(place.size)])))
         verdict = json.loads(store.get("verdict"))
     except dist.DistError as error:
@@ -233,10 +247,26 @@ def _agreed(store: Any, place: Place, *, settings: _Settings, device_type: str) 
     return backend, None if device_type == "cpu" else _device_index(device_type, local_rank), local_rank
 
 
+def _all_have_come(store: Any, place: Place, *, timeout: float, waiting: Waiting) -> None:
+    """Wait, in the first process, until every one has come; torch's DistStoreError where one does not in time."""
+    end = time.monotonic() + timeout
+    for rank in range(place.size):
+        while not store.check([str(rank)]):
+            if time.monotonic() > end:
+                raise torch.distributed.DistStoreError(f"rank {rank} has not come within {timeout:g} s")
+            if waiting.is_due:
+                waiting.look(_missing(store, place.size))
+            time.sleep(PAUSE)
+
+
+def _missing(store: Any, size: int) -> list[int]:
+    return [rank for rank in range(size) if not store.check([str(rank)])]
+
+
 def _not_come(store: Any, place: Place, timeout: float) -> ProcessError:
     dist: Any = torch.distributed
     with suppress(dist.DistError):  # where the store is gone as well, nobody knows
-        missing = [str(rank) for rank in range(place.size) if not store.check([str(rank)])]
+        missing = [str(rank) for rank in _missing(store, place.size)]
         return ProcessError(
             message(
                 f"rank {place.rank}: not all of the {place.size} processes have come to their Trainer",
