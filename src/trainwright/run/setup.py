@@ -133,7 +133,7 @@ def processes(
     """Find the processes of the runs to come, how they share the work, and the device of this one."""
     settings = DDP() if parallel is None or isinstance(parallel, str) else parallel
     chosen = choose_device(device, model)
-    if chosen.type == "meta" and settings.shards:
+    if chosen.type == "meta" and getattr(settings, "shards", False):  # what is no setting is refused below
         chosen = choose_device(device, nn.Module())  # the model's first weights are made where the run is
     world = World()
     if parallel is not None:
