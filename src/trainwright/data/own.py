@@ -34,6 +34,7 @@ def batches(
     sampler: Iterable[int] | None = None,
     per_rank: int | None = None,
     workers: int | Literal["auto"] = "auto",
+    in_memory: bool = False,
 ) -> Batches:
     """Batches of `batch_size` rows of a data set; each pass over the result is the next epoch.
 
@@ -43,15 +44,22 @@ def batches(
     (seed, epoch, row), and leave the generators of the process as they were. `sampler` gives row numbers instead.
     `batch_size` counts rows over all processes of a run, each of which runs its part of every batch; `per_rank`, in
     its place, counts those of each, and such a run resumes only on as many processes. `workers` is the number of
-    worker processes; "auto" takes none. Raises DataError for data without a batch.
+    worker processes; "auto" takes none. `in_memory=True` reads a small data set, whose rows are always the same, once
+    into memory. Raises DataError for data without a batch.
     """
     dealing = Dealing(
         batch_size=batch_size, per_rank=per_rank, shuffle=shuffle, seed=seed, drop_last=drop_last, workers=workers
     )
     if collate is not None and not callable(collate):
         raise SettingError(message(f"collate={collate!r}", want="a function from a list of rows to a batch"))
+    if not isinstance(in_memory, bool):
+        raise SettingError(message(f"batches(in_memory={in_memory!r})", want="True or False"))
     _check_sampler(sampler, dealing)
-    return Batches(rows_of(data, collate), dealing, sampler)
+    if not in_memory:
+        return Batches(rows_of(data, collate), dealing, sampler)
+    from trainwright.data.reading import read_whole
+
+    return Batches(read_whole(data, collate=collate, workers=workers), dealing, sampler)
 
 
 class Batches:
