@@ -34,6 +34,7 @@ from trainwright.trainer import Trainer
 if TYPE_CHECKING:
     from trainwright.base.dealing import Slice
     from trainwright.base.speed import Speed
+    from trainwright.data.prefetch import prefetch
     from trainwright.data.sharded import shard, sharded
     from trainwright.observers.journal import Journal, journal_to_csv, read_journal
     from trainwright.observers.probe import Probe
@@ -64,6 +65,7 @@ else:
     _LATER = {
         "base.dealing": ("Slice",),
         "base.speed": ("Speed",),
+        "data.prefetch": ("prefetch",),
         "data.sharded": ("shard", "sharded"),
         "observers.journal": ("Journal", "journal_to_csv", "read_journal"),
         "observers.probe": ("Probe",),
@@ -181,6 +183,7 @@ __all__ = [
     "launch",
     "load_weights",
     "mode",
+    "prefetch",
     "read_journal",
     "save_weights",
     "shard",

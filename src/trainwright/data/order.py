@@ -96,13 +96,19 @@ def watched(numbers: Iterator[Any], moved: Callable[[], None]) -> Iterator[Any]:
         yield first
         break
     while True:
-        before = host_random_state()
-        pulled = next(numbers, _END)
+        pulled, has_moved = moves_random_state(lambda: next(numbers, _END))
         if pulled is _END:
             return
-        if _differ(before, host_random_state()):
+        if has_moved:
             moved()
         yield pulled
+
+
+def moves_random_state(pull: Callable[[], Any]) -> tuple[Any, bool]:
+    """What a call gives, and whether it has moved a random state of the process on the host."""
+    before = host_random_state()
+    pulled = pull()
+    return pulled, _differ(before, host_random_state())
 
 
 def refuse_draws(sampler: Any, *, workers: int, role: str) -> None:

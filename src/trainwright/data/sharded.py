@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -52,17 +53,22 @@ def shard() -> tuple[int, int]:
     return rank * workers + worker, size * workers
 
 
-class _Here:
+class _Here(threading.local):
     part: Part | None = None
-    """The part of the data that is being read in this process; None where nobody reads."""
+    """The part of the data that is being read in this thread; None where nobody reads."""
 
 
 _here = _Here()
 
 
 def stand(part: Part | None) -> None:
-    """Have `shard` tell this part from now on: for a loader's worker process."""
+    """Have `shard` tell this part from now on: for a loader's worker process, or a thread that reads."""
     _here.part = part
+
+
+def told_part() -> Part | None:
+    """The part that `shard` tells here and now; None where nobody reads."""
+    return _here.part
 
 
 @contextmanager
