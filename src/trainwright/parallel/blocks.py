@@ -65,6 +65,30 @@ def check_model(
             )
 
 
+def check_forward(model: nn.Module, modules: Sequence[nn.Module], *, calls_methods: bool) -> None:
+    """Refuse a model without a forward, several networks in one, where nothing would gather weights: SettingError."""
+    if type(model).forward is not nn.Module.forward:
+        return
+    parts = dict.fromkeys(type(child).__name__ for child in model.children())
+    fix = f"FSDP(blocks={{{', '.join(parts)}}}), with the class of each network"
+    if isinstance(model, CONTAINERS):
+        kind = type(model).__name__
+        name = next((name for name, _ in model.named_children()), "G")
+        raise SettingError(
+            message(
+                f"the model is a {kind}, which has no forward that gathers weights: FSDP cannot shard it",
+                have=", ".join(f"{name}: {type(child).__name__}" for name, child in model.named_children()),
+                want="a module of your own that holds the networks as attributes, and each network as a block",
+                fix=f"class Nets(nn.Module) with self.{name if name.isidentifier() else 'G'} = ..., and {fix}",
+            )
+        )
+    held = [name for name, _ in _held(model, set(map(id, modules)), "")]
+    if held and not calls_methods:
+        have = f"{len(held)} parameters outside of all blocks, such as {held[0]}"
+        what = f"the {type(model).__name__} has no forward, so that nothing gathers weights which lie in no block"
+        raise SettingError(message(what, have=have, want="a forward, or every network as a block", fix=fix))
+
+
 def first_weights(module: nn.Module, world: World, *, device: torch.device, known: dict[int, nn.Parameter]) -> None:
     """Move a module to the device and give it the first process's weights, but for the modules in it that are sharded.
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from trainwright.base.errors import SettingError, message
 from trainwright.base.names import did_you_mean, suggests
-from trainwright.parallel.blocks import CONTAINERS, check_model, chosen, first_weights
+from trainwright.parallel.blocks import CONTAINERS, check_forward, check_model, chosen, first_weights
 from trainwright.parallel.ddp import check_positive
 from trainwright.parallel.world import World
 from trainwright.runtime.shards import is_sharded, reshard
@@ -81,6 +81,7 @@ def shard(model: nn.Module, settings: FSDP, world: World, *, device: torch.devic
             have = ", ".join(sorted(map(str, placed)))
             what = "a model over several devices, and FSDP holds a process's shards on one"
             raise SettingError(message(what, have=have, fix='parallel="auto", or a model on one device'))
+        check_forward(model, modules, calls_methods=any(model in having for having in called.values()))
         check_model(model, modules, processes=world.size, keep_within=settings.reshard_after_forward)
         extra: dict[str, Any] = {} if settings.policy is None else {"mp_policy": settings.policy}
         mesh = _mesh(world, device)
