@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from trainwright.base.contracts import Part, Source, listeners
-from trainwright.base.errors import SettingError, message
+from trainwright.base.errors import NonFiniteError, SettingError, message
 from trainwright.base.records import Result
 from trainwright.run import state
 from trainwright.run.alike import check_alike
@@ -134,15 +134,27 @@ def _until_the_end(owner: Owner, run: Run, pauses: Pauses, *, passed: bool) -> I
             align_buffers(owner)
             pauses.hear_signals()
             owner.between.failed = False
-        except BaseException as error:
+        except BaseException as raised:
+            error = _first_of(raised, run)
             explain(error, owner)
             caused = owner.world.blame(error) if isinstance(error, Exception) else error
             if not isinstance(error, Exception) and not _is_agreed(error):
                 owner.world.failed(error)
             rescue(pauses, caused)
-            if caused is error:
+            if caused is raised:
                 raise
             raise caused from None
+
+
+def _first_of(error: BaseException, run: Run) -> BaseException:
+    """What ends the run: `error`, or a number that was not finite in an update before it, heard of only now."""
+    if run.behind is None or (run.signals.pending and isinstance(error, KeyboardInterrupt)):
+        return error
+    try:
+        run.behind.drain()
+    except NonFiniteError as first:
+        return first
+    return error
 
 
 def _is_agreed(error: BaseException) -> bool:

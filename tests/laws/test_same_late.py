@@ -1,0 +1,186 @@
+"""Law Same: an update that is judged late is the one that is judged at once, bit for bit, errors included."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from laws.late_runs import OPTIMIZERS, data, net, on_the_cpu, same, state, trained
+from trainwright import EMA, ClipNorm, OneCycle, StepLR, Updates
+from trainwright.base.errors import NonFiniteError
+from trainwright.runtime.fused import DirectStep
+
+SLOTS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "clip": {"clip": 0.1},
+    "windows": {"accumulate": 4, "clip": ClipNorm(0.5)},
+    "bf16": {"precision": "bf16"},
+    "steps": {"schedule": StepLR(Updates(3), gamma=0.5)},
+    "one cycle": {"schedule": OneCycle(max_lr=0.1)},
+    "average": {"average": EMA(0.9)},
+}
+
+
+@pytest.mark.parametrize("slots", SLOTS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_late_is_at_once(optimizer: str, slots: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    norm = slots in ("windows", "nothing")
+    at_once, told, _ = trained(data(), model=net(norm=norm), optimizer=optimizer, **SLOTS[slots])
+    on_the_cpu(monkeypatch)
+    late, told_late, error = trained(data(), model=net(norm=norm), optimizer=optimizer, **SLOTS[slots])
+    assert error is None
+    assert same(state(at_once), state(late))
+    assert at_once.history == late.history
+    assert told.records == told_late.records
+    assert told.at == [record.update for record in told.records]
+
+
+def test_a_record_is_told_three_updates_late_and_all_are_told_before_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_the_cpu(monkeypatch)
+    _, told, _ = trained(data(), epochs=2)
+    assert [record.update for record in told.records] == list(range(1, 13))
+    assert told.at == [4, 5, 6, 6, 6, 6, 10, 11, 12, 12, 12, 12]
+
+
+def poisoned(at: int) -> list[Any]:
+    """Data of which one batch makes the loss NaN."""
+    batches = data()
+    inputs, target = batches[at]
+    batches[at] = (torch.full_like(inputs, torch.nan), target)
+    return batches
+
+
+class Explodes(torch.autograd.Function):
+    """Finite forward, infinite backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * torch.inf
+
+
+@pytest.mark.parametrize("slots", ["nothing", "clip", "windows", "average", "one cycle"])
+@pytest.mark.parametrize("at", [0, 1, 3, 4, 5])
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_what_is_not_finite_leaves_all_as_before_it(
+    optimizer: str, what: str, at: int, slots: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run() -> Any:
+        model = net(norm=True)
+        if what == "gradient":
+            model = nn.Sequential(Bomb(model[0]), *model[1:])
+        batches = poisoned(at) if what == "loss" else exploding(at)
+        trainer, told, error = trained(batches, model=model, optimizer=optimizer, epochs=2, **SLOTS[slots])
+        assert isinstance(error, NonFiniteError)
+        return trainer, told, str(error)
+
+    at_once, told, said = run()
+    on_the_cpu(monkeypatch)
+    late, told_late, said_late = run()
+    assert said == said_late
+    assert same(at_once.model.state_dict(), late.model.state_dict())
+    assert same(masked(state(at_once)), masked(state(late)))
+    assert told.records == told_late.records
+    assert at_once.result is not None
+    assert late.result is not None
+    assert at_once.result.updates == late.result.updates
+    assert at_once.progress.batch == late.progress.batch
+    assert at_once.progress.rows == late.progress.rows
+
+
+def masked(states: Any) -> Any:
+    """The same without what no step has moved yet: zeros, which stand for none."""
+    model, optimizer = states
+    moved = {key: {name: v for name, v in own.items() if v is not None and v.any()} for key, own in optimizer.items()}
+    return model, {key: own for key, own in moved.items() if own}
+
+
+class Bomb(nn.Module):
+    """A layer whose gradient is infinite for a batch that begins with 7."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = self.layer(x)
+        return Explodes.apply(output) if x[0, 0].item() == 7.0 else output
+
+
+def exploding(at: int) -> list[Any]:
+    """Data of which one batch makes the gradient infinite, and the loss not."""
+    batches = data()
+    batches[at][0][0, 0] = 7.0
+    return batches
+
+
+def test_an_error_of_ones_own_comes_after_what_was_not_finite_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_the_cpu(monkeypatch)
+
+    def failing() -> Any:
+        yield from poisoned(2)[:4]
+        raise OSError("the disk is gone")
+
+    _, told, error = trained(failing(), epochs=1)
+    assert isinstance(error, NonFiniteError)
+    assert "update 3: the loss is not finite" in str(error)
+    assert [record.update for record in told.records] == [1, 2]
+
+
+def test_an_error_of_ones_own_is_raised_after_all_updates_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_the_cpu(monkeypatch)
+
+    def failing() -> Any:
+        yield from data()[:4]
+        raise OSError("the disk is gone")
+
+    _, told, error = trained(failing(), epochs=1)
+    assert isinstance(error, OSError)
+    assert [record.update for record in told.records] == [1, 2, 3, 4]
+
+
+# Faults that must be noticed.
+
+
+def forgets_the_flag(patch: pytest.MonkeyPatch) -> None:
+    real = DirectStep.__call__
+    patch.setattr(DirectStep, "__call__", lambda self, found_inf=None: real(self))
+
+
+def keeps_no_statistics(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("trainwright.run.statistics.Statistics.put_back", lambda self, *, ago=0: None)
+
+
+def puts_back_the_last(patch: pytest.MonkeyPatch) -> None:
+    from trainwright.run.statistics import Statistics
+
+    real = Statistics.put_back
+    patch.setattr(Statistics, "put_back", lambda self, *, ago=0: real(self, ago=0 * ago))
+
+
+def lets_the_clock_run_on(patch: pytest.MonkeyPatch) -> None:
+    from trainwright.run.behind import Behind
+
+    real = Behind.judge
+
+    def judge(self: Any, *given: Any) -> bool:
+        judged = real(self, *given)
+        self._before = (self._run.counters.updates + 1, *self._before[1:])
+        return judged
+
+    patch.setattr(Behind, "judge", judge)
+
+
+@pytest.mark.parametrize("fault", [forgets_the_flag, keeps_no_statistics, puts_back_the_last, lets_the_clock_run_on])
+def test_a_fault_is_noticed(fault: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        fault(patch)
+        with pytest.raises(AssertionError):
+            test_what_is_not_finite_leaves_all_as_before_it("adamw", "loss", 1, "nothing", patch)
