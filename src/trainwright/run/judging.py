@@ -8,10 +8,39 @@ from torch import Tensor
 
 from trainwright.run.steppers import Chosen
 from trainwright.runtime import late
+from trainwright.runtime.fused import why_not_masked
 from trainwright.slots import nonfinite
 
 if TYPE_CHECKING:
+    from trainwright.run.owner import Owner
     from trainwright.run.run import Run
+
+
+LATE = {"cuda", "meta"}
+"""The kinds of devices where a read would wait for what is under way."""
+
+
+def why_judged_at_once(owner: Owner, *, checks: bool) -> tuple[str, ...]:
+    """Say why the numbers of each update must be read before its step; empty where they may come later.
+
+    `checks`: whether anything is judged.
+    """
+    hooks, why = owner.hooks, list[str]()
+    if owner.device.type not in LATE:
+        why.append("a read waits for nothing here")
+    if owner.world.size > 1:
+        why.append("several processes judge an update together")
+    if owner.precision is not None and owner.precision.scaler(owner.device.type) is not None:
+        why.append("a loss scale is adapted by what was applied")
+    if owner.nonfinite == "skip":
+        why.append('nonfinite="skip": the clock counts applied updates alone')
+    if owner.on_error == "save":
+        why.append('on_error="save" keeps the update before an error')
+    if hooks.updates_itself or hooks.computes_itself:
+        why.append("an `update` of your own reads what it has done")
+    if checks:
+        why += [reason for one in owner.optimizers.values() if (reason := why_not_masked(one))]
+    return tuple(why)
 
 
 def read_numbers(run: Run, flag: Tensor | None, chosen: Chosen) -> tuple[bool, float]:

@@ -33,6 +33,13 @@ def parts_of(run: Run, pauses: Pauses) -> dict[str, Part]:
     return parts_of(run, pauses)
 
 
+def fast_path(owner: Owner) -> str:
+    """`run.path.fast_path`: which path the updates take."""
+    from trainwright.run.path import fast_path
+
+    return fast_path(owner)
+
+
 def report(owner: Owner, source: Source, *, kind: Asked, names: Sequence[str] | None) -> Report:
     """`run.report.report`: what a model is worth on data."""
     from trainwright.run.report import report

@@ -49,23 +49,37 @@ class Numbers:
 
     def close(self, *more: float | Tensor) -> list[float]:
         """Read all numbers noted since the last call, and `more`, in one go; return `more` as floats."""
-        entries = self._entries
-        size = len(entries)
-        if size == 1 and entries[0][0] == "loss":  # the common case: one loss, and it stays the loss bit for bit
-            _, value, count, summed = entries[0]
-            numbers = late.read([value, count, *more])
-            read, counted = numbers[0], numbers[1]
-            self.loss = (read / counted if counted else math.nan) if summed else read
-            self.counted = counted
-            if counted:
-                self._sums["loss"] = self._sums.get("loss", 0.0) + (read if summed else read * counted)
-            self._counts["loss"] = self._counts.get("loss", 0.0) + counted
+        entries, self._entries = self._entries, []
+        if len(entries) == 1:
+            numbers = late.read([entries[0][1], entries[0][2], *more])
         else:
             numbers = late.read([*[entry[1] for entry in entries], *[entry[2] for entry in entries], *more])
-            if size:
-                self._add_all(numbers)
-        self._entries = []
-        return numbers[2 * size :]
+        if entries:
+            self.take(entries, numbers)
+        return numbers[2 * len(entries) :]
+
+    def collect(self) -> list[Entry]:
+        """Hand over what was noted since the last call, unread."""
+        entries, self._entries = self._entries, []
+        return entries
+
+    def take(self, entries: list[Entry], numbers: list[float]) -> None:
+        """Add up what was noted, by its `numbers` as they were read: all values, then all counts."""
+        if len(entries) > 1 or entries[0][0] != "loss":
+            self._add_all(entries, numbers)
+            return
+        summed, read, counted = entries[0][3], numbers[0], numbers[1]  # the common case: the loss stays bit for bit
+        self.loss = (read / counted if counted else math.nan) if summed else read
+        self.counted = counted
+        if counted:
+            self._sums["loss"] = self._sums.get("loss", 0.0) + (read if summed else read * counted)
+        self._counts["loss"] = self._counts.get("loss", 0.0) + counted
+
+    def take_for(self, entries: list[Entry], numbers: list[float], values: dict[str, float]) -> None:
+        """Add up what was noted in an earlier update, whose own numbers begin with `values`."""
+        self.loss, self.counted, self.values, self._earlier = math.nan, 0.0, values, {}
+        if entries:
+            self.take(entries, numbers)
 
     def close_totals(self) -> None:
         """Read what is summed up apart from the numbers; here nothing is."""
@@ -74,6 +88,11 @@ class Numbers:
         """Sum and count of each number of the update in hand, its loss too where that is this process's alone."""
         loss = {"loss": (self.loss * self.counted, self.counted)} if with_loss and self.counted else {}
         return self._earlier | loss
+
+    @property
+    def losses(self) -> list[Tensor]:
+        """The losses that were noted since the last call of `close`, as tensors."""
+        return [entry[1] for entry in self._entries if entry[0] == "loss" and isinstance(entry[1], Tensor)]
 
     @property
     def waiting(self) -> bool:
@@ -140,12 +159,12 @@ class Numbers:
             fix = f'log("my_{name}", ...)' if kind == "logged number" else f'"{name}_loss"'
             raise SettingError(message(f"{what}: a {other} has this name", fix=fix))
 
-    def _add_all(self, numbers: list[float]) -> None:
+    def _add_all(self, entries: list[Entry], numbers: list[float]) -> None:
         sums: dict[str, float] = {}
         counts: dict[str, float] = {}
         alone: dict[str, float | None] = {}
-        size = len(self._entries)
-        for (name, _, _, summed), value, count in zip(self._entries, numbers, numbers[size:], strict=False):
+        size = len(entries)
+        for (name, _, _, summed), value, count in zip(entries, numbers, numbers[size:], strict=False):
             alone[name] = None if summed or name in alone else value
             # A number over nothing is NaN, or a sum of 0: neither belongs in the mean of the others.
             sums[name] = sums.get(name, 0.0) + ((value if summed else value * count) if count else 0.0)

@@ -87,6 +87,8 @@ class Pauses:
         """Bring the counters up to date, and find out whether an end is reached."""
         counters = self.counters
         self.run.boundary.place, self.run.woken = BETWEEN, False
+        if self.run.behind is not None:
+            self.run.behind.drain()
         for meter in self._meters:
             meter.pause()
         if self.run.agreement is not None:

@@ -17,7 +17,7 @@ from trainwright.base.progress import Counters
 from trainwright.run.boundary import BETWEEN, COUNTING, UPDATING, Boundary
 from trainwright.run.evaluating import check_passes, feed
 from trainwright.run.fetching import fetched
-from trainwright.run.judging import applies_anyway, read_numbers
+from trainwright.run.judging import applies_anyway, read_numbers, why_judged_at_once
 from trainwright.run.ledger import Ledger
 from trainwright.run.optimizers import check_parameters
 from trainwright.run.outcome import Outcome
@@ -30,6 +30,7 @@ from trainwright.run.steppers import Chosen, Steppers, bind_rates
 from trainwright.run.telling import Teller
 from trainwright.runtime import late
 from trainwright.runtime.gradients import Gradients
+from trainwright.runtime.lagging import AHEAD
 from trainwright.runtime.signals import Signals
 from trainwright.runtime.snapshot import snapshot
 from trainwright.slots import nonfinite
@@ -39,6 +40,7 @@ from trainwright.slots.window import Window
 
 if TYPE_CHECKING:
     from trainwright.run.agreeing import Agreement
+    from trainwright.run.behind import Behind
     from trainwright.run.spread import Spread
 
 GRACE = 20.0
@@ -84,9 +86,18 @@ class Run:
         self.outcome = Outcome()
         """What becomes of the update in hand."""
         self._begun = -1
-        self.teller = Teller(owner, self.steppers) or None
-        """Who watches updates; None where nobody does."""
+        self._bind_tellers(owner)
         self._plan_epoch()
+
+    def _bind_tellers(self, owner: Owner) -> None:
+        self.behind: Behind | None = None
+        """What judges updates where the host does not wait to hear of them; None where each is judged at once."""
+        if not why_judged_at_once(owner, checks=self.checks):
+            from trainwright.run.behind import Behind
+
+            self.behind = Behind(self)
+        self.teller = self.behind or Teller(owner, self.steppers) or None
+        """Who watches updates; None where nobody does."""
 
     def _bind_processes(self, owner: Owner) -> None:
         self.spread: Spread | None = None
@@ -169,7 +180,7 @@ class Run:
         self.ledger.begin(window)
         self.outcome = Outcome()
         if self.spread is not None:
-            self.spread.begin()
+            self.spread.begin(1.0 if self.scaler is None else self.scaler.factor())
         for stepper in self.steppers.all.steppers:
             stepper.norm = None
             if len(stepper.optimizer.param_groups) != stepper.groups:
@@ -179,8 +190,8 @@ class Run:
         if self._unjudged:  # an update of the user's own gave its gradients up
             self.steppers.lower_flags()
             self._unjudged = False
-        for kept, statistics in self.statistics.alike:
-            torch._foreach_copy_(kept, statistics)
+        if self.statistics.alike:
+            self.statistics.keep()
         if self._keeps_state:
             self._kept_state = snapshot(self.owner.state)
 
@@ -197,7 +208,7 @@ class Run:
     def owe(self, window: Window, loss: Tensor) -> Tensor:
         """Note what the gradients must still be multiplied by, pay at once where user code reads them; pay the loss."""
         unscale = 1.0 if self.scaler is None else self.scaler.factor()
-        owed = window.owed if self.spread is None else self.spread.close(unscale)
+        owed = window.owed if self.spread is None else self.spread.close()
         self.factor = owed
         if self.scaler is not None:
             self.factor = self.factor * unscale
@@ -228,6 +239,9 @@ class Run:
     def judge(self, flag: Tensor | None, chosen: Chosen) -> bool:
         """Read the update's numbers, and say whether `chosen` may step; raises where that is the policy."""
         outcome = self.outcome
+        if self.behind is not None:
+            outcome.applied, self._unjudged = True, False
+            return self.behind.judge(flag, chosen)
         bad, value = read_numbers(self, flag, chosen)
         if not bad and (flag is None or late.finite(value)):
             outcome.applied = True
@@ -248,7 +262,7 @@ class Run:
             ledger.note_returned(returned)
         if outcome.minimized:
             self._note_minimized(returned)
-        if ledger.waiting:
+        if ledger.waiting and self.behind is None:
             ledger.close()
         if self.scaler is not None:
             self._adapt(self.scaler)
@@ -302,13 +316,18 @@ class Run:
                 check_passes(self.source)
         if self.spread is not None:
             self.spread.plan()
-        self.statistics = Statistics(owner.model, keeps=owner.nonfinite != "ignore")
+        known = 1 if self.behind is None else AHEAD + 1
+        self.statistics = Statistics(owner.model, keeps=owner.nonfinite != "ignore", updates=known)
         self._keeps_state = owner.nonfinite == "skip"
 
     def _take_groups(self) -> None:
         """Take over the optimizers' parameters as they are grouped now; a group may be added at any time."""
+        if self.behind is not None:
+            self.behind.drain()
         self.steppers.take_groups()
         self.gradients = self.steppers.all.gradients
+        if self.behind is not None:
+            self.behind.bind(self.steppers)
 
     def _feed(self) -> None:
         """Run the training data once through the model: an average estimates its BatchNorm statistics by it."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from typing import Any
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainwright.runtime import late
 from trainwright.runtime.modules import running_statistics
@@ -12,20 +15,27 @@ from trainwright.runtime.modules import running_statistics
 class Statistics:
     """What forward passes in train mode move besides the weights, as it was before the update in hand."""
 
-    def __init__(self, model: nn.Module, *, keeps: bool) -> None:
+    def __init__(self, model: nn.Module, *, keeps: bool, updates: int = 1) -> None:
+        """`updates`: before how many of the last ones they are known."""
         self._own = running_statistics(model) if keeps else []
-        kept = [statistic.clone() for statistic in self._own]
-        pairs = list(zip(kept, self._own, strict=True))
-        kinds = {(one.device, one.dtype) for one in kept}  # a kernel copies those of one kind together
-        self.alike = [
-            tuple(zip(*[pair for pair in pairs if (pair[0].device, pair[0].dtype) == kind], strict=True))
-            for kind in kinds
-        ]
-        """(copies, statistics) of each device and type."""
+        kinds: dict[Any, list[Tensor]] = defaultdict(list)  # a kernel copies those of one kind together
+        for statistic in self._own:
+            kinds[statistic.device, statistic.dtype].append(statistic)
+        self.alike = list(kinds.values())
+        """The statistics of each device and type."""
+        self._kept = [[[one.clone() for one in kind] for kind in self.alike] for _ in range(updates)]
+        self.kept = 0
+        """How often they were kept."""
 
-    def put_back(self) -> None:
-        """Make them what they were before the update in hand."""
-        for kept, statistics in self.alike:
+    def keep(self) -> None:
+        """Keep them as they are before an update."""
+        self.kept += 1
+        for kept, statistics in zip(self._kept[self.kept % len(self._kept)], self.alike, strict=True):
+            torch._foreach_copy_(kept, statistics)
+
+    def put_back(self, *, ago: int = 0) -> None:
+        """Make them what they were before the update in hand, or before the one so many updates ago."""
+        for kept, statistics in zip(self._kept[(self.kept - ago) % len(self._kept)], self.alike, strict=True):
             torch._foreach_copy_(statistics, kept)
 
     def mend(self) -> None:

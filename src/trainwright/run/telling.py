@@ -91,21 +91,29 @@ class Teller:
         return ledger.counted_values(with_loss=with_loss)
 
     def _update(self, window: Window, *, skipped: bool) -> Update:
-        counters, ledger, steppers = self._counters, self._owner.ledger, self._steppers
+        ledger, steppers = self._owner.ledger, self._steppers
         if ledger.waiting:  # what `after_update` has logged
             ledger.close()
-        rates, norm = steppers.rates, steppers.all.steppers[0].norm
+        norm = steppers.all.steppers[0].norm
         named = steppers.numbers() | steppers.norms() if steppers.named else {}
+        norm = norm if isinstance(norm, float) else None
+        values = {**ledger.values, **named}
+        return self._record(window, skipped=skipped, loss=ledger.loss, norm=norm, values=values)
+
+    def _record(
+        self, window: Window, *, skipped: bool, loss: float, norm: float | None, values: dict[str, float]
+    ) -> Update:
+        counters, rates = self._counters, self._steppers.rates
         return Update(
             update=counters.earlier_updates + counters.updates,
             epoch=counters.earlier_epochs + counters.epoch,
-            loss=ledger.loss,
+            loss=loss,
             lr=rates[0],
             lrs=rates,
-            grad_norm=norm if isinstance(norm, float) else None,
+            grad_norm=norm,
             rows=window.all_rows,
             skipped=skipped,
-            values={**ledger.values, **named},
+            values=values,
         )
 
 

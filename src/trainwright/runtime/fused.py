@@ -27,17 +27,22 @@ class DirectStep:
         self._sizes: list[int] = []
         self._is_uniform = False
 
-    def __call__(self) -> None:
-        """Make one step; torch's own where a state is not made yet, or something is not as usual."""
+    def __call__(self, found_inf: Tensor | None = None) -> None:
+        """Make one step; torch's own where a state is not made yet, or something is not as usual.
+
+        With `found_inf`, a 0-dim float32 tensor on the parameters' device, nothing moves where it is 1.
+        """
         calls = self._calls()
         if calls is None:
-            self._inner(self._optimizer)
+            masked(self._optimizer, lambda: self._inner(self._optimizer), found_inf)
             return
         with torch.no_grad():
             for kernel, tensors, steps, settings in calls:
                 if steps:
                     torch._foreach_add_(steps, 1)
-                kernel(*tensors, **settings)
+                kernel(*tensors, **settings, found_inf=found_inf)
+                if steps and found_inf is not None:
+                    torch._foreach_sub_(steps, [found_inf] * len(steps))
 
     def _calls(self) -> list[Call] | None:
         optimizer, calls = self._optimizer, list[Call]()
@@ -55,7 +60,7 @@ class DirectStep:
         return calls
 
 
-def direct_step(optimizer: Optimizer, inner: Callable[[Optimizer], Any]) -> Callable[[], Any] | None:
+def direct_step(optimizer: Optimizer, inner: Callable[[Optimizer], Any]) -> DirectStep | None:
     """Return the direct step of one of torch's own optimizers, built with `fused=True`; None for another.
 
     `inner`: torch's own step, for the calls that cannot be direct: of a group whose parameters are not all of one
@@ -64,6 +69,44 @@ def direct_step(optimizer: Optimizer, inner: Callable[[Optimizer], Any]) -> Call
     groups = optimizer.param_groups
     is_fused = type(optimizer) in _CALLS and all(group.get("fused") is True for group in groups)
     return DirectStep(optimizer, inner) if is_fused else None
+
+
+def masked(optimizer: Any, step: Callable[[], Any], found_inf: Tensor | None) -> Any:
+    """Make a fused optimizer's own step, of which nothing moves where `found_inf` is 1."""
+    if found_inf is None:
+        return step()
+    optimizer.found_inf = found_inf  # torch's steps hand it to their kernels
+    try:
+        return step()
+    finally:
+        del optimizer.found_inf
+
+
+def why_not_masked(optimizer: Optimizer) -> str:
+    """Say why a kernel cannot leave a step out by itself; empty where it can.
+
+    Fused SGD leaves its momentum uninitialised where the very first step is left out: it is given zeros before, from
+    which the first step goes as from none, unless the gradient is dampened.
+    """
+    groups, name = optimizer.param_groups, type(optimizer).__name__
+    if type(optimizer) not in _CALLS:
+        return f"{name} has no fused kernel that leaves out a step"
+    if not all(group.get("fused") is True for group in groups):
+        return f"{name} was not built with fused=True"
+    if len({p.device for group in groups for p in group["params"]}) > 1:
+        return f"{name} has parameters on several devices"
+    if any(group.get("momentum", 0) and group["dampening"] for group in groups):
+        return "SGD with dampening cannot leave out its first step"
+    return ""
+
+
+def ready_to_mask(optimizer: Optimizer) -> None:
+    """Give SGD the momentum that its first step would make, as zeros."""
+    for group in optimizer.param_groups if type(optimizer) is torch.optim.SGD else ():
+        for parameter in group["params"] if group["momentum"] else ():
+            state = optimizer.state[parameter]
+            if state.get("momentum_buffer") is None:
+                state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
 
 def _is_uniform(group: Group) -> bool:

@@ -86,6 +86,20 @@ class Gradients:
         flags = list(self._flags.values())
         return flags[0] if len(flags) == 1 else torch.stack([flag.to(flags[0].device) for flag in flags]).amax()
 
+    @property
+    def flag(self) -> Tensor | None:
+        """The flag itself, which stays raised until it is lowered; None where there are several devices."""
+        return next(iter(self._flags.values())) if len(self._flags) == 1 else None
+
+    def check_too(self, values: list[Tensor]) -> None:
+        """Raise the flag for these numbers as well, scalars on its device, if one is NaN or infinite."""
+        kinds: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+        for value in values:
+            kinds[value.dtype].append(value.detach())
+        for alike in kinds.values():
+            device = alike[0].device
+            _check(alike, self._flags[device], self._one[device])
+
     def lower_flags(self) -> None:
         """Forget a non-finite gradient: the kernel only ever raises its flag."""
         for flag in self._flags.values():

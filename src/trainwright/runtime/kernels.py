@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.optim.optimizer as torch_optimizer
+from torch import Tensor
 from torch.optim import Optimizer
 
-from trainwright.runtime.fused import direct_step
+from trainwright.runtime.fused import direct_step, masked
 
 BEFORE, AFTER = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
 
 
-def step_of(optimizer: Optimizer) -> Callable[[], Any]:
+def step_of(optimizer: Optimizer, found_inf: Tensor | None = None) -> Callable[[], Any]:
     """Return what makes one step of `optimizer`: its kernels where they are known, else its `step` less the wrapper.
 
     Torch wraps every `step` to label it for the profiler and to call hooks, which costs 10 to 14 us a call (fused SGD
@@ -22,6 +24,8 @@ def step_of(optimizer: Optimizer) -> Callable[[], Any]:
     optimizer or on all, and neither object nor class has been given another `step`, the function inside is called; of
     one that was built with `fused=True` its kernels (see `DirectStep`), unless a scale hangs on it, as that of torch's
     GradScaler. That is asked at every step, so that any of them may come at any time.
+
+    With `found_inf` the kernels leave out every step before which it is 1.
     """
     cls, own = type(optimizer), vars(optimizer)
     wrapper = cls.step
@@ -31,7 +35,7 @@ def step_of(optimizer: Optimizer) -> Callable[[], Any]:
     profiled = getattr(torch.autograd, "_profiler_enabled", None)
     known = getattr(wrapper, "hooked", False) and BEFORE in own and AFTER in own
     if not known or inner is None or before_all is None or after_all is None or profiled is None:
-        return optimizer.step  # a torch that does it otherwise
+        return optimizer.step if found_inf is None else partial(masked, optimizer, optimizer.step, found_inf)
     direct = direct_step(optimizer, inner)
 
     def step() -> Any:
@@ -44,9 +48,9 @@ def step_of(optimizer: Optimizer) -> Callable[[], Any]:
             or cls.step is not wrapper
             or profiled()
         ):
-            return optimizer.step()
+            return masked(optimizer, optimizer.step, found_inf)
         if direct is not None and "grad_scale" not in own and "found_inf" not in own:
-            return direct()
-        return inner(optimizer)
+            return direct(found_inf)
+        return inner(optimizer) if found_inf is None else masked(optimizer, partial(inner, optimizer), found_inf)
 
     return step
