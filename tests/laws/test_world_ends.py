@@ -123,6 +123,46 @@ def test_an_overflow_in_the_rows_of_one_process_is_one_of_all() -> None:
         assert outcome["weights"] == outcomes[0]["weights"]
 
 
+def far_loss(output: Tensor, target: Tensor) -> Tensor:
+    """Its gradient is that of the output alone."""
+    return output[:, 0].mean() + target.mean()
+
+
+def steep_loss(output: Tensor, target: Tensor) -> Tensor:
+    """Its gradient is as large as it is."""
+    return (output[:, 0] * target).mean()
+
+
+def far() -> list[tuple[Tensor, Tensor]]:
+    """Batches with numbers as targets; one is so far in the last process's rows that the scaled loss overflows."""
+    batches = [(x, y.float() + 1) for x, y in data(dtype=torch.float32)]
+    batches[1][1][-1] = 1e32
+    return batches
+
+
+def scale_far(loss: Any) -> dict[str, Any]:
+    model, optimizer = start(torch.float32)
+    trainer = Trainer(model, optimizer, loss, precision=Scaled(2.0**40), console=False)
+    return ended(trainer, far(), epochs=2)
+
+
+@pytest.mark.parametrize(("loss", "skipped"), [(far_loss, 0), (steep_loss, 2)])
+def test_a_loss_that_overflows_where_it_is_scaled_is_told_and_judged_as_it_is(loss: Any, skipped: int) -> None:
+    model, optimizer = start(torch.float32)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=4)
+    for _ in range(2):
+        for x, y in far():
+            optimizer.zero_grad()
+            scaled = scaler.scale(loss(model(x), y))
+            scaled.backward()
+            scaler.step(optimizer)
+            scaler.update()
+    for outcome in pool(2).run(scale_far, loss, seconds=30):
+        assert outcome["error"] == "" and (outcome["updates"], outcome["skipped"]) == (8 - skipped, skipped)
+        assert apart(outcome["weights"], flat(model)) <= 1e-4
+        assert all(1e28 < abs(row["loss"]) < 1e33 for row in outcome["history"])
+
+
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
 def test_half_precision_is_that_of_one_process_but_for_its_rounding(kind: str) -> None:
     (first, second), expected = pool(2).run(halved, kind, seconds=30), plain(data(), epochs=2)

@@ -58,6 +58,7 @@ class Spread:
         """What has gradients be 0, while a batch that stands in runs backward."""
         self._seen: dict[int, tuple[int, int]] = {}
         """By parameter: what its gradient was when it was that of all processes."""
+        self._unscale: float | Tensor = 1.0
         self.loss: Count = 0.0
         """The loss of the window in hand over all processes."""
         self.counted: Count | None = None
@@ -74,9 +75,12 @@ class Spread:
         if self._wraps and (unused != "auto" or self._settings.static_graph):
             self._wrapped = Wrapped(module, self._settings, self._world, unused=unused is True)
 
-    def begin(self) -> None:
-        """Turn to the next window: its gradients are new ones, wherever in memory they come to lie."""
-        self.loss = 0.0
+    def begin(self, unscale: float | Tensor = 1.0) -> None:
+        """Turn to the next window: its gradients are new ones, wherever in memory they come to lie.
+
+        `unscale`: what undoes the loss scale.
+        """
+        self.loss, self._unscale = 0.0, unscale
         self._seen.clear()
         self._silence(False)
         if getattr(self._settings, "sync_buffers", False):  # before any forward, which may save them for its backward
@@ -102,11 +106,8 @@ class Spread:
         window.is_weighed = True
         return loss
 
-    def close(self, unscale: float = 1.0) -> Count:
-        """Have the gradients of the window be one on all processes; returns the factor that they still owe.
-
-        `unscale`: what undoes the loss scale, by which all that travels with gradients is multiplied too.
-        """
+    def close(self) -> Count:
+        """Have the gradients of the window be one on all processes; returns the factor that they still owe."""
         module = self._module
         assert module is not None
         self._silence(False)
@@ -121,7 +122,7 @@ class Spread:
             self._in_use.check()
         if self._rides:
             assert module.told.grad is not None
-            told = module.told.grad if unscale == 1.0 else module.told.grad * unscale
+            told = module.told.grad
         else:
             told = self._told / self._world.size
             self._world.sum(told)
@@ -270,6 +271,8 @@ class Spread:
             self.term = torch.stack([counted, weighed.detach().to(kind)]).to(told.device)
         if self._in_use is None or not self._rides:
             self._told = self._told + self.term
+        elif isinstance(self._unscale, Tensor) or self._unscale != 1.0:
+            self.term = self.term * self._unscale  # `backward` scales it, as it does the loss: it must not overflow
 
     def _read(self, told: Tensor) -> Count:
         window = self._window
