@@ -88,15 +88,20 @@ def _rounds(contestants: list[Contestant], rounds: int, once: Any) -> dict[str, 
     """Run everyone once untimed and then `rounds` times, there and back; who fails is left out from then on."""
     found = {one.name: Times() for one in contestants}
     for number in range(rounds + 1):
+        if number == 1:
+            gc.collect()
+            gc.freeze()  # nobody pays for the modules of all others
         for one in contestants if number % 2 else contestants[::-1]:
             times = found[one.name]
             if times.failed:
                 continue
-            gc.collect()
+            if number:
+                gc.collect()  # nor for what the one before left
             try:
                 once(one, times, number > 0)
             except Exception as error:  # anything that another library may raise: it is told in the table
                 times.failed = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    gc.unfreeze()
     return found
 
 
