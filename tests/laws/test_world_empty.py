@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trainwright import NonFiniteError, Sum, Trainer, sharded
+from trainwright import NonFiniteError, Observer, Sum, Trainer, Update, sharded
 from world.pool import pool
 
 from .world_runs import flat, rows_of_classes
@@ -166,3 +167,52 @@ def test_a_stream_goes_on_after_a_window_without_a_row(kind: str) -> None:
     for outcome in pool(2).run(train_on_a_stream, kind, seconds=30):
         assert outcome["counts"] == counts
         assert max(abs(a - b) for a, b in zip(outcome["weights"], weights, strict=True)) <= EXACT
+
+
+# Numbers over nothing.
+
+
+class Heard(Observer):
+    """Keeps what updates tell."""
+
+    def __init__(self) -> None:
+        self.told: list[float] = []
+
+    def on_update(self, update: Update) -> None:
+        self.told.append(update.values["above"])
+
+
+class Logging(Trainer[nn.Linear]):
+    """Logs a mean over some rows, with their number: NaN over none."""
+
+    on_device = False
+
+    def training_step(self, batch: Any) -> Any:
+        some = batch[0][:, 0][batch[0][:, 0] > 0]
+        self.log("above", some.mean(), torch.tensor(len(some)) if self.on_device else len(some))
+        return F.cross_entropy(self.model(batch[0]), batch[1])
+
+
+def rows_above() -> tuple[Tensor, Tensor]:
+    """Of three batches of 8 the first has rows above 0 in its first half, the second in its last, the third none."""
+    x, y = rows_of_classes(24)
+    signs = torch.tensor([1.0, -1.0, -1.0, 1.0, -1.0, -1.0], dtype=x.dtype).repeat_interleave(4)
+    x[:, 0] = x[:, 0].abs() * signs
+    return x, y
+
+
+def log(on_device: bool) -> tuple[list[float], float]:
+    heard, (x, y) = Heard(), rows_above()
+    trainer = Logging(*start(), observers=[heard], console=False)
+    trainer.on_device = on_device
+    result = trainer.fit(list(zip(x.split(8), y.split(8), strict=True)), epochs=1)
+    return heard.told, result.history[0]["above"]
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_number_that_is_logged_with_a_count_of_0_weighs_nothing_and_is_nan_over_nothing(on_device: bool) -> None:
+    first = rows_above()[0][:, 0]
+    means = [first[:4].mean().item(), first[12:16].mean().item()]
+    (told, mean), (nothing, mean_there) = pool(2).run(log, on_device, seconds=30)
+    assert told[:2] == pytest.approx(means, abs=EXACT) and math.isnan(told[2]) and nothing == []
+    assert mean == mean_there == pytest.approx(sum(means) / 2, abs=EXACT)
