@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from functools import partial
 from itertools import chain, repeat, tee
 from operator import itemgetter
@@ -41,6 +42,18 @@ class Table:
     def describe(self) -> str:
         """Where the rows are."""
         return "memory"
+
+    def size_beside(self, device: torch.device) -> int:
+        """Bytes that a copy of the rows takes on `device`; 0 where they lie there."""
+        of_row = [one[:1].numel() * one.element_size() for one in self.columns if one.device != device]
+        return len(self) * sum(of_row)
+
+    def on(self, device: torch.device) -> Table:
+        """A table of the same rows, copied to `device`."""
+        there, at = copy(self), self._at
+        rows = [one if at is None else one.index_select(0, at.to(one.device)) for one in self.columns]
+        there.columns, there._at = [one.to(device) for one in rows], None
+        return there
 
     def batches(self, order: Tensor | None, size: int, rows: range, *, only: range | None = None) -> Iterator[Any]:
         """Batches of `size` of those positions `rows` of `order`; of the table's own order where it is None.
@@ -119,7 +132,9 @@ class Table:
         if self._at is not None:
             order = self._at if order is None else self._at.index_select(0, order)
         assert order is not None
-        return order.to(self.columns[0].device)
+        device = self.columns[0].device
+        # One copy for the pass, out of pinned memory, so that the host does not wait for what the device has to do.
+        return order.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else order.to(device)
 
 
 class TableRows:

@@ -74,6 +74,8 @@ class Batches:
     """Whether data set and sampler hear which epoch it is."""
     _part: Part | None = None
     """The part of each batch that this process runs; None: all of it."""
+    _resident: Table | None = None
+    """A copy of the table on the device of a run, which epochs are read out of."""
 
     def __init__(self, rows: Table | SeededRows, dealing: Dealing, sampler: Iterable[int] | None) -> None:
         self._data = rows
@@ -99,11 +101,11 @@ class Batches:
 
     def __iter__(self) -> Iterator[Any]:
         self._passes += 1
-        if self._part is None:
+        if self._part is None and self._resident is None:
             return self.epoch(self._passes - 1)
         self._settled_seed()
-        whole = copy(self)  # whoever iterates by hand gets what one process gets
-        whole._part = None
+        whole = copy(self)  # whoever iterates by hand gets what one process gets, on the host
+        whole._part = whole._resident = None
         return whole.epoch(self._passes - 1)
 
     def deal(self, part: Part | None) -> None:
@@ -122,6 +124,18 @@ class Batches:
         if self._dealing.per_rank is not None:
             self._dealing = replace(self._dealing, processes=1 if part is None or self.sharded else part.size)
         self._measure()
+
+    def size_beside(self, device: torch.device) -> int | None:
+        """Bytes that a copy of the data would take on `device`; None where they are not in memory as a whole."""
+        return self._data.size_beside(device) if isinstance(self._data, Table) and self._in_memory else None
+
+    def reside(self, device: torch.device | None) -> None:
+        """From now on `epoch` gives batches that are gathered on `device`, out of a copy of the data; None: no more.
+
+        Order and rows are the same: the order is drawn on the host. Who iterates by hand gets batches on the host.
+        """
+        assert device is None or self.size_beside(device) is not None
+        self._resident = self._data.on(device) if device is not None and isinstance(self._data, Table) else None
 
     def describe(self) -> str:
         """Rows, batch size, order."""
@@ -237,8 +251,7 @@ class Batches:
         if part is not None and not self.sharded:
             return self._sliced(seed, epoch, skip, part=part)
         if self._in_memory:
-            assert isinstance(self._data, Table)
-            whole = self._data.batches(self._order(seed, epoch), self._dealing.size, self._left(skip))
+            whole = self._table.batches(self._order(seed, epoch), self._dealing.size, self._left(skip))
         else:
             whole = self._read(seed, epoch, self._dealt(seed, epoch, skip))
         if part is None:
@@ -250,8 +263,7 @@ class Batches:
     def _sliced(self, seed: int, epoch: int, skip: int, *, part: Part) -> Iterator[Any]:
         """What this process runs of each batch."""
         if self._in_memory:
-            assert isinstance(self._data, Table)
-            return self._data.slices(self._order(seed, epoch), self._dealing.size, self._left(skip), part=part)
+            return self._table.slices(self._order(seed, epoch), self._dealing.size, self._left(skip), part=part)
         from trainwright.data.slicing import Dealt, most_to_pull, slices
 
         most = None if self._sampler is None else most_to_pull(self._sampler)
@@ -263,6 +275,12 @@ class Batches:
     def _in_memory(self) -> bool:
         """Whether a batch is a few tensor operations on the whole of the data."""
         return isinstance(self._data, Table) and self._sampler is None and self._dealing.workers in ("auto", 0)
+
+    @property
+    def _table(self) -> Table:
+        """The data in memory, where epochs are read."""
+        assert isinstance(self._data, Table)
+        return self._data if self._resident is None else self._resident
 
     def _measure(self) -> None:
         """Tell length and rows; DataError where no batch is left."""
