@@ -49,6 +49,8 @@ class LoaderBatches:
     """How many items of the sampler all processes pull at once; None where the first pull draws them all."""
     _elsewhere = False
     """Whether a loaded state is of another number of processes."""
+    _compared = False
+    """Whether the first batches of the workers of a stream were compared."""
     _keeps_workers: bool | None = None
     """Whether passes beside training use the loader's persistent workers; None: unless these are under way."""
 
@@ -110,7 +112,8 @@ class LoaderBatches:
         if self._elsewhere and skip and self.sharded:
             raise elsewhere(self.describe(), role=self._role)
         if self._part is None and not (stream and alone_in_a_job()):
-            return self._begun(epoch, skip)
+            doubts = stream and self._loader.num_workers > 1 and not skip and not self._compared
+            return self._compared_once(self._begun(epoch, skip)) if doubts else self._begun(epoch, skip)
         from trainwright.data import slicing
 
         begin = partial(self._begun, epoch, skip)
@@ -121,6 +124,12 @@ class LoaderBatches:
         iterator = begin()
         assert self._order.dealt is not None
         return slicing.slices(iterator, self._order.dealt, self._part, name=self.describe())
+
+    def _compared_once(self, batches: Iterator[Any]) -> Iterator[Any]:
+        from trainwright.data.doubled import looked_at
+
+        self._compared = True
+        return looked_at(batches, workers=self._loader.num_workers, name=type(self._loader.dataset).__name__)
 
     @property
     def _cuts(self) -> bool:
