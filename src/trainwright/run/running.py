@@ -25,6 +25,7 @@ from trainwright.run.pausing import Pauses
 from trainwright.run.plan import Ends, Resume, check_monitors, make_plan
 from trainwright.run.ranks import align_buffers, beside_others
 from trainwright.run.rescue import ends_in, rescue
+from trainwright.run.residing import residing
 from trainwright.run.resuming import find
 from trainwright.run.run import Run
 from trainwright.run.settings import settings_of
@@ -55,9 +56,8 @@ def running(
         check_alike(owner, source, val, ends=ends, resumes=resume.where is not None)
         undo.enter_context(stage(owner, resumes=resume.where is not None))
         undo.enter_context(_ground(owner))
-        plan = make_plan(
-            owner, source, val, ends=ends, notes=(*owner.between.notes, *undo.enter_context(_awake(owner)))
-        )
+        woken, lies = undo.enter_context(_awake(owner)), undo.enter_context(residing(owner, source, val))
+        plan = make_plan(owner, source, val, ends=ends, notes=(*owner.between.notes, *woken, *lies))
         run = Run(owner, source, plan)
         keeper, loaded = _open_directory(owner, resume.where, undo)
         found = find(loaded, resume, stage=owner.counters.stage)

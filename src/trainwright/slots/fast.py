@@ -29,7 +29,9 @@ class Fast:
     whole model. A dict goes to `torch.compile` (`backend`, `dynamic`, `fullgraph`, `mode`, `options`), with two keys
     beside: `"regions"`: "regional", "full" or module classes, and `"cache"`: a directory for what was compiled.
     `channels_last`: "auto" lays the weights of convolutional models so on CUDA under bf16 or fp16; True wherever they
-    run. `cuda_graphs`: "auto" and False replay none yet. `device_data`: "auto" and False keep data on the host.
+    run. `cuda_graphs`: "auto" and False replay none yet. `device_data`: "auto" copies data in memory to
+    a CUDA device where they take at most a quarter of what is free there; True copies them to whatever device the run
+    is on, or refuses; False keeps them on the host.
     `defaults=False` switches off what else a run does by itself: fused optimizers where the trainer makes them,
     "auto" of `channels_last`, cuDNN's choice by timing, and rest for the garbage collector.
     """
@@ -52,8 +54,6 @@ class Fast:
             raise SettingError(message(f"Fast(defaults={self.defaults!r})", want="True or False"))
         if self.cuda_graphs == "require":
             raise not_built('Fast(cuda_graphs="require")', 'Fast(cuda_graphs="auto")')
-        if self.device_data is True:
-            raise not_built("Fast(device_data=True)", 'Fast(device_data="auto")')
 
     @property
     def regions(self) -> str | tuple[type[nn.Module], ...]:
