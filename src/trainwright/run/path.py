@@ -18,4 +18,17 @@ def fast_path(owner: Owner) -> str:
         reads = "its numbers are read at once, which waits for nothing"
     compiled, graphs = owner.between.compiled, "; CUDA graphs are not built yet" if owner.device.type == "cuda" else ""
     how = "eager" if compiled is None else f"compiled ({compiled})"
-    return f"{how} on {owner.device.type}: {reads}{graphs}"
+    return f"{how} on {owner.device.type}: {reads}{graphs}{_together(owner)}"
+
+
+def _together(owner: Owner) -> str:
+    """How gradients of several processes become one, and what is sent beside them; nothing for one process."""
+    size, hooks, settings = owner.world.size, owner.hooks, owner.parallel
+    if size == 1:
+        return ""
+    beside = " and one small sum more"
+    if settings.shards:
+        return f"; gradients of {size} processes are reduced to shards during backward{beside}"
+    if hooks.updates_itself or hooks.computes_itself:
+        return f"; gradients of {size} processes are averaged after backward: an `update` of your own reads them"
+    return f"; gradients of {size} processes are averaged during backward{beside if settings.compress else ''}"
