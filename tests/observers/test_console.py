@@ -108,6 +108,10 @@ def test_the_header_tells_the_arithmetic_of_the_run():
         ),
         (Plan(train="a stream", epochs=3, epoch_updates=50), "train a stream · 50 updates/epoch, 150 in all"),
         (Plan(train="a stream", epochs=3), "train a stream · 3 epochs"),
+        (
+            Plan(train="9 rows in batches of 4 from a DataLoader, 2 workers", batches=3, rows=9, batch_size=4),
+            "train 9 rows in 3 batches of 4 from a DataLoader, 2 workers · 3 updates/epoch",
+        ),
     ],
 )
 def test_the_header_tells_what_is_known_only(plan, line):

@@ -22,6 +22,15 @@ def test_wide_tables_drop_times_then_trainings_side_then_rates_then_last_metrics
     assert [names for i, names in enumerate(dropped) if names not in dropped[:i]] == [order[:n] for n in range(10)]
 
 
+def test_an_epoch_of_which_nothing_was_trained_on_here_has_no_speed():
+    """A resume at an epoch's end validates it."""
+    table, lines = Table(110), list[str]()
+    for rows in (0, 8):
+        record = Validation(1, 23, {"loss": 0.5}, False, 0, 0, seconds=2.0, rows=rows, waiting=0.03, skipped=0)
+        lines += table.lines(record)
+    assert [line.split()[-2] for line in lines] == ["rows/s", "-", "4"]
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [

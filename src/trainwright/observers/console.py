@@ -180,7 +180,9 @@ def _train(plan: Plan) -> str:
     if batches and plan.batch_size is not None:
         batches += f" of {plan.batch_size}"
     counted = " in ".join(part for part in ("" if plan.rows is None else _many(plan.rows, "row"), batches) if part)
-    return f"train {counted or plan.train or 'data without a length'}"
+    loader = plan.train.partition(" from a ")[2]
+    by = f" from a {loader}" if loader and counted else ""
+    return f"train {counted or plan.train or 'data without a length'}{by}"
 
 
 def _arithmetic(plan: Plan) -> list[str]:

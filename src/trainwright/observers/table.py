@@ -148,7 +148,8 @@ def _cells(record: Validation) -> dict[str, str]:
         cells["best"] = f"{record.waited}/{record.patience}"
     if record.seconds > 0:
         cells["time"] = duration(record.seconds)
-        cells["rows/s"] = amount(record.rows / record.seconds)
+        # A run that was resumed at an epoch's end has trained on none of it.
+        cells["rows/s"] = amount(record.rows / record.seconds) if record.rows else "-"
         cells["data"] = f"{record.waiting:.0%}"
     if record.skipped:
         cells["skipped"] = str(record.skipped)
