@@ -30,6 +30,9 @@ class Spread:
     once they are whole. What a window counts, and its loss, travel with the gradients.
     """
 
+    _unscale: float | Tensor = 1.0
+    """What undoes the loss scale, in the window in hand."""
+
     def __init__(self, owner: Owner) -> None:
         assert isinstance(owner.world, Group)
         self._owner, self._world, self._settings = owner, owner.world, owner.parallel
@@ -58,7 +61,6 @@ class Spread:
         """What has gradients be 0, while a batch that stands in runs backward."""
         self._seen: dict[int, tuple[int, int]] = {}
         """By parameter: what its gradient was when it was that of all processes."""
-        self._unscale: float | Tensor = 1.0
         self.loss: Count = 0.0
         """The loss of the window in hand over all processes."""
         self.counted: Count | None = None
