@@ -23,7 +23,7 @@ from trainwright.parallel.ddp import DDP
 from trainwright.parallel.fsdp import FSDP
 from trainwright.run import batches, evaluating, own_updates, setup
 from trainwright.run.hooks import Between, overridden, read_hooks
-from trainwright.run.later import as_schedule, parts_of, report, running, save_weights
+from trainwright.run.later import as_schedule, fast_path, parts_of, report, running, save_weights
 from trainwright.run.ledger import Ledger
 from trainwright.run.optimizers import by_name, make_optimizers
 from trainwright.run.plan import EACH_EPOCH, Ends, Resume, make_plan
@@ -104,7 +104,7 @@ class Trainer(Generic[M]):
         self.loss = setup.checked_loss(loss)
         self.frozen = setup.checked_frozen(frozen, model)
         setup.place_all(self, loss, *self.frozen.values())
-        self.optimizers = make_optimizers(optimizer, model)
+        self.optimizers = make_optimizers(optimizer, model, fuses=self.fast.defaults)
         self.metrics = setup.checked_metrics(metrics, self.world)
         self.precision = as_precision(precision, self.device)
         setup.check_shards(self)
@@ -391,7 +391,7 @@ class Trainer(Generic[M]):
     @property
     def fast_path(self) -> str:
         """Which path the updates take, and why."""
-        return setup.fast_path(self)
+        return fast_path(self)
 
     # For the run that this trainer owns.
 

@@ -33,7 +33,7 @@ class Block(nn.Module):
         ({"compile": {"mode": "default", "options": {}}}, "torch takes one of them"),
         ({"compile": {"regions": "blocks"}}, "fix   Fast(compile={'regions': {Block}})"),
         ({"compile": {"regions": []}}, "fix   Fast(compile={'regions': {Block}})"),
-        ({"compile": {"regions": {3}}}, "want  \"regional\", \"full\", or classes"),
+        ({"compile": {"regions": {3}}}, 'want  "regional", "full", or classes'),
         ({"compile": {"cache": 3}}, "want  the path of a directory"),
         ({"compile": {"cache": ""}}, "want  the path of a directory"),
         ({"channels_last": 1}, "want  True or False or 'auto'"),
@@ -52,7 +52,7 @@ def test_what_a_setting_cannot_be_is_refused_when_it_is_given(given, said):
 
 @pytest.mark.parametrize("given", [{"cuda_graphs": "require"}])
 def test_what_is_not_built_is_refused_by_name(given):
-    (name, value), *_ = given.items()
+    name = next(iter(given))
     with pytest.raises(SettingError, match=rf"Fast\({name}=.*\) is not built yet"):
         Fast(**given)
     assert getattr(Fast(**{name: False}), name) is False

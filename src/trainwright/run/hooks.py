@@ -80,6 +80,8 @@ class Between:
     """What there is to go back to where it is refused; None once it is in its loop."""
     watched: Callable[[Iterator[Any]], Iterator[Any]] = iter
     """What an evaluation reads its batches through: a validation of a run is ended by a signal while it waits."""
+    compiled: Any = None
+    """What the last `fit` has compiled, in counts and words; None where it compiles nothing."""
     failed: bool = False
     """Whether the last one ended in an error, so that a resume goes on in it."""
 

@@ -15,6 +15,7 @@ from trainwright.base.errors import CheckpointError
 from trainwright.base.records import Best, Result
 from trainwright.run.plan import Ends
 from trainwright.run.run import Run
+from trainwright.run.speeding import told
 from trainwright.runtime.storage import is_name, update_name, update_of
 from trainwright.runtime.weights import load_into
 from trainwright.slots.checkpoint import Keeping
@@ -108,7 +109,7 @@ class Leaving:
             seconds=counters.seconds,
             skipped=counters.skipped,
             weights=weights if passed is None else passed["weights"],
-            notes=(*self._notes(), *self._lost_notes(), *self._told_notes(), *self._saved_notes())
+            notes=(*self._notes(), *told(self.owner), *self._lost_notes(), *self._told_notes(), *self._saved_notes())
             if passed is None
             else tuple(passed["notes"]),
             blocked=getattr(self.keeper, "blocked", 0.0),

@@ -46,6 +46,8 @@ class Ledger(Numbers):
         self._total_counts: list[Count] = []
         self._targets: list[Tensor] = []
         self._known: KnownLoss | None = None
+        self.told_by_torch = counted_by_torch
+        """What finds the count in a loss that torch has made."""
         self.noting = True
         """Whether what steps return is taken down: not in a second pass over the same window."""
         self._probed: dict[str, float] = {}
@@ -96,7 +98,7 @@ class Ledger(Numbers):
             self.check_fed(returned)
         if window.alone and type(returned) is Tensor and returned.ndim == 0:  # the common case needs no weight
             if self.noting:
-                found = None if self._trusts_counter else counted_by_torch(returned)
+                found = None if self._trusts_counter else self.told_by_torch(returned)
                 count = self._default_count(position) if found is None else found
                 self._entries.append(("loss", returned, count, False))
                 self.noted = True
@@ -267,7 +269,7 @@ class Ledger(Numbers):
         assert window is not None
         count = outcome.count
         if count is None and not outcome.summed:
-            found = None if self._trusts_counter else counted_by_torch(outcome.loss)
+            found = None if self._trusts_counter else self.told_by_torch(outcome.loss)
             count = self._default_count(position) if found is None else found
         self._note(outcome, window.rows[position] if count is None else count)
         own = window.counts is None or count is not window.counts[position]

@@ -17,18 +17,21 @@ from trainwright.run.steppers import ONLY
 from trainwright.runtime.device import place_state
 
 T = TypeVar("T")
+HINTED = 1000
+"""Updates of a run below which nothing is said of what could be faster."""
 
 
-def make_optimizers(optimizer: Any, model: nn.Module) -> dict[str, Optimizer]:
+def make_optimizers(optimizer: Any, model: nn.Module, *, fuses: bool = True) -> dict[str, Optimizer]:
     """Take Optimizers as they are; call a torch class or a partial with named parameters, a function with the model.
 
-    A dict gives several by name; a class or a partial in it gets the parameters of the submodule of that name. Without
-    a name the only one is called "optimizer"; None gives an empty dict.
+    With `fuses`, a class or a partial is asked for torch's fused kernels, where they serve all of the parameters. A
+    dict gives several by name; a class or a partial in it gets the parameters of the submodule of that name. Without a
+    name the only one is called "optimizer"; None gives an empty dict.
     """
     if optimizer is None:
         return {}
     if not isinstance(optimizer, Mapping):
-        return {ONLY: _make(optimizer, model, "optimizer=", root=model)}
+        return {ONLY: _make(optimizer, model, "optimizer=", root=model, fuses=fuses)}
     if not optimizer:
         raise SettingError(message("optimizer={} names no optimizer", fix="optimizer=None, for a trainer without one"))
     made = {}
@@ -36,7 +39,8 @@ def make_optimizers(optimizer: Any, model: nn.Module) -> dict[str, Optimizer]:
         if not isinstance(name, str) or not name.isidentifier():
             raise SettingError(message(f"optimizer={{{name!r}: ...}}", want="a name that is an identifier", fix='"G"'))
         inner = getattr(model, name, None)
-        made[name] = _make(one, model, f"optimizer[{name!r}]=", root=inner if isinstance(inner, nn.Module) else None)
+        root = inner if isinstance(inner, nn.Module) else None
+        made[name] = _make(one, model, f"optimizer[{name!r}]=", root=root, fuses=fuses)
     if len({id(one) for one in made.values()}) < len(made):
         raise SettingError(message("optimizer={...} holds one optimizer under two names", want="one for each name"))
     return made
@@ -65,6 +69,16 @@ def by_name(
     return {name: check(one) for name, one in setting.items() if one is not None}
 
 
+def fused_hint(owner: Owner, updates: int | None) -> list[str]:
+    """Say of optimizers that were given as they are that fused ones are faster, where a run is long enough for it."""
+    from trainwright.slots.optimizers import could_be_fused
+
+    if not owner.fast.defaults or (updates is not None and updates < HINTED):
+        return []
+    names = {type(one).__name__: None for one in owner.optimizers.values() if could_be_fused(one)}
+    return [f"{name}(..., fused=True) would make the same updates faster" for name in names]
+
+
 def check_parameters(owner: Owner) -> None:
     """Refuse a trainable parameter that no optimizer trains, and an optimizer that trains another model."""
     groups = [group for optimizer in owner.optimizers.values() for group in optimizer.param_groups]
@@ -82,12 +96,12 @@ def check_parameters(owner: Owner) -> None:
         raise _nothing_trains(left_out, len(trainable))
 
 
-def _make(optimizer: Any, model: nn.Module, what: str, *, root: nn.Module | None) -> Optimizer:
+def _make(optimizer: Any, model: nn.Module, what: str, *, root: nn.Module | None, fuses: bool) -> Optimizer:
     """One optimizer; `root` is the module whose parameters a torch class is called with."""
     if isinstance(optimizer, Optimizer):
         place_state(optimizer)
         return optimizer
-    from trainwright.slots.optimizers import GroupedAdamW
+    from trainwright.slots.optimizers import GroupedAdamW, fused_for
 
     made: Any = None
     target = optimizer.func if isinstance(optimizer, partial) else optimizer
@@ -98,7 +112,7 @@ def _make(optimizer: Any, model: nn.Module, what: str, *, root: nn.Module | None
             what = f"{what}{name}: whose parameters does it train? The model has no submodule of this name"
             raise SettingError(message(what, fix="lambda model: torch.optim.AdamW(model.part.parameters(), lr=1e-3)"))
         given: Any = root if grouped else list(root.named_parameters())  # frozen ones too: they may be set free later
-        made = optimizer(given)
+        made = optimizer(given, **({} if grouped or not fuses else fused_for(optimizer, root)))
     elif callable(optimizer) and not inspect.isclass(target):
         made = optimizer(model)
     if isinstance(made, Optimizer):

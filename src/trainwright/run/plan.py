@@ -16,6 +16,7 @@ from trainwright.base.names import did_you_mean, nearest
 from trainwright.base.plan import Plan
 from trainwright.base.spans import Epochs, Span, check_span
 from trainwright.run.brief import in_brief
+from trainwright.run.optimizers import fused_hint
 from trainwright.run.owner import Owner
 from trainwright.run.ranks import shared_out
 
@@ -192,6 +193,7 @@ def _notes(owner: Owner, source: Source, plan: Plan) -> list[str]:
         notes.append("validates by your training_step, in eval mode")
     if str(owner.precision) == "tf32" and owner.device.type == "cpu":
         notes.append("tf32 has no effect on a cpu")
+    notes += fused_hint(owner, plan.updates)
     if (early := owner.early_stopping) is not None:
         notes.append(f"stops early on {early.monitor}")
     if (checkpoint := owner.checkpoint) is not None:

@@ -30,6 +30,7 @@ from trainwright.run.resuming import find
 from trainwright.run.run import Run
 from trainwright.run.settings import settings_of
 from trainwright.run.setup import NOT_RUNNING
+from trainwright.run.speeding import Sped, sped_up
 from trainwright.run.stages import stage
 from trainwright.run.steppers import ONLY, NamedParts, monitors
 from trainwright.runtime.device import devices_of, homes, move
@@ -56,8 +57,8 @@ def running(
         check_alike(owner, source, val, ends=ends, resumes=resume.where is not None)
         undo.enter_context(stage(owner, resumes=resume.where is not None))
         undo.enter_context(_ground(owner))
-        woken, lies = undo.enter_context(_awake(owner)), undo.enter_context(residing(owner, source, val))
-        plan = make_plan(owner, source, val, ends=ends, notes=(*owner.between.notes, *woken, *lies))
+        sped = undo.enter_context(_switched_on(owner, source, val))
+        plan = make_plan(owner, source, val, ends=ends, notes=sped.notes)
         run = Run(owner, source, plan)
         keeper, loaded = _open_directory(owner, resume.where, undo)
         found = find(loaded, resume, stage=owner.counters.stage)
@@ -70,6 +71,7 @@ def running(
             _rehearse(owner, run, val)
         if found.path is not None:
             reports = found.pass_stage(owner, pauses) if found.passes else found.load(owner, pauses)
+            sped.loaded()
             finished = found.place if owner.counters.stopped else ""
             plan = replace(plan, notes=(*plan.notes, *reports), finished=finished)
         if keeper is not None:
@@ -197,6 +199,13 @@ def _let_go(owner: Owner, run: Run) -> None:
     """Take the run from its owner, but for what the next stage needs."""
     owner.between.rates = run.rates
     owner.hold(NOT_RUNNING, NOT_RUNNING)
+
+
+@contextmanager
+def _switched_on(owner: Owner, source: Source, val: Mapping[str, Source]) -> Iterator[Sped]:
+    """What is switched for the run, with all lines that the header begins its notes with."""
+    with sped_up(owner, source) as sped, _awake(owner) as woken, residing(owner, source, val) as lies:
+        yield replace(sped, notes=(*owner.between.notes, *woken, *sped.notes, *lies))
 
 
 @contextmanager

@@ -168,6 +168,9 @@ def check_shards(owner: Owner) -> None:
         return
     from trainwright.parallel import fsdp
 
+    if owner.fast.compile is not None or owner.fast.channels_last is True:
+        name = "channels_last=True" if owner.fast.compile is None else "compile=..."
+        raise not_built(f"Fast({name}) with FSDP", "DDP(), or leave it out")
     fsdp.check_precision(owner.parallel, owner.precision)
     fsdp.check_optimizers(owner.model, owner.optimizers)
     fsdp.follow(owner.model, owner.optimizers)
@@ -331,14 +334,6 @@ def result_of(owner: Owner) -> Result:
     """Return the Result that the run has left behind."""
     assert owner.result is not None
     return owner.result
-
-
-def fast_path(owner: Owner) -> str:
-    """Name the path of the updates, with its cost on this device."""
-    reads = "its numbers are read at once, which waits for nothing"
-    if owner.device.type != "cpu":
-        reads = "one read per update: loss, non-finite flag and norm together"
-    return f"eager on {owner.device.type}: {reads}"
 
 
 def open_sets(owner: Owner, data: Any, name: str, *, batch_size: int | None) -> dict[str, Source]:

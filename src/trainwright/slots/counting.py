@@ -41,6 +41,11 @@ class Counting(TorchFunctionMode):
         """Forget the batch before."""
         self._made.clear()
 
+    @property
+    def seen(self) -> int:
+        """How many means of this batch have passed by."""
+        return len(self._made)
+
     def count_of(self, loss: Tensor) -> Count | None:
         """Return what `loss` is a mean over, where it is one that torch has just made; else None."""
         for made, function, args, kwargs in self._made:

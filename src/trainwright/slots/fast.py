@@ -81,10 +81,6 @@ def as_fast(setting: Any) -> Fast:
     if setting is None:
         return Fast()
     if isinstance(setting, Fast):
-        if setting.compile is not None:
-            raise not_built("Fast(compile=...)")
-        if setting.channels_last is True:
-            raise not_built("Fast(channels_last=True)")
         return setting
     fix = f"fast=Fast(compile={setting!r})" if setting in ("regional", "full") else 'fast=Fast(compile="regional")'
     raise TypeError(message(f"fast={setting!r}", want="Fast(...), or None", fix=fix))

@@ -207,6 +207,23 @@ def counted_by_torch(loss: Tensor) -> Tensor | None:
     return None
 
 
+def counted_outside_graphs(loss: Tensor) -> Tensor | None:
+    """As `counted_by_torch`, where the model is compiled; StepError for a loss that was computed inside of it.
+
+    There nobody sees what it is a mean over, and the same run without a compiler might weigh it otherwise.
+    """
+    if type(loss.grad_fn).__name__ != "CompiledFunctionBackward":
+        return counted_by_torch(loss)
+    raise StepError(
+        message(
+            "the loss is computed inside of what Fast(compile=...) compiles: what it is a mean over cannot be seen",
+            want="the count, or a loss outside of the compiled regions",
+            fix="def count(self, batch): return ...   # rows, or valid tokens; or Fast(compile={'regions': {Block}})",
+            where=False,
+        )
+    )
+
+
 def _known(loss: Loss, kind: str, options: Mapping[str, Any], *, rebuilt: Callable[[str], Loss]) -> KnownLoss | None:
     return KnownLoss(loss, kind, options, rebuilt=rebuilt) if options.get("reduction", "mean") in _REDUCTIONS else None
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -44,6 +46,36 @@ def adamw(
     return GroupedAdamW(lr=lr, weight_decay=weight_decay, betas=betas, eps=eps, lrs=lrs, fused=fused)
 
 
+def fused_for(optimizer: Any, model: nn.Module) -> dict[str, bool]:
+    """The keyword that has a torch class, or a partial of one, make a fused optimizer for `model`, where it can.
+
+    Nothing is added where the partial says `fused`, `foreach` or `differentiable` itself, or gradients are sparse.
+    """
+    target, said = (optimizer.func, optimizer.keywords) if isinstance(optimizer, partial) else (optimizer, {})
+    silent = not {"fused", "foreach", "differentiable"} & set(said) and not getattr(optimizer, "args", ())
+    known = target.__module__.startswith("torch.optim.") and "fused" in inspect.signature(target).parameters
+    dense = not any(getattr(module, "sparse", False) is True for module in model.modules())
+    return {"fused": True} if silent and known and dense and _serves(target, model.parameters()) else {}
+
+
+def could_be_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer of torch's own was left to choose its way, and torch's fused kernels would serve it."""
+    target, groups = type(optimizer), optimizer.param_groups
+    parameters = [p for group in groups for p in group["params"]]
+    open_ = all(
+        group.get("fused", False) is None and group.get("foreach", False) is None and not group.get("differentiable")
+        for group in groups
+    )
+    return open_ and target.__module__.startswith("torch.optim.") and _serves(target, parameters)
+
+
+def _serves(target: Any, parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether the fused kernels of this class of torch's serve all of these: Adagrad's is for the CPU up to 2.11."""
+    found = list(parameters)
+    elsewhere = target is torch.optim.Adagrad and any(p.device.type != "cpu" for p in found)
+    return bool(found) and not elsewhere and has_fused(found)
+
+
 @dataclass(frozen=True, kw_only=True)
 class GroupedAdamW:
     """What `adamw` gives: makes the optimizer of a model when it is called with it."""
@@ -76,7 +108,7 @@ class GroupedAdamW:
     def __call__(self, model: nn.Module) -> torch.optim.AdamW:
         """Group the model's parameters, and make the optimizer."""
         named = _parameters(model)
-        fused = _has_fused(named.values()) if self.fused == "auto" else self.fused
+        fused = has_fused(named.values()) if self.fused == "auto" else self.fused
         return torch.optim.AdamW(
             list(self._groups(model, named)), lr=self.lr, betas=self.betas, eps=self.eps, fused=fused
         )
@@ -167,8 +199,8 @@ def _without_decay(model: nn.Module, parameters: Iterable[nn.Parameter]) -> set[
     return norms | {p for p in parameters if p.dim() < 2}
 
 
-def _has_fused(parameters: Iterable[nn.Parameter]) -> bool:
+def has_fused(parameters: Iterable[torch.Tensor]) -> bool:
     """Whether torch's fused kernels serve all of these; False for a torch that does not say where it has them."""
     listed = getattr(_foreach_utils, "_get_fused_kernels_supported_devices", None)
     devices = listed() if listed is not None else ()
-    return all(p.is_floating_point() and p.device.type in devices for p in parameters)
+    return all(not is_lazy(p) and p.is_floating_point() and p.device.type in devices for p in parameters)
