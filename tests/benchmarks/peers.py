@@ -6,11 +6,11 @@
 
 One process, one thread. All contestants have the same model, batches in a known order, the same fused AdamW and no
 output but to the null device (where this package's console prints its table, and others what they print by default).
-They take turns in rounds, there and back. A training run is timed from the end of its first epoch to its end, an
-evaluation after its first pass, in CPU time of the thread. Ratios are taken within a round; medians and quartiles over
-the rounds. Each must end with the weights of the plain loop over the same rows, else the command fails. Peers that are
-not installed are listed as such. Parts: train, evaluate, long (evaluations of ten times the data), memory (peak and
-retained memory, in child processes).
+They take turns in rounds, in drawn orders, there and back. A training run is timed from the end of its first epoch to
+its end, an evaluation after its first pass, in CPU time of the thread. Ratios are taken within a round; medians and
+quartiles over the rounds. Each must end with the weights of the plain loop over the same rows, else the command fails.
+Peers that are not installed are listed as such. Parts: train, evaluate, long (evaluations of ten times the data),
+memory (peak and retained memory, in child processes).
 """
 
 from __future__ import annotations

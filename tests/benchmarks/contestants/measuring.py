@@ -6,6 +6,7 @@ import contextlib
 import gc
 import json
 import os
+import random
 import subprocess
 import sys
 import time
@@ -41,7 +42,7 @@ class Times:
 
 
 def train_times(of: Task, contestants: Sequence[Contestant], rounds: int) -> dict[str, Times]:
-    """Train all in alternating order, a first round of one epoch apart; compare their weights in every round."""
+    """Train all in turn, a first round of one epoch apart; compare their weights in every round."""
     wanted: dict[tuple[str, int], Tensor] = {}
 
     def once(one: Contestant, times: Times, timed: bool) -> None:
@@ -63,7 +64,7 @@ def train_times(of: Task, contestants: Sequence[Contestant], rounds: int) -> dic
 
 
 def evaluation_times(of: Task, contestants: Sequence[Contestant], rounds: int, *, passes: int) -> dict[str, Times]:
-    """Evaluate with all in alternating order, after a pass that warms up; compare their mean losses."""
+    """Evaluate with all in turn, after a pass that warms up; compare their mean losses."""
     with quiet():
         wanted = evaluation_plain(of)()
 
@@ -85,13 +86,13 @@ def evaluation_times(of: Task, contestants: Sequence[Contestant], rounds: int, *
 
 
 def _rounds(contestants: list[Contestant], rounds: int, once: Any) -> dict[str, Times]:
-    """Run everyone once untimed and then `rounds` times, there and back; who fails is left out from then on."""
+    """Run everyone once untimed and then `rounds` times; who fails is left out from then on."""
     found = {one.name: Times() for one in contestants}
     for number in range(rounds + 1):
         if number == 1:
             gc.collect()
             gc.freeze()  # nobody pays for the modules of all others
-        for one in contestants if number % 2 else contestants[::-1]:
+        for one in _order(contestants, number):
             times = found[one.name]
             if times.failed:
                 continue
@@ -103,6 +104,12 @@ def _rounds(contestants: list[Contestant], rounds: int, once: Any) -> dict[str, 
                 times.failed = f"{type(error).__name__}: {error}".splitlines()[0][:200]
     gc.unfreeze()
     return found
+
+
+def _order(contestants: list[Contestant], number: int) -> list[Contestant]:
+    """Return an order drawn for each two rounds, there and back: a drift cancels, and neighbours change."""
+    drawn = random.Random(number // 2).sample(contestants, len(contestants))
+    return drawn[::-1] if number % 2 else drawn
 
 
 def weights(model: nn.Module) -> Tensor:
