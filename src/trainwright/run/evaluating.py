@@ -50,21 +50,30 @@ def traceless(owner: Owner, source: Source, *, shows_gradients: bool = False) ->
     the place of training's.
     """
     roots = [module for module in (owner.model, owner.loss, *owner.frozen.values()) if isinstance(module, nn.Module)]
-    with ExitStack() as stack:
-        if not owner.between.under_way:
-            stack.callback(let_go_of_memory, owner.hooks)
-        stack.enter_context(unmoved(getattr(source, "generators", ())))
-        stack.enter_context(beside_training(owner.device.type))
-        stack.enter_context(showing(owner))
-        stack.enter_context(modules.untouched(*roots, shows_gradients=shows_gradients))
-        stack.enter_context(modules.evaluating(*roots))
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(switched(owner.precision))
-        stack.enter_context(_state_aside(owner))
-        if owner.world.size > 1:
-            stack.enter_context(owner.world.watched(partial(standing, owner)))
-            stack.enter_context(same_buffers(owner))
-        yield beside(source) if source.repeatable else source
+    alone = not owner.between.under_way
+    try:
+        with (
+            unmoved(getattr(source, "generators", ())),
+            beside_training(owner.device.type),
+            showing(owner),
+            modules.untouched(*roots, shows_gradients=shows_gradients),
+            modules.evaluating(*roots),
+            torch.no_grad(),
+            switched(owner.precision),
+            _state_aside(owner),
+            nullcontext() if owner.world.size == 1 else _together(owner),
+        ):
+            yield beside(source) if source.repeatable else source
+    finally:
+        if alone:
+            let_go_of_memory(owner.hooks)
+
+
+@contextmanager
+def _together(owner: Owner) -> Iterator[None]:
+    """Of several processes: watched over, and with the buffers of the first one."""
+    with owner.world.watched(partial(standing, owner)), same_buffers(owner):
+        yield
 
 
 def showing(owner: Owner) -> AbstractContextManager[None]:

@@ -23,6 +23,10 @@ from trainwright.runtime.surroundings import beside_training
 
 AT_ONCE = 2**23
 """Bytes of one process's outputs, about, that are gathered at once."""
+PIECE = 2**16
+"""Bytes of outputs that are put where they belong at once, at least: a copy for each small one would cost more."""
+MOST_PINNED = 2**28
+"""Bytes of outputs of a CUDA device up to which they get pinned memory, which copies into it need not wait for."""
 MOST = 128
 """Batches whose outputs are gathered at once, at most."""
 
@@ -33,17 +37,20 @@ def predict(owner: Owner, source: Source) -> Any:
     For all processes alike: each runs its rows of every batch, and all get the outputs of all, so that each needs
     host memory for the whole. Streams that are each process's own part are told by batch, and of one batch by rank.
     """
-    outputs = outputs_for(owner)
+    outputs = outputs_for(owner) if owner.world.size > 1 or not source.rows else Filled(source.rows)
     try:
         with ledger_aside(owner), traceless(owner, source) as aside:
             step, to_device = with_autocast(owner, owner.predict_step), owner.hooks.move
             for batch in outputs.over(aside):
                 output = step(batch if to_device is None else to_device(batch))
-                outputs.append(move(output.output if type(output) is Step else output, torch.device("cpu")))
-            whole = outputs.whole()
+                outputs.append(output.output if type(output) is Step else output)
+            filled = outputs.filled()
+            whole = outputs.whole() if filled is None else []
     except BaseException as error:
         explain(error, owner)
         raise
+    if filled is not None:
+        return filled
     if not whole:
         raise DataError(message("the data to predict gave no batch", want="at least one batch"))
     with beside_training(owner.device.type):
@@ -62,9 +69,105 @@ class Outputs(list[Any]):
         """The batches to run, each followed by one `append`."""
         return source.epoch(0)
 
+    def append(self, output: Any, /) -> None:
+        """Take in what was made of the batch in hand."""
+        super().append(_on_host(output))
+
     def whole(self) -> list[Any]:
         """The outputs of every batch, in the order of the data."""
         return list(self)
+
+    def filled(self) -> Tensor | None:
+        """All outputs as one tensor, where they were put into one already; then `whole` is not asked for."""
+        return None
+
+
+class Filled(Outputs):
+    """The outputs of as many rows as a source tells: tensors of one form go into one, made once for all of them.
+
+    So the host never holds them twice. Those that lie on the host wait until there is a piece worth copying; those
+    of a CUDA device are copied behind its kernels, and nothing waits for it before the end. From the first output
+    of another form on they are held as they came.
+    """
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self._rows, self._at = rows, 0
+        self._room: Tensor | None = None
+        self._lengths: list[int] = []
+        """The rows of each output in there."""
+        self._size = 0
+        """Bytes of the outputs that wait."""
+        self._streams: set[Any] = set()
+        """What copies into it are under way on."""
+        self._apart = False
+
+    def append(self, output: Any, /) -> None:
+        """Take in what was made of the batch in hand."""
+        if self._apart or not _is_block(output):
+            self._part()
+            super().append(output)
+            return
+        list.append(self, output)
+        self._size += output.nbytes
+        if self._size >= PIECE or not output.is_cpu:
+            self._fill()
+
+    def whole(self) -> list[Any]:
+        """The outputs of every batch, in the order of the data."""
+        self._part()
+        return list(self)
+
+    def filled(self) -> Tensor | None:
+        """All outputs as one tensor; None where they are of several forms, or few enough to be laid together."""
+        if self._room is None or self._apart:
+            return None
+        self._fill()
+        if self._apart or self._room is None:
+            return None
+        self._wait()
+        return self._room if self._at == self._rows else self._room[: self._at].clone()
+
+    def _fill(self) -> None:
+        """Put what waits into the one tensor; where it does not go there, hold all as they came from now on."""
+        pieces = list(self)
+        if not pieces:
+            return
+        like, end = self._room if self._room is not None else pieces[0], self._at + sum(map(len, pieces))
+        if end > self._rows or any(one.shape[1:] != like.shape[1:] or one.dtype != like.dtype for one in pieces):
+            self._part()
+            return
+        if self._room is None:
+            pins = pieces[0].is_cuda and self._rows * pieces[0][:1].nbytes <= MOST_PINNED
+            self._room = torch.empty((self._rows, *like.shape[1:]), dtype=like.dtype, pin_memory=pins)
+        self._copy(pieces, self._room[self._at : end])
+        self._lengths += map(len, pieces)
+        self._at, self._size = end, 0
+        self.clear()
+
+    def _copy(self, pieces: list[Tensor], target: Tensor) -> None:
+        if all(one.is_cpu for one in pieces):
+            torch.cat(pieces, out=target)
+            return
+        for part, one in zip(target.split([len(one) for one in pieces]), pieces, strict=True):
+            part.copy_(one, non_blocking=one.is_cuda and target.is_pinned())
+            if one.is_cuda:
+                self._streams.add(torch.cuda.current_stream(one.device))
+
+    def _part(self) -> None:
+        """Hold every output as it came."""
+        if self._apart:
+            return
+        self._apart = True
+        self._wait()
+        waiting = [_on_host(one) for one in self]
+        self[:] = [*(() if self._room is None else self._room[: self._at].split(self._lengths)), *waiting]
+
+    def _wait(self) -> None:
+        """Wait for the copies that are under way."""
+        for stream in self._streams:
+            stream.synchronize()
+        self._streams.clear()
 
 
 class OutputsOfAll(Outputs):
@@ -93,7 +196,7 @@ class OutputsOfAll(Outputs):
     def append(self, output: Any, /) -> None:
         """Take in what was made of the batch in hand."""
         super().append(None)  # how many there were
-        self._waiting.append(None if self._rows == 0 else (output, self._rows))
+        self._waiting.append(None if self._rows == 0 else (_on_host(output), self._rows))
         if len(self._waiting) == self._room:
             self._gather()
 
@@ -132,6 +235,18 @@ def in_step(world: World, own: Iterator[Slice]) -> Iterator[Slice]:
         yield last if found is not None else last._replace(rows=0)
 
 
+def _is_block(output: Any) -> bool:
+    """Whether an output is a block of numbers, with rows, that can be laid behind others."""
+    plain = type(output) is Tensor and output.layout is torch.strided and not output.is_quantized
+    return plain and output.ndim > 0 and not output.requires_grad
+
+
+def _on_host(output: Any) -> Any:
+    if type(output) is Tensor and output.is_cpu:
+        return output
+    return move(output, torch.device("cpu"))
+
+
 def join(outputs: list[Any]) -> Any:
     """Concatenate nested outputs along their rows; a list where the shapes do not allow it.
 
@@ -139,7 +254,7 @@ def join(outputs: list[Any]) -> Any:
     """
     first = outputs[0]
     if isinstance(first, Tensor):
-        fits = first.ndim > 0 and all(output.shape[1:] == first.shape[1:] for output in outputs)
+        fits = first.ndim > 0 and len({output.shape[1:] for output in outputs}) == 1
         return torch.cat(outputs) if fits else outputs
     if isinstance(first, tuple | list):
         if _are_rows(outputs):

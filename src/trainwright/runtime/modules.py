@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from trainwright.base.errors import message
 from trainwright.runtime.freezing import has_running_statistics, held
 from trainwright.runtime.shards import reshard
+from trainwright.runtime.walking import inside, parameters_of
+
+_TRAIN, _EVAL, _SETATTR = nn.Module.train, nn.Module.eval, nn.Module.__setattr__
 
 
 @contextmanager
@@ -33,7 +36,7 @@ def evaluating(*roots: nn.Module) -> Iterator[None]:
     """Eval mode inside; afterwards every module has its own mode again, whatever it was."""
     with _kept(roots):
         for root in roots:
-            root.eval()
+            _to_eval(root)
         yield
 
 
@@ -46,11 +49,11 @@ def untouched(*roots: nn.Module, shows_gradients: bool = False) -> Iterator[None
     back to the last bit: what it holds itself is put back. A sharded model holds its shards before and after.
     """
     reshard(*roots)
-    found = [(p, p.requires_grad, p.grad) for root in roots for p in root.parameters()]
+    found = [(p, p.requires_grad, p.grad) for root in roots for p in parameters_of(root)]
     moved = [tensor for root in roots for tensor in (*running_statistics(root), *_moved_by_modes(root))]
     kept = [tensor.detach().clone() for tensor in moved]
     try:
-        with unnoticed(moved):
+        with unnoticed(moved) if moved else nullcontext():
             if not shows_gradients:
                 for parameter, _, _ in found:
                     parameter.grad = None
@@ -58,7 +61,7 @@ def untouched(*roots: nn.Module, shows_gradients: bool = False) -> Iterator[None
                 yield
             finally:
                 reshard(*roots)
-                with torch.no_grad():
+                with torch.no_grad() if moved else nullcontext():
                     for tensor, before in zip(moved, kept, strict=True):
                         tensor.copy_(before)
     finally:
@@ -99,10 +102,7 @@ def wake(model: nn.Module) -> list[str]:
 def running_statistics(model: nn.Module) -> list[Tensor]:
     """The buffers that a forward in train mode moves: running mean, variance and count of normalisation layers."""
     return [
-        buffer
-        for module in model.modules()
-        if has_running_statistics(module)
-        for buffer in module.buffers(recurse=False)
+        buffer for module in inside(model) if has_running_statistics(module) for buffer in module.buffers(recurse=False)
     ]
 
 
@@ -122,7 +122,7 @@ def untrained(*roots: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _kept(roots: tuple[nn.Module, ...]) -> Iterator[None]:
-    modes = [(module, module.training) for root in roots for module in root.modules()]
+    modes = [(module, module.training) for root in roots for module in inside(root)]
     try:
         yield
     finally:
@@ -131,18 +131,39 @@ def _kept(roots: tuple[nn.Module, ...]) -> Iterator[None]:
 
 def _put_back(roots: tuple[nn.Module, ...], modes: list[tuple[nn.Module, bool]]) -> None:
     for root in roots:
-        if any(type(module).train is not nn.Module.train for module in root.modules()):
+        if any(type(module).train is not _TRAIN for module in inside(root)):
             # A module with a `train` of its own (merged LoRA weights, say) must hear of the change.
             root.train(next(mode for module, mode in modes if module is root))
     for module, mode in modes:
-        module.training = mode and not held(module)
+        wanted = mode and not held(module)
+        if module.training is not wanted:
+            _set_mode(module, mode=wanted)
+
+
+def _to_eval(root: nn.Module) -> None:
+    """What `root.eval()` does: by itself where a module has its own ways, else without a call for each module."""
+    found = inside(root)
+    if any(type(one).train is not _TRAIN or type(one).eval is not _EVAL or "train" in vars(one) for one in found):
+        root.eval()
+        return
+    for module in found:
+        if module.training is not False:
+            _set_mode(module, mode=False)
+
+
+def _set_mode(module: nn.Module, *, mode: bool) -> None:
+    """Set `training`, past the look for parameters that torch makes at each assignment: a mode is none."""
+    if type(module).__setattr__ is _SETATTR:
+        object.__setattr__(module, "training", mode)
+    else:
+        module.training = mode
 
 
 def _moved_by_modes(root: nn.Module) -> list[Tensor]:
     """The tensors of modules with a `train` of their own, without those of the modules inside them."""
     return [
         tensor
-        for module in root.modules()
-        if type(module).train is not nn.Module.train
+        for module in inside(root)
+        if type(module).train is not _TRAIN
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
     ]

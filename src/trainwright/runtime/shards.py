@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from trainwright.runtime.device import widest_float
+from trainwright.runtime.walking import inside
 
 
 def is_sharded(*tensors: Tensor) -> bool:
@@ -71,7 +72,7 @@ def reshard(*roots: nn.Module) -> None:
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return
-    modules: list[Any] = [module for root in roots for module in root.modules()]
+    modules: list[Any] = [module for root in roots for module in inside(root)]
     for module in modules:
         if isinstance(module, fsdp.FSDPModule):
             module.reshard()

@@ -19,7 +19,7 @@ from trainwright.base.errors import CheckpointError, SettingError, message
 from trainwright.base.names import check_name, did_you_mean
 from trainwright.base.records import Sum
 from trainwright.slots.losses import shapes_of
-from trainwright.slots.totals import Reading, Total, read_totals
+from trainwright.slots.totals import Hits, Reading, Total, read_totals
 
 if TYPE_CHECKING:
     from trainwright.parallel.world import World
@@ -48,7 +48,8 @@ def accuracy(output: Tensor, target: Tensor) -> Sum:
         hits = (output > 0).flatten() == (target > 0.5).flatten()
         return Sum(hits if len(hits) == len(output) else hits.count_nonzero(), len(hits))
     _check_classes("accuracy", output, target)
-    return _counted(output.argmax(1) == target, target)
+    guess = output.argmax(1)
+    return Hits(guess, target, ignored=IGNORED) if guess.dim() == 1 else _counted(guess == target, target)
 
 
 def top_k(k: int) -> Callable[[Tensor, Tensor], Sum]:
@@ -107,6 +108,7 @@ class Meters:
                 self._objects[name] = copy.deepcopy(metric)
             else:
                 self._functions.append((name, _checked_function(name, metric), Total(spread=spread)))
+        self._labels = {name: f"metric {name!r}" for name in metrics}
         self.names: tuple[str, ...] = tuple(metrics)
         """The names, as given."""
         self.reads_output = bool(self._functions or self._objects)
@@ -235,7 +237,7 @@ class Meters:
             self._place(output)
         self._rows += rows
         for name, function, total in self._functions:
-            total.take(function(output, target), rows, f"metric {name!r}")
+            total.take(function(output, target), rows, self._labels[name])
         for name, metric in self._objects.items():  # noqa: B007  (the note of an error reads `name` from this frame)
             metric.update(output, target)
 
@@ -343,14 +345,16 @@ def _checked_function(name: str, metric: Any) -> MetricFunction:
 
 def _counted(hits: Tensor, target: Tensor) -> Sum:
     """Return hits and what counts, per row while there is one target per row."""
-    counted = target != IGNORED
     if hits.dim() > 1:
-        return Sum(hits.count_nonzero(), counted.count_nonzero())
-    return Sum(hits, counted)
+        return Sum(hits.count_nonzero(), (target != IGNORED).count_nonzero())
+    return Sum(hits, target != IGNORED)
 
 
 def _check_classes(name: str, output: Tensor, target: Tensor) -> None:
-    fits = output.dim() > 1 and target.shape == output.shape[:1] + output.shape[2:]
+    if output.dim() == 2:  # nearly always
+        fits = target.shape == output.shape[:1]
+    else:
+        fits = output.dim() > 1 and target.shape == output.shape[:1] + output.shape[2:]
     if not fits or target.is_floating_point():
         raise _misfit(name, output, target)
 
