@@ -34,6 +34,7 @@ from trainwright.trainer import Trainer
 if TYPE_CHECKING:
     from trainwright.base.dealing import Slice
     from trainwright.base.speed import Speed
+    from trainwright.data.augment import Augment, Draws, Normalise
     from trainwright.data.prefetch import prefetch
     from trainwright.data.sharded import shard, sharded
     from trainwright.observers.journal import Journal, journal_to_csv, read_journal
@@ -65,6 +66,7 @@ else:
     _LATER = {
         "base.dealing": ("Slice",),
         "base.speed": ("Speed",),
+        "data.augment": ("Augment", "Draws", "Normalise"),
         "data.prefetch": ("prefetch",),
         "data.sharded": ("shard", "sharded"),
         "observers.journal": ("Journal", "journal_to_csv", "read_journal"),
@@ -107,6 +109,7 @@ __all__ = [
     "R2",
     "RMSE",
     "SWA",
+    "Augment",
     "Average",
     "Averaging",
     "Batches",
@@ -121,6 +124,7 @@ __all__ = [
     "Cyclic",
     "DataError",
     "Derived",
+    "Draws",
     "EarlyStopping",
     "Epochs",
     "Exponential",
@@ -135,6 +139,7 @@ __all__ = [
     "MixedPrecision",
     "MultiStep",
     "NonFiniteError",
+    "Normalise",
     "Observer",
     "OneCycle",
     "Part",

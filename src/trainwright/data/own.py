@@ -35,6 +35,7 @@ def batches(
     per_rank: int | None = None,
     workers: int | Literal["auto"] = "auto",
     in_memory: bool = False,
+    augment: Any = None,
 ) -> Batches:
     """Batches of `batch_size` rows of a data set; each pass over the result is the next epoch.
 
@@ -45,7 +46,8 @@ def batches(
     `batch_size` counts rows over all processes of a run, each of which runs its part of every batch; `per_rank`, in
     its place, counts those of each, and such a run resumes only on as many processes. `workers` is the number of
     worker processes; "auto" takes none. `in_memory=True` reads a small data set, whose rows are always the same, once
-    into memory. Raises DataError for data without a batch.
+    into memory. `augment` changes images on the device of the run: `Augment(...)`, `Normalise(...)`, a function of
+    (images, draws), or a list of these. Raises DataError for data without a batch.
     """
     dealing = Dealing(
         batch_size=batch_size, per_rank=per_rank, shuffle=shuffle, seed=seed, drop_last=drop_last, workers=workers
@@ -55,11 +57,17 @@ def batches(
     if not isinstance(in_memory, bool):
         raise SettingError(message(f"batches(in_memory={in_memory!r})", want="True or False"))
     _check_sampler(sampler, dealing)
-    if not in_memory:
-        return Batches(rows_of(data, collate), dealing, sampler)
-    from trainwright.data.reading import read_whole
+    if in_memory:
+        from trainwright.data.reading import read_whole
 
-    return Batches(read_whole(data, collate=collate, workers=workers), dealing, sampler)
+        rows: Table | SeededRows = read_whole(data, collate=collate, workers=workers)
+    else:
+        rows = rows_of(data, collate)
+    if augment is None:
+        return Batches(rows, dealing, sampler)
+    from trainwright.data.augmented import AugmentedBatches
+
+    return AugmentedBatches(rows, dealing, sampler, augment)
 
 
 class Batches:

@@ -16,6 +16,7 @@ from torch import nn
 from trainwright.base.contracts import Source
 from trainwright.base.errors import DataError, SettingError, message, user_line
 from trainwright.data.source import beside
+from trainwright.run.arriving import mover
 from trainwright.run.failure import explain
 from trainwright.run.hooks import let_go_of_memory
 from trainwright.run.ledger import Ledger
@@ -119,7 +120,8 @@ def feed(owner: Owner, source: Source) -> None:
     weights first must not show in their statistics. With `nonfinite="skip"` a batch whose statistics are not finite
     is left out, as training leaves it out.
     """
-    ledger, to_device, aside = Ledger(None, owner.hooks), owner.hooks.move, beside(source)
+    ledger, aside = Ledger(None, owner.hooks), beside(source)
+    to_device = mover(owner, aside, trains=True)
     generators = getattr(aside, "generators", ())
     statistics = modules.running_statistics(owner.model) if owner.nonfinite == "skip" else []
     with ExitStack() as stack:
@@ -167,12 +169,12 @@ def evaluate(owner: Owner, source: Source, *, name: str, batches: int | None = N
     The standard error over rows of `hooks.spread` is wanted too.
     """
     meters = _meters(owner, owner.hooks.spread)
-    ledger, to_device = Ledger(meters, owner.hooks), owner.hooks.move
+    ledger = Ledger(meters, owner.hooks)
     seen = 0
     with ledger_aside(owner, ledger):
         try:
             with traceless(owner, source) as aside:
-                plain = with_autocast(owner, owner.validation_step)
+                plain, to_device = with_autocast(owner, owner.validation_step), mover(owner, aside, trains=False)
                 step = _counted(owner, ledger, plain)
                 for batch in islice(owner.between.watched(_passed(owner, aside, ledger)), batches):
                     ledger.batch = batch

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from trainwright.run.arriving import mover
 from trainwright.slots.window import Window, windows
 
 if TYPE_CHECKING:
@@ -18,11 +19,12 @@ def fetched(run: Run) -> Iterator[Window]:
     counters, hooks, plan, world = run.counters, run.owner.hooks, run.plan, run.owner.world
     size = plan.accumulated(counters.epoch)
     left = None if plan.epoch_updates is None else plan.epoch_updates - math.ceil(counters.batch / size)
+    move = mover(run.owner, run.source, trains=True)
     with run.signals.waiting():
         opened = run.boundary.open_epoch()
     batches = run.signals.batches(opened)
     run.signals.watch_children()
-    rows, count, move = hooks.rows, hooks.count, hooks.move
+    rows, count = hooks.rows, hooks.count
     if run.spread is None:
         grouped = windows(batches, size, rows=rows, count=count, always_count=hooks.counts_itself, move=move)
         return islice(grouped, left)

@@ -14,6 +14,7 @@ from trainwright.base.dealing import Slice
 from trainwright.base.errors import DataError, message
 from trainwright.base.records import Step
 from trainwright.parallel.world import World
+from trainwright.run.arriving import mover
 from trainwright.run.evaluating import ledger_aside, traceless, with_autocast
 from trainwright.run.failure import explain
 from trainwright.run.owner import Owner
@@ -40,7 +41,7 @@ def predict(owner: Owner, source: Source) -> Any:
     outputs = outputs_for(owner) if owner.world.size > 1 or not source.rows else Filled(source.rows)
     try:
         with ledger_aside(owner), traceless(owner, source) as aside:
-            step, to_device = with_autocast(owner, owner.predict_step), owner.hooks.move
+            step, to_device = with_autocast(owner, owner.predict_step), mover(owner, aside, trains=False)
             for batch in outputs.over(aside):
                 output = step(batch if to_device is None else to_device(batch))
                 outputs.append(output.output if type(output) is Step else output)

@@ -16,6 +16,7 @@ from torch import Tensor
 from trainwright.base.contracts import Source
 from trainwright.base.errors import DataError, SettingError, message
 from trainwright.base.records import Step
+from trainwright.run.arriving import mover
 from trainwright.run.batches import scores_of
 from trainwright.run.deciding import decide, kind_of
 from trainwright.run.evaluating import autocast, ledger_aside, traceless
@@ -115,8 +116,9 @@ def _compared(owner: Owner, source: Source) -> list[tuple[Tensor, Tensor]]:
     """Return output and target of every batch over all processes, on the CPU, in the order of the data."""
     host, pairs = torch.device("cpu"), outputs_for(owner)
     with ledger_aside(owner), traceless(owner, source) as aside, _split_once(owner) as split_of:
+        to_device = mover(owner, aside, trains=False)
         for batch in pairs.over(aside):
-            moved = batch if owner.hooks.move is None else owner.hooks.move(batch)
+            moved = batch if to_device is None else to_device(batch)
             with autocast(owner):
                 returned = owner.predict_step(moved)
             output, target = returned if owner.loss is not None else scores_of(returned), None
