@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from laws.late_runs import OPTIMIZERS, data, net, on_the_cpu, same, state, trained
-from trainwright import EMA, ClipNorm, OneCycle, StepLR, Updates
+from laws.late_runs import OPTIMIZERS, Watches, data, net, on_the_cpu, same, state, trained
+from trainwright import EMA, ClipNorm, MixedPrecision, OneCycle, StepLR, Trainer, Updates
 from trainwright.base.errors import NonFiniteError
 from trainwright.runtime.fused import DirectStep
+from trainwright.slots.device_side import DeviceRates
 
 SLOTS: dict[str, dict[str, Any]] = {
     "nothing": {},
@@ -36,6 +37,87 @@ def test_late_is_at_once(optimizer: str, slots: str, monkeypatch: pytest.MonkeyP
     assert at_once.history == late.history
     assert told.records == told_late.records
     assert told.at == [record.update for record in told.records]
+
+
+HELD_BACK: dict[str, dict[str, Any]] = {
+    "skip": {"nonfinite": "skip"},
+    "skip and steps": {"nonfinite": "skip", "schedule": StepLR(Updates(2), gamma=0.5), "clip": 0.1},
+    "fp16": {"precision": MixedPrecision("fp16", init_scale=2.0**30, growth_interval=3)},
+    "fp16 and one cycle": {
+        "precision": MixedPrecision("fp16", init_scale=2.0**30, growth_interval=2),
+        "schedule": OneCycle(max_lr=0.1, cycle_momentum=False),
+        "clip": 0.5,
+        "accumulate": 2,
+    },
+    "fp16 and skip": {"precision": MixedPrecision("fp16", init_scale=2.0**28), "nonfinite": "skip"},
+    "fp16 and ignore": {"precision": MixedPrecision("fp16", init_scale=2.0**28), "nonfinite": "ignore"},
+}
+
+
+@pytest.mark.parametrize("parts", HELD_BACK)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("bad", [0, 2, None])
+def test_what_is_held_back_late_is_held_back_at_once(
+    bad: int | None, optimizer: str, parts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots = HELD_BACK[parts]
+    bad = bad if slots.get("nonfinite") == "skip" else None
+
+    def run() -> Any:
+        trainer, told, error = trained(data() if bad is None else poisoned(bad), optimizer=optimizer, **slots)
+        assert error is None
+        return trainer, told
+
+    at_once, told = run()
+    on_the_cpu(monkeypatch)
+    late, told_late = run()
+    assert at_once.result is not None
+    assert late.result is not None
+    assert (at_once.result.updates, at_once.result.skipped) == (late.result.updates, late.result.skipped)
+    assert at_once.result.skipped or (bad is None and "fp16" not in parts)
+    assert [record.update for record in told.records] == [record.update for record in told_late.records]
+    assert [record.skipped for record in told.records] == [record.skipped for record in told_late.records]
+    assert [record.lrs for record in told.records] == [record.lrs for record in told_late.records]
+    close(masked(state(at_once)), masked(state(late)))
+    for name in ("loss", "lr", "update", "epoch"):
+        ours, theirs = ([row[name] for row in trainer.history] for trainer in (at_once, late))
+        assert ours == pytest.approx(theirs, rel=1e-4, nan_ok=True)
+
+
+def close(a: Any, b: Any) -> None:
+    """Rates are float32 on the device, which moves last bits of the weights."""
+    if isinstance(a, torch.Tensor):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, equal_nan=True)
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            close(a[key], b[key])
+    elif isinstance(a, tuple | list):
+        for x, y in zip(a, b, strict=True):
+            close(x, y)
+
+
+def test_the_end_is_reached_exactly_whatever_was_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_the_cpu(monkeypatch)
+    told = Watches()
+    model = net()
+    trainer = Trainer(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=0.01, fused=True),
+        nn.CrossEntropyLoss(),
+        console=False,
+        observers=[told],
+        precision=MixedPrecision("fp16", init_scale=2.0**30),
+        schedule=StepLR(Updates(3), gamma=0.5),
+    )
+    told.trainer = trainer
+    result = trainer.fit(data(), max_updates=10, validate=Updates(4))
+    assert result.updates == 10
+    assert result.skipped > 0
+    assert [record.update for record in told.records if not record.skipped] == list(range(1, 11))
+    assert [record.lr for record in told.records if not record.skipped] == pytest.approx(
+        [0.01 * 0.5 ** (update // 3) for update in range(10)]
+    )
 
 
 def test_a_record_is_told_three_updates_late_and_all_are_told_before_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,3 +266,28 @@ def test_a_fault_is_noticed(fault: Any) -> None:
         fault(patch)
         with pytest.raises(AssertionError):
             test_what_is_not_finite_leaves_all_as_before_it("adamw", "loss", 1, "nothing", patch)
+
+
+def stops_the_clock(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("trainwright.slots.device_side.DeviceJudge.count", lambda self: None)
+
+
+def bakes_the_rates(patch: pytest.MonkeyPatch) -> None:
+    real = DeviceRates.at
+    patch.setattr(DeviceRates, "at", lambda self, clock, known: real(self, torch.zeros_like(clock), known))
+
+
+def adapts_no_scale(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("trainwright.slots.device_side.DeviceScale.adapt", lambda self, overflowed: None)
+
+
+def takes_none_back(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("trainwright.run.behind.Behind._count", lambda self, *, held_back: None)
+
+
+@pytest.mark.parametrize("fault", [stops_the_clock, bakes_the_rates, adapts_no_scale, takes_none_back])
+def test_a_fault_of_what_is_held_back_is_noticed(fault: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        fault(patch)
+        with pytest.raises((AssertionError, RuntimeError, IndexError)):
+            test_what_is_held_back_late_is_held_back_at_once(None, "adamw", "fp16 and one cycle", patch)

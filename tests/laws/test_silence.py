@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,7 +10,18 @@ import torch
 import torch.optim.optimizer as torch_optimizer
 from torch import Tensor, nn
 
-from trainwright import EMA, ClipNorm, Mean, Observer, OneCycle, StepLR, Trainer, Updates, accuracy
+from trainwright import (
+    EMA,
+    ClipNorm,
+    Mean,
+    MixedPrecision,
+    Observer,
+    OneCycle,
+    StepLR,
+    Trainer,
+    Updates,
+    accuracy,
+)
 from trainwright.run.ledger import Ledger
 from trainwright.runtime import lagging, late
 
@@ -36,10 +48,23 @@ class Gates:
 
 
 @pytest.fixture
-def gates(monkeypatch: pytest.MonkeyPatch) -> Gates:
+def gates(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gates]:
     """The gates; fused kernels are let run on the meta device, which torch itself does not list."""
+    lacking = torch.library.Library("aten", "IMPL", "Meta")
+    lacking.impl("_fused_adamw_.tensor_lr", lambda *_, **__: None)
     monkeypatch.setattr(torch_optimizer, "_get_fused_kernels_supported_devices", lambda: ["meta", "cpu", "cuda"])
-    return Gates(monkeypatch)
+    yield Gates(monkeypatch)
+    lacking._destroy()
+
+
+class Scaled(MixedPrecision):
+    """A loss scale without autocast, which torch has not for the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__("fp16")
+
+    def autocast(self, device_type: str) -> None:
+        return None
 
 
 class Watches(Observer):
@@ -56,9 +81,10 @@ class Watches(Observer):
         self.told += 1
 
 
-def net(device: str = "meta") -> nn.Module:
-    layers = (nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.1), nn.Flatten(), nn.Linear(144, 3))
-    return nn.Sequential(*layers).to(device)
+def net(*, norm: bool = True) -> nn.Module:
+    between = [nn.BatchNorm2d(4)] if norm else []
+    layers = (nn.Conv2d(1, 4, 3), *between, nn.ReLU(), nn.Dropout(0.1), nn.Flatten(), nn.Linear(144, 3))
+    return nn.Sequential(*layers).to("meta")
 
 
 def data(accumulate: int) -> list[Any]:
@@ -98,6 +124,34 @@ def test_a_fit_reads_between_updates_alone(parts: str, gates: Gates) -> None:
     assert gates.reads <= 3  # one for the metrics of each epoch
 
 
+HELD_BACK: dict[str, dict[str, Any]] = {
+    "skip": {"nonfinite": "skip"},
+    "scale": {"precision": Scaled()},
+    "scale, skip, clip, rates, windows": {
+        "precision": Scaled(),
+        "nonfinite": "skip",
+        "clip": 1.0,
+        "schedule": OneCycle(max_lr=0.1, cycle_momentum=False),
+        "accumulate": 4,
+        "metrics": {"accuracy": accuracy},
+    },
+    "scale, steps": {"precision": Scaled(), "schedule": StepLR(Updates(2), gamma=0.5)},
+}
+
+
+@pytest.mark.parametrize("parts", HELD_BACK)
+def test_what_may_hold_an_update_back_is_as_silent(parts: str, gates: Gates) -> None:
+    model, watches = net(norm=False), Watches()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    slots = HELD_BACK[parts]
+    trainer = Trainer(
+        model, optimizer, nn.CrossEntropyLoss(), device="meta", console=False, observers=[watches], **slots
+    )
+    trainer.fit(data(slots.get("accumulate", 1)), epochs=3)
+    assert gates.arrivals == watches.told == 3 * UPDATES_IN_EPOCH
+    assert gates.reads <= 3
+
+
 class Own(Trainer[nn.Module]):
     """A step that logs, and gives named losses with a count that the device alone knows."""
 
@@ -123,7 +177,7 @@ def test_a_step_of_ones_own_is_as_silent(accumulate: int, gates: Gates) -> None:
 NOT_SILENT: dict[str, tuple[dict[str, Any], str]] = {
     "an optimizer without a fused kernel": ({"optimizer": torch.optim.RMSprop}, "RMSprop has no fused kernel"),
     "one that was not built fused": ({"optimizer": torch.optim.AdamW}, "AdamW was not built with fused=True"),
-    "a policy that skips": ({"nonfinite": "skip"}, 'nonfinite="skip"'),
+    "a policy that skips, and BatchNorm": ({"nonfinite": "skip"}, "BatchNorm statistics are put back"),
 }
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import nan
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from trainwright.base.records import Update
@@ -18,6 +18,10 @@ from trainwright.runtime.fused import ready_to_mask
 from trainwright.runtime.kernels import step_of
 from trainwright.runtime.lagging import Lagging
 from trainwright.slots import nonfinite
+from trainwright.slots.device_side import DeviceJudge, DeviceRates, DeviceScale
+from trainwright.slots.nonfinite import PATIENCE
+from trainwright.slots.precision import LossScaler
+from trainwright.slots.rates import TableRates
 from trainwright.slots.window import Window
 
 if TYPE_CHECKING:
@@ -32,10 +36,12 @@ class _Told:
     entries: list[Entry]
     values: dict[str, float]
     """What probes had returned for its record."""
-    before: tuple[int, int, int]
-    """Updates, micro-batches and rows before it."""
+    place: tuple[int, int]
+    """Micro-batches and rows before it."""
     kept: int
     """How often statistics had been kept when it was made."""
+    norms: tuple[str, ...]
+    """The optimizers whose norms are among its numbers."""
 
 
 class Behind(Teller):
@@ -43,14 +49,31 @@ class Behind(Teller):
 
     A loss, gradient or norm that is not finite raises a flag on the device that stays up: the kernels of that update
     and of those after it leave the weights and the optimizer's state as they are. So the error may come up to three
-    updates late, and then all is as it was before the update that it names.
+    updates late, and then all is as it was before the update that it names. Under a loss scale, and with "skip", an
+    update may be held back alone (`DeviceJudge`): then the clock lies on the device too, and the host's runs ahead by
+    the updates of which it has not heard yet, until the next pause.
     """
 
     def __init__(self, run: Run) -> None:
         super().__init__(run.owner, run.steppers)
-        self._run, self._ring = run, Lagging(run.owner.device)
+        device, policy = run.owner.device, run.owner.nonfinite
+        self._run, self._ring = run, Lagging(device)
         self._flag: Tensor | None = None
-        self._before = (0, 0, 0)
+        self._place = (0, 0)
+        self._known = 0
+        """Updates of this stage that are known to be applied."""
+        self._last = 0
+        """The clock before the update that was heard of last."""
+        self._idle = 0
+        """Updates in a row that are known to be held back."""
+        self._judge: DeviceJudge | None = None
+        self._rates: DeviceRates | None = None
+        if run.scaler is not None or policy == "skip":
+            scale = DeviceScale(run.scaler, device) if isinstance(run.scaler, LossScaler) else None
+            run.scaler = scale
+            self._judge = DeviceJudge(policy, device, scale)
+            self._loss_flag = torch.zeros((), dtype=torch.float32, device=device)
+            self._rates = DeviceRates(run.rates, device) if isinstance(run.rates, TableRates) else None
 
     def __bool__(self) -> bool:
         """Always: the numbers have to be heard, whoever watches."""
@@ -59,52 +82,106 @@ class Behind(Teller):
     def bind(self, steppers: Steppers) -> None:
         """Have the steps heed the flag of the gradients as they are grouped now."""
         flag = steppers.all.gradients.flag if self._run.checks else None
+        flag = flag if self._judge is None else self._judge.held_back
         for stepper in steppers.all.steppers:
             if flag is not None:
                 ready_to_mask(stepper.optimizer)
-            stepper.step = step_of(stepper.optimizer, flag)
+            stepper.step = step_of(stepper.optimizer, flag, None if self._rates is None else self._rates_now)
 
     def judge(self, flag: Tensor | None, chosen: Chosen) -> bool:
-        """Raise the flag for the loss and the norms too; the steps that follow heed it."""
-        counters = self._run.counters
-        self._before = (counters.updates, counters.batch, counters.rows)
+        """Have the device judge the loss, the gradients and the norms; the steps that follow heed it."""
+        counters, ledger = self._run.counters, self._run.ledger
+        self._place = (counters.batch, counters.rows)
+        if not self._ring.waiting:
+            self._begin(counters.updates)
         self._flag = flag
-        if flag is not None:
-            norms = [stepper.norm for stepper in chosen.steppers if isinstance(stepper.norm, Tensor)]
-            chosen.gradients.check_too([*self._run.ledger.losses, *norms])
+        if flag is None:
+            return True
+        norms = [stepper.norm for stepper in chosen.steppers if isinstance(stepper.norm, Tensor)]
+        if self._judge is None:
+            chosen.gradients.check_too([*ledger.losses, *norms])
+            return True
+        chosen.gradients.check_too(norms)
+        self._loss_flag.zero_()
+        chosen.gradients.check_too(ledger.losses, self._loss_flag)
+        self._judge.judge(flag, self._loss_flag)
+        flag.zero_()
         return True
 
     def tell(self, window: Window, *, skipped: bool) -> None:
         """Send the numbers of this update on their way; hear of those that have arrived."""
-        run, ledger = self._run, self._run.ledger
-        steppers = run.steppers
+        run, ledger, judge = self._run, self._run.ledger, self._judge
+        norms = {one.name: one.norm for one in run.steppers.all.steppers if one.norm is not None}
         told = _Told(
-            update=self._record(window, skipped=skipped, loss=nan, norm=None, values=steppers.numbers()),
+            update=self._record(window, skipped=False, loss=nan, norm=None, values=run.steppers.numbers()),
             entries=ledger.collect(),
             values=ledger.values,
-            before=self._before,
+            place=self._place,
             kept=run.statistics.kept,
+            norms=tuple(norms),
         )
-        norms = {one.name: one.norm for one in steppers.all.steppers if one.norm is not None}
-        entries, flag = told.entries, 0.0 if self._flag is None else self._flag
-        values = [*[entry[1] for entry in entries], *[entry[2] for entry in entries], flag, *norms.values()]
-        self._ring.push(values, partial(self._hear, told, tuple(norms)))
+        verdict: list[float | Tensor] = [0.0 if self._flag is None else self._flag, 0.0]
+        if judge is not None:
+            judge.count()
+            verdict = [judge.ends, judge.held_back]
+        entries = told.entries
+        values = [*[entry[1] for entry in entries], *[entry[2] for entry in entries], *verdict, *norms.values()]
+        self._ring.push(values, partial(self._hear, told))
 
     def drain(self) -> None:
-        """Wait for all updates that were made, and hear of them."""
+        """Wait for all updates that were made, and hear of them; the host's rates are then those of the last one."""
+        heard = self._ring.waiting
         self._ring.drain()
+        if heard and self._rates is not None and self._run.rates is not None:
+            self._run.rates.apply(self._last)
 
-    def _hear(self, told: _Told, names: Sequence[str], numbers: list[float]) -> None:
-        ledger, size = self._run.ledger, 2 * len(told.entries)
+    def _begin(self, updates: int) -> None:
+        """Go on from what the host knows, when nothing is under way."""
+        self._known = updates
+        if self._judge is not None:
+            self._judge.set_clock(updates)
+        if self._rates is not None:
+            self._rates.begin(updates)
+
+    def _rates_now(self) -> list[Tensor]:
+        assert self._rates is not None
+        assert self._judge is not None
+        return self._rates.at(self._judge.clock, self._known)
+
+    def _hear(self, told: _Told, numbers: list[float]) -> None:
+        run, ledger, size = self._run, self._run.ledger, 2 * len(told.entries)
         in_hand = ledger.values
         ledger.take_for(told.entries, numbers, told.values)
-        bad, norms = numbers[size], dict(zip(names, numbers[size + 1 :], strict=True))
-        if bad:
-            self._refuse(told, list(norms.values()))
-        named = {f"grad_norm_{name}": norm for name, norm in norms.items()} if self._run.steppers.named else {}
-        first = norms.get(self._run.steppers.all.steppers[0].name)
-        self._tell_whole(replace(told.update, grad_norm=first), {"loss": ledger.loss, **ledger.values, **named})
+        ends, held_back, *norms = numbers[size:]
+        if ends:
+            self._refuse(told, norms)
+        rates = told.update.lrs if self._rates is None else tuple(self._rates.of(self._known))
+        self._last = self._known
+        self._count(held_back=held_back != 0)
+        named = dict(zip(told.norms, norms, strict=True))
+        update = replace(
+            told.update,
+            update=run.counters.earlier_updates + self._known,
+            skipped=held_back != 0,
+            lr=rates[0],
+            lrs=rates,
+            grad_norm=named.get(run.steppers.all.steppers[0].name),
+        )
+        grad_norms = {f"grad_norm_{name}": norm for name, norm in named.items()} if run.steppers.named else {}
+        self._tell_whole(update, {"loss": ledger.loss, **ledger.values, **grad_norms})
         ledger.values = in_hand
+
+    def _count(self, *, held_back: bool) -> None:
+        """Take back what the host's clock was ahead, where an update was held back."""
+        counters = self._run.counters
+        if not held_back:
+            self._known, self._idle = self._known + 1, 0
+            return
+        counters.updates -= 1
+        counters.skipped += 1
+        self._idle += 1
+        if self._idle >= PATIENCE:
+            raise nonfinite.nothing_applied(f"{PATIENCE} updates in a row", told=True)
 
     def _refuse(self, told: _Told, norms: list[float]) -> None:
         """Put back what has moved since before an update, and raise."""
@@ -112,12 +189,12 @@ class Behind(Teller):
         self._ring.forget()
         run.ledger.collect()
         run.statistics.put_back(ago=run.statistics.kept - told.kept)
-        counters.updates, counters.batch, counters.rows = told.before
+        counters.updates, (counters.batch, counters.rows) = self._known, told.place
         run.gradients.lower_flags()
         raise nonfinite.error(
             update=counters.earlier_updates + counters.updates + 1,
             loss=run.ledger.loss,
-            lr=told.update.lr,
+            lr=told.update.lr if self._rates is None else self._rates.of(self._known)[0],
             norm=norms[0] if norms else None,
             counted=run.ledger.counted,
         )

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from trainwright.base.contracts import Rates, Scaler
 from trainwright.run.steppers import Chosen
 from trainwright.runtime import late
 from trainwright.runtime.fused import why_not_masked
+from trainwright.runtime.modules import running_statistics
 from trainwright.slots import nonfinite
+from trainwright.slots.precision import LossScaler
+from trainwright.slots.rates import TableRates
 
 if TYPE_CHECKING:
     from trainwright.run.owner import Owner
@@ -20,27 +25,44 @@ LATE = {"cuda", "meta"}
 """The kinds of devices where a read would wait for what is under way."""
 
 
-def why_judged_at_once(owner: Owner, *, checks: bool) -> tuple[str, ...]:
+def why_judged_at_once(
+    owner: Owner, *, checks: bool, scaler: Scaler | None, rates: Rates | None = None
+) -> tuple[str, ...]:
     """Say why the numbers of each update must be read before its step; empty where they may come later.
 
-    `checks`: whether anything is judged.
+    `checks`: whether anything is judged. `scaler`: the loss scale. `rates`: the schedule, where it is bound.
     """
     hooks, why = owner.hooks, list[str]()
     if owner.device.type not in LATE:
         why.append("a read waits for nothing here")
     if owner.world.size > 1:
         why.append("several processes judge an update together")
-    if owner.precision is not None and owner.precision.scaler(owner.device.type) is not None:
-        why.append("a loss scale is adapted by what was applied")
-    if owner.nonfinite == "skip":
-        why.append('nonfinite="skip": the clock counts applied updates alone')
     if owner.on_error == "save":
         why.append('on_error="save" keeps the update before an error')
     if hooks.updates_itself or hooks.computes_itself:
         why.append("an `update` of your own reads what it has done")
     if checks:
         why += [reason for one in owner.optimizers.values() if (reason := why_not_masked(one))]
+    if scaler is not None or owner.nonfinite == "skip":
+        why += _why_not_held_back(owner, scaler, rates)
     return tuple(why)
+
+
+def _why_not_held_back(owner: Owner, scaler: Scaler | None, rates: Rates | None) -> Iterator[str]:
+    """Why the host must know at once which updates a loss scale, or "skip", holds back."""
+    hooks, skips = owner.hooks, owner.nonfinite == "skip"
+    if scaler is not None and type(scaler) is not LossScaler:
+        yield "a loss scale of your own"
+    if owner.average is not None:
+        yield "an average is taken of applied updates alone"
+    if running_statistics(owner.model):
+        yield "BatchNorm statistics are put back with an update that is held back"
+    if hooks.after_update is not None:
+        yield "`after_update` runs after applied updates alone"
+    if skips and (hooks.steps_itself or owner.state):
+        yield '"skip" puts `self.state` back'
+    if rates is not None and (type(rates) is not TableRates or rates.cycles):
+        yield "the schedule sets more than rates, or keeps a state of its own"
 
 
 def read_numbers(run: Run, flag: Tensor | None, chosen: Chosen) -> tuple[bool, float]:

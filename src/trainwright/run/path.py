@@ -5,12 +5,13 @@ from __future__ import annotations
 from trainwright.run.judging import LATE, why_judged_at_once
 from trainwright.run.owner import Owner
 from trainwright.runtime.lagging import AHEAD
+from trainwright.slots.precision import LossScaler
 
 
 def fast_path(owner: Owner) -> str:
     """Name the path of the updates, with its cost on this device."""
-    checks = owner.nonfinite != "ignore" or getattr(owner.precision, "kind", "") == "fp16"
-    why = why_judged_at_once(owner, checks=checks)
+    scaler = LossScaler() if getattr(owner.precision, "kind", "") == "fp16" else None
+    why = why_judged_at_once(owner, checks=owner.nonfinite != "ignore" or scaler is not None, scaler=scaler)
     reads = "one read per update, of loss, flag and norm together: " + "; ".join(why)
     if not why:
         reads = f"nothing is read before its time, which is up to {AHEAD} updates later"

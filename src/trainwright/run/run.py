@@ -35,6 +35,7 @@ from trainwright.runtime.signals import Signals
 from trainwright.runtime.snapshot import snapshot
 from trainwright.slots import nonfinite
 from trainwright.slots.average import Average
+from trainwright.slots.nonfinite import PATIENCE
 from trainwright.slots.precision import check_weights
 from trainwright.slots.window import Window
 
@@ -45,8 +46,6 @@ if TYPE_CHECKING:
 
 GRACE = 20.0
 """Seconds that a signal waits for the end of an update, where no checkpoint slot says otherwise."""
-PATIENCE = 1000
-"""Updates in a row without an applied step after which the run ends in an error."""
 
 
 class Run:
@@ -92,7 +91,7 @@ class Run:
     def _bind_tellers(self, owner: Owner) -> None:
         self.behind: Behind | None = None
         """What judges updates where the host does not wait to hear of them; None where each is judged at once."""
-        if not why_judged_at_once(owner, checks=self.checks):
+        if not why_judged_at_once(owner, checks=self.checks, scaler=self.scaler, rates=self.rates):
             from trainwright.run.behind import Behind
 
             self.behind = Behind(self)

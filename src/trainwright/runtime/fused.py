@@ -27,17 +27,20 @@ class DirectStep:
         self._sizes: list[int] = []
         self._is_uniform = False
 
-    def __call__(self, found_inf: Tensor | None = None) -> None:
+    def __call__(self, found_inf: Tensor | None = None, rates: list[Tensor] | None = None) -> None:
         """Make one step; torch's own where a state is not made yet, or something is not as usual.
 
-        With `found_inf`, a 0-dim float32 tensor on the parameters' device, nothing moves where it is 1.
+        With `found_inf`, a 0-dim float32 tensor on the parameters' device, nothing moves where it is 1. `rates`: the
+        learning rate of each group, 0-dim float32 tensors there, in the place of those that the groups hold.
         """
         calls = self._calls()
         if calls is None:
-            masked(self._optimizer, lambda: self._inner(self._optimizer), found_inf)
+            masked(self._optimizer, lambda: self._inner(self._optimizer), found_inf, rates)
             return
         with torch.no_grad():
-            for kernel, tensors, steps, settings in calls:
+            for index, (kernel, tensors, steps, settings) in enumerate(calls):
+                if rates is not None:
+                    settings["lr"] = rates[index]
                 if steps:
                     torch._foreach_add_(steps, 1)
                 kernel(*tensors, **settings, found_inf=found_inf)
@@ -71,15 +74,21 @@ def direct_step(optimizer: Optimizer, inner: Callable[[Optimizer], Any]) -> Dire
     return DirectStep(optimizer, inner) if is_fused else None
 
 
-def masked(optimizer: Any, step: Callable[[], Any], found_inf: Tensor | None) -> Any:
-    """Make a fused optimizer's own step, of which nothing moves where `found_inf` is 1."""
+def masked(optimizer: Any, step: Callable[[], Any], found_inf: Tensor | None, rates: list[Tensor] | None = None) -> Any:
+    """Make a fused optimizer's own step, by these rates, of which nothing moves where `found_inf` is 1."""
     if found_inf is None:
         return step()
+    groups = optimizer.param_groups
+    own = [group["lr"] for group in groups]
+    for group, rate in zip(groups, own if rates is None else rates, strict=True):
+        group["lr"] = rate
     optimizer.found_inf = found_inf  # torch's steps hand it to their kernels
     try:
         return step()
     finally:
         del optimizer.found_inf
+        for group, rate in zip(groups, own, strict=True):
+            group["lr"] = rate
 
 
 def why_not_masked(optimizer: Optimizer) -> str:

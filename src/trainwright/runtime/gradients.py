@@ -91,14 +91,14 @@ class Gradients:
         """The flag itself, which stays raised until it is lowered; None where there are several devices."""
         return next(iter(self._flags.values())) if len(self._flags) == 1 else None
 
-    def check_too(self, values: list[Tensor]) -> None:
-        """Raise the flag for these numbers as well, scalars on its device, if one is NaN or infinite."""
+    def check_too(self, values: list[Tensor], flag: Tensor | None = None) -> None:
+        """Raise the flag, or `flag`, for these numbers as well, scalars on its device, if one is NaN or infinite."""
         kinds: dict[torch.dtype, list[Tensor]] = defaultdict(list)
         for value in values:
             kinds[value.dtype].append(value.detach())
         for alike in kinds.values():
             device = alike[0].device
-            _check(alike, self._flags[device], self._one[device])
+            _check(alike, self._flags[device] if flag is None else flag, self._one[device])
 
     def lower_flags(self) -> None:
         """Forget a non-finite gradient: the kernel only ever raises its flag."""

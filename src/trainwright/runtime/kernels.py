@@ -16,7 +16,9 @@ from trainwright.runtime.fused import direct_step, masked
 BEFORE, AFTER = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
 
 
-def step_of(optimizer: Optimizer, found_inf: Tensor | None = None) -> Callable[[], Any]:
+def step_of(
+    optimizer: Optimizer, found_inf: Tensor | None = None, rates: Callable[[], list[Tensor]] | None = None
+) -> Callable[[], Any]:
     """Return what makes one step of `optimizer`: its kernels where they are known, else its `step` less the wrapper.
 
     Torch wraps every `step` to label it for the profiler and to call hooks, which costs 10 to 14 us a call (fused SGD
@@ -25,7 +27,8 @@ def step_of(optimizer: Optimizer, found_inf: Tensor | None = None) -> Callable[[
     one that was built with `fused=True` its kernels (see `DirectStep`), unless a scale hangs on it, as that of torch's
     GradScaler. That is asked at every step, so that any of them may come at any time.
 
-    With `found_inf` the kernels leave out every step before which it is 1.
+    With `found_inf` the kernels leave out every step before which it is 1, and take the learning rates of the groups
+    from `rates`, where it is given.
     """
     cls, own = type(optimizer), vars(optimizer)
     wrapper = cls.step
@@ -35,7 +38,7 @@ def step_of(optimizer: Optimizer, found_inf: Tensor | None = None) -> Callable[[
     profiled = getattr(torch.autograd, "_profiler_enabled", None)
     known = getattr(wrapper, "hooked", False) and BEFORE in own and AFTER in own
     if not known or inner is None or before_all is None or after_all is None or profiled is None:
-        return optimizer.step if found_inf is None else partial(masked, optimizer, optimizer.step, found_inf)
+        return _as_it_is(optimizer, found_inf, rates)
     direct = direct_step(optimizer, inner)
 
     def step() -> Any:
@@ -48,9 +51,20 @@ def step_of(optimizer: Optimizer, found_inf: Tensor | None = None) -> Callable[[
             or cls.step is not wrapper
             or profiled()
         ):
-            return masked(optimizer, optimizer.step, found_inf)
+            return masked(optimizer, optimizer.step, found_inf, None if rates is None else rates())
         if direct is not None and "grad_scale" not in own and "found_inf" not in own:
-            return direct(found_inf)
-        return inner(optimizer) if found_inf is None else masked(optimizer, partial(inner, optimizer), found_inf)
+            return direct(found_inf, None if rates is None else rates())
+        if found_inf is None:
+            return inner(optimizer)
+        return masked(optimizer, partial(inner, optimizer), found_inf, None if rates is None else rates())
 
     return step
+
+
+def _as_it_is(
+    optimizer: Optimizer, found_inf: Tensor | None, rates: Callable[[], list[Tensor]] | None
+) -> Callable[[], Any]:
+    """The step of an optimizer whose torch wraps it otherwise."""
+    if found_inf is None:
+        return optimizer.step
+    return lambda: masked(optimizer, optimizer.step, found_inf, None if rates is None else rates())

@@ -28,7 +28,7 @@ class Lagging:
         self._device, self._ahead = device, ahead
         self._slots: list[Tensor] = [torch.empty(0)] * (ahead + 1)
         self._turn = 0
-        self._waiting: deque[tuple[Any, Tensor, Sequence[float | Tensor], Deliver]] = deque()
+        self._under_way: deque[tuple[Any, Tensor, Sequence[float | Tensor], Deliver]] = deque()
 
     def push(self, values: Sequence[float | Tensor], deliver: Deliver) -> None:
         """Send numbers on their way: scalars, on this device or the host; `deliver` gets them as floats, in order."""
@@ -40,18 +40,23 @@ class Lagging:
             together = torch.stack([value.detach().reshape(()).to(self._device, kind) for value in there])
             arrived = fetch(together, slot)
         told = [_HERE if _is_on_its_way(value, self._device) else _host(value) for value in values]
-        self._waiting.append((arrived, slot, told, deliver))
-        while len(self._waiting) > self._ahead:
+        self._under_way.append((arrived, slot, told, deliver))
+        while len(self._under_way) > self._ahead:
             self._deliver()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether anything is under way."""
+        return bool(self._under_way)
 
     def drain(self) -> None:
         """Wait for all that is under way, and deliver it."""
-        while self._waiting:
+        while self._under_way:
             self._deliver()
 
     def forget(self) -> None:
         """Drop what was not delivered."""
-        self._waiting.clear()
+        self._under_way.clear()
 
     def _slot(self, size: int) -> Tensor:
         """Host memory that no copy under way writes to; pinned, where the device is CUDA."""
@@ -63,7 +68,7 @@ class Lagging:
         return self._slots[self._turn][:size]
 
     def _deliver(self) -> None:
-        arrived, slot, told, deliver = self._waiting.popleft()
+        arrived, slot, told, deliver = self._under_way.popleft()
         if arrived is not None:
             arrived.synchronize()
         numbers = iter(slot.tolist())

@@ -9,6 +9,8 @@ from trainwright.base.names import did_you_mean
 
 Policy = Literal["raise", "skip", "ignore"]
 Verdict = Literal["apply", "overflow", "skip"]
+PATIENCE = 1000
+"""Updates in a row without an applied step after which a run ends in an error."""
 POLICIES = ("raise", "skip", "ignore")
 
 

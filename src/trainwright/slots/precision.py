@@ -98,8 +98,9 @@ class LossScaler:
         if settings is not None and not isinstance(settings, MixedPrecision):
             fix = 'LossScaler(MixedPrecision("fp16", init_scale=2.0**16))'
             raise TypeError(message(f"LossScaler({settings!r})", want="a MixedPrecision, or nothing", fix=fix))
-        self._settings = settings or MixedPrecision("fp16")
-        self.value = _single(self._settings.init_scale)
+        self.settings = settings or MixedPrecision("fp16")
+        """How it is adapted."""
+        self.value = _single(self.settings.init_scale)
         self._good = 0
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -113,19 +114,19 @@ class LossScaler:
     def adapt(self, overflowed: bool) -> None:
         """Lower the scale after an overflow; raise it after `growth_interval` updates in a row without one."""
         if overflowed:
-            self.value = max(_single(self.value * self._settings.backoff_factor), self._settings.min_scale)
+            self.value = max(_single(self.value * self.settings.backoff_factor), self.settings.min_scale)
             self._good = 0
             return
         self._good += 1
-        if self._good == self._settings.growth_interval:
-            grown = self.value * self._settings.growth_factor
+        if self._good == self.settings.growth_interval:
+            grown = self.value * self.settings.growth_factor
             self.value = _single(grown) if grown <= torch.finfo(torch.float32).max else self.value
             self._good = 0
 
     @property
     def at_floor(self) -> bool:
         """Whether the scale cannot be lowered any more."""
-        return self.value <= self._settings.min_scale
+        return self.value <= self.settings.min_scale
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data."""

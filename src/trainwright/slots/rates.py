@@ -75,6 +75,11 @@ class TableRates:
         self._reach(updates)
         return [column.rates[self._row(updates)] for column in self._columns]
 
+    @property
+    def cycles(self) -> bool:
+        """Whether momenta or betas change with the rates."""
+        return any(column.key is not None for column in self._columns)
+
     def observe(self, metrics: Mapping[str, float]) -> None:
         """Nothing: the rates depend on the clock alone."""
 
