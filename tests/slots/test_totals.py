@@ -8,7 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainwright.base.errors import SettingError
 from trainwright.base.records import Mean, Sum
-from trainwright.slots.totals import Total, read_totals
+from trainwright.slots import hits as hit
+from trainwright.slots.hits import Hits
+from trainwright.slots.totals import Reading, Total, read_totals
 
 
 class Ops(TorchDispatchMode):
@@ -246,3 +248,63 @@ def test_a_metric_may_return_any_of_these(result, rows, value, count):
 def test_anything_else_is_refused_by_name(result):
     with pytest.raises(SettingError, match="metric 'mine'"):
         Total().take(result, 4, "metric 'mine'")
+
+
+def flags(n=7):
+    torch.manual_seed(0)
+    target = torch.randint(0, 3, (n,))
+    target[::3] = -100
+    return torch.randint(0, 3, (n,)), target
+
+
+def test_right_guesses_are_counted_as_whole_numbers_over_the_rows_that_count():
+    guess, target = flags()
+    by_name, by_flags = Total(), Total()
+    for _ in range(3):
+        by_name.take(Hits(guess, target, ignored=-100), len(guess))
+        by_flags.take(Sum(guess == target, target != -100), len(guess))
+    right, counted = int((guess == target).sum()), int((target != -100).sum())
+    assert by_name.read() == by_flags.read() == Reading(right / counted, 3 * counted, None)
+    assert by_name.tensors() == []  # nothing is left to be read back
+
+
+def test_right_guesses_are_a_sum_like_any_other():
+    guess, target = flags()
+    hits = Hits(guess, target, ignored=-100)
+    assert torch.equal(hits.total, guess == target) and torch.equal(hits.count, target != -100)
+    spread = Total(spread=True)
+    spread.take(hits, len(guess))
+    share = spread.value
+    assert spread.error == pytest.approx(math.sqrt(share * (1 - share) / spread.count))
+
+
+def test_flags_and_other_numbers_add_up():
+    total = Total()
+    total.take(Sum(torch.tensor([True, False, True]), 3), 3)
+    total.take(torch.tensor([0.5, 0.25]), 2)
+    total.take(Sum(torch.tensor([True, True]), torch.tensor([True, False])), 2)
+    assert (total.value, total.count) == ((2 + 0.75 + 2) / 6, 6)
+    total.take(Sum(torch.tensor([True]), torch.tensor([False])), 1)  # a row that does not count is no row
+    assert total.count == 6
+
+
+@pytest.mark.parametrize("taken", [1, hit.TOGETHER - 1, hit.TOGETHER, 2 * hit.TOGETHER + 3])
+def test_flags_that_wait_are_all_counted_whoever_asks(taken, monkeypatch):
+    monkeypatch.setattr(hit, "lies_on_host", lambda tensor: False)  # as on an accelerator
+    guess, target = flags()
+    there = Hits(guess, target, ignored=-100)
+    there.on_host = False
+    total, plain, other = Total(), Total(), Total()
+    for _ in range(taken):
+        total.take(there, len(guess))
+        plain.add_sum(int((guess == target).sum()), int((target != -100).sum()))
+    assert len(total._flags.hits) == taken % hit.TOGETHER
+    copy = Total()
+    copy.load_state_dict(total.state_dict())
+    assert copy.read() == plain.read() == total.read()
+    other.take(there, len(guess))
+    total.merge(other)
+    assert total.count == (taken + 1) * int((target != -100).sum())
+    other.take(there, len(guess))
+    other.reset()
+    assert math.isnan(other.value)

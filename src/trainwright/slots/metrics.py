@@ -18,8 +18,9 @@ from trainwright.base.contracts import Metric
 from trainwright.base.errors import CheckpointError, SettingError, message
 from trainwright.base.names import check_name, did_you_mean
 from trainwright.base.records import Sum
+from trainwright.slots.hits import Hits
 from trainwright.slots.losses import shapes_of
-from trainwright.slots.totals import Hits, Reading, Total, read_totals
+from trainwright.slots.totals import Reading, Total, read_totals
 
 if TYPE_CHECKING:
     from trainwright.parallel.world import World

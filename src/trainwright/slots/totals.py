@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,9 +15,8 @@ from trainwright.base.errors import SettingError, message
 from trainwright.base.records import Count, Mean, Sum
 from trainwright.runtime.device import widest_float
 from trainwright.runtime.late import read
+from trainwright.slots.hits import Flags, Hits, are_flags
 
-TOGETHER = 64
-"""Batches whose flags are counted in one go on an accelerator: a few kernels for all of them instead of for each."""
 _HALF = 2**20  # splits an int64 into two numbers that float32 holds exactly
 
 
@@ -34,31 +32,6 @@ class Reading:
     """Standard error sqrt(variance / count), population variance over rows; None where rows were not given singly."""
 
 
-class Hits(Sum):
-    """Guesses that are right, over the rows whose target is none to be ignored; both are made when asked for."""
-
-    __slots__ = ("guess", "ignored", "target")
-
-    def __init__(self, guess: Tensor, target: Tensor, *, ignored: int) -> None:
-        self.guess, self.target, self.ignored = guess, target, ignored
-
-    @property
-    def total(self) -> Tensor:  # type: ignore[override]
-        """Which rows are right."""
-        return self.guess == self.target
-
-    @property
-    def count(self) -> Tensor:  # type: ignore[override]
-        """Which rows count."""
-        return self.target != self.ignored
-
-    def counted(self) -> tuple[int, int]:
-        """How many rows are right and how many count, of rows on the CPU: half of the time by NumPy."""
-        target = self.target.numpy()
-        right, counted = self.guess.numpy() == target, target != self.ignored
-        return int(np.count_nonzero(right)), int(np.count_nonzero(counted))
-
-
 class Total:
     """A count-weighted mean in the making.
 
@@ -72,8 +45,7 @@ class Total:
         self._host_sum: float = 0
         self._host_count: float = 0
         self._by_row = True  # every number so far was one of a row
-        self._flags: list[Tensor] = []
-        self._counted: list[Tensor] = []
+        self._flags = Flags()
         self._sums = {name: _Running(wide) for name in ("sum", "count", "squares")}
         self._sum, self._count, self._squares = self._sums.values()
 
@@ -114,13 +86,15 @@ class Total:
 
         That is: one number (a mean over the rows), a 1-dim tensor with one value per row, `Mean`, or `Sum`.
         """
-        if type(result) is Hits and not self._spread:
-            self._add_hits(result)
+        if type(result) is Hits and result.on_host and not self._spread:  # what `accuracy` gives, nearly always
+            right, counted = result.counted()
+            self._host_sum += right
+            self._host_count += counted
         elif isinstance(result, Sum):
-            count = rows if result.count is None else result.count
-            if not self._spread and _are_flags(result.total, count):
-                self._add_flags(result.total, count)
+            if not self._spread and are_flags(result):
+                self._add_flags(result)
                 return
+            count = rows if result.count is None else result.count
             _check_shapes(result.total, count, name)
             self.add_sum(result.total, count)
         elif isinstance(result, Mean):
@@ -174,7 +148,7 @@ class Total:
         """Back to nothing, in the same memory."""
         self._host_sum = self._host_count = 0
         self._by_row = True
-        self._flags, self._counted = [], []
+        self._flags.close()
         for running in self._sums.values():
             running.reset()
 
@@ -198,39 +172,24 @@ class Total:
         """Take over saved sums; they move to the device of what is added next."""
         self._host_sum, self._host_count = tree["host_sum"], tree["host_count"]
         self._by_row = tree["by_row"]
-        self._flags, self._counted = [], []
+        self._flags.close()
         for name, running in self._sums.items():
             running.load(tree[name])
 
-    def _add_hits(self, hits: Hits) -> None:
-        if hits.target.is_cpu and hits.guess.is_cpu:
-            right, counted = hits.counted()
-            self._host_sum += right
-            self._host_count += counted
-        else:
-            self._add_flags(hits.total, hits.count)
-
-    def _add_flags(self, hits: Tensor, counted: Count) -> None:
-        """Add a yes or no per row, and which rows count: on the CPU by NumPy at once, else many batches together."""
-        if hits.is_cpu:
-            self._host_sum += int(np.count_nonzero(hits.numpy()))
-            self._host_count += int(np.count_nonzero(counted.numpy())) if isinstance(counted, Tensor) else counted
-            return
-        self._flags.append(hits)
-        if isinstance(counted, Tensor):
-            self._counted.append(counted)
-        else:
-            self._host_count += counted
-        if len(self._flags) == TOGETHER:
+    def _add_flags(self, flags: Sum) -> None:
+        right, counted = self._flags.take(flags)
+        self._host_sum += right
+        self._host_count += counted
+        if self._flags.are_many:
             self._count_flags()
 
     def _count_flags(self) -> None:
         """Add the flags that wait."""
-        if self._flags:
-            self._sum.add(torch.cat(self._flags).count_nonzero())
-        if self._counted:
-            self._count.add(torch.cat(self._counted).count_nonzero())
-        self._flags, self._counted = [], []
+        hits, counted = self._flags.close()
+        if hits is not None:
+            self._sum.add(hits)
+        if counted is not None:
+            self._count.add(counted)
 
     def _add_squares(self, values: Tensor, count: Count) -> None:
         masked = isinstance(count, Tensor) and count.dtype is torch.bool
@@ -352,15 +311,6 @@ def _folded(values: Tensor) -> Tensor:
     if values.dtype is torch.bool:
         return values.count_nonzero()  # on the CPU a quarter of the time of `sum`
     return _widest(values).sum()
-
-
-def _are_flags(hits: Any, counted: Any) -> bool:
-    """Whether these are a yes or no per row, with which rows count or how many."""
-    if type(hits) is not Tensor or hits.dtype is not torch.bool or hits.dim() != 1:
-        return False
-    if type(counted) is int:
-        return counted > 0
-    return type(counted) is Tensor and counted.dtype is torch.bool and counted.shape == hits.shape
 
 
 def _widest(values: Tensor) -> Tensor:
