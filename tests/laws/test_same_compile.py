@@ -21,8 +21,6 @@ from torch.nn import functional as F
 from trainwright import EMA, Checkpoint, Fast, OneCycle, Trainer, accuracy, batches
 from world.pool import pool
 
-# Torch looks at `.grad` of what a block is given, and hides the warning where warnings are not errors.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 ROWS, EPOCHS = 44, 3  # batches of 8: the last of each epoch has 4 rows
 
 
@@ -130,11 +128,7 @@ def test_a_compiled_run_that_is_stopped_and_resumed_is_the_one_that_was_not():
 
 def of_two(fast):
     """What one of two processes has trained."""
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
-        left = run(fast, accumulate=2, epochs=2)
+    left = run(fast, accumulate=2, epochs=2)
     return [value.tolist() if isinstance(value, torch.Tensor) else value for value in left[:-1]]
 
 

@@ -14,9 +14,6 @@ from torch.nn import functional as F
 from trainwright import Checkpoint, Fast, Mean, SettingError, StepError, Trainer
 from trainwright.runtime.compile import find_regions
 
-# Torch looks at `.grad` of what a block is given, and hides the warning where warnings are not errors.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-
 
 @pytest.fixture(autouse=True)
 def fresh():

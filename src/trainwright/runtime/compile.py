@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -158,6 +159,9 @@ class _Call:
                 self._log.record.short += 1
                 return self._plain(*args, **kwargs)
             call = mode.known[shapes] = self._choose(mode)
+            with warnings.catch_warnings():  # torch looks at all attributes of what a region is given
+                warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+                return self._run(call, args, kwargs)
         return self._run(call, args, kwargs)
 
     def _leaves_out(self, mode: _Mode, shapes: Shapes) -> bool:
