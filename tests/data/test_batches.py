@@ -238,49 +238,6 @@ def test_a_data_set_with_getitems_is_asked_once_per_batch() -> None:
     assert data.read == []
 
 
-class Looked(Dataset):
-    """Rows that are the same one by one and many at once."""
-
-    def __init__(self, rows: Any = None) -> None:
-        self.asked: list[list[int]] = []
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return 20
-
-    def __getitem__(self, index: int) -> tuple[Any, int]:
-        return X[index] + 1, 3 * index
-
-    def __getitems__(self, indices: list[int]) -> Any:
-        self.asked.append(indices)
-        return [self[index] for index in indices] if self.rows is None else self.rows(indices)
-
-
-class OneByOne(Looked):
-    __getitems__ = None
-
-
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_rows_that_are_fetched_many_at_once_are_what_they_are_one_by_one(shuffle: bool) -> None:
-    data = Looked()
-    for several in (data, Subset(data, range(20))):
-        data.asked.clear()
-        ours = list(batches(several, 8, shuffle=shuffle, seed=1))
-        assert same(ours, list(batches(OneByOne(), 8, shuffle=shuffle, seed=1)))
-        assert [len(asked) for asked in data.asked] == [8, 8, 4]
-        assert same(list(batches(several, 8, shuffle=shuffle, seed=1, workers=2)), ours)
-    assert same(list(batches(Looked(), 8)), list(DataLoader(Looked(), batch_size=8)))
-
-
-@pytest.mark.parametrize("rows", [lambda indices: (X[indices], Y[indices]), lambda indices: [(X[0], 1)]])
-def test_many_rows_at_once_that_are_none_are_refused_with_what_to_write(rows: Any) -> None:
-    named = r"asked for 8 rows(.|\n)*a (tuple of 2|list of 1)(.|\n)*a list of 8 rows(.|\n)*collate=collate"
-    with pytest.raises(DataError, match=named):
-        next(iter(batches(Looked(rows), 8)))
-    whole = batches(Looked(rows), 8, collate=lambda batch: batch)
-    assert len(next(iter(whole))) == len(rows([0, 1]))
-
-
 def random_sampler() -> RandomSampler:
     return RandomSampler(range(20), generator=torch.Generator().manual_seed(4))
 

@@ -80,6 +80,8 @@ class Validation:
     """Share of that time spent waiting for data, 0 to 1."""
     skipped: int
     """Updates held back so far."""
+    notes: tuple[str, ...] = ()
+    """What was chosen since the last record, such as workers that fetch data, in a line each."""
 
 
 @dataclass(frozen=True, slots=True)

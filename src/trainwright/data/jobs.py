@@ -33,6 +33,39 @@ def by_workers(
     return Workers(view(loader, Order(jobs, name=name), worker_init_fn=starting), Record())
 
 
+class JobPool:
+    """Worker processes that stay from one pass to the next; they fetch of the data set as it was when they came."""
+
+    def __init__(self, data: SeededRows, workers: int) -> None:
+        self.workers = workers
+        self._loader: Any = DataLoader(
+            _Jobs(data),
+            batch_size=None,
+            num_workers=workers,
+            collate_fn=_as_it_is,
+            generator=torch.Generator(),  # the loader's draws must not move the global one
+            persistent_workers=True,
+        )
+        self._pool: Workers | None = None
+
+    def begin(self, rows: Iterator[Sequence[int]], *, seed: int, epoch: int, name: str) -> Iterator[Any]:
+        """The batches of a pass, in order; what is left of the last one is dropped."""
+        order = Order((_Job(seed, epoch, numbers) for numbers in rows), name=name)
+        looks = view(self._loader, order, worker_init_fn=Starting(None, {}, None))
+        if self._pool is None:
+            self._pool = Workers(looks, Record())
+        else:
+            self._pool.go_on(Record(), order, first=0)
+            self._pool._reset(looks)
+        return self._pool
+
+    def end(self) -> None:
+        """End the processes."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool._shutdown_workers()
+
+
 class _Job(NamedTuple):
     """What a worker process is asked for."""
 

@@ -18,7 +18,7 @@ from trainwright.data.asked import Asked
 from trainwright.data.generators import Generators, hidden_in, knows_its_state
 from trainwright.data.order import asked_again, draws_at_most_at_first, refuse_draws, watched
 from trainwright.data.position import check_facts, length_of, opened, tell_epoch
-from trainwright.data.rows import rows_of
+from trainwright.data.rows import choosing, rows_of
 from trainwright.data.seeded import SeededRows, mixed
 from trainwright.data.settings import Dealing
 
@@ -45,7 +45,8 @@ def batches(
     (seed, epoch, row), and leave the generators of the process as they were. `sampler` gives row numbers instead.
     `batch_size` counts rows over all processes of a run, each of which runs its part of every batch; `per_rank`, in
     its place, counts those of each, and such a run resumes only on as many processes. `workers` is the number of
-    worker processes; "auto" takes none. `in_memory=True` reads a small data set, whose rows are always the same, once
+    worker processes; "auto" measures, and takes as many as make training faster, of the cores that are there: neither
+    the order nor a number depends on it. `in_memory=True` reads a small data set, whose rows are always the same, once
     into memory. `augment` changes images on the device of the run: `Augment(...)`, `Normalise(...)`, a function of
     (images, draws), or a list of these. Raises DataError for data without a batch.
     """
@@ -56,7 +57,10 @@ def batches(
         raise SettingError(message(f"collate={collate!r}", want="a function from a list of rows to a batch"))
     if not isinstance(in_memory, bool):
         raise SettingError(message(f"batches(in_memory={in_memory!r})", want="True or False"))
-    _check_sampler(sampler, dealing)
+    if sampler is not None:
+        from trainwright.data.sampled import check_sampler
+
+        check_sampler(sampler, shuffle=shuffle)
     if in_memory:
         from trainwright.data.reading import read_whole
 
@@ -82,6 +86,8 @@ class Batches:
     """Whether data set and sampler hear which epoch it is."""
     _part: Part | None = None
     """The part of each batch that this process runs; None: all of it."""
+    keeps_workers = False
+    """Whether workers that were chosen stay from one pass to the next."""
     _resident: Table | None = None
     """A copy of the table on the device of a run, which epochs are read out of."""
 
@@ -98,6 +104,7 @@ class Batches:
         data_set = getattr(rows, "dataset", None)
         alone = dealing.workers in ("auto", 0) and knows_its_state(data_set)
         self._asked = Asked(data_set) if alone else None
+        self._chosen = choosing(rows, dealing.workers)
         self._loaded: dict[str, Any] | None = None
         self.draws_global_rng = not (sampler is None or isinstance(sampler, list | tuple | range | Tensor))
         self._measure()
@@ -153,7 +160,17 @@ class Batches:
         size = str(self._dealing.size)
         if self._part is not None:
             size = f"{size} on each process" if self.sharded else self._part.told(self._dealing.size)
-        return f"{rows}batches of {size} from {self._data.describe()}, {order}"
+        workers = "" if self._chosen is None else self._chosen.describe()
+        return f"{rows}batches of {size} from {self._data.describe()}, {order}{workers}"
+
+    def end_workers(self) -> None:
+        """End the workers that were kept for another pass."""
+        if self._chosen is not None:
+            self._chosen.end()
+
+    def take_news(self) -> str:
+        """A line about the workers that were chosen, once; else ""."""
+        return "" if self._chosen is None else self._chosen.take_news()
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
         """The batches of `epoch` without its first `skip`, which are not read."""
@@ -345,11 +362,13 @@ class Batches:
         return parts if order is None else (order[part.start : part.stop].tolist() for part in parts)
 
     def _sampled(self, sampler: Iterable[int]) -> Iterator[Sequence[int]]:
+        from trainwright.data.sampled import row_number
+
         numbers = asked_again(sampler, iter(sampler)) if self._asks_again else iter(sampler)
         while rows := list(islice(numbers, self._dealing.size)):
             if len(rows) < self._dealing.size and self._dealing.drop_last:
                 return
-            yield [self._row_number(row) for row in rows]
+            yield [row_number(row, of=len(self._data), sampler=sampler) for row in rows]
 
     def _note_draws(self) -> None:
         if not self._draws_on:
@@ -357,48 +376,24 @@ class Batches:
             refuse_draws(self._sampler, workers=workers, role="train")
         self._draws_on = True
 
-    def _row_number(self, row: Any) -> int:
-        number = row if isinstance(row, int) else int(row) if hasattr(row, "__index__") else None
-        if number is None or not 0 <= number < len(self._data):
-            raise DataError(
-                message(
-                    f"the sampler {type(self._sampler).__name__} gave {row!r}",
-                    want=f"a row number from 0 to {len(self._data) - 1}",
-                    fix="for a batch sampler write DataLoader(data, batch_sampler=...)" if number is None else "",
-                )
-            )
-        return number
-
     def _empty_sampler(self) -> DataError:
         what = f"the sampler {type(self._sampler).__name__} gave not one batch of {self.batch_size} rows"
         return DataError(message(what, have=f"drop_last={self._dealing.drop_last}", want="at least one batch"))
 
     def _read(self, seed: int, epoch: int, dealt: Iterator[Sequence[int]]) -> Iterator[Any]:
         """The batches of these row numbers."""
-        workers = self._dealing.workers
+        workers, name = self._dealing.workers, self.describe()
+        if self._chosen is not None:
+            where: dict[str, Any] = {"sampler": self._sampler, "part": self._part, "keeps": self.keeps_workers}
+            chosen: Iterator[Any] = self._chosen.begin(dealt, seed=seed, epoch=epoch, name=name, **where)
+            return chosen
         if workers in ("auto", 0):
             return self._fetched(seed, epoch, dealt)
         from trainwright.data.jobs import by_workers
 
-        name = self.describe()
         return by_workers(self._data, dealt, seed=seed, epoch=epoch, workers=int(workers), name=name)
 
     def _fetched(self, seed: int, epoch: int, dealt: Iterator[Sequence[int]]) -> Iterator[Any]:
         fetch = self._data.fetch
         for rows in dealt:
             yield fetch(seed, epoch, rows)
-
-
-def _check_sampler(sampler: Any, dealing: Dealing) -> None:
-    if sampler is None:
-        return
-    if dealing.shuffle:
-        raise SettingError(message("batches(shuffle=True, sampler=...)", want="one of the two", fix="leave one out"))
-    if hasattr(sampler, "__next__") or not hasattr(sampler, "__iter__"):
-        raise SettingError(
-            message(
-                f"batches(sampler={type(sampler).__name__})",
-                want="row numbers that can be iterated anew in each epoch",
-                fix="a list, or an object of a torch Sampler class",
-            )
-        )

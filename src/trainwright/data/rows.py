@@ -29,6 +29,15 @@ def rows_of(data: Any, collate: Callable[[list[Any]], Any] | None) -> Table | Se
     return SeededRows(data, collate)
 
 
+def choosing(rows: Table | SeededRows, workers: Any) -> Any:
+    """What chooses workers where they are "auto" and rows are fetched; None elsewhere."""
+    if workers != "auto" or isinstance(rows, Table):
+        return None
+    from trainwright.data.chosen import ChosenWorkers
+
+    return ChosenWorkers(rows)
+
+
 def _is_map_style(data: Any) -> bool:
     named = isinstance(data, str | bytes | type) or hasattr(data, "iloc")
     return hasattr(data, "__getitem__") and hasattr(data, "__len__") and not named

@@ -92,7 +92,7 @@ class Console(Observer):
     def _row(self, record: Validation) -> None:
         if self._last != (record.epoch, record.update):
             self._last = (record.epoch, record.update)
-            self._print(*self._table.lines(record))
+            self._print(*self._table.lines(record), *record.notes)
 
     def _speed(self) -> None:
         if self._speeds:

@@ -229,6 +229,8 @@ class Pauses:
 
     def tell(self, row: Mapping[str, float], *, best: bool, validated: bool, epoch_ended: bool) -> None:
         """Tell the observers."""
+        from trainwright.data.kept import news_of
+
         now, counters = time.perf_counter(), self.counters
         seconds, rows = now - self._last_time, counters.rows - self._last_rows
         record = Validation(
@@ -242,6 +244,7 @@ class Pauses:
             rows=rows,
             waiting=min(1.0, self.run.waited / seconds) if seconds else 0.0,
             skipped=counters.skipped,
+            notes=news_of((self.run.source, *self.val.values())),
         )
         self._last_time, self._last_rows, self.run.waited = now, counters.rows, 0.0
         for notify in self._on_validate if validated else []:

@@ -125,7 +125,9 @@ def _ground(owner: Owner) -> Iterator[None]:
 
 def _until_the_end(owner: Owner, run: Run, pauses: Pauses, *, passed: bool) -> Iterator[tuple[Run, Pauses]]:
     """The run, watched for signals, and its weights as `fit` promises them; where it ends early, a save."""
-    with run.signals.installed():
+    from trainwright.data.kept import workers_kept
+
+    with run.signals.installed(), workers_kept(run.source, *pauses.val.values()):
         try:
             with run.watching_steps():
                 yield run, pauses
