@@ -14,6 +14,9 @@ Call = tuple[Callable[..., Any], tuple[list[Tensor], ...], list[Tensor], dict[st
 """A kernel, the lists of tensors that it takes, the counters of steps among them, and its settings."""
 
 
+_ONE = torch.ones(())
+
+
 class DirectStep:
     """One step of a fused optimizer by its kernels, bit for bit what its own `step` gives.
 
@@ -41,7 +44,9 @@ class DirectStep:
             for index, (kernel, tensors, steps, settings) in enumerate(calls):
                 if rates is not None:
                     settings["lr"] = rates[index]
-                if steps:
+                if steps and steps[0].is_cpu:
+                    torch._foreach_add_(steps, _ONE, alpha=1.0)  # torch would wrap a number anew for each of them
+                elif steps:
                     torch._foreach_add_(steps, 1)
                 kernel(*tensors, **settings, found_inf=found_inf)
                 if steps and found_inf is not None:
