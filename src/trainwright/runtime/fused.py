@@ -14,7 +14,7 @@ Call = tuple[Callable[..., Any], tuple[list[Tensor], ...], list[Tensor], dict[st
 """A kernel, the lists of tensors that it takes, the counters of steps among them, and its settings."""
 
 
-_ONE = torch.ones(())
+_ONE = torch.ones((), device="cpu")
 
 
 class DirectStep:
