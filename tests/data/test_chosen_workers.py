@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -103,6 +104,12 @@ class Keeping(Counting):
         self.read = state["read"]
 
 
+class Unsent(Augmented):
+    def __init__(self) -> None:
+        super().__init__()
+        self.transform = lambda row: row
+
+
 class OfFile(Augmented):
     """A file whose position two processes would share."""
 
@@ -116,6 +123,27 @@ class OfFile(Augmented):
 
     def __del__(self) -> None:
         self.file.close()
+
+
+class Inside(Augmented):
+    """Rows that hardly ever show the draws of a generator that lies somewhere inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.augmenter = Augmented()
+        self.augmenter.rng = torch.Generator().manual_seed(3)
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        return *super().__getitem__(index), bool(torch.rand((), generator=self.augmenter.rng) < 0.02)
+
+
+class Hanging(Augmented):
+    """A lock that a copy finds taken, say."""
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        if os.getpid() != Hidden.home:
+            time.sleep(60)
+        return super().__getitem__(index)
 
 
 class Caching(Augmented):
@@ -143,12 +171,16 @@ class Hidden(Augmented):
         (Counting, "it changes while it is read"),
         (Drawing, ""),
         (Keeping, ""),
-        (OfFile, "it cannot be sent to a process"),
+        (OfFile, "it holds a generator, an iterator or a file"),
+        (Inside, "it holds a generator, an iterator or a file"),
+        (Unsent, "it cannot be sent to a process"),
+        (Hanging, "one failed: RuntimeError: DataLoader timed out"),
         (Caching, "it changes while it is read"),
         (Hidden, "not the same in other processes, bit for bit"),
     ],
 )
-def test_what_no_other_process_could_give_is_fetched_here(make: Any, named: str) -> None:
+def test_what_no_other_process_could_give_is_fetched_here(make: Any, named: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(chosen, "HANGS_AFTER", 5 if make is not Hanging else 0.5)
     given = check_same(make)
     assert chose(given) == 0
     news = given.take_news()

@@ -38,6 +38,8 @@ WORTH = 0.05
 """Of the whole time, what fetching takes at least for workers to be worth it."""
 GAIN = 0.95
 """Of the time without workers, what the time with them is at most; else they are given up."""
+HANGS_AFTER = 60.0
+"""Seconds without a batch, and 50 times what one takes, after which workers that were chosen are done without."""
 _WARM = 2
 """First batches that are left out: caches are filled, kernels chosen."""
 _FEWEST = 5
@@ -215,6 +217,8 @@ class ChosenWorkers:
 
     def _allowed(self, number: int, batch: Any, seen: Seen) -> tuple[int, str]:
         """So many workers, or none where they could not give what is given here; and why."""
+        if seen.goes_on:
+            return 0, f"{self.reason}; it holds a generator, an iterator or a file"
         if not seen.is_same(closely=True):
             return 0, f"{self.reason}; it changes while it is read"
         why = why_not_sent(self._data)
@@ -297,7 +301,7 @@ class ChosenWorkers:
             return self._pool
         self.end()
         self._seen = Seen(self._data)
-        self._pool = JobPool(self._data, self.workers or 0)
+        self._pool = JobPool(self._data, self.workers or 0, timeout=HANGS_AFTER + 50 * self._median(0))
         _POOLS.add(self._pool)
         return self._pool
 

@@ -30,7 +30,7 @@ class Generators:
         self._found: dict[str, Any] = {}
         for name, owner in owners.items():
             for key, value in getattr(owner, "__dict__", {}).items():
-                if _is_generator(value) and not any(value is held_by(one) for one in self._found.values()):
+                if is_generator(value) and not any(value is held_by(one) for one in self._found.values()):
                     self._found[f"{name}.{key}"] = value if isinstance(value, torch.Generator) else Other(value)
         distinct = {id(owner): (name, owner) for name, owner in owners.items() if name != "loader"}
         self._stateful = {name: owner for name, owner in distinct.values() if knows_its_state(owner)}
@@ -163,7 +163,7 @@ def _hidden(owner: Any, name: str, depth: int) -> Iterator[str]:
     if not isinstance(attributes, dict) or isinstance(owner, type) or knows_its_state(owner):
         return
     for key, value in attributes.items():
-        if _is_generator(value):
+        if is_generator(value):
             yield f"{name}.{key}"
         elif key in _INSIDE and depth:
             inside = value if isinstance(value, list | tuple) else [value]
@@ -171,7 +171,7 @@ def _hidden(owner: Any, name: str, depth: int) -> Iterator[str]:
                 yield from _hidden(one, f"{name}.{key}", depth - 1)
 
 
-def _is_generator(value: Any) -> bool:
+def is_generator(value: Any) -> bool:
     """Whether it is a generator with a state of its own: not the process's, nor the operating system's."""
     if isinstance(value, torch.Generator):
         return value is not torch.default_generator

@@ -36,7 +36,7 @@ def by_workers(
 class JobPool:
     """Worker processes that stay from one pass to the next; they fetch of the data set as it was when they came."""
 
-    def __init__(self, data: SeededRows, workers: int) -> None:
+    def __init__(self, data: SeededRows, workers: int, *, timeout: float) -> None:
         self.workers = workers
         self._loader: Any = DataLoader(
             _Jobs(data),
@@ -45,6 +45,7 @@ class JobPool:
             collate_fn=_as_it_is,
             generator=torch.Generator(),  # the loader's draws must not move the global one
             persistent_workers=True,
+            timeout=timeout,
         )
         self._pool: Workers | None = None
 

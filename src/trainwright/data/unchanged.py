@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainwright.data.generators import is_generator
+
 _FIXED = (bool, int, float, complex, str, bytes, type(None), range, PurePath, Enum, torch.dtype, torch.Size, np.dtype)
 """Types of values that nobody can change in place."""
 _CODE = (type, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
@@ -32,6 +34,8 @@ class Seen:
     def __init__(self, data: Any) -> None:
         self._data = data
         self._found = [(value, _noted(value)) for value in _values(data)]
+        self.goes_on = any(is_generator(value) or hasattr(value, "__next__") for value, _ in self._found)
+        """Whether it holds a random generator, an iterator or a file, which stands elsewhere after each row."""
         self.sure = len(self._found) < _MOST_VALUES and all(map(_is_known, self._found))
 
     def is_same(self, *, closely: bool) -> bool:
