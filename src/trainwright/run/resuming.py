@@ -74,10 +74,10 @@ class Found:
             keeper.adopt(self.path, self.manifest)
         given = _settings(owner)
         reports = [*self._restore(owner, pauses.run.source), *_unused(owner, given)]
-        for report in reports if owner.world.is_main else ():
-            warnings.warn(report, stacklevel=6)  # at the line that calls `fit`: it shall be heard without a console too
         pauses.run.owed_reason = counters.stopped  # as it was saved, with a pause that is still to be done
         counters.stopped = pauses.ended() or ("" if pauses.watch is None or counters.pause else pauses.watch.stopped)
+        for report in reports if owner.world.is_main and not counters.stopped else ():  # a finished run does not go on
+            warnings.warn(report, stacklevel=6)  # at the line that calls `fit`: it shall be heard without a console too
         random, settle = pauses.run.random, getattr(pauses.run.source, "settle", None)
         if counters.stopped and settle is not None:
             settle()  # no epoch will begin and take the state over; a next `fit` reads the same data
