@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import Trainer, accuracy, batches
+from trainwright import Augment, Fast, Normalise, Trainer, accuracy, batches
 from trainwright.runtime.device import move
 from trainwright.runtime.moving import SLOTS, Moving
 
@@ -118,3 +118,60 @@ def test_a_run_gives_the_weights_of_one_that_moves_plainly():
         numbers.append(result.history)
         assert kind is Plain or not trainer.hooks.move._rings  # the memory is given back
     assert all(map(torch.equal, *weights)) and numbers[0] == numbers[1]
+
+
+def images():
+    generator = torch.Generator().manual_seed(1)
+    pixels = torch.randint(0, 256, (50, 3, 8, 8), generator=generator, dtype=torch.uint8)
+    return pixels, torch.randint(0, 3, (50,), generator=generator)
+
+
+def trained(data, val, **settings):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), device=DEVICE, console=False, **settings)
+    result = trainer.fit(data, val, epochs=3)
+    return [one.detach().cpu() for one in model.parameters()], result.history
+
+
+CHANGES = [Augment(flip=True, crop=2), Normalise((0.5, 0.4, 0.3), (0.2, 0.3, 0.4))]
+
+
+def test_data_that_lie_on_the_device_train_what_data_on_the_host_do():
+    seen = []
+    for device_data in (True, False):
+        data = batches(images(), 8, shuffle=True, seed=1, augment=CHANGES)
+        seen.append(trained(data, batches(images(), 16, augment=CHANGES[1]), fast=Fast(device_data=device_data)))
+        assert data._resident is None
+    assert all(map(torch.equal, seen[0][0], seen[1][0])) and seen[0][1] == seen[1][1]
+
+
+def test_images_are_changed_on_the_device_as_they_are_on_the_host_and_without_a_wait():
+    host = list(batches(images(), 8, shuffle=True, seed=1, augment=CHANGES).epoch(0))
+    source, moving = batches(images(), 8, shuffle=True, seed=1, augment=CHANGES), Moving(DEVICE)
+    finished = source.finishing(moving, trains=True)
+    given = source.epoch(0)
+    there = [finished(next(given))]  # means and deviations are copied once
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        there += [finished(one) for one in given]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for (x, y), (a, b) in zip(host, there, strict=True):
+        assert a.device == DEVICE and torch.equal(y, b.cpu())
+        torch.testing.assert_close(a.cpu(), x, rtol=1e-6, atol=1e-6)
+
+
+def test_a_permutation_is_sent_without_a_wait_and_batches_are_gathered_on_the_device():
+    source, plain = batches(images(), 8, shuffle=True, seed=1), batches(images(), 8, shuffle=True, seed=1)
+    source.reside(DEVICE)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        there = list(source.epoch(0))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for one, other in zip(there, plain.epoch(0), strict=True):
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(one, other, strict=True))

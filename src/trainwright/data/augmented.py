@@ -32,7 +32,9 @@ class AugmentedBatches(Batches):
     _trains = True
     """Whether what is random is done."""
 
-    def __init__(self, rows: Table | SeededRows, dealing: Dealing, sampler: Iterable[int] | None, augment: Any) -> None:
+    def __init__(
+        self, rows: Table | SeededRows, dealing: Dealing, sampler: Iterable[int] | None, *, augment: Any
+    ) -> None:
         super().__init__(rows, dealing, sampler)
         self._augmentation = Augmentation(augment)
 
@@ -52,7 +54,7 @@ class AugmentedBatches(Batches):
         """The batches of `epoch` without its first `skip`, which are not read."""
         given, self._given = self._given, None
         base = mixed(self._settled_seed(), epoch, 2)
-        return self._numbered(super().epoch(epoch, skip), base, skip, given)
+        return self._numbered(super().epoch(epoch, skip), base, skip, given=given)
 
     def finishing(self, move: Callable[[Any], Any] | None, *, trains: bool) -> Callable[[Any], Any]:
         """What moves the batches of the pass that begins next, and changes them where they lie then.
@@ -71,7 +73,7 @@ class AugmentedBatches(Batches):
         super().set_aside()
         self._trains = False
 
-    def _numbered(self, batches: Iterator[Any], base: int, first: int, given: Given | None) -> Iterator[Any]:
+    def _numbered(self, batches: Iterator[Any], base: int, first: int, *, given: Given | None) -> Iterator[Any]:
         for number, one in enumerate(batches, first):
             batch = one.batch if self._part is not None else one
             place = self._place(one, mixed(base, number))

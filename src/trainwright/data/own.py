@@ -71,7 +71,7 @@ def batches(
         return Batches(rows, dealing, sampler)
     from trainwright.data.augmented import AugmentedBatches
 
-    return AugmentedBatches(rows, dealing, sampler, augment)
+    return AugmentedBatches(rows, dealing, sampler, augment=augment)
 
 
 class Batches:
