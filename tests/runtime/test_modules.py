@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from trainwright.runtime.modules import evaluating, running_statistics, wake
+from trainwright.runtime.walking import inside, parameters_of
 
 
 def network():
@@ -46,6 +47,51 @@ def test_a_module_with_a_train_of_its_own_hears_of_both_changes():
         pass
     assert heard == [False, True]
     assert modes(model) == [True, True, False]
+
+
+def test_ways_of_its_own_to_change_the_mode_are_taken():
+    heard = []
+
+    class Evaluates(nn.Linear):
+        def eval(self):
+            heard.append("eval")
+            return super().eval()
+
+    class Sets(nn.Linear):
+        def __setattr__(self, name, value):
+            if name == "training":
+                heard.append(value)
+            super().__setattr__(name, value)
+
+    root, inner, told = Evaluates(2, 2), Sets(2, 2), nn.Linear(2, 2)
+    told.train = lambda mode=True: heard.append(f"train({mode})")
+    heard.clear()
+    for module, wanted in ((root, ["eval"]), (inner, [False, True]), (told, ["train(False)"])):
+        with evaluating(nn.Sequential(module) if module is not root else root):
+            pass
+        assert heard == wanted and module.training
+        heard.clear()
+
+
+def test_a_compiled_model_and_its_own_share_their_modes():
+    model = network()
+    model[1].eval()
+    before, compiled = modes(model), torch.compile(model, backend="eager")
+    with evaluating(compiled):
+        assert not any(modes(model)) and not compiled.training
+    assert modes(model) == before
+
+
+def test_what_lies_in_a_module_is_what_torch_says_in_its_order():
+    shared, model = nn.Linear(2, 2), network()
+    model[2].add_module("again", model[0])
+    model.add_module("nothing", None)
+    model.add_module("first", nn.ModuleList([shared, nn.Sequential(shared, model[2])]))
+    model.add_module("tied", nn.Linear(2, 2))
+    model.tied.weight = shared.weight
+    model.tied.register_parameter("none", None)
+    assert inside(model) == list(model.modules())
+    assert list(map(id, parameters_of(model))) == list(map(id, model.parameters()))
 
 
 def test_a_model_wholly_in_eval_mode_is_woken_but_for_what_is_frozen():

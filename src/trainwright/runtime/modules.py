@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,8 @@ from trainwright.runtime.freezing import has_running_statistics, held
 from trainwright.runtime.shards import reshard
 from trainwright.runtime.walking import inside, parameters_of
 
+Modes = list[tuple[nn.Module, bool]]
+"""The modules inside a root, itself the first of them, each with its mode."""
 _TRAIN, _EVAL, _SETATTR = nn.Module.train, nn.Module.eval, nn.Module.__setattr__
 
 
@@ -34,9 +37,9 @@ def mode(module: nn.Module, *, train: bool) -> Iterator[None]:
 @contextmanager
 def evaluating(*roots: nn.Module) -> Iterator[None]:
     """Eval mode inside; afterwards every module has its own mode again, whatever it was."""
-    with _kept(roots):
-        for root in roots:
-            _to_eval(root)
+    with _kept(roots) as modes:
+        for root, found in zip(roots, modes, strict=True):
+            _to_eval(root, found)
         yield
 
 
@@ -95,7 +98,7 @@ def wake(model: nn.Module) -> list[str]:
         if parameters and not any(p.requires_grad for p in parameters):
             asleep.update(module.modules())
     switched = [(name, module) for name, module in model.named_modules() if module not in asleep]
-    _put_back((model,), [(module, module not in asleep) for module in model.modules()])
+    _put_back([[(module, module not in asleep) for module in model.modules()]])
     return [name or type(model).__name__ for name, _ in switched]
 
 
@@ -121,33 +124,34 @@ def untrained(*roots: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _kept(roots: tuple[nn.Module, ...]) -> Iterator[None]:
-    modes = [(module, module.training) for root in roots for module in inside(root)]
+def _kept(roots: tuple[nn.Module, ...]) -> Iterator[list[Modes]]:
+    """Put every mode back afterwards; gives what the modes are now."""
+    modes = [[(module, module.training) for module in inside(root)] for root in roots]
     try:
-        yield
+        yield modes
     finally:
-        _put_back(roots, modes)
+        _put_back(modes)
 
 
-def _put_back(roots: tuple[nn.Module, ...], modes: list[tuple[nn.Module, bool]]) -> None:
-    for root in roots:
-        if any(type(module).train is not _TRAIN for module in inside(root)):
+def _put_back(each: list[Modes]) -> None:
+    for modes in each:
+        if any(type(module).train is not _TRAIN for module, _ in modes):
             # A module with a `train` of its own (merged LoRA weights, say) must hear of the change.
-            root.train(next(mode for module, mode in modes if module is root))
-    for module, mode in modes:
+            root, mode = modes[0]
+            root.train(mode)
+    for module, mode in chain.from_iterable(each):
         wanted = mode and not held(module)
         if module.training is not wanted:
             _set_mode(module, mode=wanted)
 
 
-def _to_eval(root: nn.Module) -> None:
+def _to_eval(root: nn.Module, modes: Modes) -> None:
     """What `root.eval()` does: by itself where a module has its own ways, else without a call for each module."""
-    found = inside(root)
-    if any(type(one).train is not _TRAIN or type(one).eval is not _EVAL or "train" in vars(one) for one in found):
+    if any(type(one).train is not _TRAIN or type(one).eval is not _EVAL or "train" in vars(one) for one, _ in modes):
         root.eval()
         return
-    for module in found:
-        if module.training is not False:
+    for module, mode in modes:
+        if mode is not False:
             _set_mode(module, mode=False)
 
 
