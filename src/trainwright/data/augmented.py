@@ -48,7 +48,7 @@ class AugmentedBatches(Batches):
 
     def describe(self) -> str:
         """Rows, batch size, order, changes."""
-        return f"{super().describe()}; {self._augmentation.describe()}"
+        return f"{super().describe()}, images by {self._augmentation.describe()}"
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
         """The batches of `epoch` without its first `skip`, which are not read."""
