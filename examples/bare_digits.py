@@ -64,7 +64,7 @@ def evaluate(model: nn.Module, loader: Loader) -> tuple[float, float]:
 def train(path: str | Path, *, epochs: int, accumulate: int = 2, patience: int = 5) -> list[dict[str, float]]:
     train_loader, val_loader = digits()
     model = network()
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     updates = epochs * math.ceil(len(train_loader) / accumulate)  # the short window at an epoch's end is an update too
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=updates)
     best, waited = -math.inf, 0

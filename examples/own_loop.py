@@ -66,7 +66,7 @@ def evaluate(model: nn.Module, data: Batches, precision: MixedPrecision) -> dict
 def train(path: str | Path, *, epochs: int, accumulate: int = 2) -> list[dict[str, float]]:
     train_data, val_data = digits()
     model = network()
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     plan = Plan(batches=len(train_data), epochs=epochs, accumulate=((0, accumulate),))  # what a schedule asks
 
     precision, clip, gradients = MixedPrecision("fp16", init_scale=2.0**22), ClipNorm(1.0), Gradients(optimizer)

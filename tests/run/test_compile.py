@@ -41,6 +41,22 @@ def test_regions_are_the_blocks_that_a_model_repeats_or_all_of_it():
         find_regions(model, (nn.Conv2d,))
 
 
+def test_layers_of_torchs_own_are_compiled_too():
+    def layers():
+        layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True, bias=True)
+        return nn.Sequential(
+            nn.Linear(4, 4), nn.TransformerEncoder(layer, 3, enable_nested_tensor=False), nn.Linear(4, 3)
+        )
+
+    for regions, what in (("full", "Sequential"), ("regional", "3 TransformerEncoderLayer")):
+        torch._dynamo.reset()
+        plain, trainer = build(None, model=layers), build(by(regions), model=layers)
+        for one in (plain, trainer):
+            one.fit(data(20), epochs=2)
+        assert str(trainer.between.compiled).startswith(f"{what} by {BACKEND}: 1 graph")
+        assert same(weights(plain.model), weights(trainer.model))
+
+
 @pytest.mark.parametrize(("regions", "count"), [("regional", 3), ("full", 1)])
 def test_a_model_is_compiled_in_place_and_comes_back_as_it_was(regions, count):
     trainer = build(by(regions), trainer=Seen)

@@ -181,7 +181,12 @@ class _Call:
         return self._free
 
     def _compile(self, **sizes: Any) -> Callable[..., Any]:
-        call: Callable[..., Any] = torch.compile(self._plain, **sizes, **self._options)
+        from torch._dynamo import external_utils, trace_rules
+
+        # Torch compiles no frame of its own files: a forward from there is inlined into one that it does compile.
+        is_torchs = trace_rules.check(self._module.forward)
+        target = external_utils.wrap_inline(self._plain) if is_torchs else self._plain
+        call: Callable[..., Any] = torch.compile(target, **sizes, **self._options)
         return call
 
     def _run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
