@@ -16,9 +16,8 @@ from torch import nn
 from trainwright.base.contracts import Source
 from trainwright.base.errors import DataError, SettingError, message, user_line
 from trainwright.data.source import beside
-from trainwright.run.arriving import mover
 from trainwright.run.failure import explain
-from trainwright.run.hooks import let_go_of_memory
+from trainwright.run.hooks import let_go_of_memory, mover
 from trainwright.run.ledger import Ledger
 from trainwright.run.owner import Owner
 from trainwright.run.ranks import own_batches, same_buffers, standing, undealt

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from trainwright.run.arriving import mover
+from trainwright.run.hooks import mover
 from trainwright.slots.window import Window, windows
 
 if TYPE_CHECKING:

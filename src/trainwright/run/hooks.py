@@ -6,13 +6,17 @@ import inspect
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainwright.base.errors import message
 from trainwright.base.records import Count, Sum
 from trainwright.run import batches
 from trainwright.slots.losses import KnownLoss, known_loss
 from trainwright.slots.window import find_rows, rows_of
+
+if TYPE_CHECKING:
+    from trainwright.base.contracts import Source
+    from trainwright.run.owner import Owner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +124,19 @@ def read_hooks(trainer: Any, own: set[str]) -> Hooks:
         end_epoch=trainer.end_epoch if "end_epoch" in own else None,
         after_update=trainer.after_update if "after_update" in own else None,
     )
+
+
+def mover(owner: Owner, source: Source, *, trains: bool) -> Callable[[Any], Any] | None:
+    """What is called with each batch of the pass over `source` that begins next; None where nothing is to be done.
+
+    Moved batches are changed as their source says; `trains`: whether random changes are made.
+    """
+    move = owner.hooks.move
+    finishing: Any = getattr(source, "finishing", None)
+    if finishing is None:
+        return move
+    finished: Callable[[Any], Any] = finishing(move, trains=trains)
+    return finished
 
 
 def let_go_of_memory(hooks: Hooks) -> None:

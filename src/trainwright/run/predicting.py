@@ -14,9 +14,9 @@ from trainwright.base.dealing import Slice
 from trainwright.base.errors import DataError, message
 from trainwright.base.records import Step
 from trainwright.parallel.world import World
-from trainwright.run.arriving import mover
 from trainwright.run.evaluating import ledger_aside, traceless, with_autocast
 from trainwright.run.failure import explain
+from trainwright.run.hooks import mover
 from trainwright.run.owner import Owner
 from trainwright.runtime.device import move
 from trainwright.runtime.packing import packed, unpacked

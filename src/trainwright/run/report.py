@@ -16,11 +16,11 @@ from torch import Tensor
 from trainwright.base.contracts import Source
 from trainwright.base.errors import DataError, SettingError, message
 from trainwright.base.records import Step
-from trainwright.run.arriving import mover
 from trainwright.run.batches import scores_of
 from trainwright.run.deciding import decide, kind_of
 from trainwright.run.evaluating import autocast, ledger_aside, traceless
 from trainwright.run.failure import explain
+from trainwright.run.hooks import mover
 from trainwright.run.owner import Owner
 from trainwright.run.predicting import join, outputs_for
 from trainwright.runtime.device import move
