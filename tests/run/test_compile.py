@@ -204,6 +204,7 @@ def test_an_evaluation_counts_tokens_inside_a_compiled_region_as_without_it():
         trainer = build(fast, model=Inside, loss=None, trainer=Own)
         seen.append(trainer.fit(data(), val, epochs=1).history)
     assert seen[0] == seen[1]
+    assert trainer.between.compiled.graphs == 1  # of training: what is looked at in a validation is not compiled
 
 
 def test_an_error_of_the_users_own_is_raised_as_without_a_compiler():

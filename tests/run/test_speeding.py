@@ -197,6 +197,18 @@ def test_a_resumed_run_lays_the_state_that_it_loads_as_its_weights(directory, op
     assert all(resumed.seen) and same(weights(resumed.model), weights(whole.model))
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("laid", [True, False])
+def test_a_state_that_was_saved_in_another_layout_goes_on_in_that_of_the_weights(directory, optimizer, laid):
+    before, after = Fast(channels_last=not laid), Fast(channels_last=laid)
+    whole = trained(after, optimizer=optimizer)
+    trained(before, optimizer=optimizer, stops_at=5, checkpoint=Checkpoint(directory))
+    resumed = trained(after, optimizer=optimizer, resume="auto", checkpoint=Checkpoint(directory))
+    assert set(resumed.seen) == {laid} and is_plain(resumed)
+    for mine, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
 def test_on_the_cpu_no_layout_is_chosen_unasked():
     trainer = trained(None, precision="bf16")
     assert not any(trainer.seen)

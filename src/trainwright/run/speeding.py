@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ class Sped:
     notes: tuple[str, ...] = ()
     """Lines for the header."""
     loaded: Callable[[], None] = lambda: None
-    """To be called when states were loaded."""
+    """To be called when states were loaded: they may have been saved in another layout than weights have now."""
 
 
 @contextmanager
@@ -31,8 +32,7 @@ def sped_up(owner: Owner, source: Source) -> Iterator[Sped]:
     fast, switched = owner.fast, _fused(owner)
     owner.between.compiled = None
     with ExitStack() as undo:
-        laid = _lies_channels_last(owner)
-        if laid:
+        if _lies_channels_last(owner):
             undo.enter_context(layout.channels_last(owner.model, owner.optimizers.values()))
             switched.append("weights of convolutions channels-last")
         if fast.defaults and owner.device.type == "cuda" and timing.may_time(owner.model):
@@ -41,7 +41,7 @@ def sped_up(owner: Owner, source: Source) -> Iterator[Sped]:
         if fast.compile is not None:
             switched.append(undo.enter_context(_compiled(owner, source)))
         notes = (f"faster: {', '.join(switched)}",) if switched else ()
-        yield Sped(notes, _aligns(owner) if laid else lambda: None)
+        yield Sped(notes, partial(layout.align_state, owner.optimizers.values()))
 
 
 def _fused(owner: Owner) -> list[str]:
@@ -55,10 +55,6 @@ def _fused(owner: Owner) -> list[str]:
 def told(owner: Owner) -> tuple[str, ...]:
     """What was compiled so far, as a line; none where nothing is."""
     return () if owner.between.compiled is None else (f"compiled {owner.between.compiled}",)
-
-
-def _aligns(owner: Owner) -> Callable[[], None]:
-    return lambda: layout.align_state(owner.optimizers.values())
 
 
 def _lies_channels_last(owner: Owner) -> bool:
