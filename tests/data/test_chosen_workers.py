@@ -292,3 +292,31 @@ def test_an_error_in_a_row_is_the_users_own_in_this_process() -> None:
         list(given)
     assert caught.traceback[-1].name == "__getitem__"
     assert not getattr(caught.value, "__notes__", ())
+
+
+def shifted_under_way(data: Any) -> Any:
+    return lambda number: setattr(data, "shift", data.shift + 1) if number == 11 else None
+
+
+def reversed_at_the_end(data: Any) -> Any:
+    return lambda number: data.names.reverse() if number == 15 else None
+
+
+FAULTS = {
+    "workers are not tried": (chosen, "same_bits", lambda *_: True, (Hidden,)),
+    "a change is not looked for": (chosen.Seen, "is_same", lambda *_, **__: True, (Augmented, shifted_under_way)),
+    "workers keep an old copy": (chosen.ChosenWorkers, "_is_surely", lambda *_: True, (Augmented, reversed_at_the_end)),
+    "rows asked ahead are lost": (chosen, "_noting", lambda rows, _: rows, (Augmented, shifted_under_way)),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, name, instead, case = FAULTS[fault]
+    check_same(*case)
+    monkeypatch.setattr(owner, name, instead)
+    with pytest.raises((AssertionError, IndexError)):
+        check_same(*case)
+    for pool in list(chosen._POOLS):
+        pool.end()
+    chosen._POOLS.clear()
