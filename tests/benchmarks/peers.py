@@ -89,7 +89,7 @@ def times_of(part: str, of: Task, contestants: list[Contestant], args: argparse.
 
 
 def measured_memory(tasks: list[Task], contestants: list[Contestant], *, rounds: int) -> tuple[dict[str, Any], bool]:
-    """Measure peaks of short runs for all, and what the loops by hand and this package retain of the first task."""
+    """Measure peaks of short runs for all, and what the loops by hand and this package retain of W1."""
     peaks: dict[str, dict[str, list[Any]]] = {}
     for of in tasks:
         if not of.full:
@@ -100,8 +100,9 @@ def measured_memory(tasks: list[Task], contestants: list[Contestant], *, rounds:
                     peaks[of.name][one.name].append(memory(short, one, what="peak"))
             print(tables.peaks(of, peaks[of.name]), flush=True)
     own = [one for one in contestants if one.package is None]
-    retained = {one.name: memory(tasks[0], one, what="retained") for one in own}
-    print(tables.retained(tasks[0], retained), flush=True)
+    small = task("W1", epochs=1)
+    retained = {one.name: memory(small, one, what="retained") for one in own}
+    print(tables.retained(small, retained), flush=True)
     runs = [*retained.values(), *(run for of in peaks.values() for runs in of.values() for run in runs)]
     return {"peak": peaks, "retained": retained}, not any("failed" in run for run in runs)
 

@@ -143,7 +143,10 @@ def memory(of: Task, one: Contestant, *, what: str, seconds: float = 300) -> dic
     script = Path(__file__).parents[1] / "peers.py"
     order = [sys.executable, str(script), "--child", what, "--workloads", of.name, "--contestants", one.name]
     order += ["--epochs", str(of.epochs)]
-    done = subprocess.run(order, capture_output=True, check=False, text=True, timeout=seconds)
+    try:
+        done = subprocess.run(order, capture_output=True, check=False, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"took more than {seconds:.0f} s"}
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
         return {"failed": lines[-1][:200]}
