@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from trainwright.runtime import randomness
 from trainwright.runtime.randomness import random_state, set_random_state, unmoved
 
 
@@ -85,3 +86,51 @@ def test_a_second_normal_deviate_that_was_put_back_is_told() -> None:
         random_state()
     assert random_state()["numpy"][3:] == np.random.get_state()[3:]
     assert np.random.get_state()[3] == 1
+
+
+@pytest.mark.parametrize("head", [None, randomness._HEAD + 8, 10**6], ids=["known", "elsewhere", "too long"])
+def test_pythons_state_is_that_of_getstate_whatever_was_drawn(head, monkeypatch) -> None:
+    if head is not None:
+        monkeypatch.setattr(randomness, "_HEAD", head if head < 10**6 else randomness._Twister.__basicsize__)
+    looking = randomness._Python()
+    draws = [
+        lambda: None,
+        random.random,
+        lambda: random.gauss(0, 1),  # leaves a second deviate behind
+        lambda: random.gauss(0, 1),  # takes it, without a draw
+        lambda: random.seed(3),
+        lambda: [random.getrandbits(32) for _ in range(624)],  # a whole key later, at the same position
+        lambda: random.shuffle([1, 2, 3]),
+        lambda: random.setstate(before),
+    ]
+    with randomness.unmoved():
+        before = random.getstate()
+        for draw in draws:
+            found = looking.state()
+            draw()
+            assert looking.state() == random.getstate()
+            looking.set_state(found)
+            assert random.getstate() == found
+            draw()
+            assert looking.state() == random.getstate()
+
+
+def test_pythons_state_is_asked_for_only_where_it_has_moved(monkeypatch) -> None:
+    looking, asked, ask = randomness._Python(), [], random.getstate
+
+    class Counting:
+        __self__ = ask.__self__
+
+        def __call__(self):
+            asked.append(1)
+            return ask()
+
+    with randomness.unmoved():
+        monkeypatch.setattr(random, "getstate", Counting())
+        first = looking.state()
+        assert looking.state() is first and len(asked) == 1
+        random.random()
+        assert looking.state() is not first and len(asked) == 2
+        monkeypatch.setattr(random, "getstate", lambda *_: ask())  # of nobody: nothing is known of its memory
+        assert looking.state() == ask()
+        monkeypatch.undo()

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainwright.base.errors import SettingError
 from trainwright.base.records import Mean, Sum
-from trainwright.slots import hits as hit
+from trainwright.slots import flags as flag
 from trainwright.slots.hits import Hits
 from trainwright.slots.totals import Reading, Total, read_totals
 
@@ -288,9 +288,9 @@ def test_flags_and_other_numbers_add_up():
     assert total.count == 6
 
 
-@pytest.mark.parametrize("taken", [1, hit.TOGETHER - 1, hit.TOGETHER, 2 * hit.TOGETHER + 3])
+@pytest.mark.parametrize("taken", [1, flag.TOGETHER - 1, flag.TOGETHER, 2 * flag.TOGETHER + 3])
 def test_flags_that_wait_are_all_counted_whoever_asks(taken, monkeypatch):
-    monkeypatch.setattr(hit, "lies_on_host", lambda tensor: False)  # as on an accelerator
+    monkeypatch.setattr(flag, "lies_on_host", lambda tensor: False)  # as on an accelerator
     guess, target = flags()
     there = Hits(guess, target, ignored=-100)
     there.on_host = False
@@ -298,7 +298,7 @@ def test_flags_that_wait_are_all_counted_whoever_asks(taken, monkeypatch):
     for _ in range(taken):
         total.take(there, len(guess))
         plain.add_sum(int((guess == target).sum()), int((target != -100).sum()))
-    assert len(total._flags.hits) == taken % hit.TOGETHER
+    assert len(total._flags.hits) == taken % flag.TOGETHER
     copy = Total()
     copy.load_state_dict(total.state_dict())
     assert copy.read() == plain.read() == total.read()

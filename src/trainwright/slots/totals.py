@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,10 @@ from trainwright.base.errors import SettingError, message
 from trainwright.base.records import Count, Mean, Sum
 from trainwright.runtime.device import widest_float
 from trainwright.runtime.late import read
-from trainwright.slots.hits import Flags, Hits, are_flags
+from trainwright.slots.hits import Hits
+
+if TYPE_CHECKING:
+    from trainwright.slots.flags import Flags
 
 _HALF = 2**20  # splits an int64 into two numbers that float32 holds exactly
 
@@ -45,7 +48,7 @@ class Total:
         self._host_sum: float = 0
         self._host_count: float = 0
         self._by_row = True  # every number so far was one of a row
-        self._flags = Flags()
+        self._flags: Flags | None = None
         self._sums = {name: _Running(wide) for name in ("sum", "count", "squares")}
         self._sum, self._count, self._squares = self._sums.values()
 
@@ -91,8 +94,7 @@ class Total:
             self._host_sum += right
             self._host_count += counted
         elif isinstance(result, Sum):
-            if not self._spread and are_flags(result):
-                self._add_flags(result)
+            if not self._spread and self._add_flags(result):
                 return
             count = rows if result.count is None else result.count
             _check_shapes(result.total, count, name)
@@ -148,7 +150,7 @@ class Total:
         """Back to nothing, in the same memory."""
         self._host_sum = self._host_count = 0
         self._by_row = True
-        self._flags.close()
+        self._flags = None
         for running in self._sums.values():
             running.reset()
 
@@ -172,24 +174,34 @@ class Total:
         """Take over saved sums; they move to the device of what is added next."""
         self._host_sum, self._host_count = tree["host_sum"], tree["host_count"]
         self._by_row = tree["by_row"]
-        self._flags.close()
+        self._flags = None
         for name, running in self._sums.items():
             running.load(tree[name])
 
-    def _add_flags(self, flags: Sum) -> None:
-        right, counted = self._flags.take(flags)
+    def _add_flags(self, given: Sum) -> bool:
+        """Add a sum that is a yes or no per row; returns whether it is one."""
+        if getattr(given.total, "dtype", None) is not torch.bool:
+            return False
+        from trainwright.slots.flags import Flags, are_flags
+
+        if not are_flags(given):
+            return False
+        self._flags = Flags() if self._flags is None else self._flags
+        right, counted = self._flags.take(given)
         self._host_sum += right
         self._host_count += counted
         if self._flags.are_many:
             self._count_flags()
+        return True
 
     def _count_flags(self) -> None:
         """Add the flags that wait."""
-        hits, counted = self._flags.close()
-        if hits is not None:
-            self._sum.add(hits)
-        if counted is not None:
-            self._count.add(counted)
+        if self._flags is not None:
+            hits, counted = self._flags.close()
+            if hits is not None:
+                self._sum.add(hits)
+            if counted is not None:
+                self._count.add(counted)
 
     def _add_squares(self, values: Tensor, count: Count) -> None:
         masked = isinstance(count, Tensor) and count.dtype is torch.bool
