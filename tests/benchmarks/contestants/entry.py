@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -40,3 +43,11 @@ class Contestant:
             return version(self.package)
         except PackageNotFoundError:
             return None
+
+
+@cache
+def scratch() -> str:
+    """Return a folder for libraries that want one; it goes with the process."""
+    folder = tempfile.TemporaryDirectory(prefix="peers-")
+    atexit.register(folder.cleanup)
+    return folder.name

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from contestants.entry import Contestant
+from contestants.entry import Contestant, scratch
 from contestants.tasks import Clock, Drawn, Task, generator
 
 
@@ -136,7 +136,7 @@ def train_transformers(task: Task, clock: Clock) -> nn.Module:
 
 
 def evaluation_transformers(task: Task) -> Callable[[], float]:
-    trainer = transformers_trainer(task, None, tempfile.mkdtemp(prefix="peers-"))
+    trainer = transformers_trainer(task, None, scratch())
     return lambda: trainer.evaluate()["eval_loss"]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from contestants.entry import Contestant
+from contestants.entry import Contestant, scratch
 from contestants.tasks import Clock, Drawn, Task
 
 OFF = {
@@ -72,8 +72,7 @@ def train_lightning(task: Task, clock: Clock, *, off: bool) -> nn.Module:
 def evaluation_lightning(task: Task, *, off: bool) -> Callable[[], float]:
     import lightning
 
-    root = tempfile.mkdtemp(prefix="peers-")
-    trainer = lightning.Trainer(accelerator="cpu", default_root_dir=root, **(OFF if off else {}))
+    trainer = lightning.Trainer(accelerator="cpu", default_root_dir=scratch(), **(OFF if off else {}))
     module, loader = module_of(task), task.held_out()
     return lambda: trainer.validate(module, loader, verbose=not off)[0]["val_loss"]
 
