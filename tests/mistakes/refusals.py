@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import trainwright
 from trainwright import Trainer
 
 
@@ -74,7 +75,8 @@ def entry(text, label):
 def settings(code, **names):
     """`Trainer(..., a=1)`, `fit(..., a=1)` or `a=1` as a dict of its settings: the fix, run as it is written."""
     inside = re.sub(r"^\w+\(\.\.\., (.*)\)$", r"\1", code)
-    return eval(f"dict({inside})", vars(__import__("trainwright")) | {"nn": nn, "torch": torch} | names)
+    public = {name: getattr(trainwright, name) for name in trainwright.__all__}  # some are imported when asked for
+    return eval(f"dict({inside})", public | {"nn": nn, "torch": torch} | names)
 
 
 def with_method(code):
