@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from trainwright.base.errors import SettingError, message
 from trainwright.base.names import did_you_mean, suggests
-from trainwright.parallel.blocks import CONTAINERS, check_forward, check_model, chosen, first_weights
 from trainwright.parallel.ddp import check_positive
 from trainwright.parallel.world import World
 from trainwright.runtime.shards import is_sharded, reshard
@@ -73,6 +72,8 @@ def shard(model: nn.Module, settings: FSDP, world: World, *, device: torch.devic
     is. SettingError for what cannot be sharded.
     """
     from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+
+    from trainwright.parallel.blocks import check_forward, check_model, chosen, first_weights
 
     modules = _sharded_modules(model) if isinstance(model, FSDPModule) else chosen(model, settings.blocks)
     called = {name: _having(name, modules) for name in settings.methods}
@@ -210,7 +211,7 @@ def _checked_blocks(blocks: Any) -> frozenset[type[nn.Module]]:
             fix = f"FSDP(blocks={{{type(block).__name__}}})" if isinstance(block, nn.Module) else fix
             what = f"FSDP(blocks={{{_short(block)}}})"
             raise SettingError(message(what, want="classes of modules", fix=fix))
-        if issubclass(block, CONTAINERS):
+        if issubclass(block, nn.ModuleList | nn.ModuleDict):
             what = f"FSDP(blocks={{{block.__name__}}}): a list of modules has no forward that gathers their weights"
             raise SettingError(message(what, fix="FSDP(blocks={Block}), with the class of its items"))
     return found
