@@ -117,6 +117,9 @@ class Made(nn.Module):
         self.first, self.block, self.tied = nn.Linear(5, 5), Block(), nn.Linear(5, 5)
         self.norm = nn.BatchNorm1d(5)
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.tied(self.block(self.first(x))))
+
 
 def test_a_model_on_meta_is_made_block_by_block_and_is_the_same_on_all() -> None:
     (state, tied), _ = pool(2).run(on_meta, 3)
