@@ -176,6 +176,7 @@ def test_what_is_not_finite_leaves_all_as_before_it(
     assert at_once.result.updates == late.result.updates
     assert at_once.progress.batch == late.progress.batch
     assert at_once.progress.rows == late.progress.rows
+    assert at_once.optimizer.param_groups[0]["lr"] == late.optimizer.param_groups[0]["lr"]
 
 
 def masked(states: Any) -> Any:

@@ -191,6 +191,8 @@ class Behind(Teller):
         run.statistics.put_back(ago=run.statistics.kept - told.kept)
         counters.updates, (counters.batch, counters.rows) = self._known, told.place
         run.gradients.lower_flags()
+        if run.rates is not None:
+            run.rates.apply(counters.updates)
         raise nonfinite.error(
             update=counters.earlier_updates + counters.updates + 1,
             loss=run.ledger.loss,

@@ -41,6 +41,8 @@ def why_judged_at_once(
         why.append('on_error="save" keeps the update before an error')
     if hooks.updates_itself or hooks.computes_itself:
         why.append("an `update` of your own reads what it has done")
+    if checks and hooks.after_update is not None:
+        why.append("`after_update` runs after applied updates alone")
     if checks:
         why += [reason for one in owner.optimizers.values() if (reason := why_not_masked(one))]
     if scaler is not None or owner.nonfinite == "skip":
@@ -57,8 +59,6 @@ def _why_not_held_back(owner: Owner, scaler: Scaler | None, rates: Rates | None)
         yield "an average is taken of applied updates alone"
     if running_statistics(owner.model):
         yield "BatchNorm statistics are put back with an update that is held back"
-    if hooks.after_update is not None:
-        yield "`after_update` runs after applied updates alone"
     if skips and (hooks.steps_itself or owner.state):
         yield '"skip" puts `self.state` back'
     if rates is not None and (type(rates) is not TableRates or rates.cycles):

@@ -55,6 +55,8 @@ class Ledger(Numbers):
 
     def begin(self, window: Window) -> None:
         """Turn to the next window."""
+        if self._entries:  # what `after_update` has logged and no record has told
+            self.close()
         self.window, self._within = window, True
         self.noted = False
         self.loss = math.nan

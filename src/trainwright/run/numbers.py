@@ -13,6 +13,7 @@ from trainwright.base.errors import SettingError, message
 from trainwright.base.records import Count
 from trainwright.runtime import late
 from trainwright.slots.metrics import Meters
+from trainwright.slots.window import without_nothing
 
 if TYPE_CHECKING:
     from trainwright.parallel.world import World
@@ -91,8 +92,20 @@ class Numbers:
 
     @property
     def losses(self) -> list[Tensor]:
-        """The losses that were noted since the last call of `close`, as tensors."""
-        return [entry[1] for entry in self._entries if entry[0] == "loss" and isinstance(entry[1], Tensor)]
+        """Numbers that are finite where the loss of what was noted since the last call of `close` is.
+
+        As in `take`: one that counts nothing is left out of several, unless all of them do.
+        """
+        noted = [entry[1:] for entry in self._entries if entry[0] == "loss"]
+        losses = [(value, count, summed) for value, count, summed in noted if isinstance(value, Tensor)]
+        if len(losses) == 1:
+            [(loss, count, summed)] = losses
+            return [loss / _beside(loss, count) if summed else loss]
+        told = [without_nothing(loss, _beside(loss, count)) for loss, count, _ in losses]
+        whole = sum(_beside(losses[0][0], count) for _, count, _ in losses)
+        if isinstance(whole, Tensor):
+            return [*told, whole / whole]  # NaN, where all count nothing
+        return told if whole or not losses else [losses[0][0] * math.nan]
 
     @property
     def waiting(self) -> bool:
@@ -201,3 +214,8 @@ def number(name: str, value: Any) -> float | Tensor:
         return cast(float, value)
     kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
     raise SettingError(message(f"{name!r} is {kind}", want="a number, or a tensor with one", fix="its mean, say"))
+
+
+def _beside(loss: Tensor, count: Count) -> Count:
+    """The count, on the device of the loss."""
+    return count.to(loss.device, non_blocking=count.is_cpu) if isinstance(count, Tensor) else count

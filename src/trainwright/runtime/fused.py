@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from trainwright.runtime import late
 
 Group = dict[str, Any]
 Call = tuple[Callable[..., Any], tuple[list[Tensor], ...], list[Tensor], dict[str, Any]]
@@ -83,15 +86,37 @@ def masked(optimizer: Any, step: Callable[[], Any], found_inf: Tensor | None, ra
     """Make a fused optimizer's own step, by these rates, of which nothing moves where `found_inf` is 1."""
     if found_inf is None:
         return step()
+    if why_not_masked(optimizer):  # its groups have changed since it was first asked
+        return unless(optimizer, step, found_inf, rates)
+    optimizer.found_inf = found_inf  # torch's steps hand it to their kernels
+    try:
+        with _at_rates(optimizer, rates):
+            return step()
+    finally:
+        del optimizer.found_inf
+
+
+def unless(optimizer: Any, step: Callable[[], Any], found_inf: Tensor | None, rates: list[Tensor] | None = None) -> Any:
+    """Make a step that no kernel leaves out, by these rates, unless `found_inf` is 1: the host waits for it."""
+    if found_inf is None:
+        return step()
+    left_out, *read = late.read([found_inf, *([] if rates is None else rates)])
+    if left_out:
+        return None
+    with _at_rates(optimizer, None if rates is None else read):
+        return step()
+
+
+@contextmanager
+def _at_rates(optimizer: Optimizer, rates: Sequence[Tensor | float] | None) -> Iterator[None]:
+    """Have the groups hold these learning rates inside."""
     groups = optimizer.param_groups
     own = [group["lr"] for group in groups]
     for group, rate in zip(groups, own if rates is None else rates, strict=True):
         group["lr"] = rate
-    optimizer.found_inf = found_inf  # torch's steps hand it to their kernels
     try:
-        return step()
+        yield
     finally:
-        del optimizer.found_inf
         for group, rate in zip(groups, own, strict=True):
             group["lr"] = rate
 
@@ -117,7 +142,7 @@ def why_not_masked(optimizer: Optimizer) -> str:
 def ready_to_mask(optimizer: Optimizer) -> None:
     """Give SGD the momentum that its first step would make, as zeros."""
     for group in optimizer.param_groups if type(optimizer) is torch.optim.SGD else ():
-        for parameter in group["params"] if group["momentum"] else ():
+        for parameter in group["params"] if group["momentum"] and not group["dampening"] else ():
             state = optimizer.state[parameter]
             if state.get("momentum_buffer") is None:
                 state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)

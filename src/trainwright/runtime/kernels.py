@@ -11,7 +11,7 @@ import torch.optim.optimizer as torch_optimizer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainwright.runtime.fused import direct_step, masked
+from trainwright.runtime.fused import direct_step, masked, unless
 
 BEFORE, AFTER = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
 
@@ -28,7 +28,7 @@ def step_of(
     GradScaler. That is asked at every step, so that any of them may come at any time.
 
     With `found_inf` the kernels leave out every step before which it is 1, and take the learning rates of the groups
-    from `rates`, where it is given.
+    from `rates`, where it is given; the host reads it before a step with hooks, or another one in its place.
     """
     cls, own = type(optimizer), vars(optimizer)
     wrapper = cls.step
@@ -43,14 +43,10 @@ def step_of(
 
     def step() -> Any:
         if (
-            own[BEFORE]
-            or own[AFTER]
-            or before_all
-            or after_all
-            or "step" in own
-            or cls.step is not wrapper
-            or profiled()
-        ):
+            own[BEFORE] or own[AFTER] or before_all or after_all or "step" in own or cls.step is not wrapper
+        ):  # which may move weights as well
+            return unless(optimizer, optimizer.step, found_inf, None if rates is None else rates())
+        if profiled():
             return masked(optimizer, optimizer.step, found_inf, None if rates is None else rates())
         if direct is not None and "grad_scale" not in own and "found_inf" not in own:
             return direct(found_inf, None if rates is None else rates())
