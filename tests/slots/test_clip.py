@@ -97,3 +97,8 @@ def test_a_clip_that_cannot_work_is_refused_when_it_is_given(wrong):
         make(clip=wrong)
     with pytest.raises(SettingError, match="above 0"):
         ClipValue(0)
+
+
+@pytest.mark.parametrize("clip", [ClipValue(0.1), ClipNorm(0.1)])
+def test_an_optimizer_without_any_gradient_has_nothing_to_clip(clip):
+    clip([nn.Parameter(torch.ones(2))])

@@ -47,7 +47,7 @@ class ClipValue:
         """Clip in place."""
         if type(parameters) is Shards:
             parameters.clip_value(self.limit)
-        else:
+        elif any(parameter.grad is not None for parameter in parameters):  # torch's fails where none has one
             clip_grad_value_(parameters, self.limit)
 
 
