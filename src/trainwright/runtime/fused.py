@@ -41,7 +41,7 @@ class DirectStep:
         """
         calls = self._calls()
         if calls is None:
-            masked(self._optimizer, lambda: self._inner(self._optimizer), found_inf, rates)
+            masked(self._optimizer, lambda: self._inner(self._optimizer), found_inf, rates=rates)
             return
         with torch.no_grad():
             for index, (kernel, tensors, steps, settings) in enumerate(calls):
@@ -82,12 +82,14 @@ def direct_step(optimizer: Optimizer, inner: Callable[[Optimizer], Any]) -> Dire
     return DirectStep(optimizer, inner) if is_fused else None
 
 
-def masked(optimizer: Any, step: Callable[[], Any], found_inf: Tensor | None, rates: list[Tensor] | None = None) -> Any:
+def masked(
+    optimizer: Any, step: Callable[[], Any], found_inf: Tensor | None, *, rates: list[Tensor] | None = None
+) -> Any:
     """Make a fused optimizer's own step, by these rates, of which nothing moves where `found_inf` is 1."""
     if found_inf is None:
         return step()
     if why_not_masked(optimizer):  # its groups have changed since it was first asked
-        return unless(optimizer, step, found_inf, rates)
+        return unless(optimizer, step, found_inf, rates=rates)
     optimizer.found_inf = found_inf  # torch's steps hand it to their kernels
     try:
         with _at_rates(optimizer, rates):
@@ -96,7 +98,9 @@ def masked(optimizer: Any, step: Callable[[], Any], found_inf: Tensor | None, ra
         del optimizer.found_inf
 
 
-def unless(optimizer: Any, step: Callable[[], Any], found_inf: Tensor | None, rates: list[Tensor] | None = None) -> Any:
+def unless(
+    optimizer: Any, step: Callable[[], Any], found_inf: Tensor | None, *, rates: list[Tensor] | None = None
+) -> Any:
     """Make a step that no kernel leaves out, by these rates, unless `found_inf` is 1: the host waits for it."""
     if found_inf is None:
         return step()

@@ -45,14 +45,14 @@ def step_of(
         if (
             own[BEFORE] or own[AFTER] or before_all or after_all or "step" in own or cls.step is not wrapper
         ):  # which may move weights as well
-            return unless(optimizer, optimizer.step, found_inf, None if rates is None else rates())
+            return unless(optimizer, optimizer.step, found_inf, rates=None if rates is None else rates())
         if profiled():
-            return masked(optimizer, optimizer.step, found_inf, None if rates is None else rates())
+            return masked(optimizer, optimizer.step, found_inf, rates=None if rates is None else rates())
         if direct is not None and "grad_scale" not in own and "found_inf" not in own:
             return direct(found_inf, None if rates is None else rates())
         if found_inf is None:
             return inner(optimizer)
-        return masked(optimizer, partial(inner, optimizer), found_inf, None if rates is None else rates())
+        return masked(optimizer, partial(inner, optimizer), found_inf, rates=None if rates is None else rates())
 
     return step
 
@@ -63,4 +63,4 @@ def _as_it_is(
     """The step of an optimizer whose torch wraps it otherwise."""
     if found_inf is None:
         return optimizer.step
-    return lambda: masked(optimizer, optimizer.step, found_inf, None if rates is None else rates())
+    return lambda: masked(optimizer, optimizer.step, found_inf, rates=None if rates is None else rates())
