@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from laws.late_runs import Watches, data, net, on_the_cpu, same, state
 from laws.test_same_late import masked, poisoned
-from trainwright import Checkpoint, Observer, Trainer, Updates
+from trainwright import Checkpoint, Observer, StepLR, Trainer, Updates
 from trainwright.base.errors import NonFiniteError
 
 
@@ -173,3 +173,24 @@ def test_a_record_tells_nothing_that_was_logged_after_an_update_before_it() -> N
     trainer.fit(data(), epochs=1)
     assert [(one.update, one.values["number"]) for one in told.records] == [(3, 3.0), (6, 6.0)]
     assert trainer.history[0]["number"] == pytest.approx((4 * (1 + 2 + 3 + 4 + 5) + 2 * 6) / 22)
+
+
+def test_a_run_that_applies_nothing_any_more_ends_at_the_same_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("run", "behind"):
+        monkeypatch.setattr(f"trainwright.run.{module}.PATIENCE", 5)
+
+    def run() -> Any:
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
+        slots: dict[str, Any] = {"nonfinite": "skip", "schedule": StepLR(Updates(1), gamma=0.5)}
+        trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), console=False, **slots)
+        with pytest.raises(NonFiniteError, match="5 updates in a row"):
+            trainer.fit(lambda epoch: [*data()[:3], *(poisoned(0)[:1] * 20)], epochs=1)
+        assert trainer.result is not None
+        counted = trainer.result.updates, trainer.result.skipped, trainer.progress.batch, trainer.progress.rows
+        return counted, optimizer.param_groups[0]["lr"]
+
+    at_once = run()
+    assert at_once[0] == (3, 5, 8, 32)
+    on_the_cpu(monkeypatch)
+    assert run() == at_once

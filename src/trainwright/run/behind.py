@@ -38,6 +38,8 @@ class _Told:
     """What probes had returned for its record."""
     place: tuple[int, int]
     """Micro-batches and rows before it."""
+    after: tuple[int, int]
+    """The same after it."""
     kept: int
     """How often statistics had been kept when it was made."""
     norms: tuple[str, ...]
@@ -117,6 +119,7 @@ class Behind(Teller):
             entries=ledger.collect(),
             values=ledger.values,
             place=self._place,
+            after=(run.counters.batch, run.counters.rows),
             kept=run.statistics.kept,
             norms=tuple(norms),
         )
@@ -158,6 +161,9 @@ class Behind(Teller):
         rates = told.update.lrs if self._rates is None else tuple(self._rates.of(self._known))
         self._last = self._known
         self._count(held_back=held_back != 0)
+        if self._idle >= PATIENCE:
+            self._go_back(told.after)
+            raise nonfinite.nothing_applied(f"{PATIENCE} updates in a row", told=True)
         named = dict(zip(told.norms, norms, strict=True))
         update = replace(
             told.update,
@@ -180,19 +186,13 @@ class Behind(Teller):
         counters.updates -= 1
         counters.skipped += 1
         self._idle += 1
-        if self._idle >= PATIENCE:
-            raise nonfinite.nothing_applied(f"{PATIENCE} updates in a row", told=True)
 
     def _refuse(self, told: _Told, norms: list[float]) -> None:
         """Put back what has moved since before an update, and raise."""
         run, counters = self._run, self._run.counters
-        self._ring.forget()
-        run.ledger.collect()
         run.statistics.put_back(ago=run.statistics.kept - told.kept)
-        counters.updates, (counters.batch, counters.rows) = self._known, told.place
         run.gradients.lower_flags()
-        if run.rates is not None:
-            run.rates.apply(counters.updates)
+        self._go_back(told.place)
         raise nonfinite.error(
             update=counters.earlier_updates + counters.updates + 1,
             loss=run.ledger.loss,
@@ -200,3 +200,12 @@ class Behind(Teller):
             norm=norms[0] if norms else None,
             counted=run.ledger.counted,
         )
+
+    def _go_back(self, place: tuple[int, int]) -> None:
+        """Have the clock and the rates be those of the updates heard of, and forget those after them."""
+        run, counters = self._run, self._run.counters
+        self._ring.forget()
+        run.ledger.collect()
+        counters.updates, (counters.batch, counters.rows) = self._known, place
+        if run.rates is not None:
+            run.rates.apply(counters.updates)
