@@ -1,11 +1,11 @@
-"""The Numbers law over many rows: counts go on where float32 stops counting."""
+"""The Numbers law over many rows: counts go on where float32 stops counting, and where memory is used again."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from trainwright import Mean, Step, Sum, Trainer
+from trainwright import Mean, Step, Sum, Trainer, accuracy
 
 from .numbers_runs import trainer
 
@@ -52,3 +52,31 @@ def test_a_metric_of_one_value_per_row_counts_beyond_two_to_the_24():
     hits = [(torch.ones(1, dtype=torch.bool).expand(2**24),), (torch.zeros(1, dtype=torch.bool),)]
     made = trainer(cls=One, metrics={"hit": lambda output, target: output})
     assert made.evaluate(hits)["val_hit"] == 2**24 / (2**24 + 1)
+
+
+class OneBuffer:
+    """Gives every batch in the same memory; a third of the targets is ignored, in the first batches only."""
+
+    def __init__(self, inputs: torch.Tensor, target: torch.Tensor) -> None:
+        self.inputs, self.target = inputs, target
+
+    def __iter__(self):
+        buffers = torch.empty_like(self.inputs[:4]), torch.empty_like(self.target[:4])
+        for start in range(0, len(self.target), 4):
+            buffers[0].copy_(self.inputs[start : start + 4])
+            buffers[1].copy_(self.target[start : start + 4])
+            yield buffers
+
+
+def test_batches_that_are_given_in_one_memory_are_counted_as_they_were():
+    torch.manual_seed(0)
+    inputs, target = torch.randn(24, 5), torch.randint(0, 3, (24,))
+    target[:8] = -100
+    model = torch.nn.Linear(5, 3)
+    trainer = Trainer(model, None, torch.nn.CrossEntropyLoss(), console=False, metrics={"accuracy": accuracy})
+    found = trainer.evaluate(OneBuffer(inputs, target))
+    with torch.no_grad():
+        loss = torch.nn.functional.cross_entropy(model(inputs), target).item()
+        right = (model(inputs).argmax(1) == target)[8:].double().mean().item()
+    assert found["val_loss"] == pytest.approx(loss, rel=1e-6)
+    assert found["val_accuracy"] == pytest.approx(right)

@@ -147,10 +147,14 @@ class Ledger(Numbers):
             total = returned.total
             if total.is_cpu:  # read at once, so that its memory serves for the next
                 self._sums["loss"] = self._sums.get("loss", 0.0) + late.host_value(total)
+                # Counted at once as well: whoever gives the batches may write the next one into the same memory.
+                count = returned.count
+                assert not isinstance(count, Tensor)
+                self._counts["loss"] = self._counts.get("loss", 0.0) + count
             else:
                 self._totals.append(total)
-            self._targets.append(returned.targets)
-            self._known = returned.known
+                self._targets.append(returned.targets)
+                self._known = returned.known
             return
         if type(returned) is Sum and returned.count is not None and returned.total.ndim == 0:
             self._totals.append(without_nothing(returned.total, returned.count))
