@@ -148,9 +148,9 @@ class Ledger(Numbers):
             if total.is_cpu:  # read at once, so that its memory serves for the next
                 self._sums["loss"] = self._sums.get("loss", 0.0) + late.host_value(total)
                 # Counted at once as well: whoever gives the batches may write the next one into the same memory.
-                count = returned.count
-                assert not isinstance(count, Tensor)
-                self._counts["loss"] = self._counts.get("loss", 0.0) + count
+                counted = returned.known.count(returned.targets)
+                assert not isinstance(counted, Tensor)
+                self._counts["loss"] = self._counts.get("loss", 0.0) + counted
             else:
                 self._totals.append(total)
                 self._targets.append(returned.targets)
