@@ -12,6 +12,7 @@ from laws.late_runs import OPTIMIZERS, Watches, data, net, on_the_cpu, same, sta
 from trainwright import EMA, ClipNorm, MixedPrecision, OneCycle, StepLR, Trainer, Updates
 from trainwright.base.errors import NonFiniteError
 from trainwright.runtime.fused import DirectStep
+from trainwright.slots import device_side
 from trainwright.slots.device_side import DeviceRates
 
 SLOTS: dict[str, dict[str, Any]] = {
@@ -83,6 +84,25 @@ def test_what_is_held_back_late_is_held_back_at_once(
     for name in ("loss", "lr", "update", "epoch"):
         ours, theirs = ([row[name] for row in trainer.history] for trainer in (at_once, late))
         assert ours == pytest.approx(theirs, rel=1e-4, nan_ok=True)
+
+
+@pytest.mark.parametrize("rows", [5, 6, 9])
+def test_a_table_of_rates_goes_on_where_it_ends(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_side, "ROWS", rows)
+    test_what_is_held_back_late_is_held_back_at_once(None, "adamw", "fp16 and one cycle", monkeypatch)
+    test_what_is_held_back_late_is_held_back_at_once(2, "sgd", "skip and steps", monkeypatch)
+
+
+def test_a_table_of_rates_is_sent_once_and_not_at_each_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_the_cpu(monkeypatch)
+    sent, real = [], DeviceRates._send
+    monkeypatch.setattr(DeviceRates, "_send", lambda self, first: sent.append(first) or real(self, first))
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    schedule = StepLR(Updates(3), gamma=0.5)
+    trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), nonfinite="skip", schedule=schedule, console=False)
+    trainer.fit(data(), data(), epochs=1, validate=Updates(1))
+    assert sent == [0]
 
 
 def close(a: Any, b: Any) -> None:

@@ -207,6 +207,17 @@ def test_the_path_says_that_nothing_waits(gates: Gates) -> None:
     assert "nothing is read before its time" in trainer.fast_path
 
 
+def test_the_path_knows_the_schedule_of_the_run(gates: Gates) -> None:
+    model = net(norm=False)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    schedule = OneCycle(max_lr=0.1, cycle_momentum=True)
+    trainer = Trainer(
+        model, optimizer, nn.CrossEntropyLoss(), device="meta", console=False, nonfinite="skip", schedule=schedule
+    )
+    trainer.fit(data(1), epochs=1)
+    assert "the schedule sets more than rates" in trainer.fast_path
+
+
 def test_an_item_in_the_step_is_noticed(gates: Gates, monkeypatch: pytest.MonkeyPatch) -> None:
     real = Ledger.weigh
 

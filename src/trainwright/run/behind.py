@@ -85,6 +85,8 @@ class Behind(Teller):
         """Have the steps heed the flag of the gradients as they are grouped now."""
         flag = steppers.all.gradients.flag if self._run.checks else None
         flag = flag if self._judge is None else self._judge.held_back
+        if self._rates is not None:
+            self._rates.forget()
         for stepper in steppers.all.steppers:
             if flag is not None:
                 ready_to_mask(stepper.optimizer)
@@ -143,8 +145,6 @@ class Behind(Teller):
         self._known = updates
         if self._judge is not None:
             self._judge.set_clock(updates)
-        if self._rates is not None:
-            self._rates.begin(updates)
 
     def _rates_now(self) -> list[Tensor]:
         assert self._rates is not None

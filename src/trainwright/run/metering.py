@@ -18,6 +18,7 @@ from trainwright.run.owner import Owner, listening
 from trainwright.runtime.flops import count_flops, peak_of
 from trainwright.runtime.memory import device_memory
 from trainwright.runtime.shards import is_sharded, local
+from trainwright.runtime.walking import tensors_in
 from trainwright.slots.window import find_rows
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ def held_by(owner: Owner) -> dict[str, int]:
     return {
         "parameters": _size(parameters),
         "gradients": _size(p.grad for p in parameters if p.grad is not None),
-        "optimizer": _size(_tensors(states)),
+        "optimizer": _size(tensors_in(states)),
         "buffers": _size(owner.model.buffers()),
     }
 
@@ -144,14 +145,6 @@ def _size(tensors: Iterable[Tensor]) -> int:
     """Bytes of what lies on this process."""
     held = list(tensors)
     return sum(one.numel() * one.element_size() for one in (local(held) if is_sharded(*held) else held))
-
-
-def _tensors(value: Any) -> Iterable[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        value = value.values()
-    return [one for inner in value for one in _tensors(inner)] if isinstance(value, Iterable) else []
 
 
 def _unknown(owner: Owner, window: Any) -> str:

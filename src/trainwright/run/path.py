@@ -10,8 +10,10 @@ from trainwright.slots.precision import LossScaler
 
 def fast_path(owner: Owner) -> str:
     """Name the path of the updates, with its cost on this device."""
-    scaler = LossScaler() if getattr(owner.precision, "kind", "") == "fp16" else None
-    why = why_judged_at_once(owner, checks=owner.nonfinite != "ignore" or scaler is not None, scaler=scaler)
+    why = owner.between.judged_at_once
+    if why is None:  # no run yet, and so no schedule that is bound
+        scaler = LossScaler() if getattr(owner.precision, "kind", "") == "fp16" else None
+        why = why_judged_at_once(owner, checks=owner.nonfinite != "ignore" or scaler is not None, scaler=scaler)
     reads = "one read per update, of loss, flag and norm together: " + "; ".join(why)
     if not why:
         reads = f"nothing is read before its time, which is up to {AHEAD} updates later"

@@ -91,7 +91,9 @@ class Run:
     def _bind_tellers(self, owner: Owner) -> None:
         self.behind: Behind | None = None
         """What judges updates where the host does not wait to hear of them; None where each is judged at once."""
-        if not why_judged_at_once(owner, checks=self.checks, scaler=self.scaler, rates=self.rates):
+        why = why_judged_at_once(owner, checks=self.checks, scaler=self.scaler, rates=self.rates)
+        owner.between.judged_at_once = why
+        if not why:
             from trainwright.run.behind import Behind
 
             self.behind = Behind(self)

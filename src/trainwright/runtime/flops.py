@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import re
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +12,7 @@ from torch import Tensor, nn
 
 from trainwright.runtime.device import move
 from trainwright.runtime.randomness import unmoved
+from trainwright.runtime.walking import tensors_in
 
 PEAKS: dict[str, float] = {
     "B200": 2250e12,
@@ -60,7 +59,7 @@ def count_flops(model: nn.Module, *inputs: Any, backward: bool = True, **keyword
         given, named = move(inputs, meta), move(keywords, meta)
         with FlopCounterMode(display=False) as counter:
             output = twin(*given, **named)
-            roots = [tensor for tensor in _tensors(output) if tensor.requires_grad] if backward else []
+            roots = [tensor for tensor in tensors_in(output) if tensor.requires_grad] if backward else []
             if roots:
                 torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
     return int(counter.get_total_flops())
@@ -87,18 +86,3 @@ def _empty(tensor: Tensor) -> Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(empty, requires_grad=tensor.requires_grad)
     return empty.requires_grad_(tensor.requires_grad)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors of a nested output."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from _tensors(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _tensors(inner)
-    elif dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            yield from _tensors(getattr(value, field.name))

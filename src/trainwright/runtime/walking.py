@@ -1,12 +1,31 @@
-"""What lies in a module, without the names that torch makes on the way: a quarter of the time of `modules()`."""
+"""What lies in a module, without the names that torch makes on the way, and the tensors in a nested value."""
 
 from __future__ import annotations
 
-from torch import nn
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of a nested value, depth first: of mappings, lists, tuples and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if isinstance(value, Mapping):
+        items: Any = value.values()
+    elif dataclasses.is_dataclass(value):
+        items = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    else:
+        items = value if isinstance(value, list | tuple) else ()
+    for item in items:
+        yield from tensors_in(item)
 
 
 def inside(root: nn.Module) -> list[nn.Module]:
-    """What `root.modules()` gives, in its order."""
+    """What `root.modules()` gives, in its order, in a quarter of its time."""
     found: dict[nn.Module, None] = {}
     left = [root]
     while left:

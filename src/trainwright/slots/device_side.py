@@ -125,17 +125,11 @@ class DeviceRates:
 
     def __init__(self, rates: TableRates, device: torch.device) -> None:
         self._rates, self._device = rates, device
-        self._first = self._sent = 0
-        self._table = torch.zeros(0, 0, device=device)
+        self._first, self._table = 0, torch.zeros(0, 0, device=device)
 
-    def begin(self, updates: int) -> None:
-        """Send the rows from `updates` on, a number that the clock has surely reached."""
-        self._first, self._sent = updates, 0
-        rows = [self._rates.at(updates + row) for row in range(ROWS)]
-        table = torch.tensor(rows, dtype=torch.float32)
-        if self._device.type == "cuda":
-            table = table.pin_memory()
-        self._table = table.to(self._device, non_blocking=True)
+    def forget(self) -> None:
+        """Send the table anew when it is needed next: the groups, or the schedule, may be others."""
+        self._table = torch.zeros(0, 0, device=self._device)
 
     def of(self, updates: int) -> list[float]:
         """The rates of the update that follows `updates` applied ones, on the host."""
@@ -143,8 +137,15 @@ class DeviceRates:
 
     def at(self, clock: Tensor, known: int) -> list[Tensor]:
         """The rate of each group at the clock; `known`: updates that the host knows to be applied by then."""
-        if self._sent >= ROWS - AHEAD:
-            self.begin(known)
-        self._sent += 1
+        last = self._first + len(self._table) - 1
+        if not self._first <= known <= last - AHEAD:  # the clock is not further than what is under way
+            self._send(known)
         row = (clock - self._first).reshape(1)
         return list(self._table.index_select(0, row).reshape(-1).unbind())
+
+    def _send(self, first: int) -> None:
+        """Send the rows from `first` on."""
+        table = torch.tensor([self._rates.at(first + row) for row in range(ROWS)], dtype=torch.float32)
+        if self._device.type == "cuda":
+            table = table.pin_memory()
+        self._first, self._table = first, table.to(self._device, non_blocking=True)

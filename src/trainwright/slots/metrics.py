@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
@@ -18,6 +18,7 @@ from trainwright.base.contracts import Metric
 from trainwright.base.errors import CheckpointError, SettingError, message
 from trainwright.base.names import check_name, did_you_mean
 from trainwright.base.records import Sum
+from trainwright.runtime.walking import tensors_in
 from trainwright.slots.hits import Hits
 from trainwright.slots.losses import shapes_of
 from trainwright.slots.totals import Reading, Total, read_totals
@@ -245,7 +246,7 @@ class Meters:
     def _place(self, output: Any) -> None:
         """Move the objects to where the outputs lie."""
         self._placed = True
-        tensor = next(_tensors(output), None)
+        tensor = next(tensors_in(output), None)
         self.device = None if tensor is None else tensor.device
         for name, metric in self._objects.items():
             if tensor is not None and callable(getattr(metric, "to", None)):
@@ -374,15 +375,3 @@ def _misfit(name: str, output: Tensor, target: Tensor) -> SettingError:
             fix=fix,
         )
     )
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Tensors of a nested output, depth first."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from _tensors(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _tensors(inner)
