@@ -89,8 +89,14 @@ def test_what_is_held_back_late_is_held_back_at_once(
 @pytest.mark.parametrize("rows", [5, 6, 9])
 def test_a_table_of_rates_goes_on_where_it_ends(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_side, "ROWS", rows)
-    test_what_is_held_back_late_is_held_back_at_once(None, "adamw", "fp16 and one cycle", monkeypatch)
-    test_what_is_held_back_late_is_held_back_at_once(2, "sgd", "skip and steps", monkeypatch)
+    schedule = StepLR(Updates(3), gamma=0.8)
+    batches = poisoned(2) * 4
+    at_once, told, _ = trained(batches, nonfinite="skip", schedule=schedule, epochs=2)
+    on_the_cpu(monkeypatch)
+    late, told_late, error = trained(batches, nonfinite="skip", schedule=schedule, epochs=2)
+    assert error is None
+    assert [record.lrs for record in told.records] == [record.lrs for record in told_late.records]
+    close(masked(state(at_once)), masked(state(late)))
 
 
 def test_a_table_of_rates_is_sent_once_and_not_at_each_pause(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +107,7 @@ def test_a_table_of_rates_is_sent_once_and_not_at_each_pause(monkeypatch: pytest
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     schedule = StepLR(Updates(3), gamma=0.5)
     trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), nonfinite="skip", schedule=schedule, console=False)
-    trainer.fit(data(), data(), epochs=1, validate=Updates(1))
+    trainer.fit(data(), data(), epochs=2, validate=Updates(1))
     assert sent == [0]
 
 

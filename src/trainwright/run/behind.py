@@ -86,7 +86,7 @@ class Behind(Teller):
         flag = steppers.all.gradients.flag if self._run.checks else None
         flag = flag if self._judge is None else self._judge.held_back
         if self._rates is not None:
-            self._rates.forget()
+            self._rates.meet(len(steppers.rates))
         for stepper in steppers.all.steppers:
             if flag is not None:
                 ready_to_mask(stepper.optimizer)

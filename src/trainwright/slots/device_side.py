@@ -127,9 +127,10 @@ class DeviceRates:
         self._rates, self._device = rates, device
         self._first, self._table = 0, torch.zeros(0, 0, device=device)
 
-    def forget(self) -> None:
-        """Send the table anew when it is needed next: the groups, or the schedule, may be others."""
-        self._table = torch.zeros(0, 0, device=self._device)
+    def meet(self, groups: int) -> None:
+        """Take over how many groups there are; with others the table is sent anew when it is needed next."""
+        if self._table.shape[1] != groups:
+            self._table = torch.zeros(0, groups, device=self._device)
 
     def of(self, updates: int) -> list[float]:
         """The rates of the update that follows `updates` applied ones, on the host."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from contestants.entry import Contestant, scratch
+from contestants.loops import evaluation
 from contestants.tasks import Clock, Drawn, Task, generator
 
 
@@ -51,19 +52,7 @@ def train_accelerate(task: Task, clock: Clock) -> nn.Module:
 def evaluation_accelerate(task: Task) -> Callable[[], float]:
     own = accelerator(task)
     model, loader = own.prepare(task.model(), task.held_out())
-    criterion = nn.CrossEntropyLoss()
-
-    def once() -> float:
-        model.eval()
-        total, rows = 0.0, 0
-        with torch.no_grad():
-            for inputs, target in loader:
-                total += criterion(model(inputs), target).item() * len(inputs)
-                rows += len(inputs)
-        model.train()
-        return total / rows
-
-    return once
+    return evaluation(model, loader)
 
 
 class Named(Dataset[dict[str, Tensor]]):

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from contestants.entry import Contestant, scratch
+from contestants.loops import evaluation
 from contestants.tasks import Clock, Drawn, Task
 
 OFF = {
@@ -113,19 +113,7 @@ def train_fabric(task: Task, clock: Clock) -> nn.Module:
 def evaluation_fabric(task: Task) -> Callable[[], float]:
     own = fabric()
     model, loader = own.setup(task.model()), own.setup_dataloaders(task.held_out())
-    criterion = nn.CrossEntropyLoss()
-
-    def once() -> float:
-        model.eval()
-        total, rows = 0.0, 0
-        with torch.no_grad():
-            for inputs, target in loader:
-                total += criterion(model(inputs), target).item() * len(inputs)
-                rows += len(inputs)
-        model.train()
-        return total / rows
-
-    return once
+    return evaluation(model, loader)
 
 
 CONTESTANTS = [

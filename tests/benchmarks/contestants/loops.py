@@ -104,15 +104,16 @@ def train_tuned(task: Task, clock: Clock) -> nn.Module:
 
 
 def evaluation_plain(task: Task) -> Callable[[], float]:
-    return _evaluation(task, task.held_out())
+    return evaluation(task.model(), task.held_out())
 
 
 def evaluation_plain_other(task: Task) -> Callable[[], float]:
-    return _evaluation(task, task.other_held_out())
+    return evaluation(task.model(), task.other_held_out())
 
 
-def _evaluation(task: Task, data: Iterable[Any]) -> Callable[[], float]:
-    model, criterion = task.model(), nn.CrossEntropyLoss()
+def evaluation(model: nn.Module, data: Iterable[Any]) -> Callable[[], float]:
+    """One pass as guides write it, whoever has prepared model and data."""
+    criterion = nn.CrossEntropyLoss()
 
     def once() -> float:
         model.eval()
