@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainwright import Trainer, shard
-from trainwright.data.doubled import are_equal, looked_at
+from trainwright.data.doubled import looked_at
 
 ROWS = [(torch.randn(3, generator=torch.Generator().manual_seed(i)), torch.tensor([float(i)])) for i in range(24)]
 SAYS = "all 2 workers give the same batches: each reads all of Naive, and every row comes 2 times"
@@ -69,12 +69,3 @@ def test_only_two_rounds_that_differ_are_doubled_and_every_batch_is_given(number
         warnings.simplefilter("always")
         assert list(looked_at(iter(given), workers=2, name="Naive")) == given
     assert len(caught) == told
-
-
-def test_batches_are_equal_by_kind_and_bit() -> None:
-    x = torch.ones(2)
-    assert are_equal([x, {"a": (1, "b")}], [x.clone(), {"a": (1, "b")}])
-    assert not are_equal(x, x.double())
-    assert not are_equal([x], (x,))
-    assert not are_equal(object(), object())
-    assert not are_equal({"a": x}, {"b": x})

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 from warnings import warn
 
-import torch
-from torch import Tensor
+from trainwright.data.bits import same_bits
 
 _END = object()
 
@@ -22,14 +21,14 @@ def looked_at(batches: Iterator[Any], *, workers: int, name: str) -> Iterator[An
         batch = next(batches, _END)
         if batch is _END:
             return
-        alike = bool(place % workers) and are_equal(batch, rounds[-1])
+        alike = bool(place % workers) and same_bits(batch, rounds[-1])
         if not place % workers:
             rounds.append(batch)
         yield batch
         if place % workers and not alike:
             break
     else:
-        if not are_equal(*rounds):
+        if not same_bits(*rounds):
             warn(
                 f"all {workers} workers give the same batches: each reads all of {name}, and every row comes "
                 f"{workers} times; in its __iter__: index, total = shard(); "
@@ -37,16 +36,3 @@ def looked_at(batches: Iterator[Any], *, workers: int, name: str) -> Iterator[An
                 stacklevel=2,
             )
     yield from batches
-
-
-def are_equal(one: Any, other: Any) -> bool:
-    """Whether two batches of nested tensors, numbers and text are equal bit for bit; False for anything else."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(are_equal, one, other))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(are_equal(value, other[key]) for key, value in one.items())
-    return isinstance(one, int | float | str | bytes) and one == other

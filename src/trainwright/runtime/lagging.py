@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -28,18 +28,18 @@ class Lagging:
         self._device, self._ahead = device, ahead
         self._slots: list[Tensor] = [torch.empty(0)] * (ahead + 1)
         self._turn = 0
-        self._under_way: deque[tuple[Any, Tensor, Sequence[float | Tensor], Deliver]] = deque()
+        self._under_way: deque[tuple[Any, Tensor, list[Any], Deliver]] = deque()
 
     def push(self, values: Sequence[float | Tensor], deliver: Deliver) -> None:
         """Send numbers on their way: scalars, on this device or the host; `deliver` gets them as floats, in order."""
-        there = [value for value in values if isinstance(value, Tensor) and not _is_known(value, self._device)]
+        there = [value for value in values if _is_under_way(value, self._device)]
         slot = self._slot(len(there))
         arrived = None
         if there:
             kind = widest_float(self._device)
             together = torch.stack([value.detach().reshape(()).to(self._device, kind) for value in there])
             arrived = fetch(together, slot)
-        told = [_HERE if _is_on_its_way(value, self._device) else _host(value) for value in values]
+        told = [_HERE if _is_under_way(value, self._device) else float(value) for value in values]
         self._under_way.append((arrived, slot, told, deliver))
         while len(self._under_way) > self._ahead:
             self._deliver()
@@ -72,7 +72,7 @@ class Lagging:
         if arrived is not None:
             arrived.synchronize()
         numbers = iter(slot.tolist())
-        deliver([next(numbers) if value is _HERE else float(value) for value in told])
+        deliver([next(numbers) if value is _HERE else value for value in told])
 
 
 def fetch(numbers: Tensor, slot: Tensor) -> Any:
@@ -89,14 +89,6 @@ _HERE: Any = object()
 """In the place of a number that is under way."""
 
 
-def _is_on_its_way(value: float | Tensor, device: torch.device) -> bool:
-    return isinstance(value, Tensor) and not _is_known(value, device)
-
-
-def _is_known(value: Tensor, device: torch.device) -> bool:
-    """Whether the host has a number at hand: one that lies on the CPU, beside a device that is another."""
-    return value.is_cpu and device.type != "cpu"
-
-
-def _host(value: Any) -> float:
-    return float(value)
+def _is_under_way(value: float | Tensor, device: torch.device) -> TypeGuard[Tensor]:
+    """Whether only the device has a number; a tensor on the CPU, beside a device that is another, is at hand."""
+    return isinstance(value, Tensor) and not (value.is_cpu and device.type != "cpu")
