@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import sys
 from collections import Counter
@@ -53,8 +54,10 @@ def trained(data: Batches, **settings: Any) -> Counter[str]:
 
 
 def calls(function: Callable[[], Any]) -> Counter[str]:
-    """Python functions called while `function` runs, by file and name."""
+    """Python functions called while `function` runs, by file and name; none by the garbage that others have left."""
     counted: Counter[str] = Counter()
+    gc.collect()
+    gc.disable()
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
         if event == "call":
@@ -66,6 +69,7 @@ def calls(function: Callable[[], Any]) -> Counter[str]:
         function()
     finally:
         sys.setprofile(before)
+        gc.enable()
     return counted
 
 

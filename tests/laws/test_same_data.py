@@ -90,6 +90,7 @@ def calls_per_batch(read):
     return len(calls) / len(kept)
 
 
+@pytest.mark.usefixtures("no_garbage")
 @pytest.mark.parametrize("name", ["in order", "shuffled", "shuffled, its own generator", "weighted", "of a subset"])
 def test_a_recognised_loader_runs_no_python_for_a_row_and_next_to_none_for_a_batch(name):
     data = TensorDataset(torch.randn(4000, 2), torch.randn(4000))

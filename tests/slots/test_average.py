@@ -129,6 +129,7 @@ def test_swa_is_taken_at_its_multiples_from_its_start_on(settings, taken_at):
     assert average.each_update == isinstance(settings.every, Updates)
 
 
+@pytest.mark.usefixtures("no_garbage")
 def test_a_take_is_a_handful_of_calls_and_reads_nothing_back():
     calls = []
 

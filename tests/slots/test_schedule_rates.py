@@ -228,6 +228,7 @@ def test_a_torch_scheduler_may_change_other_settings_of_a_group():
 # --- cost -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("no_garbage")
 def test_applying_costs_one_python_call():
     optimizer = sgd(momentum=0.9)
     rates = Cosine(warmup=0.1).bind(optimizer, Plan(max_updates=200))

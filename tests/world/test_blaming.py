@@ -13,6 +13,7 @@ from torch import nn
 
 from trainwright import DDP, ProcessError, Trainer, batches
 from trainwright.base.progress import Counters
+from trainwright.parallel import blaming
 from trainwright.parallel.blaming import told
 from trainwright.parallel.launch import launch
 from trainwright.run.ranks import standing
@@ -80,6 +81,16 @@ def test_the_time_out_is_named_only_where_it_has_passed() -> None:
     assert "a word from every process within 7 s" in told(cause, 7)
     closed = told({**cause, "gone": True}, 7)
     assert closed.startswith("rank 1 does not answer, and its connections are closed\n") and "7 s" not in closed
+
+
+def test_who_only_follows_another_says_where_it_waited() -> None:
+    cause = {"kind": "error", "rank": 1, "by": 1, "what": "RuntimeError: timed out", "host": "a", "pid": 3}
+    try:
+        torch.zeros(2).view(3)
+    except RuntimeError as error:
+        here = blaming.line_of(error)
+    assert here == f"test_blaming.py:{line_of('torch.zeros(2).view(3)')}"
+    assert f"  have  rank 1 on a, process 3\n        this process waited at {here}\n" in told(cause, 7, here=here)
 
 
 @pytest.mark.parametrize(

@@ -40,8 +40,8 @@ _SAYS = {
 """By kind: what is said, and what to do."""
 
 
-def told(cause: Cause, timeout: float) -> str:
-    """Return the error's text for a cause; `timeout` is the setting, in seconds."""
+def told(cause: Cause, timeout: float, *, here: str = "") -> str:
+    """Return the error's text for a cause; `timeout` is the setting, in seconds, `here` where this process waited."""
     kind, waits = cause["kind"], cause.get("waits", "")
     gone = bool(cause.get("gone"))
     what, fix = _SAYS["gone" if gone and kind == "silent" else kind]
@@ -49,11 +49,24 @@ def told(cause: Cause, timeout: float) -> str:
     have = [_who(cause)]
     if waits and kind in ("absent", "left", "behind"):
         have.append(f"rank {cause['by']} waits for it in {waits}")
+    elif here:
+        have.append(f"this process waited at {here}")
     want = f"a word from every process within {timeout:g} s" if kind in ("silent", "absent", "store") else ""
     if gone and kind in ("silent", "absent"):
         want = "every process to stay until all have done the same calls" if kind == "absent" else ""
     have_lines = "\n        ".join(line for line in have if line)
     return message(what.format(**named), have=have_lines, want=want, fix=fix.format(**named), where=False)
+
+
+def line_of(error: BaseException) -> str:
+    """Return "train.py:12": the innermost line of the user's code that an error has passed, or ""."""
+    found, step = "", error.__traceback__
+    while step is not None:
+        name = step.tb_frame.f_code.co_filename
+        if is_users(name):
+            found = f"{os.path.basename(name)}:{step.tb_lineno}"
+        step = step.tb_next
+    return found
 
 
 def call_of(frame: FrameType | None) -> str:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from trainwright.base.errors import ProcessError, user_line
-from trainwright.parallel.blaming import Cause, call_of, told
+from trainwright.parallel.blaming import Cause, call_of, line_of, told
 from trainwright.parallel.lingering import wait_for
 
 T = TypeVar("T")
@@ -80,7 +80,7 @@ class Watch:
         if cause is None or (cause["kind"] == "error" and cause["rank"] == self._group.rank):
             run.claim(error)
             return error
-        return ProcessError(told(cause, run.timeout))
+        return ProcessError(told(cause, run.timeout, here=line_of(error)))
 
 
 def of_the_group(error: BaseException) -> bool:
