@@ -1,13 +1,14 @@
 """What several processes cost: Trainer against a hand-written loop under torch's DDP, on gloo.
 
-    python tests/benchmarks/distributed.py [--rounds 15] [--epochs 2] [--processes 2]
+    python tests/benchmarks/distributed.py [--rounds 15] [--epochs 2] [--processes 2] [--models MLP CNN]
 
-Each process runs both contestants in turn; wall time and CPU time of the first process over 80 updates inside each
+Each process has a core of its own, where the system can give it one, and runs the contestants in turn; wall time and CPU time of the first process over 80 updates inside each
 epoch of 168 but the first, and, told apart, what the end of an epoch takes. Ratios are taken within a round, medians
 over the rounds. All end with the same weights (checked).
 The hand-written loop is what a good engineer writes: fused optimizer, in-memory batches dealt by rank, DDP with its
 gradients in the buckets, losses kept as tensors. It takes the mean of the processes' means, which is right here because
-all slices are equally long.
+all slices are equally long. A third contestant is the same loop with the check that is on by default in trainwright: no
+step with a gradient that is not finite. It says what of the ratio is the check, and what is the Trainer.
 
 Collectives are counted by torch's profiler over the updates of one more epoch; what falls due about once a second or at
 the end of an epoch is told apart.
@@ -16,11 +17,13 @@ the end of an epoch is told apart.
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import statistics
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,14 +89,15 @@ class Watches(Observer):
         self.marks.append(now())
 
 
-def by_hand(model: nn.Module, data: tuple[Tensor, Tensor], epochs: int) -> Marks:
-    """A loop under DDP as one writes it who knows how."""
+def by_hand(model: nn.Module, data: tuple[Tensor, Tensor], epochs: int, *, checked: bool = False) -> Marks:
+    """A loop under DDP as one writes it who knows how; where `checked`, with an error for gradients not finite."""
     inputs, targets = data
     rank, size = dist.get_rank(), dist.get_world_size()
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     loss_function = nn.CrossEntropyLoss()
     own, marks, updates = BATCH // size, Marks(), 0
+    parameters, found, one = list(model.parameters()), torch.zeros(()), torch.ones(())
     for _ in range(epochs):
         losses = []
         for start in range(rank * own, len(targets), BATCH):
@@ -101,6 +105,11 @@ def by_hand(model: nn.Module, data: tuple[Tensor, Tensor], epochs: int) -> Marks
             optimizer.zero_grad()
             loss = loss_function(ddp(x), y)
             loss.backward()
+            if checked:
+                gradients = [parameter.grad for parameter in parameters]
+                torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, one)
+                if found.item():
+                    raise RuntimeError("a gradient is not finite")
             optimizer.step()
             losses.append(loss.detach())
             updates += 1
@@ -123,21 +132,26 @@ def by_trainer(model: nn.Module, data: tuple[Tensor, Tensor], epochs: int) -> Ma
 
 CONTESTANTS: dict[str, Callable[[nn.Module, tuple[Tensor, Tensor], int], Marks]] = {
     "by hand": by_hand,
+    "by hand, checked": partial(by_hand, checked=True),
     "trainwright": by_trainer,
 }
 
 
-def measure(rounds: int, epochs: int) -> dict[str, Any]:
-    """On each process: time both in turn, and count what the collectives of an epoch are."""
+def measure(names: list[str], rounds: int, epochs: int) -> dict[str, Any]:
+    """On each process: time the contestants in turn, and count what the collectives of an epoch are."""
     torch.set_num_threads(1)
     Trainer(nn.Linear(1, 1))  # makes the process group
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[dist.get_rank()]})
     answers: dict[str, Any] = {}
-    for name, (make, image) in MODELS.items():
+    for name in names:
+        make, image = MODELS[name]
         data = digits(image=image, passes=PASSES)
         times: dict[str, list[Marks]] = {contestant: [] for contestant in CONTESTANTS}
         ends: dict[str, Tensor] = {}
         for number in range(rounds + 1):  # the first warms up
-            order = list(CONTESTANTS) if number % 2 else list(reversed(CONTESTANTS))
+            order = deque(CONTESTANTS)
+            order.rotate(number)
             for contestant in order:
                 model = make()
                 dist.barrier()
@@ -172,23 +186,34 @@ def at_ends(marks: Marks) -> float:
     return statistics.mean(marks[i][0] - marks[i - 1][0] for i in range(2, len(marks), 2)) - EVERY * inside(marks, 0)
 
 
+def ratio(some: list[Marks], others: list[Marks], index: int) -> str:
+    """The median over the rounds, and the quartiles."""
+    ratios = [inside(one, index) / inside(other, index) for one, other in zip(some, others, strict=True)]
+    quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
+    return f"{statistics.median(ratios):.3f} (quartiles {quartiles[0]:.3f} to {quartiles[2]:.3f})"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--epochs", type=int, default=2, help="epochs that are measured, after a first one")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--models", nargs="*", default=[""], help="beginnings of their names")
     options = parser.parse_args()
-    answers = launch(measure, options.rounds, options.epochs, processes=options.processes)
+    names = [name for name in MODELS if name.startswith(tuple(options.models))]
+    answers = launch(measure, names, options.rounds, options.epochs, processes=options.processes)
     print(f"torch {torch.__version__}, Python {platform.python_version()}, {options.processes} processes on gloo, one")
     print(f"thread each; {options.rounds} rounds of {options.epochs} epochs\n")
     for name, answer in answers.items():
-        hand, ours = answer["times"]["by hand"], answer["times"]["trainwright"]
+        hand, checked, ours = answer["times"].values()
+        print(f"{name}: {1e6 * statistics.median(inside(each, 0) for each in hand):.0f} us an update by hand")
         for what, index in (("wall time", 0), ("CPU time", 1)):
-            ratios = [inside(our, index) / inside(theirs, index) for our, theirs in zip(ours, hand, strict=True)]
-            quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
-            by_hand = 1e6 * statistics.median(inside(each, index) for each in hand)
-            print(f"{name}, {what}: {statistics.median(ratios):.3f} of the hand-written loop", end=" ")
-            print(f"(quartiles {quartiles[0]:.3f} to {quartiles[2]:.3f}), {by_hand:.0f} us an update by hand")
+            for title, some, others in (
+                ("trainwright / by hand", ours, hand),
+                ("by hand, checked / by hand", checked, hand),
+                ("trainwright / by hand, checked", ours, checked),
+            ):
+                print(f"  {what}, {title}: {ratio(some, others, index)}")
         ends = [1e3 * statistics.median(at_ends(each) for each in some) for some in (hand, ours)]
         print(f"  the end of an epoch: {ends[0]:.1f} ms by hand, {ends[1]:.1f} ms in trainwright")
         for contestant, counted in answer["collectives"].items():

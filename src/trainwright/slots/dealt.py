@@ -47,7 +47,7 @@ class DealtWindow(Window):
         self.processes = processes
         self.plain = False
         """Whether its losses are sums that nothing is divided by."""
-        self.in_hand: tuple[Count, Tensor] = (0, torch.zeros(()))
+        self.in_hand: tuple[Count, Tensor]
         """What the micro-batch in hand tells the others: its count, and its weighed loss."""
 
     @property
@@ -81,7 +81,12 @@ class DealtWindow(Window):
             divisor = self.whole / self.processes
             if isinstance(count, Tensor) and count.is_cpu:  # torch's own NLL has told it
                 count = late.host_value(count)
-            weighed = loss / divisor if summed else without_nothing(loss, count) * ratio(count, divisor)
+            if summed:
+                weighed = loss / divisor
+            elif count == divisor and not isinstance(count, Tensor):  # all processes count alike: times 1.0
+                weighed = loss
+            else:
+                weighed = without_nothing(loss, count) * ratio(count, divisor)
         self.in_hand = (0 if count is None else count, weighed)
         return weighed
 
