@@ -1,0 +1,360 @@
+"""The emulated graph does what a CUDA graph does: claims about recording, replay, numbers and host reads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.laws.emulated_graph import INVALIDATED, NOT_PERMITTED, EmulatedGraph, emulate
+from torch import Tensor, nn
+
+CPU = torch.device("cpu")
+
+
+def graph_of(work: Callable[[], Any]) -> tuple[EmulatedGraph, Any]:
+    """A graph of this work, and what the work returned."""
+    graph = EmulatedGraph(CPU)
+    with graph.recording():
+        result = work()
+    return graph, result
+
+
+def test_a_recording_changes_no_memory_and_draws_nothing() -> None:
+    torch.manual_seed(0)
+    weight, mean, list_ = torch.randn(4, requires_grad=True), torch.randn(3), [torch.ones(2), torch.ones(3)]
+    before = [tensor.detach().clone() for tensor in (weight, mean, *list_)]
+    state = torch.get_rng_state()
+
+    def work() -> None:
+        with torch.no_grad():
+            weight[1:3].mul_(torch.rand(2))
+        nn.functional.batch_norm(torch.randn(5, 3), mean, torch.ones(3), training=True)
+        torch._foreach_add_(list_, 1.0)
+        mean.bernoulli_()
+
+    graph, _ = graph_of(work)
+    assert all(torch.equal(a, b) for a, b in zip((weight, mean, *list_), before, strict=True))
+    assert torch.equal(torch.get_rng_state(), state)
+    graph.replay()
+    assert not any(torch.equal(a, b) for a, b in zip((weight, mean, *list_), before, strict=True))
+
+
+def test_memory_made_inside_holds_nothing_until_the_replay() -> None:
+    given = torch.arange(4)
+    graph, (real, whole, flags, bare) = graph_of(
+        lambda: (given * 0.5, given + 1, given >= 0, torch.empty(3).fill_(2.0)[1:])
+    )
+    assert real.isnan().all() and bare.isnan().all() and (whole > 10**9).all() and flags.dtype == torch.bool
+    with pytest.raises(IndexError):
+        given[whole]
+    graph.replay()
+    assert real.tolist() == [0, 0.5, 1, 1.5] and whole.tolist() == [1, 2, 3, 4] and bare.tolist() == [2, 2]
+
+
+def test_a_replay_reads_anew_and_writes_where_it_wrote() -> None:
+    given, kept = torch.ones(3), torch.zeros(3)
+    graph, made = graph_of(lambda: kept.add_(given * 2))
+    inner_graph, inner = graph_of(lambda: given * 3)
+    place = inner.data_ptr()
+    for factor in (1.0, 5.0):
+        given.fill_(factor)
+        graph.replay()
+        inner_graph.replay()
+    assert made is kept and kept.tolist() == [12, 12, 12]
+    assert inner.tolist() == [15, 15, 15] and inner.data_ptr() == place
+
+
+def test_memory_made_inside_lives_with_the_graph() -> None:
+    given = torch.ones(1000)
+    graph, view = graph_of(lambda: (given * 2)[3:5])
+    other = [torch.full((1000,), 7.0) for _ in range(8)]
+    graph.replay()
+    assert view.tolist() == [2, 2] and all(tensor[0] == 7 for tensor in other)
+
+
+def test_a_number_is_baked_in_and_a_tensor_is_not() -> None:
+    settings = {"lr": 0.5}
+    lr, one = torch.tensor(0.5), torch.ones(())
+    graph, (by_number, by_tensor) = graph_of(lambda: (one * settings["lr"], one * lr))
+    settings["lr"] = 4.0
+    lr.fill_(4.0)
+    graph.replay()
+    assert (by_number.item(), by_tensor.item()) == (0.5, 4.0)
+
+
+def test_each_replay_draws_anew() -> None:
+    given = torch.ones(64)
+    graph, (dropped, noise) = graph_of(lambda: (nn.functional.dropout(given, 0.5), torch.randn(3)))
+    torch.manual_seed(3)
+    seen = []
+    for _ in range(3):
+        graph.replay()
+        seen.append((dropped.clone(), noise.clone()))
+    torch.manual_seed(3)
+    for own, own_noise in seen:
+        assert torch.equal(own, nn.functional.dropout(given, 0.5)) and torch.equal(own_noise, torch.randn(3))
+    assert not torch.equal(seen[0][0], seen[1][0])
+
+
+def _views(x: Tensor) -> Any:
+    rows = x.view(2, 6).t()
+    first, second = rows.chunk(2, dim=1)
+    first.add_(second)
+    return rows.sum(0), x.unsqueeze(0).expand(2, 12).select(0, 1)
+
+
+def _outs(x: Tensor) -> Any:
+    out, late = torch.zeros(12), torch.empty(0)
+    torch.add(x, 1, out=out)
+    torch.mul(out, 2, out=late)
+    return out, late, out.t_(), out.resize_(3)
+
+
+def _tuples(x: Tensor) -> Any:
+    values, order = x.sort(descending=True)
+    return values, order, *torch.var_mean(x), *x.view(3, 4).max(dim=1)
+
+
+def _lists(x: Tensor) -> Any:
+    parts = list(x.split([5, 7]))
+    norms = torch._foreach_norm(parts)
+    torch._foreach_mul_(parts, [norms[1], norms[0]])
+    return *norms, *torch._foreach_add(parts, 1.0), torch.stack(norms)
+
+
+def _indexed(x: Tensor) -> Any:
+    x[torch.tensor([0, 3])] = x[[1, 2]]
+    x[x > 1] = 0.0
+    return x.index_select(0, torch.tensor([5, 3])), torch.repeat_interleave(x, 2), x.where(x > 0, -x)
+
+
+def _overflow(x: Tensor) -> Any:
+    scale, growth, found = torch.full((1,), 4.0), torch.zeros(1, dtype=torch.int32), torch.zeros(1)
+    torch._amp_foreach_non_finite_check_and_unscale_([x], found, scale.reciprocal())
+    torch._amp_update_scale_(scale, growth, found, 2.0, 0.5, 1)
+    return scale, growth, found
+
+
+def _autocast(x: Tensor) -> Any:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = nn.functional.linear(x.view(3, 4), torch.ones(4, 4))
+        return y, y.float().softmax(-1)
+
+
+def _inference(x: Tensor) -> Any:
+    with torch.inference_mode():
+        return nn.functional.linear(x.view(3, 4), torch.ones(4, 4)).reshape(12).clone().add_(1)
+
+
+def _convolution(x: Tensor) -> Any:
+    weight = torch.ones(2, 1, 2, 2, requires_grad=True)
+    y = nn.functional.conv2d(x.view(1, 1, 3, 4), weight)
+    (y * y).sum().backward()
+    return y.detach(), weight.grad
+
+
+WORKS = (_views, _outs, _tuples, _lists, _indexed, _overflow, _autocast, _inference, _convolution)
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+@pytest.mark.parametrize("work", WORKS, ids=lambda work: work.__name__[1:])
+def test_kinds_of_ops_are_carried_out_again(work: Callable[[Tensor], Any]) -> None:
+    x = torch.randn(12)
+    graph, results = graph_of(lambda: work(x))
+    for _ in range(2):
+        x.normal_()
+        own = x.clone()
+        graph.replay()
+        expected = work(own)
+        assert torch.equal(x, own)
+        torch.testing.assert_close(results, expected, rtol=0, atol=0)
+
+
+def test_what_returns_nothing_is_carried_out_again() -> None:
+    given = torch.ones(())
+    graph, _ = graph_of(lambda: torch._assert_async(given))
+    graph.replay()
+    given.zero_()
+    with pytest.raises(RuntimeError, match="Expected Tensor with single nonzero value"):
+        graph.replay()
+
+
+def test_gradients_are_made_by_one_graph_and_added_to_by_another() -> None:
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)), torch.randn(5, 3)
+    first, _ = graph_of(lambda: net(x).square().mean().backward())
+    more, _ = graph_of(lambda: net(x).square().mean().backward())
+    batches = [torch.randn(5, 3) for _ in range(3)]
+    for _ in range(2):
+        for graph, batch in zip((first, more, more), batches, strict=True):
+            x.copy_(batch)
+            graph.replay()
+        seen = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+    net.zero_grad()
+    for batch in batches:
+        net(batch).square().mean().backward()
+    assert len(seen) == 4
+    assert all(torch.equal(a, p.grad) for a, p in zip(seen, net.parameters(), strict=True) if p.grad is not None)
+
+
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "item": lambda x: x.sum().item(),
+    "float": lambda x: float(x[0]),
+    "bool": lambda x: bool(x.sum() > 0),
+    "tolist": lambda x: x.tolist(),
+    "numpy": lambda x: x.detach().numpy(),
+    "array": lambda x: np.asarray(x.detach()),
+    "cpu": lambda x: x.cpu(),
+    "repr": repr,
+    "format": lambda x: f"{x[0]:.3f}",
+    "equal": lambda x: torch.equal(x, x),
+    "allclose": lambda x: torch.allclose(x, x),
+    "nonzero": lambda x: x.nonzero(),
+    "mask": lambda x: x[x > 0],
+    "set_mask": lambda x: x.__setitem__(x > 0, torch.zeros(3)),
+    "masked_select": lambda x: torch.masked_select(x, x > 0),
+    "unique": lambda x: x.unique(),
+    "bincount": lambda x: torch.bincount(x.long()),
+    "repeat": lambda x: torch.repeat_interleave(x, x.long()),
+    "inverse": lambda x: torch.linalg.inv(x.diag()),
+    "other_device": lambda x: x.to("meta"),
+    "to_other_device": lambda x: torch.empty(3, device="meta").copy_(x),
+    "sparse": lambda x: x.to_sparse(),
+    "inference": lambda x: torch.inference_mode()(lambda: x.sum().item())(),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_a_host_read_breaks_the_recording_and_nothing_else(read: Callable[[Tensor], Any]) -> None:
+    x = torch.ones(3)
+    x.add_(1)
+    graph, state = EmulatedGraph(CPU), torch.get_rng_state()
+    with pytest.raises(RuntimeError, match="operation not permitted when stream is capturing"), graph.recording():
+        x.mul_(2)
+        torch.rand(1)
+        read(x)
+    assert x.tolist() == [2, 2, 2] and torch.equal(torch.get_rng_state(), state)
+    with pytest.raises(RuntimeError, match="this one is failed"):
+        graph.replay()
+    again, y = graph_of(lambda: x + 1)
+    again.replay()
+    assert y.tolist() == [3, 3, 3] and repr(y) and y.cpu().numpy().sum() == 9
+
+
+def test_a_host_read_that_is_caught_still_breaks_the_recording() -> None:
+    x, graph = torch.ones(2), EmulatedGraph(CPU)
+    with pytest.raises(RuntimeError, match=INVALIDATED), graph.recording():
+        with pytest.raises(RuntimeError, match=NOT_PERMITTED):
+            x.sum().item()
+        x.add_(1)
+    quiet = EmulatedGraph(CPU)
+    with pytest.raises(RuntimeError, match=INVALIDATED), quiet.recording(), pytest.raises(RuntimeError):
+        x.tolist()
+    assert x.tolist() == [1, 1]
+    for broken in (graph, quiet):
+        with pytest.raises(RuntimeError, match="failed"):
+            broken.replay()
+
+
+def test_an_error_of_the_user_leaves_the_recording() -> None:
+    x, graph = torch.ones(2), EmulatedGraph(CPU)
+    with pytest.raises(KeyError), graph.recording():
+        x.add_(1)
+        raise KeyError("own")
+    assert x.tolist() == [1, 1]
+    with pytest.raises(RuntimeError, match="failed"):
+        graph.replay()
+
+
+def test_the_state_of_the_generator_cannot_be_looked_at_and_no_other_can_draw() -> None:
+    def again(x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(nn.functional.dropout, x, use_reentrant=False)
+
+    cases: list[tuple[str, Callable[[], Any]]] = [
+        ("current_seed", lambda: torch.manual_seed(0)),
+        ("current_seed", lambda: again(torch.ones(2, requires_grad=True))),
+        ("generator", lambda: torch.rand(2, generator=torch.Generator())),
+    ]
+    for text, work in cases:
+        with pytest.raises(RuntimeError, match=text):
+            graph_of(work)
+    graph, drawn = graph_of(lambda: torch.rand(2, generator=torch.default_generator))
+    graph.replay()
+    assert not drawn.isnan().any()
+
+
+def test_other_threads_go_on_as_they_are() -> None:
+    x, seen = torch.ones(2), list[Any]()
+
+    def work() -> None:
+        x.add_(1)
+        seen.append((x.sum().item(), torch.ones(2).tolist(), torch.full((2,), 3.0)))
+
+    graph = EmulatedGraph(CPU)
+    with graph.recording():
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert seen[0][:2] == (4.0, [1, 1]) and seen[0][2].tolist() == [3, 3]
+    assert x.tolist() == [2, 2] and graph.recorded == 0
+
+
+def test_values_of_the_host_are_baked_in_and_told() -> None:
+    array, numbers, x = np.arange(2, dtype=np.float32), [1.0, 2.0], torch.zeros(2)
+
+    def work() -> tuple[Tensor, Tensor]:
+        own = torch.tensor(numbers)
+        own.add_(x)
+        return own, torch.from_numpy(array) + x
+
+    graph, (own, of_array) = graph_of(work)
+    assert [value.tolist() for value in graph.baked] == [[1, 2], [0, 1]] and array.tolist() == [0, 1]
+    numbers[:] = [9.0, 9.0]
+    array += 9
+    for _ in range(2):
+        x.add_(10)
+        graph.replay()
+    assert own.tolist() == [21, 22] and of_array.tolist() == [20, 21] and array.tolist() == [9, 10]
+    assert graph_of(lambda: torch.full((2,), 1.0) + torch.ones(2))[0].baked == []
+
+
+def test_python_runs_once_and_what_is_recorded_is_counted() -> None:
+    net, x, calls = nn.Linear(2, 2), torch.ones(1, 2), list[int]()
+    net.register_forward_hook(lambda *_: calls.append(1))
+    graph, y = graph_of(lambda: net(x).view(2).neg_())
+    assert (calls, graph.recorded, graph.replays) == ([1], 2, 0)  # addmm and neg_: a view is no op
+    for _ in range(3):
+        graph.replay()
+    assert (calls, graph.recorded, graph.replays) == ([1], 2, 3)
+    assert torch.equal(y, -net(x).view(2))
+
+
+def test_a_graph_is_recorded_once_before_its_replay_and_not_inside_another() -> None:
+    x, graph = torch.ones(2), EmulatedGraph(CPU)
+    with pytest.raises(RuntimeError, match="this one is new"):
+        graph.replay()
+    done, _ = graph_of(lambda: x.add_(1))
+    with pytest.raises(RuntimeError, match="recorded once"), done.recording():
+        pass
+    for inside in (done.replay, lambda: graph_of(lambda: x.add_(1))):
+        outer = EmulatedGraph(CPU)
+        with pytest.raises(RuntimeError, match="not permitted"), outer.recording():
+            inside()
+    done.replay()
+    assert x.tolist() == [2, 2]
+
+
+def test_emulate_registers_the_graph_and_counts_from_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trainwright.runtime import graphs
+
+    EmulatedGraph(CPU)
+    with monkeypatch.context() as patch:
+        emulate(patch)
+        assert EmulatedGraph.made == []
+        recorder = graphs.RECORDERS["cpu"](CPU)
+        assert EmulatedGraph.made == [recorder] and isinstance(recorder, EmulatedGraph)
+    assert "cpu" not in graphs.RECORDERS
