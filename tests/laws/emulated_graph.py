@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, ClassVar, Literal, NoReturn
 
 import pytest
@@ -16,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 NOT_PERMITTED = "CUDA error: operation not permitted when stream is capturing"
 INVALIDATED = "CUDA error: operation failed due to a previous error during capture"
+FREED = "memory that the graph reads or writes was freed after its recording"
 NO_SEED = "Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture"
 NO_GENERATOR = "Attempt to increase offset for a CUDA generator not in capture mode."
 
@@ -36,8 +40,10 @@ class EmulatedGraph:
     As with a CUDA graph, numbers are baked in and tensors are read anew; what a recording writes is not written;
     memory made inside belongs to the graph, and holds nothing (NaN) until the first replay; a read by the host breaks
     the recording, in the recording thread alone; so does a generator that is not torch's own, and a look at the state
-    of torch's own. Unlike there, each result has memory of its own, and a 0-dim tensor of the host is read anew as
-    well: nothing tells it from one of the device.
+    of torch's own. Memory made inside that nobody holds any more is taken by the next recording, as if all shared one
+    pool: what the others left there is lost at the replay. A replay raises where memory from outside was freed: torch
+    raises too if asked to, and reads whatever lies there otherwise. Unlike there, each result of one graph has memory
+    of its own, and a 0-dim tensor of the host is read anew as well: nothing tells it from one of the device.
     """
 
     made: ClassVar[list[EmulatedGraph]] = []
@@ -51,7 +57,10 @@ class EmulatedGraph:
         self._state: Literal["new", "recording", "broken", "failed", "ready"] = "new"
         self._launches: list[_Launch] = []
         self._memory = _Memory()
-        self._is_inference = False
+        self._needed: list[int] = []
+        """Memory from outside that must stay alive."""
+        self._taken: list[Tensor] = []
+        """Memory of other graphs that this one writes its own to."""
         EmulatedGraph.made.append(self)
 
     @property
@@ -66,6 +75,7 @@ class EmulatedGraph:
             raise RuntimeError(f"a graph is recorded once; this one is {self._state}")
         if _is_recording():
             raise RuntimeError(NOT_PERMITTED)
+        self._taken = _nobodys()
         random = torch.get_rng_state()
         self._state, _here.graph = "recording", self
         try:
@@ -81,7 +91,10 @@ class EmulatedGraph:
                 self._memory.put_back()
             if self._state != "ready":
                 self._state = "failed"
-                self._launches.clear()
+                for kept in (self._launches, self._taken):
+                    kept.clear()
+                self._memory.end()
+        self._hold()
 
     def replay(self) -> None:
         """Carry the recorded ops out, on the memory they were recorded on."""
@@ -89,15 +102,30 @@ class EmulatedGraph:
             raise RuntimeError(NOT_PERMITTED)
         if self._state != "ready":
             raise RuntimeError(f"a graph is replayed after its recording; this one is {self._state}")
+        if not all(_holders(key) for key in self._needed):
+            raise RuntimeError(FREED)
         with ExitStack() as stack:
             stack.enter_context(_disable_current_modes())
             stack.enter_context(torch._C.DisableTorchFunction())
-            stack.enter_context(torch.inference_mode(self._is_inference))
-            stack.enter_context(torch.no_grad())
+            stack.enter_context(torch.inference_mode())  # outside it, memory made in it cannot be written
             stack.enter_context(torch.autocast(self.device.type, enabled=False))
+            for tensor in self._taken:
+                tensor.fill_(_poison(tensor.dtype))
             for launch in self._launches:
                 launch.carry_out()
         self.replays += 1
+
+    def _hold(self) -> None:
+        """Keep the memory made inside for good, and note what is needed from outside."""
+        made, before = self._memory.end()
+        own = [*made, *_tensors([(launch.args, launch.kwargs, launch.targets) for launch in self._launches])]
+        keys = [_key(tensor) for tensor in own]
+        held = set(keys)
+        _held.update(keys)
+        _pool.update({_key(tensor): tensor for tensor in made})
+        weakref.finalize(self, _release, keys)
+        # what only the recording has held was made inside by torch, by none of the ops that a mode is shown
+        self._needed = [key for key in before if key in held and key not in _pool and _holders(key)]
 
     def _enqueue(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record one op, computed only to learn the shape of its results."""
@@ -121,7 +149,6 @@ class EmulatedGraph:
         targets = [None if _key(tensor) in known else tensor.data for tensor in results]
         self._memory.own([target for target in targets if target is not None])
         if _is_launched(op, given, targets):
-            self._is_inference |= any(tensor.is_inference() for tensor in [*given, *results])
             # after the op: an `out=` has its size now. `data`: another tensor on the same memory, without history
             args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.data, (args, kwargs))
             self._launches.append(_Launch(op, args, kwargs, targets))
@@ -155,6 +182,42 @@ _here = threading.local()
 def _is_recording() -> bool:
     """Whether this thread records a graph."""
     return getattr(_here, "graph", None) is not None
+
+
+_held = Counter[int]()
+"""How often graphs hold each memory."""
+_pool: dict[int, Tensor] = {}
+"""The memory made inside recordings, whole."""
+
+
+def _holders(key: int) -> int:
+    """How many hold a memory, besides graphs."""
+    return _count(key) - _held[key] - _named()
+
+
+@cache
+def _named() -> int:
+    """How many references torch keeps of itself, once Python has seen a memory: 1, or 0 in older ones."""
+    alone = torch.empty(1)
+    return _count(_key(alone)) - 1
+
+
+def _count(key: int) -> int:
+    return torch._C._storage_Use_Count(key)
+
+
+def _nobodys() -> list[Tensor]:
+    """Return the memory of graphs that is free to be taken by a new one."""
+    return [tensor for key, tensor in _pool.items() if not _holders(key)]
+
+
+def _release(keys: list[int]) -> None:
+    """Let go of the memory of a graph that has ended."""
+    _held.subtract(keys)
+    for key in keys:
+        if not _held[key]:
+            del _held[key]
+            _pool.pop(key, None)
 
 
 class _Tape(TorchDispatchMode):
@@ -212,8 +275,13 @@ class _Memory:
                 now[: then.numel()].copy_(then)
         for storage, dtype in self.made.values():
             _over(storage, dtype).fill_(_poison(dtype))
-        self.before.clear()
-        self.made = {}
+
+    def end(self) -> tuple[list[Tensor], list[int]]:
+        """Forget all of it; return what was made inside, and what was there before."""
+        made = [_over(storage, dtype) for storage, dtype in self.made.values()]
+        before = list(self.before)
+        self.before, self.made = {}, {}
+        return made, before
 
 
 @contextmanager

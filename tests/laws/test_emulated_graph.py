@@ -15,6 +15,12 @@ from torch import Tensor, nn
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(autouse=True)
+def own_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No memory of other tests' graphs to be taken."""
+    monkeypatch.setattr(EmulatedGraph, "made", [])
+
+
 def graph_of(work: Callable[[], Any]) -> tuple[EmulatedGraph, Any]:
     """A graph of this work, and what the work returned."""
     graph = EmulatedGraph(CPU)
@@ -74,6 +80,35 @@ def test_memory_made_inside_lives_with_the_graph() -> None:
     other = [torch.full((1000,), 7.0) for _ in range(8)]
     graph.replay()
     assert view.tolist() == [2, 2] and all(tensor[0] == 7 for tensor in other)
+
+
+def test_memory_from_outside_that_was_freed_is_missed() -> None:
+    given, kept = [torch.ones(3)], torch.zeros(3)
+    graph, _ = graph_of(lambda: kept.add_(given[0]))
+    graph_of(lambda: given[0] + kept)  # another graph keeps nothing alive either
+    graph.replay()
+    view = given[0][1:]
+    given[0] = torch.full((3,), 5.0)
+    graph.replay()
+    del view
+    with pytest.raises(RuntimeError, match="freed"):
+        graph.replay()
+    assert kept.tolist() == [2, 2, 2]
+
+
+def test_memory_that_nobody_holds_is_taken_by_the_next_graph() -> None:
+    given, kept, sink = torch.ones(3), torch.zeros(3), torch.zeros(3)
+    made = list[Tensor]()
+    first, held = graph_of(lambda: made.append(given * 2) or given * 3)
+    reader, _ = graph_of(lambda: kept.copy_(made[0] + held))
+    made.clear()
+    other, _ = graph_of(lambda: sink.add_(given))
+    for graph in (other, first, reader):
+        graph.replay()
+    assert kept.tolist() == [5, 5, 5]
+    for graph in (first, other, reader):
+        graph.replay()
+    assert kept.isnan().all() and held.tolist() == [3, 3, 3] and sink.tolist() == [2, 2, 2]
 
 
 def test_a_number_is_baked_in_and_a_tensor_is_not() -> None:
