@@ -34,6 +34,14 @@ def emulate(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(graphs.RECORDERS, "cpu", EmulatedGraph)
 
 
+def graph_of(work: Callable[[], Any]) -> tuple[EmulatedGraph, Any]:
+    """Return a graph of this work on the CPU, and what the work returned."""
+    graph = EmulatedGraph(torch.device("cpu"))
+    with graph.recording():
+        result = work()
+    return graph, result
+
+
 class EmulatedGraph:
     """One graph: recorded once, replayed as often as one likes.
 
