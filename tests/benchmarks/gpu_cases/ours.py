@@ -1,0 +1,89 @@
+"""This package by its public API: with CUDA graphs as it chooses, demanded and left out, and compiled."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from gpu_cases.entry import Batch, Clock, Contestant, Task
+
+
+def train(
+    task: Task, clock: Clock, *, graphs: Any = "auto", compiles: bool = False, device_data: bool = True
+) -> nn.Module:
+    """Train from ready batches; where the task has rows on the host, from these."""
+    from trainwright import Fast, Mean, Observer, Trainer, Validation
+
+    class EpochEnds(Observer):
+        def on_epoch(self, record: Validation) -> None:
+            clock.epoch_ended()
+
+    class OwnLoss(Trainer[nn.Module]):
+        def training_step(self, batch: Batch) -> Mean:
+            return Mean(self.model(*batch), task.counts(batch))
+
+    accepted, refused = graphs_setting(graphs)
+    compile_ = {"regions": "full", "backend": task.bench.backend} if compiles else None
+    more: dict[str, Any] = {} if task.rows is None else {"device_data": device_data}
+    model = task.model(by_hand=False)
+    kind = Trainer if task.criterion is not None else OwnLoss
+    trainer = kind(
+        model,
+        task.optimizer(model.parameters(), fused=True),
+        task.criterion,
+        precision=task.precision,
+        clip=task.clip,
+        device=task.device,
+        console=False,
+        observers=[EpochEnds()],
+        fast=Fast(cuda_graphs=accepted, compile=compile_, **more),
+    )
+    trainer.fit(data_of(task), epochs=1 + task.epochs)
+    clock.note = "; ".join(one for one in (refused, trainer.fast_path) if one)
+    return model
+
+
+@cache
+def graphs_setting(wanted: Any) -> tuple[Any, str]:
+    """Return what `Fast(cuda_graphs=...)` takes here, and why that is not what was wanted, where it is not."""
+    from trainwright import Fast, SettingError
+
+    try:
+        Fast(cuda_graphs=wanted)
+    except SettingError as refused:
+        line = str(refused).strip().splitlines()[0]
+        return "auto", f'"auto" in the place of cuda_graphs={wanted!r}, which is refused: {line}'
+    return wanted, ""
+
+
+def data_of(task: Task) -> Any:
+    """Ready batches, or images that lie on the host and are made numbers where the model is."""
+    if task.rows is None:
+        return list(task.data)
+    from trainwright import Normalise, batches
+
+    return batches(task.rows, task.batch_size, shuffle=True, seed=1, augment=Normalise(MEAN, STD))
+
+
+def order(task: Task) -> list[list[Tensor]]:
+    """The numbers of the rows of each batch of each epoch, as `data_of` deals them."""
+    import torch
+
+    from trainwright import batches
+
+    assert task.rows is not None
+    numbers = batches(torch.arange(len(task.rows[0])), task.batch_size, shuffle=True, seed=1)
+    return [list(numbers) for _ in range(1 + task.epochs)]
+
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+OURS = Contestant("trainwright", train, note="its defaults")
+REQUIRED = Contestant(
+    "trainwright-graph", partial(train, graphs="require"), note='Fast(cuda_graphs="require")', needs_cuda=True
+)
+EAGER = Contestant("trainwright-eager", partial(train, graphs=False), note="Fast(cuda_graphs=False)")
+COMPILED = Contestant(
+    "trainwright-compile", partial(train, compiles=True), note='Fast(compile="full")', equals="compile"
+)
