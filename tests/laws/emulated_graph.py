@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, ClassVar, Literal, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import pytest
 import torch
@@ -48,10 +48,10 @@ class EmulatedGraph:
     As with a CUDA graph, numbers are baked in and tensors are read anew; what a recording writes is not written;
     memory made inside belongs to the graph, and holds nothing (NaN) until the first replay; a read by the host breaks
     the recording, in the recording thread alone; so does a generator that is not torch's own, and a look at the state
-    of torch's own. Memory made inside that nobody holds any more is taken by the next recording, as if all shared one
-    pool: what the others left there is lost at the replay. A replay raises where memory from outside was freed: torch
-    raises too if asked to, and reads whatever lies there otherwise. Unlike there, each result of one graph has memory
-    of its own, and a 0-dim tensor of the host is read anew as well: nothing tells it from one of the device.
+    of torch's own. All graphs share one pool: memory of one that nobody holds any more at the end of a later recording
+    is lost at the later one's replays. A replay raises where memory from outside was freed: torch raises too if asked
+    to, and reads whatever lies there otherwise. Unlike there, each result of one graph has memory of its own, and a
+    0-dim tensor of the host is read anew as well: nothing tells it from one of the device.
     """
 
     made: ClassVar[list[EmulatedGraph]] = []
@@ -62,7 +62,7 @@ class EmulatedGraph:
         self.replays = 0
         self.baked: list[Tensor] = []
         """The values of tensors made from data of the host: each replay has them again."""
-        self._state: Literal["new", "recording", "broken", "failed", "ready"] = "new"
+        self._state: str = "new"  # then "recording"; "broken", "failed" or "ready"
         self._launches: list[_Launch] = []
         self._memory = _Memory()
         self._needed: list[int] = []
@@ -83,7 +83,6 @@ class EmulatedGraph:
             raise RuntimeError(f"a graph is recorded once; this one is {self._state}")
         if _is_recording():
             raise RuntimeError(NOT_PERMITTED)
-        self._taken = _nobodys()
         random = torch.get_rng_state()
         self._state, _here.graph = "recording", self
         try:
@@ -99,8 +98,7 @@ class EmulatedGraph:
                 self._memory.put_back()
             if self._state != "ready":
                 self._state = "failed"
-                for kept in (self._launches, self._taken):
-                    kept.clear()
+                self._launches.clear()
                 self._memory.end()
         self._hold()
 
@@ -117,10 +115,10 @@ class EmulatedGraph:
             stack.enter_context(torch._C.DisableTorchFunction())
             stack.enter_context(torch.inference_mode())  # outside it, memory made in it cannot be written
             stack.enter_context(torch.autocast(self.device.type, enabled=False))
-            for tensor in self._taken:
-                tensor.fill_(_poison(tensor.dtype))
             for launch in self._launches:
                 launch.carry_out()
+            for tensor in self._taken:
+                tensor.fill_(_poison(tensor.dtype))
         self.replays += 1
 
     def _hold(self) -> None:
@@ -130,6 +128,7 @@ class EmulatedGraph:
         keys = [_key(tensor) for tensor in own]
         held = set(keys)
         _held.update(keys)
+        self._taken = _nobodys()
         _pool.update({_key(tensor): tensor for tensor in made})
         weakref.finalize(self, _release, keys)
         # what only the recording has held was made inside by torch, by none of the ops that a mode is shown
@@ -164,8 +163,9 @@ class EmulatedGraph:
 
     def _refuse(self, op: Op, given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise for an op for which the host would wait, or that no graph can hold."""
-        generators = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator)]
-        if any(generator._cdata != torch.default_generator._cdata for generator in generators):
+        own: Any = torch.default_generator
+        generators: list[Any] = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator)]
+        if any(generator._cdata != own._cdata for generator in generators):
             self._break(NO_GENERATOR)
         is_split = len({tensor.device.type for tensor in given}) > 1
         if is_split or _is_sparse(given) or _is_host_read(op, args, kwargs):
@@ -211,7 +211,7 @@ def _named() -> int:
 
 
 def _count(key: int) -> int:
-    return torch._C._storage_Use_Count(key)
+    return int(torch._C._storage_Use_Count(key))
 
 
 def _nobodys() -> list[Tensor]:
@@ -232,7 +232,7 @@ class _Tape(TorchDispatchMode):
     """Hands every op of this thread to `enqueue`, backward included."""
 
     def __init__(self, enqueue: Callable[[Op, tuple[Any, ...], dict[str, Any]], Any]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._enqueue = enqueue
 
     def __torch_dispatch__(self, func: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -356,7 +356,7 @@ def _is_sparse(tensors: list[Tensor]) -> bool:
 
 def _key(tensor: Tensor) -> int:
     """What memory a tensor lies in."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _over(storage: UntypedStorage, dtype: torch.dtype) -> Tensor:

@@ -103,6 +103,18 @@ def test_memory_that_nobody_holds_is_taken_by_the_next_graph() -> None:
     assert kept.isnan().all() and held.tolist() == [3, 3, 3] and sink.tolist() == [2, 2, 2]
 
 
+def test_memory_let_go_inside_a_recording_is_read_by_it_and_lost_after_it() -> None:
+    given, kept = torch.ones(3), torch.zeros(3)
+    first, held = graph_of(lambda: [given * 2])
+    reader, _ = graph_of(lambda: kept.copy_(held.pop()))
+    for _ in range(2):
+        first.replay()
+        reader.replay()
+        assert kept.tolist() == [2, 2, 2]
+    reader.replay()
+    assert kept.isnan().all()
+
+
 def test_a_number_is_baked_in_and_a_tensor_is_not() -> None:
     settings = {"lr": 0.5}
     lr, one = torch.tensor(0.5), torch.ones(())
