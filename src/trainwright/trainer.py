@@ -169,7 +169,7 @@ class Trainer(Generic[M]):
                 for window in run.windows():
                     if run.rates is not None:
                         run.rates.apply(counters.updates)
-                    applied = run.count(window, self.update(window))
+                    applied = run.count(window, run.update(window))
                     if applied and run.after_update is not None:
                         run.after_update()
                     if applied and run.average is not None:

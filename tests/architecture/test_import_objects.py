@@ -14,8 +14,8 @@ import sys
 
 import pytest
 
-MOST = 8_500
-"""Objects that the collector tracks, of the package and of what it alone imports; 6,700 with 63 modules."""
+MOST = 9_000
+"""Objects that the collector tracks, of the package and of what it alone imports; 8,500 with 75 modules."""
 COUNTED = """
 import gc, json, torch
 gc.collect()

@@ -2,9 +2,9 @@
 
     python tests/benchmarks/distributed.py [--rounds 15] [--epochs 2] [--processes 2] [--models MLP CNN]
 
-Each process has a core of its own, where the system can give it one, and runs the contestants in turn; wall time and CPU time of the first process over 80 updates inside each
-epoch of 168 but the first, and, told apart, what the end of an epoch takes. Ratios are taken within a round, medians
-over the rounds. All end with the same weights (checked).
+Each process has a core of its own, where the system can give it one, and runs the contestants in turn; wall time and
+CPU time of the first process over 80 updates inside each epoch of 168 but the first, and, told apart, what the end of
+an epoch takes. Ratios are taken within a round, medians over the rounds. All end with the same weights (checked).
 The hand-written loop is what a good engineer writes: fused optimizer, in-memory batches dealt by rank, DDP with its
 gradients in the buckets, losses kept as tensors. It takes the mean of the processes' means, which is right here because
 all slices are equally long. A third contestant is the same loop with the check that is on by default in trainwright: no

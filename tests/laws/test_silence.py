@@ -232,6 +232,6 @@ def test_an_item_in_the_step_is_noticed(gates: Gates, monkeypatch: pytest.Monkey
 
 
 def test_a_read_for_each_update_is_noticed(gates: Gates, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainwright.run.run.why_judged_at_once", lambda *_, **__: ("so",))
+    monkeypatch.setattr("trainwright.run.judging.why_judged_at_once", lambda *_, **__: ("so",))
     with pytest.raises(AssertionError):
         test_a_fit_reads_between_updates_alone("bare", gates)

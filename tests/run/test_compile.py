@@ -105,12 +105,12 @@ def test_batches_of_ever_fewer_rows_are_no_exceptions():
 
 def test_counts_and_reasons_are_told_at_the_end_and_by_fast_path(capsys):
     trainer = build(by(), console=True)
-    assert trainer.fast_path.startswith("eager on cpu")
+    assert trainer.fast_path.startswith("L0, eager on cpu")
     result = trainer.fit(data(), data(16, seed=5, shuffle=False), epochs=1)
     (note,) = result.notes
     assert note.startswith(f"compiled 3 Block by {BACKEND}: 2 graphs in ")
     assert "1 compiled again: " in note and "grad_mode" in note
-    assert trainer.fast_path.startswith("compiled (3 Block") and "2 graphs" in trainer.fast_path
+    assert trainer.fast_path.startswith("L0, compiled (3 Block") and "2 graphs" in trainer.fast_path
     printed = capsys.readouterr().out
     assert f"\nfaster: compiles 3 Block by {BACKEND}\n" in printed and "2 graphs" in printed
 

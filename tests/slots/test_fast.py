@@ -8,9 +8,10 @@ from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
-from trainwright import Fast, SettingError
+from trainwright import Fast, SettingError, Trainer
 from trainwright.slots.fast import as_fast
 
 
@@ -50,12 +51,12 @@ def test_what_a_setting_cannot_be_is_refused_when_it_is_given(given, said):
     assert said in str(caught.value) and name in str(caught.value)
 
 
-@pytest.mark.parametrize("given", [{"cuda_graphs": "require"}])
-def test_what_is_not_built_is_refused_by_name(given):
-    name = next(iter(given))
-    with pytest.raises(SettingError, match=rf"Fast\({name}=.*\) is not built yet"):
-        Fast(**given)
-    assert getattr(Fast(**{name: False}), name) is False
+def test_required_graphs_are_refused_where_there_are_none():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = Trainer(model, optimizer, nn.MSELoss(), fast=Fast(cuda_graphs="require"), device="cpu", console=False)
+    with pytest.raises(SettingError, match="have  there are none on cpu"):
+        trainer.fit([(torch.zeros(2, 2), torch.zeros(2, 1))], epochs=1)
 
 
 def test_a_misspelt_setting_is_told():

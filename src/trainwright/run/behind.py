@@ -60,7 +60,8 @@ class Behind(Teller):
         super().__init__(run.owner, run.steppers)
         device, policy = run.owner.device, run.owner.nonfinite
         self._run, self._ring = run, Lagging(device)
-        self._flag: Tensor | None = None
+        self.flag: Tensor | None = None
+        """What tells that an update had something in it that is not finite; None where nothing is judged."""
         self._place = (0, 0)
         self._known = 0
         """Updates of this stage that are known to be applied."""
@@ -71,11 +72,7 @@ class Behind(Teller):
         self._judge: DeviceJudge | None = None
         self._rates: DeviceRates | None = None
         if run.scaler is not None or policy == "skip":
-            scale = DeviceScale(run.scaler, device) if isinstance(run.scaler, LossScaler) else None
-            run.scaler = scale
-            self._judge = DeviceJudge(policy, device, scale)
-            self._loss_flag = torch.zeros((), dtype=torch.float32, device=device)
-            self._rates = DeviceRates(run.rates, device) if isinstance(run.rates, TableRates) else None
+            self._judge_there()
 
     def __bool__(self) -> bool:
         """Always: the numbers have to be heard, whoever watches."""
@@ -92,13 +89,41 @@ class Behind(Teller):
                 ready_to_mask(stepper.optimizer)
             stepper.step = step_of(stepper.optimizer, flag, None if self._rates is None else self._rates_now)
 
-    def judge(self, flag: Tensor | None, chosen: Chosen) -> bool:
-        """Have the device judge the loss, the gradients and the norms; the steps that follow heed it."""
-        counters, ledger = self._run.counters, self._run.ledger
+    @property
+    def reads_rates(self) -> bool:
+        """Whether steps read their rates from the device."""
+        return self._rates is not None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What lies on the device of the judging itself, to be kept and put back around an update that is tried."""
+        run, judge = self._run, self._judge
+        each = [run.steppers.all.gradients, *(stepper.gradients for stepper in run.steppers.all.steppers)]
+        flags = [flag for flag in {id(one.flag): one.flag for one in each}.values() if flag is not None]
+        scale = [] if judge is None else judge.tensors
+        return [*flags, *scale]
+
+    def follow(self) -> None:
+        """From now on have the clock lie on the device, and the rates of a table; what is under way is heard before."""
+        if self._judge is None:
+            self.drain()
+            self._judge_there()
+            self.bind(self._run.steppers)
+            self.begin()
+
+    def begin(self) -> None:
+        """Turn to the next update, on the host."""
+        counters = self._run.counters
         self._place = (counters.batch, counters.rows)
         if not self._ring.waiting:
             self._begin(counters.updates)
-        self._flag = flag
+        if self._rates is not None:
+            self._rates.reach(self._known)
+
+    def judge(self, flag: Tensor | None, chosen: Chosen) -> bool:
+        """Have the device judge the loss, the gradients and the norms; the steps that follow heed it."""
+        ledger = self._run.ledger
+        self.flag = flag
         if flag is None:
             return True
         norms = [stepper.norm for stepper in chosen.steppers if isinstance(stepper.norm, Tensor)]
@@ -125,7 +150,7 @@ class Behind(Teller):
             kept=run.statistics.kept,
             norms=tuple(norms),
         )
-        verdict: list[float | Tensor] = [0.0 if self._flag is None else self._flag, 0.0]
+        verdict: list[float | Tensor] = [0.0 if self.flag is None else self.flag, 0.0]
         if judge is not None:
             judge.count()
             verdict = [judge.ends, judge.held_back]
@@ -146,10 +171,18 @@ class Behind(Teller):
         if self._judge is not None:
             self._judge.set_clock(updates)
 
+    def _judge_there(self) -> None:
+        run, device = self._run, self._run.owner.device
+        scale = DeviceScale(run.scaler, device) if isinstance(run.scaler, LossScaler) else None
+        run.scaler = scale
+        self._judge = DeviceJudge(run.owner.nonfinite, device, scale)
+        self._loss_flag = torch.zeros((), dtype=torch.float32, device=device)
+        self._rates = DeviceRates(run.rates, device) if isinstance(run.rates, TableRates) else None
+
     def _rates_now(self) -> list[Tensor]:
         assert self._rates is not None
         assert self._judge is not None
-        return self._rates.at(self._judge.clock, self._known)
+        return self._rates.at(self._judge.clock)
 
     def _hear(self, told: _Told, numbers: list[float]) -> None:
         run, ledger, size = self._run, self._run.ledger, 2 * len(told.entries)

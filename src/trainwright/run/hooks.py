@@ -86,6 +86,8 @@ class Between:
     """What an evaluation reads its batches through: a validation of a run is ended by a signal while it waits."""
     compiled: Any = None
     """What the last `fit` has compiled, in counts and words; None where it compiles nothing."""
+    graphs: Any = None
+    """What the last `fit` has recorded and replayed, or why it did not, in words; None where there are no graphs."""
     judged_at_once: tuple[str, ...] | None = None
     """Why the last `fit` judged each update at once; empty where it had not to, None before the first."""
     failed: bool = False

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from trainwright.base.contracts import Rates, Scaler
 from trainwright.run.steppers import Chosen
+from trainwright.run.telling import Teller
 from trainwright.runtime import late
 from trainwright.runtime.fused import why_not_masked
 from trainwright.runtime.modules import running_statistics
@@ -63,6 +64,23 @@ def _why_not_held_back(owner: Owner, scaler: Scaler | None, rates: Rates | None)
         yield '"skip" puts `self.state` back'
     if rates is not None and (type(rates) is not TableRates or rates.cycles):
         yield "the schedule sets more than rates, or keeps a state of its own"
+
+
+def bind_late(run: Run) -> None:
+    """Choose how a run makes its updates, when it judges them, and who watches them."""
+    owner = run.owner
+    why = why_judged_at_once(owner, checks=run.checks, scaler=run.scaler, rates=run.rates)
+    owner.between.judged_at_once = why
+    if not why:
+        from trainwright.run.behind import Behind
+
+        run.behind = Behind(run)
+    run.teller = run.behind or Teller(owner, run.steppers) or None
+    if owner.device.type in LATE or owner.fast.cuda_graphs == "require":
+        from trainwright.run.graphed import graphed
+
+        run.graphed = graphed(run, run.behind)
+        run.update = owner.update if run.graphed is None else run.graphed.update
 
 
 def read_numbers(run: Run, flag: Tensor | None, chosen: Chosen) -> tuple[bool, float]:

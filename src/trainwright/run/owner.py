@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.base.contracts import Observer, Part, Precision
@@ -55,6 +55,17 @@ class Owner(Protocol):
     counters: Counters
     history: list[dict[str, float]]
     result: Result | None
+
+    def update(self, window: Any) -> Any:
+        """Make one update."""
+
+    def compute_gradients(self, window: Any) -> Tensor:
+        """Make the gradients of one update."""
+        ...
+
+    def apply_gradients(self) -> bool:
+        """Take the gradients to the weights."""
+        ...
 
     def parts(self) -> dict[str, Part]:
         """Everything with state, by name."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from trainwright.run.judging import LATE, why_judged_at_once
 from trainwright.run.owner import Owner
 from trainwright.runtime.lagging import AHEAD
@@ -19,9 +21,16 @@ def fast_path(owner: Owner) -> str:
         reads = f"nothing is read before its time, which is up to {AHEAD} updates later"
     elif owner.device.type not in LATE:
         reads = "its numbers are read at once, which waits for nothing"
-    compiled, graphs = owner.between.compiled, "; CUDA graphs are not built yet" if owner.device.type == "cuda" else ""
+    compiled, graphs = owner.between.compiled, owner.between.graphs
     how = "eager" if compiled is None else f"compiled ({compiled})"
-    return f"{how} on {owner.device.type}: {reads}{graphs}{_together(owner)}"
+    beside = "" if graphs is None else f"; {graphs}"
+    return f"{_level(owner, why)}, {how} on {owner.device.type}: {reads}{beside}{_together(owner)}"
+
+
+def _level(owner: Owner, why: Sequence[str]) -> str:
+    """L3 and L2 for updates that are replayed, L1 for silent ones, L0 for those that are read before their step."""
+    level = getattr(owner.between.graphs, "level", "L1")
+    return "L0" if why else str(level)
 
 
 def _together(owner: Owner) -> str:

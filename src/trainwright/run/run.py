@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from trainwright.base.progress import Counters
 from trainwright.run.boundary import BETWEEN, COUNTING, UPDATING, Boundary
 from trainwright.run.evaluating import check_passes, feed
 from trainwright.run.fetching import fetched
-from trainwright.run.judging import applies_anyway, read_numbers, why_judged_at_once
+from trainwright.run.judging import applies_anyway, bind_late, read_numbers
 from trainwright.run.ledger import Ledger
 from trainwright.run.optimizers import check_parameters
 from trainwright.run.outcome import Outcome
@@ -27,7 +27,6 @@ from trainwright.run.shown import Shown
 from trainwright.run.state import Random
 from trainwright.run.statistics import Statistics
 from trainwright.run.steppers import Chosen, Steppers, bind_rates
-from trainwright.run.telling import Teller
 from trainwright.runtime import late
 from trainwright.runtime.gradients import Gradients
 from trainwright.runtime.lagging import AHEAD
@@ -42,7 +41,9 @@ from trainwright.slots.window import Window
 if TYPE_CHECKING:
     from trainwright.run.agreeing import Agreement
     from trainwright.run.behind import Behind
+    from trainwright.run.graphed import Graphed
     from trainwright.run.spread import Spread
+    from trainwright.run.telling import Teller
 
 GRACE = 20.0
 """Seconds that a signal waits for the end of an update, where no checkpoint slot says otherwise."""
@@ -57,6 +58,12 @@ class Run:
     """Whether an optimizer is making a step that calls a closure of ours."""
     _idle = 0
     """Updates in a row in which no step was applied."""
+    behind: Behind | None = None
+    """What judges updates where the host does not wait to hear of them; None where each is judged at once."""
+    graphed: Graphed | None = None
+    """What replays updates; None where none is recorded."""
+    teller: Teller | None = None
+    """Who watches updates; None where nobody does."""
 
     def __init__(self, owner: Owner, source: Source, plan: Plan) -> None:
         self.owner, self.source, self.plan = owner, source, plan
@@ -85,20 +92,10 @@ class Run:
         self.outcome = Outcome()
         """What becomes of the update in hand."""
         self._begun = -1
-        self._bind_tellers(owner)
+        self.update: Callable[[Window], Any] = owner.update
+        """What a window's update is made by: the trainer's own method, or a replay of what it did."""
+        bind_late(self)
         self._plan_epoch()
-
-    def _bind_tellers(self, owner: Owner) -> None:
-        self.behind: Behind | None = None
-        """What judges updates where the host does not wait to hear of them; None where each is judged at once."""
-        why = why_judged_at_once(owner, checks=self.checks, scaler=self.scaler, rates=self.rates)
-        owner.between.judged_at_once = why
-        if not why:
-            from trainwright.run.behind import Behind
-
-            self.behind = Behind(self)
-        self.teller = self.behind or Teller(owner, self.steppers) or None
-        """Who watches updates; None where nobody does."""
 
     def _bind_processes(self, owner: Owner) -> None:
         self.spread: Spread | None = None
@@ -195,6 +192,8 @@ class Run:
             self.statistics.keep()
         if self._keeps_state:
             self._kept_state = snapshot(self.owner.state)
+        if self.behind is not None:
+            self.behind.begin()
 
     def _owes_pause(self) -> bool:
         """Whether a pause comes first that was due, or broken off, where the run was left that is resumed."""
@@ -329,6 +328,8 @@ class Run:
         self.gradients = self.steppers.all.gradients
         if self.behind is not None:
             self.behind.bind(self.steppers)
+        if self.graphed is not None:
+            self.graphed.pause()
 
     def _feed(self) -> None:
         """Run the training data once through the model: an average estimates its BatchNorm statistics by it."""

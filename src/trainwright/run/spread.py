@@ -22,7 +22,6 @@ from trainwright.runtime.modules import running_statistics, unnoticed
 from trainwright.runtime.randomness import unmoved
 from trainwright.slots.dealt import DealtWindow
 
-
 _NUMPYS = {torch.float32: np.float32, torch.float64: np.float64}
 
 

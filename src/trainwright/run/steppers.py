@@ -52,11 +52,12 @@ class Stepper:
         """Whether a norm that a clip returns may lie in shards."""
         self.step = step_of(optimizer)
         """One step of the optimizer."""
-        self.take_groups()
+        self.gradients = Gradients(optimizer)
+        self.groups = len(optimizer.param_groups)
 
     def take_groups(self) -> None:
         """Take over the parameters as they are grouped now; a group may be added at any time."""
-        self.gradients = Gradients(self.optimizer)
+        self.gradients = Gradients.of(self.optimizer, before=self.gradients)
         self.groups = len(self.optimizer.param_groups)
 
     def limit(self) -> None:
@@ -91,7 +92,7 @@ class Steppers:
         )
         self.named = len(optimizers) > 1 or ONLY not in optimizers
         """Whether the optimizers were given by name, so that numbers carry it."""
-        self._together()
+        self._together(None)
 
     def choose(self, name: str) -> Chosen:
         """The one of this name; SettingError where none has it."""
@@ -112,7 +113,7 @@ class Steppers:
         """Take over every optimizer's parameters as they are grouped now."""
         for stepper in self._steppers:
             stepper.take_groups()
-        self._together()
+        self._together(self.all.gradients)
 
     def lower_flags(self) -> None:
         """Forget what was not finite."""
@@ -134,11 +135,12 @@ class Steppers:
         """`grad_norm_<name>` of those that were measured."""
         return {f"grad_norm_{s.name}": float(s.norm) for s in self._steppers if s.norm is not None}
 
-    def _together(self) -> None:
+    def _together(self, before: Gradients | None) -> None:
         steppers = self._steppers
         self._alone = {stepper.name: Chosen((stepper,), stepper.gradients) for stepper in steppers}
         alone = len(steppers) == 1
-        gradients = steppers[0].gradients if alone else Gradients(*[stepper.optimizer for stepper in steppers])
+        each = [stepper.optimizer for stepper in steppers]
+        gradients = steppers[0].gradients if alone else Gradients.of(*each, before=before)
         self.all = Chosen(steppers, gradients)
 
 

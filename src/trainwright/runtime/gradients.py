@@ -23,7 +23,7 @@ class Gradients:
     that of the whole gradients, and a flag is 1.0 on all of them where any shard is not finite.
     """
 
-    __slots__ = ("_alike", "_flags", "_one", "_plain", "_zero_grads", "parameters")
+    __slots__ = ("_alike", "_flags", "_grouping", "_one", "_plain", "_zero_grads", "parameters")
 
     def __new__(cls, *optimizers: Optimizer) -> Gradients:
         """Choose once how the gradients are worked on: on shards or on whole ones."""
@@ -45,8 +45,16 @@ class Gradients:
         kinds = {(p.device, p.dtype) for p in self.parameters}
         self._alike = next(iter(kinds))[0] if len(kinds) == 1 else None
         devices = dict.fromkeys(p.device for p in self.parameters)  # in this order: the first one's flag is returned
+        self._grouping = _grouping(optimizers)
         self._flags = {device: torch.zeros((), dtype=torch.float32, device=device) for device in devices}
         self._one = {device: torch.ones((), dtype=torch.float32, device=device) for device in devices}
+
+    @classmethod
+    def of(cls, *optimizers: Optimizer, before: Gradients | None = None) -> Gradients:
+        """Return the gradients of optimizers; those from `before`, flag and all, where nothing has changed."""
+        if before is not None and before._grouping == _grouping(optimizers):
+            return before
+        return cls(*optimizers)
 
     def zero(self) -> None:
         """Drop every gradient (`set_to_none`), by the optimizer's own method too where it overrides torch's."""
@@ -151,6 +159,17 @@ class _ShardedGradients(Gradients):
                 real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
                 groups[real.device, real.dtype].append(real)
         return groups
+
+
+def _grouping(optimizers: tuple[Optimizer, ...]) -> list[Any]:
+    """What is looked at once, when gradients are grouped."""
+    kinds = [
+        (type(optimizer).zero_grad, vars(optimizer).get("zero_grad"), len(group["params"]))
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+    ]
+    weights = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    return [kinds, [(id(p), p.device, p.dtype, is_sharded(p)) for p in weights]]
 
 
 def _writable_values(parameter: Tensor, gradient: Tensor) -> Tensor:

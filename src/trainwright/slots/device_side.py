@@ -50,6 +50,11 @@ class DeviceScale:
         self._scale.clamp_(min=settings.min_scale)
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """All that it is."""
+        return [self._scale, self._good]
+
+    @property
     def at_floor(self) -> Any:
         """1.0 where the scale cannot be lowered any more, a 0-dim tensor."""
         return (self._scale <= self.settings.min_scale).float()
@@ -91,6 +96,11 @@ class DeviceJudge:
         self.clock = torch.zeros((), dtype=torch.int64, device=device)
         """Updates of this stage that were applied."""
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that it is, the scale included."""
+        return [self.held_back, self.ends, self.clock, *([] if self._scale is None else self._scale.tensors)]
+
     def judge(self, gradient: Tensor, loss: Tensor) -> None:
         """Take the flags of an update, 1.0 where its gradient, or its loss, is not finite."""
         if self._scale is None:
@@ -125,28 +135,36 @@ class DeviceRates:
 
     def __init__(self, rates: TableRates, device: torch.device) -> None:
         self._rates, self._device = rates, device
-        self._first, self._table = 0, torch.zeros(0, 0, device=device)
+        self._table = torch.zeros(0, 0, device=device)
+        self._begin: int | None = None
+        """The first row of the table, as the host knows it; None where it was not sent yet."""
+        self._first = torch.zeros((), dtype=torch.int64, device=device)
 
     def meet(self, groups: int) -> None:
         """Take over how many groups there are; with others the table is sent anew when it is needed next."""
         if self._table.shape[1] != groups:
-            self._table = torch.zeros(0, groups, device=self._device)
+            self._table, self._begin = torch.zeros(ROWS, groups, dtype=torch.float32, device=self._device), None
 
     def of(self, updates: int) -> list[float]:
         """The rates of the update that follows `updates` applied ones, on the host."""
         return self._rates.at(updates)
 
-    def at(self, clock: Tensor, known: int) -> list[Tensor]:
-        """The rate of each group at the clock; `known`: updates that the host knows to be applied by then."""
-        last = self._first + len(self._table) - 1
-        if not self._first <= known <= last - AHEAD:  # the clock is not further than what is under way
+    def reach(self, known: int) -> None:
+        """Have the table hold the rates of the update to come; `known`: updates that the host knows to be applied."""
+        # The clock is not further than what is under way.
+        if self._begin is None or not self._begin <= known < self._begin + ROWS - AHEAD:
             self._send(known)
+
+    def at(self, clock: Tensor) -> list[Tensor]:
+        """The rate of each group at the clock."""
         row = (clock - self._first).reshape(1)
         return list(self._table.index_select(0, row).reshape(-1).unbind())
 
     def _send(self, first: int) -> None:
-        """Send the rows from `first` on."""
+        """Send the rows from `first` on, to where those before them lay."""
         table = torch.tensor([self._rates.at(first + row) for row in range(ROWS)], dtype=torch.float32)
         if self._device.type == "cuda":
             table = table.pin_memory()
-        self._first, self._table = first, table.to(self._device, non_blocking=True)
+        self._table.copy_(table, non_blocking=True)
+        self._first.fill_(first)
+        self._begin = first

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from trainwright.base.errors import SettingError, message, not_built
+from trainwright.base.errors import SettingError, message
 from trainwright.base.names import did_you_mean, suggests
 
 TORCHS = ("backend", "dynamic", "fullgraph", "mode", "options")
@@ -29,9 +29,10 @@ class Fast:
     whole model. A dict goes to `torch.compile` (`backend`, `dynamic`, `fullgraph`, `mode`, `options`), with two keys
     beside: `"regions"`: "regional", "full" or module classes, and `"cache"`: a directory for what was compiled.
     `channels_last`: "auto" lays the weights of convolutional models so on CUDA under bf16 or fp16; True wherever they
-    run. `cuda_graphs`: "auto" and False replay none yet. `device_data`: "auto" copies data in memory to
-    a CUDA device where they take at most a quarter of what is free there; True copies them to whatever device the run
-    is on, or refuses; False keeps them on the host.
+    run. `cuda_graphs`: "auto" records updates and replays them where the host is what they wait for; "require" wherever
+    it can be done, else SettingError; False never. `device_data`: "auto" copies data in memory to a CUDA device where
+    they take at most a quarter of what is free there; True copies them to whatever device the run is on, or refuses;
+    False keeps them on the host.
     `defaults=False` switches off what else a run does by itself: fused optimizers where the trainer makes them,
     "auto" of `channels_last`, cuDNN's choice by timing, and rest for the garbage collector.
     """
@@ -52,8 +53,6 @@ class Fast:
         _check_choice("cuda_graphs", self.cuda_graphs, ("auto", False, "require"))
         if not isinstance(self.defaults, bool):
             raise SettingError(message(f"Fast(defaults={self.defaults!r})", want="True or False"))
-        if self.cuda_graphs == "require":
-            raise not_built('Fast(cuda_graphs="require")', 'Fast(cuda_graphs="auto")')
 
     @property
     def regions(self) -> str | tuple[type[nn.Module], ...]:

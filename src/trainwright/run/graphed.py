@@ -1,0 +1,288 @@
+"""Makes updates by replaying the recording of one, where that computes the same; the others as ever.
+
+A window whose batches have the form of earlier ones is run as ever for the first updates, while what it takes from the
+host is watched. Then it is recorded: whole (level L3), or up to its gradients (L2). What a recording has baked in is
+compared where it may have changed: before every replay the settings of the optimizers, and all else after a pause of
+the loop, or before every replay where code of the user's own runs between two updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from trainwright.base.contracts import Observer
+from trainwright.base.errors import SettingError, message
+from trainwright.run.recorded import Recorded, Unfit, apart, on_device, spec_of
+from trainwright.runtime import facts
+from trainwright.runtime.fused import why_not_masked
+from trainwright.runtime.graphs import LAUNCH_BOUND, RECORDERS, Timed
+from trainwright.runtime.trial import FAR, Trial
+from trainwright.slots.rates import TableRates
+from trainwright.slots.window import Window
+
+if TYPE_CHECKING:
+    from trainwright.run.behind import Behind
+    from trainwright.run.owner import Owner
+    from trainwright.run.run import Run
+
+WARM_UP = 3
+"""Updates of each form of windows that are run as ever before one is recorded."""
+FORMS = 4
+"""Forms of windows that are recorded: each holds memory of its own."""
+MANY = 64
+"""Forms of windows that are told apart."""
+AGAIN = 3
+"""Recordings in a row, each worth nothing soon after, from which on there is none of that level."""
+SOON = 2
+"""Replays up to which a recording was not worth its making."""
+_MOVING = frozenset({"history", "result"})
+"""Attributes of every trainer that move by themselves."""
+
+
+class _Form:
+    """Windows of one form: how often they came, and the recording of one."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+        self.recorded: Recorded | None = None
+        self.baked: list[Any] = []
+
+
+class Graphed:
+    """Stands in the place of a trainer's `update` while a run lasts."""
+
+    def __init__(self, run: Run, behind: Behind) -> None:
+        self._run, self._behind, self._owner = run, behind, run.owner
+        self._requires = run.owner.fast.cuda_graphs == "require"
+        self._forms: dict[Any, _Form] = {}
+        self._watched = Timed(run.owner.device)
+        self._unsure = True
+        """Whether anything may have changed since the last update beside the optimizers' settings."""
+        self._always_unsure = run.after_update is not None or any(map(_watches, run.owner.observers))
+        self._in_vain = 0
+        self.not_whole = " and ".join(dict.fromkeys(_why_not_whole(run)))
+        """Why updates are recorded up to their gradients alone; empty where they are recorded whole."""
+        self.off = ""
+        """Why nothing is recorded; empty where something is, or will be."""
+        self.replays = 0
+        """Updates that were made by a replay."""
+
+    def update(self, window: Window) -> Any:
+        """Make the update of a window."""
+        if self.off:
+            return self._owner.update(window)
+        try:
+            here = on_device(window, self._owner.device)
+            spec = tuple(window.rows), spec_of(here.batches), spec_of(here.counts)
+        except Unfit as unfit:
+            self._give_up(str(unfit))
+            return self._owner.update(window)
+        if spec not in self._forms and len(self._forms) == MANY:
+            self._give_up(f"batches come in more than {MANY} forms")
+            return self._owner.update(window)
+        form = self._forms.setdefault(spec, _Form())
+        self._look(form)
+        if form.recorded is None and not self._may_record(form):
+            return self._as_ever(here, form)
+        if form.recorded is None and not self._record(here, form):
+            return self._as_ever(here, form)
+        assert form.recorded is not None
+        self.replays += 1
+        return form.recorded.replay(here)
+
+    def pause(self) -> None:
+        """Take note that code of others may have run, and changed anything."""
+        self._unsure = True
+
+    @property
+    def level(self) -> str:
+        """L3: updates are recorded whole; L2: up to their gradients; L1: not at all."""
+        if self.off:
+            return "L1"
+        return "L2" if self.not_whole else "L3"
+
+    def __str__(self) -> str:
+        if self.off:
+            return f"no CUDA graph: {self.off}"
+        made = sum(form.recorded is not None for form in self._forms.values())
+        count = f"{made} recorded, {self.replays} updates replayed"
+        what = f"forward and backward alone, since {self.not_whole}" if self.not_whole else "whole updates"
+        return f"CUDA graphs of {what}: {count}"
+
+    def _as_ever(self, window: Window, form: _Form) -> Any:
+        """Run an update by the code itself; the first ones under watch."""
+        self._owner.ledger.window = window
+        form.seen += 1
+        if form.seen > WARM_UP:
+            return self._owner.update(window)
+        before, drawn = facts.attributes(*_where(self._owner)), facts.draws(self._owner.device)
+        with self._watched.update():
+            loss = self._owner.update(window)
+        moved = facts.changed(before, facts.attributes(*_where(self._owner)))
+        if moved or drawn():
+            self._give_up(f"an update changes {moved}" if moved else f"an update draws from {drawn()}")
+        return loss
+
+    def _may_record(self, form: _Form) -> bool:
+        """Whether windows of this form have come often enough, and a recording pays."""
+        if self.off or form.seen < WARM_UP:
+            return False
+        why = next(_why_not(self._run, self._behind), "")
+        if why:  # it has come to be so since the run began
+            self._give_up(why)
+            return False
+        if sum(one.recorded is not None for one in self._forms.values()) >= FORMS:
+            return False
+        share = self._watched.share
+        if share < LAUNCH_BOUND and not self._requires:
+            self._give_up(f"the device is what updates wait for: the host takes {share:.2f} of its time")
+        return not self.off
+
+    def _look(self, form: _Form) -> None:
+        """Forget recordings of what is no more as it was."""
+        if self._unsure or self._always_unsure:
+            self._unsure = False
+            for one in self._forms.values():
+                if one.recorded is not None and one.baked[1:] != self._baked()[1:]:
+                    self._forget(one)
+            if self._in_vain >= AGAIN:
+                self._give_up("what a step reads beside its batch changes from update to update")
+        if form.recorded is not None and form.recorded.whole and form.baked[0] != self._settings():
+            self._forget(form)
+            if self._in_vain == AGAIN:
+                self._in_vain, self.not_whole = 0, "the optimizer's settings change from update to update"
+
+    def _forget(self, form: _Form) -> None:
+        assert form.recorded is not None
+        self._in_vain = self._in_vain + 1 if form.recorded.replays <= SOON else 0
+        form.recorded = None
+
+    def _record(self, window: Window, form: _Form) -> bool:
+        """Record the update of a window, whole or up to its gradients; whether that could be done."""
+        run, whole = self._run, not self.not_whole
+        if whole and isinstance(run.rates, TableRates):
+            self._behind.follow()
+        trial = Trial(self._tensors(), self._owner.device, measured=len(list(self._owner.model.parameters())))
+        try:
+            run.gradients.zero()
+            recorded = Recorded(run, self._behind, window, whole=whole)
+            form.baked = self._baked()
+            found = self._tried(recorded, window, trial) if trial.fits else ""
+        except Exception as error:
+            trial.put_back()
+            found = str(error) if isinstance(error, Unfit) else f"{type(error).__name__}: {error}".splitlines()[0]
+            if whole and not isinstance(error, Unfit):
+                self.not_whole = found
+                return self._record(window, form)
+        finally:
+            window.begin()
+            window.begun = False
+        if found:
+            run.gradients.zero()
+            self._give_up(found)
+            return False
+        form.recorded = recorded
+        return True
+
+    def _tried(self, recorded: Recorded, window: Window, trial: Trial) -> str:
+        """Say what a replay computes otherwise than the code itself, or ""; all is left as it was."""
+        for make in (recorded.replay, self._owner.update):
+            with trial.one_way(), apart(self._run, window):
+                make(window)
+            window.begin()
+            window.begun = False
+            self._run.gradients.zero()
+        recorded.replays = 0
+        if trial.difference <= FAR:
+            return ""
+        return f"a replay computes otherwise: the weights end {trial.difference:.2g} of an update's way apart"
+
+    def _give_up(self, why: str) -> None:
+        """Record nothing from now on; SettingError where graphs are required."""
+        self.off = why
+        self._forms.clear()
+        if self._requires:
+            raise _not_possible((why,))
+
+    def _settings(self) -> list[Any]:
+        return facts.settings(list(self._owner.optimizers.values()), rates=not self._behind.reads_rates)
+
+    def _baked(self) -> list[Any]:
+        owner = self._owner
+        lies = facts.addresses(owner.model, list(owner.optimizers.values()))
+        hooks = list(facts.hooks_of_others(owner.model))
+        return [self._settings(), facts.attributes(*_where(owner)), lies, hooks, id(self._run.gradients)]
+
+    def _tensors(self) -> list[Tensor]:
+        owner = self._owner
+        found = [*owner.model.parameters(), *owner.model.buffers(), *self._behind.tensors]
+        for optimizer in owner.optimizers.values():
+            for state in optimizer.state.values():
+                found += [value for value in state.values() if isinstance(value, Tensor)]
+        return found
+
+
+def graphed(run: Run, behind: Behind | None) -> Graphed | None:
+    """Return what replays updates, None where nothing can be recorded; SettingError where that is required."""
+    owner = run.owner
+    asked = owner.fast.cuda_graphs
+    why = tuple(_why_not(run, behind)) if asked else ("cuda_graphs=False",)
+    if why and asked == "require":
+        raise _not_possible(why)
+    owner.between.graphs = None
+    if why or behind is None:
+        owner.between.graphs = f"no CUDA graph: {'; '.join(why)}" if owner.device.type in RECORDERS else None
+        return None
+    made = Graphed(run, behind)
+    owner.between.graphs = made
+    return made
+
+
+def _why_not(run: Run, behind: Behind | None) -> Iterator[str]:
+    """Why no update of a run can be recorded, as far as its settings tell."""
+    owner = run.owner
+    if owner.device.type not in RECORDERS:
+        yield f"there are none on {owner.device.type}"
+    elif behind is None:
+        yield from owner.between.judged_at_once or ()
+    if owner.hooks.counts_itself:
+        yield "a `count` of your own reads each batch"
+    if owner.state:
+        yield "`self.state` may be read and written by a step"
+    yield from facts.hooks_of_others(owner.model)
+
+
+def _why_not_whole(run: Run) -> Iterator[str]:
+    """Why updates can be recorded up to their gradients alone."""
+    if isinstance(run.rates, TableRates) and run.rates.cycles:
+        yield "the schedule cycles momentum"
+    elif run.rates is not None and not isinstance(run.rates, TableRates):
+        yield "the schedule keeps a state of its own"
+    for optimizer in run.owner.optimizers.values():
+        why = why_not_masked(optimizer)
+        if why:
+            yield why
+
+
+def _not_possible(why: tuple[str, ...]) -> SettingError:
+    have = "\n        ".join(why)
+    what = 'Fast(cuda_graphs="require"), and updates cannot be recorded'
+    return SettingError(message(what, have=have, fix='Fast(cuda_graphs="auto"), which does without', where=False))
+
+
+def _where(owner: Owner) -> list[tuple[str, Any]]:
+    """What a step may read attributes of."""
+    own = {name: value for name, value in vars(owner).items() if name not in _MOVING}
+    each: list[tuple[str, Any]] = [(type(owner).__name__, own), ("model", owner.model), ("loss", owner.loss)]
+    return [*each, *((f"frozen[{name!r}]", module) for name, module in owner.frozen.items())]
+
+
+def _watches(observer: Observer) -> bool:
+    """Whether an observer of the user's own is told of updates, and so may change anything after each."""
+    return (
+        type(observer).on_update is not Observer.on_update
+        and type(observer).__module__.partition(".")[0] != "trainwright"
+    )

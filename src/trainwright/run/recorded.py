@@ -1,0 +1,151 @@
+"""One update as it was recorded: the memory that batches are copied to, and what the host does beside each replay."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from trainwright.run.heard import note_again, noted_apart
+from trainwright.run.outcome import Outcome
+from trainwright.runtime.device import change
+from trainwright.runtime.graphs import RECORDERS
+from trainwright.runtime.walking import tensors_in
+from trainwright.slots.window import Window
+
+if TYPE_CHECKING:
+    from trainwright.run.behind import Behind
+    from trainwright.run.run import Run
+
+_PLAIN = (bool, int, float, str, bytes, type(None))
+
+
+class Unfit(Exception):
+    """An update takes something from the host that a recording would keep as it is."""
+
+
+class Recorded:
+    """A recording of the update of one window, whole or up to its gradients, and what it left on the host.
+
+    What the recorded code notes, in the ledger, the outcome and the norms, are tensors that every replay writes anew;
+    so they are noted again, without the code that did.
+    """
+
+    def __init__(self, run: Run, behind: Behind, window: Window, *, whole: bool) -> None:
+        """`window`: of batches on the device, and with counts that a replay may differ in on it too."""
+        self._run, self._behind, self.whole = run, behind, whole
+        self.replays = 0
+        """How often it was replayed."""
+        self._window = fixed(window, run.owner.device)
+        self._inputs = _tensors_of(self._window)
+        self._graph = RECORDERS[run.owner.device.type](run.owner.device)
+        with apart(run, self._window) as noted, _unread(run.owner):
+            make = run.owner.update if whole else run.owner.compute_gradients
+            with self._graph.recording():
+                loss = make(self._window)
+            self._noted = noted
+            self._outcome, self._factor = run.outcome, run.factor
+            self._norms = [stepper.norm for stepper in run.steppers.all.steppers]
+            self._flag = behind.flag
+        self._loss = loss.detach()
+        self._gradients = [(parameter, parameter.grad) for parameter in run.gradients.parameters]
+        _check_noted(noted.entries)
+
+    def carry_out(self, window: Window) -> None:
+        """Replay it on the batches of `window`, and do nothing of what the host does beside."""
+        torch._foreach_copy_(self._inputs, _tensors_of(window))
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        self._graph.replay()
+
+    def replay(self, window: Window) -> Tensor:
+        """Make the update of `window`, or its gradients; returns its loss."""
+        run = self._run
+        self.carry_out(window)
+        self.replays += 1
+        window.begun, window.position = True, len(window.batches) - 1
+        note_again(run.ledger, self._noted)
+        run.outcome, run.factor = copy.copy(self._outcome), self._factor
+        for stepper, norm in zip(run.steppers.all.steppers, self._norms, strict=True):
+            stepper.norm = norm
+        self._behind.flag = self._flag
+        if not self.whole:
+            run.owner.apply_gradients()
+        return self._loss
+
+
+def spec_of(value: Any) -> Any:
+    """What a recording depends on of a batch: its structure, the form of its tensors, all else; Unfit for objects."""
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype, value.device, value.stride()
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, Mapping):
+        return type(value), *((key, spec_of(item)) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return type(value), *map(spec_of, value)
+    raise Unfit(f"a batch holds a {type(value).__name__}")
+
+
+def on_device(window: Window, device: torch.device) -> Window:
+    """The window with its batches moved; counts that are not its rows are tensors, so that they may differ."""
+    moved, counts = list(window), window.counts
+    if counts is not None and list(counts) != window.rows:
+        counts = [_as_tensor(count, device) for count in counts]
+    return Window(moved, window.rows, counts)
+
+
+def fixed(window: Window, device: torch.device) -> Window:
+    """The window in memory of its own."""
+    batches = [change(batch, device, torch.clone) for batch in window.batches]
+    counts = None if window.counts is None else change(window.counts, device, torch.clone)
+    return Window(batches, window.rows, counts)
+
+
+@contextmanager
+def apart(run: Run, window: Window) -> Iterator[Any]:
+    """Have an update of `window` leave nothing on the host but what is yielded: what it has noted."""
+    kept = run.outcome, run.factor, run._unjudged, [stepper.norm for stepper in run.steppers.all.steppers]
+    run.outcome = Outcome()
+    try:
+        with noted_apart(run.ledger, window) as noted:
+            yield noted
+    finally:
+        run.outcome, run.factor, run._unjudged, norms = kept
+        for stepper, norm in zip(run.steppers.all.steppers, norms, strict=True):
+            stepper.norm = norm
+
+
+@contextmanager
+def _unread(owner: Any) -> Iterator[None]:
+    """Have code that asks inside where the run stands be found unfit: a replay would not ask again."""
+    counters, owner.counters = owner.counters, _Unreadable()
+    try:
+        yield
+    finally:
+        owner.counters = counters
+
+
+class _Unreadable:
+    def __getattr__(self, name: str) -> Any:
+        raise Unfit("the step reads `self.progress`")
+
+
+def _check_noted(entries: Sequence[tuple[str, Any, Any, bool]]) -> None:
+    for name, value, _, _ in entries:
+        if not isinstance(value, Tensor):
+            raise Unfit(f"log({name!r}, ...) of a number that the host has computed")
+
+
+def _as_tensor(count: Any, device: torch.device) -> Tensor:
+    value = torch.as_tensor(count)
+    return (value.pin_memory() if device.type == "cuda" and value.is_cpu else value).to(device, non_blocking=True)
+
+
+def _tensors_of(window: Window) -> list[Tensor]:
+    counts = [count for count in window.counts or () if isinstance(count, Tensor)]
+    return [*(tensor.detach() for tensor in tensors_in(window.batches)), *counts]

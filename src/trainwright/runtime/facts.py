@@ -1,0 +1,130 @@
+"""What a computation takes from the host beside its inputs: attributes, settings, addresses, hooks, draws.
+
+A recorded one has all of it baked in. So it is compared: where it has changed, the recording is worth nothing.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+Facts = dict[tuple[str, str], Any]
+"""By what it belongs to, and its name."""
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_COUNTED = (list, dict, set, deque)
+_OF_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_GLOBAL = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")
+_BOOKKEPT = frozenset(
+    {"params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "lr_scale"}
+)
+"""What a group holds for its schedule, or for its names, and no step reads."""
+
+
+def attributes(*owners: tuple[str, Any]) -> Facts:
+    """The plain attributes of objects, or of dicts of them, and of all modules in modules; of containers the size."""
+    facts: Facts = {}
+    for name, owner in owners:
+        each = owner.named_modules(prefix=name) if isinstance(owner, nn.Module) else [(name, owner)]
+        for place, one in each:
+            for attribute, value in (one if isinstance(one, dict) else getattr(one, "__dict__", {})).items():
+                if isinstance(value, _PLAIN) or (
+                    type(value) is tuple and all(isinstance(item, _PLAIN) for item in value)
+                ):
+                    facts[place, attribute] = value
+                elif isinstance(value, _COUNTED) and not attribute.startswith("_"):
+                    facts[place, attribute] = len(value)
+    return facts
+
+
+def addresses(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Any]:
+    """Where everything lies that an update reads and writes, and which of it is trained."""
+    found: list[Any] = []
+    for parameter in model.parameters():
+        found += (id(parameter), parameter.data_ptr(), parameter.requires_grad)
+    found += [buffer.data_ptr() for buffer in model.buffers()]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            found += [parameter.data_ptr() for parameter in group["params"]]
+        for state in optimizer.state.values():
+            found += [value.data_ptr() if isinstance(value, Tensor) else value for value in state.values()]
+    return found
+
+
+def settings(optimizers: Sequence[Optimizer], *, rates: bool) -> list[Any]:
+    """The hyper-parameters of every group, its learning rate only where `rates` asks for it."""
+    return [
+        value
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for name, value in group.items()
+        if name not in _BOOKKEPT and (rates or name != "lr")
+    ]
+
+
+def hooks_of_others(model: nn.Module) -> Iterator[str]:
+    """The hooks that code of the user's own hangs on a model, on its parameters or on all modules, in words."""
+    for name in _GLOBAL:
+        if any(map(_is_others, getattr(nn.modules.module, name, {}).values())):
+            yield "a hook on all modules"
+    for place, module in model.named_modules():
+        for name in _OF_HOOKS:
+            if any(map(_is_others, (getattr(module, name, None) or {}).values())):
+                yield f"a hook on {_named(model, place)}"
+    for place, parameter in model.named_parameters():
+        for name in _OF_TENSORS:
+            if any(map(_is_others, (getattr(parameter, name, None) or {}).values())):
+                yield f"a hook on {place}"
+
+
+def draws(device: torch.device) -> Callable[[], str]:
+    """Note the random states of the host; what is returned says which of them was drawn from since, or ""."""
+    before = random.getstate(), _numpy_state(), torch.get_rng_state()
+
+    def drawn() -> str:
+        if random.getstate() != before[0]:
+            return "Python's random"
+        if _numpy_state() != before[1]:
+            return "NumPy's random"
+        on_host = device.type != "cpu" and not torch.equal(torch.get_rng_state(), before[2])
+        return "torch's random numbers of the CPU" if on_host else ""
+
+    return drawn
+
+
+def changed(before: Facts, after: Facts) -> str:
+    """Name what differs between two sets of attributes; "" where nothing does."""
+    if before == after:
+        return ""
+    for key in before | after:
+        if before.get(key, changed) != after.get(key, changed):
+            place, attribute = key
+            return f"{place}.{attribute}"
+    return "an attribute that is not equal to itself"
+
+
+def _numpy_state() -> tuple[Any, ...]:
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return name, np.asarray(keys).tobytes(), *rest
+
+
+def _is_others(hook: Any) -> bool:
+    module = getattr(hook, "__module__", None) or type(hook).__module__
+    return module.partition(".")[0] not in ("torch", "trainwright")
+
+
+def _named(model: nn.Module, place: str) -> str:
+    return place or type(model).__name__

@@ -1,0 +1,98 @@
+"""Records what is enqueued on a device, to have it carried out again at once on the same memory: CUDA graphs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+
+LAUNCH_BOUND = 0.7
+"""The host's part of an update's time from which a graph pays: below it the device is what is waited for."""
+
+
+class Recorder(Protocol):
+    """What torch's `CUDAGraph` is: a recording, and its replay."""
+
+    def recording(self) -> AbstractContextManager[None]:
+        """What is enqueued inside is recorded, and not carried out; an error inside leaves it, and no recording."""
+        ...
+
+    def replay(self) -> None:
+        """Have all that was recorded carried out, on the memory that it was recorded with."""
+        ...
+
+
+class CudaGraph:
+    """A recording of one CUDA device, in memory that all recordings of the device share.
+
+    The recordings of a device are replayed one after the other: what one of them gives is read before the next.
+    """
+
+    _pools: dict[torch.device, Any] = {}  # noqa: RUF012  # one for each device of the process
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._graph = torch.cuda.CUDAGraph()
+        self._pool = self._pools.setdefault(device, torch.cuda.graph_pool_handle())
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record what is enqueued inside, on a stream of its own."""
+        with torch.cuda.device(self._device):
+            stream = torch.cuda.Stream(self._device)
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+            generator = torch.cuda.default_generators[torch.cuda.current_device()]
+            before = generator.graphsafe_get_state()
+            # A recording that fails leaves the state that it used unfit for draws: it gets one of its own.
+            generator.graphsafe_set_state(generator.clone_state())
+            try:
+                with torch.cuda.graph(self._graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+                    yield
+            except BaseException:
+                generator.graphsafe_set_state(before)
+                torch.cuda.synchronize(self._device)
+                raise
+            torch.cuda.current_stream(self._device).wait_stream(stream)
+
+    def replay(self) -> None:
+        """Have it carried out on the current stream."""
+        self._graph.replay()
+
+
+RECORDERS: dict[str, Callable[[torch.device], Recorder]] = {"cuda": CudaGraph}
+"""What records on which kind of device."""
+
+
+class Timed:
+    """Whether the host, and not the device, is what updates wait for: measured over a few of them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._host: list[float] = []
+        self._events: list[tuple[Any, Any]] = []
+
+    @contextmanager
+    def update(self) -> Iterator[None]:
+        """Time one update: what the host takes to enqueue it, and the device to carry it out."""
+        if self._device.type != "cuda":
+            yield
+            return
+        begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begun.record()
+        before = time.perf_counter()
+        yield
+        self._host.append(time.perf_counter() - before)
+        ended.record()
+        self._events.append((begun, ended))
+
+    @property
+    def share(self) -> float:
+        """The host's time over the device's, of the updates after the first; waits for the last one."""
+        if not self._events:
+            return 1.0
+        self._events[-1][1].synchronize()
+        device = sum(begun.elapsed_time(ended) for begun, ended in self._events[1:]) / 1e3
+        return sum(self._host[1:]) / device if device else 1.0

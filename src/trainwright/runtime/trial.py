@@ -1,0 +1,57 @@
+"""Tries a computation two ways from the same state, says how far the results are apart, and puts the state back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+FAR = 0.05
+"""How far apart two ways may end, as a share of how far they go: kernels may add up in another order."""
+
+
+class Trial:
+    """Tensors, and the device's random state, around a computation that changes them in place."""
+
+    def __init__(self, tensors: Sequence[Tensor], device: torch.device, *, measured: int) -> None:
+        """`measured`: how many of the first tensors are compared; the others are kept and put back alone."""
+        self._tensors = [tensor.detach() for tensor in tensors]
+        self._device, self._measured = device, measured
+        size = sum(tensor.numel() * tensor.element_size() for tensor in self._tensors)
+        self.fits = device.type != "cuda" or torch.cuda.mem_get_info(device)[0] > 4 * size
+        """Whether there is memory for two copies of the tensors."""
+        self._before = [tensor.clone() for tensor in self._tensors] if self.fits else []
+        self._draws = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+        self._ends: list[list[Tensor]] = []
+
+    @contextmanager
+    def one_way(self) -> Iterator[None]:
+        """Compute inside; what came out is kept, and all is put back."""
+        yield
+        self._ends.append([tensor.clone() for tensor in self._tensors[: self._measured]])
+        self.put_back()
+
+    def put_back(self) -> None:
+        """Make the tensors, and the random state, what they were."""
+        with torch.no_grad():
+            for tensor, before in zip(self._tensors, self._before, strict=bool(self._before)):
+                tensor.copy_(before)
+        if self._device.type == "cuda":
+            torch.cuda.set_rng_state(self._draws, self._device)
+        else:
+            torch.set_rng_state(self._draws)
+
+    @property
+    def difference(self) -> float:
+        """How far the two ends are apart, as a share of the second's way from where both began; waits for it."""
+        one, other = self._ends
+        apart, way = torch.stack([_distance(one, other), _distance(other, self._before[: self._measured])]).tolist()
+        return apart / way if way else (1.0 if apart else 0.0)
+
+
+def _distance(one: Sequence[Tensor], other: Sequence[Tensor]) -> Tensor:
+    """The root of the sum of squared differences, over all floating tensors."""
+    squares = [(a - b).abs().double().square().sum() for a, b in zip(one, other, strict=True)]
+    return torch.stack(squares).sum().sqrt()
