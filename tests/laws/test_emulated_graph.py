@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.laws.emulated_graph import INVALIDATED, NOT_PERMITTED, EmulatedGraph, emulate, graph_of
 from torch import Tensor, nn
+
+from laws.emulated_graph import INVALIDATED, NOT_PERMITTED, EmulatedGraph, emulate, graph_of
 
 CPU = torch.device("cpu")
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.laws.emulated_graph import EmulatedGraph, graph_of
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from laws.emulated_graph import EmulatedGraph, graph_of
 
 
 @pytest.fixture(autouse=True)

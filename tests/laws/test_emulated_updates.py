@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from tests.laws.emulated_graph import EmulatedGraph
 from torch import Tensor, nn
+
+from laws.emulated_graph import EmulatedGraph
 
 CPU = torch.device("cpu")
 UPDATES, MICRO = 10, 3
