@@ -37,8 +37,18 @@ class Case:
 
     @property
     def level(self) -> str:
-        """What is recorded of it where graphs are required: momentum that cycles is no rate, and changes each time."""
-        return "L2" if self.schedule == "cycled" else "L3"
+        """How its updates are made where graphs are wanted: momentum that cycles is no rate, and changes each time.
+
+        Under a loss scale it must be known which updates were applied before the next momentum is.
+        """
+        if self.schedule != "cycled":
+            return "L3"
+        return "L0" if self.precision == "fp16" else "L2"
+
+    @property
+    def graphs(self) -> str:
+        """What `cuda_graphs` is for the recorded run."""
+        return "auto" if self.level == "L0" else "require"
 
     @property
     def micro_batches(self) -> int:
@@ -63,7 +73,7 @@ def conv_net() -> nn.Module:
     torch.manual_seed(0)
     first, second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 16, 3, padding=1)
     body = (first, nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout2d(0.2), second, nn.BatchNorm2d(16), nn.ReLU())
-    return nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, CLASSES))
+    return nn.Sequential(*body, nn.Flatten(), nn.Linear(16 * 8 * 8, CLASSES))
 
 
 def rows(number: int, shape: Sequence[int] = (FEATURES,), *, seed: int = 1) -> Batch:
@@ -259,6 +269,11 @@ def moved(model: nn.Module, build: Any = net) -> bool:
 
 def losses(trainer: Any) -> list[float]:
     return [record.loss for record in trainer.watch.records]
+
+
+def path_of(trainer: Any) -> str:
+    """The path that the updates took in the end, while the run went on; it begins with its level."""
+    return str(trainer.watch.paths[-1])
 
 
 def cases() -> Iterator[Case]:

@@ -23,6 +23,7 @@ WHOLE = WARM + STEADY + 2 * AHEAD + 4
 """Updates of a run that is looked at: so many that it pauses for nothing while it is."""
 WAITS = re.compile(r"cuda(StreamSynchronize|DeviceSynchronize|Memcpy|Memset)(_v\d+)?|cu(Stream|Ctx)Synchronize")
 ALLOCATES = re.compile(r"cuda(Malloc\w*|Free\w*|Host(Alloc|Register|Unregister))|cuMem(Alloc|Free|Create|Map|Unmap)\w*")
+REPLAYS = re.compile(r"cudaGraphLaunch\w*")
 LAUNCHES = re.compile(r"cuda(LaunchKernel\w*|GraphLaunch\w*)|cuLaunchKernel\w*")
 
 Opens = Callable[[], AbstractContextManager[Any]]

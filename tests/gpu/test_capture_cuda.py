@@ -19,6 +19,7 @@ from gpu_runs import (
     make,
     net,
     noisy_net,
+    path_of,
     rows,
     same,
     state_of,
@@ -44,10 +45,8 @@ class Hindered(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = net()
-        self.calls = 0
 
     def forward(self, x: Any) -> Any:
-        self.calls += 1
         hidden = self.body[0](x)
         self.hinder(hidden)
         return self.body[1:](hidden)
@@ -111,7 +110,7 @@ def test_after_a_recording_that_failed_the_run_goes_on_as_without(build: Any, de
     eager, tried = both_ways(build, device)
     assert same(state_of(eager), state_of(tried))
     assert losses(eager) == losses(tried)
-    assert "L3" not in tried.watch.paths[-1]
+    assert not path_of(tried).startswith("L3")
     assert torch.equal(*[noise_after(build, device, graphs=graphs) for graphs in (False, "auto")])
     check_usable(device)
 
@@ -129,13 +128,15 @@ def noise_after(build: Any, device: torch.device, *, graphs: Any, updates: int =
 
 
 def check_usable(device: torch.device, *, graphs: Any = "require") -> None:
-    """The process computes, and records the next run."""
+    """The process computes where it did, gives memory back, and records the next run."""
+    if device.type == "cuda":
+        assert torch.cuda.current_stream(device) == torch.cuda.default_stream(device)
+        torch.cuda.synchronize(device)
+        gc.collect()
+        torch.cuda.empty_cache()  # torch 2.11 refuses it where its allocator takes a recording to be under way
     captured, eager = (trained(CASE, device, graphs=given, updates=20) for given in (graphs, False))
     assert distance(eager.model, captured.model) <= 1e-5
-    if device.type == "cuda":
-        assert "L3" in captured.watch.paths[-1]
-        torch.cuda.synchronize(device)
-        assert not torch.cuda.is_current_stream_capturing()
+    assert graphs != "require" or path_of(captured).startswith("L3")
     assert torch.ones(3, device=device).sum().item() == 3
 
 
@@ -191,7 +192,7 @@ def with_workers(device: torch.device, number: int) -> Any:
 def test_a_recording_beside_a_loader_that_pins_memory(device: torch.device) -> None:
     runs = [trained(CASE, device, graphs=graphs, data=with_workers(device, 20)) for graphs in (False, "require")]
     assert distance(runs[0].model, runs[1].model) <= 1e-5
-    assert "L3" in runs[1].watch.paths[-1]
+    assert path_of(runs[1]).startswith("L3")
 
 
 def interrupted(device: torch.device, *, graphs: Any, at: int) -> Any:

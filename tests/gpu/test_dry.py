@@ -43,7 +43,6 @@ def test_every_case_has_the_weights_of_the_loop_by_hand() -> None:
     for case in cases():
         by, eager, captured = same_cuda.three_ways(case, CPU, updates=2)
         same_cuda.check_three(case, (by, eager, captured))
-        assert case.level in ("L2", "L3")
 
 
 @pytest.mark.parametrize(

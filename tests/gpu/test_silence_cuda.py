@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_runs import SIZE, Case, by_hand, distance, host_batches, losses, make, rows
+from gpu_runs import SIZE, Case, by_hand, distance, host_batches, losses, make, path_of, rows
 from steady import (
     ALLOCATES,
     LAUNCHES,
+    REPLAYS,
     STEADY,
     WAITS,
     WARM,
@@ -75,8 +76,7 @@ def data_for(level: str, kind: str, *, updates: int = WHOLE) -> Any:
 
 
 def check_level(trainer: Any, level: str) -> None:
-    path = trainer.watch.paths[-1]
-    assert level[:2] in path, path
+    assert path_of(trainer).startswith(level[:2])
 
 
 @pytest.mark.parametrize("kind", DATA)
@@ -116,7 +116,7 @@ def test_no_call_of_cuda_waits_or_allocates(level: str, kind: str, device: torch
     copies = 0 if kind == "on the device" else LEVELS[level][1].micro_batches
     assert calls["cudaEventSynchronize"] <= (1 + copies) * STEADY, calls
     if level != "L1" and LEVELS[level][0] == "require":
-        assert calls["cudaGraphLaunch"] >= STEADY, calls
+        assert sum(matching(calls, REPLAYS).values()) >= STEADY, calls
 
 
 @pytest.mark.parametrize("kind", DATA)
@@ -229,5 +229,5 @@ def test_an_optimizer_that_is_not_fused_reads_and_says_so(device: torch.device) 
         group["fused"] = None
     with pytest.raises(RuntimeError, match="synchronizing"):
         steady(trainer, data_for("L1", "pageable"), partial(no_sync, device))
-    assert "was not built with fused=True" in trainer.watch.paths[-1]
+    assert "was not built with fused=True" in path_of(trainer)
     assert losses(trainer)
