@@ -119,7 +119,7 @@ def test_who_fails_or_ends_too_few_epochs_is_told_and_the_others_go_on(small: Ta
     contestants = [TUNED, Contestant("failing", fail), Contestant("short", too_short)]
     found = run(small, contestants)
     table = report.table(Case("B1", lambda _: small, contestants, lambda _: []), small, found)
-    assert "| failing | failed: RuntimeError: no such thing |" in table
+    assert "| failing | failed: RuntimeError: no such thing and more |" in table
     assert found["short"].failed == "RuntimeError: 1 epochs ended, not 2"
     assert found["tuned"].seconds
     assert not report.sound(small, found)

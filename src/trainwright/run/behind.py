@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import nan
@@ -62,6 +63,9 @@ class Behind(Teller):
         self._run, self._ring = run, Lagging(device)
         self.flag: Tensor | None = None
         """What tells that an update had something in it that is not finite; None where nothing is judged."""
+        self.counted: Tensor | None = None
+        """The numbers of the update in hand, where it was counted and they were put together already."""
+        self._recorded = 0
         self._place = (0, 0)
         self._known = 0
         """Updates of this stage that are known to be applied."""
@@ -139,7 +143,7 @@ class Behind(Teller):
 
     def tell(self, window: Window, *, skipped: bool) -> None:
         """Send the numbers of this update on their way; hear of those that have arrived."""
-        run, ledger, judge = self._run, self._run.ledger, self._judge
+        run, ledger = self._run, self._run.ledger
         norms = {one.name: one.norm for one in run.steppers.all.steppers if one.norm is not None}
         told = _Told(
             update=self._record(window, skipped=False, loss=nan, norm=None, values=run.steppers.numbers()),
@@ -150,13 +154,24 @@ class Behind(Teller):
             kept=run.statistics.kept,
             norms=tuple(norms),
         )
-        verdict: list[float | Tensor] = [0.0 if self.flag is None else self.flag, 0.0]
-        if judge is not None:
-            judge.count()
-            verdict = [judge.ends, judge.held_back]
-        entries = told.entries
-        values = [*[entry[1] for entry in entries], *[entry[2] for entry in entries], *verdict, *norms.values()]
-        self._ring.push(values, partial(self._hear, told))
+        together, self.counted = self.counted, None
+        if together is None:
+            self._count_there()
+        values = self._values(told.entries, list(norms.values()))
+        if together is not None and len(values) != self._recorded:  # `after_update` has logged something
+            together = None
+        self._ring.push(values, partial(self._hear, told), together=together)
+
+    def count(self, entries: list[Entry]) -> Tensor | None:
+        """Count an update on the device, and put its numbers together there: what a recording does for `tell`."""
+        self._count_there()
+        norms = [one.norm for one in self._run.steppers.all.steppers if one.norm is not None]
+        return self._ring.together(self._values(entries, norms))
+
+    def recorded(self, together: Tensor | None, entries: list[Entry]) -> None:
+        """Take over what `count` has given in a recording that was replayed."""
+        norms = sum(stepper.norm is not None for stepper in self._run.steppers.all.steppers)
+        self.counted, self._recorded = together, 2 * len(entries) + 2 + norms
 
     def drain(self) -> None:
         """Wait for all updates that were made, and hear of them; the host's rates are then those of the last one."""
@@ -170,6 +185,17 @@ class Behind(Teller):
         self._known = updates
         if self._judge is not None:
             self._judge.set_clock(updates)
+
+    def _count_there(self) -> None:
+        if self._judge is not None:
+            self._judge.count()
+
+    def _values(self, entries: list[Entry], norms: Sequence[float | Tensor]) -> list[float | Tensor]:
+        """All numbers of an update, in the order in which they are heard."""
+        verdict: list[float | Tensor] = [0.0 if self.flag is None else self.flag, 0.0]
+        if self._judge is not None:
+            verdict = [self._judge.ends, self._judge.held_back]
+        return [*[entry[1] for entry in entries], *[entry[2] for entry in entries], *verdict, *norms]
 
     def _judge_there(self) -> None:
         run, device = self._run, self._run.owner.device

@@ -63,6 +63,8 @@ class Graphed:
         """Whether anything may have changed since the last update beside the optimizers' settings."""
         self._always_unsure = run.after_update is not None or any(map(_watches, run.owner.observers))
         self._in_vain = 0
+        self._last: Recorded | None = None
+        """Whose gradients are attached to the parameters."""
         self.not_whole = " and ".join(dict.fromkeys(_why_not_whole(run)))
         """Why updates are recorded up to their gradients alone; empty where they are recorded whole."""
         self.off = ""
@@ -91,11 +93,14 @@ class Graphed:
             return self._as_ever(here, form)
         assert form.recorded is not None
         self.replays += 1
+        if self._last is not form.recorded:
+            form.recorded.attach()
+            self._last = form.recorded
         return form.recorded.replay(here)
 
     def pause(self) -> None:
         """Take note that code of others may have run, and changed anything."""
-        self._unsure = True
+        self._unsure, self._last = True, None
 
     @property
     def level(self) -> str:
@@ -114,7 +119,7 @@ class Graphed:
 
     def _as_ever(self, window: Window, form: _Form) -> Any:
         """Run an update by the code itself; the first ones under watch."""
-        self._owner.ledger.window = window
+        self._owner.ledger.window, self._last = window, None
         form.seen += 1
         if form.seen > WARM_UP:
             return self._owner.update(window)
@@ -189,13 +194,14 @@ class Graphed:
 
     def _tried(self, recorded: Recorded, window: Window, trial: Trial) -> str:
         """Say what a replay computes otherwise than the code itself, or ""; all is left as it was."""
+        recorded.attach()
         for make in (recorded.replay, self._owner.update):
             with trial.one_way(), apart(self._run, window):
                 make(window)
             window.begin()
             window.begun = False
             self._run.gradients.zero()
-        recorded.replays = 0
+        recorded.replays, self._behind.counted = 0, None
         if trial.difference <= FAR:
             return ""
         return f"a replay computes otherwise: the weights end {trial.difference:.2g} of an update's way apart"

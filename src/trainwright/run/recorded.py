@@ -47,6 +47,7 @@ class Recorded:
             make = run.owner.update if whole else run.owner.compute_gradients
             with self._graph.recording():
                 loss = make(self._window)
+                self._together = behind.count(noted.entries) if whole else None
             self._noted = noted
             self._outcome, self._factor = run.outcome, run.factor
             self._norms = [stepper.norm for stepper in run.steppers.all.steppers]
@@ -55,17 +56,16 @@ class Recorded:
         self._gradients = [(parameter, parameter.grad) for parameter in run.gradients.parameters]
         _check_noted(noted.entries)
 
-    def carry_out(self, window: Window) -> None:
-        """Replay it on the batches of `window`, and do nothing of what the host does beside."""
-        torch._foreach_copy_(self._inputs, _tensors_of(window))
+    def attach(self) -> None:
+        """Have the gradients be those that a replay writes."""
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
-        self._graph.replay()
 
     def replay(self, window: Window) -> Tensor:
-        """Make the update of `window`, or its gradients; returns its loss."""
+        """Make the update of `window`, whose gradients are attached; returns its loss."""
         run = self._run
-        self.carry_out(window)
+        torch._foreach_copy_(self._inputs, _tensors_of(window))
+        self._graph.replay()
         self.replays += 1
         window.begun, window.position = True, len(window.batches) - 1
         note_again(run.ledger, self._noted)
@@ -73,7 +73,9 @@ class Recorded:
         for stepper, norm in zip(run.steppers.all.steppers, self._norms, strict=True):
             stepper.norm = norm
         self._behind.flag = self._flag
-        if not self.whole:
+        if self.whole:
+            self._behind.recorded(self._together, self._noted.entries)
+        else:
             run.owner.apply_gradients()
         return self._loss
 

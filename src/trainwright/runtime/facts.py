@@ -6,7 +6,6 @@ A recorded one has all of it baked in. So it is compared: where it has changed, 
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainwright.runtime.reading import Reader
+
 Facts = dict[tuple[str, str], Any]
 """By what it belongs to, and its name."""
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_COUNTED = (list, dict, set, deque)
 _OF_HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
@@ -34,19 +33,15 @@ _BOOKKEPT = frozenset(
 """What a group holds for its schedule, or for its names, and no step reads."""
 
 
-def attributes(*owners: tuple[str, Any]) -> Facts:
-    """The plain attributes of objects, or of dicts of them, and of all modules in modules; of containers the size."""
+def attributes(*owners: tuple[str, Any], device: torch.device) -> Facts:
+    """What objects, dicts of attributes and all modules in modules hold: see `reading.Reader`; runs are on `device`."""
+    reader = Reader(device)
     facts: Facts = {}
     for name, owner in owners:
         each = owner.named_modules(prefix=name) if isinstance(owner, nn.Module) else [(name, owner)]
         for place, one in each:
-            for attribute, value in (one if isinstance(one, dict) else getattr(one, "__dict__", {})).items():
-                if isinstance(value, _PLAIN) or (
-                    type(value) is tuple and all(isinstance(item, _PLAIN) for item in value)
-                ):
-                    facts[place, attribute] = value
-                elif isinstance(value, _COUNTED) and not attribute.startswith("_"):
-                    facts[place, attribute] = len(value)
+            for attribute, value in reader.held_by(one):
+                facts[place, attribute] = value
     return facts
 
 

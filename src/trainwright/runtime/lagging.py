@@ -30,15 +30,20 @@ class Lagging:
         self._turn = 0
         self._under_way: deque[tuple[Any, Tensor, list[Any], Deliver]] = deque()
 
-    def push(self, values: Sequence[float | Tensor], deliver: Deliver) -> None:
-        """Send numbers on their way: scalars, on this device or the host; `deliver` gets them as floats, in order."""
+    def together(self, values: Sequence[float | Tensor]) -> Tensor | None:
+        """The scalars of these that only the device has, as one tensor there; None where there are none."""
         there = [value for value in values if _is_under_way(value, self._device)]
-        slot = self._slot(len(there))
-        arrived = None
-        if there:
-            kind = widest_float(self._device)
-            together = torch.stack([value.detach().reshape(()).to(self._device, kind) for value in there])
-            arrived = fetch(together, slot)
+        kind = widest_float(self._device)
+        return torch.stack([one.detach().reshape(()).to(self._device, kind) for one in there]) if there else None
+
+    def push(self, values: Sequence[float | Tensor], deliver: Deliver, *, together: Tensor | None = None) -> None:
+        """Send numbers on their way: scalars, on this device or the host; `deliver` gets them as floats, in order.
+
+        `together`: what the method of this name has given for these values, where that was computed before.
+        """
+        together = self.together(values) if together is None else together
+        slot = self._slot(0 if together is None else len(together))
+        arrived = None if together is None else fetch(together, slot)
         told = [_HERE if _is_under_way(value, self._device) else float(value) for value in values]
         self._under_way.append((arrived, slot, told, deliver))
         while len(self._under_way) > self._ahead:

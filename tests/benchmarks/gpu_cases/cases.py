@@ -119,20 +119,20 @@ def _fastest(found: Found, *, over: bool) -> list[float] | None:
 
 
 LAUNCH_BOUND = (TUNED, PLAIN, GRAPH, ours.OURS, ours.REQUIRED, ours.EAGER)
-BESIDE_PEERS = (TUNED, ours.OURS, *peers.PEERS)
+BESIDE_PEERS = (TUNED, PLAIN, ours.OURS, *peers.PEERS)
 LENGTHS = (
     replace(TUNED, note="each batch padded to its bucket"),
     replace(TUNED, name="tuned-padded", variant="padded", note="padded to the longest of all", equals="tuned"),
     replace(TUNED, name="tuned-packed", variant="packed", note="rows packed", equals="tuned"),
     ours.OURS,
     replace(ours.OURS, name="trainwright-packed", variant="packed", note="rows packed"),
-    replace(ours.COMPILED, equals=None),
+    ours.REGIONAL,
 )
 CASES = [
     Case("B1", tasks.perceptron, LAUNCH_BOUND, launch_bound),
     Case("B2", tasks.small_images, (TUNED, PLAIN, GRAPH, ours.OURS), large),
-    Case("B3", tasks.large_images, (TUNED, PLAIN, ours.OURS), large),
-    Case("B4", tasks.language, (TUNED, PLAIN, COMPILED, ours.OURS, ours.COMPILED), language),
+    Case("B3", tasks.large_images, (TUNED, ours.OURS), large),
+    Case("B4", tasks.language, (TUNED, COMPILED, ours.OURS, ours.COMPILED), language),
     Case("B5", tasks.small_language, LAUNCH_BOUND, launch_bound),
     Case("B6", tasks.varied_lengths, LENGTHS, varied_lengths, counts_syncs=True),
     Case(
@@ -150,6 +150,6 @@ CASES = [
     Case("B8", tasks.with_fp16, (TUNED, ours.OURS), large),
     Case("B9", tasks.perceptron, BESIDE_PEERS, beside_peers(PEER, lightning=LIGHTNING), counts_syncs=True),
     Case("B9", tasks.small_language, BESIDE_PEERS, beside_peers(PEER), counts_syncs=True),
-    Case("B9", tasks.language, BESIDE_PEERS, beside_peers(), counts_syncs=True),
+    Case("B9", partial(tasks.language, rows=16), BESIDE_PEERS, beside_peers(), counts_syncs=True),
 ]
 NAMES = ("B0", *dict.fromkeys(case.name for case in CASES))

@@ -47,7 +47,7 @@ class Rounds:
         try:
             self._once(one, runs, timed=timed)
         except Exception as error:  # anything that another library may raise: it is told in the table
-            runs.failed = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            runs.failed = _told(error)
 
     def _once(self, one: Contestant, runs: Runs, *, timed: bool) -> None:
         task, device = self._task(one), self.task.device
@@ -87,7 +87,7 @@ class Rounds:
         try:
             runs.syncs = waits(self._task(one), one.train)
         except Exception as error:  # as above
-            runs.failed = f"profiled: {type(error).__name__}: {error}".splitlines()[0][:300]
+            runs.failed = f"profiled: {_told(error)}"
 
 
 def waits(task: Task, train: Callable[[Task, Clock], nn.Module]) -> dict[str, float]:
@@ -103,6 +103,11 @@ def waits(task: Task, train: Callable[[Task, Clock], nn.Module]) -> dict[str, fl
     clocks_own = len(clock.times) - 1
     counted["cudaDeviceSynchronize"] = max(0, counted.get("cudaDeviceSynchronize", 0) - clocks_own)
     return {name: count / task.updates for name, count in counted.items()}
+
+
+def _told(error: Exception) -> str:
+    """An error in one line, as a table has them."""
+    return " ".join(f"{type(error).__name__}: {error}".replace("|", "/").split())[:400]
 
 
 def _tidy(device: torch.device) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -93,11 +94,17 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, *, starts: Tensor, longest
         return torch.cat([F.scaled_dot_product_attention(*row, is_causal=True) for row in rows], 1).transpose(0, 1)
     from torch.nn.attention.varlen import varlen_attn
 
-    # torch 2.10 has `is_causal`, later ones a window in its place.
-    windowed = "window_size" in inspect.signature(varlen_attn).parameters
-    causal: dict[str, Any] = {"window_size": (-1, 0)} if windowed else {"is_causal": True}
-    attended: Tensor = varlen_attn(q, k, v, starts, starts, longest, longest, **causal)
+    attended: Tensor = varlen_attn(q, k, v, starts, starts, longest, longest, **_causal())
     return attended
+
+
+@cache
+def _causal() -> dict[str, Any]:
+    """How `varlen_attn` is told to be causal: by a flag in torch 2.10, by a window in later ones."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    windowed = "window_size" in inspect.signature(varlen_attn).parameters
+    return {"window_size": (-1, 0)} if windowed else {"is_causal": True}
 
 
 class GPT(nn.Module):

@@ -11,7 +11,7 @@ from gpu_cases.entry import Batch, Clock, Contestant, Task
 
 
 def train(
-    task: Task, clock: Clock, *, graphs: Any = "auto", compiles: bool = False, device_data: bool = True
+    task: Task, clock: Clock, *, graphs: Any = "auto", compiles: str | None = None, device_data: bool = True
 ) -> nn.Module:
     """Train from ready batches; where the task has rows on the host, from these."""
     from trainwright import Fast, Mean, Observer, Trainer, Validation
@@ -25,7 +25,7 @@ def train(
             return Mean(self.model(*batch), task.counts(batch))
 
     accepted, refused = graphs_setting(graphs)
-    compile_ = {"regions": "full", "backend": task.bench.backend} if compiles else None
+    compile_ = {"regions": compiles, "backend": task.bench.backend} if compiles else None
     more: dict[str, Any] = {} if task.rows is None else {"device_data": device_data}
     model = task.model(by_hand=False)
     kind = Trainer if task.criterion is not None else OwnLoss
@@ -85,5 +85,8 @@ REQUIRED = Contestant(
 )
 EAGER = Contestant("trainwright-eager", partial(train, graphs=False), note="Fast(cuda_graphs=False)")
 COMPILED = Contestant(
-    "trainwright-compile", partial(train, compiles=True), note='Fast(compile="full")', equals="compile"
+    "trainwright-compile", partial(train, compiles="full"), note='Fast(compile="full")', equals="compile"
+)
+REGIONAL = Contestant(
+    "trainwright-compile", partial(train, compiles="regional"), note='Fast(compile="regional")', equals=None
 )

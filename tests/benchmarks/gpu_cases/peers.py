@@ -52,16 +52,14 @@ def train_lightning(task: Task, clock: Clock, *, off: bool) -> nn.Module:
             clock.epoch_ended()
 
     module = Module()
-    settings = {
+    settings: dict[str, Any] = {
         "accelerator": "gpu" if task.bench.on_cuda else "cpu",
         "precision": "bf16-mixed" if task.precision == "bf16" else "32-true",
         "gradient_clip_val": task.clip,
+        **(OFF if off else {}),
     }
     with tempfile.TemporaryDirectory() as root:
-        off_or_not = OFF if off else {}
-        trainer = lightning.Trainer(
-            **settings, devices=1, max_epochs=1 + task.epochs, default_root_dir=root, **off_or_not
-        )
+        trainer = lightning.Trainer(max_epochs=1 + task.epochs, devices=1, default_root_dir=root, **settings)
         trainer.fit(module, loader(task.data))
     return module.model
 

@@ -124,7 +124,7 @@ def varied_lengths(bench: Bench) -> Task:
     rows, longest = bench.size(32, 3), buckets[-1]
     sizes = {"vocabulary": 8192, "length": longest, "width": 512, "layers": 8, "heads": 8}
     if bench.tiny:
-        sizes |= {"vocabulary": 32, "width": 16, "layers": 2, "heads": 2}
+        sizes |= {"vocabulary": 32, "width": 16, "layers": 3, "heads": 2}
     drawn = torch.Generator().manual_seed(3)
     ragged, padded, packed = [], [], []
     for _ in range(bench.size(6, 1)):
