@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -30,6 +31,9 @@ from gpu_cases.ceilings import table as table_of_ceilings
 from gpu_cases.entry import Bench, Case
 from gpu_cases.measuring import Rounds
 
+CUPTI = {"TEARDOWN_CUPTI": "0", "DISABLE_CUPTI_LAZY_REINIT": "1"}
+"""The profiler must not be taken down and started anew beside recorded graphs."""
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the chosen cases; return 1 where a contestant failed or has other weights than it should."""
@@ -39,6 +43,8 @@ def main(arguments: list[str] | None = None) -> int:
     if bench.on_cuda and not torch.cuda.is_available():
         print("no CUDA device is here; a dry run is: --tiny --device cpu", file=sys.stderr)
         return 2
+    for name, value in CUPTI.items():
+        os.environ.setdefault(name, value)
     about = report.facts(bench)
     print(report.header(bench, about), flush=True)
     found: dict[str, Any] = {"facts": about, "tiny": bench.tiny}
