@@ -14,10 +14,12 @@ from gpu_cases import cases, report, tasks
 from gpu_cases.entry import Bench, Case, Clock, Contestant, Runs, Task, ratio
 from gpu_cases.loops import GRAPH, TUNED, train_tuned
 from gpu_cases.measuring import Rounds
-from gpu_cases.ours import graphs_setting
+from gpu_cases.ours import REQUIRED, graphs_setting
 from torch import nn
 
 import gpu
+from laws import emulated_graph
+from trainwright.run import judging
 
 DRY = ["--tiny", "--device", "cpu", "--rounds", "1", "--without-peers"]
 BENCH = Bench(torch.device("cpu"), tiny=True, rounds=1)
@@ -172,6 +174,16 @@ def test_graphs_are_asked_for_as_they_are_accepted_here_and_that_is_told() -> No
     assert graphs_setting("no such thing")[1].startswith('"auto" in the place of ')
 
 
+@pytest.mark.parametrize("make", [tasks.perceptron, tasks.small_language, tasks.small_images])
+def test_whole_updates_are_recorded_where_that_is_demanded(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulated_graph.emulate(monkeypatch)
+    monkeypatch.setattr(judging, "LATE", {"cpu"})  # or there is nothing to be gained, and nothing is recorded
+    task = replace(make(BENCH), epochs=2)
+    found = run(task, [TUNED, replace(REQUIRED, needs_cuda=False)])["trainwright-graph"]
+    assert found.differs is not None and report.agrees(task, found), found.failed
+    assert "CUDA graphs of whole updates: 1 recorded, 9 updates replayed" in found.note
+
+
 def test_a_cpu_is_for_dry_runs_alone(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         gpu.main(["--device", "cpu"])
@@ -183,4 +195,4 @@ def test_a_cpu_is_for_dry_runs_alone(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize("name", ["B1", "B5"])
 def test_the_launch_bound_cases_run_on_cuda(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.main(["--tiny", "--rounds", "1", "--only", name, "--without-peers"]) == 0
-    assert "a graph of the whole update" in capsys.readouterr().out
+    assert "a graph of the whole update, 5 replays" in capsys.readouterr().out

@@ -91,6 +91,7 @@ def train_graphed(task: Task, clock: Clock) -> nn.Module:
         graphed.total.item()
         graphed.total.zero_()
         clock.epoch_ended()
+    clock.note = f"a graph of the whole update, {graphed.replays} replays"
     return graphed.model
 
 
@@ -104,7 +105,7 @@ class _Graphed:
         self._optimizer = task.optimizer(self._parameters, fused=True, capturable=True)
         self._inputs = tuple(torch.empty_like(one) for one in task.data[0])
         self._side = torch.cuda.Stream(task.device)
-        self._eager = 0
+        self._eager = self.replays = 0
         self._graph: Any = None
 
     def update(self, batch: Batch) -> None:
@@ -114,6 +115,7 @@ class _Graphed:
             self._capture()
         if self._graph is not None:
             self._graph.replay()
+            self.replays += 1
             return
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):

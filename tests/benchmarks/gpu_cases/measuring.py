@@ -32,13 +32,22 @@ class Rounds:
 
     def run(self) -> dict[str, Runs]:
         """Return what was found of each; who fails is left out from then on."""
+        try:
+            self._run_all()
+        finally:
+            gc.unfreeze()
+        return self.found
+
+    def _run_all(self) -> None:
         for number in range(self.task.bench.rounds + 1):
+            if number < 2:
+                gc.collect()
+                gc.freeze()  # nobody pays for the modules of all others
             for one in self.case.contestants if number % 2 == 0 else self.case.contestants[::-1]:
                 self._try(one, timed=number > 0)
         if self.case.counts_syncs and self.task.bench.on_cuda:
             for one in self.case.contestants:
                 self._count(one)
-        return self.found
 
     def _try(self, one: Contestant, *, timed: bool) -> None:
         runs = self.found[one.name]
