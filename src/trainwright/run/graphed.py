@@ -8,7 +8,7 @@ the loop, or before every replay where code of the user's own runs between two u
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -38,8 +38,13 @@ AGAIN = 3
 """Recordings in a row, each worth nothing soon after, from which on there is none of that level."""
 SOON = 2
 """Replays up to which a recording was not worth its making."""
-_MOVING = frozenset({"history", "result"})
-"""Attributes of every trainer that move by themselves."""
+_MOVING = frozenset(
+    {
+        *("history", "result", "counters", "ledger", "between", "hooks", "_run", "_pauses", "optimizers"),
+        *("metrics", "observers", "schedule", "average", "early_stopping", "checkpoint"),
+    }
+)
+"""Attributes of every trainer that move by themselves, or that no step reads."""
 
 
 class _Form:
@@ -48,7 +53,8 @@ class _Form:
     def __init__(self) -> None:
         self.seen = 0
         self.recorded: Recorded | None = None
-        self.baked: list[Any] = []
+        self.settings: list[Any] = []
+        """Those of the optimizers when it was recorded."""
 
 
 class Graphed:
@@ -63,6 +69,10 @@ class Graphed:
         """Whether anything may have changed since the last update beside the optimizers' settings."""
         self._always_unsure = run.after_update is not None or any(map(_watches, run.owner.observers))
         self._in_vain = 0
+        self._known: list[Any] | None = None
+        """What recordings have baked in beside the settings of optimizers, as it was when it was looked at last."""
+        self._since = self._restless = 0
+        """Updates since it was found changed, and how often in a row that came soon."""
         self._last: Recorded | None = None
         """Whose gradients are attached to the parameters."""
         self.not_whole = " and ".join(dict.fromkeys(_why_not_whole(run)))
@@ -93,7 +103,7 @@ class Graphed:
             return self._as_ever(here, form)
         assert form.recorded is not None
         self.replays += 1
-        if self._last is not form.recorded:
+        if self._last is not form.recorded or self._always_unsure:  # other code may have dropped them
             form.recorded.attach()
             self._last = form.recorded
         return form.recorded.replay(here)
@@ -123,13 +133,21 @@ class Graphed:
         form.seen += 1
         if form.seen > WARM_UP:
             return self._owner.update(window)
-        before, drawn = facts.attributes(*_where(self._owner)), facts.draws(self._owner.device)
+        before, drawn = self._attributes(), facts.draws(self._owner.device)
         with self._watched.update():
             loss = self._owner.update(window)
-        moved = facts.changed(before, facts.attributes(*_where(self._owner)))
-        if moved or drawn():
-            self._give_up(f"an update changes {moved}" if moved else f"an update draws from {drawn()}")
+        moved = self._moved(before, drawn)
+        if moved:
+            self._give_up(moved)
         return loss
+
+    def _moved(self, before: facts.Facts, drawn: Callable[[], str]) -> str:
+        """Say what an update has moved on the host, which no replay would; "" for nothing."""
+        moved = facts.changed(before, self._attributes())
+        if moved:
+            return f"an update changes {moved}"
+        source = drawn()
+        return f"an update draws from {source}" if source else ""
 
     def _may_record(self, form: _Form) -> bool:
         """Whether windows of this form have come often enough, and a recording pays."""
@@ -148,17 +166,27 @@ class Graphed:
 
     def _look(self, form: _Form) -> None:
         """Forget recordings of what is no more as it was."""
+        self._since += 1
         if self._unsure or self._always_unsure:
             self._unsure = False
-            for one in self._forms.values():
-                if one.recorded is not None and one.baked[1:] != self._baked()[1:]:
-                    self._forget(one)
-            if self._in_vain >= AGAIN:
-                self._give_up("what a step reads beside its batch changes from update to update")
-        if form.recorded is not None and form.recorded.whole and form.baked[0] != self._settings():
+            self._compare()
+        if form.recorded is not None and form.recorded.whole and form.settings != self._settings():
             self._forget(form)
             if self._in_vain == AGAIN:
                 self._in_vain, self.not_whole = 0, "the optimizer's settings change from update to update"
+
+    def _compare(self) -> None:
+        """Begin anew, under watch, where anything has changed that recordings have baked in."""
+        known, self._known = self._known, self._baked()
+        if known is None or known == self._known:
+            return
+        for one in self._forms.values():
+            one.seen, one.recorded = 0, None  # new weights get their states in the updates that come
+        self._restless = self._restless + 1 if self._since <= WARM_UP + SOON else 0
+        self._since = 0
+        if self._restless >= AGAIN:
+            what = facts.changed(known[0], self._known[0]) or "where the weights lie, or what is trained,"
+            self._give_up(f"{what} changes from update to update, and a step may read it")
 
     def _forget(self, form: _Form) -> None:
         assert form.recorded is not None
@@ -171,25 +199,27 @@ class Graphed:
         if whole and isinstance(run.rates, TableRates):
             self._behind.follow()
         trial = Trial(self._tensors(), self._owner.device, measured=len(list(self._owner.model.parameters())))
+        before, drawn = self._attributes(), facts.draws(self._owner.device)
         try:
             run.gradients.zero()
             recorded = Recorded(run, self._behind, window, whole=whole)
-            form.baked = self._baked()
+            form.settings, self._known = self._settings(), self._baked()
             found = self._tried(recorded, window, trial) if trial.fits else ""
+            found = found or self._moved(before, drawn)
+            form.recorded = None if found else recorded
         except Exception as error:
-            trial.put_back()
             found = str(error) if isinstance(error, Unfit) else f"{type(error).__name__}: {error}".splitlines()[0]
             if whole and not isinstance(error, Unfit):
                 self.not_whole = found
                 return self._record(window, form)
         finally:
+            trial.put_back()
             window.begin()
             window.begun = False
         if found:
             run.gradients.zero()
             self._give_up(found)
             return False
-        form.recorded = recorded
         return True
 
     def _tried(self, recorded: Recorded, window: Window, trial: Trial) -> str:
@@ -220,7 +250,11 @@ class Graphed:
         owner = self._owner
         lies = facts.addresses(owner.model, list(owner.optimizers.values()))
         hooks = list(facts.hooks_of_others(owner.model))
-        return [self._settings(), facts.attributes(*_where(owner)), lies, hooks, id(self._run.gradients)]
+        return [self._attributes(), lies, hooks, id(self._run.gradients)]
+
+    def _attributes(self) -> facts.Facts:
+        owner = self._owner
+        return facts.attributes(*_where(owner), device=owner.device, beside=owner)
 
     def _tensors(self) -> list[Tensor]:
         owner = self._owner
@@ -282,8 +316,9 @@ def _not_possible(why: tuple[str, ...]) -> SettingError:
 def _where(owner: Owner) -> list[tuple[str, Any]]:
     """What a step may read attributes of."""
     own = {name: value for name, value in vars(owner).items() if name not in _MOVING}
-    each: list[tuple[str, Any]] = [(type(owner).__name__, own), ("model", owner.model), ("loss", owner.loss)]
-    return [*each, *((f"frozen[{name!r}]", module) for name, module in owner.frozen.items())]
+    each: list[tuple[str, Any]] = [("model", owner.model), ("loss", owner.loss)]
+    each += [(f"frozen[{name!r}]", module) for name, module in owner.frozen.items()]
+    return [*each, (type(owner).__name__, own), ("methods", type(owner))]
 
 
 def _watches(observer: Observer) -> bool:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from trainwright.base.records import Count
 from trainwright.run.heard import note_again, noted_apart
 from trainwright.run.outcome import Outcome
 from trainwright.runtime.device import change
@@ -43,7 +44,7 @@ class Recorded:
         self._window = fixed(window, run.owner.device)
         self._inputs = _tensors_of(self._window)
         self._graph = RECORDERS[run.owner.device.type](run.owner.device)
-        with apart(run, self._window) as noted, _unread(run.owner):
+        with apart(run, self._window) as noted, _unread(run):
             make = run.owner.update if whole else run.owner.compute_gradients
             with self._graph.recording():
                 loss = make(self._window)
@@ -83,6 +84,8 @@ class Recorded:
 def spec_of(value: Any) -> Any:
     """What a recording depends on of a batch: its structure, the form of its tensors, all else; Unfit for objects."""
     if isinstance(value, Tensor):
+        if value.layout is not torch.strided:
+            raise Unfit("a batch holds a sparse or nested tensor")
         return value.shape, value.dtype, value.device, value.stride()
     if isinstance(value, _PLAIN):
         return value
@@ -104,7 +107,7 @@ def on_device(window: Window, device: torch.device) -> Window:
 def fixed(window: Window, device: torch.device) -> Window:
     """The window in memory of its own."""
     batches = [change(batch, device, torch.clone) for batch in window.batches]
-    counts = None if window.counts is None else change(window.counts, device, torch.clone)
+    counts: list[Count] | None = None if window.counts is None else change(window.counts, device, torch.clone)
     return Window(batches, window.rows, counts)
 
 
@@ -123,18 +126,50 @@ def apart(run: Run, window: Window) -> Iterator[Any]:
 
 
 @contextmanager
-def _unread(owner: Any) -> Iterator[None]:
-    """Have code that asks inside where the run stands be found unfit: a replay would not ask again."""
-    counters, owner.counters = owner.counters, _Unreadable()
+def _unread(run: Run) -> Iterator[None]:
+    """Have code that asks inside how the run goes be found unfit: a replay would not ask again."""
+    owner, step = run.owner, run.step
+    asked: list[str] = []
+
+    def watched(batch: Any) -> Any:
+        with ExitStack() as hidden:
+            hidden.enter_context(_hidden(owner, "history", _Unreadable("`self.history`", asked)))
+            unreadable = _Unreadable("the settings of the optimizer", asked)
+            for optimizer in owner.optimizers.values():
+                hidden.enter_context(_hidden(optimizer, "param_groups", unreadable))
+            return step(batch)
+
+    run.step = watched
+    try:
+        with _hidden(owner, "counters", _Unreadable("`self.progress`", asked)):
+            yield
+    finally:
+        run.step = step
+    if asked:  # by code that has caught the error
+        raise Unfit(asked[0])
+
+
+@contextmanager
+def _hidden(owner: Any, name: str, unreadable: _Unreadable) -> Iterator[None]:
+    held = vars(owner)[name]
+    setattr(owner, name, unreadable)
     try:
         yield
     finally:
-        owner.counters = counters
+        setattr(owner, name, held)
 
 
 class _Unreadable:
-    def __getattr__(self, name: str) -> Any:
-        raise Unfit("the step reads `self.progress`")
+    def __init__(self, what: str, asked: list[str]) -> None:
+        self.__dict__["_told"] = f"the step reads {what}", asked
+
+    def _refuse(self, *_: Any) -> Any:
+        why, asked = self.__dict__["_told"]
+        asked.append(why)
+        raise Unfit(why)
+
+    __getattr__ = __setattr__ = __getitem__ = __iter__ = __len__ = __bool__ = __eq__ = __contains__ = _refuse
+    __hash__ = None  # type: ignore[assignment]
 
 
 def _check_noted(entries: Sequence[tuple[str, Any, Any, bool]]) -> None:

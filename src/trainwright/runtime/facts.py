@@ -33,9 +33,12 @@ _BOOKKEPT = frozenset(
 """What a group holds for its schedule, or for its names, and no step reads."""
 
 
-def attributes(*owners: tuple[str, Any], device: torch.device) -> Facts:
-    """What objects, dicts of attributes and all modules in modules hold: see `reading.Reader`; runs are on `device`."""
-    reader = Reader(device)
+def attributes(*owners: tuple[str, Any], device: torch.device, beside: Any = None) -> Facts:
+    """What objects, classes, dicts of attributes and all modules in modules hold: see `reading.Reader`.
+
+    `device`: of the run, whose own memory may hold other numbers at each replay. `beside`: what is not followed.
+    """
+    reader = Reader(device, beside)
     facts: Facts = {}
     for name, owner in owners:
         each = owner.named_modules(prefix=name) if isinstance(owner, nn.Module) else [(name, owner)]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,7 +15,7 @@ FAR = 0.05
 
 
 class Trial:
-    """Tensors, and the device's random state, around a computation that changes them in place."""
+    """Tensors, and all random states, around a computation that changes them in place."""
 
     def __init__(self, tensors: Sequence[Tensor], device: torch.device, *, measured: int) -> None:
         """`measured`: how many of the first tensors are compared; the others are kept and put back alone."""
@@ -23,7 +25,8 @@ class Trial:
         self.fits = device.type != "cuda" or torch.cuda.mem_get_info(device)[0] > 4 * size
         """Whether there is memory for two copies of the tensors."""
         self._before = [tensor.clone() for tensor in self._tensors] if self.fits else []
-        self._draws = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+        self._draws = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self._draws_of_host = random.getstate(), np.random.get_state(), torch.get_rng_state()
         self._ends: list[list[Tensor]] = []
 
     @contextmanager
@@ -38,10 +41,12 @@ class Trial:
         with torch.no_grad():
             for tensor, before in zip(self._tensors, self._before, strict=bool(self._before)):
                 tensor.copy_(before)
-        if self._device.type == "cuda":
+        if self._draws is not None:
             torch.cuda.set_rng_state(self._draws, self._device)
-        else:
-            torch.set_rng_state(self._draws)
+        python, numpy, of_torch = self._draws_of_host
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(of_torch)
 
     @property
     def difference(self) -> float:
