@@ -200,6 +200,8 @@ def test_precisions_memory_and_compiled_runs() -> None:
     assert trained(Case(), CPU, precision="auto", updates=2).precision is None
     for kind in ("host", "device"):
         assert fast.held_at((1, 2), CPU, graphs=False, kind=kind) == []
+    there, here, _ = fast.copied(CPU)
+    assert all(torch.equal(one, here[name]) for name, one in there.items())
     eager, compiled = fast.compiled_too("aot_eager", CPU, updates=4)
     assert distance(eager.model, compiled.model) <= 1e-6
 

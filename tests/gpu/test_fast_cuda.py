@@ -35,6 +35,8 @@ from trainwright import NonFiniteError, Observer, Throughput, Trainer, Updates, 
 from trainwright.run import judging
 from trainwright.runtime.fused import ready_to_mask
 from trainwright.runtime.kernels import step_of
+from trainwright.runtime.staging import Arena, needs
+from trainwright.runtime.tensorfile import Contents
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -203,8 +205,7 @@ def blocks() -> nn.Module:
 
 
 @pytest.mark.skipif(not COMPILER, reason="needs triton, and a compiler of C for it")
-@pytest.mark.parametrize("graphs", [False, "auto"])
-@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize(("precision", "graphs"), [(None, False), ("bf16", "auto")])
 def test_compiled_is_eager(precision: str | None, graphs: Any, device: torch.device) -> None:
     eager, compiled = compiled_too("inductor", device, precision=precision, graphs=graphs)
     assert "compiled" in path_of(compiled)
@@ -261,6 +262,26 @@ def test_a_thousand_updates_take_no_more_memory_than_fifty(kind: str, graphs: An
     assert held[0] == held[1] == held[2]
 
 
+def copied(device: torch.device) -> tuple[dict[str, Any], dict[str, Any], bool]:
+    """Tensors of a device, what a checkpoint's memory holds of them, and whether that is pinned."""
+    model = net().to(device)
+    arena, tensors_of = Arena(), dict(model.state_dict())
+    files: dict[str, Any] = {"model": Contents(tensors_of, {})}
+    arena.reserve(*needs(files))
+    held: Any = arena.copy(files)["model"]
+    values = {name: one.clone() for name, one in held.tensors.items()}
+    pinned = all(one.is_pinned() for one in held.tensors.values()) if device.type == "cuda" else False
+    held.tensors.clear()
+    arena.free()
+    return tensors_of, values, pinned
+
+
+def test_what_is_saved_is_copied_to_pinned_memory(device: torch.device) -> None:
+    there, here, pinned = copied(device)
+    assert pinned
+    assert all(torch.equal(one.cpu(), here[name]) for name, one in there.items())
+
+
 # The meter.
 
 
@@ -312,7 +333,6 @@ def test_the_meter_tells_what_large_products_reach(device: torch.device) -> None
         pytest.skip(last.note)
     assert 0.2 < last.mfu < 1.0
     assert sum(one.seconds for one in speeds) <= 1.1 * seconds
-    assert sum(one.seconds for one in speeds) >= 0.5 * seconds
     assert sum(one.updates for one in speeds) == 40
     assert last.memory["peak"] >= last.memory["allocated"] >= last.memory["parameters"] == 4 * 4 * 4096**2
 
