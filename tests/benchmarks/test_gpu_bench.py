@@ -190,6 +190,13 @@ def test_a_cpu_is_for_dry_runs_alone(capsys: pytest.CaptureFixture[str]) -> None
     assert "--device cpu is a dry run" in capsys.readouterr().err
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_gpu_nothing_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main([]) == 2
+    said = capsys.readouterr()
+    assert not said.out and "no CUDA device is here" in said.err
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["B1", "B5"])

@@ -105,9 +105,12 @@ def waits(task: Task, train: Callable[[Task, Clock], nn.Module]) -> dict[str, fl
     profiled: Any = torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA])
     _tidy(task.device)
     clock = Clock(task, begin=profiled.start)
-    with quiet():
-        train(task, clock)
-    profiled.stop()
+    try:
+        with quiet():
+            train(task, clock)
+    finally:
+        if clock.times:  # else it has not begun
+            profiled.stop()
     counted = {one.key: one.count for one in profiled.key_averages() if one.key in WAITS}
     clocks_own = len(clock.times) - 1
     counted["cudaDeviceSynchronize"] = max(0, counted.get("cudaDeviceSynchronize", 0) - clocks_own)
