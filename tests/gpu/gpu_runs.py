@@ -200,7 +200,7 @@ def fast_for(device: torch.device, graphs: Any, **others: Any) -> Fast:
 def make(
     case: Case, device: torch.device, *, graphs: Any = False, build: Any = net, kind: Any = Trainer, **slots: Any
 ) -> Any:
-    """A Trainer for a case, with a `Watch` first among its observers, as `trainer.watch`."""
+    """A Trainer for a case, with a `Watch` first among its observers, as `watch_of(trainer)`."""
     model = build().to(device)
     watch, fast = Watch(), slots.pop("fast", None) or fast_for(device, graphs)
     observers = [watch, *slots.pop("observers", ())]
@@ -221,8 +221,15 @@ def make(
         observers=observers,
         **slots,
     )
-    trainer.watch, watch.trainer = watch, trainer
+    watch.trainer = trainer
     return trainer
+
+
+def watch_of(trainer: Any) -> Watch:
+    """The watch of a trainer: not an attribute of it, which a step could read, and which so would be compared."""
+    watch = trainer.observers[0]
+    assert isinstance(watch, Watch)
+    return watch
 
 
 def fitted(trainer: Any, data: Any, val: Any = None, *, updates: int = UPDATES, **ends: Any) -> Any:
@@ -268,12 +275,12 @@ def moved(model: nn.Module, build: Any = net) -> bool:
 
 
 def losses(trainer: Any) -> list[float]:
-    return [record.loss for record in trainer.watch.records]
+    return [record.loss for record in watch_of(trainer).records]
 
 
 def path_of(trainer: Any) -> str:
     """The path that the updates took in the end, while the run went on; it begins with its level."""
-    return str(trainer.watch.paths[-1])
+    return str(watch_of(trainer).paths[-1])
 
 
 def cases() -> Iterator[Case]:

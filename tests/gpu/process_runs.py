@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpu_runs import Case, data_of, distance, trained
+from gpu_runs import Case, data_of, distance, trained, watch_of
 from torch import nn
 
 from trainwright import DDP, FSDP
@@ -67,7 +67,7 @@ def check_fsdp(device: torch.device, updates: int) -> None:
             }
         )
         assert distance(plain.model, whole) <= (1e-5 if precision is None else 1e-3), precision
-        assert abs(sharded.watch.records[-1].loss - plain.watch.records[-1].loss) < 1e-2
+        assert abs(watch_of(sharded).records[-1].loss - watch_of(plain).records[-1].loss) < 1e-2
 
 
 class Loss(nn.Module):

@@ -25,6 +25,7 @@ from gpu_runs import (
     state_of,
     tensors,
     trained,
+    watch_of,
 )
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -112,6 +113,8 @@ def test_after_a_recording_that_failed_the_run_goes_on_as_without(build: Any, de
     assert same(state_of(eager), state_of(tried))
     assert losses(eager) == losses(tried)
     assert not path_of(tried).startswith("L3")
+    assert "no CUDA graph: " in path_of(tried)
+    assert "the host takes" not in path_of(tried)  # it was tried
     assert torch.equal(*[noise_after(build, device, graphs=graphs) for graphs in (False, "auto")])
     check_usable(device)
 
@@ -199,7 +202,7 @@ def test_a_recording_beside_a_loader_that_pins_memory(device: torch.device) -> N
 def interrupted(device: torch.device, *, graphs: Any, at: int) -> Any:
     """A trainer that a signal has ended when the record of an update came."""
     trainer = make(CASE, device, graphs=graphs)
-    trainer.watch.does(at, lambda: signal.raise_signal(signal.SIGINT))
+    watch_of(trainer).does(at, lambda: signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         fitted(trainer, data_of(CASE))
     return trainer
@@ -229,7 +232,7 @@ def resumed(
 
     whole, first, second = trainer("whole"), trainer("cut"), trainer("cut")
     fitted(whole, data_of(case), updates=updates)
-    first.watch.does(cut, lambda: first.stop("to go on later"))
+    watch_of(first).does(cut, lambda: first.stop("to go on later"))
     fitted(first, data_of(case), updates=updates)
     torch.manual_seed(99)
     torch.randn(5, device=device)
@@ -245,7 +248,7 @@ def test_a_run_that_is_resumed_is_the_one_that_was_never_left(graphs: Any, devic
 def check_resumed(whole: Any, second: Any, cut: int) -> None:
     """They end alike, bit for bit, and so does every update from the cut on."""
     assert 0 < cut < second.result.updates == whole.result.updates
-    assert second.watch.records[0].update == cut + 1
+    assert watch_of(second).records[0].update == cut + 1
     assert same(state_of(whole), state_of(second))
     assert losses(whole)[cut:] == losses(second)
     assert whole.history[-1] == second.history[-1]

@@ -81,7 +81,9 @@ def test_an_error_that_comes_late_leaves_what_one_at_once_does(
     monkeypatch.setattr(judging, "LATE", set())
     at_once, said = refused(case, device, at, build=noisy_net)
     assert said_late == said
-    assert same(tensors(late.model), tensors(at_once.model))
+    # Clipping may be folded into the step of an update that is judged late.
+    assert same(tensors(late.model), tensors(at_once.model)) or case.clip
+    assert distance(late.model, at_once.model) <= 1e-5
     assert f"update {at // case.micro_batches + 1}" in said_then
     assert distance(late.model, recorded.model) <= 1e-4
     for one in (late, recorded):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_runs import SIZE, Case, distance, fast_for, fitted, host_batches, make, rows, same, state_of
+from gpu_runs import SIZE, Case, distance, fast_for, fitted, host_batches, make, rows, same, state_of, watch_of
 from steady import WHOLE, memory_counts
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -156,7 +156,7 @@ def failing(number: int) -> Any:
 @pytest.mark.parametrize("graphs", ["require", False])
 def test_an_error_of_the_data_comes_after_all_updates_before_it(graphs: Any, device: torch.device) -> None:
     trainer = broken(device, graphs=graphs)
-    assert [record.update for record in trainer.watch.records] == list(range(1, 13))
+    assert [record.update for record in watch_of(trainer).records] == list(range(1, 13))
     whole = fitted(make(CASE, device, graphs=graphs), host_batches(12), updates=12)
     assert same(state_of(trainer), state_of(whole))
 

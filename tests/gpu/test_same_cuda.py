@@ -26,6 +26,7 @@ from gpu_runs import (
     state_of,
     tensors,
     trained,
+    watch_of,
 )
 from torch import nn
 
@@ -155,7 +156,7 @@ class Own(Trainer[nn.Module]):
 def test_what_a_step_logs_is_told_for_each_replay(device: torch.device) -> None:
     case = Case("adamw", 0.25, "four", None, "step")
     told = [
-        [record.values["spread"] for record in trained(case, device, graphs=graphs, kind=Own).watch.records]
+        [record.values["spread"] for record in watch_of(trained(case, device, graphs=graphs, kind=Own)).records]
         for graphs in (False, "auto")
     ]
     assert len(set(told[0])) == len(told[0]) == 50

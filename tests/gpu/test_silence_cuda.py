@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_runs import SIZE, Case, by_hand, distance, host_batches, losses, make, path_of, rows
+from gpu_runs import SIZE, Case, by_hand, distance, host_batches, losses, make, path_of, rows, watch_of
 from steady import (
     ALLOCATES,
     LAUNCHES,
@@ -85,8 +85,8 @@ def test_twenty_updates_synchronise_nothing(level: str, kind: str, device: torch
     trainer = run_of(level, device, metrics={"accuracy": accuracy})
     steady(trainer, data_for(level, kind), partial(no_sync, device))
     check_level(trainer, level)
-    assert len(trainer.watch.records) == WHOLE
-    assert all(record.grad_norm > 0 for record in trainer.watch.records)
+    assert len(watch_of(trainer).records) == WHOLE
+    assert all(record.grad_norm > 0 for record in watch_of(trainer).records)
 
 
 @pytest.mark.parametrize("kind", ["on the device", "pageable"])
@@ -163,14 +163,14 @@ def test_an_overflow_is_skipped_without_a_read_and_halves_the_scale(
         trainer.fit(data, epochs=1)
     assert between.looked > 0
     check_overflows(trainer, model, scales)
-    skipped = [record.skipped for record in trainer.watch.records]
+    skipped = [record.skipped for record in watch_of(trainer).records]
     assert any(skipped[WARM:])
 
 
 def check_overflows(trainer: Any, model: nn.Module, scales: list[float]) -> None:
     """The updates that torch's scale skips are the ones that are skipped here, and the scale is the same after."""
     before = [OVERFLOWS["init_scale"], *scales]
-    skipped = [record.skipped for record in trainer.watch.records]
+    skipped = [record.skipped for record in watch_of(trainer).records]
     assert skipped == [after < earlier for earlier, after in zip(before, scales, strict=False)]
     assert trainer.result.skipped == sum(skipped) > 0
     assert trainer.result.updates + trainer.result.skipped == len(scales)
