@@ -51,6 +51,8 @@ class LoaderBatches:
     """Whether a loaded state is of another number of processes."""
     _compared = False
     """Whether the first batches of the workers of a stream were compared."""
+    in_memory = False
+    """Whether a batch of the pass in hand is a few tensor operations on the whole of the data."""
     _keeps_workers: bool | None = None
     """Whether passes beside training use the loader's persistent workers; None: unless these are under way."""
 
@@ -332,12 +334,9 @@ class LoaderBatches:
         if has_twin(loader) and (loader.num_workers or order.skip or order.moved or order.once_more or order.deals):
             loader = twin(loader, order, self._made if loader.num_workers else None)
         pool = vars(loader).get("_iterator")
-        if self._tells_epoch or not loader.persistent_workers:
-            apart = False
-        else:
-            under_way = getattr(pool, "_tasks_outstanding", 0)
-            apart = bool(under_way) if self._keeps_workers is None else not self._keeps_workers
-        if apart:
+        under_way = bool(getattr(pool, "_tasks_outstanding", 0))
+        apart = under_way if self._keeps_workers is None else not self._keeps_workers
+        if apart and loader.persistent_workers and not self._tells_epoch:
             beside: Iterator[Any] = loader._get_iterator()
             return beside
         if isinstance(pool, Workers):
@@ -346,7 +345,10 @@ class LoaderBatches:
             return iter(loader)
         from trainwright.data.recognised import from_memory
 
-        return from_memory(self._loader, iter(loader))
+        iterator = iter(loader)
+        batches = from_memory(self._loader, iterator)
+        self.in_memory = batches is not iterator
+        return batches
 
     def _made(self, stand_in: Any, seed: int | None = None) -> Workers:
         """New workers of the loader."""

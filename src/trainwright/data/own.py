@@ -142,7 +142,7 @@ class Batches:
 
     def size_beside(self, device: torch.device) -> int | None:
         """Bytes that a copy of the data would take on `device`; None where they are not in memory as a whole."""
-        return self._data.size_beside(device) if isinstance(self._data, Table) and self._in_memory else None
+        return self._data.size_beside(device) if isinstance(self._data, Table) and self.in_memory else None
 
     def reside(self, device: torch.device | None) -> None:
         """From now on `epoch` gives batches that are gathered on `device`, out of a copy of the data; None: no more.
@@ -275,7 +275,7 @@ class Batches:
         seed, part = self._settled_seed(), self._part
         if part is not None and not self.sharded:
             return self._sliced(seed, epoch, skip, part=part)
-        if self._in_memory:
+        if self.in_memory:
             whole = self._table.batches(self._order(seed, epoch), self._dealing.size, self._left(skip))
         else:
             whole = self._read(seed, epoch, self._dealt(seed, epoch, skip))
@@ -287,7 +287,7 @@ class Batches:
 
     def _sliced(self, seed: int, epoch: int, skip: int, *, part: Part) -> Iterator[Any]:
         """What this process runs of each batch."""
-        if self._in_memory:
+        if self.in_memory:
             return self._table.slices(self._order(seed, epoch), self._dealing.size, self._left(skip), part=part)
         from trainwright.data.slicing import Dealt, most_to_pull, slices
 
@@ -297,8 +297,8 @@ class Batches:
         return slices(self._read(seed, epoch, dealt), dealt, part, name=self.describe())
 
     @property
-    def _in_memory(self) -> bool:
-        """Whether a batch is a few tensor operations on the whole of the data."""
+    def in_memory(self) -> bool:
+        """Whether a batch is a few tensor operations on the whole of the data, into memory of its own."""
         return isinstance(self._data, Table) and self._sampler is None and self._dealing.workers in ("auto", 0)
 
     @property

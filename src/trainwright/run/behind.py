@@ -88,10 +88,14 @@ class Behind(Teller):
         flag = flag if self._judge is None else self._judge.held_back
         if self._rates is not None:
             self._rates.meet(len(steppers.rates))
+        rates = None if self._rates is None else self._rates_now
+        self._run.folds = all(stepper.may_fold() for stepper in steppers.all.steppers)
         for stepper in steppers.all.steppers:
             if flag is not None:
                 ready_to_mask(stepper.optimizer)
-            stepper.step = step_of(stepper.optimizer, flag, None if self._rates is None else self._rates_now)
+            stepper.folds = self._run.folds
+            scale = {"scale": partial(getattr, stepper, "scale")} if stepper.folds else {}
+            stepper.step = step_of(stepper.optimizer, flag, rates, **scale)
 
     @property
     def reads_rates(self) -> bool:

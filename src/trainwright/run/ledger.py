@@ -20,6 +20,9 @@ from trainwright.slots.losses import KnownLoss, Outcome, SumOver, counted_by_tor
 from trainwright.slots.metrics import Meters
 from trainwright.slots.window import Window, above_nothing, find_rows, rows_of, without_nothing
 
+FEW = 4096
+"""Targets of a batch that are kept, to be counted with those of others: more are counted faster than copied."""
+
 
 class Ledger(Numbers):
     """Takes down what the steps and updates of a loop give, each number with its count."""
@@ -42,10 +45,14 @@ class Ledger(Numbers):
         self._counter = None if hooks is None else hooks.count
         self._trusts_counter = hooks is not None and hooks.counts_itself
         self._rows_of = rows_of if hooks is None else hooks.rows
+        self.read_totals: list[float] = []
+        """Sums of an evaluation that were read at once."""
+        self.targets: list[Tensor] = []
+        """What they are over, not counted yet: tensors that nobody else writes into."""
+        self.known: KnownLoss | None = None
+        """What counts them."""
         self._totals: list[Tensor] = []
         self._total_counts: list[Count] = []
-        self._targets: list[Tensor] = []
-        self._known: KnownLoss | None = None
         self.told_by_torch = counted_by_torch
         """What finds the count in a loss that torch has made."""
         self.noting = True
@@ -144,17 +151,17 @@ class Ledger(Numbers):
             if returned is None:
                 return
         if type(returned) is SumOver:  # what the default step gives, nearly always
-            total = returned.total
-            if total.is_cpu:  # read at once, so that its memory serves for the next
-                self._sums["loss"] = self._sums.get("loss", 0.0) + late.host_value(total)
-                # Counted at once as well: whoever gives the batches may write the next one into the same memory.
-                counted = returned.known.count(returned.targets)
-                assert not isinstance(counted, Tensor)
-                self._counts["loss"] = self._counts.get("loss", 0.0) + counted
-            else:
+            total, targets, self.known = returned.total, returned.targets, returned.known
+            if not total.is_cpu:
                 self._totals.append(total)
-                self._targets.append(returned.targets)
-                self._known = returned.known
+                self.targets.append(targets)
+                return
+            self.read_totals.append(late.host_value(total))  # read at once, so that its memory serves for the next
+            # Whoever gives the batches may write the next one into the same memory: copied, or counted at once.
+            if targets.numel() <= FEW:
+                self.targets.append(targets.clone())
+            else:
+                self._total_counts.append(self.known.count(targets))
             return
         if type(returned) is Sum and returned.count is not None and returned.total.ndim == 0:
             self._totals.append(without_nothing(returned.total, returned.count))
@@ -217,17 +224,21 @@ class Ledger(Numbers):
 
     def close_totals(self) -> None:
         """Read the sums that an evaluation has noted, in one stack, and count what they are over."""
-        if self._targets and self._known is not None:
-            self._total_counts.append(self._known.count(torch.cat(self._targets)))
-            self._targets = []
+        if self.targets and self.known is not None:
+            self._total_counts.append(self.known.count(torch.cat(self.targets)))
+            self.targets.clear()
         if not self._total_counts:
             return
         wide = widest_float(self._totals[0].device) if self._totals else None
         stacked = torch.stack(self._totals).sum(dtype=wide) if self._totals else 0.0
         total, *counts = late.read([stacked, *self._total_counts])
-        self._sums["loss"] = self._sums.get("loss", 0.0) + total
+        summed = self._sums.get("loss", 0.0)
+        for read in self.read_totals:
+            summed += read
+        self._sums["loss"] = summed + total
         self._counts["loss"] = self._counts.get("loss", 0.0) + sum(counts)
         self._totals, self._total_counts = [], []
+        self.read_totals.clear()
 
     def means(self, prefix: str = "") -> dict[str, float]:
         """Return every mean since the last `reset`, metrics and derived numbers included; NaN over nothing.

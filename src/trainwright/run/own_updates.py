@@ -16,7 +16,7 @@ from trainwright.slots import nonfinite
 
 if TYPE_CHECKING:
     from trainwright.run.run import Run
-from trainwright.run.steppers import Chosen
+    from trainwright.run.steppers import Chosen
 
 
 def backward_of(run: Run, loss: Any, name: str | None) -> tuple[Tensor, Count, bool]:
@@ -111,3 +111,13 @@ def _refuse_shards(chosen: Chosen) -> None:
 
 def _all_finite(weights: list[Tensor]) -> bool:
     return all(late.read([torch.isfinite(weight).all() for weight in weights]))
+
+
+def note_minimized(run: Run, returned: Any) -> None:
+    """Report the losses that were minimized, where `update` itself returned no number of that name."""
+    given = returned if isinstance(returned, dict) else {}
+    minimized = run.outcome.minimized
+    for name, told in minimized.items():
+        if run.steppers.named and f"loss_{name}" not in given:
+            run.ledger.note_told(f"loss_{name}", told)
+    run.ledger.note_sum(list(minimized.values()))

@@ -21,6 +21,7 @@ from trainwright.run.judging import applies_anyway, bind_late, read_numbers
 from trainwright.run.ledger import Ledger
 from trainwright.run.optimizers import check_parameters
 from trainwright.run.outcome import Outcome
+from trainwright.run.own_updates import note_minimized
 from trainwright.run.owner import Owner
 from trainwright.run.ranks import retake_shards
 from trainwright.run.shown import Shown
@@ -58,6 +59,8 @@ class Run:
     """Whether an optimizer is making a step that calls a closure of ours."""
     _idle = 0
     """Updates in a row in which no step was applied."""
+    folds = False
+    """Whether the steps do to the gradients what is owed, and what clipping asks for."""
     behind: Behind | None = None
     """What judges updates where the host does not wait to hear of them; None where each is judged at once."""
     graphed: Graphed | None = None
@@ -227,6 +230,10 @@ class Run:
         if self.spread is not None:
             self.spread.settle(gradients.parameters)
         flag = None
+        if self.folds:  # the norms tell what is not finite, and the kernels of the steps multiply
+            for stepper in self.steppers.all.steppers:
+                stepper.owed = factor
+            return gradients.flag if self.checks else None
         if self.checks:
             self._unjudged = True
             flag = gradients.multiply_and_check(factor)
@@ -261,7 +268,7 @@ class Run:
         if returned is not None and (not ledger.noted or type(returned) is dict) and not self._is_told:
             ledger.note_returned(returned)
         if outcome.minimized:
-            self._note_minimized(returned)
+            note_minimized(self, returned)
         if ledger.waiting and self.behind is None:
             ledger.close()
         if self.scaler is not None:
@@ -342,15 +349,6 @@ class Run:
             scaler.adapt(outcome.overflowed)
         elif outcome.stepped:
             raise nonfinite.not_judged() if outcome.scaled else nonfinite.not_scaled()
-
-    def _note_minimized(self, returned: Any) -> None:
-        """Report the losses that were minimized, where `update` itself returned no number of that name."""
-        given = returned if isinstance(returned, dict) else {}
-        minimized = self.outcome.minimized
-        for name, told in minimized.items():
-            if self.steppers.named and f"loss_{name}" not in given:
-                self.ledger.note_told(f"loss_{name}", told)
-        self.ledger.note_sum(list(minimized.values()))
 
     def _note_step(self, *_: Any) -> None:
         self.outcome.stepped = True

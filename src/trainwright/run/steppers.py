@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -13,11 +14,15 @@ from trainwright.base.errors import SettingError, message
 from trainwright.base.names import did_you_mean
 from trainwright.base.plan import Plan
 from trainwright.run.state import gather
+from trainwright.runtime.fused import why_not_masked
 from trainwright.runtime.gradients import Gradients
 from trainwright.runtime.kernels import step_of
 from trainwright.runtime.shards import is_sharded, whole
 from trainwright.slots.clip import ClipNorm
 
+_BESIDE_ZERO = 1e-6
+"""What torch's `clip_grad_norm_` adds to the norm that it divides by."""
+_FOLDED = {torch.float32, torch.float16, torch.bfloat16}
 ONLY = "optimizer"
 """The name of an optimizer that was given without one."""
 
@@ -28,6 +33,7 @@ class Stepper:
     __slots__ = (
         "_wholly",
         "clip",
+        "folds",
         "gradients",
         "groups",
         "limits",
@@ -35,6 +41,8 @@ class Stepper:
         "name",
         "norm",
         "optimizer",
+        "owed",
+        "scale",
         "step",
     )
 
@@ -52,6 +60,12 @@ class Stepper:
         """Whether a norm that a clip returns may lie in shards."""
         self.step = step_of(optimizer)
         """One step of the optimizer."""
+        self.folds = False
+        """Whether the kernels of the step do what clipping and the factor that is owed would do to the gradients."""
+        self.owed: float | Tensor = 1.0
+        """The factor that the gradients still owe, where the kernels multiply by it."""
+        self.scale: Tensor | None = None
+        """What the kernels divide the gradients by."""
         self.gradients = Gradients(optimizer)
         self.groups = len(optimizer.param_groups)
 
@@ -62,11 +76,27 @@ class Stepper:
 
     def limit(self) -> None:
         """Measure the norm where something asks for it, and clip."""
+        if self.folds:
+            self._fold()
+            return
         self.norm = self.gradients.norm() if self.measures_norm else None
         if self.clip is not None:
             norm = self.clip(self.gradients.parameters)
             norm = whole(norm) if self._wholly and norm is not None else norm
             self.norm = norm if self.norm is None else self.norm
+
+    def may_fold(self) -> bool:
+        """Whether one pass for the norm, and the kernels of the step, could do all: what torch computes in float32."""
+        usual = type(self.gradients) is Gradients and type(self.clip) is ClipNorm and self.clip.norm_type == 2.0
+        kinds = {parameter.dtype for parameter in self.gradients.parameters}
+        return usual and kinds <= _FOLDED and not why_not_masked(self.optimizer)
+
+    def _fold(self) -> None:
+        """Measure the norm, and have the kernels divide by what clipping, and all that is owed, come to."""
+        assert isinstance(self.clip, ClipNorm)
+        self.norm = norm = self.gradients.norm() * self.owed
+        share = torch.clamp(self.clip.max_norm / (norm + _BESIDE_ZERO), max=1.0)
+        self.scale = (share * self.owed).reciprocal().float()
 
     @property
     def rates(self) -> list[float]:

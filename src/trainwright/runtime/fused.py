@@ -33,15 +33,18 @@ class DirectStep:
         self._sizes: list[int] = []
         self._is_uniform = False
 
-    def __call__(self, found_inf: Tensor | None = None, rates: list[Tensor] | None = None) -> None:
+    def __call__(
+        self, found_inf: Tensor | None = None, rates: list[Tensor] | None = None, *, scale: Tensor | None = None
+    ) -> None:
         """Make one step; torch's own where a state is not made yet, or something is not as usual.
 
         With `found_inf`, a 0-dim float32 tensor on the parameters' device, nothing moves where it is 1. `rates`: the
-        learning rate of each group, 0-dim float32 tensors there, in the place of those that the groups hold.
+        learning rate of each group, 0-dim float32 tensors there, in the place of those that the groups hold. By
+        `scale`, another one, the gradients are divided first, and stay so.
         """
         calls = self._calls()
         if calls is None:
-            masked(self._optimizer, lambda: self._inner(self._optimizer), found_inf, rates=rates)
+            masked(self._optimizer, lambda: self._inner(self._optimizer), found_inf, rates=rates, scale=scale)
             return
         with torch.no_grad():
             for index, (kernel, tensors, steps, settings) in enumerate(calls):
@@ -51,7 +54,7 @@ class DirectStep:
                     torch._foreach_add_(steps, _ONE, alpha=1.0)  # torch would wrap a number anew for each of them
                 elif steps:
                     torch._foreach_add_(steps, 1)
-                kernel(*tensors, **settings, found_inf=found_inf)
+                kernel(*tensors, **settings, grad_scale=scale, found_inf=found_inf)
                 if steps and found_inf is not None:
                     torch._foreach_sub_(steps, [found_inf] * len(steps))
 
@@ -83,25 +86,38 @@ def direct_step(optimizer: Optimizer, inner: Callable[[Optimizer], Any]) -> Dire
 
 
 def masked(
-    optimizer: Any, step: Callable[[], Any], found_inf: Tensor | None, *, rates: list[Tensor] | None = None
+    optimizer: Any,
+    step: Callable[[], Any],
+    found_inf: Tensor | None,
+    *,
+    rates: list[Tensor] | None = None,
+    scale: Tensor | None = None,
 ) -> Any:
-    """Make a fused optimizer's own step, by these rates, of which nothing moves where `found_inf` is 1."""
+    """Make a fused optimizer's own step, by these rates and scale, of which nothing moves where `found_inf` is 1."""
     if found_inf is None:
+        _divide(optimizer, scale)
         return step()
     if why_not_masked(optimizer):  # its groups have changed since it was first asked
-        return unless(optimizer, step, found_inf, rates=rates)
+        return unless(optimizer, step, found_inf, rates=rates, scale=scale)
     optimizer.found_inf = found_inf  # torch's steps hand it to their kernels
+    optimizer.grad_scale = scale
     try:
         with _at_rates(optimizer, rates):
             return step()
     finally:
-        del optimizer.found_inf
+        del optimizer.found_inf, optimizer.grad_scale
 
 
 def unless(
-    optimizer: Any, step: Callable[[], Any], found_inf: Tensor | None, *, rates: list[Tensor] | None = None
+    optimizer: Any,
+    step: Callable[[], Any],
+    found_inf: Tensor | None,
+    *,
+    rates: list[Tensor] | None = None,
+    scale: Tensor | None = None,
 ) -> Any:
-    """Make a step that no kernel leaves out, by these rates, unless `found_inf` is 1: the host waits for it."""
+    """Make a step that no kernel leaves out, by these rates and scale, unless `found_inf` is 1: the host waits."""
+    _divide(optimizer, scale)
     if found_inf is None:
         return step()
     left_out, *read = late.read([found_inf, *([] if rates is None else rates)])
@@ -109,6 +125,13 @@ def unless(
         return None
     with _at_rates(optimizer, None if rates is None else read):
         return step()
+
+
+def _divide(optimizer: Optimizer, scale: Tensor | None) -> None:
+    """Divide the gradients, for a step that does not by itself."""
+    if scale is not None:
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        torch._foreach_div_(gradients, scale)
 
 
 @contextmanager

@@ -16,8 +16,16 @@ from trainwright.runtime.fused import direct_step, masked, unless
 BEFORE, AFTER = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
 
 
+def _no_scale() -> Tensor | None:
+    return None
+
+
 def step_of(
-    optimizer: Optimizer, found_inf: Tensor | None = None, rates: Callable[[], list[Tensor]] | None = None
+    optimizer: Optimizer,
+    found_inf: Tensor | None = None,
+    rates: Callable[[], list[Tensor]] | None = None,
+    *,
+    scale: Callable[[], Tensor | None] = _no_scale,
 ) -> Callable[[], Any]:
     """Return what makes one step of `optimizer`: its kernels where they are known, else its `step` less the wrapper.
 
@@ -28,7 +36,8 @@ def step_of(
     GradScaler. That is asked at every step, so that any of them may come at any time.
 
     With `found_inf` the kernels leave out every step before which it is 1, and take the learning rates of the groups
-    from `rates`, where it is given; the host reads it before a step with hooks, or another one in its place.
+    from `rates`, where it is given; the host reads it before a step with hooks, or another one in its place. By what
+    `scale` gives the gradients are divided, in the kernels too.
     """
     cls, own = type(optimizer), vars(optimizer)
     wrapper = cls.step
@@ -38,29 +47,34 @@ def step_of(
     profiled = getattr(torch.autograd, "_profiler_enabled", None)
     known = getattr(wrapper, "hooked", False) and BEFORE in own and AFTER in own
     if not known or inner is None or before_all is None or after_all is None or profiled is None:
-        return _as_it_is(optimizer, found_inf, rates)
+        return _as_it_is(optimizer, found_inf, rates, scale=scale)
     direct = direct_step(optimizer, inner)
 
     def step() -> Any:
+        at, by = None if rates is None else rates(), scale()
         if (
             own[BEFORE] or own[AFTER] or before_all or after_all or "step" in own or cls.step is not wrapper
         ):  # which may move weights as well
-            return unless(optimizer, optimizer.step, found_inf, rates=None if rates is None else rates())
+            return unless(optimizer, optimizer.step, found_inf, rates=at, scale=by)
         if profiled():
-            return masked(optimizer, optimizer.step, found_inf, rates=None if rates is None else rates())
+            return masked(optimizer, optimizer.step, found_inf, rates=at, scale=by)
         if direct is not None and "grad_scale" not in own and "found_inf" not in own:
-            return direct(found_inf, None if rates is None else rates())
-        if found_inf is None:
+            return direct(found_inf, at, scale=by)
+        if found_inf is None and by is None:
             return inner(optimizer)
-        return masked(optimizer, partial(inner, optimizer), found_inf, rates=None if rates is None else rates())
+        return masked(optimizer, partial(inner, optimizer), found_inf, rates=at, scale=by)
 
     return step
 
 
 def _as_it_is(
-    optimizer: Optimizer, found_inf: Tensor | None, rates: Callable[[], list[Tensor]] | None
+    optimizer: Optimizer,
+    found_inf: Tensor | None,
+    rates: Callable[[], list[Tensor]] | None,
+    *,
+    scale: Callable[[], Tensor | None],
 ) -> Callable[[], Any]:
     """The step of an optimizer whose torch wraps it otherwise."""
-    if found_inf is None:
+    if found_inf is None and scale is _no_scale:
         return optimizer.step
-    return lambda: masked(optimizer, optimizer.step, found_inf, rates=None if rates is None else rates())
+    return lambda: masked(optimizer, optimizer.step, found_inf, rates=None if rates is None else rates(), scale=scale())

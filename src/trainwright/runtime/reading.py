@@ -175,7 +175,7 @@ def _is_own(one: Any) -> bool:
     return "site-packages" not in file and "dist-packages" not in file
 
 
-def _inside(one: Any) -> Any:  # noqa: PLR0911
+def _inside(one: Any) -> Any:
     """What is in a generator of the host, or in a small array; None for other things."""
     if isinstance(one, random.Random):
         return one.getstate()

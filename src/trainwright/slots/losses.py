@@ -126,6 +126,9 @@ class KnownLoss:
         self._late = kind == "targets" and self._weight is None
         self._sum = rebuilt("sum")
         self._none = rebuilt("none")
+        self.kernel = _kernel(self._sum) if self._late else None
+        """The sum for float32 scores and int64 class numbers, one a row, as torch's own function comes to call it;
+        None where it is another function, or these are not counted late."""
 
     @property
     def _weight(self) -> Tensor | None:
@@ -239,6 +242,17 @@ def _with_reduction(module: nn.Module, reduction: str) -> Loss:
     return twin.forward  # there are no hooks to run
 
 
+def _kernel(summed: Loss) -> Loss | None:
+    """What `F.cross_entropy(..., reduction="sum")` calls for plain tensors, by its name; else None."""
+    if not isinstance(summed, partial) or summed.func is not F.cross_entropy or summed.args:
+        return None
+    options = {name: value for name, value in summed.keywords.items() if name != "reduction"}
+    called: Any = getattr(torch._C._nn, "cross_entropy_loss", None)
+    if called is None or not options.keys() <= {"ignore_index", "label_smoothing"}:
+        return None
+    return partial(called, reduction=_SUM, **options)
+
+
 def _bce(module: nn.Module) -> bool:
     return type(module) in {nn.BCELoss, nn.BCEWithLogitsLoss}
 
@@ -317,6 +331,8 @@ def _shown(value: Any) -> str:
 _INT64, _FLOAT32 = torch.int64, torch.float32
 _HALVES = {torch.float16, torch.bfloat16}
 _REDUCTIONS = {"mean", "sum"}
+_SUM = 2
+"""torch's number of this reduction."""
 _MODULES: dict[type[nn.Module], str] = {
     nn.CrossEntropyLoss: "targets",
     nn.NLLLoss: "targets",

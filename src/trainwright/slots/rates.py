@@ -72,6 +72,7 @@ class TableRates:
 
     def at(self, updates: int) -> list[float]:
         """The rate of each group in the update that follows `updates` applied ones; nothing is set."""
+        self._meet_new_groups()
         self._reach(updates)
         return [column.rates[self._row(updates)] for column in self._columns]
 

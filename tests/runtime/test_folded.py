@@ -1,0 +1,105 @@
+"""Law Same: clipping, and the factor that gradients owe, in the kernels of a step are the same before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trainwright import ClipNorm, ClipValue
+from trainwright.run.steppers import Stepper
+from trainwright.runtime.kernels import step_of
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1, fused=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True, fused=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, fused=True),
+    "plain sgd": lambda p: torch.optim.SGD(p, lr=0.1, fused=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
+}
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def gradients(number: int) -> list[Tensor]:
+    torch.manual_seed(number)
+    return [torch.randn_like(parameter) for parameter in net().parameters()]
+
+
+def folding(model: nn.Module, name: str, flag: Tensor | None, *, max_norm: float) -> Stepper:
+    stepper = Stepper("optimizer", OPTIMIZERS[name](model.parameters()), clip=ClipNorm(max_norm), wants_norm=False)
+    assert stepper.may_fold()
+    stepper.folds = True
+    stepper.step = step_of(stepper.optimizer, flag, scale=lambda: stepper.scale)
+    return stepper
+
+
+def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    moments = [value for one in optimizer.state.values() for value in one.values() if isinstance(value, Tensor)]
+    return [value.detach().clone() for value in [*model.parameters(), *moments]]
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("owed", [1.0, 0.25, torch.tensor(0.125, dtype=torch.float64)])
+@pytest.mark.parametrize("max_norm", [0.5, 100.0])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_clipped_in_the_kernel_is_clipped_before_it(name: str, max_norm: float, owed: Any, hooked: bool) -> None:
+    plain, folded, flag = net(), net(), torch.zeros(())
+    optimizer, stepper = OPTIMIZERS[name](plain.parameters()), folding(folded, name, flag, max_norm=max_norm)
+    if hooked:
+        stepper.optimizer.register_step_pre_hook(lambda *_: None)
+    for number in range(5):
+        for one, other, gradient in zip(plain.parameters(), folded.parameters(), gradients(number), strict=True):
+            one.grad, other.grad = gradient * owed, gradient.clone()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
+        optimizer.step()
+        stepper.owed = owed
+        stepper.limit()
+        stepper.step()
+        assert isinstance(stepper.norm, Tensor)
+        torch.testing.assert_close(stepper.norm.float(), norm, rtol=1e-6, atol=0)
+        for one, other in zip(plain.parameters(), folded.parameters(), strict=True):
+            torch.testing.assert_close(other.grad, one.grad, rtol=1e-6, atol=1e-8)  # what the weights were moved by
+    for a, b in zip(state(plain, optimizer), state(folded, stepper.optimizer), strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=1e-7)
+    if max_norm == 100.0 and owed == 1.0:
+        pairs = zip(state(plain, optimizer), state(folded, stepper.optimizer), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs), "where nothing is clipped, bit for bit"
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_that_is_held_back_moves_nothing(name: str) -> None:
+    model, flag = net(), torch.zeros(())
+    stepper = folding(model, name, flag, max_norm=0.5)
+    for number in range(3):
+        for parameter, gradient in zip(model.parameters(), gradients(number), strict=True):
+            parameter.grad = gradient
+        before = state(model, stepper.optimizer)
+        if number == 2:
+            next(model.parameters()).grad[0, 0] = float("nan")  # type: ignore[index]
+        stepper.limit()
+        assert isinstance(stepper.norm, Tensor)
+        stepper.gradients.check_too([stepper.norm], flag)
+        stepper.step()
+    assert flag == 1.0
+    assert all(torch.equal(a, b) for a, b in zip(before, state(model, stepper.optimizer), strict=True))
+
+
+def may_fold(model: nn.Module, clip: Any, **settings: Any) -> bool:
+    optimizer = torch.optim.AdamW(model.parameters(), **settings)
+    return Stepper("optimizer", optimizer, clip=clip, wants_norm=False).may_fold()
+
+
+def test_only_what_the_kernels_can_do_is_left_to_them() -> None:
+    assert may_fold(net(), ClipNorm(1.0), fused=True)
+    assert not may_fold(net(), ClipNorm(1.0))
+    assert not may_fold(net(), ClipNorm(1.0, norm_type=1.0), fused=True)
+    assert not may_fold(net(), ClipValue(1.0), fused=True)
+    assert not may_fold(net(), None, fused=True)
+    assert not may_fold(net().double(), ClipNorm(1.0), fused=True), "the kernels divide by a float32"
