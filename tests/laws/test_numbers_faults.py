@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainwright import Mean, TrainwrightError
+from trainwright import TrainwrightError
 from trainwright.base.plan import Plan
 from trainwright.data.foreign import LoaderBatches
 from trainwright.run import evaluating
@@ -19,7 +19,7 @@ from trainwright.run.ledger import Ledger
 from trainwright.run.telling import Teller
 from trainwright.runtime import modules
 from trainwright.slots.early_stopping import Watch
-from trainwright.slots.losses import KnownLoss, SumOver
+from trainwright.slots.losses import KnownLoss
 from trainwright.slots.rates import TableRates
 from trainwright.slots.schedule_stepped import SteppedRates
 from trainwright.slots.totals import Total
@@ -78,14 +78,15 @@ def the_training_loss_is_a_mean_of_batch_means(patch):
 
 @fault(numbers.check_validation_loss_is_the_mean_over_rows)
 def the_validation_loss_is_a_mean_of_batch_means(patch):
-    note = Ledger.note
+    close = Ledger.close_totals
 
-    def by_batch(self, returned):
-        if isinstance(returned, SumOver):
-            returned = Mean(returned.total / returned.known.count(returned.targets), 1)
-        note(self, returned)
+    def by_batch(self):
+        counts = [len(targets) for targets in self.targets]
+        self.read_totals[:] = [total / n for total, n in zip(self.read_totals, counts, strict=True)]
+        self.targets[:] = [targets[:1] for targets in self.targets]
+        close(self)
 
-    patch.setattr(Ledger, "note", by_batch)
+    patch.setattr(Ledger, "close_totals", by_batch)
 
 
 @fault(numbers.check_elements_weigh_a_loss_over_elements, 1)
