@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from laws.emulated_graph import EmulatedGraph, _is_recording, emulate
-from laws.late_runs import OPTIMIZERS, Watches, data, net, on_the_cpu, same
+from laws.late_runs import OPTIMIZERS, Watches, data, net, on_the_cpu
 from trainwright import Fast, Trainer
 from trainwright.slots.losses import KnownLoss
 
@@ -90,13 +90,9 @@ def fitted(
 def check_same(captured: Ran, eager: Ran, *, exact: bool = True, errors: bool = False) -> None:
     """Assert that two runs have left the same, and told the same, bit for bit where `exact`."""
     assert (str(captured.error) if errors else captured.error) == (str(eager.error) if errors else eager.error)
-    equal = _equal if exact else _near
-    equal(captured.weights, eager.weights)
-    equal(captured.moments, eager.moments)
-    assert len(captured.records) == len(eager.records)
-    for ours, theirs in zip(captured.records, eager.records, strict=True):
-        equal(_numbers(ours), _numbers(theirs))
-    equal(captured.history, eager.history)
+    for name in ("weights", "moments", "history"):
+        alike(getattr(captured, name), getattr(eager, name), exact=exact)
+    alike([_numbers(one) for one in captured.records], [_numbers(one) for one in eager.records], exact=exact)
     ours, theirs = captured.trainer.result, eager.trainer.result
     assert (ours is None) == (theirs is None)
     if ours is not None and theirs is not None:
@@ -128,33 +124,22 @@ def _count_on_device(patch: pytest.MonkeyPatch) -> None:
 
 
 def _numbers(record: Any) -> dict[str, Any]:
-    return {name: getattr(record, name) for name in record.__slots__} if hasattr(record, "__slots__") else vars(record)
+    return {name: getattr(record, name) for name in type(record).__slots__}
 
 
-def _equal(a: Any, b: Any) -> None:
-    if isinstance(a, dict) and not any(isinstance(value, torch.Tensor) for value in a.values()):
-        assert a.keys() == b.keys()
-        for key in a:
-            _equal(a[key], b[key])
-    elif isinstance(a, float) and a != a:
-        assert b != b
-    elif isinstance(a, torch.Tensor | dict | list | tuple):
-        assert same(a, b)
-    else:
-        assert a == b
-
-
-def _near(a: Any, b: Any) -> None:
+def alike(a: Any, b: Any, *, exact: bool = True) -> None:
+    """Assert that two nested values are the same, bit for bit where `exact`; NaN is NaN."""
     if isinstance(a, torch.Tensor):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, equal_nan=True)
+        torch.testing.assert_close(a, b, rtol=0 if exact else 1e-5, atol=0 if exact else 1e-6, equal_nan=True)
     elif isinstance(a, dict):
         assert a.keys() == b.keys()
         for key in a:
-            _near(a[key], b[key])
+            alike(a[key], b[key], exact=exact)
     elif isinstance(a, tuple | list):
+        assert len(a) == len(b)
         for x, y in zip(a, b, strict=True):
-            _near(x, y)
-    elif isinstance(a, float):
+            alike(x, y, exact=exact)
+    elif isinstance(a, float) and (not exact or a != a):
         assert a == pytest.approx(b, rel=1e-5, abs=1e-6, nan_ok=True)
     else:
         assert a == b
