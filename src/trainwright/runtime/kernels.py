@@ -16,16 +16,12 @@ from trainwright.runtime.fused import direct_step, masked, unless
 BEFORE, AFTER = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
 
 
-def _no_scale() -> Tensor | None:
-    return None
-
-
 def step_of(
     optimizer: Optimizer,
     found_inf: Tensor | None = None,
     rates: Callable[[], list[Tensor]] | None = None,
     *,
-    scale: Callable[[], Tensor | None] = _no_scale,
+    scale: Callable[[], Tensor | None] | None = None,
 ) -> Callable[[], Any]:
     """Return what makes one step of `optimizer`: its kernels where they are known, else its `step` less the wrapper.
 
@@ -51,7 +47,7 @@ def step_of(
     direct = direct_step(optimizer, inner)
 
     def step() -> Any:
-        at, by = None if rates is None else rates(), scale()
+        at, by = None if rates is None else rates(), None if scale is None else scale()
         if (
             own[BEFORE] or own[AFTER] or before_all or after_all or "step" in own or cls.step is not wrapper
         ):  # which may move weights as well
@@ -72,9 +68,14 @@ def _as_it_is(
     found_inf: Tensor | None,
     rates: Callable[[], list[Tensor]] | None,
     *,
-    scale: Callable[[], Tensor | None],
+    scale: Callable[[], Tensor | None] | None,
 ) -> Callable[[], Any]:
     """The step of an optimizer whose torch wraps it otherwise."""
-    if found_inf is None and scale is _no_scale:
+    if found_inf is None and scale is None:
         return optimizer.step
-    return lambda: masked(optimizer, optimizer.step, found_inf, rates=None if rates is None else rates(), scale=scale())
+
+    def step() -> Any:
+        at, by = None if rates is None else rates(), None if scale is None else scale()
+        return masked(optimizer, optimizer.step, found_inf, rates=at, scale=by)
+
+    return step
