@@ -175,7 +175,7 @@ def check_overflows(trainer: Any, model: nn.Module, scales: list[float]) -> None
     assert trainer.result.skipped == sum(skipped) > 0
     assert trainer.result.updates + trainer.result.skipped == len(scales)
     assert trainer.scale == scales[-1]
-    assert distance(model, trainer.model) < 1e-4
+    assert distance(model, trainer.model) < 1e-3  # fp16: see test_same_cuda.py
 
 
 # Faults that these must notice.
