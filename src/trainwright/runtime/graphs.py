@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
@@ -42,20 +42,33 @@ class CudaGraph:
     def recording(self) -> Iterator[None]:
         """Record what is enqueued inside, on a stream of its own."""
         with torch.cuda.device(self._device):
-            stream = torch.cuda.Stream(self._device)
-            stream.wait_stream(torch.cuda.current_stream(self._device))
+            current, stream = torch.cuda.current_stream(self._device), torch.cuda.Stream(self._device)
+            stream.wait_stream(current)
             generator = torch.cuda.default_generators[torch.cuda.current_device()]
-            before = generator.graphsafe_get_state()
-            # A recording that fails leaves the state that it used unfit for draws: it gets one of its own.
-            generator.graphsafe_set_state(generator.clone_state())
+            # All recordings draw from one state, so that each goes on where the last one ended. One that fails leaves
+            # it unfit for draws: this copy takes its place.
+            before = generator.clone_state()
             try:
                 with torch.cuda.graph(self._graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
                     yield
             except BaseException:
+                torch.cuda.set_stream(current)  # torch stays on the other one where a recording cannot be ended
                 generator.graphsafe_set_state(before)
+                self._leave_pool()
                 torch.cuda.synchronize(self._device)
                 raise
-            torch.cuda.current_stream(self._device).wait_stream(stream)
+            current.wait_stream(stream)
+
+    def _leave_pool(self) -> None:
+        """Have the allocator know that nothing is recorded any more, and have the next recording take other memory.
+
+        Up to torch 2.11 a recording that cannot be ended is never over for it, and then it frees nothing any more.
+        """
+        self._pools.pop(self._device, None)
+        end = getattr(torch._C, "_cuda_endAllocateToPool", None)
+        with suppress(RuntimeError):  # it was ended
+            if end is not None:
+                end(torch.cuda.current_device(), self._pool)
 
     def replay(self) -> None:
         """Have it carried out on the current stream."""
