@@ -51,6 +51,7 @@ def test_evaluations_noise_and_changes_between_replays() -> None:
     same_cuda.test_what_a_step_logs_is_told_for_each_replay(CPU)
     same_cuda.test_what_is_changed_between_epochs_reaches_the_updates_after("adamw", CPU)
     same_cuda.test_batches_of_several_shapes_are_each_trained_on(CPU)
+    same_cuda.test_recordings_of_several_shapes_draw_from_one_stream_of_random_numbers(CPU)
 
 
 @pytest.mark.parametrize("build", [one for one in capture.HINDERED if one is not capture.Synchronises])

@@ -195,6 +195,16 @@ def test_batches_of_several_shapes_are_each_trained_on(device: torch.device) -> 
     assert losses(runs[1]) == pytest.approx(losses(runs[0]), rel=1e-4)
 
 
+def test_recordings_of_several_shapes_draw_from_one_stream_of_random_numbers(device: torch.device) -> None:
+    case = Case("adamw", 0.25, "one", None, "step")
+    noises, models = [], []
+    for graphs in (False, "require"):
+        models.append(trained(case, device, graphs=graphs, data=shapes(), build=noisy_net, updates=60).model)
+        noises.append(torch.rand(8, device=device).cpu())
+    assert torch.equal(*noises)
+    assert distance(*models) <= 1e-5
+
+
 def shapes() -> list[Any]:
     """Batches of 16, 16 and 24 rows in turn, and at the end one of 5."""
     x, y = rows(4 * 56 + 5)
