@@ -9,7 +9,7 @@ the loop, or before every replay where code of the user's own runs between two u
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -38,6 +38,7 @@ AGAIN = 3
 """Recordings in a row, each worth nothing soon after, from which on there is none of that level."""
 SOON = 2
 """Replays up to which a recording was not worth its making."""
+UNDECIDED = "nothing has moved in the update that was tried"
 _MOVING = frozenset(
     {
         *("history", "result", "counters", "ledger", "between", "hooks", "_run", "_pauses", "optimizers"),
@@ -57,6 +58,16 @@ class _Form:
         """Those of the optimizers when it was recorded."""
 
 
+class Told(NamedTuple):
+    """What is left of graphs when their run is over."""
+
+    level: str
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
 class Graphed:
     """Stands in the place of a trainer's `update` while a run lasts."""
 
@@ -73,6 +84,8 @@ class Graphed:
         """What recordings have baked in beside the settings of optimizers, as it was when it was looked at last."""
         self._since = self._restless = 0
         """Updates since it was found changed, and how often in a row that came soon."""
+        self._written: dict[int, Tensor] = {}
+        """What updates write to beside the weights: tensors of the user's own, say."""
         self._last: Recorded | None = None
         """Whose gradients are attached to the parameters."""
         self.not_whole = " and ".join(dict.fromkeys(_why_not_whole(run)))
@@ -112,6 +125,14 @@ class Graphed:
         """Take note that code of others may have run, and changed anything."""
         self._unsure, self._last = True, None
 
+    def let_go(self) -> None:
+        """Give the memory of all recordings back; gradients that lie in it are copied out."""
+        self._owner.between.graphs = Told(self.level, str(self))
+        for form in self._forms.values():
+            if form.recorded is not None:
+                form.recorded.detach()
+        self._forms, self._last = {}, None
+
     @property
     def level(self) -> str:
         """L3: updates are recorded whole; L2: up to their gradients; L1: not at all."""
@@ -133,9 +154,12 @@ class Graphed:
         form.seen += 1
         if form.seen > WARM_UP:
             return self._owner.update(window)
-        before, drawn = self._attributes(), facts.draws(self._owner.device)
+        met: list[Tensor] = []
+        before, drawn = self._attributes(met), facts.draws(self._owner.device)
+        versions = [(tensor, tensor._version) for tensor in met if not tensor.is_inference()]
         with self._watched.update():
             loss = self._owner.update(window)
+        self._written.update({id(tensor): tensor for tensor, version in versions if tensor._version != version})
         moved = self._moved(before, drawn)
         if moved:
             self._give_up(moved)
@@ -218,7 +242,9 @@ class Graphed:
             window.begun = False
         if found:
             run.gradients.zero()
-            self._give_up(found)
+            form.seen = 0  # where nothing has moved, the next ones tell
+            if found != UNDECIDED:
+                self._give_up(found)
             return False
         return True
 
@@ -232,9 +258,12 @@ class Graphed:
             window.begun = False
             self._run.gradients.zero()
         recorded.replays, self._behind.counted = 0, None
-        if trial.difference <= FAR:
+        difference = trial.difference
+        if difference is None:
+            return UNDECIDED
+        if difference <= FAR:
             return ""
-        return f"a replay computes otherwise: the weights end {trial.difference:.2g} of an update's way apart"
+        return f"a replay computes otherwise: the weights end {difference:.2g} of an update's way apart"
 
     def _give_up(self, why: str) -> None:
         """Record nothing from now on; SettingError where graphs are required."""
@@ -252,13 +281,13 @@ class Graphed:
         hooks = list(facts.hooks_of_others(owner.model))
         return [self._attributes(), lies, hooks, id(self._run.gradients)]
 
-    def _attributes(self) -> facts.Facts:
+    def _attributes(self, met: list[Tensor] | None = None) -> facts.Facts:
         owner = self._owner
-        return facts.attributes(*_where(owner), device=owner.device, beside=owner)
+        return facts.attributes(*_where(owner), device=owner.device, beside=owner, met=met)
 
     def _tensors(self) -> list[Tensor]:
         owner = self._owner
-        found = [*owner.model.parameters(), *owner.model.buffers(), *self._behind.tensors]
+        found = [*owner.model.parameters(), *owner.model.buffers(), *self._behind.tensors, *self._written.values()]
         for optimizer in owner.optimizers.values():
             for state in optimizer.state.values():
                 found += [value for value in state.values() if isinstance(value, Tensor)]

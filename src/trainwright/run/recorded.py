@@ -62,6 +62,12 @@ class Recorded:
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
 
+    def detach(self) -> None:
+        """Have gradients that a replay has written lie elsewhere."""
+        for parameter, gradient in self._gradients:
+            if parameter.grad is gradient and gradient is not None:
+                parameter.grad = gradient.clone()
+
     def replay(self, window: Window) -> Tensor:
         """Make the update of `window`, whose gradients are attached; returns its loss."""
         run = self._run

@@ -1,0 +1,29 @@
+"""What a run has recorded is given back when it ends; what is told of it stays."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from laws.emulated_graph import EmulatedGraph, emulate
+from laws.late_runs import data, on_the_cpu, trained
+from trainwright import Fast
+
+
+def test_the_memory_of_recordings_is_free_after_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_the_cpu(monkeypatch)
+    emulate(monkeypatch)
+    trainer, _, error = trained(data(), fast=Fast(cuda_graphs="require"), epochs=4)
+    assert error is None
+    graphs = [weakref.ref(graph) for graph in EmulatedGraph.made]
+    assert graphs
+    EmulatedGraph.made.clear()
+    gc.collect()
+    assert [graph() for graph in graphs] == [None] * len(graphs)
+    assert trainer.fast_path.startswith("L3, ")
+    assert "2 recorded" in trainer.fast_path
+    gradients = [parameter.grad for parameter in trainer.model.parameters()]
+    assert all(gradient is not None and torch.isfinite(gradient).all() for gradient in gradients)
