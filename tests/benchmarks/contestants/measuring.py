@@ -34,6 +34,8 @@ class Times:
     process: list[float] = field(default_factory=list)
     differs: float = 0.0
     """The greatest difference of a weight, or of a mean loss, from the plain loop's."""
+    grows: float = 1.0
+    """By how much more than elsewhere it may differ, in this workload."""
     failed: str = ""
 
     def add(self, spent: tuple[float, float], batches: int) -> None:
@@ -57,6 +59,7 @@ def train_times(of: Task, contestants: Sequence[Contestant], rounds: int) -> dic
             with quiet():
                 wanted[key] = weights(loop(current, Clock(), one.order(current)))
         times.differs = max(times.differs, float((weights(model) - wanted[key]).abs().max()))
+        times.grows = of.workload.grows
         if timed:
             times.add(spent, of.epochs * of.length)
 

@@ -63,7 +63,7 @@ def times(of: Task, found: Mapping[str, Times], contestants: Sequence[Contestant
 
 def agrees(one: Contestant, own: Times) -> bool:
     """Whether weights, or a mean loss, are those of the plain loop; who has another optimizer need not agree."""
-    return one.tolerance is None or own.differs <= one.tolerance
+    return one.tolerance is None or own.differs <= one.tolerance * own.grows
 
 
 def busy(found: Mapping[str, Times]) -> list[str]:
