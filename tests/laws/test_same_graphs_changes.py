@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -68,7 +69,7 @@ def loads(trainer: Any) -> None:
 
 def loads_assigned(trainer: Any) -> None:
     trainer.model[1].load_state_dict({name: value * 0.5 for name, value in trainer.model[1].state_dict().items()})
-    trainer.optimizer.load_state_dict(trainer.optimizer.state_dict())
+    trainer.optimizer.load_state_dict(copy.deepcopy(trainer.optimizer.state_dict()))
 
 
 def activates(trainer: Any) -> None:

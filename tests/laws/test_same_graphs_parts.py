@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from laws.graph_runs import both, fitted
+from laws.graph_runs import alike, both, fitted
 from laws.late_runs import data, net, same
 from laws.test_same_late import exploding, poisoned
 from trainwright import (
@@ -27,6 +28,7 @@ from trainwright import (
     accuracy,
 )
 from trainwright.base.errors import NonFiniteError
+from trainwright.runtime.trial import Trial
 
 
 def noisy() -> nn.Module:
@@ -212,3 +214,69 @@ def test_what_is_not_finite_at_a_replay(policy: str, what: str) -> None:
     at = 14 if "accumulate" in how else 27
     assert policy == "fp16" or not raises or f"update {at}:" in str(ran.error)
     assert policy == "ignore" or all(bool(torch.isfinite(weight).all()) for weight in ran.weights.values())
+
+
+class Weighs(nn.Module):
+    """A loss with weights of its own, and statistics that it keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.seen = nn.Buffer(torch.zeros(3))
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.seen.mul_(0.9).add_(0.1 * output.mean(0))
+        return F.cross_entropy(output * self.scale + self.seen, target) + self.scale.square().mean()
+
+
+def test_what_a_loss_trains_and_keeps() -> None:
+    ends: list[Any] = []
+
+    class Trains(Trainer[Any]):
+        def __init__(self, model: Any, optimizer: Any, loss: Any, **slots: Any) -> None:
+            optimizer.add_param_group({"params": loss.parameters(), "lr": 0.02})
+            super().__init__(model, optimizer, loss, **slots)
+
+        def end_epoch(self, metrics: dict[str, float]) -> None:
+            ends.append([value.clone() for value in self.loss.state_dict().values()])
+
+    both(kind=Trains, loss=Weighs(), watched=False)
+    alike(ends[:5], ends[5:])
+
+
+class Remembers(Trainer[Any]):
+    """A step that writes to tensors of its own."""
+
+    def __init__(self, *given: Any, **slots: Any) -> None:
+        super().__init__(*given, **slots)
+        self.teacher = copy.deepcopy(self.model).requires_grad_(requires_grad=False)
+        self.queue, self.at = torch.zeros(4, 3), torch.zeros((), dtype=torch.int64)
+
+    def training_step(self, batch: Any) -> Any:
+        output = self.model(batch[0])
+        loss = F.cross_entropy(output, batch[1]) + (output - self.queue.mean(0)).square().mean()
+        loss = loss + (output - self.teacher(batch[0])).square().mean()
+        with torch.no_grad():
+            self.queue.index_copy_(0, (self.at % 4).reshape(1), output.detach().mean(0, keepdim=True))
+            self.at += 1
+            for mine, theirs in zip(self.teacher.parameters(), self.model.parameters(), strict=True):
+                mine.data.mul_(0.9).add_(theirs.data, alpha=0.1)
+        return loss
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_tensors_that_a_step_writes_to(watched: bool) -> None:
+    ran = both(kind=Remembers, watched=watched)
+    assert ran.trainer.at == 30
+
+
+def test_a_recording_is_not_trusted_where_nothing_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first updates of a run under a loss scale that is too high move nothing."""
+    tried: list[Any] = []
+    real = Trial.difference.fget
+    assert real is not None
+    monkeypatch.setattr(Trial, "difference", property(lambda self: tried.append(real(self)) or tried[-1]))
+    both(optimizer="sgd", precision=MixedPrecision("fp16", init_scale=2.0**40, growth_interval=100))
+    assert tried[0] is None
+    assert tried[-1] is not None

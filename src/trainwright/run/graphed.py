@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from trainwright.base.contracts import Observer
 from trainwright.base.errors import SettingError, message
@@ -38,6 +39,8 @@ AGAIN = 3
 """Recordings in a row, each worth nothing soon after, from which on there is none of that level."""
 SOON = 2
 """Replays up to which a recording was not worth its making."""
+SMALL = 1 << 20
+"""Elements up to which a tensor of the user's own is taken to be written to by a step."""
 UNDECIDED = "nothing has moved in the update that was tried"
 _MOVING = frozenset(
     {
@@ -286,12 +289,17 @@ class Graphed:
         return facts.attributes(*_where(owner), device=owner.device, beside=owner, met=met)
 
     def _tensors(self) -> list[Tensor]:
+        """All that an update may write to, as far as can be known: `.data` is written to without a trace."""
         owner = self._owner
-        found = [*owner.model.parameters(), *owner.model.buffers(), *self._behind.tensors, *self._written.values()]
+        found = [*owner.model.parameters(), *owner.model.buffers(), *self._run.gradients.parameters]
+        found += [*self._behind.tensors, *self._written.values()]
+        met: list[Tensor] = []
+        self._attributes(met)
+        found += [tensor for tensor in met if isinstance(tensor, Parameter) or tensor.numel() <= SMALL]
         for optimizer in owner.optimizers.values():
             for state in optimizer.state.values():
                 found += [value for value in state.values() if isinstance(value, Tensor)]
-        return found
+        return list({id(tensor): tensor for tensor in found}.values())
 
 
 def graphed(run: Run, behind: Behind | None) -> Graphed | None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainwright.runtime.reading import Reader
+from trainwright.runtime.reading import Itself, Reader
 
 Facts = dict[tuple[str, str], Any]
 """By what it belongs to, and its name."""
@@ -33,10 +33,13 @@ _BOOKKEPT = frozenset(
 """What a group holds for its schedule, or for its names, and no step reads."""
 
 
-def attributes(*owners: tuple[str, Any], device: torch.device, beside: Any = None) -> Facts:
+def attributes(
+    *owners: tuple[str, Any], device: torch.device, beside: Any = None, met: list[Tensor] | None = None
+) -> Facts:
     """What objects, classes, dicts of attributes and all modules in modules hold: see `reading.Reader`.
 
     `device`: of the run, whose own memory may hold other numbers at each replay. `beside`: what is not followed.
+    `met` is given all tensors on the device.
     """
     reader = Reader(device, beside)
     facts: Facts = {}
@@ -45,6 +48,8 @@ def attributes(*owners: tuple[str, Any], device: torch.device, beside: Any = Non
         for place, one in each:
             for attribute, value in reader.held_by(one):
                 facts[place, attribute] = value
+    if met is not None:
+        met += reader.tensors
     return facts
 
 
@@ -65,7 +70,7 @@ def addresses(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Any]:
 def settings(optimizers: Sequence[Optimizer], *, rates: bool) -> list[Any]:
     """The hyper-parameters of every group, its learning rate only where `rates` asks for it."""
     return [
-        value
+        _setting(value, group)
         for optimizer in optimizers
         for group in optimizer.param_groups
         for name, value in group.items()
@@ -112,6 +117,14 @@ def changed(before: Facts, after: Facts) -> str:
             place, attribute = key
             return f"{place}.{attribute}"
     return "an attribute that is not equal to itself"
+
+
+def _setting(value: Any, group: dict[str, Any]) -> Any:
+    """What a setting can be compared by; one that lies with the weights is read anew at each replay."""
+    if not isinstance(value, Tensor):
+        return value
+    there = value.device == group["params"][0].device
+    return Itself(value), 0 if there else value._version
 
 
 def _numpy_state() -> tuple[Any, ...]:

@@ -54,6 +54,8 @@ class Reader:
     def __init__(self, device: torch.device, beside: Any = None) -> None:
         """`device`: of the run, whose own memory may hold other numbers at each replay. `beside`: not followed."""
         self._device = device
+        self.tensors: list[Tensor] = []
+        """All on the device of the run that were met."""
         self._met = {id(beside)}
 
     def held_by(self, one: Any) -> Iterator[tuple[str, Any]]:
@@ -107,6 +109,8 @@ class Reader:
         """Where it lies; one of the host is baked in by value, which its version tells."""
         if tensor.layout is not torch.strided or tensor.is_meta:
             return Itself(tensor)
+        if tensor.device.type == self._device.type:
+            self.tensors.append(tensor)
         version = tensor._version if tensor.device.type != self._device.type and not tensor.is_inference() else 0
         return Itself(tensor), tensor.data_ptr(), tensor.shape, tensor.requires_grad, version
 

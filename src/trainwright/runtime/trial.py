@@ -49,11 +49,16 @@ class Trial:
         torch.set_rng_state(of_torch)
 
     @property
-    def difference(self) -> float:
-        """How far the two ends are apart, as a share of the second's way from where both began; waits for it."""
+    def difference(self) -> float | None:
+        """How far the two ends are apart, as a share of the second's way from where both began; waits for it.
+
+        None where neither has gone anywhere: that tells nothing.
+        """
         one, other = self._ends
         apart, way = torch.stack([_distance(one, other), _distance(other, self._before[: self._measured])]).tolist()
-        return apart / way if way else (1.0 if apart else 0.0)
+        if not way:
+            return 1.0 if apart else None
+        return float(apart / way)
 
 
 def _distance(one: Sequence[Tensor], other: Sequence[Tensor]) -> Tensor:
