@@ -284,11 +284,11 @@ def a_pass_adds_to_gradients(patch):
 
 
 def a_pass_moves_statistics(patch):
-    patch.setattr(modules, "running_statistics", lambda model: [])
+    patch.setattr(modules, "has_running_statistics", lambda module: False)
 
 
 def a_pass_leaves_merged_weights_rounded(patch):
-    patch.setattr(modules, "_moved_by_modes", lambda root: [])
+    patch.setattr(modules, "_moved_by_mode", lambda module: [])
 
 
 def a_pass_freezes(patch):

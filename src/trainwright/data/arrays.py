@@ -115,13 +115,20 @@ class Table:
 
         How a product adds up may depend on where its factors begin.
         """
-        each = [column[0].numel() * column.element_size() if len(column) else 0 for column in self.columns]
-        lies = all(column.device.type == "cpu" and column.is_contiguous() for column in self.columns)
-        return rows * sum(each) <= AT_ONCE and lies and not any(size * one % ALIGNED for one in each)
+        whole = 0
+        for column in self.columns:
+            if not column.is_cpu or not column.is_contiguous():
+                return False
+            each = column.nbytes // max(column.shape[0], 1)
+            whole += rows * each
+            if whole > AT_ONCE or size * each % ALIGNED:
+                return False
+        return True
 
     def _at_once(self, order: Tensor | None, size: int, rows: range) -> list[Iterator[Tensor]]:
         if order is None and self._at is None:
-            gathered = [column[rows.start : rows.stop].clone() for column in self.columns]
+            parts = [column if len(rows) == len(column) else column[rows.start : rows.stop] for column in self.columns]
+            gathered = [part.clone() for part in parts]
         else:
             picked = self._picked(order)[rows.start : rows.stop]
             gathered = [column.index_select(0, picked) for column in self.columns]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import nullcontext
-from copy import copy
 from numbers import Number
 from typing import Any, cast
 
@@ -348,9 +347,16 @@ def beside(source: Source) -> Source:
     """
     if not _is_of_this_package(source):
         return source
-    aside: Any = copy(source)
+    aside: Any = _copied(source)
     for name, value in vars(source).items():
         if isinstance(value, Generators):
-            setattr(aside, name, copy(value))
+            setattr(aside, name, _copied(value))
     aside.set_aside()
     return cast(Source, aside)
+
+
+def _copied(one: Any) -> Any:
+    """What `copy` gives of an object whose attributes are all that it holds, in a tenth of the time."""
+    other = object.__new__(type(one))
+    other.__dict__.update(one.__dict__)
+    return other

@@ -61,7 +61,7 @@ def traceless(owner: Owner, source: Source, *, shows_gradients: bool = False) ->
             modules.untouched(*roots, shows_gradients=shows_gradients),
             modules.evaluating(*roots),
             torch.no_grad(),
-            switched(owner.precision),
+            nullcontext() if owner.precision is None else switched(owner.precision),
             _state_aside(owner),
             nullcontext() if owner.world.size == 1 else _together(owner),
         ):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from trainwright.base.errors import message
 from trainwright.runtime.freezing import has_running_statistics, held
 from trainwright.runtime.shards import reshard
-from trainwright.runtime.walking import inside, parameters_of
+from trainwright.runtime.walking import inside
 
 Modes = list[tuple[nn.Module, bool]]
 """The modules inside a root, itself the first of them, each with its mode."""
@@ -52,13 +51,12 @@ def untouched(*roots: nn.Module, shows_gradients: bool = False) -> Iterator[None
     back to the last bit: what it holds itself is put back. A sharded model holds its shards before and after.
     """
     reshard(*roots)
-    found = [(p, p.requires_grad, p.grad) for root in roots for p in parameters_of(root)]
-    moved = [tensor for root in roots for tensor in (*running_statistics(root), *_moved_by_modes(root))]
+    found, moved = _kept_by(roots)
     kept = [tensor.detach().clone() for tensor in moved]
     try:
         with unnoticed(moved) if moved else nullcontext():
-            if not shows_gradients:
-                for parameter, _, _ in found:
+            for parameter, _, gradient in found:
+                if gradient is not None and not shows_gradients:
                     parameter.grad = None
             try:
                 yield
@@ -71,7 +69,8 @@ def untouched(*roots: nn.Module, shows_gradients: bool = False) -> Iterator[None
         for parameter, wanted, gradient in found:
             if parameter.requires_grad != wanted:
                 parameter.requires_grad_(wanted)
-            parameter.grad = gradient
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
 
 
 def unnoticed(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
@@ -135,21 +134,26 @@ def _kept(roots: tuple[nn.Module, ...]) -> Iterator[list[Modes]]:
 
 def _put_back(each: list[Modes]) -> None:
     for modes in each:
-        if any(type(module).train is not _TRAIN for module, _ in modes):
-            # A module with a `train` of its own (merged LoRA weights, say) must hear of the change.
-            root, mode = modes[0]
-            root.train(mode)
-    for module, mode in chain.from_iterable(each):
-        wanted = mode and not held(module)
-        if module.training is not wanted:
-            _set_mode(module, mode=wanted)
+        for module, _ in modes:
+            if type(module).train is not _TRAIN:
+                # A module with a `train` of its own (merged LoRA weights, say) must hear of the change.
+                root, mode = modes[0]
+                root.train(mode)
+                break
+    for modes in each:
+        for module, mode in modes:
+            wanted = mode and ("train" not in module.__dict__ or not held(module))
+            if module.training is not wanted:
+                _set_mode(module, mode=wanted)
 
 
 def _to_eval(root: nn.Module, modes: Modes) -> None:
     """What `root.eval()` does: by itself where a module has its own ways, else without a call for each module."""
-    if any(type(one).train is not _TRAIN or type(one).eval is not _EVAL or "train" in vars(one) for one, _ in modes):
-        root.eval()
-        return
+    for module, _ in modes:
+        kind = type(module)
+        if kind.train is not _TRAIN or kind.eval is not _EVAL or "train" in module.__dict__:
+            root.eval()
+            return
     for module, mode in modes:
         if mode is not False:
             _set_mode(module, mode=False)
@@ -163,11 +167,25 @@ def _set_mode(module: nn.Module, *, mode: bool) -> None:
         module.training = mode
 
 
-def _moved_by_modes(root: nn.Module) -> list[Tensor]:
-    """The tensors of modules with a `train` of their own, without those of the modules inside them."""
-    return [
-        tensor
-        for module in inside(root)
-        if type(module).train is not _TRAIN
-        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
-    ]
+def _kept_by(roots: tuple[nn.Module, ...]) -> tuple[list[tuple[nn.Parameter, bool, Tensor | None]], list[Tensor]]:
+    """What `untouched` puts back, in one walk: each parameter with its flag and gradient, and the tensors that move.
+
+    Those are running statistics, and what modules with a `train` of their own hold themselves.
+    """
+    found: list[tuple[nn.Parameter, bool, Tensor | None]] = []
+    moved: list[Tensor] = []
+    for root in roots:
+        for module in inside(root):
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    found.append((parameter, parameter.requires_grad, parameter.grad))
+            if type(module).train is not _TRAIN:
+                moved += _moved_by_mode(module)
+            elif module._buffers and has_running_statistics(module):
+                moved += module.buffers(recurse=False)
+    return found, moved
+
+
+def _moved_by_mode(module: nn.Module) -> list[Tensor]:
+    """The tensors of a module with a `train` of its own, without those of the modules inside it."""
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]

@@ -24,7 +24,7 @@ _WORDS = struct.Struct("=i624I")
 def random_state() -> dict[str, Any]:
     """Every global random state, as a tree of plain data and tensors; nobody changes what is in it."""
     state = host_random_state()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized() and torch.cuda.is_available():  # to ask for the first takes no time
         state["cuda"] = torch.cuda.get_rng_state_all()
     if torch.backends.mps.is_available():
         state["mps"] = torch.mps.get_rng_state()
@@ -33,14 +33,14 @@ def random_state() -> dict[str, Any]:
 
 def host_random_state() -> dict[str, Any]:
     """The global random states of Python, NumPy and torch on the CPU, in the same form."""
-    return {"python": _python.state(), "numpy": _numpy.state(), "torch": torch.get_rng_state()}
+    return {"python": _python.state(), "numpy": _numpy.state(), "torch": torch.default_generator.get_state()}
 
 
 def set_random_state(state: dict[str, Any]) -> None:
     """Put back a state that `random_state` gave."""
     _python.set_state(state["python"])
     _numpy.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
+    torch.default_generator.set_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         for index, one in enumerate(state["cuda"][: torch.cuda.device_count()]):
             torch.cuda.set_rng_state(one, index)

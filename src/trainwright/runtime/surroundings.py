@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -17,11 +17,9 @@ def training_afresh(device_type: str) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def beside_training(device_type: str) -> Iterator[None]:
+def beside_training(device_type: str) -> AbstractContextManager[None]:
     """No autocast but the trainer's own for a pass without a trace, also in the midst of a step under autocast."""
-    with _own_autocast(device_type, shares_cache=True):
-        yield
+    return _own_autocast(device_type, shares_cache=True) if _depth() else nullcontext()
 
 
 @contextmanager
@@ -33,8 +31,7 @@ def _own_autocast(device_type: str, *, shares_cache: bool) -> Iterator[None]:
     nothing inside reads or adds any: a step that is under way goes on as if there had been nothing. Otherwise they are
     dropped, and each step inside has its own, as when nothing surrounds it.
     """
-    depth = torch.autocast_increment_nesting() - 1
-    torch.autocast_decrement_nesting()
+    depth = _depth()
     if not depth:
         yield
         return
@@ -54,6 +51,13 @@ def _own_autocast(device_type: str, *, shares_cache: bool) -> Iterator[None]:
         if left:
             torch.clear_autocast_cache()
         _switch(enabled, caching=caching)
+
+
+def _depth() -> int:
+    """How many contexts of autocast the call is in."""
+    depth = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return depth
 
 
 def _switch(enabled: dict[str, bool], *, caching: bool) -> None:
