@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -75,6 +77,29 @@ def own_draws(trainer: Any, loss: torch.Tensor) -> float:
     return float(trainer.rng.uniform(0.9, 1.1))
 
 
+def from_an_iterator(trainer: Any, loss: torch.Tensor) -> float:
+    trainer.__dict__.setdefault("factors", itertools.cycle([1.0, 0.99, 0.98]))
+    return float(next(trainer.factors))
+
+
+def from_a_generator(trainer: Any, loss: torch.Tensor) -> float:
+    trainer.__dict__.setdefault("factors", (1.0 + 1 / n for n in range(1, 99)))
+    return float(next(trainer.factors))
+
+
+@dataclass(slots=True)
+class Slots:
+    """Settings in slots."""
+
+    tau: float = 1.0
+
+
+def counts_in_slots(trainer: Any, loss: torch.Tensor) -> float:
+    settings = trainer.__dict__.setdefault("settings", Slots())
+    settings.tau *= 0.99
+    return float(settings.tau)
+
+
 def noted(trainer: Any, loss: torch.Tensor) -> None:
     trainer.state["steps"] = trainer.state.get("steps", 0) + 1
 
@@ -94,6 +119,9 @@ STEPS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "Python's random": (mean_of_numbers, "an update draws from Python's random"),
     "NumPy's random": (lambda t, loss: float(np.random.uniform(0.9, 1.1)), "an update draws from NumPy's random"),
     "a generator of its own": (own_draws, "an update changes Does.rng"),
+    "an iterator": (from_an_iterator, "an update changes Does.factors"),
+    "a generator of numbers": (from_a_generator, "an update changes Does.factors"),
+    "slots": (counts_in_slots, "an update changes Does.settings"),
     "the progress read": (lambda t, loss: 1.0 + 0.01 * t.progress.updates, "the step reads `self.progress`"),
     "the progress read, and errors caught": (caught, "the step reads `self.progress`"),
     "the history read": (lambda t, loss: 1.0 + len(t.history), "the step reads `self.history`"),
@@ -192,6 +220,27 @@ def test_a_batch_that_holds_an_object() -> None:
         return [(x, y, object()) for x, y in data()]
 
     check_refused("a batch holds a object", kind=doing(lambda *_: None), batches=labelled)
+
+
+class Writes(Trainer[Any]):
+    """Writes to its batch."""
+
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        return F.cross_entropy(self.model(x.mul_(0.9)), y)
+
+
+class Copies(Writes):
+    """The same, to a copy."""
+
+    def to_device(self, batch: Any) -> Any:
+        return [tensor.clone() for tensor in batch]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_step_that_writes_to_its_batch(accumulate: int) -> None:
+    check_refused("an update writes to its batch, which is no copy", kind=Writes, accumulate=accumulate)
+    both(kind=Copies, accumulate=accumulate)
 
 
 def test_a_sparse_batch() -> None:

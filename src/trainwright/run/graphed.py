@@ -16,11 +16,12 @@ from torch.nn import Parameter
 
 from trainwright.base.contracts import Observer
 from trainwright.base.errors import SettingError, message
-from trainwright.run.recorded import Recorded, Unfit, apart, on_device, spec_of
+from trainwright.run.recorded import Recorded, Unfit, apart, fixed, on_device, spec_of
 from trainwright.runtime import facts
 from trainwright.runtime.fused import why_not_masked
 from trainwright.runtime.graphs import LAUNCH_BOUND, RECORDERS, Timed
 from trainwright.runtime.trial import FAR, Trial
+from trainwright.runtime.walking import tensors_in
 from trainwright.slots.rates import TableRates
 from trainwright.slots.window import Window
 
@@ -114,9 +115,9 @@ class Graphed:
         form = self._forms.setdefault(spec, _Form())
         self._look(form)
         if form.recorded is None and not self._may_record(form):
-            return self._as_ever(here, form)
+            return self._as_ever(here, form, given=window)
         if form.recorded is None and not self._record(here, form):
-            return self._as_ever(here, form)
+            return self._as_ever(here, form, given=window)
         assert form.recorded is not None
         self.replays += 1
         if self._last is not form.recorded or self._always_unsure:  # other code may have dropped them
@@ -151,19 +152,22 @@ class Graphed:
         what = f"forward and backward alone, since {self.not_whole}" if self.not_whole else "whole updates"
         return f"CUDA graphs of {what}: {count}"
 
-    def _as_ever(self, window: Window, form: _Form) -> Any:
-        """Run an update by the code itself; the first ones under watch."""
+    def _as_ever(self, window: Window, form: _Form, *, given: Window) -> Any:
+        """Run an update by the code itself; the first ones under watch. `given`: the window as it came."""
         self._owner.ledger.window, self._last = window, None
         form.seen += 1
         if form.seen > WARM_UP:
             return self._owner.update(window)
         met: list[Tensor] = []
+        own = [(tensor, tensor._version) for tensor in tensors_in(given.batches) if not tensor.is_inference()]
         before, drawn = self._attributes(met), facts.draws(self._owner.device)
         versions = [(tensor, tensor._version) for tensor in met if not tensor.is_inference()]
         with self._watched.update():
             loss = self._owner.update(window)
         self._written.update({id(tensor): tensor for tensor, version in versions if tensor._version != version})
         moved = self._moved(before, drawn)
+        if any(tensor._version != version for tensor, version in own):
+            moved = moved or "an update writes to its batch, which is no copy"
         if moved:
             self._give_up(moved)
         return loss
@@ -255,10 +259,9 @@ class Graphed:
         """Say what a replay computes otherwise than the code itself, or ""; all is left as it was."""
         recorded.attach()
         for make in (recorded.replay, self._owner.update):
-            with trial.one_way(), apart(self._run, window):
-                make(window)
-            window.begin()
-            window.begun = False
+            tried = fixed(window, self._owner.device)  # a step may write to its batch
+            with trial.one_way(), apart(self._run, tried):
+                make(tried)
             self._run.gradients.zero()
         recorded.replays, self._behind.counted = 0, None
         difference = trial.difference

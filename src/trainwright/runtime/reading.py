@@ -13,6 +13,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator
 from functools import partial
+from io import IOBase
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -48,6 +49,16 @@ class Itself:
         return id(self._one)
 
 
+class Unknown:
+    """What may have moved, for all that can be told: it is equal to nothing."""
+
+    __slots__ = ()
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return False
+
+
 class Reader:
     """Reads once: what was met before is not followed again."""
 
@@ -74,8 +85,7 @@ class Reader:
         if isinstance(one, nn.Module):
             tensors = {**one._parameters, **one._buffers}
             yield from ((name, self.read(value, 1)) for name, value in tensors.items())
-        held = getattr(one, "__dict__", {})
-        for name, value in held.items():
+        for name, value in _held(one).items():
             if not (isinstance(one, nn.Module) and name in _OF_MODULES):
                 yield name, value if type(value) in _PLAIN else self.read(value, DEPTH)
         yield from self.of_class(type(one))
@@ -99,7 +109,7 @@ class Reader:
             return value
         if isinstance(value, Tensor):
             return self._tensor(value)
-        if depth == 0 or id(value) in self._met:
+        if depth == 0 or id(value) in self._met or isinstance(value, type | ModuleType):
             return Itself(value)
         if isinstance(value, list | tuple | dict | set | frozenset | deque):
             return self._container(value, depth - 1)
@@ -138,10 +148,11 @@ class Reader:
             return [self.read(part, depth) for part in (value.func, value.args, value.keywords)]
         if isinstance(value, nn.Module):
             return [fact for module in value.modules() for fact in self.held_by(module)]
-        if isinstance(value, type | ModuleType) or not _is_own(type(value)):
-            return Itself(value), _inside(value)
+        if not _is_own(type(value)):
+            moves = isinstance(value, Iterator) and not isinstance(value, IOBase)
+            return Unknown() if moves else (Itself(value), _inside(value))
         self._met.add(id(value))
-        held = [(name, self.read(item, depth)) for name, item in list(getattr(value, "__dict__", {}).items())]
+        held = [(name, self.read(item, depth)) for name, item in _held(value).items()]
         return Itself(value), held, list(self.of_class(type(value)))
 
     def _function(self, function: FunctionType, depth: int) -> Any:
@@ -158,6 +169,17 @@ class Reader:
         known = function.__globals__
         named = [(name, self.read(known[name], depth)) for name in _names(function.__code__) if name in known]
         return Itself(function), cells, self.read(function.__defaults__, depth), named
+
+
+def _held(one: Any) -> dict[str, Any]:
+    """The attributes of an object itself, those in slots too."""
+    held = dict(getattr(one, "__dict__", {}))
+    for kind in type(one).__mro__ if _is_own(type(one)) else ():
+        slots = vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if hasattr(one, name) and name not in ("__dict__", "__weakref__"):
+                held[name] = getattr(one, name)
+    return held
 
 
 def _names(code: CodeType) -> Iterator[str]:
