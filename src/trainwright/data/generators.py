@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from trainwright.base.errors import DataError, message
 from trainwright.runtime.randomness import unmoved
@@ -16,6 +17,8 @@ from trainwright.runtime.randomness import unmoved
 _INSIDE = ("dataset", "datasets", "transform", "transforms", "target_transform")
 """Attributes of a data set whose own attributes are looked at too."""
 _END = object()
+_NONE = frozenset({type(None), bool, int, float, str, tuple, list, dict, Tensor, type(lambda: None)})
+"""Types of attributes that are looked at most often, and are no generators."""
 
 
 class Generators:
@@ -173,6 +176,8 @@ def _hidden(owner: Any, name: str, depth: int) -> Iterator[str]:
 
 def is_generator(value: Any) -> bool:
     """Whether it is a generator with a state of its own: not the process's, nor the operating system's."""
+    if type(value) in _NONE:
+        return False
     if isinstance(value, torch.Generator):
         return value is not torch.default_generator
     if isinstance(value, random.Random):

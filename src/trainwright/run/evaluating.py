@@ -11,18 +11,17 @@ from typing import Any
 from warnings import warn
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trainwright.base.contracts import Source
 from trainwright.base.errors import DataError, SettingError, message, user_line
-from trainwright.base.records import Step
 from trainwright.data.source import beside
-from trainwright.run.batches import call, split
 from trainwright.run.failure import explain
 from trainwright.run.hooks import let_go_of_memory, mover
-from trainwright.run.ledger import FEW, Ledger
+from trainwright.run.ledger import Ledger
 from trainwright.run.owner import Owner
 from trainwright.run.ranks import own_batches, same_buffers, standing, undealt
+from trainwright.run.summing import summing
 from trainwright.runtime import late, modules
 from trainwright.runtime.randomness import seed, unmoved
 from trainwright.runtime.snapshot import snapshot
@@ -179,7 +178,7 @@ def evaluate(owner: Owner, source: Source, *, name: str, batches: int | None = N
                 for batch in islice(owner.between.watched(_passed(owner, aside, ledger)), batches):
                     ledger.batch = batch
                     if not seen and to_device is None:
-                        take = _summing(owner, ledger, lasting=getattr(aside, "in_memory", False)) or take
+                        take = summing(owner, ledger, aside, first=batch, cut=batches is not None) or take
                     take(batch if to_device is None else to_device(batch))
                     seen += 1
                     if not seen % READ_EVERY:
@@ -264,47 +263,6 @@ def _taking(owner: Owner, ledger: Ledger) -> Callable[[Any], None]:
             ledger.counting, step = None, plain
 
     return take
-
-
-def _summing(owner: Owner, ledger: Ledger, *, lasting: bool) -> Callable[[Any], None] | None:
-    """What does the same where all of it is this package's and torch's: the default step, past the calls between.
-
-    `lasting`: whether nobody will write into a batch's targets any more. None where anything is the user's own.
-    """
-    hooks, known, model = owner.hooks, owner.hooks.known, owner.model
-    own = hooks.validates_itself or hooks.split is not split or "validation_step" in vars(owner)
-    if own or known is None or known.kernel is None or hooks.summed is None or owner.precision is not None:
-        return None
-    summed, kernel, read, targets = hooks.summed, known.kernel, ledger.read_totals, ledger.targets
-    feed, keeps = None if ledger.meters is None else ledger.meters.update, lasting and ledger.meters is None
-    ledger.known = known
-
-    def take(batch: Any) -> None:
-        kind = type(batch)
-        if (kind is list or kind is tuple) and len(batch) == 2:
-            inputs, target = batch
-            output = model(inputs)
-        else:
-            inputs, target = split(batch)
-            output = model(*inputs) if type(inputs) is tuple else call(model, inputs)
-        if not _is_quick(output, target):
-            loss = summed(output, target)
-            ledger.note(loss if feed is None else Step(loss, output, target))
-            return
-        read.append(late.host_value(kernel(output, target)))
-        targets.append(target if keeps else target.clone())
-        if feed is not None:
-            feed(output, target, hooks.rows(batch))
-
-    return take
-
-
-def _is_quick(output: Any, target: Any) -> bool:
-    """Whether the kernel takes them as they are: plain tensors on the CPU, a few rows, one class number each."""
-    if type(output) is not Tensor or type(target) is not Tensor or not output.is_cpu or not target.is_cpu:
-        return False
-    kinds = output.dtype is torch.float32 and target.dtype is torch.int64
-    return kinds and target.ndim == 1 and target.numel() <= FEW
 
 
 def _counted(owner: Owner, ledger: Ledger, step: Callable[[Any], Any]) -> Callable[[Any], Any]:

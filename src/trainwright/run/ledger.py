@@ -227,7 +227,7 @@ class Ledger(Numbers):
         if self.targets and self.known is not None:
             self._total_counts.append(self.known.count(torch.cat(self.targets)))
             self.targets.clear()
-        if not self._total_counts:
+        if not self._total_counts and not self.read_totals:
             return
         wide = widest_float(self._totals[0].device) if self._totals else None
         stacked = torch.stack(self._totals).sum(dtype=wide) if self._totals else 0.0
