@@ -34,6 +34,9 @@ READ_EVERY = 128
 """Batches between two reads of an evaluation's numbers: memory for that many scalars, and no wait per batch."""
 
 
+_NOTHING = nullcontext()
+
+
 @dataclass(frozen=True, slots=True)
 class Evaluation:
     """The numbers of one pass, and the standard errors of those that were asked for."""
@@ -60,9 +63,9 @@ def traceless(owner: Owner, source: Source, *, shows_gradients: bool = False) ->
             modules.untouched(*roots, shows_gradients=shows_gradients),
             modules.evaluating(*roots),
             torch.no_grad(),
-            nullcontext() if owner.precision is None else switched(owner.precision),
+            _NOTHING if owner.precision is None else switched(owner.precision),
             _state_aside(owner),
-            nullcontext() if owner.world.size == 1 else _together(owner),
+            _NOTHING if owner.world.size == 1 else _together(owner),
         ):
             yield beside(source) if source.repeatable else source
     finally:
@@ -86,7 +89,7 @@ def showing(owner: Owner) -> AbstractContextManager[None]:
             f"until the next fit{f' ({line})' if line else ''}",
             stacklevel=2,
         )
-    return nullcontext() if owner.between.shown is None else owner.between.shown.evaluated()
+    return _NOTHING if owner.between.shown is None else owner.between.shown.evaluated()
 
 
 @contextmanager
@@ -174,11 +177,13 @@ def evaluate(owner: Owner, source: Source, *, name: str, batches: int | None = N
     with ledger_aside(owner, ledger):
         try:
             with traceless(owner, source) as aside:
-                take, to_device = _taking(owner, ledger), mover(owner, aside, trains=False)
+                take, to_device = None, mover(owner, aside, trains=False)
                 for batch in islice(owner.between.watched(_passed(owner, aside, ledger)), batches):
                     ledger.batch = batch
-                    if not seen and to_device is None:
-                        take = summing(owner, ledger, aside, first=batch, cut=batches is not None) or take
+                    if take is None and to_device is None:
+                        take = summing(owner, ledger, aside, first=batch, cut=batches is not None)
+                    if take is None:
+                        take = _taking(owner, ledger)
                     take(batch if to_device is None else to_device(batch))
                     seen += 1
                     if not seen % READ_EVERY:

@@ -50,6 +50,8 @@ class Numbers:
 
     def close(self, *more: float | Tensor) -> list[float]:
         """Read all numbers noted since the last call, and `more`, in one go; return `more` as floats."""
+        if not self._entries and not more:
+            return []
         entries, self._entries = self._entries, []
         if len(entries) == 1:
             numbers = late.read([entries[0][1], entries[0][2], *more])

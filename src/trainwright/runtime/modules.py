@@ -16,6 +16,8 @@ from trainwright.runtime.walking import inside
 Modes = list[tuple[nn.Module, bool]]
 """The modules inside a root, itself the first of them, each with its mode."""
 _TRAIN, _EVAL, _SETATTR = nn.Module.train, nn.Module.eval, nn.Module.__setattr__
+_set = object.__setattr__
+"""Sets a mode past the look for parameters that torch makes at each assignment: it is none."""
 
 
 @contextmanager
@@ -28,18 +30,24 @@ def mode(module: nn.Module, *, train: bool) -> Iterator[None]:
         raise TypeError(
             message(f"mode(module, train={train!r})", want="True or False", fix="mode(module, train=False)")
         )
-    with _kept((module,)):
+    modes = _modes((module,))
+    try:
         module.train(train)
         yield
+    finally:
+        _put_back(modes)
 
 
 @contextmanager
 def evaluating(*roots: nn.Module) -> Iterator[None]:
     """Eval mode inside; afterwards every module has its own mode again, whatever it was."""
-    with _kept(roots) as modes:
-        for root, found in zip(roots, modes, strict=True):
-            _to_eval(root, found)
+    modes = _modes(roots)
+    try:
+        for found in modes:
+            _to_eval(found)
         yield
+    finally:
+        _put_back(modes)
 
 
 @contextmanager
@@ -122,14 +130,9 @@ def untrained(*roots: nn.Module) -> Iterator[None]:
                 parameter.requires_grad_(before)
 
 
-@contextmanager
-def _kept(roots: tuple[nn.Module, ...]) -> Iterator[list[Modes]]:
-    """Put every mode back afterwards; gives what the modes are now."""
-    modes = [[(module, module.training) for module in inside(root)] for root in roots]
-    try:
-        yield modes
-    finally:
-        _put_back(modes)
+def _modes(roots: tuple[nn.Module, ...]) -> list[Modes]:
+    """What the modes are now."""
+    return [[(module, module.training) for module in inside(root)] for root in roots]
 
 
 def _put_back(each: list[Modes]) -> None:
@@ -143,28 +146,28 @@ def _put_back(each: list[Modes]) -> None:
     for modes in each:
         for module, mode in modes:
             wanted = mode and ("train" not in module.__dict__ or not held(module))
-            if module.training is not wanted:
-                _set_mode(module, mode=wanted)
+            if module.training is wanted:
+                continue
+            if type(module).__setattr__ is _SETATTR:
+                _set(module, "training", wanted)
+            else:
+                module.training = wanted
 
 
-def _to_eval(root: nn.Module, modes: Modes) -> None:
-    """What `root.eval()` does: by itself where a module has its own ways, else without a call for each module."""
+def _to_eval(modes: Modes) -> None:
+    """What `eval` of a root does: by itself where a module has its own ways, else without a call for each module."""
     for module, _ in modes:
         kind = type(module)
         if kind.train is not _TRAIN or kind.eval is not _EVAL or "train" in module.__dict__:
-            root.eval()
+            modes[0][0].eval()
             return
     for module, mode in modes:
-        if mode is not False:
-            _set_mode(module, mode=False)
-
-
-def _set_mode(module: nn.Module, *, mode: bool) -> None:
-    """Set `training`, past the look for parameters that torch makes at each assignment: a mode is none."""
-    if type(module).__setattr__ is _SETATTR:
-        object.__setattr__(module, "training", mode)
-    else:
-        module.training = mode
+        if mode is False:
+            continue
+        if type(module).__setattr__ is _SETATTR:
+            _set(module, "training", False)
+        else:
+            module.training = False
 
 
 def _kept_by(roots: tuple[nn.Module, ...]) -> tuple[list[tuple[nn.Parameter, bool, Tensor | None]], list[Tensor]]:

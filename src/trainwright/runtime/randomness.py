@@ -7,8 +7,8 @@ import random
 import struct
 import sys
 from _random import Random as _Twister
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -57,16 +57,26 @@ def seed(number: int, generators: Iterable[torch.Generator] = ()) -> None:
         generator.manual_seed(number)
 
 
-@contextmanager
-def unmoved(generators: Iterable[torch.Generator] = ()) -> Iterator[None]:
+def unmoved(generators: Iterable[torch.Generator] = ()) -> AbstractContextManager[None]:
     """Leave every global random state, and that of `generators`, as it was found, whatever is drawn inside."""
-    state = random_state()
-    own = [(generator, generator.get_state()) for generator in generators]
-    try:
-        yield
-    finally:
-        set_random_state(state)
-        for generator, before in own:
+    return _Unmoved(generators)
+
+
+class _Unmoved:
+    """Puts the states back; a class, since every evaluation enters it."""
+
+    __slots__ = ("_generators", "_own", "_state")
+
+    def __init__(self, generators: Iterable[torch.Generator]) -> None:
+        self._generators = generators
+
+    def __enter__(self) -> None:
+        self._state = random_state()
+        self._own = [(generator, generator.get_state()) for generator in self._generators] if self._generators else ()
+
+    def __exit__(self, *error: object) -> None:
+        set_random_state(self._state)
+        for generator, before in self._own:
             generator.set_state(before)
 
 

@@ -32,8 +32,9 @@ def inside(root: nn.Module) -> list[nn.Module]:
         module = left.pop()
         if module not in found:
             found[module] = None
-            if module._modules:
-                left += [one for one in reversed(list(module._modules.values())) if one is not None]
+            for one in reversed(list(module._modules.values())) if module._modules else ():
+                if one is not None:
+                    left.append(one)
     return list(found)
 
 
