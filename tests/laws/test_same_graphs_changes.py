@@ -191,6 +191,31 @@ def test_a_group_that_is_added_is_trained(schedule: Any) -> None:
     assert len(ran.replays) == 2
 
 
+def halves(optimizer: Any, *_: Any) -> None:
+    with torch.no_grad():
+        optimizer.param_groups[0]["params"][0].mul_(0.5)
+
+
+def hooked(trainer: Any) -> None:
+    trainer.optimizer.register_step_post_hook(halves)
+
+
+def wrapped(trainer: Any) -> None:
+    real = trainer.optimizer.step
+
+    def step(closure: Any = None) -> None:
+        real(closure)
+        halves(trainer.optimizer)
+
+    trainer.optimizer.step = step
+
+
+@pytest.mark.parametrize("change", [hooked, wrapped])
+def test_what_comes_to_run_with_each_step_runs(change: Callable[[Any], None]) -> None:
+    ran = both(graphs="auto", kind=at_hooks(change, "end_epoch"), watched=False)
+    assert ran.trainer.fast_path.startswith("L2")
+
+
 class Alters(Observer):
     """Changes something after an update now and then."""
 

@@ -283,7 +283,8 @@ class Graphed:
 
     def _baked(self) -> list[Any]:
         owner = self._owner
-        lies = facts.addresses(owner.model, list(owner.optimizers.values()))
+        optimizers = list(owner.optimizers.values())
+        lies = [*facts.addresses(owner.model, optimizers), *facts.around_steps(optimizers)]
         hooks = list(facts.hooks_of_others(owner.model))
         return [self._attributes(), lies, hooks, id(self._run.gradients)]
 

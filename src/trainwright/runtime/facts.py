@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.optim.optimizer as torch_optimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -27,6 +28,8 @@ _OF_HOOKS = (
 )
 _OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _GLOBAL = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")
+_OF_STEPS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_OF_ALL_STEPS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 _BOOKKEPT = frozenset(
     {"params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "lr_scale"}
 )
@@ -64,6 +67,18 @@ def addresses(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Any]:
             found += [parameter.data_ptr() for parameter in group["params"]]
         for state in optimizer.state.values():
             found += [value.data_ptr() if isinstance(value, Tensor) else value for value in state.values()]
+    return found
+
+
+def around_steps(optimizers: Sequence[Optimizer]) -> list[Any]:
+    """What runs with each step of an optimizer, or in its place: hooks on it, hooks on all, a `step` of its own."""
+    found: list[Any] = []
+    for optimizer in optimizers:
+        own = vars(optimizer)
+        found += [Itself(hook) for kind in _OF_STEPS for hook in own.get(kind, {}).values()]
+        found += [Itself(own.get(name, getattr(type(optimizer), name))) for name in ("step", "zero_grad")]
+    for kind in _OF_ALL_STEPS:
+        found += [Itself(hook) for hook in getattr(torch_optimizer, kind, {}).values()]
     return found
 
 

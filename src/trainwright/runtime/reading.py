@@ -16,6 +16,7 @@ from functools import partial
 from io import IOBase
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -30,6 +31,8 @@ _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 """What every module holds for torch; parameters, buffers and modules are read from it apart."""
 _NAMESPACES = frozenset({"types", "argparse"})
 """Where the standard library keeps classes of plain settings."""
+_OWN = WeakKeyDictionary[type, bool]()
+"""Which classes were found to be the user's own."""
 _BESIDE_STEPS = frozenset({"begin_epoch", "end_epoch", "after_update", "validation_step", "predict_step"})
 """Methods of a trainer that no update runs."""
 
@@ -92,10 +95,14 @@ class Reader:
 
     def of_class(self, kind: type) -> Iterator[tuple[str, Any]]:
         """What the user's own among a class and its bases hold, and what their methods read of the module's."""
+        if id(kind) in self._met:
+            return
         for each in kind.__mro__:
-            if id(each) in self._met or not _is_own(each):
+            if id(each) in self._met:
                 continue
             self._met.add(id(each))
+            if not _is_own_class(each):
+                continue
             for name, value in list(vars(each).items()):
                 if type(value) in _PLAIN and not name.startswith("__"):
                     yield f"{each.__name__}.{name}", value
@@ -148,7 +155,7 @@ class Reader:
             return [self.read(part, depth) for part in (value.func, value.args, value.keywords)]
         if isinstance(value, nn.Module):
             return [fact for module in value.modules() for fact in self.held_by(module)]
-        if not _is_own(type(value)):
+        if not _is_own_class(type(value)):
             moves = isinstance(value, Iterator) and not isinstance(value, IOBase)
             return Unknown() if moves else (Itself(value), _inside(value))
         self._met.add(id(value))
@@ -173,8 +180,10 @@ class Reader:
 
 def _held(one: Any) -> dict[str, Any]:
     """The attributes of an object itself, those in slots too."""
+    if not _is_own_class(type(one)):
+        return getattr(one, "__dict__", {})
     held = dict(getattr(one, "__dict__", {}))
-    for kind in type(one).__mro__ if _is_own(type(one)) else ():
+    for kind in type(one).__mro__:
         slots = vars(kind).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             if hasattr(one, name) and name not in ("__dict__", "__weakref__"):
@@ -187,6 +196,13 @@ def _names(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:  # functions inside
         if isinstance(constant, CodeType):
             yield from _names(constant)
+
+
+def _is_own_class(kind: type) -> bool:
+    own = _OWN.get(kind)
+    if own is None:
+        own = _OWN[kind] = _is_own(kind)
+    return own
 
 
 def _is_own(one: Any) -> bool:
