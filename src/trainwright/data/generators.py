@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from copy import deepcopy
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -182,7 +183,14 @@ def is_generator(value: Any) -> bool:
         return value is not torch.default_generator
     if isinstance(value, random.Random):
         return value is not getattr(random, "_inst", None) and not isinstance(value, random.SystemRandom)
-    if not any(kind.__module__.startswith("numpy.random") for kind in type(value).__mro__):
+    kind: Any = type(value)
+    if not _is_of_numpys(kind):
         return False  # and NumPy's generators, slow to import, are left alone
     kinds = (np.random.Generator, np.random.RandomState)
     return isinstance(value, kinds) and value is not getattr(np.random.mtrand, "_rand", None)
+
+
+@lru_cache(maxsize=256)
+def _is_of_numpys(kind: type) -> bool:
+    """Whether a class is one of NumPy's random module, or built on one."""
+    return any(one.__module__.startswith("numpy.random") for one in kind.__mro__)

@@ -87,7 +87,12 @@ def _is_plain(column: Any) -> bool:
     if column.is_nested or column.is_quantized or column.is_conj() or column.is_neg() or not column.ndim:
         return False
     # By their strides convolutions and products choose how they add up.
-    return column.stride() == torch.empty(column.shape, device="meta").stride()
+    wanted = 1
+    for size, stride in zip(reversed(column.shape), reversed(column.stride()), strict=True):
+        if stride != wanted:
+            return False
+        wanted *= max(size, 1)
+    return True
 
 
 def _positions(indices: Any, rows: int) -> Tensor | None:

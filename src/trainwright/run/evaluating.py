@@ -92,15 +92,20 @@ def showing(owner: Owner) -> AbstractContextManager[None]:
     return _NOTHING if owner.between.shown is None else owner.between.shown.evaluated()
 
 
-@contextmanager
-def _state_aside(owner: Owner) -> Iterator[None]:
+class _state_aside:  # a class, as the one below, since every evaluation enters them
     """A copy of the user's state inside."""
-    state = owner.state
-    owner.state = snapshot(state)
-    try:
-        yield
-    finally:
-        owner.state = state
+
+    __slots__ = ("_owner", "_state")
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
+
+    def __enter__(self) -> None:
+        self._state = self._owner.state
+        self._owner.state = snapshot(self._state)
+
+    def __exit__(self, *error: object) -> None:
+        self._owner.state = self._state
 
 
 def check_passes(source: Source) -> None:
@@ -150,14 +155,19 @@ def probing(owner: Owner, source: Source) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def ledger_aside(owner: Owner, ledger: Ledger | None = None) -> Iterator[None]:
+class ledger_aside:
     """Another ledger in the place of training's, whose numbers none from inside shall enter."""
-    outer, owner.ledger = owner.ledger, Ledger(None, owner.hooks) if ledger is None else ledger
-    try:
-        yield
-    finally:
-        owner.ledger = outer
+
+    __slots__ = ("_inner", "_outer", "_owner")
+
+    def __init__(self, owner: Owner, ledger: Ledger | None = None) -> None:
+        self._owner, self._inner = owner, Ledger(None, owner.hooks) if ledger is None else ledger
+
+    def __enter__(self) -> None:
+        self._outer, self._owner.ledger = self._owner.ledger, self._inner
+
+    def __exit__(self, *error: object) -> None:
+        self._owner.ledger = self._outer
 
 
 def autocast(owner: Owner) -> AbstractContextManager[Any]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,47 +39,77 @@ def mode(module: nn.Module, *, train: bool) -> Iterator[None]:
         _put_back(modes)
 
 
-@contextmanager
-def evaluating(*roots: nn.Module) -> Iterator[None]:
+def evaluating(*roots: nn.Module) -> AbstractContextManager[None]:
     """Eval mode inside; afterwards every module has its own mode again, whatever it was."""
-    modes = _modes(roots)
-    try:
-        for found in modes:
-            _to_eval(found)
-        yield
-    finally:
-        _put_back(modes)
+    return _Evaluating(roots)
 
 
-@contextmanager
-def untouched(*roots: nn.Module, shows_gradients: bool = False) -> Iterator[None]:
+def untouched(*roots: nn.Module, shows_gradients: bool = False) -> AbstractContextManager[None]:
     """Put back what a pass may move although it trains nothing: gradients, `requires_grad`, normalisation statistics.
 
     Gradients are None inside, so that a `backward` in there adds to nothing; with `shows_gradients` they can be read.
     A module with a `train` of its own may change its tensors with its mode, as merged LoRA weights do, and not come
     back to the last bit: what it holds itself is put back. A sharded model holds its shards before and after.
     """
-    reshard(*roots)
-    found, moved = _kept_by(roots)
-    kept = [tensor.detach().clone() for tensor in moved]
-    try:
-        with unnoticed(moved) if moved else nullcontext():
-            for parameter, _, gradient in found:
-                if gradient is not None and not shows_gradients:
-                    parameter.grad = None
-            try:
-                yield
-            finally:
-                reshard(*roots)
-                with torch.no_grad() if moved else nullcontext():
-                    for tensor, before in zip(moved, kept, strict=True):
-                        tensor.copy_(before)
-    finally:
-        for parameter, wanted, gradient in found:
-            if parameter.requires_grad != wanted:
-                parameter.requires_grad_(wanted)
-            if parameter.grad is not gradient:
-                parameter.grad = gradient
+    return _Untouched(roots, shows_gradients=shows_gradients)
+
+
+class _Evaluating:
+    """Eval mode inside; a class, as the next, since every evaluation enters them."""
+
+    __slots__ = ("_modes", "_roots")
+
+    def __init__(self, roots: tuple[nn.Module, ...]) -> None:
+        self._roots = roots
+
+    def __enter__(self) -> None:
+        self._modes = _modes(self._roots)
+        try:
+            for found in self._modes:
+                _to_eval(found)
+        except BaseException:
+            _put_back(self._modes)
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        _put_back(self._modes)
+
+
+class _Untouched:
+    """Puts back what a pass may move."""
+
+    __slots__ = ("_found", "_hidden", "_kept", "_moved", "_roots", "_shows")
+
+    def __init__(self, roots: tuple[nn.Module, ...], *, shows_gradients: bool) -> None:
+        self._roots, self._shows = roots, shows_gradients
+
+    def __enter__(self) -> None:
+        reshard(*self._roots)
+        self._found, self._moved = _kept_by(self._roots)
+        self._kept = [tensor.detach().clone() for tensor in self._moved] if self._moved else []
+        self._hidden = unnoticed(self._moved) if self._moved else None
+        if self._hidden is not None:
+            self._hidden.__enter__()
+        for parameter, _, gradient in self._found:
+            if gradient is not None and not self._shows:
+                parameter.grad = None
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            reshard(*self._roots)
+            if self._hidden is not None:
+                try:
+                    with torch.no_grad():
+                        for tensor, before in zip(self._moved, self._kept, strict=True):
+                            tensor.copy_(before)
+                finally:
+                    self._hidden.__exit__(*error)
+        finally:
+            for parameter, wanted, gradient in self._found:
+                if parameter.requires_grad != wanted:
+                    parameter.requires_grad_(wanted)
+                if parameter.grad is not gradient:
+                    parameter.grad = gradient
 
 
 def unnoticed(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
