@@ -11,7 +11,7 @@ from torch import nn
 
 from trainwright import Trainer, accuracy
 
-MOST_OF_EVALUATION, MOST_OF_PREDICTION, MOST_OF_ACCURACY, MOST_OF_PASS = 0, 5, 12, 220
+MOST_OF_EVALUATION, MOST_OF_PREDICTION, MOST_OF_ACCURACY, MOST_OF_PASS = 0, 5, 12, 200
 
 
 def evaluated(data: Batches) -> Counter[str]:
