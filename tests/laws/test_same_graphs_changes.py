@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from laws.graph_runs import both
+from laws.graph_runs import both, check_same, fitted
 from trainwright import Observer, StepLR, Trainer, Updates
 
 TAU = [1.0]
@@ -164,6 +164,46 @@ def test_a_change_between_epochs_holds_for_gradients_alone(change: str) -> None:
             nonfinite="ignore",
         )
     assert ran.trainer.fast_path.startswith("L2")
+
+
+class Default(Trainer[Any]):
+    """The step of every trainer, with another loss after two epochs."""
+
+    change: Any = None
+
+    def end_epoch(self, metrics: dict[str, float]) -> None:
+        if self.progress.epoch == 2:
+            type(self).change(self)
+
+
+LOSSES: dict[str, Callable[[Any], None]] = {
+    "an option": lambda trainer: setattr(trainer.loss, "label_smoothing", 0.3),
+    "its weights": lambda trainer: trainer.loss.weight.mul_(torch.tensor([1.0, 0.5, 2.0])),
+    "other weights": lambda trainer: setattr(trainer.loss, "weight", torch.tensor([1.0, 0.5, 2.0])),
+    "another loss": lambda trainer: setattr(trainer, "loss", nn.MultiMarginLoss()),
+    "its clip": lambda trainer: setattr(trainer.clip, "limit", 0.05),
+}
+
+
+class Clips:
+    """A clip of one's own, with a limit that may be changed."""
+
+    limit = 0.5
+
+    def __call__(self, parameters: Any) -> Any:
+        return nn.utils.clip_grad_norm_(parameters, self.limit)
+
+
+@pytest.mark.parametrize("change", LOSSES)
+def test_a_change_of_what_was_given_holds(change: str) -> None:
+    kind = type("Changes", (Default,), {"change": LOSSES[change]})
+    loss = nn.CrossEntropyLoss(weight=torch.ones(3))
+    captured, eager = (
+        fitted(graphs, kind=kind, loss=loss, watched=False, clip=Clips()) for graphs in ("require", False)
+    )
+    check_same(captured, eager, exact=False)
+    assert captured.error is None
+    assert sum(captured.replays) > 8
 
 
 def group_added(trainer: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -16,6 +17,7 @@ from laws import test_same_graphs_parts as parts
 from laws import test_same_graphs_refused as refused
 from laws.emulated_graph import EmulatedGraph, emulate
 from laws.graph_runs import both
+from trainwright import StepLR, Updates
 from trainwright.run import graphed, recorded
 from trainwright.run.graphed import Graphed
 from trainwright.run.recorded import Recorded
@@ -23,6 +25,7 @@ from trainwright.runtime import facts, graphs
 from trainwright.runtime.reading import Reader
 from trainwright.runtime.trial import Trial
 from trainwright.slots import device_side
+from trainwright.slots.rates import TableRates
 
 Patch = pytest.MonkeyPatch
 
@@ -140,6 +143,25 @@ def puts_nothing_back(patch: Patch) -> None:
     patch.setattr(Trial, "put_back", lambda self: None)
 
 
+def puts_nothing_back_at_an_interrupt(patch: Patch) -> None:
+    real = Trial.put_back
+
+    def put_back(self: Trial) -> None:
+        if not isinstance(sys.exc_info()[1], KeyboardInterrupt):
+            real(self)
+
+    patch.setattr(Trial, "put_back", put_back)
+
+
+def compares_no_steps(patch: Patch) -> None:
+    patch.setattr(facts, "around_steps", lambda optimizers: [])
+
+
+def knows_no_new_groups(patch: Patch) -> None:
+    real = TableRates.at
+    patch.setattr(TableRates, "at", lambda self, updates: real(self, updates)[:1])
+
+
 def tries_nothing(patch: Patch) -> None:
     patch.setattr(Graphed, "_tried", lambda *_: "")
 
@@ -194,6 +216,11 @@ def skewed_replays() -> None:
     assert "a replay computes otherwise" in ran.trainer.fast_path
 
 
+def with_patch(check: Callable[[Patch], None]) -> None:
+    with Patch.context() as patch:
+        check(patch)
+
+
 SEEN_BY: dict[Callable[[Patch], None], Callable[[], Any]] = {
     guards_no_settings: baked_rate,
     guards_no_attributes: partial(changed, "an attribute"),
@@ -214,6 +241,9 @@ SEEN_BY: dict[Callable[[Patch], None], Callable[[], Any]] = {
     forgets_what_was_drawn: partial(parts.test_draws_and_statistics, 1, True),
     puts_nothing_back: partial(same.check, *CASE),
     tries_nothing: skewed_replays,
+    puts_nothing_back_at_an_interrupt: partial(with_patch, parts.test_an_interrupt_of_a_trial_leaves_no_trace),
+    compares_no_steps: partial(changes.test_what_comes_to_run_with_each_step_runs, changes.hooked),
+    knows_no_new_groups: partial(changes.test_a_group_that_is_added_is_trained, StepLR(Updates(4), 0.5)),
     watches_no_draws: partial(beside, "NumPy's random"),
     lets_the_run_be_read: partial(beside, "the progress read"),
     takes_numbers_as_they_were: refused.test_numbers_in_a_batch_that_differ_in_each,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -280,3 +282,55 @@ def test_a_recording_is_not_trusted_where_nothing_moved(monkeypatch: pytest.Monk
     both(optimizer="sgd", precision=MixedPrecision("fp16", init_scale=2.0**40, growth_interval=100))
     assert tried[0] is None
     assert tried[-1] is not None
+
+
+def test_an_interrupt_of_a_trial_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    models: list[Any] = []
+
+    def model() -> nn.Module:
+        models.append(noisy())
+        return models[-1]
+
+    @contextmanager
+    def interrupted(trial: Trial) -> Iterator[None]:
+        yield
+        assert not same(before(), trial._before[0])
+        raise KeyboardInterrupt
+
+    def before() -> torch.Tensor:
+        return next(iter(models[0].parameters())).detach()
+
+    monkeypatch.setattr(Trial, "one_way", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fitted("require", model=model, watched=False)
+    three = fitted(False, model=model, watched=False, fits=({"max_updates": 3},))
+    alike(models[0].state_dict(), three.weights)
+
+
+BATCHES: dict[str, Callable[[Any, Any, int], Any]] = {
+    "nested": lambda x, y, at: {"in": {"x": x, "mask": None}, "y": y, "kind": (1, "a")},
+    "named": lambda x, y, at: Named(x, y),
+    "other strides": lambda x, y, at: [x.t().contiguous().t() if at % 2 else x, y],
+    "one row for all": lambda x, y, at: [x[:1].expand(len(y), 5), y],
+    "whole numbers": lambda x, y, at: [(x * 50).to(torch.int16), y.to(torch.int32)],
+}
+
+
+class Named(NamedTuple):
+    """A batch with names."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+class Reads(Trainer[Any]):
+    """A step that knows all kinds of batches."""
+
+    def training_step(self, batch: Any) -> Any:
+        x, y = (batch["in"]["x"], batch["y"]) if isinstance(batch, dict) else batch
+        return F.cross_entropy(self.model(x.float()), y.long())
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_batches_of_all_kinds(batch: str) -> None:
+    both(kind=Reads, batches=lambda: [BATCHES[batch](x, y, at) for at, (x, y) in enumerate(data())])
