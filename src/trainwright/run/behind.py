@@ -151,7 +151,8 @@ class Behind(Teller):
         norms = {one.name: one.norm for one in run.steppers.all.steppers if one.norm is not None}
         told = _Told(
             update=self._record(window, skipped=False, loss=nan, norm=None, values=run.steppers.numbers()),
-            entries=ledger.collect(),
+            # Their graphs would keep what autograd has made on the stream of this update, which no recording can join.
+            entries=[(name, _let_go(value), count, summed) for name, value, count, summed in ledger.collect()],
             values=ledger.values,
             place=self._place,
             after=(run.counters.batch, run.counters.rows),
@@ -272,3 +273,7 @@ class Behind(Teller):
         counters.updates, (counters.batch, counters.rows) = self._known, place
         if run.rates is not None:
             run.rates.apply(counters.updates)
+
+
+def _let_go(value: float | Tensor) -> float | Tensor:
+    return value.detach() if isinstance(value, Tensor) else value

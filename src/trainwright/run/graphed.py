@@ -231,6 +231,7 @@ class Graphed:
             self._behind.follow()
         trial = Trial(self._tensors(), self._owner.device, measured=len(list(self._owner.model.parameters())))
         before, drawn = self._attributes(), facts.draws(self._owner.device)
+        again = False
         try:
             run.gradients.zero()
             recorded = Recorded(run, self._behind, window, whole=whole)
@@ -239,14 +240,18 @@ class Graphed:
             found = found or self._moved(before, drawn)
             form.recorded = None if found else recorded
         except Exception as error:
-            found = str(error) if isinstance(error, Unfit) else f"{type(error).__name__}: {error}".splitlines()[0]
-            if whole and not isinstance(error, Unfit):
-                self.not_whole = found
-                return self._record(window, form)
+            cause = _cause(error)
+            found = str(cause) if isinstance(cause, Unfit) else f"{type(cause).__name__}: {cause}".splitlines()[0]
+            again = whole and not isinstance(cause, Unfit)
+            for one in self._forms.values():  # they would go on to draw from a random state that others have left
+                one.recorded = None
         finally:
             trial.put_back()
             window.begin()
             window.begun = False
+        if again:  # out of the handler, which holds what the failed recording has made
+            self.not_whole = found
+            return self._record(window, form)
         if found:
             run.gradients.zero()
             form.seen = 0  # where nothing has moved, the next ones tell
@@ -346,6 +351,13 @@ def _why_not_whole(run: Run) -> Iterator[str]:
         why = why_not_masked(optimizer)
         if why:
             yield why
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The first error of those that came one upon the other: torch says of a broken recording only that it is one."""
+    while error.__context__ is not None and not isinstance(error, Unfit):
+        error = error.__context__
+    return error
 
 
 def _not_possible(why: tuple[str, ...]) -> SettingError:

@@ -55,7 +55,7 @@ class Recorded:
             self._flag = behind.flag
         self._loss = loss.detach()
         self._gradients = [(parameter, parameter.grad) for parameter in run.gradients.parameters]
-        _check_noted(noted.entries)
+        _check_noted(noted.entries, run.owner.device)
 
     def attach(self) -> None:
         """Have the gradients be those that a replay writes."""
@@ -105,7 +105,7 @@ def spec_of(value: Any) -> Any:
 def on_device(window: Window, device: torch.device) -> Window:
     """The window with its batches moved; counts that are not its rows are tensors, so that they may differ."""
     moved, counts = list(window), window.counts
-    if counts is not None and list(counts) != window.rows:
+    if counts is not None and (any(isinstance(count, Tensor) for count in counts) or list(counts) != window.rows):
         counts = [_as_tensor(count, device) for count in counts]
     return Window(moved, window.rows, counts)
 
@@ -178,9 +178,9 @@ class _Unreadable:
     __hash__ = None  # type: ignore[assignment]
 
 
-def _check_noted(entries: Sequence[tuple[str, Any, Any, bool]]) -> None:
+def _check_noted(entries: Sequence[tuple[str, Any, Any, bool]], device: torch.device) -> None:
     for name, value, _, _ in entries:
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) or value.device.type != device.type:
             raise Unfit(f"log({name!r}, ...) of a number that the host has computed")
 
 

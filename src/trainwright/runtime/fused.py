@@ -48,6 +48,8 @@ class DirectStep:
             return
         with torch.no_grad():
             for index, (kernel, tensors, steps, settings) in enumerate(calls):
+                if not tensors[0]:  # no parameter of the group has a gradient
+                    continue
                 if rates is not None:
                     settings["lr"] = rates[index]
                 if steps and steps[0].is_cpu:
@@ -181,23 +183,29 @@ def _is_uniform(group: Group) -> bool:
     return len(kinds) == 1 and next(iter(kinds))[0]
 
 
-def _gradients(group: Group) -> list[Tensor] | None:
-    """The gradients of a group; None where a parameter has none, or a rate or a switch is not as usual."""
+def _gradients(group: Group) -> tuple[list[Tensor], list[Tensor]] | None:
+    """The parameters of a group that have gradients, and these; None where a rate or a switch is not as usual."""
     if group["fused"] is not True or group["differentiable"] or isinstance(group["lr"], Tensor):
         return None
-    gradients = [parameter.grad for parameter in group["params"]]
+    parameters: list[Tensor] = group["params"]
+    gradients: list[Any] = [parameter.grad for parameter in parameters]
     for gradient in gradients:
-        if gradient is None or gradient.is_sparse:
+        if gradient is None:
+            parameters = [parameter for parameter in parameters if parameter.grad is not None]
+            gradients = [parameter.grad for parameter in parameters]
+            break
+    for gradient in gradients:
+        if gradient.is_sparse:
             return None
-    return gradients
+    return parameters, gradients
 
 
 def _adam(group: Group, state: Any) -> Call | None:
-    gradients = _gradients(group)
+    found = _gradients(group)
     beta1, beta2 = group["betas"]
-    if gradients is None or group["capturable"] or isinstance(beta1, Tensor) or isinstance(beta2, Tensor):
+    if found is None or group["capturable"] or isinstance(beta1, Tensor) or isinstance(beta2, Tensor):
         return None
-    parameters: list[Tensor] = group["params"]
+    parameters, gradients = found
     states = [state[parameter] for parameter in parameters]
     if not all(states):
         return None
@@ -225,10 +233,10 @@ def _adam(group: Group, state: Any) -> Call | None:
 
 
 def _sgd(group: Group, state: Any) -> Call | None:
-    gradients = _gradients(group)
-    if gradients is None:
+    found = _gradients(group)
+    if found is None:
         return None
-    parameters: list[Tensor] = group["params"]
+    parameters, gradients = found
     momentum, buffers = group["momentum"], list[Tensor]()
     if momentum != 0:
         buffers = [state[parameter].get("momentum_buffer") for parameter in parameters]
@@ -248,10 +256,10 @@ def _sgd(group: Group, state: Any) -> Call | None:
 
 
 def _adagrad(group: Group, state: Any) -> Call | None:
-    gradients = _gradients(group)
-    if gradients is None:
+    found = _gradients(group)
+    if found is None:
         return None
-    parameters: list[Tensor] = group["params"]
+    parameters, gradients = found
     states = [state[parameter] for parameter in parameters]
     if not all(states):
         return None

@@ -89,7 +89,7 @@ class Gradients:
             if not plain and dtype == torch.float64:  # the kernel's factor is a float32
                 torch._foreach_mul_(gradients, factor.to(device) if isinstance(factor, Tensor) else factor)
             elif not plain:
-                scale = torch.as_tensor(factor, dtype=torch.float32, device=device)
+                scale = _single(factor, device)
             _check(gradients, self._flags[device], scale)
         flags = list(self._flags.values())
         return flags[0] if len(flags) == 1 else torch.stack([flag.to(flags[0].device) for flag in flags]).amax()
@@ -159,6 +159,13 @@ class _ShardedGradients(Gradients):
                 real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
                 groups[real.device, real.dtype].append(real)
         return groups
+
+
+def _single(factor: float | Tensor, device: torch.device) -> Tensor:
+    """The factor as a float32 there; made there, since a copy from the host would be waited for."""
+    if isinstance(factor, Tensor):
+        return factor.to(device, torch.float32)
+    return torch.full((), factor, dtype=torch.float32, device=device)
 
 
 def _grouping(optimizers: tuple[Optimizer, ...]) -> list[Any]:

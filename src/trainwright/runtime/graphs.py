@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -25,31 +26,45 @@ class Recorder(Protocol):
         ...
 
 
+class _Pool:
+    """Memory that the recordings of a device share."""
+
+    def __init__(self) -> None:
+        self.handle: Any = torch.cuda.graph_pool_handle()
+
+
 class CudaGraph:
     """A recording of one CUDA device, in memory that all recordings of the device share.
 
     The recordings of a device are replayed one after the other: what one of them gives is read before the next.
     """
 
-    _pools: dict[torch.device, Any] = {}  # noqa: RUF012  # one for each device of the process
+    _pools: ClassVar[WeakValueDictionary[torch.device, _Pool]] = WeakValueDictionary()
+    """As long as a recording of the device lives: the allocator forgets a pool that none uses any more."""
+    _streams: ClassVar[dict[torch.device, Any]] = {}
+    """For good: memory is shared within a stream alone."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._graph = torch.cuda.CUDAGraph()
-        self._pool = self._pools.setdefault(device, torch.cuda.graph_pool_handle())
+        self._pool = self._pools.get(device) or _Pool()
+        self._pools[device] = self._pool
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Record what is enqueued inside, on a stream of its own."""
         with torch.cuda.device(self._device):
-            current, stream = torch.cuda.current_stream(self._device), torch.cuda.Stream(self._device)
+            current = torch.cuda.current_stream(self._device)
+            stream = self._streams.get(self._device) or torch.cuda.Stream(self._device)
+            self._streams[self._device] = stream
             stream.wait_stream(current)
             generator = torch.cuda.default_generators[torch.cuda.current_device()]
             # All recordings draw from one state, so that each goes on where the last one ended. One that fails leaves
             # it unfit for draws: this copy takes its place.
             before = generator.clone_state()
             try:
-                with torch.cuda.graph(self._graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+                pool = self._pool.handle
+                with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                     yield
             except BaseException:
                 torch.cuda.set_stream(current)  # torch stays on the other one where a recording cannot be ended
@@ -68,7 +83,8 @@ class CudaGraph:
         end = getattr(torch._C, "_cuda_endAllocateToPool", None)
         with suppress(RuntimeError):  # it was ended
             if end is not None:
-                end(torch.cuda.current_device(), self._pool)
+                end(torch.cuda.current_device(), self._pool.handle)
+                torch._C._cuda_releasePool(torch.cuda.current_device(), self._pool.handle)
 
     def replay(self) -> None:
         """Have it carried out on the current stream."""
