@@ -37,18 +37,13 @@ class Case:
 
     @property
     def level(self) -> str:
-        """How its updates are made where graphs are wanted: momentum that cycles is no rate, and changes each time.
-
-        Under a loss scale it must be known which updates were applied before the next momentum is.
-        """
-        if self.schedule != "cycled":
-            return "L3"
-        return "L0" if self.precision == "fp16" else "L2"
+        """How its updates are made where graphs are wanted: momentum that cycles is no rate, and changes each time."""
+        return "L2" if self.schedule == "cycled" else "L3"
 
     @property
-    def graphs(self) -> str:
-        """What `cuda_graphs` is for the recorded run."""
-        return "auto" if self.level == "L0" else "require"
+    def level_without(self) -> str:
+        """And where they are not: under a loss scale it must be known what was applied before the next momentum is."""
+        return "L0" if self.schedule == "cycled" and self.precision == "fp16" else "L1"
 
     @property
     def micro_batches(self) -> int:

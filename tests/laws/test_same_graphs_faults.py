@@ -55,7 +55,7 @@ def looks_once(patch: Patch) -> None:
 
 
 def trusts_observers(patch: Patch) -> None:
-    patch.setattr(graphed, "_watches", lambda observer: False)
+    patch.setattr(graphed, "watches", lambda observer: False)
 
 
 def records_at_once_after_a_change(patch: Patch) -> None:

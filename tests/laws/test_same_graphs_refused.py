@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from laws.emulated_graph import EmulatedGraph
 from laws.graph_runs import Ran, both, check_same, fitted
 from laws.late_runs import data, net
-from trainwright import Fast, OneCycle, StepLR, Trainer, Updates
+from trainwright import Fast, StepLR, Trainer, Updates
 from trainwright.base.errors import SettingError
 from trainwright.run import graphed
 
@@ -309,8 +309,6 @@ class Updating(Trainer[Any]):
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "a count of its own": ("a `count` of your own reads each batch", {"kind": Counts}),
     "an update of its own": ("an `update` of your own reads what it has done", {"kind": Updating}),
-    "a step that cannot be left out": ("was not built with fused=True", {"optimizer": torch.optim.AdamW}),
-    "momentum under a loss scale": ("sets more than rates", {"precision": "fp16", "schedule": OneCycle(0.1)}),
 }
 
 

@@ -105,11 +105,7 @@ class Behind(Teller):
     @property
     def tensors(self) -> list[Tensor]:
         """What lies on the device of the judging itself, to be kept and put back around an update that is tried."""
-        run, judge = self._run, self._judge
-        each = [run.steppers.all.gradients, *(stepper.gradients for stepper in run.steppers.all.steppers)]
-        flags = [flag for flag in {id(one.flag): one.flag for one in each}.values() if flag is not None]
-        scale = [] if judge is None else judge.tensors
-        return [*flags, *scale]
+        return [*self._run.steppers.flags, *([] if self._judge is None else self._judge.tensors)]
 
     def follow(self) -> None:
         """From now on have the clock lie on the device, and the rates of a table; what is under way is heard before."""

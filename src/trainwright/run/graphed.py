@@ -8,17 +8,15 @@ the loop, or before every replay where code of the user's own runs between two u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 from torch.nn import Parameter
 
-from trainwright.base.contracts import Observer
-from trainwright.base.errors import SettingError, message
+from trainwright.run.graphable import not_possible, read_by_steps, watches, why_failed, why_not, why_not_whole
 from trainwright.run.recorded import Recorded, Unfit, apart, fixed, on_device, spec_of
 from trainwright.runtime import facts
-from trainwright.runtime.fused import why_not_masked
 from trainwright.runtime.graphs import LAUNCH_BOUND, RECORDERS, Timed
 from trainwright.runtime.trial import FAR, Trial
 from trainwright.runtime.walking import tensors_in
@@ -27,7 +25,6 @@ from trainwright.slots.window import Window
 
 if TYPE_CHECKING:
     from trainwright.run.behind import Behind
-    from trainwright.run.owner import Owner
     from trainwright.run.run import Run
 
 WARM_UP = 3
@@ -43,13 +40,6 @@ SOON = 2
 SMALL = 1 << 20
 """Elements up to which a tensor of the user's own is taken to be written to by a step."""
 UNDECIDED = "nothing has moved in the update that was tried"
-_MOVING = frozenset(
-    {
-        *("history", "result", "counters", "ledger", "between", "hooks", "_run", "_pauses", "optimizers"),
-        *("metrics", "observers", "schedule", "average", "early_stopping", "checkpoint"),
-    }
-)
-"""Attributes of every trainer that move by themselves, or that no step reads."""
 
 
 class _Form:
@@ -75,14 +65,14 @@ class Told(NamedTuple):
 class Graphed:
     """Stands in the place of a trainer's `update` while a run lasts."""
 
-    def __init__(self, run: Run, behind: Behind) -> None:
+    def __init__(self, run: Run, behind: Behind | None) -> None:
         self._run, self._behind, self._owner = run, behind, run.owner
         self._requires = run.owner.fast.cuda_graphs == "require"
         self._forms: dict[Any, _Form] = {}
         self._watched = Timed(run.owner.device)
         self._unsure = True
         """Whether anything may have changed since the last update beside the optimizers' settings."""
-        self._always_unsure = run.after_update is not None or any(map(_watches, run.owner.observers))
+        self._always_unsure = run.after_update is not None or any(map(watches, run.owner.observers))
         self._in_vain = 0
         self._known: list[Any] | None = None
         """What recordings have baked in beside the settings of optimizers, as it was when it was looked at last."""
@@ -92,7 +82,7 @@ class Graphed:
         """What updates write to beside the weights: tensors of the user's own, say."""
         self._last: Recorded | None = None
         """Whose gradients are attached to the parameters."""
-        self.not_whole = " and ".join(dict.fromkeys(_why_not_whole(run)))
+        self.not_whole = " and ".join(dict.fromkeys(why_not_whole(run)))
         """Why updates are recorded up to their gradients alone; empty where they are recorded whole."""
         self.off = ""
         """Why nothing is recorded; empty where something is, or will be."""
@@ -184,7 +174,7 @@ class Graphed:
         """Whether windows of this form have come often enough, and a recording pays."""
         if self.off or form.seen < WARM_UP:
             return False
-        why = next(_why_not(self._run, self._behind), "")
+        why = next(why_not(self._run), "")
         if why:  # it has come to be so since the run began
             self._give_up(why)
             return False
@@ -201,9 +191,11 @@ class Graphed:
         if self._unsure or self._always_unsure:
             self._unsure = False
             self._compare()
-        if form.recorded is not None and form.recorded.whole and form.settings != self._settings():
+        if form.recorded is not None and form.settings != self._settings():
             self._forget(form)
-            if self._in_vain == AGAIN:
+            if self._in_vain == AGAIN and self.not_whole:
+                self._give_up("the loss scale changes from update to update")
+            elif self._in_vain == AGAIN:
                 self._in_vain, self.not_whole = 0, "the optimizer's settings change from update to update"
 
     def _compare(self) -> None:
@@ -227,9 +219,7 @@ class Graphed:
     def _record(self, window: Window, form: _Form) -> bool:
         """Record the update of a window, whole or up to its gradients; whether that could be done."""
         run, whole = self._run, not self.not_whole
-        if whole and isinstance(run.rates, TableRates):
-            self._behind.follow()
-        trial = Trial(self._tensors(), self._owner.device, measured=len(list(self._owner.model.parameters())))
+        trial = self._trial(whole=whole)
         before, drawn = self._attributes(), facts.draws(self._owner.device)
         again = False
         try:
@@ -240,9 +230,8 @@ class Graphed:
             found = found or self._moved(before, drawn)
             form.recorded = None if found else recorded
         except Exception as error:
-            cause = _cause(error)
-            found = str(cause) if isinstance(cause, Unfit) else f"{type(cause).__name__}: {cause}".splitlines()[0]
-            again = whole and not isinstance(cause, Unfit)
+            found, may_be_less = why_failed(error)
+            again = whole and may_be_less
             for one in self._forms.values():  # they would go on to draw from a random state that others have left
                 one.recorded = None
         finally:
@@ -255,10 +244,15 @@ class Graphed:
         if found:
             run.gradients.zero()
             form.seen = 0  # where nothing has moved, the next ones tell
-            if found != UNDECIDED:
-                self._give_up(found)
-            return False
-        return True
+        if found not in ("", UNDECIDED):
+            self._give_up(found)
+        return not found
+
+    def _trial(self, *, whole: bool) -> Trial:
+        """All that an update may change, kept; the rates lie on the device from now on, where it is a whole one."""
+        if self._behind is not None and whole and isinstance(self._run.rates, TableRates):
+            self._behind.follow()
+        return Trial(self._tensors(), self._owner.device, measured=len(list(self._owner.model.parameters())))
 
     def _tried(self, recorded: Recorded, window: Window, trial: Trial) -> str:
         """Say what a replay computes otherwise than the code itself, or ""; all is left as it was."""
@@ -268,7 +262,9 @@ class Graphed:
             with trial.one_way(), apart(self._run, tried):
                 make(tried)
             self._run.gradients.zero()
-        recorded.replays, self._behind.counted = 0, None
+        recorded.replays = 0
+        if self._behind is not None:
+            self._behind.counted = None
         difference = trial.difference
         if difference is None:
             return UNDECIDED
@@ -281,9 +277,14 @@ class Graphed:
         self.off = why
         self._forms.clear()
         if self._requires:
-            raise _not_possible((why,))
+            raise not_possible((why,))
 
     def _settings(self) -> list[Any]:
+        """What a recording has baked in of settings that may change with each update: of whole ones the optimizers'."""
+        if self._behind is None:  # the scale lies on the host
+            return [] if self._run.scaler is None else [self._run.scaler.factor()]
+        if self.not_whole:
+            return []
         return facts.settings(list(self._owner.optimizers.values()), rates=not self._behind.reads_rates)
 
     def _baked(self) -> list[Any]:
@@ -295,13 +296,14 @@ class Graphed:
 
     def _attributes(self, met: list[Tensor] | None = None) -> facts.Facts:
         owner = self._owner
-        return facts.attributes(*_where(owner), device=owner.device, beside=owner, met=met)
+        return facts.attributes(*read_by_steps(owner), device=owner.device, beside=owner, met=met)
 
     def _tensors(self) -> list[Tensor]:
         """All that an update may write to, as far as can be known: `.data` is written to without a trace."""
         owner = self._owner
         found = [*owner.model.parameters(), *owner.model.buffers(), *self._run.gradients.parameters]
-        found += [*self._behind.tensors, *self._written.values()]
+        found += self._run.steppers.flags if self._behind is None else self._behind.tensors
+        found += self._written.values()
         met: list[Tensor] = []
         self._attributes(met)
         found += [tensor for tensor in met if isinstance(tensor, Parameter) or tensor.numel() <= SMALL]
@@ -315,68 +317,13 @@ def graphed(run: Run, behind: Behind | None) -> Graphed | None:
     """Return what replays updates, None where nothing can be recorded; SettingError where that is required."""
     owner = run.owner
     asked = owner.fast.cuda_graphs
-    why = tuple(_why_not(run, behind)) if asked else ("cuda_graphs=False",)
+    why = tuple(why_not(run)) if asked else ("cuda_graphs=False",)
     if why and asked == "require":
-        raise _not_possible(why)
+        raise not_possible(why)
     owner.between.graphs = None
-    if why or behind is None:
+    if why:
         owner.between.graphs = f"no CUDA graph: {'; '.join(why)}" if owner.device.type in RECORDERS else None
         return None
     made = Graphed(run, behind)
     owner.between.graphs = made
     return made
-
-
-def _why_not(run: Run, behind: Behind | None) -> Iterator[str]:
-    """Why no update of a run can be recorded, as far as its settings tell."""
-    owner = run.owner
-    if owner.device.type not in RECORDERS:
-        yield f"there are none on {owner.device.type}"
-    elif behind is None:
-        yield from owner.between.judged_at_once or ()
-    if owner.hooks.counts_itself:
-        yield "a `count` of your own reads each batch"
-    if owner.state:
-        yield "`self.state` may be read and written by a step"
-    yield from facts.hooks_of_others(owner.model)
-
-
-def _why_not_whole(run: Run) -> Iterator[str]:
-    """Why updates can be recorded up to their gradients alone."""
-    if isinstance(run.rates, TableRates) and run.rates.cycles:
-        yield "the schedule cycles momentum"
-    elif run.rates is not None and not isinstance(run.rates, TableRates):
-        yield "the schedule keeps a state of its own"
-    for optimizer in run.owner.optimizers.values():
-        why = why_not_masked(optimizer)
-        if why:
-            yield why
-
-
-def _cause(error: BaseException) -> BaseException:
-    """The first error of those that came one upon the other: torch says of a broken recording only that it is one."""
-    while error.__context__ is not None and not isinstance(error, Unfit):
-        error = error.__context__
-    return error
-
-
-def _not_possible(why: tuple[str, ...]) -> SettingError:
-    have = "\n        ".join(why)
-    what = 'Fast(cuda_graphs="require"), and updates cannot be recorded'
-    return SettingError(message(what, have=have, fix='Fast(cuda_graphs="auto"), which does without', where=False))
-
-
-def _where(owner: Owner) -> list[tuple[str, Any]]:
-    """What a step may read attributes of."""
-    own = {name: value for name, value in vars(owner).items() if name not in _MOVING}
-    each: list[tuple[str, Any]] = [("model", owner.model), ("loss", owner.loss)]
-    each += [(f"frozen[{name!r}]", module) for name, module in owner.frozen.items()]
-    return [*each, (type(owner).__name__, own), ("methods", type(owner))]
-
-
-def _watches(observer: Observer) -> bool:
-    """Whether an observer of the user's own is told of updates, and so may change anything after each."""
-    return (
-        type(observer).on_update is not Observer.on_update
-        and type(observer).__module__.partition(".")[0] != "trainwright"
-    )

@@ -50,6 +50,8 @@ class Noted(NamedTuple):
 def noted_apart(ledger: Ledger, window: Window) -> Iterator[Noted]:
     """Take down apart, in what is yielded, what is run inside with `window` in hand; metrics are not fed."""
     kept = ledger._entries, ledger.window, ledger.noted, ledger.noting, ledger.meters
+    sums = dict(ledger._sums), dict(ledger._counts), dict(ledger.values), dict(ledger._earlier)
+    last = ledger.loss, ledger.counted
     noted = Noted([], None if ledger.meters is None else Heard(ledger.meters))
     ledger._entries, ledger.window, ledger.noted, ledger.noting = noted.entries, window, False, True
     ledger.meters = cast(Meters | None, noted.heard)
@@ -58,6 +60,9 @@ def noted_apart(ledger: Ledger, window: Window) -> Iterator[Noted]:
     finally:
         noted.let_go()
         ledger._entries, ledger.window, ledger.noted, ledger.noting, ledger.meters = kept
+        # What is judged at once is added up at once.
+        ledger._sums, ledger._counts, ledger.values, ledger._earlier = sums
+        ledger.loss, ledger.counted = last
 
 
 def note_again(ledger: Ledger, noted: Noted) -> None:

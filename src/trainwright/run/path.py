@@ -29,8 +29,8 @@ def fast_path(owner: Owner) -> str:
 
 def _level(owner: Owner, why: Sequence[str]) -> str:
     """L3 and L2 for updates that are replayed, L1 for silent ones, L0 for those that are read before their step."""
-    level = getattr(owner.between.graphs, "level", "L1")
-    return "L0" if why else str(level)
+    level = str(getattr(owner.between.graphs, "level", "L1"))
+    return "L0" if why and level == "L1" else level
 
 
 def _together(owner: Owner) -> str:

@@ -36,8 +36,11 @@ class Recorded:
     so they are noted again, without the code that did.
     """
 
-    def __init__(self, run: Run, behind: Behind, window: Window, *, whole: bool) -> None:
-        """`window`: of batches on the device, and with counts that a replay may differ in on it too."""
+    def __init__(self, run: Run, behind: Behind | None, window: Window, *, whole: bool) -> None:
+        """`window`: of batches on the device, and with counts that a replay may differ in on it too.
+
+        `behind`: what judges updates later, which whole ones need.
+        """
         self._run, self._behind, self.whole = run, behind, whole
         self.replays = 0
         """How often it was replayed."""
@@ -48,11 +51,11 @@ class Recorded:
             make = run.owner.update if whole else run.owner.compute_gradients
             with self._graph.recording():
                 loss = make(self._window)
-                self._together = behind.count(noted.entries) if whole else None
+                self._together = behind.count(noted.entries) if whole and behind is not None else None
             self._noted = noted
             self._outcome, self._factor = run.outcome, run.factor
             self._norms = [stepper.norm for stepper in run.steppers.all.steppers]
-            self._flag = behind.flag
+            self._flag = None if behind is None else behind.flag
         self._loss = loss.detach()
         self._gradients = [(parameter, parameter.grad) for parameter in run.gradients.parameters]
         _check_noted(noted.entries, run.owner.device)
@@ -79,11 +82,11 @@ class Recorded:
         run.outcome, run.factor = copy.copy(self._outcome), self._factor
         for stepper, norm in zip(run.steppers.all.steppers, self._norms, strict=True):
             stepper.norm = norm
-        self._behind.flag = self._flag
-        if self.whole:
-            self._behind.recorded(self._together, self._noted.entries)
-        else:
+        if not self.whole:
             run.owner.apply_gradients()
+        elif self._behind is not None:
+            self._behind.flag = self._flag
+            self._behind.recorded(self._together, self._noted.entries)
         return self._loss
 
 
@@ -104,7 +107,8 @@ def spec_of(value: Any) -> Any:
 
 def on_device(window: Window, device: torch.device) -> Window:
     """The window with its batches moved; counts that are not its rows are tensors, so that they may differ."""
-    moved, counts = list(window), window.counts
+    moved = list(window)
+    counts: list[Count] | None = window.counts
     if counts is not None and (any(isinstance(count, Tensor) for count in counts) or list(counts) != window.rows):
         counts = [_as_tensor(count, device) for count in counts]
     return Window(moved, window.rows, counts)

@@ -153,6 +153,12 @@ class Steppers:
                 stepper.gradients.lower_flags()
 
     @property
+    def flags(self) -> list[Tensor]:
+        """What gradients that are not finite raise."""
+        each = [self.all.gradients, *(stepper.gradients for stepper in self._steppers)]
+        return [flag for flag in {id(one.flag): one.flag for one in each}.values() if flag is not None]
+
+    @property
     def rates(self) -> tuple[float, ...]:
         """The rate of each parameter group of each optimizer, as the last update used it."""
         return tuple(rate for stepper in self._steppers for rate in stepper.rates)

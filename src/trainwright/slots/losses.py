@@ -247,7 +247,8 @@ def _kernel(summed: Loss) -> Loss | None:
     if not isinstance(summed, partial) or summed.func is not F.cross_entropy or summed.args:
         return None
     options = {name: value for name, value in summed.keywords.items() if name != "reduction"}
-    called: Any = getattr(torch._C._nn, "cross_entropy_loss", None)
+    kernels: Any = getattr(torch._C, "_nn", None)
+    called: Any = getattr(kernels, "cross_entropy_loss", None)
     if called is None or not options.keys() <= {"ignore_index", "label_smoothing"}:
         return None
     return partial(called, reduction=_SUM, **options)
