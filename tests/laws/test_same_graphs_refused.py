@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from laws.emulated_graph import EmulatedGraph
 from laws.graph_runs import Ran, both, check_same, fitted
 from laws.late_runs import data, net
 from trainwright import Fast, StepLR, Trainer, Updates
@@ -285,7 +284,7 @@ def test_graphs_that_are_switched_off() -> None:
     ran = fitted(False)
     assert "no CUDA graph: cuda_graphs=False" in ran.trainer.fast_path
     assert ran.trainer.fast_path.startswith("L1")
-    assert not EmulatedGraph.made
+    assert not ran.replays
 
 
 def test_a_device_that_updates_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
