@@ -14,7 +14,7 @@ from gpu_cases import cases, report, tasks
 from gpu_cases.entry import Bench, Case, Clock, Contestant, Runs, Task, ratio
 from gpu_cases.loops import GRAPH, TUNED, train_tuned
 from gpu_cases.measuring import Rounds
-from gpu_cases.ours import REQUIRED, graphs_setting
+from gpu_cases.ours import REQUIRED
 from torch import nn
 
 import gpu
@@ -162,16 +162,6 @@ def test_the_fastest_peer_is_the_one_with_the_least_median() -> None:
     assert beside.values(found) == [0.25] * 3
     assert faster.values(found) == [4.0] * 3
     assert lightning.values(found) == [0.5, 8.0, 8.0]
-
-
-def test_graphs_are_asked_for_as_they_are_accepted_here_and_that_is_told() -> None:
-    from trainwright import Fast
-
-    accepted, refused = graphs_setting("require")
-    Fast(cuda_graphs=accepted)
-    assert (accepted, bool(refused)) in (("require", False), ("auto", True))
-    assert graphs_setting("auto") == ("auto", "")
-    assert graphs_setting("no such thing")[1].startswith('"auto" in the place of ')
 
 
 @pytest.mark.parametrize("make", [tasks.perceptron, tasks.small_language, tasks.small_images])

@@ -167,6 +167,22 @@ def test_a_record_is_told_three_updates_late_and_all_are_told_before_a_pause(mon
     assert told.at == [4, 5, 6, 6, 6, 6, 10, 11, 12, 12, 12, 12]
 
 
+def test_numbers_on_their_way_keep_no_autograd_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trainwright.runtime.lagging import Lagging
+
+    on_the_cpu(monkeypatch)
+    real, sent = Lagging.push, list[Any]()
+
+    def push(self: Any, values: Any, deliver: Any, **more: Any) -> None:
+        sent.extend(entry[1] for entry in deliver.args[0].entries)
+        real(self, values, deliver, **more)
+
+    monkeypatch.setattr(Lagging, "push", push)
+    trained(data(), epochs=1)
+    assert len(sent) == 6
+    assert not any(value.requires_grad for value in sent)
+
+
 def poisoned(at: int) -> list[Any]:
     """Data of which one batch makes the loss NaN."""
     batches = data()

@@ -129,6 +129,20 @@ TORCH_CANNOT = {("momentum", forget_one_state), ("momentum", append_of_another_t
 """Fused SGD takes all momentum buffers or none."""
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_parameters_without_gradients_are_passed_over_by_the_kernels_too(form, monkeypatch):
+    def freeze(optimizer, model):
+        model[0].bias.grad = None
+        if optimizer.state:  # a whole group, once there is a state
+            model[1].weight.grad = model[1].bias.grad = None
+
+    pair = Pair(form, monkeypatch)
+    for seed in range(5):
+        pair.step(seed, freeze)
+    pair.check()
+    assert pair.direct >= 4
+
+
 @pytest.mark.parametrize(
     ("form", "change"), [(form, c) for form in FORMS for c in CHANGES if (form, c) not in TORCH_CANNOT]
 )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainwright.base.contracts import Observer
 from trainwright.base.errors import SettingError, message
+from trainwright.run.judging import why_made_by_the_host
 from trainwright.run.recorded import Unfit
 from trainwright.runtime import facts
 from trainwright.runtime.fused import why_not_masked
@@ -33,12 +34,7 @@ def why_not(run: Run) -> Iterator[str]:
     owner = run.owner
     if owner.device.type not in RECORDERS:
         yield f"there are none on {owner.device.type}"
-    if owner.world.size > 1:
-        yield "several processes judge an update together"
-    if owner.on_error == "save":
-        yield 'on_error="save" keeps the update before an error'
-    if owner.hooks.updates_itself or owner.hooks.computes_itself:
-        yield "an `update` of your own reads what it has done"
+    yield from why_made_by_the_host(owner)
     if run.scaler is not None and not isinstance(run.scaler, LossScaler | DeviceScale):
         yield "a loss scale of your own"
     if owner.hooks.counts_itself:

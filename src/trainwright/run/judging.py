@@ -36,12 +36,7 @@ def why_judged_at_once(
     hooks, why = owner.hooks, list[str]()
     if owner.device.type not in LATE:
         why.append("a read waits for nothing here")
-    if owner.world.size > 1:
-        why.append("several processes judge an update together")
-    if owner.on_error == "save":
-        why.append('on_error="save" keeps the update before an error')
-    if hooks.updates_itself or hooks.computes_itself:
-        why.append("an `update` of your own reads what it has done")
+    why += why_made_by_the_host(owner)
     if checks and hooks.after_update is not None:
         why.append("`after_update` runs after applied updates alone")
     if checks:
@@ -49,6 +44,16 @@ def why_judged_at_once(
     if scaler is not None or owner.nonfinite == "skip":
         why += _why_not_held_back(owner, scaler, rates)
     return tuple(why)
+
+
+def why_made_by_the_host(owner: Owner) -> Iterator[str]:
+    """Why the host must make each update by itself, and hear of it."""
+    if owner.world.size > 1:
+        yield "several processes judge an update together"
+    if owner.on_error == "save":
+        yield 'on_error="save" keeps the update before an error'
+    if owner.hooks.updates_itself or owner.hooks.computes_itself:
+        yield "an `update` of your own reads what it has done"
 
 
 def _why_not_held_back(owner: Owner, scaler: Scaler | None, rates: Rates | None) -> Iterator[str]:

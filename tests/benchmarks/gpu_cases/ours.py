@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,7 +24,6 @@ def train(
         def training_step(self, batch: Batch) -> Mean:
             return Mean(self.model(*batch), task.counts(batch))
 
-    accepted, refused = graphs_setting(graphs)
     compile_ = {"regions": compiles, "backend": task.bench.backend} if compiles else None
     more: dict[str, Any] = {} if task.rows is None else {"device_data": device_data}
     model = task.model(by_hand=False)
@@ -38,24 +37,11 @@ def train(
         device=task.device,
         console=False,
         observers=[EpochEnds()],
-        fast=Fast(cuda_graphs=accepted, compile=compile_, **more),
+        fast=Fast(cuda_graphs=graphs, compile=compile_, **more),
     )
     trainer.fit(data_of(task), epochs=1 + task.epochs)
-    clock.note = "; ".join(one for one in (refused, trainer.fast_path) if one)
+    clock.note = trainer.fast_path
     return model
-
-
-@cache
-def graphs_setting(wanted: Any) -> tuple[Any, str]:
-    """Return what `Fast(cuda_graphs=...)` takes here, and why that is not what was wanted, where it is not."""
-    from trainwright import Fast, SettingError
-
-    try:
-        Fast(cuda_graphs=wanted)
-    except SettingError as refused:
-        line = str(refused).strip().splitlines()[0]
-        return "auto", f'"auto" in the place of cuda_graphs={wanted!r}, which is refused: {line}'
-    return wanted, ""
 
 
 def data_of(task: Task) -> Any:
