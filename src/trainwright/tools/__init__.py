@@ -1,0 +1,1 @@
+"""Functions that take a trainer: what is done about a run."""
