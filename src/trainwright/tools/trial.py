@@ -1,0 +1,215 @@
+"""A few updates of a trainer as it is or with other settings, after which everything is as it was."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import islice
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from trainwright.base.errors import DataError, SettingError, message
+from trainwright.base.progress import Counters
+from trainwright.data.source import beside, open_source
+from trainwright.parallel.ddp import DDP
+from trainwright.parallel.world import World
+from trainwright.run import setup
+from trainwright.run.hooks import Between, overridden, read_hooks
+from trainwright.run.later import as_schedule
+from trainwright.run.ledger import Ledger
+from trainwright.run.optimizers import by_name
+from trainwright.runtime.modules import unnoticed
+from trainwright.runtime.randomness import random_state, set_random_state, unmoved
+from trainwright.runtime.switches import kept_switches
+from trainwright.slots.clip import as_clip
+from trainwright.slots.metrics import Meters
+from trainwright.slots.nonfinite import as_policy
+from trainwright.slots.precision import as_precision
+from trainwright.slots.window import accumulation
+from trainwright.trainer import HOOKS, Trainer
+
+T = TypeVar("T", bound=Trainer[Any])
+
+_CONTAINERS = (list, dict, set, OrderedDict, defaultdict)
+"""What is put back with what it held, down to the tensors in it; any other object is taken as it is."""
+
+
+@contextmanager
+def traceless(trainer: Trainer[Any]) -> Iterator[Kept]:
+    """Put back at the end whatever a trial inside may have changed, also after an error.
+
+    That is: parameters, buffers and gradients in the memory that they lie in, each module's mode, hooks and plain
+    attributes, `requires_grad`, the optimizers' states and groups, a loss module, frozen modules, the trainer's own
+    attributes, its state, counters and history, every random state, and the switches of the process (TF32,
+    cudnn.benchmark, threads, the grad mode). What other objects of the user's own hold is theirs. Yields what is
+    kept: `put_back()` goes back before the end, to run one trial after another from the same state. The copies lie
+    in the memory of the host.
+    """
+    kept = Kept(trainer)
+    with kept_switches():
+        try:
+            yield kept
+        finally:
+            kept.put_back()
+
+
+def variant(trainer: T, **settings: Any) -> T:
+    """Return a trainer of the same class, model and optimizers with other settings, for a trial of a few updates.
+
+    It has counters, history and numbers of its own, is silent, and has no checkpoint, early stopping, schedule,
+    average, clip, observers or metrics beyond what `settings` name, by the keywords of `Trainer`; `precision`,
+    `accumulate`, `clip`, `nonfinite` and `fast` stay where they are not named. SettingError in a group of several
+    processes, and for a model in shards: a trial is of one process.
+    """
+    if trainer.world.size > 1 or trainer.parallel.shards:
+        what = "a trial in a group of processes, or of a model in shards"
+        raise SettingError(message(what, want="one process", fix="call it in a run of its own: python script.py"))
+    twin = copy.copy(trainer)
+    twin.world, twin.parallel = World(), DDP()
+    for name, value in {**_LEFT_OUT, **settings}.items():
+        if name not in _SETTINGS:
+            raise SettingError(message(f"variant({name}=...)", want=f"one of {', '.join(sorted(_SETTINGS))}"))
+        setattr(twin, name, _SETTINGS[name](twin, value))
+    twin.hooks = read_hooks(twin, overridden(type(twin), Trainer, HOOKS))
+    twin.between, twin.counters, twin.history = Between(), Counters(), []
+    twin.ledger = Ledger(Meters(twin.metrics) if twin.metrics else None, twin.hooks)
+    twin.result = None
+    twin.hold(setup.NOT_RUNNING, setup.NOT_RUNNING)
+    return twin
+
+
+_LEFT_OUT: dict[str, Any] = dict.fromkeys(("checkpoint", "early_stopping", "schedule", "average", "on_error")) | {
+    "observers": (),
+    "metrics": None,
+}
+_SETTINGS: dict[str, Any] = {
+    "precision": lambda twin, value: as_precision(value, twin.device),
+    "accumulate": lambda _, value: accumulation(value),
+    "clip": lambda twin, value: by_name(value, as_clip, what="clip", optimizers=twin.optimizers),
+    "schedule": lambda twin, value: by_name(value, as_schedule, what="schedule", optimizers=twin.optimizers),
+    "nonfinite": lambda _, value: as_policy(value),
+    "fast": lambda _, value: setup.checked_fast(value),
+    "metrics": lambda twin, value: setup.checked_metrics(value, twin.world),
+    "observers": lambda _, value: setup.checked_observers(value),
+    "average": lambda _, value: value,
+    "checkpoint": lambda _, value: value,
+    "early_stopping": lambda _, value: value,
+    "on_error": lambda _, value: value,
+    "on_oom": lambda _, value: value,
+}
+"""What makes of each setting what the trainer keeps of it."""
+
+
+def ready(trainer: Trainer[Any], data: Any, *, updates: int, batch_size: int | None = None) -> list[Any]:
+    """Return host batches for so many updates, drawn from the data as `fit` would, without a trace in them.
+
+    Data of fewer batches are gone round again. DataError for a stream that cannot be read afresh, with the cure.
+    """
+    number = updates * max(each for _, each in trainer.accumulate)
+    with unmoved():
+        source = beside(open_afresh(data, batch_size=batch_size))
+        with unmoved(getattr(source, "generators", ())):
+            found = list(islice(source.epoch(0), number))
+    if not found:
+        raise DataError(message("data without a batch", want="at least one batch"))
+    return [found[index % len(found)] for index in range(number)]
+
+
+def open_afresh(data: Any, *, batch_size: int | None = None, role: str = "train") -> Any:
+    """Open data that a trial may read from their start, and `fit` afterwards again; DataError for others."""
+    source = open_source(data, batch_size=batch_size, shuffle=True, role=role)
+    if source.repeatable and not _is_one_pass(data):
+        return source
+    raise DataError(
+        message(
+            f"{role} data that can be read only once, or go on where they were left: a trial would use them up",
+            have=f"a {type(data).__name__}",
+            want="data that start anew each time they are read",
+            fix="a list of ready batches: list(itertools.islice(stream, 50))",
+        )
+    )
+
+
+def _is_one_pass(data: Any) -> bool:
+    """Whether reading moves what the next reader gets: an iterator is its own."""
+    return hasattr(data, "__next__")
+
+
+class Kept:
+    """What a trial may change, as it was, with the way back."""
+
+    def __init__(self, trainer: Trainer[Any]) -> None:
+        self._counters, self._progress = trainer.counters, trainer.counters.state_dict()
+        self._containers: dict[int, tuple[Any, Any]] = {}
+        tensors: dict[int, Tensor] = {}
+        optimizers = trainer.optimizers.values()
+        for owner in (trainer, *_modules_of(trainer), *optimizers):
+            self._walk(vars(owner), tensors)
+        for parameter in [p for one in optimizers for group in one.param_groups for p in group["params"]]:
+            tensors[id(parameter)] = parameter
+        self._tensors = _Tensors(list(tensors.values()))
+        self._random = random_state()
+
+    def put_back(self) -> None:
+        """Make everything what it was; the copies are kept, so that this may be done again."""
+        with ExitStack() as last:
+            last.callback(set_random_state, self._random)
+            for container, held in self._containers.values():
+                _refill(container, held)
+            self._counters.load_state_dict(self._progress)
+            self._tensors.put_back()
+
+    def _walk(self, value: Any, tensors: dict[int, Tensor]) -> None:
+        """Note a container with what it holds, and the tensors in it, down to the last."""
+        if isinstance(value, Tensor):
+            tensors[id(value)] = value
+        elif type(value) in _CONTAINERS and id(value) not in self._containers:
+            self._containers[id(value)] = (value, copy.copy(value))
+            for one in value.values() if isinstance(value, dict) else value:
+                self._walk(one, tensors)
+        elif type(value) is tuple:
+            for one in value:
+                self._walk(one, tensors)
+
+
+class _Tensors:
+    """Tensors in the memory that they lie in, with their gradients."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        gradients = [tensor.grad for tensor in tensors if tensor.is_leaf]
+        self._gradients = [(t, t.requires_grad, t.grad) for t in tensors if t.is_leaf]
+        self._found = [*tensors, *(gradient for gradient in gradients if gradient is not None)]
+        self._memory = [tensor.detach() for tensor in self._found]
+        self._values = [tensor.detach().to("cpu", copy=True) for tensor in self._found]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Values, memory, `requires_grad` and gradients."""
+        with unnoticed(self._found):
+            for tensor, memory, value in zip(self._found, self._memory, self._values, strict=True):
+                if tensor.data_ptr() != memory.data_ptr() or tensor.stride() != memory.stride():
+                    tensor.data = memory
+                tensor.copy_(value)
+        for tensor, trained, gradient in self._gradients:
+            if tensor.requires_grad != trained:
+                tensor.requires_grad_(trained)
+            if tensor.grad is not gradient:
+                tensor.grad = gradient
+
+
+def _modules_of(trainer: Trainer[Any]) -> list[nn.Module]:
+    roots = [trainer.model, trainer.loss, *trainer.frozen.values()]
+    return [module for root in roots if isinstance(root, nn.Module) for module in root.modules()]
+
+
+def _refill(container: Any, held: Any) -> None:
+    """Make a list, dict or set hold what a copy of it does."""
+    if isinstance(container, list):
+        container[:] = held
+        return
+    container.clear()
+    container.update(held)
