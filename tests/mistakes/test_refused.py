@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from refusals import make, network, pieces, refused, settings, with_method
 from torch import nn
 
 from trainwright import DataError, Epochs, SettingError, Trainer, accuracy
+from trainwright.runtime.fused import spoiled_by_sgd
 
 PRECISIONS = {"bf61": "bf16", "bfloat16": "bf16", "bf16-mixed": "bf16", "BF16": "bf16", "float16": "fp16", "16": "fp16"}
 PRECISIONS |= {"16-mixed": "fp16", "half": "fp16", "amp": "fp16", "tf3": "tf32"}
@@ -134,3 +137,35 @@ def test_an_optimizer_that_was_built_before_the_model_was_moved():
     call = lambda: trainer.fit(pieces(), epochs=1)  # noqa: E731
     fix = refused(call, SettingError, first="the optimizer trains no parameter of this model")
     assert fix == "build the optimizer from the same model object"
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_fused_sgd_that_leaves_weights_of_reduced_precision_untrained(dtype, momentum):
+    if spoiled_by_sgd([torch.zeros((), dtype=dtype)]) is None:
+        pytest.skip("the kernel of this torch is right")
+    rows = [(x.to(dtype), y) for x, y in pieces()]
+    model = network().to(dtype)
+    SGD = partial(torch.optim.SGD, lr=0.1, momentum=momentum)
+    trainer = Trainer(model, SGD(model.parameters(), fused=True), nn.CrossEntropyLoss(), console=False)
+    call = lambda: trainer.fit(rows, epochs=1)  # noqa: E731
+    kind = str(dtype).removeprefix("torch.")
+    fix = refused(call, SettingError, first=rf"SGD\(\.\.\., fused=True\) with {kind} .*", trainer=trainer)
+    assert fix == "SGD(..., fused=False)"
+    fixed = Trainer(model, SGD(model.parameters(), fused=False), nn.CrossEntropyLoss(), console=False)
+    assert fixed.fit(rows, epochs=1).updates == 4
+
+
+def test_a_fused_sgd_whose_layer_was_cast_between_two_epochs():
+    class Casts(Trainer):
+        def begin_epoch(self, epoch):
+            if epoch == 1:
+                self.model.bfloat16()
+
+    model = network()
+    trainer = Casts(model, torch.optim.SGD(model.parameters(), lr=0.1, fused=True), nn.CrossEntropyLoss())
+    if spoiled_by_sgd([torch.zeros((), dtype=torch.bfloat16)]) is None:
+        pytest.skip("the kernel of this torch is right")
+    with pytest.raises(SettingError, match="with bfloat16 parameters on the CPU"):
+        trainer.fit(pieces(), epochs=2)
+    assert trainer.progress.updates == 4

@@ -10,6 +10,8 @@ from compiling import Net, build, by, data, same, weights
 from torch import nn
 
 from trainwright import Checkpoint, Fast, Observer, SettingError, Trainer, adamw, batches
+from trainwright.run.optimizers import fused_hint
+from trainwright.runtime.fused import spoiled_by_sgd
 from trainwright.runtime.layout import is_convolutional
 from trainwright.runtime.timing import SHAPES, may_time, timed_by_cudnn
 
@@ -95,6 +97,31 @@ def test_kernels_that_would_not_serve_are_not_asked_for():
     whole = Net()
     whole.whole = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
     assert Trainer(whole, made, nn.CrossEntropyLoss()).optimizer.param_groups[0]["fused"] is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_of_reduced_precision_on_the_cpu_is_not_made_fused_where_the_kernel_is_wrong(momentum, dtype):
+    def cast():
+        torch.manual_seed(3)
+        return nn.Linear(16, 8).to(dtype)
+
+    if spoiled_by_sgd(cast().parameters()) is None:
+        pytest.skip("the kernel of this torch is right")
+    rows = torch.randn(8, 16, generator=torch.Generator().manual_seed(0)).to(dtype), torch.arange(8)
+    made = partial(torch.optim.SGD, lr=0.1, momentum=momentum)
+    given = Trainer(cast(), made(cast().parameters()), nn.CrossEntropyLoss(), console=False)
+    assert fused_hint(given, None) == []
+    trainer = Trainer(cast(), made, nn.CrossEntropyLoss(), console=False)
+    trainer.fit([rows] * 3, epochs=1)
+    by_hand = cast()
+    plain = made(by_hand.parameters(), fused=False)
+    for _ in range(3):
+        plain.zero_grad()
+        nn.functional.cross_entropy(by_hand(rows[0]), rows[1]).backward()
+        plain.step()
+    assert same(weights(trainer.model), weights(by_hand))
+    assert not same(weights(trainer.model), weights(cast()))
 
 
 def test_an_optimizer_that_could_be_fused_is_hinted_at_where_the_run_is_long():

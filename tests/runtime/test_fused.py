@@ -59,8 +59,12 @@ class Pair:
             assert all(a is None or torch.equal(a, states[1][key][name]) for name, a in state.items())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("form", FORMS)
+TYPES = (torch.float32, torch.float64, torch.bfloat16)
+BROKEN = {("sgd", torch.bfloat16), ("momentum", torch.bfloat16)}
+"""Up to torch 2.13 the CPU kernel reads momentum of other memory: two runs of it differ. Nothing here calls it so."""
+
+
+@pytest.mark.parametrize(("form", "dtype"), [(f, d) for f in FORMS for d in TYPES if (f, d) not in BROKEN])
 def test_direct_steps_are_the_optimizers_bit_for_bit(form, dtype, monkeypatch):
     pair = Pair(form, monkeypatch, dtype=dtype)
     for seed in range(8):
@@ -178,3 +182,35 @@ def test_a_subclass_keeps_its_own_way():
         pass
 
     assert fused.direct_step(Own(nn.Linear(2, 2).parameters(), fused=True), lambda _: None) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_what_this_torchs_fused_sgd_does_to_reduced_precision_on_the_cpu_is_known(momentum, dtype):
+    weight = nn.Parameter(torch.zeros(64, dtype=dtype))
+    optimizer = torch.optim.SGD([weight], lr=1.0, momentum=momentum, fused=True)
+    assert fused.spoiled(torch.optim.SGD([weight], lr=1.0, momentum=momentum)) is None
+    said = fused.spoiled(optimizer)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert said is (None if (weight == -1).all() else dtype)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_other_fused_kernels_are_right_in_reduced_precision(form):
+    """What stands for the types that are let pass: against the plain steps in float64, to the type's own precision."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        ends = []
+        for own, is_fused in ((dtype, True), (torch.float64, False)):
+            torch.manual_seed(0)
+            weight = nn.Parameter(torch.randn(40).to(dtype).to(own))
+            optimizer = FORMS[form]([weight])
+            optimizer.param_groups[0]["fused"] = is_fused
+            if fused.spoiled(optimizer) is not None:
+                break
+            for _ in range(4):
+                weight.grad = torch.randn(40).to(dtype).to(own)
+                optimizer.step()
+            ends.append(weight.detach().double())
+        else:
+            assert (ends[0] - ends[1]).abs().max() < 8 * torch.finfo(dtype).eps

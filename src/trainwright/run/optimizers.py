@@ -15,6 +15,7 @@ from trainwright.base.names import did_you_mean
 from trainwright.run.owner import Owner
 from trainwright.run.steppers import ONLY
 from trainwright.runtime.device import place_state
+from trainwright.runtime.fused import spoiled
 
 T = TypeVar("T")
 HINTED = 1000
@@ -80,7 +81,7 @@ def fused_hint(owner: Owner, updates: int | None) -> list[str]:
 
 
 def check_parameters(owner: Owner) -> None:
-    """Refuse a trainable parameter that no optimizer trains, and an optimizer that trains another model."""
+    """Refuse a trainable parameter in no optimizer, an optimizer of another model, and one whose kernel is wrong."""
     groups = [group for optimizer in owner.optimizers.values() for group in optimizer.param_groups]
     trained = {id(p) for group in groups for p in group["params"]}
     roots = {"model": owner.model, "loss": owner.loss}
@@ -94,6 +95,8 @@ def check_parameters(owner: Owner) -> None:
     left_out = [name for name, p in trainable.items() if id(p) not in trained]
     if left_out or not trainable:
         raise _nothing_trains(left_out, len(trainable))
+    for optimizer in owner.optimizers.values():
+        _check_kernel(optimizer)
 
 
 def _make(optimizer: Any, model: nn.Module, what: str, *, root: nn.Module | None, fuses: bool) -> Optimizer:
@@ -122,6 +125,20 @@ def _make(optimizer: Any, model: nn.Module, what: str, *, root: nn.Module | None
             f"{what}{optimizer!r}" + ("" if made is None else f" gave a {type(made).__name__}"),
             want="an Optimizer, a torch class or a partial of one, or a function model -> Optimizer",
             fix="torch.optim.AdamW(model.parameters(), lr=1e-3)",
+        )
+    )
+
+
+def _check_kernel(optimizer: Optimizer) -> None:
+    dtype = spoiled(optimizer)
+    if dtype is None:
+        return
+    kind, name = str(dtype).removeprefix("torch."), type(optimizer).__name__
+    raise SettingError(
+        message(
+            f"{name}(..., fused=True) with {kind} parameters on the CPU: this kernel leaves most of them untrained",
+            want="another way to make the step (https://github.com/pytorch/pytorch/issues/191763)",
+            fix=f"{name}(..., fused=False)",
         )
     )
 

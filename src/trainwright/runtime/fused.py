@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ Call = tuple[Callable[..., Any], tuple[list[Tensor], ...], list[Tensor], dict[st
 
 
 _ONE = torch.ones((), device="cpu")
+_REDUCED = (torch.bfloat16, torch.float16)
 
 
 class DirectStep:
@@ -168,6 +170,24 @@ def why_not_masked(optimizer: Optimizer) -> str:
     return ""
 
 
+def spoiled(optimizer: Optimizer) -> torch.dtype | None:
+    """The type of parameters on the CPU that this fused SGD would train wrongly; None for all other optimizers.
+
+    Up to torch 2.13 the kernel leaves full vectors of bfloat16 and float16 weights as they are, and takes their
+    momentum from beside the buffer (https://github.com/pytorch/pytorch/issues/191763).
+    """
+    if not isinstance(optimizer, torch.optim.SGD):
+        return None
+    groups = [group for group in optimizer.param_groups if group.get("fused")]
+    return spoiled_by_sgd(parameter for group in groups for parameter in group["params"])
+
+
+def spoiled_by_sgd(parameters: Iterable[Tensor]) -> torch.dtype | None:
+    """The first type among these parameters that torch's fused SGD on the CPU trains wrongly, or None."""
+    kinds = dict.fromkeys(p.dtype for p in parameters if p.device.type == "cpu" and p.dtype in _REDUCED)
+    return next((dtype for dtype in kinds if not _moves(dtype)), None)
+
+
 def ready_to_mask(optimizer: Optimizer) -> None:
     """Give SGD the momentum that its first step would make, as zeros."""
     for group in optimizer.param_groups if type(optimizer) is torch.optim.SGD else ():
@@ -175,6 +195,26 @@ def ready_to_mask(optimizer: Optimizer) -> None:
             state = optimizer.state[parameter]
             if state.get("momentum_buffer") is None:
                 state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+
+
+@cache
+def _moves(dtype: torch.dtype) -> bool:
+    """Whether one step of the kernel moves all weights of this type, tried on 64 of them."""
+    weights, gradients = (fill(64, dtype=dtype, device="cpu") for fill in (torch.zeros, torch.ones))
+    with torch.no_grad():
+        torch._fused_sgd_(
+            [weights],
+            [gradients],
+            [],
+            lr=1.0,
+            weight_decay=0.0,
+            momentum=0.0,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            is_first_step=True,
+        )
+    return bool((weights == -1).all())
 
 
 def _is_uniform(group: Group) -> bool:

@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _foreach_utils
 
 from trainwright.base.errors import SettingError, message
+from trainwright.runtime.fused import spoiled_by_sgd
 from trainwright.runtime.matching import find
 from trainwright.slots.schedule_lengths import check_number
 
@@ -70,8 +71,13 @@ def could_be_fused(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _serves(target: Any, parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether the fused kernels of this class of torch's serve all of these: Adagrad's is for the CPU up to 2.11."""
+    """Whether the fused kernels of this class of torch's serve all of these.
+
+    Adagrad's is for the CPU alone up to 2.11, and SGD's is wrong there for reduced precision up to 2.13.
+    """
     found = list(parameters)
+    if target is torch.optim.SGD and spoiled_by_sgd(found) is not None:
+        return False
     elsewhere = target is torch.optim.Adagrad and any(p.device.type != "cpu" for p in found)
     return bool(found) and not elsewhere and has_fused(found)
 
