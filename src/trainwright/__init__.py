@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from trainwright.data.sharded import shard, sharded
     from trainwright.observers.journal import Journal, journal_to_csv, read_journal
     from trainwright.observers.probe import Probe
+    from trainwright.observers.tensorboard import TensorBoard
     from trainwright.observers.throughput import Throughput
     from trainwright.parallel.launch import launch
     from trainwright.run.report import Report
@@ -71,6 +72,7 @@ else:
         "data.sharded": ("shard", "sharded"),
         "observers.journal": ("Journal", "journal_to_csv", "read_journal"),
         "observers.probe": ("Probe",),
+        "observers.tensorboard": ("TensorBoard",),
         "observers.throughput": ("Throughput",),
         "parallel.launch": ("launch",),
         "run.report": ("Report",),
@@ -167,6 +169,7 @@ __all__ = [
     "Stopped",
     "Stopping",
     "Sum",
+    "TensorBoard",
     "Throughput",
     "TorchSchedule",
     "Trainer",
