@@ -63,6 +63,8 @@ if TYPE_CHECKING:
         WarmupStableDecay,
     )
     from trainwright.slots.scores import F1, MAE, R2, RMSE
+    from trainwright.tools.cross_validate import cross_validate
+    from trainwright.tools.folds import CrossValidation, Fold
 else:
     _LATER = {
         "base.dealing": ("Slice",),
@@ -88,6 +90,8 @@ else:
             *("TorchSchedule", "WarmupStableDecay"),
         ),
         "slots.scores": ("F1", "MAE", "R2", "RMSE"),
+        "tools.cross_validate": ("cross_validate",),
+        "tools.folds": ("CrossValidation", "Fold"),
     }
     """The names of what a run may well do without, by their modules: imported when they are first asked for."""
 
@@ -123,6 +127,7 @@ __all__ = [
     "ClipValue",
     "Console",
     "Cosine",
+    "CrossValidation",
     "Cyclic",
     "DataError",
     "Derived",
@@ -131,6 +136,7 @@ __all__ = [
     "Epochs",
     "Exponential",
     "Fast",
+    "Fold",
     "Gradients",
     "Journal",
     "Keeping",
@@ -185,6 +191,7 @@ __all__ = [
     "adamw",
     "batches",
     "count_flops",
+    "cross_validate",
     "freeze",
     "journal_to_csv",
     "latest_checkpoint",
