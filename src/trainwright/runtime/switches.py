@@ -22,7 +22,7 @@ def kept_switches() -> Iterator[None]:
     grad, threads, dtype = torch.is_grad_enabled(), torch.get_num_threads(), torch.get_default_dtype()
     matmul, cudnn, backends = _matmul(), {name: getattr(torch.backends.cudnn, name) for name in _CUDNN}, _backends()
     exact = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    flushes, collects = _flushes_denormal(), gc.isenabled()
+    flushes, collects = flushes_denormal(), gc.isenabled()
     try:
         yield
     finally:
@@ -38,12 +38,12 @@ def kept_switches() -> Iterator[None]:
         for backend, precision in backends:
             backend.fp32_precision = precision
         torch.use_deterministic_algorithms(exact[0], warn_only=exact[1])
-        if _flushes_denormal() != flushes:
+        if flushes_denormal() != flushes:
             torch.set_flush_denormal(flushes)
         (gc.enable if collects else gc.disable)()
 
 
-def _flushes_denormal() -> bool:
+def flushes_denormal() -> bool:
     """Whether numbers below the normal range are taken as zero: torch has no getter for its switch."""
     return bool((torch.full((), 2.0**-149) + 0.0 == 0.0).item())
 

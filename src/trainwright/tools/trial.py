@@ -14,6 +14,9 @@ from torch import Tensor, nn
 
 from trainwright.base.errors import DataError, SettingError, message
 from trainwright.base.progress import Counters
+from trainwright.data.foreign import LoaderBatches
+from trainwright.data.own import Batches
+from trainwright.data.rows import choosing
 from trainwright.data.source import beside, open_source
 from trainwright.parallel.ddp import DDP
 from trainwright.parallel.world import World
@@ -111,7 +114,7 @@ def ready(trainer: Trainer[Any], data: Any, *, updates: int, batch_size: int | N
     """
     number = updates * max(each for _, each in trainer.accumulate)
     with unmoved():
-        source = beside(open_afresh(data, batch_size=batch_size))
+        source = open_afresh(data, batch_size=batch_size)
         with unmoved(getattr(source, "generators", ())):
             found = list(islice(source.epoch(0), number))
     if not found:
@@ -120,9 +123,16 @@ def ready(trainer: Trainer[Any], data: Any, *, updates: int, batch_size: int | N
 
 
 def open_afresh(data: Any, *, batch_size: int | None = None, role: str = "train") -> Any:
-    """Open data that a trial may read from their start, and `fit` afterwards again; DataError for others."""
-    source = open_source(data, batch_size=batch_size, shuffle=True, role=role)
+    """Open data that a trial may read from their start, and `fit` afterwards again; DataError for others.
+
+    Workers that the data keep from one pass to the next are left alone: a trial has its own.
+    """
+    source: Any = beside(open_source(data, batch_size=batch_size, shuffle=True, role=role))
     if source.repeatable and not _is_one_pass(data):
+        if isinstance(source, LoaderBatches):
+            source.keep_workers(keeps=False)
+        elif isinstance(source, Batches):
+            source._chosen = choosing(source._data, source._dealing.workers)
         return source
     raise DataError(
         message(
@@ -185,11 +195,12 @@ class _Tensors:
         self._found = [*tensors, *(gradient for gradient in gradients if gradient is not None)]
         self._memory = [tensor.detach() for tensor in self._found]
         self._values = [tensor.detach().to("cpu", copy=True) for tensor in self._found]
+        self._hidden = unnoticed(self._found)  # who looks whether weights were changed finds that they were not
 
     @torch.no_grad()
     def put_back(self) -> None:
         """Values, memory, `requires_grad` and gradients."""
-        with unnoticed(self._found):
+        with self._hidden:
             for tensor, memory, value in zip(self._found, self._memory, self._values, strict=True):
                 if tensor.data_ptr() != memory.data_ptr() or tensor.stride() != memory.stride():
                     tensor.data = memory

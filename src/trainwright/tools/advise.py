@@ -1,0 +1,260 @@
+"""Tries the techniques of efficient training on the user's own model and data, and says what each of them gives."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainwright.base.errors import SettingError, message
+from trainwright.base.names import suggests
+from trainwright.tools.advice import Advice, Effect
+from trainwright.tools.batching import compact
+from trainwright.tools.findings import findings
+from trainwright.tools.loading import loader_techniques
+from trainwright.tools.measuring import Block, Way, most_kept, run_block
+from trainwright.tools.phases import Phases, measure_phases
+from trainwright.tools.trial import Kept, open_afresh, ready, traceless
+from trainwright.tools.ways import Technique, techniques
+from trainwright.trainer import Trainer
+
+ROUNDS = 15
+"""Ratios of one technique at most."""
+BLOCK = 0.15
+"""Seconds of one block of updates, where the budget allows for it."""
+WARM = 2
+"""Updates before the clock is read."""
+SLOW_START = 40.0
+"""Seconds that compiling may take before its first update."""
+ENOUGH = 120.0
+"""Seconds of the whole from which on time is kept for what starts slowly."""
+READY = 24
+"""Updates for which ready batches are drawn at most."""
+
+
+@suggests
+def advise(
+    trainer: Trainer[Any],
+    train: Any,
+    val: Any = None,
+    *,
+    seconds: float = 60,
+    batch_size: int | None = None,
+    script: str | Path | None = None,
+) -> Advice:
+    """Try techniques of efficient training on this trainer and these data; return what each gives, for printing.
+
+    Short trials of real updates, by turns with the trainer as it is, and without a trace in it, in the data or in the
+    process: speed-up (median and quartiles of the ratios), memory, and how far the loss of the same updates differs.
+    `train`, `val`, `batch_size`: as for `fit`. `seconds`: about how long all of it may take; what cannot begin within
+    that is listed as not tried. `script`: a file that is run in processes of its own with other settings of the
+    process: threads between operators, variables of the environment, memory allocators.
+
+    Raises SettingError in a group of processes, and DataError for a stream that cannot be read afresh: give a list
+    of ready batches.
+    """
+    if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not seconds > 0:
+        raise SettingError(message(f"advise(seconds={seconds!r})", want="seconds, above 0", fix="seconds=60"))
+    budget = Budget(seconds)
+    with traceless(trainer) as kept:
+        source = open_afresh(train, batch_size=batch_size)
+        trial = _Trial(trainer, kept, budget)
+        first = ready(trainer, train, updates=2, batch_size=batch_size)
+        trial.calibrate(Way(name="as it is", data=open_afresh(first)))
+        drawn = ready(trainer, train, updates=trial.updates + WARM, batch_size=batch_size)
+        batches = [compact(batch) for batch in drawn]
+        found = findings(trainer, batches, train=train, val=val, batch_size=batch_size)
+        kept.put_back()
+        phases = measure_phases(trainer, kept, source, updates=trial.updates, warm=1)
+        row = trial.seconds_per_row
+        wanted = techniques(trainer, batches)
+        patience = min(0.1 * seconds, budget.left)
+        wanted += loader_techniques(trainer, train, seconds_per_row=_reading(phases, row), patience=patience)
+        bases = {"ready": Way(name="as it is", data=open_afresh(batches)), "loader": Way(name="as it is", data=source)}
+        memory, tried = trial.all(wanted, bases)
+        whole = run_block(trainer, kept, bases["loader"], updates=trial.updates, warm=1)
+    tried += _of_process(script, budget)
+    return Advice(
+        tried=tuple(sorted(tried, key=lambda one: -(one.speedup or 0.0))),
+        phases=phases,
+        findings=(*([] if phases.finding is None else [phases.finding]), *found),
+        rows_per_second=1 / whole.seconds[0],
+        memory=memory,
+        seconds=budget.spent,
+        device=_device(trainer),
+    )
+
+
+class Budget:
+    """Seconds that are to be spent."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self._begun = seconds, time.perf_counter()
+
+    @property
+    def spent(self) -> float:
+        """Seconds since it was made."""
+        return time.perf_counter() - self._begun
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left; below 0 where it is overdrawn."""
+        return self.seconds - self.spent
+
+
+@dataclass(slots=True)
+class _Ratios:
+    """What was measured of one technique."""
+
+    technique: Technique
+    base: Way
+    ratios: list[float] = field(default_factory=list)
+    drifts: list[float] = field(default_factory=list)
+    memory: float | None = None
+    why_not: str = ""
+    seconds: float = 0.0
+    """What one turn takes."""
+
+    def told(self) -> Effect:
+        """The record of it."""
+        one = self.technique
+        if not self.ratios:
+            return Effect(name=one.name, how=one.how, why_not=self.why_not, for_memory=one.for_memory)
+        few = len(self.ratios) < 2
+        quartiles = (self.ratios[0],) * 3 if few else statistics.quantiles(self.ratios, n=4, method="inclusive")
+        return Effect(
+            name=one.name,
+            how=one.how,
+            speedup=statistics.median(self.ratios),
+            spread=(quartiles[0], quartiles[2]),
+            trials=len(self.ratios),
+            memory=self.memory,
+            drift=max(self.drifts) if one.same_numbers else None,
+            for_memory=one.for_memory,
+        )
+
+
+class _Trial:
+    """Runs blocks of updates of one trainer by turns, within a budget."""
+
+    def __init__(self, trainer: Trainer[Any], kept: Kept, budget: Budget) -> None:
+        self._trainer, self._kept, self._budget = trainer, kept, budget
+        self.updates = 1
+        """Updates of one block."""
+        self.seconds_per_row = 0.0
+        """Of the trainer as it is, on ready batches."""
+
+    def calibrate(self, way: Way) -> None:
+        """Find how many updates a block may have."""
+        block = run_block(self._trainer, self._kept, way, updates=2, warm=1)
+        block = run_block(self._trainer, self._kept, way, updates=2, warm=1)
+        each = 1 / block.updates_per_second
+        self.seconds_per_row = block.seconds[0]
+        length = min(BLOCK, self._budget.seconds / 400)
+        self.updates = max(1, min(READY - WARM, round(length / each)))
+
+    def all(self, wanted: Sequence[Technique], bases: dict[str, Way]) -> tuple[int, list[Effect]]:
+        """Try all of them in turns until the budget is spent; what an update keeps, and what each gave."""
+        found = [_Ratios(one, bases[one.against], why_not=one.why_not) for one in wanted]
+        able = [one for one in found if one.technique.way is not None]
+        quick = [one for one in able if not one.technique.starts_slowly]
+        slow = [one for one in able if one.technique.starts_slowly]
+        memory = self._measure_memory(quick, bases["ready"])
+        reserve = 1.5 * SLOW_START if slow and self._budget.seconds >= ENOUGH else 0.0
+        for turn in range(ROUNDS):
+            for one in quick[turn % len(quick) :] + quick[: turn % len(quick)]:
+                if not one.why_not and self._budget.left - reserve > 2 * one.seconds:
+                    self._take_turn(one)
+            if self._budget.left <= reserve:
+                break
+        for one in slow:
+            self._start_slowly(one)
+        for one in able:
+            one.why_not = one.why_not or "the time was over before its turn; give more seconds"
+        return memory, [one.told() for one in found]
+
+    def _take_turn(self, one: _Ratios) -> None:
+        """One block without and one with the technique."""
+        begun = time.perf_counter()
+        base = run_block(self._trainer, self._kept, one.base, updates=self.updates, warm=WARM)
+        block = self._block(one, segments=1)
+        one.seconds = time.perf_counter() - begun
+        if block is not None:
+            self._note(one, base, block)
+
+    def _start_slowly(self, one: _Ratios) -> None:
+        """One block for all, where the first update takes long; of the time that is left, if it is enough."""
+        if self._budget.left < SLOW_START:
+            one.why_not = f"it may take {SLOW_START:.0f} s to begin with; give seconds={ENOUGH:.0f} or more"
+            return
+        base = run_block(self._trainer, self._kept, one.base, updates=self.updates, warm=WARM, segments=5)
+        block = self._block(one, segments=5)
+        if block is not None:
+            self._note(one, base, block)
+
+    def _block(self, one: _Ratios, *, segments: int) -> Block | None:
+        """The block of a technique; None where it raises, which is then the reason why it is not tried."""
+        assert one.technique.way is not None
+        how = {"updates": self.updates, "warm": WARM, "segments": segments}
+        try:
+            return run_block(self._trainer, self._kept, one.technique.way, **how)
+        except Exception as error:
+            one.why_not = _first_line(error)
+            one.ratios.clear()
+            return None
+
+    def _note(self, one: _Ratios, base: Block, block: Block) -> None:
+        one.ratios += [a / b for a, b in zip(base.seconds, block.seconds, strict=True)]
+        one.drifts.append(abs(block.loss - base.loss) / max(abs(base.loss), 1e-12))
+        if base.peak and block.peak is not None:
+            one.memory = block.peak / base.peak
+
+    def _measure_memory(self, quick: Sequence[_Ratios], base: Way) -> int:
+        """What an update keeps as it is; of techniques by the same count, where the device tells nothing."""
+        if self._trainer.device.type == "cuda":
+            return run_block(self._trainer, self._kept, base, updates=1, warm=1).peak or 0
+        whole = most_kept(self._trainer, self._kept, base)
+        for one in quick:
+            if one.technique.against == "ready" and one.technique.way is not None:
+                try:
+                    one.memory = most_kept(self._trainer, self._kept, one.technique.way) / max(1, whole)
+                except Exception as error:
+                    one.why_not = _first_line(error)
+        return whole
+
+
+def _reading(phases: Phases, row: float) -> float:
+    """Seconds in which a row is read, as far as the waiting of the run tells."""
+    return row * phases.data / max(phases.total - phases.data, 1e-9)
+
+
+def _of_process(script: str | Path | None, budget: Budget) -> list[Effect]:
+    """Settings of the process, measured in processes that run the script, or listed."""
+    from trainwright.tools.cpu import measure_settings, settings_to_try
+
+    settings = settings_to_try()
+    if script is None:
+        why_not = 'it is set before the process begins: advise(..., script="train.py") tries it'
+        return [Effect(name=one.name, how=one.how, why_not=why_not) for one in settings]
+    return [
+        Effect(
+            name=one.name, how=one.how, speedup=one.speedup, spread=one.spread, trials=one.trials, why_not=one.why_not
+        )
+        for one in measure_settings(script, settings, seconds=max(budget.left, budget.seconds / 2))
+    ]
+
+
+def _device(trainer: Trainer[Any]) -> str:
+    import torch
+
+    if trainer.device.type == "cpu":
+        threads = torch.get_num_threads()
+        return f"cpu, {threads} thread{'s' if threads > 1 else ''}"
+    return torch.cuda.get_device_name(trainer.device) if trainer.device.type == "cuda" else str(trainer.device)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:160]

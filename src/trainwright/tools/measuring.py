@@ -1,0 +1,197 @@
+"""Times a few updates of a trainer with one setting changed, and what they keep in memory."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from itertools import chain, count, islice, pairwise
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from trainwright.base.contracts import Source
+from trainwright.data.source import beside
+from trainwright.run.hooks import let_go_of_memory
+from trainwright.tools.trial import Kept, variant
+from trainwright.trainer import Trainer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """One way to make updates: what is changed for it, and where its batches come from."""
+
+    name: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Keywords of `variant`."""
+    around: Callable[[Trainer[Any]], AbstractContextManager[Any]] = lambda _: nullcontext()
+    """What is switched for it, in the place of the settings or beside them; undone at its end."""
+    data: Any = None
+    """What it reads, opened: ready batches, or the user's own data."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """What one block of updates came to."""
+
+    seconds: tuple[float, ...]
+    """Per row, in each of its segments."""
+    updates_per_second: float
+    loss: float
+    """The mean loss of all its updates."""
+    peak: int | None = None
+    """Bytes that the allocator had at most beside what was there before; None where the device does not tell."""
+
+
+def run_block(trainer: Trainer[Any], kept: Kept, way: Way, *, updates: int, warm: int, segments: int = 1) -> Block:
+    """Make `warm` and then `segments` times `updates` updates from the state that is kept, which is then put back.
+
+    They are one `fit` of a variant of the trainer, so that what is timed is what `fit` does. The clock is read where
+    the loop asks for the first micro-batch of a window: all updates before are then made, and a device that works on
+    its own is waited for.
+    """
+    before = _reset_peak(trainer.device)
+    try:
+        with way.around(trainer):
+            twin = variant(trainer, **{"average": trainer.average, **way.settings})
+            clock = Clock(twin, warm=warm, updates=updates, segments=segments)
+            result = twin.fit(clock.over(way.data), epochs=1)
+            peak = None if before is None else torch.cuda.max_memory_allocated(trainer.device) - before
+            let_go_of_memory(twin.hooks)
+    finally:
+        kept.put_back()
+    return Block(
+        seconds=clock.per_row,
+        updates_per_second=segments * updates / (clock.stamps[-1] - clock.stamps[0]),
+        loss=result.history[-1]["loss"],
+        peak=peak,
+    )
+
+
+class Clock:
+    """Deals out the micro-batches of a trial, and reads the clock between its segments."""
+
+    def __init__(self, trainer: Trainer[Any], *, warm: int, updates: int, segments: int) -> None:
+        self._device, self._rows_of = trainer.device, trainer.hooks.rows
+        self._every = trainer.accumulate[0][1]
+        self._warm, self._updates, self._segments = warm, updates, segments
+        self.stamps: list[float] = []
+        """When each segment began, and the last one ended; seconds."""
+        self.rows: list[int] = []
+        """The rows of each segment."""
+
+    @property
+    def per_row(self) -> tuple[float, ...]:
+        """Seconds per row of each segment."""
+        lengths = (end - begin for begin, end in pairwise(self.stamps))
+        return tuple(length / rows for length, rows in zip(lengths, self.rows, strict=True))
+
+    def over(self, source: Source) -> Source:
+        """The data once more, with an epoch of as many micro-batches as the trial takes; they go round."""
+        aside: Any = beside(source)
+        aside = copy.copy(source) if aside is source else aside
+        epochs = aside.epoch
+        total = (self._warm + self._segments * self._updates) * self._every
+        aside.length, aside.rows = total, None
+        aside.epoch = lambda epoch, skip=0: self._dealt(epochs, total)
+        return cast(Source, aside)
+
+    def _dealt(self, epochs: Callable[[int], Iterator[Any]], total: int) -> Iterator[Any]:
+        endless = chain.from_iterable(epochs(epoch) for epoch in count())
+        for position, batch in enumerate(islice(endless, total)):
+            if position % self._every == 0:
+                self._look(position // self._every)
+            if self.rows:
+                self.rows[-1] += self._rows_of(batch)
+            yield batch
+        self._look(total // self._every)
+        self.rows.pop()
+
+    def _look(self, update: int) -> None:
+        """Read the clock where a segment begins or ends."""
+        done = update - self._warm
+        if done >= 0 and done % self._updates == 0:
+            synchronise(self._device)
+            self.stamps.append(time.perf_counter())
+            self.rows.append(0)
+
+
+def most_kept(trainer: Trainer[Any], kept: Kept, way: Way) -> int:
+    """The bytes that one update keeps for its backward pass at most, weights left out."""
+    with way.around(trainer):
+        twin = variant(trainer, **{"average": trainer.average, **way.settings})
+        own = {p.untyped_storage().data_ptr() for p in (*trainer.model.parameters(), *trainer.model.buffers())}
+        saved = Saved(but=own)
+        try:
+            clock = Clock(twin, warm=0, updates=1, segments=1)
+            with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
+                twin.fit(clock.over(way.data), epochs=1)
+        finally:
+            kept.put_back()
+    return saved.most
+
+
+class Saved:
+    """Counts the memory of tensors that autograd keeps: each storage once, as long as something keeps it."""
+
+    def __init__(self, but: Collection[int] = ()) -> None:
+        self._held: dict[int, int] = {}
+        self._but = but
+        self._bytes = 0
+        self.most = 0
+        """The most bytes that were kept at a time."""
+
+    def pack(self, tensor: Tensor) -> _Holder:
+        """Take a tensor that is kept."""
+        storage = tensor.untyped_storage()
+        place, size = storage.data_ptr(), storage.nbytes()
+        if place in self._but:
+            place = 0
+        elif place not in self._held:
+            self._bytes += size
+            self.most = max(self.most, self._bytes)
+        self._held[place] = self._held.get(place, 0) + 1
+        return _Holder(self, tensor, place=place, size=size)
+
+    def unpack(self, holder: _Holder) -> Tensor:
+        """Give it back."""
+        return holder.tensor
+
+    def let_go(self, place: int, size: int) -> None:
+        """Note that one of those who kept a storage does so no more."""
+        self._held[place] -= 1
+        if not self._held[place]:
+            del self._held[place]
+            self._bytes -= size if place else 0
+
+
+class _Holder:
+    """Stands for a kept tensor; when autograd drops it, it is kept no more."""
+
+    __slots__ = ("_place", "_saved", "_size", "tensor")
+
+    def __init__(self, saved: Saved, tensor: Tensor, *, place: int, size: int) -> None:
+        self._saved, self.tensor, self._place, self._size = saved, tensor, place, size
+
+    def __del__(self) -> None:
+        self._saved.let_go(self._place, self._size)
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait for a device that works on its own."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+def _reset_peak(device: torch.device) -> int | None:
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    allocated: int = torch.cuda.memory_allocated(device)
+    return allocated

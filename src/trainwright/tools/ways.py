@@ -1,0 +1,263 @@
+"""The techniques that `advise` tries on an update: how each is switched on, and where it cannot be tried."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from trainwright.base.errors import TrainwrightError
+from trainwright.data.source import open_source
+from trainwright.runtime.compile import find_regions
+from trainwright.runtime.gradients import Gradients
+from trainwright.runtime.switches import flushes_denormal
+from trainwright.tools.batching import halved, joined
+from trainwright.tools.measuring import Way
+from trainwright.trainer import Trainer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Technique:
+    """One thing to try."""
+
+    name: str
+    how: str
+    """What to write to switch it on."""
+    way: Way | None = None
+    """How its updates are made; None where it is not tried."""
+    why_not: str = ""
+    """Why it is not tried."""
+    against: str = "ready"
+    """What it is compared with: updates of "ready" batches, or those of the user's own "loader"."""
+    starts_slowly: bool = False
+    """Whether its first update takes so long that one block has to do."""
+    for_memory: bool = False
+    """Whether it is meant to save memory rather than time."""
+    same_numbers: bool = True
+    """Whether the loss is to be what it is without, up to rounding."""
+
+
+def techniques(trainer: Trainer[Any], ready: list[Any]) -> list[Technique]:
+    """Everything that may be switched for an update of these ready batches."""
+    source = open_source(ready)
+    made = (_precisions, _optimizers, _compile, _layouts, _for_cuda, _memory, _process, _batches)
+    found = [technique for make in made for technique in make(trainer, ready)]
+    return [_reading(technique, source) for technique in found]
+
+
+def _reading(technique: Technique, source: Any) -> Technique:
+    way = technique.way
+    return technique if way is None or way.data is not None else replace(technique, way=replace(way, data=source))
+
+
+def _precisions(trainer: Trainer[Any], _: list[Any]) -> Iterator[Technique]:
+    for kind in ("bf16", "fp16", "tf32"):
+        how, why_not = f'Trainer(..., precision="{kind}")', ""
+        if str(trainer.precision) == kind:
+            why_not = "it is on"
+        elif kind != "bf16" and trainer.device.type != "cuda":
+            why_not = "it needs a CUDA device"
+        elif any(p.dtype in (torch.float16, torch.bfloat16) for p in trainer.model.parameters()):
+            why_not = "the weights are of reduced precision themselves"
+        way = None if why_not else Way(name=kind, settings={"precision": kind})
+        yield Technique(name=kind, how=how, way=way, why_not=why_not)
+
+
+def _optimizers(trainer: Trainer[Any], _: list[Any]) -> Iterator[Technique]:
+    for kind in ("fused", "foreach"):
+        how, why_not = "", ""
+        names = {type(one).__name__ for one in trainer.optimizers.values()}
+        how = f"torch.optim.{next(iter(names), 'AdamW')}(..., {kind}=True)"
+        if not all(_takes(one, kind) for one in trainer.optimizers.values()):
+            why_not = f"{' and '.join(sorted(names))} of this kind cannot be {kind}"
+        elif all(group.get(kind) for one in trainer.optimizers.values() for group in one.param_groups):
+            why_not = "it is on"
+        elif kind == "foreach" and all(one.defaults.get("fused") for one in trainer.optimizers.values()):
+            why_not = "the optimizer is fused, which is more"
+        way = None if why_not else Way(name=kind, around=partial(_rebuilt, kind=kind))
+        yield Technique(name=f"{kind} optimizer", how=how, way=way, why_not=why_not)
+
+
+def _takes(optimizer: Optimizer, kind: str) -> bool:
+    if type(optimizer).__module__.split(".")[:2] != ["torch", "optim"] or kind not in optimizer.defaults:
+        return False
+    halves = any(
+        p.dtype in (torch.float16, torch.bfloat16) for group in optimizer.param_groups for p in group["params"]
+    )
+    momentum = any(group.get("momentum") for group in optimizer.param_groups)
+    return kind != "fused" or not (halves and momentum)
+
+
+@contextmanager
+def _rebuilt(trainer: Trainer[Any], *, kind: str) -> Iterator[None]:
+    """Optimizers of the same class, settings and parameters in the place of the trainer's, built otherwise."""
+    own = dict(trainer.optimizers)
+    other = {"fused": "foreach", "foreach": "fused"}[kind]
+    try:
+        for name, optimizer in own.items():
+            groups = [{**group, kind: True, other: None} for group in optimizer.param_groups]
+            rebuilt: Any = type(optimizer)
+            trainer.optimizers[name] = rebuilt(groups)
+        yield
+    finally:
+        trainer.optimizers.update(own)
+
+
+def _compile(trainer: Trainer[Any], _: list[Any]) -> Iterator[Technique]:
+    how = 'Trainer(..., fast=Fast(compile="regional"))'
+    why_not = "" if trainer.fast.compile is None else "it is on"
+    way = Way(name="compile", settings={"fast": replace(trainer.fast, compile="regional")}) if not why_not else None
+    yield Technique(name="compile", how=how, way=way, why_not=why_not, starts_slowly=True)
+
+
+def _layouts(trainer: Trainer[Any], _: list[Any]) -> Iterator[Technique]:
+    how, why_not = "Trainer(..., fast=Fast(channels_last=True))", ""
+    if not any(isinstance(module, nn.Conv2d | nn.ConvTranspose2d) for module in trainer.model.modules()):
+        why_not = "the model has no convolution over images"
+    elif trainer.fast.channels_last is True:
+        why_not = "it is on"
+    way = None if why_not else Way(name="layout", settings={"fast": replace(trainer.fast, channels_last=True)})
+    yield Technique(name="channels-last", how=how, way=way, why_not=why_not)
+
+
+def _for_cuda(trainer: Trainer[Any], _: list[Any]) -> Iterator[Technique]:
+    """What only a CUDA device has."""
+    why_not = "" if trainer.device.type == "cuda" else "it needs a CUDA device"
+    if why_not or trainer.fast.cuda_graphs == "require":
+        yield Technique(name="CUDA graphs", how='Fast(cuda_graphs="require")', why_not=why_not or "it is on")
+    else:
+        settings = {"fast": replace(trainer.fast, cuda_graphs="require")}
+        yield Technique(name="CUDA graphs", how='Fast(cuda_graphs="require")', way=Way(name="graph", settings=settings))
+    how = "torch.backends.cudnn.benchmark = True"
+    if why_not or torch.backends.cudnn.benchmark or trainer.fast.defaults:
+        yield Technique(name="cudnn.benchmark", how=how, why_not=why_not or "it is on")
+    else:
+        yield Technique(name="cudnn.benchmark", how=how, way=Way(name="cudnn", around=_timed_by_cudnn))
+
+
+@contextmanager
+def _timed_by_cudnn(_: Trainer[Any]) -> Iterator[None]:
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
+
+
+def _memory(trainer: Trainer[Any], ready: list[Any]) -> Iterator[Technique]:
+    how = "Trainer(..., accumulate={0})  # with batches of half the rows"
+    if len(trainer.accumulate) > 1:
+        yield Technique(name="accumulate", how=how.format(2), why_not="accumulate changes from epoch to epoch")
+    else:
+        every = 2 * trainer.accumulate[0][1]
+        yield _of_cut(
+            Technique(name=f"accumulate={every}", how=how.format(every), for_memory=True),
+            lambda: halved(ready),
+            {"accumulate": every},
+        )
+    yield _checkpointed(trainer)
+
+
+def _checkpointed(trainer: Trainer[Any]) -> Technique:
+    from trainwright.runtime.activations import checkpoint_activations
+
+    blocks = find_regions(trainer.model, "regional")
+    name, how = "activation checkpointing", "checkpoint_activations(model, blocks={{{0}}})"
+    if blocks == [trainer.model]:
+        return Technique(name=name, how=how.format("Block"), why_not="the model repeats no block of layers")
+    kinds = {type(block) for block in blocks}
+    around: Any = lambda trainer: checkpoint_activations(trainer.model, blocks=kinds)  # noqa: E731
+    how = how.format(", ".join(sorted(kind.__name__ for kind in kinds)))
+    return Technique(name=name, how=how, way=Way(name="checkpoint", around=around), for_memory=True)
+
+
+def _process(trainer: Trainer[Any], _: list[Any]) -> Iterator[Technique]:
+    """Switches of the process."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    now = torch.get_num_threads()
+    for threads in sorted({1, max(1, cores // 2), cores} - {now}):
+        name, how = f"{threads} thread{'s' if threads > 1 else ''}", f"torch.set_num_threads({threads})"
+        why_not = "" if trainer.device.type == "cpu" else "the model is not computed on the CPU"
+        way = None if why_not else Way(name=name, around=partial(_threads, number=threads))
+        yield Technique(name=name, how=how, way=way, why_not=why_not)
+    way = Way(name="denormal", around=_flushing)
+    yield Technique(name="flush denormal", how="torch.set_flush_denormal(True)", way=way)
+    yield Technique(name="gc freeze", how="gc.collect(); gc.freeze()  # before fit", way=Way(name="gc", around=_frozen))
+    how = "on in every run; this is what it gives: with zeros written instead"
+    yield Technique(name="set_to_none=False", how=how, way=Way(name="zeros", around=_writing_zeros))
+
+
+@contextmanager
+def _threads(_: Trainer[Any], *, number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _flushing(_: Trainer[Any]) -> Iterator[None]:
+    before = flushes_denormal()
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(before)
+
+
+@contextmanager
+def _frozen(_: Trainer[Any]) -> Iterator[None]:
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@contextmanager
+def _writing_zeros(_: Trainer[Any]) -> Iterator[None]:
+    """Gradients that are set to zero in the place of None."""
+
+    def zero(gradients: Gradients) -> None:
+        there = [parameter.grad for parameter in gradients.parameters if parameter.grad is not None]
+        if there:
+            torch._foreach_zero_(there)
+
+    kind: Any = Gradients
+    own = kind.zero
+    kind.zero = zero
+    try:
+        yield
+    finally:
+        kind.zero = own
+
+
+def _batches(trainer: Trainer[Any], ready: list[Any]) -> Iterator[Technique]:
+    rates = sorted({group["lr"] for one in trainer.optimizers.values() for group in one.param_groups}, key=float)
+    told = ", ".join(f"{float(rate):.3g} to {2 * float(rate):.3g}" for rate in rates)
+    how = f"batches of twice the rows; lr {told} (linear rule; times 1.41 for Adam)"
+    technique = Technique(name="batch size x2", how=how, same_numbers=False)
+    yield _of_cut(technique, lambda: [joined(ready[i : i + 2]) for i in range(0, len(ready) - 1, 2)], {})
+
+
+def _of_cut(technique: Technique, make: Callable[[], list[Any]], settings: dict[str, Any]) -> Technique:
+    """The technique with batches made out of the ready ones, or why there are none."""
+    try:
+        made = make()
+    except TrainwrightError as error:
+        return replace(technique, why_not=str(error).splitlines()[0])
+    if not made:
+        return replace(technique, why_not="it takes two batches")
+    return replace(technique, way=Way(name=technique.name, settings=settings, data=open_source(made)))

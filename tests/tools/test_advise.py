@@ -1,0 +1,190 @@
+"""`advise` finds what was planted, says nothing of a clean set-up, and leaves no trace; its record is data."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+import torch
+from test_trial import everything
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from trainwright import DataError, SettingError, Trainer, accuracy, advise, batches
+
+
+class Slow(Dataset):
+    """Rows that take a millisecond each, and are far from zero."""
+
+    def __init__(self, rows=64):
+        generator = torch.Generator().manual_seed(0)
+        self.x, self.y = 200 + 50 * torch.randn(rows, 8, generator=generator), torch.arange(rows) % 3
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        time.sleep(0.001)
+        return self.x[index], self.y[index]
+
+
+class Reading(Trainer):
+    def training_step(self, batch):
+        x, y = batch
+        loss = self.loss(self.model(x), y)
+        self.last = loss.item()  # planted
+        return loss
+
+
+def clean():
+    """A convolutional network whose update is work, on images that are normalised."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(256, 3, 16, 16, generator=generator), torch.arange(256) % 4
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Conv2d(3, 24, 3, padding=1, bias=False), nn.BatchNorm2d(24), nn.ReLU()),
+        *(nn.Conv2d(24, 24, 3, padding=1, bias=False), nn.BatchNorm2d(24), nn.ReLU()),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(24, 4)),
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    metrics = {"accuracy": accuracy}
+    return Trainer(model, optimizer, nn.CrossEntropyLoss(), metrics=metrics, console=False), batches(
+        (x, y), 64, shuffle=True
+    )
+
+
+def planted():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+    trainer = Reading(model, torch.optim.SGD(model.parameters(), lr=0.01), nn.CrossEntropyLoss(), console=False)
+    return trainer, DataLoader(Slow(), 4, shuffle=True)
+
+
+@pytest.fixture(scope="module")
+def of_planted():
+    trainer, loader = planted()
+    return advise(trainer, loader, seconds=6)
+
+
+@pytest.fixture(scope="module")
+def of_clean():
+    trainer, data = clean()
+    before = everything(trainer)
+    seeds = data.state_dict()["seed"]
+    advice = advise(trainer, data, seconds=8)
+    assert data.state_dict()["seed"] == seeds
+    return advice, before == everything(trainer)
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("slow loader", "waiting for data"),
+        ("inputs not normalised", "200"),
+        ("bias before BatchNorm", "the bias of 0 before 1"),
+        (".item()", "test_advise.py:"),
+        ("tiny", "4"),
+    ],
+)
+def test_what_was_planted_is_found(of_planted, name, where):
+    found = [one for one in of_planted.findings if name in f"{one.name} {one.what}"]
+    assert found, [one.name for one in of_planted.findings]
+    assert where in str(found[0])
+    assert found[0].fix
+
+
+def test_nothing_is_said_of_a_clean_set_up(of_clean):
+    advice, _ = of_clean
+    assert [one.name for one in advice.findings] == []
+
+
+def test_a_trace_is_nowhere_left(of_clean):
+    assert of_clean[1]
+
+
+def test_the_time_is_told_by_phase_and_read(of_planted, of_clean):
+    assert of_planted.phases.shares["data"] > 0.5
+    assert "waiting for data" in of_planted.phases.reading
+    assert of_clean[0].phases.shares["data"] < 0.2
+    assert sum(of_clean[0].phases.shares.values()) == pytest.approx(1)
+    assert "waiting for data" not in of_clean[0].phases.reading
+
+
+def test_every_technique_is_in_the_table_tried_or_with_the_reason_why_not(of_clean):
+    advice, _ = of_clean
+    names = {one.name for one in advice.tried}
+    wanted = {"bf16", "fp16", "tf32", "fused optimizer", "foreach optimizer", "compile", "channels-last"}
+    wanted |= {"CUDA graphs", "cudnn.benchmark", "accumulate=2", "activation checkpointing", "flush denormal"}
+    wanted |= {"gc freeze", "set_to_none=False", "batch size x2", "0 workers", "pinned memory", "prefetch", "in memory"}
+    assert wanted <= names
+    for one in advice.tried:
+        assert one.how
+        assert (one.speedup is None) == bool(one.why_not)
+        if one.speedup is not None:
+            assert one.trials >= 1
+            assert one.spread[0] <= one.speedup <= one.spread[1]
+    ranked = [one.speedup or 0 for one in advice.tried]
+    assert ranked == sorted(ranked, reverse=True)
+    assert "seconds=" in next(one for one in advice.tried if one.name == "compile").why_not
+
+
+def test_what_changes_no_number_is_seen_to_change_none(of_clean):
+    drifts = {one.name: one.drift for one in of_clean[0].tried}
+    assert drifts["flush denormal"] == drifts["gc freeze"] == drifts["set_to_none=False"] == 0
+    assert 0 < drifts["bf16"] < 0.1
+    assert drifts["batch size x2"] is None
+
+
+def test_memory_is_counted_and_not_measured_by_a_clock(of_clean):
+    memory = {one.name: one.memory for one in of_clean[0].tried}
+    assert memory["accumulate=2"] == pytest.approx(0.5, abs=0.05)
+    assert memory["batch size x2"] == pytest.approx(2, abs=0.05)
+    assert memory["gc freeze"] == 1
+    # inputs, and of each convolution its output and the rectified one; the normalised one is not kept; float32
+    assert of_clean[0].memory == pytest.approx(64 * 16 * 16 * 4 * (3 + 24 * 4), rel=0.01)
+
+
+def test_advice_is_data_markdown_and_a_plot(of_planted, tmp_path):
+    tree = json.loads(json.dumps(of_planted.to_dict()))
+    assert [one["name"] for one in tree["tried"]] == [one.name for one in of_planted.tried]
+    page = of_planted.markdown()
+    assert page.count("\n| ") == len(of_planted.tried) + 2
+    of_planted.plot(tmp_path / "advice.png")
+    assert (tmp_path / "advice.png").stat().st_size > 5000
+    assert max(map(len, str(of_planted).split("not tried")[0].splitlines())) < 180
+
+
+def test_more_workers_are_worth_it_where_rows_are_slow(of_planted):
+    tried = {one.name: one for one in of_planted.tried}
+    assert tried["in memory"].speedup > 2
+    assert tried["in memory"].verdict.startswith("use it")
+
+
+class Fails(Trainer):
+    def training_step(self, batch):
+        if torch.is_autocast_enabled("cpu"):
+            raise RuntimeError("no half precision here")
+        return super().training_step(batch)
+
+
+def test_a_technique_that_raises_is_told_with_its_error_and_the_others_go_on():
+    model = nn.Linear(4, 2)
+    trainer = Fails(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), console=False)
+    data = DataLoader(TensorDataset(torch.randn(32, 4), torch.zeros(32, dtype=torch.int64)), 8)
+    tried = {one.name: one for one in advise(trainer, data, seconds=2).tried}
+    assert "no half precision here" in tried["bf16"].verdict
+    assert tried["fused optimizer"].speedup is not None
+
+
+def test_a_stream_that_cannot_be_read_afresh_is_refused_with_the_cure():
+    trainer, _ = planted()
+    with pytest.raises(DataError, match="a list of ready batches"):
+        advise(trainer, (batch for batch in [(torch.ones(4, 8), torch.zeros(4, dtype=torch.int64))]))
+
+
+@pytest.mark.parametrize("seconds", [0, -1, True, "60"])
+def test_seconds_are_a_number_above_zero(seconds):
+    trainer, loader = planted()
+    with pytest.raises(SettingError, match="seconds"):
+        advise(trainer, loader, seconds=seconds)

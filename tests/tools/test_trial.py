@@ -1,0 +1,167 @@
+"""A trial leaves no trace: the hash of everything before is that after, whatever is done inside."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import pickle
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from trainwright import EMA, DataError, Fast, Observer, SettingError, Trainer, accuracy, batches
+from trainwright.runtime.switches import flushes_denormal
+from trainwright.tools.trial import ready, traceless, variant
+
+
+def rows(n=40):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(n, 6, generator=generator), torch.randint(0, 3, (n,), generator=generator)
+
+
+class Counting(nn.Linear):
+    """Counts its calls in a plain attribute and in a list."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.calls, self.seen = 0, []
+
+    def forward(self, x):
+        self.calls += 1
+        self.seen.append(len(x))
+        return super().forward(x)
+
+
+class Keeps(Trainer):
+    def training_step(self, batch):
+        self.steps = getattr(self, "steps", 0) + 1
+        self.state["sum"] = self.state.get("sum", torch.zeros(6)) + batch[0].sum(0)
+        return super().training_step(batch)
+
+
+def make(optimizer=torch.optim.AdamW, **settings):
+    torch.manual_seed(0)
+    model = nn.Sequential(Counting(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 3))
+    return Keeps(model, optimizer(model.parameters(), lr=0.05), nn.CrossEntropyLoss(), console=False, **settings)
+
+
+def plain(value):
+    if isinstance(value, torch.Tensor):
+        return value.detach().numpy().tobytes(), tuple(value.shape), value.stride(), value.data_ptr()
+    if isinstance(value, dict):
+        return [(str(key) if not isinstance(key, torch.Tensor) else id(key), plain(one)) for key, one in value.items()]
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    return value if isinstance(value, int | float | str | bytes | None) else id(value)
+
+
+def everything(trainer):
+    modules = [(module.training, plain(vars(module))) for module in trainer.model.modules()]
+    weights = [(plain(p), p.requires_grad, plain(p.grad), id(p)) for p in trainer.model.parameters()]
+    optimizer = plain(trainer.optimizer.state), plain(trainer.optimizer.param_groups)
+    draws = random.getstate(), np.random.get_state()[1].tobytes(), torch.get_rng_state().numpy().tobytes()
+    own = [plain(vars(trainer)), plain(trainer.counters.state_dict()), plain(trainer.history)]
+    switches = torch.get_num_threads(), torch.is_grad_enabled(), flushes_denormal(), gc.isenabled()
+    return hashlib.sha256(pickle.dumps((modules, weights, optimizer, draws, own, switches))).hexdigest()
+
+
+def in_every_way(trainer, kept):
+    """What a trial may do, and worse."""
+    variant(trainer, precision="bf16", fast=Fast(channels_last=True)).fit(
+        ready(trainer, rows(), updates=3, batch_size=8), epochs=2
+    )
+    kept.put_back()
+    for module in trainer.model.modules():
+        module.train(not module.training)
+    first = trainer.model[0]
+    first.weight.requires_grad_(False)
+    first.weight.data = torch.zeros_like(first.weight)
+    first.new = 1
+    first.register_forward_hook(lambda *_: None)
+    trainer.optimizer.param_groups[0]["lr"] = 7.0
+    trainer.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    trainer.state["other"] = 1
+    trainer.mine = 1
+    torch.set_flush_denormal(True)
+    torch.set_grad_enabled(False)
+    random.random(), np.random.rand(), torch.rand(2)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_trial_leaves_the_hash_of_everything_as_it_was(trained, fails):
+    trainer = make()
+    if trained:
+        trainer.fit(rows(), batch_size=8, epochs=1)
+        trainer.model[3].eval()
+        trainer.model[3].weight.requires_grad_(False)
+    before = everything(trainer)
+    if fails:
+        with pytest.raises(ZeroDivisionError), traceless(trainer) as kept:
+            in_every_way(trainer, kept)
+            raise ZeroDivisionError
+    else:
+        with traceless(trainer) as kept:
+            in_every_way(trainer, kept)
+            assert everything(trainer) != before
+    assert everything(trainer) == before
+
+
+def test_what_comes_after_a_trial_is_what_would_have_come_without():
+    def run(tries):
+        trainer = make(average=EMA(0.9))
+        data = batches(rows(), 8, shuffle=True)
+        trainer.fit(data, epochs=1)
+        if tries:
+            with traceless(trainer):
+                variant(trainer).fit(ready(trainer, data, updates=4), epochs=1)
+        trainer.fit(data, epochs=1)
+        return trainer
+
+    one, other = run(tries=False), run(tries=True)
+    assert all(torch.equal(a, b) for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True))
+    assert one.history == other.history
+
+
+def test_a_variant_trains_the_same_model_by_its_own_settings_and_numbers():
+    told = []
+
+    class Tells(Observer):
+        def on_update(self, update):
+            told.append(update.loss)
+
+    trainer = make(metrics={"accuracy": accuracy}, clip=1.0, precision="bf16", observers=[Tells()])
+    twin = variant(trainer, precision=None, accumulate=2)
+    assert type(twin) is Keeps
+    assert twin.model is trainer.model
+    assert twin.optimizer is trainer.optimizer
+    assert (twin.precision, twin.accumulate, twin.clip) == (None, ((0, 2),), trainer.clip)
+    with traceless(trainer):
+        result = twin.fit(rows(), batch_size=8, max_updates=2)
+    assert result.updates == 2
+    assert (trainer.history, trainer.progress.updates, told) == ([], 0, [])
+
+
+def test_ready_batches_are_those_that_fit_would_get_and_leave_the_data_as_they_were():
+    trainer = make()
+    generator = torch.Generator().manual_seed(3)
+    loader = DataLoader(TensorDataset(*rows()), 8, shuffle=True, generator=generator)
+    found = ready(trainer, loader, updates=7)
+    assert len(found) == 7
+    first = list(loader)
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(found, first, strict=False))
+    assert torch.equal(found[5][0], first[0][0])  # five batches make an epoch; they go round
+
+
+def test_data_that_a_trial_would_use_up_are_refused_with_the_cure():
+    with pytest.raises(DataError, match=r"list\(itertools.islice\(stream, 50\)\)"):
+        ready(make(), iter([rows(8)]), updates=1)
+
+
+def test_a_setting_that_a_trial_has_not_is_refused():
+    with pytest.raises(SettingError, match="variant"):
+        variant(make(), batch_size=3)
