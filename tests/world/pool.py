@@ -39,6 +39,8 @@ class Pool:
         An error of one rank is raised with its traceback. After `seconds` all ranks are ended; the next call
         starts new ones.
         """
+        if not all(process.is_alive() for process in self._processes):  # another test has ended one
+            self.close()
         if not self._processes:
             self._start()
         for pipe in self._pipes:
