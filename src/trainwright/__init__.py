@@ -35,20 +35,28 @@ if TYPE_CHECKING:
     from trainwright.base.dealing import Slice
     from trainwright.base.speed import Speed
     from trainwright.data.augment import Augment, Draws, Normalise
+    from trainwright.data.bucketed import Bucketed, bucketed
+    from trainwright.data.padding import Nest, Pack, Pad, nest, pack, pad
     from trainwright.data.prefetch import prefetch
     from trainwright.data.sharded import shard, sharded
+    from trainwright.data.together import Together, together
     from trainwright.observers.journal import Journal, journal_to_csv, read_journal
     from trainwright.observers.probe import Probe
+    from trainwright.observers.pruning import Pruning
     from trainwright.observers.tensorboard import TensorBoard
     from trainwright.observers.throughput import Throughput
     from trainwright.parallel.launch import launch
     from trainwright.run.report import Report
+    from trainwright.runtime.activations import checkpoint_activations
     from trainwright.runtime.flops import count_flops
     from trainwright.slots.average import EMA, SWA, Average, Averaging
     from trainwright.slots.checkpoint import Checkpoint, Keeping, Saving
     from trainwright.slots.early_stopping import EarlyStopping, Stopping, Watching
     from trainwright.slots.fast import Fast
-    from trainwright.slots.optimizers import adamw
+    from trainwright.slots.groups import param_groups
+    from trainwright.slots.lamb import Lamb
+    from trainwright.slots.lars import Lars
+    from trainwright.slots.optimizers import adamw, muon, sgd
     from trainwright.slots.saved import latest_checkpoint, load_weights, save_weights
     from trainwright.slots.schedule import (
         Cosine,
@@ -63,35 +71,53 @@ if TYPE_CHECKING:
         WarmupStableDecay,
     )
     from trainwright.slots.scores import F1, MAE, R2, RMSE
+    from trainwright.tools.advice import Advice, Effect
+    from trainwright.tools.advise import advise
     from trainwright.tools.cross_validate import cross_validate
+    from trainwright.tools.debug import anomaly, deterministic
     from trainwright.tools.folds import CrossValidation, Fold
+    from trainwright.tools.tried import Tried, Tuned
+    from trainwright.tools.tune import constrain, tune
 else:
     _LATER = {
         "base.dealing": ("Slice",),
         "base.speed": ("Speed",),
         "data.augment": ("Augment", "Draws", "Normalise"),
+        "data.bucketed": ("Bucketed", "bucketed"),
+        "data.padding": ("Nest", "Pack", "Pad", "nest", "pack", "pad"),
         "data.prefetch": ("prefetch",),
         "data.sharded": ("shard", "sharded"),
+        "data.together": ("Together", "together"),
         "observers.journal": ("Journal", "journal_to_csv", "read_journal"),
         "observers.probe": ("Probe",),
+        "observers.pruning": ("Pruning",),
         "observers.tensorboard": ("TensorBoard",),
         "observers.throughput": ("Throughput",),
         "parallel.launch": ("launch",),
         "run.report": ("Report",),
+        "runtime.activations": ("checkpoint_activations",),
         "runtime.flops": ("count_flops",),
         "slots.average": ("EMA", "SWA", "Average", "Averaging"),
         "slots.checkpoint": ("Checkpoint", "Keeping", "Saving"),
         "slots.early_stopping": ("EarlyStopping", "Stopping", "Watching"),
         "slots.fast": ("Fast",),
-        "slots.optimizers": ("adamw",),
+        "slots.groups": ("param_groups",),
+        "slots.lamb": ("Lamb",),
+        "slots.lars": ("Lars",),
+        "slots.optimizers": ("adamw", "muon", "sgd"),
         "slots.saved": ("latest_checkpoint", "load_weights", "save_weights"),
         "slots.schedule": (
             *("Cosine", "Cyclic", "Exponential", "Linear", "MultiStep", "OneCycle", "Plateau", "StepLR"),
             *("TorchSchedule", "WarmupStableDecay"),
         ),
         "slots.scores": ("F1", "MAE", "R2", "RMSE"),
+        "tools.advice": ("Advice", "Effect"),
+        "tools.advise": ("advise",),
         "tools.cross_validate": ("cross_validate",),
+        "tools.debug": ("anomaly", "deterministic"),
         "tools.folds": ("CrossValidation", "Fold"),
+        "tools.tried": ("Tried", "Tuned"),
+        "tools.tune": ("constrain", "tune"),
     }
     """The names of what a run may well do without, by their modules: imported when they are first asked for."""
 
@@ -115,11 +141,13 @@ __all__ = [
     "R2",
     "RMSE",
     "SWA",
+    "Advice",
     "Augment",
     "Average",
     "Averaging",
     "Batches",
     "Best",
+    "Bucketed",
     "Checkpoint",
     "CheckpointError",
     "Clip",
@@ -133,6 +161,7 @@ __all__ = [
     "Derived",
     "Draws",
     "EarlyStopping",
+    "Effect",
     "Epochs",
     "Exponential",
     "Fast",
@@ -140,16 +169,21 @@ __all__ = [
     "Gradients",
     "Journal",
     "Keeping",
+    "Lamb",
+    "Lars",
     "Linear",
     "LossScaler",
     "Mean",
     "Metric",
     "MixedPrecision",
     "MultiStep",
+    "Nest",
     "NonFiniteError",
     "Normalise",
     "Observer",
     "OneCycle",
+    "Pack",
+    "Pad",
     "Part",
     "Plan",
     "Plateau",
@@ -157,6 +191,7 @@ __all__ = [
     "Probe",
     "ProcessError",
     "Progress",
+    "Pruning",
     "Rates",
     "Report",
     "Result",
@@ -177,9 +212,12 @@ __all__ = [
     "Sum",
     "TensorBoard",
     "Throughput",
+    "Together",
     "TorchSchedule",
     "Trainer",
     "TrainwrightError",
+    "Tried",
+    "Tuned",
     "Update",
     "Updates",
     "Validation",
@@ -189,21 +227,35 @@ __all__ = [
     "__version__",
     "accuracy",
     "adamw",
+    "advise",
+    "anomaly",
     "batches",
+    "bucketed",
+    "checkpoint_activations",
+    "constrain",
     "count_flops",
     "cross_validate",
+    "deterministic",
     "freeze",
     "journal_to_csv",
     "latest_checkpoint",
     "launch",
     "load_weights",
     "mode",
+    "muon",
+    "nest",
+    "pack",
+    "pad",
+    "param_groups",
     "prefetch",
     "read_journal",
     "save_weights",
+    "sgd",
     "shard",
     "sharded",
+    "together",
     "top_k",
+    "tune",
     "unfreeze",
     "windows",
 ]

@@ -8,7 +8,7 @@ import pytest
 from layers import LAYERS, PACKAGE, Import, attributes, files, imports, place, target_place
 
 EVERYTHING = [found for path in files() for found in imports(path)]
-LAZY = {"sklearn", "scipy", "matplotlib", "pandas", "safetensors", "tensorboard", "torchvision"}
+LAZY = {"sklearn", "scipy", "matplotlib", "pandas", "optuna", "safetensors", "tensorboard", "torchvision"}
 """Heavy or optional: imported where they are used, inside functions."""
 
 
@@ -70,6 +70,7 @@ def test_an_import_that_points_up_or_sideways_is_seen(here: str, line: str) -> N
         ("torch.distributed", {"parallel"}),
         ("tqdm", {"observers/console.py", "observers/live.py"}),
         ("sklearn", {"tools", "__main__.py", "run/report.py"}),
+        ("optuna", {"observers/pruning.py", "tools"}),
         ("matplotlib", {"base/figures.py"}),
         ("torch.cuda.amp", set()),
         ("torch.cpu.amp", set()),
