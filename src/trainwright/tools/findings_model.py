@@ -1,0 +1,279 @@
+"""Findings in the model and the loss: biases without effect, wrong modes, parameters that nothing reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from trainwright.tools.finding import Finding, listed
+from trainwright.tools.watching import Calls, Seen
+from trainwright.trainer import Trainer
+
+FEW_ROWS = 4
+"""Rows up to which the mean and variance of a batch say little."""
+
+
+def of_training(trainer: Trainer[Any], seen: Seen, *, updates: int) -> list[Finding]:
+    """What is found in the updates that were seen."""
+    found = [*_biases(trainer.model, seen), *_stacks(trainer.model, seen), *_losses(seen)]
+    found += [*_modes(trainer.model, seen), *_few_rows(seen), *_unreached(trainer, seen, updates=updates)]
+    return [*found, *_half_frozen(trainer.model), *_constant(seen)]
+
+
+def of_evaluation(seen: Seen | None) -> list[Finding]:
+    """What is found in an evaluation: what still draws, or normalises by the batch."""
+    if seen is None:
+        return []
+    drawn = [_named(name, calls) for name, calls in seen.dropouts.items() if calls.on]
+    found = []
+    if drawn:
+        found.append(
+            Finding(
+                "dropout in validation",
+                f"dropout is still on in an evaluation: {listed(drawn)}",
+                "outputs are drawn anew each time, and validation is worse than the model is",
+                "F.dropout(x, p, training=self.training)  # and dropout_p=p if self.training else 0.0",
+                tuple(drawn),
+            )
+        )
+    moved = [_named(name, calls) for name, calls in seen.norms.items() if calls.on and calls.tracks]
+    if moved:
+        found.append(
+            Finding(
+                "BatchNorm in validation",
+                f"in train mode in an evaluation: {listed(moved)}",
+                "a row's output depends on its neighbours, and validation data move the running statistics",
+                "leave modes to evaluate(): no self.model.train() in a validation step, no training=True in a forward",
+                tuple(moved),
+            )
+        )
+    return found
+
+
+def trained_by(trainer: Trainer[Any]) -> Iterator[tuple[str, str, nn.Parameter]]:
+    """The parameters of the model, of a loss module, and what an optimizer holds beside them; root, name, itself."""
+    known: set[int] = set()
+    roots = {"model": trainer.model, "loss": trainer.loss}
+    for root, module in roots.items():
+        if isinstance(module, nn.Module):
+            for name, parameter in module.named_parameters():
+                known.add(id(parameter))
+                yield root, name, parameter
+    for name, optimizer in trainer.optimizers.items():
+        for index, parameter in enumerate(one for group in optimizer.param_groups for one in group["params"]):
+            if id(parameter) not in known and isinstance(parameter, nn.Parameter):
+                yield name, f"parameter {index}", parameter
+
+
+def _biases(model: nn.Module, seen: Seen) -> Iterator[Finding]:
+    """Layers all of whose outputs go into a normalisation by the batch, and nowhere else."""
+    layers = [name for name, calls in seen.biased.items() if seen.normalised[name] == calls]
+    if not layers:
+        return
+    pairs = [f"{name} before {seen.norm_of[name]}" for name in layers]
+    yield Finding(
+        "bias before BatchNorm",
+        f"the bias of {listed(pairs)} has no effect",
+        "the normalisation subtracts it again with the mean: its gradient is 0 but for rounding, and adding it costs",
+        without_bias(model, layers[0]),
+        tuple(layers),
+    )
+
+
+def without_bias(model: nn.Module, name: str) -> str:
+    """The line that builds a layer of a model without its bias."""
+    layer = model if name == "model" else model.get_submodule(name)
+    text = repr(layer).replace(", bias=True", "")
+    if "\n" in text or not text.endswith(")"):
+        return f"{name}: bias=False"
+    return f"nn.{text[:-1]}, bias=False)  # {name}"
+
+
+def _stacks(model: nn.Module, seen: Seen) -> Iterator[Finding]:
+    """Two linear layers in a row whose product is no smaller than one layer could be."""
+    pairs = []
+    for (first, second), _ in seen.stacked.items():
+        one, other = _module(model, first), _module(model, second)
+        if isinstance(one, nn.Linear) and isinstance(other, nn.Linear):
+            narrow = one.out_features < min(one.in_features, other.out_features)
+            if not narrow and first != second:
+                pairs.append((first, second))
+    if pairs:
+        names = [f"{first} and {second}" for first, second in pairs]
+        yield Finding(
+            "linear layers in a row",
+            f"nothing lies between {listed(names)}: together they are one linear layer",
+            "the second costs time and parameters, and adds nothing that one layer could not compute",
+            "nn.Sequential(first, nn.ReLU(), second)",
+            tuple(names),
+            level="note",
+        )
+
+
+_WRONG = {
+    "softmax": ("probabilities", "takes logits, and applies its own softmax"),
+    "sigmoid": ("probabilities", "takes logits"),
+    "values above 0": ("values above 0", "takes log-probabilities"),
+}
+_TITLES = {
+    "cross_entropy": "CrossEntropyLoss",
+    "nll_loss": "NLLLoss",
+    "binary_cross_entropy_with_logits": "BCEWithLogitsLoss",
+}
+
+
+def _losses(seen: Seen) -> Iterator[Finding]:
+    for (loss, made_by), place in seen.losses.items():
+        got, takes = _WRONG[made_by]
+        title = _TITLES[loss]
+        if loss == "nll_loss":
+            takes, fix = "takes log-probabilities", "loss=nn.CrossEntropyLoss()  # on the logits themselves"
+        else:
+            fix = f"return logits  # without {made_by}: {title} has it inside"
+        what = f"{title} gets {got}" + (f", of the {made_by} at {place}" if place and made_by != got else "")
+        yield Finding(
+            f"{made_by} before {title}" if made_by != got else f"{title} of no log-probabilities",
+            f"{what}; it {takes}",
+            "the loss is another one than is meant: its gradients are small, and it cannot come near 0",
+            fix,
+            (place,) if place else (),
+        )
+
+
+def _modes(model: nn.Module, seen: Seen) -> Iterator[Finding]:
+    """Layers that were in eval mode whenever they were trained through."""
+    still = [(name, calls) for name, calls in seen.norms.items() if calls.off and not calls.on]
+    norms = [_named(name, calls) for name, calls in still if _is_trained(_module(model, name))]
+    if norms:
+        yield Finding(
+            "BatchNorm in eval mode",
+            f"in eval mode while its parameters are trained: {listed(norms)}",
+            "it normalises by statistics that stay as they are while the layers before it change",
+            'model.train()  # or freeze(model, "...") where it is meant to stay',
+            tuple(norms),
+        )
+    quiet = [(name, calls) for name, calls in seen.dropouts.items() if calls.off and not calls.on]
+    drops = [_named(name, calls) for name, calls in quiet if _is_alive(model, calls)]
+    if drops:
+        yield Finding(
+            "dropout in eval mode",
+            f"off in every update that was seen: {listed(drops)}",
+            "the model is trained without the regularisation that it was written with",
+            "model.train()  # after each self.model.eval() of your own",
+            tuple(drops),
+        )
+
+
+def _is_trained(layer: nn.Module | None) -> bool:
+    """Whether a layer has parameters that are trained."""
+    return layer is not None and any(parameter.requires_grad for parameter in layer.parameters())
+
+
+def _is_alive(model: nn.Module, calls: Calls) -> bool:
+    """Whether what lies around a layer without parameters is trained."""
+    if calls.module is None or calls.module is model:
+        return any(parameter.requires_grad for parameter in model.parameters())
+    names = {id(module): own for own, module in model.named_modules()}
+    around = names.get(id(calls.module), "")
+    while around:
+        parameters = list(model.get_submodule(around).parameters())
+        if parameters:
+            return any(parameter.requires_grad for parameter in parameters)
+        around = around.rpartition(".")[0]
+    return any(parameter.requires_grad for parameter in model.parameters())
+
+
+def _few_rows(seen: Seen) -> Iterator[Finding]:
+    few = {name: calls.rows for name, calls in seen.norms.items() if calls.on and 0 < calls.rows <= FEW_ROWS}
+    if few:
+        rows = max(few.values())
+        yield Finding(
+            "BatchNorm of few rows",
+            f"normalised by {rows} row{'s' if rows > 1 else ''} at a time: {listed(list(few))}",
+            "mean and variance of so few rows are mostly noise; accumulate does not help: each micro-batch has its own",
+            "nn.GroupNorm(8, channels)  # in its place; or a larger batch_size with a smaller accumulate",
+            tuple(few),
+        )
+
+
+def _unreached(trainer: Trainer[Any], seen: Seen, *, updates: int) -> Iterator[Finding]:
+    """Trained parameters that no gradient reached, and parameters of optimizers that no step knows."""
+    trained = [(root, name, id(one)) for root, name, one in trained_by(trainer) if one.requires_grad]
+    lost = [(root, name) for root, name, one in trained if one not in seen.reached]
+    told = f"in {updates} update{'s' if updates > 1 else ''}"
+    own = [f"{root}.{name}" for root, name in lost if root in ("model", "loss")]
+    if own and not any(root == "model" and one in seen.reached for root, _, one in trained):
+        yield Finding(
+            "loss reaches no parameter",
+            f"no parameter of the model got a gradient {told}",
+            "the model is not trained: what is trained lies beside it",
+            "return the loss as it was computed: no detach(), item() or torch.no_grad() around the model's output",
+            tuple(own),
+        )
+    elif own:
+        yield Finding(
+            "unused parameters",
+            f"{len(own)} trained parameters got no gradient {told}: {listed(own)}",
+            "they stay as they were initialised, take memory, and stop a DDP run that does not look for them",
+            _freezing(own, [f"{root}.{name}" for root, name, _ in trained]),
+            tuple(own),
+        )
+    strange = [f"{root}: {name}" for root, name in lost if root not in ("model", "loss")]
+    if strange:
+        yield Finding(
+            "parameters of another model",
+            f"{len(strange)} in the optimizer are not the model's, and got no gradient {told}: {listed(strange)}",
+            "the optimizer holds a copy of weights that nothing trains, such as those of a model before deepcopy",
+            "optimizer = torch.optim.AdamW(model.parameters())  # of the model that is given to the Trainer",
+            tuple(strange),
+        )
+
+
+def _freezing(lost: list[str], trained: list[str]) -> str:
+    """The line that freezes the first of what got no gradient: its whole layer, where that is so of all of it."""
+    root, _, name = lost[0].partition(".")
+    layer = name.rpartition(".")[0]
+    whole = layer and all(one in lost for one in trained if one.startswith(f"{root}.{layer}."))
+    return f'freeze({root}, "{layer if whole else name}")  # or use it in forward, or delete it'
+
+
+def _half_frozen(model: nn.Module) -> Iterator[Finding]:
+    """Frozen parameters of layers whose other parameters are trained; whole frozen layers are meant so."""
+    found = []
+    for name, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        if len({parameter.requires_grad for parameter in own.values()}) == 2:
+            found += [f"{name}.{key}".lstrip(".") for key, one in own.items() if not one.requires_grad]
+    if found:
+        yield Finding(
+            "frozen parameters",
+            f"frozen in layers that are trained otherwise: {listed(found)}",
+            "they keep their values; that is meant in methods that train biases alone, and an oversight elsewhere",
+            f'unfreeze(model, "{found[0]}")',
+            tuple(found),
+            level="note",
+        )
+
+
+def _constant(seen: Seen) -> Iterator[Finding]:
+    if seen.constant:
+        names = sorted(seen.constant)
+        yield Finding(
+            "loss without a gradient",
+            f"training_step returns losses that no gradient can flow through: {listed(names)}",
+            "they are added to the loss as constants: nothing is trained by them",
+            f'self.log("{names[0]}", value)  # for a number to report; else no detach() or item() on the way to it',
+            tuple(names),
+        )
+
+
+def _module(model: nn.Module, name: str) -> nn.Module | None:
+    if name == "model":
+        return model
+    return dict(model.named_modules()).get(name)
+
+
+def _named(name: str, calls: Calls) -> str:
+    return f"{name} ({calls.place})" if calls.place and calls.place not in name and ":" in calls.place else name

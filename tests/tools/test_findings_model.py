@@ -1,0 +1,277 @@
+"""Findings in models: each planted problem is found by its layer, and what is as it should be is passed over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from looked_at import CLASSES, convolutional, found, perceptron, rows, trainer_of
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from trainwright import Trainer, freeze
+
+
+@pytest.mark.parametrize("make", [perceptron, lambda: nn.Linear(6, CLASSES)])
+def test_nothing_is_found_in_a_clean_perceptron(make: Any) -> None:
+    assert found(trainer_of(make()), rows()) == {}
+
+
+def test_nothing_is_found_in_a_convolutional_net_without_biases_before_its_batchnorm() -> None:
+    assert found(trainer_of(convolutional()), rows(32, 1, 6, 6)) == {}
+
+
+def test_a_bias_before_batchnorm_is_found_by_its_layer_with_the_line_that_builds_it_without() -> None:
+    one = found(trainer_of(convolutional(bias=True)), rows(32, 1, 6, 6))["bias before BatchNorm"]
+    assert one.where == ("0",) and "0 before 1" in one.what
+    layer = eval(one.fix.partition("#")[0], {"nn": nn})
+    assert layer.bias is None and layer.weight.shape == (4, 1, 3, 3) and layer.padding == (1, 1)
+
+
+def test_a_linear_layer_before_batchnorm_is_found_and_its_bias_is_really_of_no_effect() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, CLASSES)).double()
+    batches = [(x.double(), y) for x, y in rows()]
+    one = found(trainer_of(model), batches)["bias before BatchNorm"]
+    assert one.where == ("0",) and "nn.Linear(in_features=6, out_features=8, bias=False)" in one.fix
+    F.cross_entropy(model(batches[0][0]), batches[0][1]).backward()
+    first: Any = model[0]
+    assert first.bias.grad.abs().max() < 1e-12 < first.weight.grad.abs().max()
+
+
+class Declared(nn.Module):
+    """Layers in another order than they run in: names say nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.last, self.first = nn.BatchNorm1d(8), nn.Linear(8, CLASSES), nn.Linear(6, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(torch.relu(self.norm(self.first(x))))
+        return out
+
+
+def test_the_order_of_execution_tells_not_that_of_names() -> None:
+    assert found(trainer_of(Declared()), rows())["bias before BatchNorm"].where == ("first",)
+
+
+class Used(nn.Module):
+    """The bias has an effect: by another way round, by an activation, or in eval mode."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.norm, self.last, self.how = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES), how
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        if self.how == "inplace":
+            out = self.norm(self.relu(hidden))
+        else:
+            out = torch.relu(self.norm(hidden)) + (hidden if self.how == "beside" else 0)
+        last: Tensor = self.last(out)
+        return last
+
+
+@pytest.mark.parametrize("how", ["beside", "inplace", "frozen"])
+def test_a_bias_that_has_an_effect_is_passed_over(how: str) -> None:
+    model = Used(how)
+    if how == "frozen":
+        freeze(model, "norm")
+    assert found(trainer_of(model), rows()) == {}
+
+
+def test_a_layer_that_is_called_twice_and_once_without_batchnorm_keeps_its_bias() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shared, self.norm, self.last = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, CLASSES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.last(torch.tanh(self.shared(torch.relu(self.norm(self.shared(x))))))
+            return out
+
+    assert found(trainer_of(Twice()), rows()) == {}
+
+
+def test_softmax_before_cross_entropy_is_found_through_a_reshape_and_log_softmax_before_nll_is_not() -> None:
+    model = nn.Sequential(nn.Linear(6, CLASSES), nn.Softmax(1), nn.Flatten())
+    one = found(trainer_of(model), rows())["softmax before CrossEntropyLoss"]
+    assert "Softmax '1'" in one.what
+    right = nn.Sequential(nn.Linear(6, CLASSES), nn.LogSoftmax(1))
+    assert found(trainer_of(right, nn.NLLLoss()), rows()) == {}
+    bare = found(trainer_of(nn.Linear(6, CLASSES), nn.NLLLoss()), rows())
+    assert list(bare) == ["NLLLoss of no log-probabilities"]
+    softmax = nn.Sequential(nn.Linear(6, CLASSES), nn.Softmax(1))
+    assert "softmax before NLLLoss" in found(trainer_of(softmax, nn.NLLLoss()), rows())
+
+
+def test_a_softmax_whose_output_was_changed_in_place_is_another_matter() -> None:
+    class Mixed(Trainer[Any]):
+        def training_step(self, batch: Any) -> Any:
+            x, y = batch
+            with torch.no_grad():
+                other = self.model(x).softmax(1)
+                other.mul_(100).log_()
+            return F.cross_entropy(self.model(x), y) + F.cross_entropy(other, y)
+
+    assert found(trainer_of(nn.Linear(6, CLASSES), kind=Mixed), rows()) == {}
+
+
+def test_a_sigmoid_before_the_loss_that_has_one_is_found() -> None:
+    batches = [(x, (x[:, :1] > 0).float()) for x, _ in rows()]
+    logits = nn.BCEWithLogitsLoss()
+    assert "sigmoid before BCEWithLogitsLoss" in found(
+        trainer_of(nn.Sequential(nn.Linear(6, 1), nn.Sigmoid()), logits), batches
+    )
+    assert found(trainer_of(nn.Linear(6, 1), logits), batches) == {}
+    assert found(trainer_of(nn.Sequential(nn.Linear(6, 1), nn.Sigmoid()), nn.BCELoss()), batches) == {}
+
+
+def test_linear_layers_in_a_row_are_a_note_but_for_a_narrow_one() -> None:
+    wide = found(trainer_of(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, CLASSES))), rows())
+    assert wide["linear layers in a row"].level == "note" and wide["linear layers in a row"].where == ("0 and 1",)
+    low_rank = nn.Sequential(nn.Linear(6, 2, bias=False), nn.Linear(2, 6), nn.ReLU(), nn.Linear(6, CLASSES))
+    assert found(trainer_of(low_rank), rows()) == {}
+
+
+def test_batchnorm_left_in_eval_mode_is_found_and_a_frozen_one_is_not() -> None:
+    model = convolutional()
+    model[1].eval()
+    assert found(trainer_of(model), rows(32, 1, 6, 6))["BatchNorm in eval mode"].where == ("1",)
+    frozen = convolutional()
+    freeze(frozen, "1")
+    assert found(trainer_of(frozen), rows(32, 1, 6, 6)) == {}
+
+
+def test_dropout_left_in_eval_mode_is_found_and_that_of_a_frozen_part_is_not() -> None:
+    model = perceptron()
+    model[2].eval()
+    assert found(trainer_of(model), rows())["dropout in eval mode"].where == ("2",)
+    two = nn.Sequential(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.1)), nn.Linear(8, CLASSES))
+    freeze(two, "0")
+    two[0].eval()
+    assert found(trainer_of(two), rows()) == {}
+
+
+class Always(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(F.dropout(torch.relu(self.first(x)), 0.2))  # training=True, the default
+        return out
+
+
+def test_functional_dropout_that_stays_on_in_validation_is_found_by_its_line() -> None:
+    one = found(trainer_of(Always()), rows())["dropout in validation"]
+    assert one.where[0].startswith("test_findings_model.py:")
+
+
+class Waking(Trainer[Any]):
+    def validation_step(self, batch: Any) -> Any:
+        self.model.train()
+        return self.training_step(batch)
+
+
+def test_a_validation_step_that_wakes_the_model_is_found() -> None:
+    each = found(trainer_of(convolutional(), kind=Waking), rows(32, 1, 6, 6), val=rows(32, 1, 6, 6))
+    assert each["BatchNorm in validation"].where[0].startswith("1")
+    assert found(trainer_of(convolutional(), kind=Waking), rows(32, 1, 6, 6)) == {}  # no validation data, no verdict
+
+
+def test_a_batchnorm_without_running_statistics_normalises_by_the_batch_in_validation_too() -> None:
+    model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8, track_running_stats=False), nn.Linear(8, 3))
+    assert found(trainer_of(model), rows()) == {}
+
+
+@pytest.mark.parametrize(("size", "problem"), [(2, True), (4, True), (5, False)])
+def test_batchnorm_of_few_rows_is_found(size: int, problem: bool) -> None:
+    each = found(trainer_of(convolutional()), rows(size, 1, 6, 6))
+    assert ("BatchNorm of few rows" in each) is problem
+
+
+class Unused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.spare = nn.Linear(6, CLASSES), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.used(x)
+        return out
+
+
+def test_a_trained_parameter_without_a_gradient_is_found_and_a_frozen_one_is_not() -> None:
+    one = found(trainer_of(Unused()), rows())["unused parameters"]
+    assert one.where == ("model.spare.weight", "model.spare.bias")
+    model = Unused()
+    freeze(model, "spare")
+    assert found(trainer_of(model), rows()) == {}
+    exec(one.fix.partition("#")[0], {"freeze": freeze, "model": (mended := Unused())})
+    assert not mended.spare.weight.requires_grad and not mended.spare.bias.requires_grad
+
+
+def test_a_layer_that_is_frozen_in_part_is_a_note() -> None:
+    model = perceptron()
+    model[0].bias.requires_grad_(False)
+    one = found(trainer_of(model), rows())["frozen parameters"]
+    assert (one.level, one.where) == ("note", ("0.bias",))
+
+
+def test_parameters_of_another_model_in_the_optimizer_are_found() -> None:
+    model, other = nn.Linear(6, CLASSES), nn.Linear(6, CLASSES)
+    optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
+    trainer: Trainer[Any] = Trainer(model, optimizer, nn.CrossEntropyLoss(), console=False)
+    assert len(found(trainer, rows())["parameters of another model"].where) == 2
+
+
+class Detached(Trainer[Any]):
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        return F.cross_entropy(self.model(x).detach(), y)
+
+
+class Beside(Trainer[Any]):
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        with torch.no_grad():
+            output = self.model(x)
+        return F.cross_entropy(output * self.loss.weight, y)  # type: ignore[union-attr]
+
+
+class Named(Trainer[Any]):
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        output = self.model(x)
+        return {"class": F.cross_entropy(output, y), "size": output.detach().square().mean()}
+
+
+def test_a_loss_that_reaches_nothing_is_a_finding_and_not_an_error() -> None:
+    assert list(found(trainer_of(perceptron(), kind=Detached), rows())) == ["loss reaches no parameter"]
+
+
+def test_a_loss_that_reaches_only_what_lies_beside_the_model_is_found() -> None:
+    model, scale = nn.Linear(6, CLASSES), nn.PReLU()
+    optimizer = torch.optim.SGD([*model.parameters(), *scale.parameters()], lr=0.1)
+    one = found(Beside(model, optimizer, scale, console=False), rows())["loss reaches no parameter"]
+    assert one.where == ("model.weight", "model.bias")
+
+
+def test_one_of_several_losses_without_a_gradient_is_found_by_its_name() -> None:
+    assert found(trainer_of(perceptron(), kind=Named), rows())["loss without a gradient"].where == ("size",)
+
+
+def test_other_errors_of_a_step_are_raised() -> None:
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        found(trainer_of(nn.Linear(5, CLASSES)), rows())
+
+
+def test_findings_leave_no_trace() -> None:
+    trainer = trainer_of(convolutional(bias=True))
+    before = [one.clone() for one in trainer.model.state_dict().values()]
+    found(trainer, rows(32, 1, 6, 6))
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.state_dict().values(), strict=True))
+    parameters = list(trainer.model.parameters())
+    assert all(p.grad is None and not p._post_accumulate_grad_hooks for p in parameters)
+    assert (trainer.progress.updates, trainer.history) == (0, [])
