@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 from collections import OrderedDict
 from typing import Any
 
@@ -48,14 +49,16 @@ def count_flops(model: nn.Module, *inputs: Any, backward: bool = True, **keyword
 
     Those of matrix products, convolutions and attention, a multiplication with its addition being two: M x K times
     K x N are 2 * M * N * K. It runs a copy of the model on torch's meta device, which holds shapes and no numbers:
-    model, modes, buffers and random state stay as they are. Hooks of the model are left out. An error of the model's
-    where it needs numbers (`.item()`), or names a device of its own.
+    model, modes, buffers and random state stay as they are. Hooks of the model are left out, and what
+    `checkpoint_activations` computes again is counted once. An error of the model's where it needs numbers (`.item()`),
+    or names a device of its own.
     """
     from torch.utils.flop_counter import FlopCounterMode
 
     meta = torch.device("meta")
-    with unmoved(), torch.enable_grad():
-        twin = _on_meta(model)
+    with unmoved(), torch.enable_grad(), meta:  # what a forward makes without a device is made there
+        twin = twin_on(model, meta)
+        _release(twin)
         given, named = move(inputs, meta), move(keywords, meta)
         with FlopCounterMode(display=False) as counter:
             output = twin(*given, **named)
@@ -65,8 +68,8 @@ def count_flops(model: nn.Module, *inputs: Any, backward: bool = True, **keyword
     return int(counter.get_total_flops())
 
 
-def _on_meta(model: nn.Module) -> nn.Module:
-    """A copy of a model on the meta device, made without a copy of its numbers, without hooks."""
+def twin_on(model: nn.Module, device: torch.device | None) -> nn.Module:
+    """A copy of a model without hooks, on a device; on meta without a copy of its numbers. None: where it lies."""
     model = getattr(model, "_orig_mod", model)  # what torch.compile made is left out
     known: dict[int, Any] = {}
     for module in model.modules():
@@ -74,15 +77,22 @@ def _on_meta(model: nn.Module) -> nn.Module:
             if "_hooks" in name and isinstance(value, dict):
                 known[id(value)] = OrderedDict()
             elif isinstance(value, Tensor):  # a weight that a hook computes, say
-                known[id(value)] = _empty(value)
+                known[id(value)] = _copied(value, device)
     for tensor in (*model.parameters(), *model.buffers()):
-        known[id(tensor)] = _empty(tensor)
+        known[id(tensor)] = _copied(tensor, device)
     return copy.deepcopy(model, known)
 
 
-def _empty(tensor: Tensor) -> Tensor:
+def _release(twin: nn.Module) -> None:
+    """Have nothing computed twice: those are no operations of the model's."""
+    activations = sys.modules.get("trainwright.runtime.activations")
+    if activations is not None:
+        activations.release_all(twin)
+
+
+def _copied(tensor: Tensor, device: torch.device | None) -> Tensor:
     with torch.no_grad():
-        empty = torch.empty_like(tensor, device="meta")
+        copied = tensor.clone() if device is None else torch.empty_like(tensor, device=device)
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
-    return empty.requires_grad_(tensor.requires_grad)
+        return nn.Parameter(copied, requires_grad=tensor.requires_grad)
+    return copied.requires_grad_(tensor.requires_grad)

@@ -1,0 +1,92 @@
+"""Find the blocks of a model that a user means: by class, by name or pattern, by a predicate, or those it repeats."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from trainwright.base.errors import SettingError, message
+from trainwright.base.names import did_you_mean
+from trainwright.runtime.compile import find_regions
+
+Means = Callable[[str, nn.Module], bool]
+Blocks = type[nn.Module] | str | Collection[type[nn.Module] | str] | Means
+"""A class or a pattern of names, several of them, or a function of a module's name and the module."""
+_LISTS = (nn.ModuleList, nn.ModuleDict)
+
+
+def find_blocks(model: nn.Module, blocks: Blocks | None, call: str) -> dict[str, nn.Module]:
+    """The modules that are meant, by name, in the order of the model, none inside another.
+
+    None means the classes with modules inside, containers apart, that the model has three times or more. `call` is
+    what errors say was called. SettingError where something means no module, or one without a forward.
+    """
+    if blocks is None:
+        found = find_regions(model, "regional")
+        if found == [model]:
+            what = f"{call}: {type(model).__name__} repeats no class of modules that have modules inside"
+            fix = f"{call}(model, {{Block}}), with a class, or names such as 'layers.*'"
+            raise SettingError(message(what, want="blocks=", fix=fix))
+        return {name: module for name, module in model.named_modules() if any(module is one for one in found)}
+    chosen: dict[str, nn.Module] = {}
+    for said, means in _meanings(blocks, call):
+        meant = dict(_outermost(model, "", means))
+        if not meant:
+            raise _nothing(model, said, call)
+        chosen |= meant
+    if lists := [f"{name} ({type(one).__name__})" for name, one in chosen.items() if isinstance(one, _LISTS)]:
+        what = f"{call}: {lists[0]} has no forward of its own"
+        raise SettingError(message(what, want="the modules in it", fix=f"'{lists[0].split(' ')[0]}.*'"))
+    every = {id(one) for one in chosen.values()}
+    around = {id(inner) for one in chosen.values() for inner in one.modules() if inner is not one}
+    return {name: one for name, one in model.named_modules() if id(one) in every - around}
+
+
+def described(found: dict[str, nn.Module]) -> str:
+    """How many of which classes: "6 Block"."""
+    counted = Counter(type(module).__name__ for module in found.values())
+    return " and ".join(f"{n} {name}" for name, n in counted.items())
+
+
+def _meanings(blocks: Any, call: str) -> Iterator[tuple[str, Means]]:
+    """What is asked for, in words, each with the function that tells it."""
+    several = isinstance(blocks, Iterable) and not isinstance(blocks, str | type | nn.Module)
+    items = list(blocks) if several else [blocks]
+    if not items:
+        raise SettingError(message(f"{call}(blocks={blocks!r})", want="a class, a name, or several", fix="{Block}"))
+    for one in items:
+        if isinstance(one, str):
+            yield repr(one), lambda name, _, one=one: fnmatchcase(name, one)  # type: ignore[misc]
+        elif isinstance(one, type) and issubclass(one, nn.Module):
+            yield one.__name__, lambda _, module, one=one: isinstance(module, one)  # type: ignore[misc]
+        elif not several and callable(one) and not isinstance(one, type | nn.Module):
+            function: Any = one
+            yield "the function", function
+        else:
+            given = f"{type(one).__name__}(...)" if isinstance(one, nn.Module) else repr(one)
+            want = "classes of modules, names or globs over names, or one function of name and module"
+            fix = f"blocks={{{type(one).__name__}}}" if isinstance(one, nn.Module) else "blocks={Block}"
+            raise SettingError(message(f"{call}(blocks={given})", want=want, fix=fix))
+
+
+def _outermost(module: nn.Module, path: str, means: Means) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        place = f"{path}.{name}".lstrip(".")
+        if means(place, child):
+            yield place, child
+        else:
+            yield from _outermost(child, place, means)
+
+
+def _nothing(model: nn.Module, said: str, call: str) -> SettingError:
+    kinds = dict.fromkeys(type(module).__name__ for module in model.modules() if module is not model)
+    names = [name for name, _ in model.named_modules() if name]
+    near = did_you_mean(said.strip("'"), [*names, *kinds])
+    if type(model).__name__ == said:
+        near = " It is the class of the model itself: to compute all of it again saves nothing."
+    what = f"{call}: {said} means no module in {type(model).__name__}.{near}"
+    return SettingError(message(what, have=", ".join([*kinds][:12]) or "no modules", want="classes or names it has"))

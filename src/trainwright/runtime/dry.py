@@ -1,0 +1,152 @@
+"""Runs a copy of a model forward and backward, on the meta device where it can, and tells what that takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from trainwright.base.errors import SettingError, message
+from trainwright.runtime.device import change, move
+from trainwright.runtime.flops import twin_on
+from trainwright.runtime.living import Living
+from trainwright.runtime.randomness import unmoved
+from trainwright.runtime.shards import is_sharded
+from trainwright.runtime.walking import tensors_in
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What one forward and its backward take."""
+
+    kept: int
+    """Bytes that the forward leaves for the backward, beside weights, buffers and inputs; an output counts where the
+    backward reads it."""
+    peak: int
+    """The most bytes alive at once, gradients of weights among them."""
+    flops: int
+    """Floating-point operations of both, a multiplication with its addition being two."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a model is called with."""
+
+    inputs: tuple[Any, ...] = ()
+    keywords: Mapping[str, Any] = field(default_factory=dict)
+
+    def on(self, device: torch.device | None) -> Given:
+        """The same with its tensors on a device; None: copies where they are."""
+        if device is not None:
+            return Given(move(self.inputs, device), move(self.keywords, device))
+        place = torch.device("cpu")  # unused: nothing but tensors is copied
+        return Given(change(self.inputs, place, _copied), change(self.keywords, place, _copied))
+
+
+@dataclass
+class Dry:
+    """A run of a copy, for whoever watches it."""
+
+    twin: nn.Module
+    living: Living | None
+    """None where operations are counted."""
+    counter: Any = None
+    """Torch's `FlopCounterMode`; None where memory is followed."""
+    output: Any = None
+
+    @property
+    def flops(self) -> int:
+        """Operations so far."""
+        return int(self.counter.get_total_flops())
+
+    @property
+    def bytes(self) -> int:
+        """Bytes alive."""
+        assert self.living is not None
+        return self.living.now
+
+    def let_go(self) -> Callable[[], None]:
+        """Let go of the output; return the backward, which begins from ones."""
+        roots = [tensor for tensor in tensors_in(self.output) if tensor.requires_grad]
+        edges = [get_gradient_edge(root) for root in roots]
+        like = [(root.shape, root.dtype, root.device) for root in roots]
+        self.output = None
+
+        def backward() -> None:
+            seeds = [torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in like]
+            if edges:
+                torch.autograd.backward(edges, seeds)
+
+        return backward
+
+
+@contextmanager
+def dry(
+    model: nn.Module,
+    given: Given,
+    on: torch.device | None,
+    *,
+    counts: bool = False,
+    prepare: Callable[[Dry], None] = lambda _: None,
+) -> Iterator[Dry]:
+    """Run a copy of `model` forward on the device `on`, or with copies of its weights where it lies (None).
+
+    Hooks are left out. Memory is followed; with `counts` operations are, for torch's counter holds on to tensors.
+    `prepare` is given the copy before it runs. Inside, the output is there, and a backward can be run.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    if is_sharded(*model.parameters()):
+        what = "a model in shards cannot be copied"
+        raise SettingError(message(what, fix="measure it before Trainer(parallel=FSDP(...)) is made"))
+    with unmoved(), torch.enable_grad(), nullcontext() if on is None else on:
+        twin, there = twin_on(model, on), given.on(on)
+        known = [*twin.parameters(), *twin.buffers(), *tensors_in((there.inputs, there.keywords))]
+        counter: Any = FlopCounterMode(display=False) if counts else None
+        run = Dry(twin, None if counts else Living(known), counter)
+        prepare(run)
+        watching: Any = run.living or counter
+        with watching:
+            run.output = twin(*there.inputs, **there.keywords)
+            yield run
+
+
+def somewhere(work: Callable[[torch.device | None], Any]) -> tuple[Any, str]:
+    """What `work` gives on the meta device, else where the model lies; and why it did not run on the first."""
+    try:
+        return work(META), ""
+    except SettingError:
+        raise
+    except Exception as error:  # the model's own, which may be any: it was not written for the meta device
+        why = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+    return work(None), why
+
+
+def measured(model: nn.Module, given: Given, *, on: torch.device | None, release: bool = False) -> Pass:
+    """What one forward and its backward take; `release`: with nothing recomputed."""
+    from trainwright.runtime.activations import release_all
+
+    def prepare(run: Dry) -> None:
+        if release:
+            release_all(run.twin)
+
+    with dry(model, given, on, prepare=prepare) as run:
+        backward = run.let_go()
+        kept = run.bytes
+        backward()
+        assert run.living is not None
+        peak = run.living.peak
+    with dry(model, given, on, counts=True, prepare=prepare) as run:
+        run.let_go()()
+        return Pass(kept, peak, run.flops)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)

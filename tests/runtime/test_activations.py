@@ -1,0 +1,294 @@
+"""Recomputed blocks give the gradients of kept ones to the last bit, move each number once, and keep less memory."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.checkpoint import checkpoint
+
+from trainwright import SettingError, StepError, checkpoint_activations, count_flops
+from trainwright.runtime import activations
+
+
+class Block(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.up, self.norm = nn.Linear(width, 4 * width), nn.BatchNorm1d(4 * width)
+        self.drop, self.down = nn.Dropout(0.3), spectral_norm(nn.Linear(4 * width, width))
+        self.register_buffer("seen", torch.zeros(()))
+        self.calls, self.draws = 0, True
+
+    def forward(self, x, *, scale=1.0):
+        self.calls += 1
+        self.seen += x.detach().mean()
+        inside = self.drop(torch.relu(self.norm(self.up(x))))
+        if self.draws:
+            inside = inside * (random.random() + float(np.random.rand()))
+        return x + self.down(inside) * scale * (1 + self.seen) * self.calls
+
+
+class Net(nn.Module):
+    def __init__(self, width=8, blocks=4):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x, scale=x.mean())
+        return self.head(x)
+
+
+def trained(model, x, *, autocast=False, passes=2):
+    """Gradients of some passes, all buffers and counters, and where the random draws stand."""
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    for _ in range(passes):
+        with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
+            output = model(x)
+        output.float().square().mean().backward()
+    moved = [one.clone() for one in (*(p.grad for p in model.parameters()), *model.buffers())]
+    draws = [torch.tensor([random.random(), np.random.rand()]), torch.rand(1)]
+    return [*moved, *draws, torch.tensor([block.calls for block in model.blocks])]
+
+
+def pair(dtype=torch.float64, **settings):
+    torch.manual_seed(0)
+    model = Net().to(dtype)
+    other = copy.deepcopy(model)
+    return model, other, checkpoint_activations(other, {Block}, **settings), torch.randn(16, 8, dtype=dtype)
+
+
+def equal(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def keeps_relu(context, operation, *args, **kwargs):
+    return operation is torch.ops.aten.relu.default
+
+
+@pytest.mark.parametrize("policy", [None, "matmuls", [torch.ops.aten.addmm.default], keeps_relu])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_gradients_buffers_counters_and_draws_are_those_of_kept_blocks(dtype, policy) -> None:
+    plain, recomputed, _, x = pair(dtype, policy=policy)
+    assert equal(trained(plain, x), trained(recomputed, x))
+
+
+@pytest.mark.parametrize("policy", [None, "matmuls"])
+def test_under_autocast_too(policy) -> None:
+    plain, recomputed, _, x = pair(torch.float32, policy=policy)
+    assert equal(trained(plain, x, autocast=True), trained(recomputed, x, autocast=True))
+
+
+def test_running_statistics_move_once_where_torch_alone_moves_them_twice() -> None:
+    norm, x = nn.BatchNorm1d(8), torch.randn(16, 8)
+    checkpoint(norm, x, use_reentrant=False).sum().backward()
+    assert norm.num_batches_tracked == 2
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), nn.Linear(8, 1))
+    with checkpoint_activations(model, "0"):
+        model(x).sum().backward()
+    assert model[0][1].num_batches_tracked == 1
+
+
+def test_the_modes_of_the_forward_count_not_those_of_the_backward() -> None:
+    plain, recomputed, _, x = pair()
+    found = []
+    for model in (plain, recomputed):
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)
+        output = model(x)
+        model.eval()
+        output.square().sum().backward()
+        assert not model.blocks[0].training
+        found.append([p.grad for p in model.parameters()])
+    assert equal(*found)
+
+
+def test_a_weight_that_has_changed_before_its_backward_is_an_error_and_not_another_gradient() -> None:
+    _, model, _, x = pair()
+    output = model(x)
+    with torch.no_grad():
+        model.blocks[2].up.weight.add_(1)
+    with pytest.raises(StepError, match=r"up\.weight of a recomputed Block has changed between its forward"):
+        output.sum().backward()
+
+
+def test_an_input_that_has_changed_is_an_error_of_torchs() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 1))
+    checkpoint_activations(model, "0")
+    x = torch.randn(4, 8, requires_grad=True) * 1
+    output = model(x)
+    x.data.add_(0)  # data is not watched
+    x.detach().add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+def test_a_backward_may_be_repeated_and_be_differentiated() -> None:
+    plain, recomputed, _, x = pair()
+    found = []
+    for model in (plain, recomputed):
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)
+        loss = model(x).square().mean()
+        first = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in first), list(model.parameters()))
+        found.append([*first, *second, *model.buffers()])
+    assert all(torch.allclose(a, b, rtol=1e-12, atol=0) for a, b in zip(*found, strict=True))
+
+
+def test_passes_without_gradients_run_as_before(monkeypatch) -> None:
+    _, model, _, x = pair()
+    monkeypatch.setattr(activations, "Replay", lambda *_: pytest.fail("something was prepared for a backward"))
+    with torch.no_grad():
+        model(x)
+    with torch.inference_mode():
+        model.eval()(x)
+
+
+def test_names_stay_and_copies_and_pickles_recompute_for_themselves() -> None:
+    plain, model, saved, x = pair()
+    assert list(plain.state_dict()) == list(model.state_dict())
+    other = copy.deepcopy(model)
+    assert vars(other.blocks[0])["forward"].__self__.module is other.blocks[0]
+    assert equal(trained(other, x), trained(plain, x))
+    deep = Deep()
+    checkpoint_activations(deep, "layers.*", policy="matmuls")
+    other = pickle.loads(pickle.dumps(deep))
+    assert vars(other.layers[1])["forward"].__self__.module is other.layers[1]
+    assert equal([other(x.float())], [deep(x.float())])
+    saved.remove()
+    saved.remove()
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert saved.names == ("blocks.0", "blocks.1", "blocks.2", "blocks.3")
+    assert str(saved) == "recomputes 4 Block, keeps nothing of their insides"
+
+
+def test_a_forward_that_an_instance_has_of_its_own_is_kept() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    own = model[0].forward = lambda x: x * 2
+    with checkpoint_activations(model, "0"):
+        assert torch.equal(model[0](torch.ones(1, 2)), torch.full((1, 2), 2.0))
+    assert model[0].forward is own
+
+
+@pytest.mark.parametrize(
+    ("blocks", "every", "names"),
+    [
+        (None, 1, ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]),
+        (Block, 2, ["blocks.0", "blocks.2"]),
+        ({Block}, 3, ["blocks.0", "blocks.3"]),
+        ("blocks.*", 1, ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]),
+        (["blocks.1", "blocks.3.up", nn.BatchNorm1d], 1, ["blocks.0.norm", "blocks.1", "blocks.2.norm", "blocks.3.up"]),
+        (lambda name, module: name.endswith("2") and isinstance(module, Block), 1, ["blocks.2"]),
+    ],
+)
+def test_blocks_are_found_by_class_name_or_predicate(blocks, every, names) -> None:
+    if isinstance(blocks, list):
+        names = [*names[:3], "blocks.3.up", "blocks.3.norm"]
+    assert list(checkpoint_activations(Net(), blocks, every=every).names) == names
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: checkpoint_activations(Net(), {nn.GRU}), r"GRU means no module in Net"),
+        (lambda: checkpoint_activations(Net(), {Net}), r"class of the model itself"),
+        (lambda: checkpoint_activations(Net(), "block.*"), r"means no module in Net"),
+        (lambda: checkpoint_activations(Net(), nn.ModuleList), r"blocks \(ModuleList\) has no forward of its own"),
+        (lambda: checkpoint_activations(Net(), Net().blocks[0]), r"blocks=\{Block\}"),
+        (lambda: checkpoint_activations(Net(), []), r"a class, a name, or several"),
+        (lambda: checkpoint_activations(nn.Linear(2, 2)), r"repeats no class"),
+        (lambda: checkpoint_activations(Net(), Block, every=0), r"every=0"),
+        (lambda: checkpoint_activations(Net(), Block, policy="matmul"), r"policy='matmul'"),
+        (lambda: checkpoint_activations(Net(), Block, policy=[torch.mm]), r"torch\.ops\.aten\.mm\.default"),
+        (lambda: checkpoint_activations(pair()[1], Block), r"blocks\.0 of blocks\.0 is recomputed already"),
+        (lambda: checkpoint_activations(pair()[1], nn.Linear), r"is recomputed already"),
+        (lambda: checkpoint_activations(torch.compile(Net()), Block), r"before torch\.compile"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")
+def test_what_cannot_be_meant_is_refused(call, said) -> None:
+    with pytest.raises(SettingError, match=said):
+        call()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")
+def test_compiled_blocks_recompute_and_move_their_buffers_once() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()) for _ in range(2)))
+    x, found = torch.randn(16, 8), []
+    for recomputed in (False, True):
+        model = copy.deepcopy(plain)
+        if recomputed:
+            checkpoint_activations(model, nn.Sequential)
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        compiled(x).square().sum().backward()
+        found.append([*(p.grad for p in model.parameters()), *model.buffers()])
+    assert equal(*found)
+    assert model[0][1].num_batches_tracked == 1
+
+
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8)) for _ in range(3)))
+
+    def forward(self, x):
+        assert x.device.type in self.runs_on
+        return self.layers(x).sum()
+
+    runs_on = ("meta", "cpu")
+
+
+@pytest.mark.parametrize("runs_on", [("meta",), ("cpu",)])
+def test_memory_is_counted_to_the_byte(runs_on) -> None:
+    model, x = Deep(), torch.randn(200, 8)
+    model.runs_on = runs_on
+    row = 200 * 4
+    before = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    inputs = 2 * 8 * row  # of the second and third block; the first one's is the batch
+    with checkpoint_activations(model, "layers.*") as saved:
+        memory = saved.memory(x)
+    assert memory.plain.kept == 3 * 64 * row + inputs
+    assert memory.recomputed.kept == inputs
+    assert memory.kept == 3 * 64 * row
+    assert memory.recomputed.peak < memory.plain.peak
+    forward = 2 * 200 * 8 * 64 * 6
+    assert memory.plain.flops == 3 * forward - 2 * 200 * 8 * 64  # the batch itself needs no gradient
+    assert memory.recomputed.flops == memory.plain.flops + forward // 2  # the last product of a block is not needed
+    assert f"{memory.kept / memory.plain.kept:.0%} less" in str(memory)
+    assert bool(memory.note) == (runs_on == ("cpu",))
+    assert equal(before[0].values(), model.state_dict().values())
+    assert torch.equal(before[1], torch.get_rng_state())
+
+
+def test_what_is_kept_is_what_torch_saves() -> None:
+    torch.manual_seed(0)
+    model, x = Net(), torch.randn(16, 8)
+    saved = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        saved[storage._cdata] = storage
+        return tensor
+
+    measured = checkpoint_activations(model, Block)
+    kept = measured.memory(x).plain.kept
+    measured.remove()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(x)
+    there = {one.untyped_storage()._cdata for one in (x, *model.parameters(), *model.buffers())}
+    assert kept == sum(storage.nbytes() for key, storage in saved.items() if key not in there)
+
+
+def test_operations_of_the_model_are_counted_once() -> None:
+    model, x = Deep(), torch.randn(10, 8)
+    plain = count_flops(model, x)
+    with checkpoint_activations(model, "layers.*"):
+        assert count_flops(model, x) == plain
