@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from trainwright.base.contracts import Observer
 from trainwright.base.errors import SettingError, message
 from trainwright.run.judging import why_made_by_the_host
@@ -37,6 +39,8 @@ def why_not(run: Run) -> Iterator[str]:
     yield from why_made_by_the_host(owner)
     if run.scaler is not None and not isinstance(run.scaler, LossScaler | DeviceScale):
         yield "a loss scale of your own"
+    if torch.is_anomaly_enabled():
+        yield "anomaly mode looks at every gradient while backward runs"
     if owner.hooks.counts_itself:
         yield "a `count` of your own reads each batch"
     if owner.state:

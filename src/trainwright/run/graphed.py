@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -181,7 +182,8 @@ class Graphed:
         if sum(one.recorded is not None for one in self._forms.values()) >= FORMS:
             return False
         share = self._watched.share
-        if share < LAUNCH_BOUND and not self._requires:
+        repeats = torch.are_deterministic_algorithms_enabled()  # and a clock never does
+        if share < LAUNCH_BOUND and not (self._requires or repeats):
             self._give_up(f"the device is what updates wait for: the host takes {share:.2f} of its time")
         return not self.off
 

@@ -1,0 +1,92 @@
+"""Modes to find errors in: gradients looked at where they are made, and the same numbers at every run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from trainwright.base.errors import SettingError, message
+
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+_FIXED = (":4096:8", ":16:8")
+"""The workspaces with which cuBLAS repeats its results."""
+
+
+@contextmanager
+def anomaly(*, check_nan: bool = True) -> Iterator[None]:
+    """Have torch name the line of the forward where a backward inside raises or gives a NaN.
+
+    `with anomaly(): trainer.fit(...)`. This is torch's anomaly mode, put back at the end. It keeps a traceback of
+    every operation, and with `check_nan` reads each gradient as it is made: on CUDA a wait for each, so that no update
+    is recorded as a graph. A NaN raises at once, also where `nonfinite="skip"` or an fp16 loss scale would have left
+    the update out. Of compiled code it names the call alone: `Fast(compile=None)` shows the line.
+    """
+    with torch.autograd.set_detect_anomaly(True, check_nan):
+        yield
+
+
+@contextmanager
+def deterministic(*, warn_only: bool = False, fill: bool = True) -> Iterator[None]:
+    """Have kernels repeat their results bit for bit on the same machine and with the same versions.
+
+    `with deterministic(): trainer.fit(...)`. Operations that cannot raise (`warn_only=True`: warn). Switched on, and
+    put back at the end, are torch's deterministic algorithms, cuDNN's, no choice among them by timing, and
+    `CUBLAS_WORKSPACE_CONFIG`, which is read once, at the first matrix product on CUDA. `fill`: new memory is filled
+    with NaN, which shows who reads what nobody wrote. Inside, the Trainer has nothing chosen by a clock: neither
+    cuDNN's algorithms nor whether CUDA graphs pay, which are then recorded wherever they can be. Seeds are yours to
+    set. SettingError where CUDA multiplies already by a workspace that is not fixed.
+    """
+    with ExitStack() as undo:
+        undo.enter_context(_workspace())
+        undo.enter_context(_repeating(warn_only=warn_only, fill=fill))
+        if torch.cuda.is_initialized() and not warn_only:
+            _check_products()
+        yield
+
+
+@contextmanager
+def _workspace() -> Iterator[None]:
+    """A fixed workspace for cuBLAS, where the environment names none: it is read at the first product."""
+    before = os.environ.get(WORKSPACE)
+    if before not in _FIXED:
+        os.environ[WORKSPACE] = _FIXED[0]
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(WORKSPACE, None)
+        else:
+            os.environ[WORKSPACE] = before
+
+
+@contextmanager
+def _repeating(*, warn_only: bool, fill: bool) -> Iterator[None]:
+    """Deterministic algorithms of torch and of cuDNN."""
+    cudnn: Any = torch.backends.cudnn
+    memory: Any = torch.utils.deterministic
+    exact, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before = cudnn.deterministic, cudnn.benchmark, memory.fill_uninitialized_memory
+    try:
+        torch.use_deterministic_algorithms(True, warn_only=warn_only)
+        cudnn.deterministic, cudnn.benchmark, memory.fill_uninitialized_memory = True, False, fill
+        yield
+    finally:
+        torch.use_deterministic_algorithms(exact, warn_only=warns)
+        cudnn.deterministic, cudnn.benchmark, memory.fill_uninitialized_memory = before
+
+
+def _check_products() -> None:
+    """Refuse where cuBLAS runs already with another workspace: torch has read the environment, and tells by raising."""
+    one = torch.ones(1, 1, device="cuda")
+    try:
+        torch.mm(one, one)
+    except RuntimeError as error:
+        if WORKSPACE not in str(error):
+            raise
+        what = f"deterministic(), and CUDA has multiplied matrices without {WORKSPACE}"
+        fix = f'os.environ["{WORKSPACE}"] = "{_FIXED[0]}" at the top of the script'
+        raise SettingError(message(what, want="a workspace that is set before the first product", fix=fix)) from None
