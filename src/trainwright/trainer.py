@@ -66,10 +66,9 @@ class Trainer(Generic[M]):
     `clip`: a norm, `ClipNorm`, `ClipValue` or a function of the parameters; with several optimizers it and `schedule`
     are dicts by their names. `average`: `EMA(...)` or `SWA(...)`. `frozen`: modules by name that are not trained.
     `nonfinite`: "raise", "skip" or "ignore" an update whose loss or gradient is not finite. `on_error="save"`: save the
-    last whole update where your code raises. `parallel`: "auto" takes the processes that there are, `DDP(...)` and
-    `FSDP(...)` say how; None: one. `device`: "auto": the model's or the best. `console`: or False. `fast`: `Fast()`.
-
-    Raises SettingError for what cannot work together, and for a setting whose part is not built yet, by name.
+    last whole update where your code raises; `on_oom="split"`: smaller micro-batches where memory runs out.
+    `parallel`: "auto" takes the processes that there are, `DDP(...)` and `FSDP(...)` say how; None: one. `device`:
+    "auto": the model's or the best. `console`: or False. `fast`: `Fast()`. SettingError for what cannot work together.
     """
 
     @suggests
@@ -94,10 +93,10 @@ class Trainer(Generic[M]):
         console: bool | Console = True,
         observers: Sequence[Observer] = (),
         on_error: str | None = None,
-        on_oom: None = None,
+        on_oom: str | None = None,
         fast: Fast | None = None,
     ) -> None:
-        self.fast = setup.checked_fast(fast, on_oom=on_oom)
+        self.fast = setup.checked_fast(fast)
         self.world, self.parallel, self.device = setup.processes(parallel, device, setup.checked_model(model))
         self.is_main = self.world.is_main
         self.model: M = model
@@ -115,7 +114,7 @@ class Trainer(Generic[M]):
         self.checkpoint = setup.checked_slot("checkpoint", checkpoint, 'Checkpoint("runs/1")')
         self.average = setup.checked_slot("average", average, "EMA(0.999)")
         self.nonfinite: Policy = as_policy(nonfinite)
-        self.on_error = setup.checked_on_error(on_error, checkpoint)
+        self.on_error, self.on_oom = setup.checked_rescues(on_error, on_oom, checkpoint=checkpoint, world=self.world)
         self.observers: Sequence[Observer] = (*console_observers(console), *setup.checked_observers(observers))
         self.hooks = read_hooks(self, overridden(type(self), Trainer, HOOKS))
         self.between = Between()

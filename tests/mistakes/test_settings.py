@@ -249,13 +249,12 @@ def test_an_unknown_setting_is_a_type_error():
         make(accumulation=4)
 
 
-# What is not built.
+# Processes and memory.
 
 
-@pytest.mark.parametrize("name", ["on_oom"])
-def test_a_setting_that_is_not_built_yet_is_refused_by_name(name):
-    with pytest.raises(SettingError, match=f"{name}= is not built yet"):
-        make(**{name: "save"})
+def test_what_on_oom_cannot_be_is_refused():
+    with pytest.raises(SettingError, match="on_oom='save'\n  want  None, or \"split\""):
+        make(on_oom="save")
 
 
 def test_what_parallel_cannot_be_is_refused(monkeypatch):

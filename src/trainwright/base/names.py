@@ -16,9 +16,6 @@ R = TypeVar("R")
 RESERVED = frozenset({"epoch", "grad_norm", "loss", "lr", "rows", "skipped", "update"})
 """Numbers that the run itself reports; no metric, logged number or named loss may have such a name."""
 
-NOT_BUILT = frozenset({"on_oom"})
-"""Arguments that are refused by name, or take one value only, until what they stand for is built."""
-
 _BEGIN, _END, _AFTER = "def begin_epoch(self, epoch):", "def end_epoch(self, metrics):", "def after_update(self):"
 _VALIDATE = 'def validation_step(self, batch):   # evaluate(data, name="test") calls it too'
 FOREIGN_METHODS = {
@@ -176,7 +173,7 @@ def _suggest(error: TypeError, function: Callable[..., Any], given: Mapping[str,
     name = function.__qualname__.removesuffix(".__init__")
     known = {one.name for one in parameters}
     unknown = [f"{name} takes no {wrong!r}.{_meant(wrong, known)}" for wrong in given if wrong not in known]
-    by_name = ", ".join(one.name for one in parameters if one.kind is one.KEYWORD_ONLY and one.name not in NOT_BUILT)
+    by_name = ", ".join(one.name for one in parameters if one.kind is one.KEYWORD_ONLY)
     by_position = ", ".join(one.name for one in parameters if one.kind is not one.KEYWORD_ONLY)
     lines = [f"trainwright: {'; '.join(unknown) or f'{name} was called with other arguments than it takes.'}"]
     entries = {"by position": by_position, "by name": by_name, "where": user_line()}
@@ -185,7 +182,7 @@ def _suggest(error: TypeError, function: Callable[..., Any], given: Mapping[str,
 
 def _meant(wrong: str, known: Collection[str]) -> str:
     instead = FOREIGN_ARGUMENTS.get(wrong)
-    return did_you_mean(wrong, set(known) - NOT_BUILT) if instead is None else f" Write {instead}"
+    return did_you_mean(wrong, known) if instead is None else f" Write {instead}"
 
 
 def _instead_of(name: str) -> str:

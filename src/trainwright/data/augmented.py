@@ -62,11 +62,7 @@ class AugmentedBatches(Batches):
         `trains`: whether what is random is done.
         """
         self._given = given = WeakIdKeyDictionary()
-
-        def finished(batch: Any) -> Any:
-            return self._changed(batch if move is None else move(batch), given[images_of(batch)], trains=trains)
-
-        return finished
+        return _Finishing(self, move, given, trains=trains)
 
     def set_aside(self) -> None:
         """Read beside whoever else reads the data: nothing random is done."""
@@ -81,7 +77,7 @@ class AugmentedBatches(Batches):
                 given[images_of(batch)] = place
                 yield one
                 continue
-            changed = self._changed(batch, place, trains=self._trains)
+            changed = self.changed(batch, place, trains=self._trains)
             yield one._replace(batch=changed) if self._part is not None else changed
 
     def _place(self, given: Any, seed: int) -> _Place:
@@ -93,7 +89,8 @@ class AugmentedBatches(Batches):
         # Rows of this process's own: those of the first draw what they would draw on one process.
         return _Place(mixed(seed, part.rank) if part is not None and part.rank else seed, rows, range(rows))
 
-    def _changed(self, batch: Any, place: _Place, *, trains: bool) -> Any:
+    def changed(self, batch: Any, place: _Place, *, trains: bool) -> Any:
+        """A batch with its images changed by the draws of its place; `trains`: whether what is random is done."""
         draws = Draws(place.seed, whole=place.whole, rows=place.rows, device=images_of(batch).device)
         return self._augmentation(batch, draws, trains=trains)
 
@@ -101,6 +98,25 @@ class AugmentedBatches(Batches):
         if self._seed is None and self._augmentation.draws:
             self._seed = int(torch.empty((), dtype=torch.int64).random_())
         return super()._settled_seed()
+
+
+class _Finishing:
+    """Moves batches, and changes them where they lie then."""
+
+    def __init__(
+        self, batches: AugmentedBatches, move: Callable[[Any], Any] | None, given: Given, *, trains: bool
+    ) -> None:
+        self._batches, self._move, self._given, self._trains = batches, move, given, trains
+
+    def __call__(self, batch: Any) -> Any:
+        """The batch as it is trained on."""
+        moved, place = batch if self._move is None else self._move(batch), self._given[images_of(batch)]
+        return self._batches.changed(moved, place, trains=self._trains)
+
+    def share(self, batch: Any, part: Any, rows: range) -> None:
+        """Have a part of a batch draw what these rows of it would draw."""
+        place = self._given[images_of(batch)]
+        self._given[images_of(part)] = place._replace(rows=place.rows[rows.start : rows.stop])
 
 
 class _Place(NamedTuple):

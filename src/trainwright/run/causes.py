@@ -38,7 +38,15 @@ def _memory(site: Site) -> Cause | None:
         return why, f"smaller batches for this data, such as batch_size={rows // 2}: its numbers stay the same"
     of_epochs = dict(site.owner.accumulate)
     k = 2 * of_epochs[max(epoch for epoch in of_epochs if epoch <= site.owner.counters.epoch)]
-    return why, f"batches of {rows // 2} rows with Trainer(..., accumulate={k}): the same rows in each update"
+    fix = f"batches of {rows // 2} rows with Trainer(..., accumulate={k}): the same rows in each update"
+    return why, fix if site.owner.on_oom is not None or not _may_split(site) else f'{fix}; or on_oom="split"'
+
+
+def _may_split(site: Site) -> bool:
+    """Whether `on_oom="split"` is not refused for what is trained."""
+    from trainwright.run.splitting import over_the_batch
+
+    return site.owner.world.size == 1 and not over_the_batch(site.owner)
 
 
 def _several_devices(site: Site) -> Cause | None:

@@ -39,6 +39,8 @@ def why_not(run: Run) -> Iterator[str]:
     yield from why_made_by_the_host(owner)
     if run.scaler is not None and not isinstance(run.scaler, LossScaler | DeviceScale):
         yield "a loss scale of your own"
+    if owner.on_oom is not None:
+        yield f"on_oom={owner.on_oom!r} may run an update again, in other micro-batches"
     if torch.is_anomaly_enabled():
         yield "anomaly mode looks at every gradient while backward runs"
     if owner.hooks.counts_itself:

@@ -88,10 +88,16 @@ class Between:
     """What the last `fit` has compiled, in counts and words; None where it compiles nothing."""
     graphs: Any = None
     """What the last `fit` has recorded and replayed, or why it did not, in words; None where there are no graphs."""
+    splits: Any = None
+    """What splits the windows of the last `fit` where memory runs out; None where that is not asked for."""
     judged_at_once: tuple[str, ...] | None = None
     """Why the last `fit` judged each update at once; empty where it had not to, None before the first."""
     failed: bool = False
     """Whether the last one ended in an error, so that a resume goes on in it."""
+
+    def take_news(self) -> tuple[str, ...]:
+        """What was found while training since somebody asked last, in a line each."""
+        return () if self.splits is None else tuple(self.splits.take_news())
 
 
 def overridden(cls: type, base: type, hooks: Collection[str]) -> set[str]:

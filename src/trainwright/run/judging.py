@@ -86,6 +86,12 @@ def bind_late(run: Run) -> None:
 
         run.graphed = graphed(run, run.behind)
         run.update = owner.update if run.graphed is None else run.graphed.update
+    owner.between.splits = None
+    if owner.on_oom is not None:
+        from trainwright.run.splitting import Splitting
+
+        owner.between.splits = Splitting(run)
+        run.update = owner.between.splits.update
 
 
 def read_numbers(run: Run, flag: Tensor | None, chosen: Chosen) -> tuple[bool, float]:

@@ -43,6 +43,7 @@ class Owner(Protocol):
     checkpoint: Saving | None
     nonfinite: Policy
     on_error: str | None
+    on_oom: str | None
     world: World
     is_main: bool
     parallel: Any

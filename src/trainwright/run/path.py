@@ -24,6 +24,7 @@ def fast_path(owner: Owner) -> str:
     compiled, graphs = owner.between.compiled, owner.between.graphs
     how = "eager" if compiled is None else f"compiled ({compiled})"
     beside = "" if graphs is None else f"; {graphs}"
+    beside += "" if owner.between.splits is None else f"; {owner.between.splits}"
     return f"{_level(owner, why)}, {how} on {owner.device.type}: {reads}{beside}{_together(owner)}"
 
 

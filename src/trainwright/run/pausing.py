@@ -244,7 +244,7 @@ class Pauses:
             rows=rows,
             waiting=min(1.0, self.run.waited / seconds) if seconds else 0.0,
             skipped=counters.skipped,
-            notes=news_of((self.run.source, *self.val.values())),
+            notes=(*news_of((self.run.source, *self.val.values())), *self.owner.between.take_news()),
         )
         self._last_time, self._last_rows, self.run.waited = now, counters.rows, 0.0
         for notify in self._on_validate if validated else []:

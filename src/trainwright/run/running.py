@@ -101,6 +101,7 @@ def parts_of(run: Run, pauses: Pauses) -> dict[str, Part]:
                 "history": owner.history,
                 "stages": owner.between.stages,
                 "settings": settings_of(owner),
+                **_split_at(owner),
             },
             lambda tree: _take_progress(owner, tree),
         ),
@@ -289,7 +290,15 @@ def _take_state(owner: Owner, tree: Any) -> None:
     owner.state.update(tree if len(devices_of(owner.model)) > 1 else move(tree, owner.device))
 
 
+def _split_at(owner: Owner) -> dict[str, float]:
+    """From how many elements on batches are split, where memory has run out: a resumed run goes on with it."""
+    limit = None if owner.between.splits is None else owner.between.splits.limit
+    return {} if limit is None else {"split_at": limit}
+
+
 def _take_progress(owner: Owner, tree: Any) -> None:
+    if owner.between.splits is not None:
+        owner.between.splits.limit = tree.get("split_at")
     owner.counters.load_state_dict(tree["counters"])
     owner.history[:] = tree["history"]
     owner.between.stages = list(tree["stages"])

@@ -41,11 +41,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def checked_fast(setting: Any, **later: object) -> Fast:
-    """Check `fast=`; None is `Fast()`. Refuse a setting whose part is designed but not built yet."""
-    for name, value in later.items():
-        if value is not None:
-            raise not_built(f"{name}=")
+def checked_fast(setting: Any) -> Fast:
+    """Check `fast=`; None is `Fast()`."""
     from trainwright.slots.fast import as_fast
 
     return as_fast(setting)
@@ -80,6 +77,22 @@ def checked_on_error(on_error: Any, checkpoint: Any) -> str | None:
         what = 'on_error="save" without a checkpoint slot'
         raise SettingError(message(what, fix='Trainer(..., checkpoint=Checkpoint("runs/1"), on_error="save")'))
     return "save" if on_error else None
+
+
+def checked_rescues(on_error: Any, on_oom: Any, *, checkpoint: Any, world: World) -> tuple[str | None, str | None]:
+    """Check `on_error=` and `on_oom=`."""
+    return checked_on_error(on_error, checkpoint), checked_on_oom(on_oom, world)
+
+
+def checked_on_oom(on_oom: Any, world: World) -> str | None:
+    """Check `on_oom=`: "split" is for one process."""
+    if on_oom not in (None, "split"):
+        raise SettingError(message(f"on_oom={on_oom!r}", want='None, or "split"', fix='on_oom="split"'))
+    if on_oom and world.size > 1:
+        what = f'on_oom="split" with {world.size} processes: one that runs out of memory leaves the others in a sum'
+        want = "one process, or micro-batches that fit on each"
+        raise SettingError(message(what, want=want, fix="accumulate=2 and half the batch size: the same rows"))
+    return "split" if on_oom else None
 
 
 def checked_metrics(metrics: Mapping[str, Any] | None, world: World) -> dict[str, Any]:
@@ -222,6 +235,7 @@ def open_data(
     What is wrong with the trainer's parts for a `fit` is said first. `meets`: several processes come here together.
     """
     from trainwright.data.foreign import LoaderBatches
+    from trainwright.data.kept import reads
     from trainwright.data.stream import Continuing
 
     _check_own(owner)
@@ -241,7 +255,7 @@ def open_data(
     for data, opened in zip(_named_sets(val).values() if held_out else (), held_out.values(), strict=True):
         deal(owner, opened)
         if isinstance(opened, LoaderBatches):
-            opened.keep_workers(keeps=data is not train)
+            opened.keep_workers(keeps=not reads(train, data))
     return source, held_out
 
 

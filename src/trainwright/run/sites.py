@@ -204,7 +204,7 @@ def _role(frame: FrameType) -> str:
     """What a frame loops over, where it is one of the loops over batches, or an `update` of the user's own."""
     name, module = frame.f_code.co_name, module_of(frame)
     if module == "trainwright.trainer" and name == "compute_gradients":
-        return "train"
+        return "train" if isinstance(_window(frame), Window) else ""  # none in a frame that was cleared
     if (module, name) in (("trainwright.run.evaluating", "evaluate"), ("trainwright.run.predicting", "predict")):
         return str(frame.f_locals.get("name", "predict"))
     if module == "trainwright.run.report" and name == "_compared":

@@ -53,8 +53,10 @@ def _fused(owner: Owner) -> list[str]:
 
 
 def told(owner: Owner) -> tuple[str, ...]:
-    """What was compiled so far, as a line; none where nothing is."""
-    return () if owner.between.compiled is None else (f"compiled {owner.between.compiled}",)
+    """What was compiled so far, and how windows are split, as lines; none where nothing is."""
+    compiled, splits = owner.between.compiled, owner.between.splits
+    lines = () if compiled is None else (f"compiled {compiled}",)
+    return lines if splits is None or not splits.told else (*lines, splits.told)
 
 
 def _lies_channels_last(owner: Owner) -> bool:

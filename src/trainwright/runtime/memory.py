@@ -2,10 +2,37 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
+from collections.abc import Callable
 
 import torch
+
+_FULL = (
+    *("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory"),
+    *("CUDA error: out of memory", "MPS backend out of memory"),
+)
+"""How torch says that memory has run out, where the class of the error does not."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there was no memory for a tensor: torch's own class, a MemoryError, or its words."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _FULL)
+
+
+def free_memory(device: torch.device, let_go: Callable[[], None] = lambda: None) -> None:
+    """Give back what nobody holds any more. `let_go` is called when the device has done all that it was given."""
+    gc.collect()  # graphs of autograd that are held in a ring
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    let_go()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif device.type == "mps":
+        torch.mps.empty_cache()
 
 
 def device_memory(device: torch.device) -> dict[str, int]:

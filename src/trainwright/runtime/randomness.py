@@ -31,6 +31,11 @@ def random_state() -> dict[str, Any]:
     return state
 
 
+def have_moved(state: dict[str, Any]) -> bool:
+    """Whether any global random state is another one than `random_state` gave."""
+    return not _same(random_state(), state)
+
+
 def host_random_state() -> dict[str, Any]:
     """The global random states of Python, NumPy and torch on the CPU, in the same form."""
     return {"python": _python.state(), "numpy": _numpy.state(), "torch": torch.default_generator.get_state()}
@@ -60,6 +65,16 @@ def seed(number: int, generators: Iterable[torch.Generator] = ()) -> None:
 def unmoved(generators: Iterable[torch.Generator] = ()) -> AbstractContextManager[None]:
     """Leave every global random state, and that of `generators`, as it was found, whatever is drawn inside."""
     return _Unmoved(generators)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return bool(np.array_equal(one, other)) if isinstance(one, np.ndarray) else one == other
 
 
 class _Unmoved:

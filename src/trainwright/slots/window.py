@@ -92,6 +92,15 @@ class Window(Sequence[Any]):
         """The micro-batches of the window; of several processes those of the one that has most."""
         return len(self.batches)
 
+    @property
+    def mover(self) -> Callable[[Any], Any] | None:
+        """What moves a batch to the device; None where none is moved."""
+        return self._move
+
+    def let_go(self) -> None:
+        """Give up the batch that was moved and kept; it is moved again when it is read."""
+        self._moved = None
+
     def begin(self) -> None:
         """Start weighing anew: a window may be run several times (SAM, LBFGS)."""
         self.position = -1

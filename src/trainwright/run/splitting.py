@@ -1,0 +1,282 @@
+"""Runs a window again in smaller micro-batches where memory runs out: the same rows, and so the same update.
+
+What a failed try may have moved is put back first: random states, buffers, `trainer.state`, gradients, numbers. Once an
+optimizer has begun its step nothing is tried again, for weights may be half-way then.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from trainwright.base.dealing import Part
+from trainwright.base.errors import DataError, SettingError, message
+from trainwright.base.records import Count
+from trainwright.data.cutting import cut, rows_of
+from trainwright.run.additive import compared
+from trainwright.run.before import Before
+from trainwright.run.hooks import let_go_of_memory
+from trainwright.runtime.freezing import has_running_statistics
+from trainwright.runtime.memory import free_memory, is_out_of_memory
+from trainwright.runtime.walking import tensors_in
+from trainwright.slots.window import Window
+
+if TYPE_CHECKING:
+    from trainwright.run.owner import Owner
+    from trainwright.run.run import Run
+
+
+class Splitting:
+    """Stands in the place of a trainer's `update` while a run lasts.
+
+    What fits is remembered as elements of a batch, not as rows: batches of longer rows are cut finer.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._owner = run, run.owner
+        self._before = Before(run)
+        self._epoch = -1
+        self._is_checked = False
+        """Whether parts of a batch are known to give the loss of the whole, or nobody can tell."""
+        self._unknown = ""
+        """Why nobody can."""
+        self._news: list[str] = []
+        self.limit: float | None = None
+        """Elements that a micro-batch may have; None where no memory has run out."""
+        self.told = ""
+        """What was split, in a line; empty where nothing was."""
+        if run.owner.hooks.begin_epoch is None:  # else layers may yet be frozen
+            check_layers(run.owner)
+
+    def __str__(self) -> str:
+        return self.told or "windows are run in parts where memory runs out"
+
+    def take_news(self) -> list[str]:
+        """What was split since somebody asked last."""
+        news, self._news = self._news, []
+        return news
+
+    def update(self, window: Window) -> Any:
+        """Make the update of a window, in as many micro-batches as memory asks for."""
+        if self._run.counters.epoch != self._epoch:
+            self._epoch = self._run.counters.epoch
+            check_layers(self._owner)
+            self._before.meet()
+        self._before.keep()
+        tried, failed = self._cut(window), None
+        while True:
+            self._owner.ledger.window = tried
+            try:
+                returned = self._owner.update(tried)
+                break
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                why = self._why_not(tried)
+                if why:
+                    raise _noted(error, why)  # noqa: B904 - the error itself
+                failed = error
+            except _ReadByUpdate:
+                assert failed is not None
+                why = "`update` reads the batches of its window itself, and would find parts of them"
+                raise _noted(failed, why) from None
+            traceback.clear_frames(failed.__traceback__)  # they hold what was computed
+            tried = self._finer(window, tried, failed)
+        if failed is not None:
+            self._tell(window, tried)
+        return returned
+
+    def _finer(self, window: Window, tried: Window, failed: BaseException) -> Window:
+        """Put back what a failed try has moved; the window in smaller micro-batches."""
+        hooks, index = self._owner.hooks, self._largest(tried)
+        assert index is not None
+        window.let_go()
+        tried.let_go()
+        self._before.put_back(window)
+        free_memory(self._owner.device, lambda: let_go_of_memory(hooks))
+        if self._before.weights_have_moved:
+            raise _noted(failed, "weights were changed before memory ran out")
+        self.limit = _size(tried.batches[index]) / 2
+        finer = self._cut(window)
+        if not self._is_checked:
+            self._check(tried, index, failed, most=max(finer.rows))
+            self._before.put_back(window)
+        return finer
+
+    def _check(self, tried: Window, index: int, failed: BaseException, *, most: int) -> None:
+        """Raise where the loss of a few rows of a micro-batch is not that of their parts."""
+        few = min(tried.rows[index], FEW, max(2, most))
+        cuts = [range(few)], [range(few * 3 // 8 or 1), range(few * 3 // 8 or 1, few)]
+        whole, parts = ([_part(tried, index, one) for one in each] for each in cuts)
+        found = compared(self._run, self._made(tried, whole), self._made(tried, parts))
+        if found.refused:
+            raise _noted(failed, found.refused)
+        self._is_checked, self._unknown = not found.again, found.unknown
+
+    def _cut(self, window: Window) -> Window:
+        """The window in micro-batches of at most `limit` elements, as far as rows allow; itself where they are."""
+        if self.limit is None:
+            return window
+        parts: list[tuple[Any, int]] = []
+        for index, (batch, rows) in enumerate(zip(window.batches, window.rows, strict=True)):
+            n = min(rows, math.ceil(_size(batch) / self.limit))
+            whole = n < 2 or _why_whole(batch, rows) != ""
+            parts += [(batch, rows)] if whole else [_part(window, index, Part(i, n).of(rows)) for i in range(n)]
+        return window if len(parts) == len(window.batches) else self._made(window, parts)
+
+    def _made(self, window: Window, parts: Sequence[tuple[Any, int]]) -> Window:
+        hooks = self._owner.hooks
+        batches = [batch for batch, _ in parts]
+        counted = hooks.count if len(parts) > 1 or hooks.counts_itself else None
+        counts = None if counted is None else [counted(batch) for batch in batches]
+        return _Parts.of(window, parts, counts, guarded=hooks.updates_itself)
+
+    def _largest(self, tried: Window) -> int | None:
+        """The micro-batch with most elements of those that can be cut."""
+        each = zip(tried.batches, tried.rows, strict=True)
+        sizes = {i: _size(batch) for i, (batch, n) in enumerate(each) if n > 1 and not _why_whole(batch, n)}
+        return max(sizes, key=lambda i: sizes[i]) if sizes else None
+
+    def _why_not(self, tried: Window) -> str:
+        """Why a window that has run out of memory cannot be run again in smaller micro-batches; "" where it can."""
+        outcome = self._run.outcome
+        if outcome.applied is True or outcome.stepping or outcome.stepped:
+            return "a step had begun, and weights may be half-way"
+        layers = over_the_batch(self._owner)
+        if layers:
+            return f"{', '.join(layers)} takes a mean over its micro-batch"
+        if self._largest(tried) is None:
+            each = zip(tried.batches, tried.rows, strict=True)
+            whole = next((why for batch, n in each if n > 1 and (why := _why_whole(batch, n))), "")
+            return whole or "each micro-batch is one row already"
+        return ""
+
+    def _tell(self, window: Window, finer: Window) -> None:
+        """Say what is split from now on, and where that is not the same update to the last bit of its noise."""
+        counters, before, after = self._run.counters, max(window.rows), max(finer.rows)
+        update, k = counters.earlier_updates + counters.updates + 1, len(finer.batches)
+        told = f"out of memory in update {update}: micro-batches of {before} rows are run in parts of up to {after}"
+        if self._before.has_drawn:
+            told += ", and noise such as dropout is drawn for each part"
+        if self._unknown:
+            told += f"; that parts give the loss of the whole is not checked: {self._unknown}"
+        self.told = f"{told}; batches of {after} rows with accumulate={k} do so from the start"
+        self._news.append(self.told)
+
+
+def over_the_batch(owner: Owner) -> list[str]:
+    """The layers, by name, whose outputs or statistics for a row depend on the other rows of its micro-batch."""
+    roots = {"": owner.model} | ({"loss": owner.loss} if isinstance(owner.loss, nn.Module) else {})
+    found: list[str] = []
+    for prefix, root in roots.items():
+        for name, module in root.named_modules(prefix=prefix):
+            moves = has_running_statistics(module) and module.training
+            if moves or (isinstance(module, _BatchNorm) and module.running_mean is None):
+                found.append(f"{type(module).__name__} {name!r}" if name else type(module).__name__)
+    return found
+
+
+def check_layers(owner: Owner) -> None:
+    """Refuse layers that would compute otherwise in smaller micro-batches: SettingError."""
+    layers = over_the_batch(owner)
+    if not layers:
+        return
+    shown = ", ".join(layers[:3]) + (f" and {len(layers) - 3} more" if len(layers) > 3 else "")
+    raise SettingError(
+        message(
+            f'on_oom="split" and {shown} in train mode: its mean over a micro-batch would be one over a part of it',
+            want="layers that take each row by itself, or statistics that stay",
+            fix="GroupNorm or LayerNorm, or freeze(model, ...); or smaller batches, with accumulate=2, without on_oom",
+        )
+    )
+
+
+FEW = 8
+"""Rows whose loss is compared with that of their parts."""
+
+
+class _ReadByUpdate(Exception):
+    """An `update` of the user's own reads a window that is split."""
+
+
+class _Parts(Window):
+    """A window of the same rows in other micro-batches, which `compute_gradients` runs, and nobody else may read."""
+
+    _guarded = False
+
+    @classmethod
+    def of(
+        cls, window: Window, parts: Sequence[tuple[Any, int]], counts: list[Count] | None, *, guarded: bool
+    ) -> Window:
+        """Make one of what a window was cut into."""
+        made = cls([batch for batch, _ in parts], [rows for _, rows in parts], counts, move=window._move)
+        made._guarded = guarded
+        return made
+
+    def __getitem__(self, index: Any) -> Any:
+        self._check()
+        return super().__getitem__(index)
+
+    def __iter__(self) -> Any:
+        self._check()
+        return super().__iter__()
+
+    def _check(self) -> None:
+        frame = sys._getframe(2) if self._guarded else None
+        if frame is None:
+            return
+        while frame is not None and frame.f_code is not Splitting.update.__code__:
+            if frame.f_code.co_name == "compute_gradients":
+                return
+            frame = frame.f_back
+        raise _ReadByUpdate
+
+
+def _part(window: Window, index: int, rows: range) -> tuple[Any, int]:
+    """Those rows of a micro-batch, and how many they are."""
+    batch = window.batches[index]
+    part = cut(batch, rows, of=window.rows[index])
+    share = getattr(window.mover, "share", None)
+    if share is not None:
+        share(batch, part, rows)
+    return part, len(rows)
+
+
+def _size(batch: Any) -> int:
+    """What memory is taken to grow with: the elements of a batch, its rows where it has no tensor or array."""
+    return sum(tensor.numel() for tensor in tensors_in(batch)) or _elements(batch)
+
+
+def _elements(batch: Any) -> int:
+    if isinstance(batch, np.ndarray):
+        return batch.size
+    if isinstance(batch, dict | list | tuple):
+        return sum(map(_elements, batch.values() if isinstance(batch, dict) else batch))
+    return 0
+
+
+def _why_whole(batch: Any, rows: int) -> str:
+    """Why a micro-batch cannot be cut into rows; "" where it can."""
+    packed = isinstance(batch, nn.utils.rnn.PackedSequence)
+    odd = any(tensor.is_nested or tensor.layout is not torch.strided for tensor in tensors_in(batch))
+    if packed or odd:
+        return f"a batch with a {'PackedSequence' if packed else 'nested or sparse tensor'} is not cut"
+    try:
+        found = rows_of(batch, "train")
+    except DataError as error:
+        return f"its rows are not known: {str(error).splitlines()[1].strip()}"
+    return "" if found == rows else f"a batch of {found} rows counts {rows}"
+
+
+def _noted(error: BaseException, why: str) -> BaseException:
+    """The error, with why its window was not split."""
+    error.add_note(f'on_oom="split" did not help: {why}')
+    return error
