@@ -104,13 +104,13 @@ def _make(optimizer: Any, model: nn.Module, what: str, *, root: nn.Module | None
     if isinstance(optimizer, Optimizer):
         place_state(optimizer)
         return optimizer
-    from trainwright.slots.optimizers import GroupedAdamW, fused_for
+    from trainwright.slots.optimizers import Factory, fused_for
 
     made: Any = None
     target = optimizer.func if isinstance(optimizer, partial) else optimizer
-    grouped = isinstance(optimizer, GroupedAdamW)
+    grouped = isinstance(optimizer, Factory)
     if grouped or (inspect.isclass(target) and issubclass(target, Optimizer)):
-        name = "adamw(...)" if grouped else target.__name__
+        name = f"{optimizer.name}(...)" if grouped else target.__name__
         if root is None:
             what = f"{what}{name}: whose parameters does it train? The model has no submodule of this name"
             raise SettingError(message(what, fix="lambda model: torch.optim.AdamW(model.part.parameters(), lr=1e-3)"))

@@ -64,6 +64,19 @@ def everywhere(claim: bool, tensors: Sequence[Tensor]) -> bool:
     return all(float(_joined(denied, spread, "max")) == 0.0 for spread in _by_spread(shards))
 
 
+def joined_norms(norms: Tensor, of: Sequence[Tensor]) -> Tensor:
+    """The 2-norms of whole tensors, from those of the parts of them that lie here; all that hold parts call this."""
+    spreads = _by_spread(of)
+    if spreads.keys() <= {()}:
+        return norms
+    squares = norms.square()
+    place = {id(tensor): index for index, tensor in enumerate(of)}
+    for spread, tensors in spreads.items():
+        mine = [place[id(tensor)] for tensor in tensors]
+        squares[mine] = _joined(squares[mine], spread, "sum")
+    return squares.sqrt()
+
+
 def reshard(*roots: nn.Module) -> None:
     """Have the modules of sharded models hold their shards, also those that a forward without a backward left whole.
 

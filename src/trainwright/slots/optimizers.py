@@ -1,27 +1,28 @@
-"""Optimizers with their parameter groups: which weights decay, which rate each part of a model has."""
+"""Functions that make an optimizer of a model: AdamW, SGD and Muon with parameter groups, fused where that serves."""
 
 from __future__ import annotations
 
 import inspect
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 from torch.utils import _foreach_utils
 
 from trainwright.base.errors import SettingError, message
 from trainwright.runtime.fused import spoiled_by_sgd
-from trainwright.runtime.matching import find
+from trainwright.slots.groups import Groups
 from trainwright.slots.schedule_lengths import check_number
 
-NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-"""Torch's normalisation layers that have parameters: batch, instance, layer, group and RMS normalisation."""
+if TYPE_CHECKING:
+    from trainwright.slots.muon import MuonAdamW
+
+Fused = bool | Literal["auto"]
 
 
 def adamw(
@@ -31,20 +32,115 @@ def adamw(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     lrs: Mapping[str, float] | None = None,
-    fused: bool | Literal["auto"] = "auto",
+    no_decay: str | Sequence[str] = (),
+    layer_decay: float | None = None,
+    layers: str | Sequence[str] = (),
+    fused: Fused = "auto",
 ) -> Callable[[nn.Module], torch.optim.AdamW]:
     """Return a function of a model that makes its `torch.optim.AdamW`, with named groups.
 
-    Weights decay, those of embeddings too. Biases and all other parameters with fewer than two dimensions do not, nor
-    do parameters of normalisation layers. Frozen parameters are given as well: they wait in their group, without a
-    step, until they are unfrozen. A tied parameter is given once.
-
-    `lrs={"backbone": 1e-4}` gives a submodule, or the parameters that a glob means ("*.bias"), a rate of their own;
-    where several match, the longest wins (wildcards do not count). `fused="auto"` uses torch's fused kernels where all
-    parameters are floating point on devices that have them, the CPU included. SettingError for a setting that cannot
-    work, and for a name in `lrs` without a parameter to hold for.
+    Which parameters decay, and which rate each has, is said by `weight_decay`, `lrs`, `no_decay`, `layer_decay` and
+    `layers`: see `param_groups`. `fused="auto"` uses torch's fused kernels where all parameters are floating point on
+    devices that have them, the CPU included. SettingError for a setting that cannot work.
     """
-    return GroupedAdamW(lr=lr, weight_decay=weight_decay, betas=betas, eps=eps, lrs=lrs, fused=fused)
+    groups = Groups(
+        lr=lr,
+        weight_decay=weight_decay,
+        lrs=lrs,
+        no_decay=no_decay,
+        layer_decay=layer_decay,
+        layers=layers,
+        owner="adamw",
+    )
+    settings = {"betas": checked_betas("adamw", betas), "eps": eps}
+    check_number(eps, f"adamw(eps={eps!r})", least=0)
+    return Grouped(kind=torch.optim.AdamW, groups=groups, settings=settings, fused=fused)
+
+
+def sgd(
+    *,
+    lr: float,
+    momentum: float = 0.9,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    lrs: Mapping[str, float] | None = None,
+    no_decay: str | Sequence[str] = (),
+    layer_decay: float | None = None,
+    layers: str | Sequence[str] = (),
+    fused: Fused = "auto",
+) -> Callable[[nn.Module], torch.optim.SGD]:
+    """Return a function of a model that makes its `torch.optim.SGD`, with momentum and named groups.
+
+    Which parameters decay, and which rate each has, is said by `weight_decay`, `lrs`, `no_decay`, `layer_decay` and
+    `layers`: see `param_groups`. `fused="auto"` uses torch's fused kernels where they serve all parameters:
+    not those of bfloat16 or float16 on a CPU, where the kernel is wrong. SettingError for a setting that cannot work.
+    """
+    groups = Groups(
+        lr=lr,
+        weight_decay=weight_decay,
+        lrs=lrs,
+        no_decay=no_decay,
+        layer_decay=layer_decay,
+        layers=layers,
+        owner="sgd",
+    )
+    check_number(momentum, f"sgd(momentum={momentum!r})", least=0)
+    if not isinstance(nesterov, bool) or (nesterov and not momentum):
+        have = f"nesterov={nesterov!r}, momentum={momentum!r}"
+        raise SettingError(message("sgd(nesterov=...)", have=have, want="True with a momentum, or False"))
+    return Grouped(
+        kind=torch.optim.SGD, groups=groups, settings={"momentum": momentum, "nesterov": nesterov}, fused=fused
+    )
+
+
+def muon(
+    *,
+    lr: float,
+    weight_decay: float = 0.1,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw",
+    adamw_lr: float | None = None,
+    betas: tuple[float, float] = (0.9, 0.95),
+    others: str | Sequence[str] | None = None,
+    lrs: Mapping[str, float] | None = None,
+    no_decay: str | Sequence[str] = (),
+    layer_decay: float | None = None,
+    layers: str | Sequence[str] = (),
+    fused: Fused = "auto",
+) -> Callable[[nn.Module], MuonAdamW]:
+    """Return a function of a model that makes one optimizer of `torch.optim.Muon` and, for the rest, AdamW.
+
+    Muon makes the update of a hidden layer's matrix orthogonal (https://kellerjordan.github.io/posts/muon/). It gets
+    the weights with two dimensions, but for embeddings and what `others` names: the output layer, and what else is no
+    hidden layer. Without `others` that is the last `nn.Linear` that the model defines; `()` leaves none out. All other
+    parameters are AdamW's. With `adjust_lr="match_rms_adamw"` Muon's steps are as long as AdamW's (arXiv 2502.16982),
+    and one rate serves both; "original" is that of the page above, and asks for an `adamw_lr` of its own.
+
+    Groups are those of `param_groups`, each split in two. Needs torch 2.9 or later. SettingError for a setting that
+    cannot work, and for a torch without Muon.
+    """
+    from trainwright.slots.muon import GroupedMuon
+
+    groups = Groups(
+        lr=lr,
+        weight_decay=weight_decay,
+        lrs=lrs,
+        no_decay=no_decay,
+        layer_decay=layer_decay,
+        layers=layers,
+        owner="muon",
+    )
+    return GroupedMuon(
+        groups=groups,
+        momentum=momentum,
+        nesterov=nesterov,
+        adjust_lr=adjust_lr,
+        adamw_lr=adamw_lr,
+        betas=checked_betas("muon", betas),
+        others=others,
+        fused=fused,
+    )
 
 
 def fused_for(optimizer: Any, model: nn.Module) -> dict[str, bool]:
@@ -55,11 +151,10 @@ def fused_for(optimizer: Any, model: nn.Module) -> dict[str, bool]:
     target, said = (optimizer.func, optimizer.keywords) if isinstance(optimizer, partial) else (optimizer, {})
     silent = not {"fused", "foreach", "differentiable"} & set(said) and not getattr(optimizer, "args", ())
     known = target.__module__.startswith("torch.optim.") and "fused" in inspect.signature(target).parameters
-    dense = not any(getattr(module, "sparse", False) is True for module in model.modules())
-    return {"fused": True} if silent and known and dense and _serves(target, model.parameters()) else {}
+    return {"fused": True} if silent and known and _is_served(target, model) else {}
 
 
-def could_be_fused(optimizer: torch.optim.Optimizer) -> bool:
+def could_be_fused(optimizer: Optimizer) -> bool:
     """Whether an optimizer of torch's own was left to choose its way, and torch's fused kernels would serve it."""
     target, groups = type(optimizer), optimizer.param_groups
     parameters = [p for group in groups for p in group["params"]]
@@ -67,10 +162,10 @@ def could_be_fused(optimizer: torch.optim.Optimizer) -> bool:
         group.get("fused", False) is None and group.get("foreach", False) is None and not group.get("differentiable")
         for group in groups
     )
-    return open_ and target.__module__.startswith("torch.optim.") and _serves(target, parameters)
+    return open_ and target.__module__.startswith("torch.optim.") and serves(target, parameters)
 
 
-def _serves(target: Any, parameters: Iterable[torch.Tensor]) -> bool:
+def serves(target: Any, parameters: Iterable[torch.Tensor]) -> bool:
     """Whether the fused kernels of this class of torch's serve all of these.
 
     Adagrad's is for the CPU alone up to 2.11, and SGD's is wrong there for reduced precision up to 2.13.
@@ -82,127 +177,63 @@ def _serves(target: Any, parameters: Iterable[torch.Tensor]) -> bool:
     return bool(found) and not elsewhere and has_fused(found)
 
 
-@dataclass(frozen=True, kw_only=True)
-class GroupedAdamW:
-    """What `adamw` gives: makes the optimizer of a model when it is called with it."""
+class Factory:
+    """A function of a model that makes its optimizer, which the trainer calls with the part that it is for."""
 
-    lr: float
-    weight_decay: float
-    betas: tuple[float, float]
-    eps: float
-    lrs: Mapping[str, float] | None
-    fused: bool | Literal["auto"]
+    groups: Groups
+
+    def __call__(self, model: nn.Module) -> Optimizer:
+        """Group the model's parameters, and make the optimizer."""
+        raise NotImplementedError
+
+    @property
+    def name(self) -> str:
+        """The name of the function that gave it."""
+        return self.groups.owner
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grouped(Factory):
+    """What `adamw` and `sgd` give: makes the optimizer of a model when it is called with it."""
+
+    kind: type[Any]
+    groups: Groups
+    settings: Mapping[str, Any]
+    fused: Fused
 
     def __post_init__(self) -> None:
-        for name in ("lr", "weight_decay", "eps"):
-            value = getattr(self, name)
-            check_number(value, f"adamw({name}={value!r})", least=0)
-        if not isinstance(self.betas, tuple | list) or len(self.betas) != 2:
-            raise SettingError(message(f"adamw(betas={self.betas!r})", want="two numbers", fix="betas=(0.9, 0.999)"))
-        for beta in self.betas:
-            check_number(beta, f"adamw(betas={self.betas!r})", least=0, below=1)
-        object.__setattr__(self, "betas", tuple(map(float, self.betas)))  # torch takes no integers here
-        if self.lrs is not None:
-            object.__setattr__(self, "lrs", _checked_rates(self.lrs))
-        if self.fused != "auto" and not isinstance(self.fused, bool):
-            raise SettingError(message(f"adamw(fused={self.fused!r})", want='"auto", True or False'))
+        check_fused(self.name, self.fused)
 
     def __repr__(self) -> str:
-        names = ("lr", "weight_decay", "betas", "eps", "lrs", "fused")
-        return f"adamw({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
+        given = {"lr": self.groups.lr, "weight_decay": self.groups.weight_decay, **self.settings}
+        shown = [*(f"{name}={value!r}" for name, value in given.items()), *self.groups.shown()]
+        return f"{self.name}({', '.join(shown)}, fused={self.fused!r})"
 
-    def __call__(self, model: nn.Module) -> torch.optim.AdamW:
+    def __call__(self, model: nn.Module) -> Any:
         """Group the model's parameters, and make the optimizer."""
-        named = _parameters(model)
-        fused = has_fused(named.values()) if self.fused == "auto" else self.fused
-        return torch.optim.AdamW(
-            list(self._groups(model, named)), lr=self.lr, betas=self.betas, eps=self.eps, fused=fused
-        )
-
-    def _groups(self, model: nn.Module, named: Mapping[str, nn.Parameter]) -> Iterator[dict[str, Any]]:
-        """Those of the common rate first, for the first group's rate is reported as `lr`; none is empty.
-
-        Both kinds are apart without weight decay too, so that a checkpoint fits whatever the decay is.
-        """
-        keys = _keys_of(model, self.lrs or {})
-        still = _without_decay(model, named.values())
-        for key in (None, *(self.lrs or {})):
-            mine = {name: parameter for name, parameter in named.items() if keys.get(parameter) == key}
-            for decays in (True, False):
-                members = [(name, p) for name, p in mine.items() if (p not in still) == decays]
-                if members:
-                    yield {
-                        "params": members,
-                        "name": ("" if key is None else f"{key}.") + ("decay" if decays else "no_decay"),
-                        "lr": self.lr if key is None or self.lrs is None else self.lrs[key],
-                        "weight_decay": self.weight_decay if decays else 0.0,
-                    }
+        groups = self.groups.of(model)
+        fused = _is_served(self.kind, model) if self.fused == "auto" else self.fused
+        return self.kind(groups, lr=self.groups.lr, **self.settings, fused=fused)
 
 
-def _checked_rates(lrs: Any) -> dict[str, float]:
-    if not isinstance(lrs, Mapping) or not all(isinstance(key, str) for key in lrs):
-        raise SettingError(
-            message(f"adamw(lrs={lrs!r})", want="a dict of names and rates", fix='lrs={"backbone": 1e-4}')
-        )
-    for key, rate in lrs.items():
-        check_number(rate, f"adamw(lrs={{{key!r}: {rate!r}}})", least=0)
-    return dict(lrs)
+def _is_served(kind: Any, model: nn.Module) -> bool:
+    """Whether the fused kernels of this class of torch's serve a model, all of whose gradients are dense."""
+    return serves(kind, model.parameters()) and not any(getattr(m, "sparse", False) is True for m in model.modules())
 
 
-def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    named = dict(model.named_parameters())
-    if not named:
-        raise SettingError(message(f"adamw: {type(model).__name__} has no parameters", want="a model to train"))
-    if lazy := [name for name, parameter in named.items() if is_lazy(parameter)]:
-        raise SettingError(
-            message(
-                f"adamw: {lazy[0]!r} has no shape yet, so that nobody knows whether it decays",
-                fix="call model(one_batch) once before the optimizer is made",
-            )
-        )
-    return named
+def checked_betas(owner: str, betas: Any) -> tuple[float, float]:
+    """Two numbers from 0 to below 1, as floats: torch takes no integers here."""
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise SettingError(message(f"{owner}(betas={betas!r})", want="two numbers", fix="betas=(0.9, 0.999)"))
+    for beta in betas:
+        check_number(beta, f"{owner}(betas={betas!r})", least=0, below=1)
+    return float(betas[0]), float(betas[1])
 
 
-def _keys_of(model: nn.Module, lrs: Mapping[str, float]) -> dict[nn.Parameter, str]:
-    """For each parameter the name in `lrs` that holds for it; SettingError for a name that holds for none."""
-    matches: dict[nn.Parameter, list[str]] = {}
-    for key in lrs:
-        for parameter in find(model, key, f"adamw(lrs={{{key!r}: ...}})").parameters.values():
-            matches.setdefault(parameter, []).append(key)
-    chosen = {parameter: _longest(keys, lrs) for parameter, keys in matches.items()}
-    for key in lrs:
-        if key not in chosen.values():
-            why = "other names hold for all of its parameters" if any(key in m for m in matches.values()) else ""
-            raise SettingError(
-                message(
-                    f"adamw(lrs={{{key!r}: ...}}): {why or 'it has no parameters'}", fix=f"leave {key!r} out of lrs"
-                )
-            )
-    return chosen
-
-
-def _longest(keys: list[str], lrs: Mapping[str, float]) -> str:
-    first, *others = sorted(keys, key=_length, reverse=True)
-    for other in others:
-        if _length(other) == _length(first) and lrs[other] != lrs[first]:
-            raise SettingError(
-                message(
-                    f"adamw(lrs=...): {first!r} and {other!r} are equally long and mean one parameter",
-                    have=f"{lrs[first]:g} and {lrs[other]:g}",
-                    want="a longer name for the one that shall win",
-                )
-            )
-    return first
-
-
-def _length(key: str) -> int:
-    return len(re.sub(r"\[.*?\]|[*?]", "", key))
-
-
-def _without_decay(model: nn.Module, parameters: Iterable[nn.Parameter]) -> set[nn.Parameter]:
-    """Parameters with fewer than two dimensions, and all that lie in normalisation layers."""
-    norms = {p for module in model.modules() if isinstance(module, NORMS) for p in module.parameters()}
-    return norms | {p for p in parameters if p.dim() < 2}
+def check_fused(owner: str, fused: Any) -> None:
+    """Refuse what is neither "auto" nor a bool."""
+    if fused != "auto" and not isinstance(fused, bool):
+        raise SettingError(message(f"{owner}(fused={fused!r})", want='"auto", True or False'))
 
 
 def has_fused(parameters: Iterable[torch.Tensor]) -> bool:
