@@ -28,6 +28,7 @@ ALLOWED = {
     ("run/steppers.py", "norms"): "numbers that were read already",
     ("run/run.py", "judge"): "whether an update was applied, as the host knows it",
     ("run/ledger.py", "waiting"): "a list",
+    ("slots/window.py", "find_rows"): "the sizes of a PackedSequence, which lie on the host",
     ("trainer.py", "_rows_or_count"): "the count of a host batch whose rows nothing tells",
 }
 """Casts on the path that touch no tensor of the device, each with its reason."""

@@ -103,7 +103,7 @@ class LoaderBatches:
             from trainwright.data import slicing
 
             slicing.refuse_loader(self._loader, role=self._role, processes=part.size, batch_size=self.batch_size)
-            self._most = slicing.most_to_pull(_index_sampler(self._loader)) if self._by_numbers else None
+            self._most = slicing.most_to_pull(_index_sampler(self._loader)) if self.by_numbers else None
         self._part = part
         apart = part is not None and self.sharded
         self.length, self.rows = (None, None) if apart else (self.own_length, self._own_rows)
@@ -121,7 +121,7 @@ class LoaderBatches:
         begin = partial(self._begun, epoch, skip)
         if self._part is None or self.sharded:
             return slicing.own(begin, self._part, aligned=not skip)
-        if not self._by_numbers:
+        if not self.by_numbers:
             return slicing.read_whole(begin, self._part, name=self.describe())
         iterator = begin()
         assert self._order.dealt is not None
@@ -136,10 +136,10 @@ class LoaderBatches:
     @property
     def _cuts(self) -> bool:
         """Whether this process asks for its rows of a batch alone."""
-        return self._part is not None and self._by_numbers
+        return self._part is not None and self.by_numbers
 
     @property
-    def _by_numbers(self) -> bool:
+    def by_numbers(self) -> bool:
         """Whether one of several processes can ask for its rows of a batch alone; else it reads all of it."""
         return has_twin(self._loader) and not iterates_itself(self._loader) and not self.sharded
 
@@ -256,7 +256,7 @@ class LoaderBatches:
             self._loaded = {**self._loaded, **tree}
             return None
         self._elsewhere = True
-        if not self._by_numbers and not self.sharded:
+        if not self.by_numbers and not self.sharded:
             return None  # each process reads all, and so as the first one did
         self._loaded = {**self._loaded, "workers": Record().state_dict(self._loader.num_workers)}
         if self.sharded:
@@ -266,7 +266,7 @@ class LoaderBatches:
     @property
     def says_elsewhere(self) -> str | None:
         """What is not as it was after a resume on another number of processes; None where all is."""
-        if not self._loader.num_workers or not (self._by_numbers or self.sharded):
+        if not self._loader.num_workers or not (self.by_numbers or self.sharded):
             return None
         return "resumed on another number of processes: the rows are the same, the random draws of workers are not"
 

@@ -12,7 +12,7 @@ from trainwright.data.own import Batches
 @contextmanager
 def workers_kept(*sources: Any) -> Iterator[None]:
     """Have workers that were chosen stay from one pass to the next inside; afterwards none is left."""
-    held = [one for one in sources if isinstance(one, Batches)]
+    held = [one for one in _apart(sources) if isinstance(one, Batches)]
     for one in held:
         one.keeps_workers = True
     try:
@@ -25,4 +25,17 @@ def workers_kept(*sources: Any) -> Iterator[None]:
 
 def news_of(sources: Iterable[Any]) -> tuple[str, ...]:
     """What was chosen since somebody asked last, in a line each."""
-    return tuple(filter(None, [one.take_news() for one in sources if isinstance(one, Batches)]))
+    return tuple(filter(None, [one.take_news() for one in _apart(sources) if isinstance(one, Batches)]))
+
+
+def reads(train: Any, data: Any) -> bool:
+    """Whether `data` are what training reads, or one of several loaders that it reads side by side."""
+    inside = getattr(train, "loaders", None)
+    return data is train or (isinstance(inside, dict) and any(data is one for one in inside.values()))
+
+
+def _apart(sources: Iterable[Any]) -> Iterator[Any]:
+    """Sources, of several loaders that are read side by side each."""
+    for source in sources:
+        inside = getattr(source, "sources", None)
+        yield from _apart(inside.values()) if isinstance(inside, dict) else (source,)

@@ -157,7 +157,7 @@ class Batches:
         order = "shuffled" if self._dealing.shuffle else "in order"
         order = order if self._sampler is None else f"by {type(self._sampler).__name__}"
         rows = "" if self.rows is None else f"{self.rows:,} rows in "
-        size = str(self._dealing.size)
+        size = self._dealing.told
         if self._part is not None:
             size = f"{size} on each process" if self.sharded else self._part.told(self._dealing.size)
         workers = "" if self._chosen is None else self._chosen.describe()

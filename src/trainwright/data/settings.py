@@ -20,6 +20,8 @@ class Dealing:
     seed: int | None = None
     drop_last: bool = False
     workers: int | Literal["auto"] = "auto"
+    varies: bool = False
+    """Whether batches may have fewer rows than `size`."""
 
     def __post_init__(self) -> None:
         self._check_sizes()
@@ -52,6 +54,11 @@ class Dealing:
             return self.per_rank * self.processes
         assert self.batch_size is not None
         return self.batch_size
+
+    @property
+    def told(self) -> str:
+        """Rows of a batch, for the header."""
+        return f"at most {self.size}" if self.varies else str(self.size)
 
     def length(self, rows: int) -> int:
         """Batches of `rows` rows."""

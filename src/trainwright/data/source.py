@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from numbers import Number
@@ -39,7 +40,10 @@ def open_source(data: Any, *, batch_size: int | None = None, shuffle: bool = Fal
     a `Source` already, yours or ours, is taken as it is. What `sharded` has marked is this process's own part.
     """
     if isinstance(data, Sharded):
-        return _marked(open_source(data.data, batch_size=batch_size, shuffle=shuffle, role=role), role)
+        return mark(open_source(data.data, batch_size=batch_size, shuffle=shuffle, role=role), role)
+    if _is(data, "together.Together"):
+        side_by_side: Source = data.source(batch_size=batch_size, shuffle=shuffle, role=role)
+        return side_by_side
     if _is_source(data):
         return _own(data, batch_size, role)
     _refuse_what_is_no_data(data, role)
@@ -58,6 +62,8 @@ def takes_batch_size(data: Any) -> bool:
     """Whether `data` is a data set of rows, or a function that may give one, rather than ready batches."""
     if isinstance(data, Sharded):
         return takes_batch_size(data.data)
+    if _is(data, "together.Together"):
+        return any(map(takes_batch_size, data.loaders.values()))
     if isinstance(data, Tensor | np.ndarray | tuple | dict) or is_function(data):
         return True
     if isinstance(data, Batches | DataLoader | IterableDataset):
@@ -217,7 +223,7 @@ class PerEpoch:
 
     def _mark(self, source: Source) -> None:
         if self._sharded:
-            _marked(source, self._role)
+            mark(source, self._role)
 
     def _opened(self, data: Any) -> Source:
         if is_function(data):
@@ -267,7 +273,14 @@ def _is_of_this_package(data: Any) -> bool:
     from trainwright.data.foreign import LoaderBatches  # what only such data need is imported only for them
     from trainwright.data.stream import ReadyBatches
 
-    return isinstance(data, LoaderBatches | ReadyBatches)
+    return isinstance(data, LoaderBatches | ReadyBatches) or _is(data, "side_by_side.SideBySide")
+
+
+def _is(data: Any, kind: str) -> bool:
+    """Whether data are of a class of this folder, which only those import who have such data."""
+    module, name = kind.split(".")
+    imported = sys.modules.get(f"trainwright.data.{module}")
+    return imported is not None and isinstance(data, getattr(imported, name))
 
 
 def _own(source: Any, batch_size: int | None, role: str) -> Source:
@@ -278,7 +291,7 @@ def _own(source: Any, batch_size: int | None, role: str) -> Source:
     return opened
 
 
-def _marked(source: Any, role: str) -> Source:
+def mark(source: Any, role: str) -> Source:
     """A source of this process's own part of the data."""
     if not _is_of_this_package(source):
         name = type(source).__name__

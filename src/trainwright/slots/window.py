@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from trainwright.base.errors import DataError, SettingError, message
 from trainwright.base.records import Count
@@ -224,6 +225,8 @@ def find_rows(batch: Any) -> int | None:
     """Return the rows of a nested batch as `rows_of` does, or None where nothing tells them."""
     if isinstance(batch, Tensor):
         return batch.shape[0] if batch.ndim else None
+    if isinstance(batch, PackedSequence):
+        return int(batch.batch_sizes[0])  # every sequence has a first entry
     if isinstance(batch, list | tuple) and _ragged(batch):
         return len(batch)
     items = _items(batch)
@@ -291,7 +294,7 @@ def _ragged(batch: Sequence[Any]) -> bool:
 
 def _rows_in_lists(items: Sequence[Any]) -> int | None:
     """The common length of lists with one entry per row; None where the items are columns, as far as can be told."""
-    if not items or not isinstance(items[0], list | tuple):
+    if not items or not isinstance(items[0], list | tuple) or isinstance(items[0], PackedSequence):
         return None
     rows = len(items[0])
     for item in items:

@@ -1,0 +1,317 @@
+"""Several loaders side by side: who gives the epoch, who goes on, where a resume stands, what processes share."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from dealt import Rows, Sized, Stream, rows_of, starts, table
+from passes import Augmented, alike, loader, rest, resumed, trained
+from sources import generator, seeded
+from torch.utils.data import DataLoader, TensorDataset
+
+from trainwright import batches, sharded, together
+from trainwright.base.dealing import Part
+from trainwright.base.errors import DataError, SettingError
+from trainwright.data.source import beside, open_source
+from trainwright.runtime.randomness import random_state, set_random_state
+
+
+def numbers(batch: dict[str, Any]) -> dict[str, list[int]]:
+    return {name: rows_of(one) for name, one in batch.items()}
+
+
+def joined(epochs: list[list[dict[str, Any]]], name: str) -> list[int]:
+    return [row for epoch in epochs for batch in epoch for row in numbers(batch)[name]]
+
+
+def epochs(data: Any, number: int) -> list[list[dict[str, Any]]]:
+    source = open_source(data)
+    return [list(source.epoch(epoch)) for epoch in range(number)]
+
+
+def two(**how: Any) -> Any:
+    return together(a=batches(table(20), 4, shuffle=True, seed=1), b=batches(table(6), 2, shuffle=True, seed=2), **how)
+
+
+@pytest.mark.parametrize(("length", "batches_of_an_epoch"), [("longest", 5), ("shortest", 3), ("a", 5), ("b", 3)])
+def test_one_loader_gives_the_epoch(length: str, batches_of_an_epoch: int) -> None:
+    data = two(length=length)
+    assert len(data) == open_source(data).length == batches_of_an_epoch
+    assert [len(epoch) for epoch in epochs(data, 3)] == 3 * [batches_of_an_epoch]
+
+
+def test_the_loader_that_gives_the_epoch_is_read_as_alone() -> None:
+    alone = batches(table(20), 4, shuffle=True, seed=1)
+    given = epochs(two(), 2)
+    assert joined(given, "a") == [row for epoch in range(2) for one in alone.epoch(epoch) for row in rows_of(one)]
+
+
+@pytest.mark.parametrize("length", ["longest", "shortest"])
+def test_the_others_go_on_where_they_stopped_with_fresh_passes(length: str) -> None:
+    name, alone = ("b", batches(table(6), 2, shuffle=True, seed=2)) if length == "longest" else ("a", None)
+    alone = alone or batches(table(20), 4, shuffle=True, seed=1)
+    given = joined(epochs(two(length=length), 6), name)
+    passes = [row for number in range(10) for one in alone.epoch(number) for row in rows_of(one)]
+    assert given == passes[: len(given)]
+    assert len(given) > len(alone) * 2
+
+
+def test_by_hand_it_gives_the_epochs_that_a_run_gets() -> None:
+    data = two()
+    by_hand = [[numbers(one) for one in data] for _ in range(3)]
+    assert by_hand == [[numbers(one) for one in epoch] for epoch in epochs(two(), 3)]
+
+
+def test_iterating_by_hand_does_not_move_a_run() -> None:
+    data = two()
+    source = open_source(data)
+    run = source.epoch(0)
+    first = numbers(next(run))
+    for _ in data:
+        pass
+    assert [first, *map(numbers, run)] == [numbers(one) for one in epochs(two(), 1)[0]]
+
+
+def test_what_is_read_together_may_be_read_alone_meanwhile() -> None:
+    b = batches(table(6), 2, shuffle=True, seed=2)
+    source = open_source(together(a=batches(table(20), 4), b=b))
+    run = source.epoch(0)
+    next(run)
+    alone = open_source(b, role="val")
+    assert len(list(alone.epoch(0))) == 3
+    assert len(list(run)) == 4
+
+
+def test_a_batch_counts_as_the_first_loader_does() -> None:
+    source = open_source(two())
+    assert (source.rows, source.batch_size, source.length) == (20, 4, 5)
+    source = open_source(together(b=batches(table(6), 2), a=batches(table(20), 4)))
+    assert (source.rows, source.batch_size, source.length) == (None, 2, 5)
+
+
+# Resume.
+
+CASES: dict[str, Callable[[], Any]] = {
+    "batches": two,
+    "shortest": lambda: two(length="shortest"),
+    "drawn seeds": lambda: together(
+        a=batches(table(12), 4, shuffle=True),
+        b=batches(table(6), 4, shuffle=True),
+        c=batches(table(5), 2, shuffle=True),
+    ),
+    "rows that draw": lambda: together(a=batches(Augmented(), 4, shuffle=True), b=batches(Augmented(), 6, seed=3)),
+    "loaders": lambda: together(a=loader("shuffle", "0"), b=DataLoader(Augmented(), 7, shuffle=True)),
+    "generators": lambda: together(
+        a=loader("generator", "0"), b=DataLoader(Augmented(), 7, True, generator=generator())
+    ),
+    "samplers": lambda: together(a=loader("python", "0"), b=loader("globally", "0"), length="b"),
+    "loaders named": lambda: together(
+        a=DataLoader(Augmented(), 11, shuffle=True), b=loader("shuffle", "0"), length="a"
+    ),
+    "ready": lambda: together(a=loader("shuffle", "0"), b=[torch.arange(4), torch.arange(3), torch.arange(2)]),
+    "sized": lambda: together(a=Sized(20), b=Sized(7)),
+    "of the epoch": lambda: together(a=lambda epoch: batches(table(20), 4, shuffle=True), b=Sized(7), length="a"),
+    "a stream named": lambda: together(a=batches(table(20), 4), b=DataLoader(Stream(20), 4), length="a"),
+    "nested": lambda: together(a=two(), b=batches(table(9), 4, shuffle=True)),
+}
+WORKERS: dict[str, Callable[[], Any]] = {
+    "workers": lambda: together(a=loader("shuffle", "2"), b=DataLoader(Augmented(), 7, shuffle=True, num_workers=1)),
+    "persistent": lambda: together(
+        a=loader("shuffle", "1 persistent"),
+        b=DataLoader(Augmented(), 7, shuffle=True, num_workers=2, persistent_workers=True),
+    ),
+}
+
+
+def started(make: Callable[[], Any]) -> Any:
+    seeded()
+    source: Any = open_source(make())
+    source.must_resume = True
+    return source
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_resume_goes_on_as_if_never_cut(name: str) -> None:
+    make = CASES[name]
+    length = started(make).length
+    cuts = [(epoch, batch) for epoch in range(3) for batch in range(length + 1)]
+    whole, saved = trained(started(make), cuts)
+    assert trained(started(make), [])[0] == whole
+    for cut in cuts:
+        torch.manual_seed(3), random.seed(3)
+        source = open_source(make())
+        source.must_resume = True
+        assert alike(resumed(source, saved[cut], *cut), rest(whole, *cut)), cut
+
+
+@pytest.mark.parametrize("name", WORKERS)
+def test_a_resume_goes_on_with_workers(name: str) -> None:
+    make, cuts = WORKERS[name], [(0, 2), (1, 0), (1, 3), (2, 4)]
+    whole, saved = trained(started(make), cuts)
+    for cut in cuts:
+        torch.manual_seed(3), random.seed(3)
+        source = open_source(make())
+        source.must_resume = True
+        assert alike(resumed(source, saved[cut], *cut), rest(whole, *cut)), cut
+
+
+def test_a_window_may_be_given_up_and_begun_again() -> None:
+    """What is saved inside a window is where the window began, in a pass of the other loader that has ended since."""
+    source = started(CASES["loaders"])
+    start, iterator = random_state(), source.epoch(0)
+    begun = list(itertools.islice(iterator, 2))
+    source.at_boundary()
+    now = random_state()
+    ahead = [numbers(one) for one in itertools.islice(iterator, 3)]
+    saved = {"data": source.state_dict(), "start": start, "now": now}
+    again = started(CASES["loaders"])
+    again.load_state_dict(saved["data"])
+    set_random_state(start)
+    left = again.epoch(0, skip=len(begun))
+    set_random_state(now)
+    assert [numbers(one) for one in left] == ahead
+
+
+def test_a_state_of_other_loaders_is_refused() -> None:
+    state = open_source(two()).state_dict()
+    with pytest.raises(DataError, match=r"the loaders are not those(.|\n)*epochs of=b(.|\n)*epochs of=a"):
+        open_source(two(length="b")).load_state_dict(state)
+    other = together(a=batches(table(21), 4, shuffle=True, seed=1), b=batches(table(6), 2, shuffle=True, seed=2))
+    with pytest.raises(DataError, match="rows=21"):
+        open_source(other).load_state_dict(state)
+
+
+# Evaluation.
+
+
+def test_a_pass_beside_training_begins_anew_and_leaves_it_where_it_is() -> None:
+    source = open_source(two())
+    run = source.epoch(0)
+    first = [numbers(next(run)) for _ in range(2)]
+    aside = [[numbers(one) for one in beside(source).epoch(0)] for _ in range(2)]
+    assert aside[0] == aside[1] == [*first, *map(numbers, run)]
+
+
+# Several processes.
+
+DEALT = ["batches", "shortest", "drawn seeds", "loaders", "generators", "samplers", "ready"]
+FULL: dict[str, Callable[[], Any]] = {
+    **{name: CASES[name] for name in DEALT},
+    "drawn seeds": lambda: together(a=batches(table(12), 4, shuffle=True), b=batches(table(8), 4, shuffle=True)),
+    "loaders": lambda: together(a=DataLoader(Rows(20), 4, shuffle=True), b=DataLoader(Rows(20), 10, shuffle=True)),
+    "generators": lambda: together(
+        a=DataLoader(Rows(20), 4, True, generator=generator()), b=DataLoader(Rows(9), 3, True, generator=generator())
+    ),
+    "samplers": lambda: together(
+        a=DataLoader(Rows(20), 4), b=batches(table(20), 5, sampler=list(range(10))), length="b"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FULL)
+@pytest.mark.parametrize("size", [2, 3])
+def test_processes_share_the_rows_of_every_loader(name: str, size: int) -> None:
+    """Begun with the state of the first process, gone on with their own: the order is that of one process."""
+    if name in ("batches", "shortest", "ready") and size == 3:
+        pytest.skip("two rows")
+    starts()
+    alone = open_source(FULL[name]())
+    begun, whole = [], []
+    for epoch in range(3):
+        begun.append((random_state(), [one.get_state() for one in alone.generators]))
+        whole.append([numbers(one) for one in alone.epoch(epoch)])
+    ranks = []
+    for rank in range(size):
+        starts()
+        source: Any = open_source(FULL[name]())
+        source.deal(Part(rank, size))
+        ranks.append([of_rank(source, begun[epoch], epoch=epoch, rank=rank) for epoch in range(3)])
+    for epoch, expected in enumerate(whole):
+        shared = [
+            {key: [row for one in slices for row in rows_of(one.batch[key])] for key in expected[0]}
+            for slices in zip(*(rank[epoch] for rank in ranks), strict=True)
+        ]
+        assert shared == expected, epoch
+
+
+def of_rank(source: Any, begun: tuple[Any, list[Any]], *, epoch: int, rank: int) -> list[Any]:
+    """An epoch on a process: begun with the first one's random states, and gone on with its own."""
+    state, generators = begun
+    set_random_state(state)
+    for one, at in zip(source.generators, generators, strict=True):
+        one.set_state(at)
+    iterator = source.epoch(epoch)
+    torch.manual_seed(100 + rank), random.seed(100 + rank)
+    return list(iterator)
+
+
+def test_a_short_batch_that_leaves_a_process_without_rows_of_one_loader_is_refused() -> None:
+    source: Any = open_source(together(a=batches(table(20), 4), b=batches(table(7), 3)))
+    with pytest.raises(DataError, match=r"rows for some of 2 processes only(.|\n)*1 rows of b(.|\n)*drop_last=True"):
+        source.deal(Part(0, 2))
+    source = open_source(together(a=batches(table(20), 4), b=[torch.arange(3), torch.arange(1)]))
+    source.deal(Part(0, 2))
+    with pytest.raises(DataError, match=r"4 rows of a, 1 rows of b"):
+        list(source.epoch(0))
+
+
+def test_parts_of_ones_own_are_marked_for_all_or_none() -> None:
+    source: Any = open_source(together(a=sharded(batches(table(20), 4)), b=batches(table(8), 4)))
+    with pytest.raises(DataError, match=r"a: its own, b: dealt(.|\n)*together\(a=sharded"):
+        source.deal(Part(0, 2))
+    for data in (together(a=sharded(table_batches()), b=sharded(table_batches())), sharded(two())):
+        source = open_source(data)
+        source.deal(Part(1, 2))
+        one = next(source.epoch(0))
+        assert (one.rows, one.whole, source.length, source.sharded) == (None, None, None, True)
+
+
+def table_batches() -> Any:
+    return batches(table(20), 4)
+
+
+# Mistakes.
+
+
+class Once:
+    def __iter__(self) -> Iterator[Any]:
+        return iter(table(4))
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda: together(a=Sized(4)), r"fewer than two loaders(.|\n)*have  a(.|\n)*together\(a=first, b=second\)"),
+        (together, r"fewer than two loaders(.|\n)*have  none"),
+        (lambda: together(**{"a b": Sized(4), "c": Sized(4)}), r"'a b'(.|\n)*names that are identifiers"),
+        (lambda: together(**{"class": Sized(4), "c": Sized(4)}), r"'class'(.|\n)*identifiers"),
+        (lambda: together(longest=Sized(4), c=Sized(4)), r"'longest'(.|\n)*no length"),
+        (lambda: two(length="longset"), r"length='longset'(.|\n)*Did you mean 'longest'(.|\n)*'a', 'b'"),
+        (lambda: two(length=3), r"length=3(.|\n)*'longest', 'shortest', 'a', 'b'"),
+        (lambda: together(**dict.fromkeys("ab", Sized(4))), r"a=..., b=...\) are one loader"),
+        (lambda: open_source(together(a=Sized(4), b=iter(table(4)))), r"b=...\) can be iterated only once"),
+        (lambda: open_source(together(a=Sized(4), b=Once())), r"b has no length(.|\n)*length='a'"),
+        (lambda: open_source(together(a=Sized(4), b=Sized(4)), batch_size=3), r"batch_size=3 beside a Sized"),
+        (lambda: open_source(together(a=table(9), b=Sized(4))), r"a data set of rows, without a batch size"),
+    ],
+)
+def test_mistakes_are_refused_by_name(call: Callable[[], Any], named: str) -> None:
+    with pytest.raises((SettingError, DataError), match=named):
+        call()
+
+
+def test_a_batch_size_is_for_the_loaders_that_are_rows() -> None:
+    source = open_source(together(a=table(9), b=TensorDataset(*table(4)), c=[torch.arange(2)]), batch_size=3)
+    assert [len(one) for one in numbers(next(source.epoch(0))).values()] == [3, 3, 2]
+
+
+def test_the_header_tells_every_loader() -> None:
+    assert open_source(two()).describe() == (
+        "a: 20 rows in batches of 4 from memory, shuffled; "
+        "b: 6 rows in batches of 2 from memory, shuffled, again and again"
+    )
