@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trainwright import Normalise, batches
 from trainwright.tools import findings_data
-from trainwright.tools.findings_data import DeviceFacts, doubled, small_batch, tiny_batch, update_seconds
+from trainwright.tools.findings_data import DeviceFacts, small_batch, tiny_batch, update_seconds
 
 NAME = "inputs not normalised"
 
@@ -117,13 +117,6 @@ def test_the_rule_of_small_batches_on_a_device(looks: int, busy: int, used: int,
     one = small_batch(facts)
     assert (one is not None) is problem
     assert one is None or "batch_size=64" in one.fix
-
-
-def test_a_batch_of_any_nesting_is_doubled_and_one_with_other_things_in_it_is_not() -> None:
-    x = torch.arange(3)
-    twice = doubled({"a": x, "b": (x, [x + 1])})
-    assert twice["b"][1][0].tolist() == [1, 2, 3, 1, 2, 3] and len(twice["a"]) == 6
-    assert doubled((x, "name")) is None and doubled((x, torch.zeros(2))) is None
 
 
 def test_an_update_is_timed_in_seconds() -> None:

@@ -18,6 +18,7 @@ from trainwright.base.spans import Updates
 from trainwright.base.speed import Speed
 from trainwright.observers.throughput import Throughput
 from trainwright.slots.window import find_rows
+from trainwright.tools.batching import joined
 from trainwright.tools.finding import Finding, listed, silent
 from trainwright.tools.watching import Entered, Seen
 from trainwright.trainer import Trainer
@@ -101,9 +102,9 @@ def of_sizes(trainer: Trainer[Any], batches: Sequence[Any]) -> list[Finding]:
     if not 0 < rows <= FEW_ROWS:
         return []
     once = update_seconds(trainer, batches)
-    twice = [doubled(batch) for batch in batches] if once < SHORT else []
-    if not twice or any(batch is None for batch in twice):
+    if once >= SHORT:
         return []
+    twice = [joined([batch, batch]) for batch in batches]
     ratios = [update_seconds(trainer, twice) / once, *(_ratio(trainer, batches, twice) for _ in range(2))]
     found = tiny_batch(rows=rows, ratio=statistics.median(ratios))
     return [] if found is None else [found]
@@ -143,15 +144,6 @@ def update_seconds(trainer: Trainer[Any], batches: Sequence[Any], *, updates: in
     used = [batches[index % len(batches)] for index in range((updates + 2) * each)]
     silent(trainer, observers=[ticks]).fit(used, max_updates=updates + 1)
     return statistics.median(after - before for before, after in zip(ticks.times, ticks.times[1:], strict=False))
-
-
-def doubled(batch: Any) -> Any:
-    """A batch with each of its rows twice; None where not all of it is tensors of as many rows."""
-    rows = find_rows(batch)
-    leaves, form = pytree.tree_flatten(batch)
-    if rows is None or any(not isinstance(one, Tensor) or not one.ndim or len(one) != rows for one in leaves):
-        return None
-    return pytree.tree_unflatten([torch.cat([one, one]) for one in leaves], form)
 
 
 class _Ticks(Observer):
