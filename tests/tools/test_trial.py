@@ -62,7 +62,7 @@ def plain(value):
 def everything(trainer):
     modules = [(module.training, plain(vars(module))) for module in trainer.model.modules()]
     weights = [(plain(p), p.requires_grad, plain(p.grad), id(p)) for p in trainer.model.parameters()]
-    optimizer = plain(trainer.optimizer.state), plain(trainer.optimizer.param_groups)
+    optimizer = [(plain(one.state), plain(one.param_groups)) for one in trainer.optimizers.values()]
     draws = random.getstate(), np.random.get_state()[1].tobytes(), torch.get_rng_state().numpy().tobytes()
     own = [plain(vars(trainer)), plain(trainer.counters.state_dict()), plain(trainer.history)]
     switches = torch.get_num_threads(), torch.is_grad_enabled(), flushes_denormal(), gc.isenabled()

@@ -18,7 +18,7 @@ from trainwright.tools.loading import loader_techniques
 from trainwright.tools.measuring import Block, Way, most_kept, run_block
 from trainwright.tools.phases import Phases, measure_phases
 from trainwright.tools.trial import Kept, open_afresh, ready, traceless
-from trainwright.tools.ways import Technique, techniques
+from trainwright.tools.ways import Technique, as_it_is, techniques
 from trainwright.trainer import Trainer
 
 ROUNDS = 15
@@ -27,8 +27,8 @@ BLOCK = 0.15
 """Seconds of one block of updates, where the budget allows for it."""
 WARM = 2
 """Updates before the clock is read."""
-SLOW_START = 40.0
-"""Seconds that compiling may take before its first update."""
+WARM_SLOWLY = 8
+"""The same where something is compiled or recorded first."""
 ENOUGH = 120.0
 """Seconds of the whole from which on time is kept for what starts slowly."""
 READY = 24
@@ -63,7 +63,7 @@ def advise(
         source = open_afresh(train, batch_size=batch_size)
         trial = _Trial(trainer, kept, budget)
         first = ready(trainer, train, updates=2, batch_size=batch_size)
-        trial.calibrate(Way(name="as it is", data=open_afresh(first)))
+        trial.calibrate(as_it_is(trainer, open_afresh(first)))
         drawn = ready(trainer, train, updates=trial.updates + WARM, batch_size=batch_size)
         batches = [compact(batch) for batch in drawn]
         found = findings(trainer, batches, train=train, val=val, batch_size=batch_size)
@@ -73,7 +73,7 @@ def advise(
         wanted = techniques(trainer, batches)
         patience = min(0.1 * seconds, budget.left)
         wanted += loader_techniques(trainer, train, seconds_per_row=_reading(phases, row), patience=patience)
-        bases = {"ready": Way(name="as it is", data=open_afresh(batches)), "loader": Way(name="as it is", data=source)}
+        bases = {"ready": as_it_is(trainer, open_afresh(batches)), "loader": as_it_is(trainer, source)}
         memory, tried = trial.all(wanted, bases)
         whole = run_block(trainer, kept, bases["loader"], updates=trial.updates, warm=1)
     tried += _of_process(script, budget)
@@ -160,10 +160,10 @@ class _Trial:
         """Try all of them in turns until the budget is spent; what an update keeps, and what each gave."""
         found = [_Ratios(one, bases[one.against], why_not=one.why_not) for one in wanted]
         able = [one for one in found if one.technique.way is not None]
-        quick = [one for one in able if not one.technique.starts_slowly]
-        slow = [one for one in able if one.technique.starts_slowly]
+        quick = [one for one in able if not one.technique.start]
+        slow = [one for one in able if one.technique.start]
         memory = self._measure_memory(quick, bases["ready"])
-        reserve = 1.5 * SLOW_START if slow and self._budget.seconds >= ENOUGH else 0.0
+        reserve = 1.5 * sum(one.technique.start for one in slow) if self._budget.seconds >= ENOUGH else 0.0
         for turn in range(ROUNDS):
             for one in quick[turn % len(quick) :] + quick[: turn % len(quick)]:
                 if not one.why_not and self._budget.left - reserve > 2 * one.seconds:
@@ -180,25 +180,26 @@ class _Trial:
         """One block without and one with the technique."""
         begun = time.perf_counter()
         base = run_block(self._trainer, self._kept, one.base, updates=self.updates, warm=WARM)
-        block = self._block(one, segments=1)
+        block = self._block(one)
         one.seconds = time.perf_counter() - begun
         if block is not None:
             self._note(one, base, block)
 
     def _start_slowly(self, one: _Ratios) -> None:
         """One block for all, where the first update takes long; of the time that is left, if it is enough."""
-        if self._budget.left < SLOW_START:
-            one.why_not = f"it may take {SLOW_START:.0f} s to begin with; give seconds={ENOUGH:.0f} or more"
+        start = one.technique.start
+        if self._budget.left < start:
+            one.why_not = f"it may take {start:.0f} s to begin with; give seconds={ENOUGH:.0f} or more"
             return
-        base = run_block(self._trainer, self._kept, one.base, updates=self.updates, warm=WARM, segments=5)
-        block = self._block(one, segments=5)
+        base = run_block(self._trainer, self._kept, one.base, updates=self.updates, warm=WARM_SLOWLY, segments=5)
+        block = self._block(one, segments=5, warm=WARM_SLOWLY)
         if block is not None:
             self._note(one, base, block)
 
-    def _block(self, one: _Ratios, *, segments: int) -> Block | None:
+    def _block(self, one: _Ratios, *, segments: int = 1, warm: int = WARM) -> Block | None:
         """The block of a technique; None where it raises, which is then the reason why it is not tried."""
         assert one.technique.way is not None
-        how = {"updates": self.updates, "warm": WARM, "segments": segments}
+        how = {"updates": self.updates, "warm": warm, "segments": segments}
         try:
             return run_block(self._trainer, self._kept, one.technique.way, **how)
         except Exception as error:

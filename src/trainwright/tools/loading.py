@@ -16,7 +16,7 @@ from trainwright.data.prefetch import prefetch
 from trainwright.data.rows import choosing
 from trainwright.data.source import open_source
 from trainwright.tools.measuring import Way
-from trainwright.tools.ways import Technique
+from trainwright.tools.ways import Technique, bound
 from trainwright.trainer import Trainer
 
 MANY = 8
@@ -27,7 +27,7 @@ def loader_techniques(trainer: Trainer[Any], train: Any, *, seconds_per_row: flo
     """What may be switched for these data; `patience`: the most seconds that reading them whole may take."""
     found = [*_workers(train), _pinned(trainer, train), _ahead(train)]
     found.append(_in_memory(train, seconds_per_row=seconds_per_row, patience=patience))
-    return found
+    return [bound(trainer, technique) for technique in found]
 
 
 def _workers(train: Any) -> Iterator[Technique]:
