@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from trainwright.tools.cross_validate import cross_validate
     from trainwright.tools.debug import anomaly, deterministic
     from trainwright.tools.folds import CrossValidation, Fold
+    from trainwright.tools.summary import summary
     from trainwright.tools.tried import Tried, Tuned
     from trainwright.tools.tune import constrain, tune
 else:
@@ -116,6 +117,7 @@ else:
         "tools.cross_validate": ("cross_validate",),
         "tools.debug": ("anomaly", "deterministic"),
         "tools.folds": ("CrossValidation", "Fold"),
+        "tools.summary": ("summary",),
         "tools.tried": ("Tried", "Tuned"),
         "tools.tune": ("constrain", "tune"),
     }
@@ -253,6 +255,7 @@ __all__ = [
     "sgd",
     "shard",
     "sharded",
+    "summary",
     "together",
     "top_k",
     "tune",
