@@ -33,6 +33,7 @@ from trainwright.trainer import Trainer
 
 if TYPE_CHECKING:
     from trainwright.base.dealing import Slice
+    from trainwright.base.model_statistics import ModelStatistics, ParameterStatistics
     from trainwright.base.speed import Speed
     from trainwright.data.augment import Augment, Draws, Normalise
     from trainwright.data.bucketed import Bucketed, bucketed
@@ -42,7 +43,9 @@ if TYPE_CHECKING:
     from trainwright.data.together import Together, together
     from trainwright.observers.journal import Journal, journal_to_csv, read_journal
     from trainwright.observers.probe import Probe
+    from trainwright.observers.profile import Profile
     from trainwright.observers.pruning import Pruning
+    from trainwright.observers.statistics import Statistics
     from trainwright.observers.tensorboard import TensorBoard
     from trainwright.observers.throughput import Throughput
     from trainwright.parallel.launch import launch
@@ -76,12 +79,14 @@ if TYPE_CHECKING:
     from trainwright.tools.cross_validate import cross_validate
     from trainwright.tools.debug import anomaly, deterministic
     from trainwright.tools.folds import CrossValidation, Fold
+    from trainwright.tools.sklearn_wrapper import SklearnClassifier, SklearnRegressor
     from trainwright.tools.summary import summary
     from trainwright.tools.tried import Tried, Tuned
     from trainwright.tools.tune import constrain, tune
 else:
     _LATER = {
         "base.dealing": ("Slice",),
+        "base.model_statistics": ("ModelStatistics", "ParameterStatistics"),
         "base.speed": ("Speed",),
         "data.augment": ("Augment", "Draws", "Normalise"),
         "data.bucketed": ("Bucketed", "bucketed"),
@@ -91,7 +96,9 @@ else:
         "data.together": ("Together", "together"),
         "observers.journal": ("Journal", "journal_to_csv", "read_journal"),
         "observers.probe": ("Probe",),
+        "observers.profile": ("Profile",),
         "observers.pruning": ("Pruning",),
+        "observers.statistics": ("Statistics",),
         "observers.tensorboard": ("TensorBoard",),
         "observers.throughput": ("Throughput",),
         "parallel.launch": ("launch",),
@@ -117,6 +124,7 @@ else:
         "tools.cross_validate": ("cross_validate",),
         "tools.debug": ("anomaly", "deterministic"),
         "tools.folds": ("CrossValidation", "Fold"),
+        "tools.sklearn_wrapper": ("SklearnClassifier", "SklearnRegressor"),
         "tools.summary": ("summary",),
         "tools.tried": ("Tried", "Tuned"),
         "tools.tune": ("constrain", "tune"),
@@ -178,6 +186,7 @@ __all__ = [
     "Mean",
     "Metric",
     "MixedPrecision",
+    "ModelStatistics",
     "MultiStep",
     "Nest",
     "NonFiniteError",
@@ -186,12 +195,14 @@ __all__ = [
     "OneCycle",
     "Pack",
     "Pad",
+    "ParameterStatistics",
     "Part",
     "Plan",
     "Plateau",
     "Precision",
     "Probe",
     "ProcessError",
+    "Profile",
     "Progress",
     "Pruning",
     "Rates",
@@ -203,9 +214,12 @@ __all__ = [
     "Schedule",
     "Seconds",
     "SettingError",
+    "SklearnClassifier",
+    "SklearnRegressor",
     "Slice",
     "Source",
     "Speed",
+    "Statistics",
     "Step",
     "StepError",
     "StepLR",

@@ -1,0 +1,290 @@
+"""Networks as estimators of scikit-learn, for `GridSearchCV`, `Pipeline` and the rest. Imported when asked for."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+from sklearn.model_selection import train_test_split
+from sklearn.utils import check_random_state
+from sklearn.utils.metaestimators import available_if
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import _check_sample_weight, check_is_fitted, column_or_1d, validate_data
+from torch import Tensor, nn
+
+from trainwright.base.errors import SettingError, message
+from trainwright.base.records import Step, Sum
+from trainwright.data.own import batches
+from trainwright.runtime.randomness import seed as start_random_state
+from trainwright.runtime.randomness import unmoved
+from trainwright.slots.losses import KnownLoss, known_loss
+from trainwright.slots.optimizers import adamw
+from trainwright.trainer import Trainer
+
+Array = NDArray[Any]
+_NESTED = ("module", "trainer")
+"""What `<name>__x` sets an entry of `<name>_params` of."""
+_FOR_PREDICTION = ("device", "precision")
+"""The settings of a trainer that predictions are made with too."""
+
+
+class _Estimator(BaseEstimator):  # type: ignore[misc]
+    """What the classifier and the regressor share."""
+
+    _is_classifier = False
+
+    def __init__(
+        self,
+        module: Callable[..., nn.Module] | Literal["auto"] = "auto",
+        *,
+        module_params: Mapping[str, Any] | None = None,
+        loss: Callable[..., Any] | Literal["auto"] = "auto",
+        optimizer: Callable[..., torch.optim.Optimizer] | Literal["auto"] = "auto",
+        lr: float = 1e-3,
+        epochs: int = 50,
+        batch_size: int | Literal["all"] = 32,
+        validation: float | None = None,
+        trainer_params: Mapping[str, Any] | None = None,
+        dtype: str = "float32",
+        random_state: Any = None,
+    ) -> None:
+        self.module = module
+        self.module_params = module_params
+        self.loss = loss
+        self.optimizer = optimizer
+        self.lr = lr
+        self.epochs = epochs
+        self.batch_size = batch_size
+        self.validation = validation
+        self.trainer_params = trainer_params
+        self.dtype = dtype
+        self.random_state = random_state
+
+    def get_params(self, deep: bool = True) -> dict[str, Any]:
+        """Return the parameters; `deep`: those of the module and the trainer too, as `module__<name>`."""
+        params: dict[str, Any] = super().get_params(deep)
+        for prefix in _NESTED if deep else ():
+            own = getattr(self, f"{prefix}_params")
+            params |= {f"{prefix}__{name}": own[name] for name in (own if isinstance(own, Mapping) else ())}
+        return params
+
+    def set_params(self, **params: Any) -> Self:
+        """Set parameters; `module__<name>` and `trainer__<name>` set one of the module's or the trainer's."""
+        own = {
+            name: value for name, value in params.items() if name.partition("__")[0] not in _NESTED or "__" not in name
+        }
+        super().set_params(**own)
+        for prefix in _NESTED:
+            start = f"{prefix}__"
+            given = {name.removeprefix(start): value for name, value in params.items() if name.startswith(start)}
+            if given:
+                setattr(self, f"{prefix}_params", {**(getattr(self, f"{prefix}_params") or {}), **given})
+        return self
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
+        """Train a fresh module on `X` (rows, features) and `y`; return the estimator.
+
+        `sample_weight` weighs each row's loss: an update goes by the weighted mean over its rows, and rows of weight 0
+        are left out. The random state of the process stays as it was, but for a draw from NumPy's where `random_state`
+        is None, as with every estimator of scikit-learn.
+        """
+        X, y = validate_data(self, X, y, dtype=self._numpy_dtype(), multi_output=not self._is_classifier)
+        weight = _weights(sample_weight, X)
+        if weight is not None:
+            X, y, weight = X[weight > 0], y[weight > 0], weight[weight > 0]
+        target, outputs = self._read_target(y)
+        seed = int(check_random_state(self.random_state).randint(2**31 - 1))
+        with unmoved():
+            start_random_state(seed)
+            self._train([X, target, *([] if weight is None else [weight])], outputs, seed=seed)
+        return self
+
+    def _train(self, columns: Sequence[Array], outputs: int, *, seed: int) -> None:
+        trainer = self._made(columns[0].shape[1], outputs, weighed=len(columns) == 3)
+        held_out = None
+        if self.validation is not None:
+            classes = columns[1] if self._is_classifier else None
+            split: Any = train_test_split(*columns, test_size=self.validation, random_state=seed, stratify=classes)
+            columns, held_out = split[::2], tuple(split[1::2])
+        size = self._rows_of_a_batch(len(columns[0]))
+        train = batches(tuple(columns), size, shuffle=True, seed=seed)
+        val = None if held_out is None else batches(held_out, size)
+        self.history_ = trainer.fit(train, val, epochs=self.epochs).history
+        self.module_ = trainer.model
+
+    def _made(self, features: int, outputs: int, *, weighed: bool) -> Trainer[Any]:
+        """A trainer with a fresh module, for so many features and outputs."""
+        build = perceptron if self.module == "auto" else self.module
+        if isinstance(build, nn.Module) or not callable(build):
+            want = "a class, or a function (features, outputs) that builds a fresh one"
+            what = f"{type(self).__name__}(module): a {type(build).__name__}"
+            raise SettingError(message(what, want=want, fix="module=Net, module__width=64"))
+        module = build(features, outputs, **(self.module_params or {})).to(getattr(torch, self.dtype))
+        optimizer: Any = adamw if self.optimizer == "auto" else self.optimizer
+        optimizer = partial(optimizer, lr=self.lr) if _takes_parameters(optimizer) else optimizer(lr=self.lr)
+        loss: Any = copy.deepcopy(self.loss)  # a module may learn
+        if loss == "auto":
+            loss = nn.CrossEntropyLoss() if self._is_classifier else nn.MSELoss()
+        settings = {"console": False, "parallel": None, **(self.trainer_params or {})}
+        if not weighed:
+            return Trainer(module, optimizer, loss, **settings)
+        trainer = _Weighed(module, optimizer, loss, **settings)
+        trainer.each = _each_row(loss)
+        return trainer
+
+    def _outputs(self, X: Any) -> Tensor:
+        """What the module gives for rows."""
+        check_is_fitted(self)
+        X = validate_data(self, X, dtype=self._numpy_dtype(), reset=False)
+        settings = {name: value for name, value in (self.trainer_params or {}).items() if name in _FOR_PREDICTION}
+        predictor = Trainer(self.module_, console=False, parallel=None, **settings)
+        output: Tensor = predictor.predict(X, batch_size=self._rows_of_a_batch(len(X)))
+        return output
+
+    def _rows_of_a_batch(self, rows: int) -> int:
+        if isinstance(self.batch_size, str) and self.batch_size != "all":
+            raise SettingError(message(f"batch_size={self.batch_size!r}", want='a whole number, or "all"'))
+        return rows if isinstance(self.batch_size, str) else self.batch_size
+
+    def _numpy_dtype(self) -> Any:
+        if self.dtype not in ("float32", "float64"):
+            raise SettingError(message(f"dtype={self.dtype!r}", want='"float32" or "float64"'))
+        return np.dtype(self.dtype)
+
+    def _read_target(self, y: Array) -> tuple[Array, int]:
+        """The target as the loss reads it, and how many outputs the module has."""
+        raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The weights are pickled as they lie on the CPU, so that they are read where there is no GPU."""
+        kept: Any = super().__getstate__()
+        state: dict[str, Any] = dict(kept)
+        module = state.get("module_")
+        if module is not None and any(not tensor.is_cpu for tensor in (*module.parameters(), *module.buffers())):
+            state["module_"] = copy.deepcopy(module).cpu()
+        return state
+
+
+class SklearnClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
+    """A network as a classifier of scikit-learn.
+
+    `module(n_features, n_classes, **module_params)` builds it, and gives one score per class: a class of yours, or a
+    function; "auto" is a perceptron with a hidden layer of `width` 64. `loss`: "auto" is cross entropy. `optimizer`: a
+    class of torch's, a partial of one, or `sgd` and its like, given `lr`; "auto" is `adamw`. `batch_size`: rows, or
+    "all". `validation`: a share of the rows to validate on. `trainer_params`: other settings of the `Trainer`. A grid
+    may ask for any of them, and for `module__width` or `trainer__clip`. Module and inputs are made `dtype`.
+    `random_state` is scikit-learn's: a whole number gives the same fit again. After `fit`: `classes_`, `module_`,
+    `history_`.
+    """
+
+    _is_classifier = True
+
+    def predict(self, X: Any) -> Array:
+        """Return the likeliest class of each row."""
+        scores = self._outputs(X)
+        classes: Array = self.classes_[scores.argmax(1).numpy()]
+        return classes
+
+    @available_if(lambda self: self._gives_probabilities())  # type: ignore[untyped-decorator]
+    def predict_proba(self, X: Any) -> Array:
+        """Return the probability of each class, in the order of `classes_`; for cross entropy and NLL alone."""
+        probabilities: Array = self._log_probabilities(X).exp().numpy()
+        return probabilities
+
+    @available_if(lambda self: self._gives_probabilities())  # type: ignore[untyped-decorator]
+    def predict_log_proba(self, X: Any) -> Array:
+        """Return the logarithm of `predict_proba`."""
+        logarithms: Array = self._log_probabilities(X).numpy()
+        return logarithms
+
+    def _log_probabilities(self, X: Any) -> Tensor:
+        scores = self._outputs(X)
+        return scores if isinstance(self.loss, nn.NLLLoss) else scores.log_softmax(1)
+
+    def _gives_probabilities(self) -> bool:
+        return self.loss == "auto" or isinstance(self.loss, nn.CrossEntropyLoss | nn.NLLLoss)
+
+    def _read_target(self, y: Array) -> tuple[Array, int]:
+        check_classification_targets(y)
+        self.classes_, target = np.unique(column_or_1d(y, warn=True), return_inverse=True)
+        return target.astype(np.int64), len(self.classes_)
+
+
+class SklearnRegressor(RegressorMixin, _Estimator):  # type: ignore[misc]
+    """A network as a regressor of scikit-learn, of one output or several.
+
+    `module(n_features, n_outputs, **module_params)` builds it, and gives (rows, n_outputs). `loss`: "auto" is the mean
+    squared error. The target is taken as it is: `TransformedTargetRegressor` scales it. All else as for
+    `SklearnClassifier`. After `fit`: `module_`, `history_`.
+    """
+
+    def predict(self, X: Any) -> Array:
+        """Return a value for each row, or (rows, n_outputs) where `y` had columns; float64."""
+        output = self._outputs(X)
+        values: Array = output.double().numpy()
+        return values.ravel() if self._is_flat else values
+
+    def _read_target(self, y: Array) -> tuple[Array, int]:
+        if y.ndim == 2 and y.shape[1] == 1:
+            y = column_or_1d(y, warn=True)
+        self._is_flat = y.ndim == 1
+        target = y.astype(self._numpy_dtype()).reshape(len(y), -1)
+        return target, target.shape[1]
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.target_tags.multi_output = True
+        return tags
+
+
+def perceptron(features: int, outputs: int, *, width: int = 64) -> nn.Module:
+    """A perceptron with one hidden layer."""
+    return nn.Sequential(nn.Linear(features, width), nn.ReLU(), nn.Linear(width, outputs))
+
+
+class _Weighed(Trainer[Any]):
+    """A trainer whose batches are (inputs, target, weight of each row): losses are weighted means."""
+
+    each: Callable[[Tensor, Tensor], Tensor]
+
+    def split(self, batch: Any) -> tuple[Any, Any]:
+        return (batch[0],), batch[1]
+
+    def count(self, batch: Any) -> Any:
+        return batch[2].sum()
+
+    def training_step(self, batch: Any) -> Any:
+        inputs, target, weight = batch
+        output = self.model(inputs)
+        total = (self.each(output, target) * weight).sum()
+        return Step(Sum(total, weight.sum()), output, target)
+
+
+def _takes_parameters(optimizer: Any) -> bool:
+    """Whether it is a class of torch's or a partial of one, and no `adamw`, which makes a function of the model."""
+    return isinstance(optimizer.func if isinstance(optimizer, partial) else optimizer, type)
+
+
+def _each_row(loss: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    """The loss as one value per row; SettingError for one that cannot be taken apart."""
+    known: KnownLoss | None = known_loss(loss)
+    if known is None or known.reduction != "mean" or getattr(loss, "weight", None) is not None:
+        fix = "loss=nn.CrossEntropyLoss(), and the weights of classes in sample_weight"
+        what = f"sample_weight with loss={loss!r}"
+        raise SettingError(message(what, want="a mean of torch's own, without weights of classes", fix=fix))
+    return known.each_row
+
+
+def _weights(given: Any, X: Array) -> Array | None:
+    if given is None:
+        return None
+    weight: Array = _check_sample_weight(given, X, dtype=X.dtype, ensure_non_negative=True)
+    if not weight.any():
+        raise ValueError("All sample_weight are 0: there is no row to train on")
+    return weight
