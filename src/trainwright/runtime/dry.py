@@ -41,13 +41,21 @@ class Given:
 
     inputs: tuple[Any, ...] = ()
     keywords: Mapping[str, Any] = field(default_factory=dict)
+    call: Callable[..., Any] | None = None
+    """Is given the model before them; None: the model is called."""
+
+    def run(self, model: nn.Module) -> Any:
+        """Call a model."""
+        if self.call is not None:
+            return self.call(model, *self.inputs, **self.keywords)
+        return model(*self.inputs, **self.keywords)
 
     def on(self, device: torch.device | None) -> Given:
         """The same with its tensors on a device; None: copies where they are."""
         if device is not None:
-            return Given(move(self.inputs, device), move(self.keywords, device))
+            return Given(move(self.inputs, device), move(self.keywords, device), self.call)
         place = torch.device("cpu")  # unused: nothing but tensors is copied
-        return Given(change(self.inputs, place, _copied), change(self.keywords, place, _copied))
+        return Given(change(self.inputs, place, _copied), change(self.keywords, place, _copied), self.call)
 
 
 @dataclass
@@ -65,12 +73,6 @@ class Dry:
     def flops(self) -> int:
         """Operations so far."""
         return int(self.counter.get_total_flops())
-
-    @property
-    def bytes(self) -> int:
-        """Bytes alive."""
-        assert self.living is not None
-        return self.living.now
 
     def let_go(self) -> Callable[[], None]:
         """Let go of the output; return the backward, which begins from ones."""
@@ -114,7 +116,7 @@ def dry(
         prepare(run)
         watching: Any = run.living or counter
         with watching:
-            run.output = twin(*there.inputs, **there.keywords)
+            run.output = there.run(twin)
             yield run
 
 
@@ -138,14 +140,20 @@ def measured(model: nn.Module, given: Given, *, on: torch.device | None, release
             release_all(run.twin)
 
     with dry(model, given, on, prepare=prepare) as run:
-        backward = run.let_go()
-        kept = run.bytes
-        backward()
-        assert run.living is not None
-        peak = run.living.peak
+        kept, peak = memory_of(run)
     with dry(model, given, on, counts=True, prepare=prepare) as run:
         run.let_go()()
         return Pass(kept, peak, run.flops)
+
+
+def memory_of(run: Dry, look: Callable[[Living], None] = lambda _: None) -> tuple[int, int]:
+    """Bytes that are kept for the backward, and the most at once until its end; `look` is called between the two."""
+    backward, living = run.let_go(), run.living
+    assert living is not None
+    kept = living.now
+    look(living)
+    backward()
+    return kept, living.peak
 
 
 def _copied(tensor: Tensor) -> Tensor:

@@ -1,0 +1,309 @@
+"""`summary(model, batch)`: what each module of a model holds, computes and keeps for the backward; nothing is moved."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from trainwright.base.errors import SettingError, message
+from trainwright.observers.table import amount
+from trainwright.run.batches import split
+from trainwright.runtime.dry import Dry, Given, Pass, dry, memory_of, somewhere
+from trainwright.runtime.living import Living
+from trainwright.runtime.walking import parameters_of, tensors_in
+
+Call = Callable[[nn.Module, Any], Any]
+"""Calls a model with a batch."""
+_LOOKED_UP = (nn.Embedding, nn.EmbeddingBag)
+"""Modules whose weights take part in no multiplication."""
+
+
+def summary(
+    model: nn.Module, batch: Any, *, call: Call | None = None, on: Literal["meta", "device"] = "meta"
+) -> Summary:
+    """Return what each module of a model holds and does with this batch, forward and backward.
+
+    The model is called as the default steps of a trainer call it: with all of a tuple but the target at its end, with
+    a mapping's items but its target; where its `forward` does not take that, with the whole batch; or by
+    `call(model, batch)`. It runs as a copy on torch's meta device, which holds shapes and no numbers; `on="device"`
+    runs a copy where the model lies, under autocast too. A model that does not run on meta (`.item()`, a device named
+    in its code), or is asked about under autocast, which meta has not, runs there by itself, and `note` says why.
+    Model, modes, random state and batch stay as they are. Hooks of the model are left out. What is kept is counted as
+    the operations of that device keep it: fused kernels of a GPU may keep less. SettingError where a parameter has no
+    shape yet, and where the model cannot be called with the batch.
+    """
+    if on not in ("meta", "device"):
+        raise SettingError(message(f"summary(on={on!r})", want='"meta" or "device"'))
+    if not isinstance(model, nn.Module):
+        raise TypeError(message(f"summary({type(model).__name__}, ...)", want="a torch.nn.Module"))
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            what = f"summary: {name} has no shape yet"
+            raise SettingError(message(what, fix="call model(one_batch) once before"))
+    given = Given((batch,), call=call) if call is not None else _given(model, batch)
+    note = 'on="device"' if on == "device" else _why_not_meta(model)
+    if note:
+        watch = _watched(model, given, None)
+    else:
+        watch, note = somewhere(lambda device: _watched(model, given, device))
+    flops, _ = somewhere(lambda device: _counted(model, given, device, watch))
+    return Summary(
+        layers=tuple(watch.layer(index, name, one) for index, (name, one) in enumerate(model.named_modules())),
+        total=Pass(watch.kept, watch.peak, flops),
+        weights=_bytes(model.parameters()),
+        buffers=_bytes(model.buffers()),
+        note=note,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """A module, with all that is inside it."""
+
+    name: str
+    """Its first name; "" is the model."""
+    kind: str
+    """Its class."""
+    depth: int
+    calls: int = 0
+    """How often its forward was called; 0 where others use its weights, or nobody does."""
+    outputs: tuple[tuple[int, ...], ...] = ()
+    """The shapes of the tensors that its first call returned."""
+    parameters: int = 0
+    """Elements, shared ones once."""
+    trained: int = 0
+    """Those of them that are not frozen."""
+    buffers: int = 0
+    """Elements of its buffers."""
+    flops: int = 0
+    """Floating-point operations of its forward: matrix products, convolutions, attention."""
+    kept: int = 0
+    """Bytes made in its forward that stay for the backward."""
+    uncounted: bool = False
+    """Whether it has weights for products, and no operations are known: its kernel has no formula."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """What a model holds, computes and keeps; `print` shows a table."""
+
+    layers: tuple[Layer, ...]
+    """The model first, then what is inside it, each module once."""
+    total: Pass
+    """Memory and operations of forward and backward together."""
+    weights: int
+    """Bytes of parameters."""
+    buffers: int
+    """Bytes of buffers."""
+    note: str = ""
+    """Why it ran where the model lies, and not on the meta device; "" where it ran there."""
+
+    def __getitem__(self, name: str) -> Layer:
+        """Return the layer of this name."""
+        for layer in self.layers:
+            if layer.name == name:
+                return layer
+        raise KeyError(name)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it as plain data."""
+        return asdict(self)
+
+    def table(self, depth: int | None = None) -> str:
+        """Return the table as text, with modules down to `depth` (the model is at 0)."""
+        layers = [layer for layer in self.layers if depth is None or layer.depth <= depth]
+        rows = [_HEAD, *map(_row, layers)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
+        lines = ["  ".join(_placed(row, widths)).rstrip() for row in rows]
+        return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:], *self._totals()])
+
+    def __str__(self) -> str:
+        """Return the whole table."""
+        return self.table()
+
+    def _totals(self) -> Iterator[str]:
+        model, total = self.layers[0], self.total
+        frozen = model.parameters - model.trained
+        parts = [f"{model.parameters:,} parameters", *([f"{frozen:,} frozen"] if frozen else [])]
+        yield ""
+        yield " · ".join([*parts, f"{_size(self.weights)} of weights", f"{_size(self.buffers)} of buffers"])
+        yield f"{amount(model.flops)} operations forward, {amount(total.flops)} with the backward"
+        yield f"{_size(total.kept)} kept for the backward, {_size(total.peak)} at most, gradients included"
+        unknown = [layer.name for layer in self.layers if layer.uncounted]
+        if unknown:
+            yield f"operations of {', '.join(unknown)} are not counted: torch has no formula for them"
+        if self.note:
+            yield f"measured where the model lies: {self.note}"
+
+
+_HEAD = ("module", "output", "parameters", "trained", "buffers", "operations", "kept")
+
+
+def _row(layer: Layer) -> tuple[str, ...]:
+    name = "  " * layer.depth + (f"{layer.name.rpartition('.')[2]} " if layer.name else "") + f"({layer.kind})"
+    shapes = " ".join("x".join(map(str, shape)) or "1" for shape in layer.outputs) or "-"
+    times = f" x {layer.calls} calls" if layer.calls > 1 else "" if layer.calls or layer.flops else " not called"
+    numbers = (layer.parameters, layer.trained, layer.buffers)
+    flops = "?" if layer.uncounted else amount(layer.flops)
+    return (name, shapes + times, *(f"{one:,}" for one in numbers), flops, _size(layer.kept))
+
+
+def _placed(row: tuple[str, ...], widths: list[int]) -> Iterator[str]:
+    for column, (text, width) in enumerate(zip(row, widths, strict=True)):
+        yield text.ljust(width) if column < 2 else text.rjust(width)
+
+
+def _size(size: int) -> str:
+    """Bytes in short."""
+    value, units = float(size), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1023.95 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    return f"{value:.0f} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
+
+
+def _given(model: nn.Module, batch: Any) -> Given:
+    """The inputs in a batch, else the whole of it, whichever the model's forward takes."""
+    inputs, _ = split(batch)
+    whole = batch if isinstance(batch, tuple | list | Mapping) else (batch,)
+    for each in (inputs, whole):
+        given = Given((), dict(each)) if isinstance(each, Mapping) else Given(tuple(each))
+        if _takes(model, given):
+            return given
+    forward = f"{type(model).__name__}.forward{inspect.signature(model.forward)}"
+    have = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else f"a {type(batch).__name__} of {len(whole)}"
+    raise SettingError(
+        message(
+            "summary: the model cannot be called with this batch",
+            have=have,
+            want=forward,
+            fix='summary(model, batch, call=lambda model, batch: model(batch["image"]))',
+        )
+    )
+
+
+def _takes(model: nn.Module, given: Given) -> bool:
+    try:
+        inspect.signature(model.forward).bind(*given.inputs, **given.keywords)
+    except TypeError:
+        return False
+    return True
+
+
+def _why_not_meta(model: nn.Module) -> str:
+    kinds = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
+    under = any(torch.is_autocast_enabled(kind) for kind in kinds if torch.amp.is_autocast_available(kind))
+    return "meta has no autocast" if under else ""
+
+
+def _watched(model: nn.Module, given: Given, on: torch.device | None) -> _Watch:
+    """Follow memory forward and backward."""
+    watch = _Watch(list(model.modules()))
+    with dry(model, given, on, prepare=watch.memory) as run:
+        watch.kept, watch.peak = memory_of(run, watch.note)
+    return watch
+
+
+def _counted(model: nn.Module, given: Given, on: torch.device | None, watch: _Watch) -> int:
+    """Count operations: those of each module's forward, and those of forward and backward together, returned."""
+    watch.flops.clear()
+    with dry(model, given, on, counts=True, prepare=watch.operations) as run:
+        backward = run.let_go()
+        watch.over = True  # a backward may compute modules again
+        backward()
+        return run.flops
+
+
+@dataclass
+class _Watch:
+    """Follows which modules of a copy are running, by their place among all modules."""
+
+    modules: list[nn.Module]
+    running: list[int] = field(default_factory=list)
+    calls: dict[int, int] = field(default_factory=dict)
+    shapes: dict[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    flops: dict[int, int] = field(default_factory=dict)
+    made: dict[tuple[int, ...], int] = field(default_factory=dict)
+    """Bytes kept, by the modules that were running when they were made."""
+    kept: int = 0
+    peak: int = 0
+    over: bool = False
+    """Whether the forward has ended."""
+
+    def memory(self, run: Dry) -> None:
+        """Note calls and shapes, and to whom memory belongs."""
+        self._follow(run, self._returned)
+        assert run.living is not None
+        run.living.maker = lambda: tuple(self.running)
+
+    def note(self, living: Living) -> None:
+        """Note what is kept when the forward has ended."""
+        self.made, self.over = dict(living.by), True
+
+    def operations(self, run: Dry) -> None:
+        """Note operations of modules; those of a call inside another of the same module are in that one's."""
+        began: list[int] = []
+
+        def end(index: int, _: Any) -> None:
+            made = run.flops - began.pop()
+            if index not in self.running:
+                self.flops[index] = self.flops.get(index, 0) + made
+
+        self._follow(run, end, lambda: began.append(run.flops))
+
+    def layer(self, index: int, name: str, module: nn.Module) -> Layer:
+        """What was found of a module; one without a forward has what is inside it."""
+        parameters, calls = parameters_of(module), self.calls.get(index, 0)
+        tops = {self.modules.index(one) for one in self._called(module)}
+        flops = sum(self.flops.get(one, 0) for one in tops)
+        products = [p for p in module.parameters(recurse=False) if p.dim() > 1]
+        return Layer(
+            name=name,
+            kind=type(module).__name__,
+            depth=name.count(".") + 1 if name else 0,
+            calls=calls,
+            outputs=self.shapes.get(index, ()),
+            parameters=sum(p.numel() for p in parameters),
+            trained=sum(p.numel() for p in parameters if p.requires_grad),
+            buffers=sum(b.numel() for b in module.buffers()),
+            flops=flops,
+            kept=sum(size for running, size in self.made.items() if not tops.isdisjoint(running)),
+            uncounted=bool(products) and calls > 0 and not flops and not isinstance(module, _LOOKED_UP),
+        )
+
+    def _called(self, module: nn.Module) -> list[nn.Module]:
+        """The module, or where it was not called the outermost ones in it that were."""
+        if self.calls.get(self.modules.index(module)):
+            return [module]
+        return [inner for child in module.children() for inner in self._called(child)]
+
+    def _follow(self, run: Dry, end: Callable[[int, Any], None], begin: Callable[[], None] = lambda: None) -> None:
+        self.running.clear()
+        self.over = False
+        for index, module in enumerate(run.twin.modules()):
+
+            def enter(*_: Any, index: int = index) -> None:
+                if not self.over:
+                    self.running.append(index)
+                    begin()
+
+            def leave(*given: Any, index: int = index) -> None:
+                if not self.over:
+                    self.running.pop()
+                    end(index, given[-1])
+
+            module.register_forward_pre_hook(enter)
+            module.register_forward_hook(leave)
+
+    def _returned(self, index: int, output: Any) -> None:
+        self.calls[index] = self.calls.get(index, 0) + 1
+        self.shapes.setdefault(index, tuple(tuple(one.shape) for one in tensors_in(output)))
+
+
+def _bytes(tensors: Iterator[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
