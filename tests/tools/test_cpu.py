@@ -74,9 +74,16 @@ def test_an_allocator_that_is_missing_says_how_to_get_it(monkeypatch: pytest.Mon
 
 
 def test_the_scripts_own_seconds_are_compared_as_medians_of_ratios(tmp_path: Path) -> None:
-    fast, slow = measure_settings(script(tmp_path, OWN), [FAST, SLOW], seconds=1.5)
+    missing = replace(FAST, name="missing", why_not="it is not installed")
+    lost, fast, slow = measure_settings(script(tmp_path, OWN), [missing, FAST, SLOW], seconds=1.5)
+    assert lost.speedup is None
     assert (fast.speedup, fast.spread, slow.speedup) == (2.0, (2.0, 2.0), 0.25)
     assert fast.trials >= 2 and not fast.why_not
+
+
+def test_what_is_told_is_the_median() -> None:
+    told = cpu._told(FAST, [1.0, 8.0, 2.0, 4.0, 3.0], "")
+    assert (told.speedup, told.spread, told.trials) == (3.0, (2.0, 4.0), 5)
 
 
 def test_without_a_line_of_its_own_the_whole_process_is_timed(tmp_path: Path) -> None:
