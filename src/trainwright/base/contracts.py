@@ -15,6 +15,7 @@ from trainwright.base.records import Result, Saved, Update, Validation
 from trainwright.base.spans import Span
 
 if TYPE_CHECKING:
+    from trainwright.base.model_statistics import ModelStatistics
     from trainwright.base.speed import Speed
 
 Tree = Any
@@ -162,6 +163,9 @@ class Observer:
     def on_speed(self, speed: Speed) -> None:
         """How fast a stretch of training went: each time that a `Throughput` among the observers asks for it."""
 
+    def on_statistics(self, statistics: ModelStatistics) -> None:
+        """What weights, gradients and an update look like: where a `Statistics` among the observers asks for it."""
+
     def on_validate(self, record: Validation) -> None:
         """After every validation."""
 
@@ -175,7 +179,10 @@ class Observer:
         """After the last update, also when the run ends in an error."""
 
 
-EVENTS = ("on_epoch", "on_fit_end", "on_fit_start", "on_save", "on_speed", "on_update", "on_validate")
+EVENTS = (
+    *("on_epoch", "on_fit_end", "on_fit_start", "on_save", "on_speed", "on_statistics"),
+    *("on_update", "on_validate"),
+)
 
 
 def listeners(observers: Sequence[Observer], event: str) -> list[Any]:

@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -18,6 +18,7 @@ from trainwright.base.records import Result, Saved, Update, Validation
 from trainwright.base.spans import Updates
 
 if TYPE_CHECKING:
+    from trainwright.base.model_statistics import ModelStatistics
     from trainwright.base.speed import Speed
 
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -25,7 +26,7 @@ _encode = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",",
 
 
 class Journal(Observer):
-    """Appends one JSON object per event to a file: start, update, speed, validate, epoch, save, end.
+    """Appends one JSON object per event to a file: start, update, speed, statistics, validate, epoch, save, end.
 
     `updates=n` writes every nth update (a skipped one always); each line costs a few microseconds. Lines are handed
     to the system as they are written, so that no checkpoint becomes whole before what it has seen is told. NaN and
@@ -109,6 +110,13 @@ class Journal(Observer):
         record |= {"held_back": self._held_back} if self._held_back else {}
         names = ("seconds", "rows", "updates", "rows_per_second", "updates_per_second", "waiting", "mfu", "bound")
         self._write(record | {name: getattr(speed, name) for name in names} | {"memory": dict(speed.memory)})
+
+    def on_statistics(self, statistics: ModelStatistics) -> None:
+        """Write what weights, gradients and an update look like."""
+        record = {"event": "statistics", "epoch": statistics.epoch, "update": statistics.update}
+        record |= {"held_back": self._held_back} if self._held_back else {}
+        told = {name: asdict(one) | {"update_ratio": one.update_ratio} for name, one in statistics.parameters.items()}
+        self._write(record | {"parameters": told})
 
     def on_save(self, saved: Saved) -> None:
         """Write that a checkpoint is whole."""

@@ -10,6 +10,12 @@ from trainwright.base.errors import message
 from trainwright.base.spans import Epochs, Span, check_span
 
 
+class Inspecting(Observer):
+    """An observer for which the loop pauses: it looks into the run, and changes nothing. `name`: with its settings."""
+
+    name = ""
+
+
 class Probe(Observer):
     """Calls `fn(trainer)` each time `every` has passed; a dict of numbers that it returns is logged.
 

@@ -15,6 +15,7 @@ from trainwright.base.records import Result, Saved, Update, Validation
 from trainwright.base.spans import Seconds, Span, Updates
 
 if TYPE_CHECKING:
+    from trainwright.base.model_statistics import ModelStatistics
     from trainwright.base.speed import Speed
 
 
@@ -83,6 +84,12 @@ class TensorBoard(Observer):
         names = ("rows_per_second", "updates_per_second", "waiting", "mfu")
         told = {f"speed/{name}": value for name in names if (value := getattr(speed, name)) is not None}
         self._write(speed.update, told | {f"memory/{kind}": size for kind, size in speed.memory.items()})
+
+    def on_statistics(self, statistics: ModelStatistics) -> None:
+        """Write what weights, gradients and an update look like, by parameter."""
+        names = ("weight_norm", "weight_max", "weight_zeros", "grad_norm", "grad_max", "grad_zeros", "update_ratio")
+        told = [(kind, name, getattr(one, kind)) for name, one in statistics.parameters.items() for kind in names]
+        self._write(statistics.update, {f"{kind}/{name}": value for kind, name, value in told if value is not None})
 
     def on_save(self, saved: Saved) -> None:
         """Hand what is written to the system: a run that goes on from this checkpoint finds it."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from trainwright.base.contracts import Source, listeners
 from trainwright.base.errors import SettingError, message
 from trainwright.base.records import Validation
-from trainwright.observers.probe import Probe
+from trainwright.observers.probe import Inspecting, Probe
 from trainwright.observers.throughput import Throughput
 from trainwright.run.boundary import BETWEEN
 from trainwright.run.due import Bell
@@ -25,7 +25,7 @@ from trainwright.slots.checkpoint import Keeping
 
 if TYPE_CHECKING:
     from trainwright.run.agreeing import Agreement, Asked
-    from trainwright.run.metering import Meter
+    from trainwright.run.inspecting import Inspector
 
 
 class Pauses:
@@ -43,8 +43,8 @@ class Pauses:
         self._clock: float | None = None
         """The seconds that all processes go by in the pause in hand; None for one process, which has a clock."""
         self._epoch_ended = False
-        self._meters: list[Meter] = []
-        """What measures the speed of the run, where somebody asks for it."""
+        self._meters: list[Inspector] = []
+        """What measures the run, its speed say, where somebody asks for it."""
 
     def start(self) -> None:
         """Set clocks and bells going, after loading."""
@@ -66,17 +66,24 @@ class Pauses:
             self.run.agreement.start()
         self.go_on()
 
-    def _asked_meters(self) -> list[Meter]:
-        """What measures the speed, imported only where somebody asks for it."""
-        if not any(isinstance(one, Throughput) for one in listening(self.owner)):
-            return []
-        from trainwright.run.metering import meters_of
+    def _asked_meters(self) -> list[Inspector]:
+        """What measures the run, imported only where somebody asks for it."""
+        meters: list[Inspector] = []
+        if any(isinstance(one, Throughput) for one in listening(self.owner)):
+            from trainwright.run.metering import meters_of
 
-        return meters_of(self.run)
+            meters += meters_of(self.run)
+        if any(isinstance(one, Inspecting) for one in self.owner.observers):
+            from trainwright.run.inspecting import inspectors_of
+
+            meters += inspectors_of(self.run)
+        return meters
 
     def _check_probes(self) -> None:
         """Refuse probes that only some processes have: all pause for one, and it may be a forward of all."""
-        each = self.owner.world.gather([f"{probe.name} every {probe.span}" for probe, _ in self._probes])
+        probes = [f"{probe.name} every {probe.span}" for probe, _ in self._probes]
+        others = [one.name for one in self.owner.observers if isinstance(one, Inspecting)]
+        each = self.owner.world.gather([*probes, *others])
         if any(told != each[0] for told in each):
             what = "the processes were given different probes"
             have = "; ".join(f"rank {rank}: {', '.join(told) or 'none'}" for rank, told in enumerate(each[:4]))
@@ -270,7 +277,7 @@ class Pauses:
             run.woken and run.agreement is None
         ):  # by a hook, or by the thread that saves; asked last, so that no call is lost
             run.due = 0
-        for meter in self._meters:
+        for meter in reversed(self._meters):  # clocks come first and go last
             meter.go_on()
         if run.graphed is not None:
             run.graphed.pause()

@@ -1,0 +1,35 @@
+"""Asks for statistics of weights, gradients and updates, parameter by parameter, at an interval."""
+
+from __future__ import annotations
+
+from trainwright.base.errors import SettingError, message
+from trainwright.base.model_statistics import ModelStatistics
+from trainwright.base.spans import Updates
+from trainwright.observers.probe import Inspecting
+
+
+class Statistics(Inspecting):
+    """Has a run tell all observers the `ModelStatistics` of each `every` updates, as `on_statistics`.
+
+    They hold norm, maximum and zeros of each parameter of the model and of the gradient that it was moved by, and how
+    far the update has moved it. `parameters`: a pattern of their names, such as "head.*". The numbers are of one
+    update, computed on the device and read in one transfer; the weights are kept beside for that update. Others cost
+    nothing. The journal and TensorBoard write them, and `latest` holds them. Of several processes the first one's are
+    told; all need the same `Statistics`. SettingError for a model in shards, and where the pattern names nothing.
+    """
+
+    def __init__(self, *, every: Updates = Updates(100), parameters: str = "*") -> None:  # noqa: B008
+        if not isinstance(every, Updates):
+            what = f"Statistics(every={every!r})"
+            raise SettingError(message(what, want="Updates(n)", fix="Statistics(every=Updates(100))"))
+        if not isinstance(parameters, str) or not parameters:
+            what = f"Statistics(parameters={parameters!r})"
+            raise SettingError(message(what, want="a pattern of names", fix='Statistics(parameters="head.*")'))
+        self.span, self.parameters = every, parameters
+        self.name = f"Statistics(every={every}, parameters={parameters!r})"
+        self.latest: ModelStatistics | None = None
+        """What was told last."""
+
+    def on_statistics(self, statistics: ModelStatistics) -> None:
+        """Keep it."""
+        self.latest = statistics

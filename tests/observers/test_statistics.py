@@ -1,0 +1,218 @@
+"""Statistics of weights, gradients and updates: exact against plain torch, honest about NaN, and without a trace."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from trainwright import (
+    ClipNorm,
+    Journal,
+    ModelStatistics,
+    Observer,
+    SettingError,
+    Statistics,
+    TensorBoard,
+    Trainer,
+    Updates,
+    batches,
+    read_journal,
+)
+from trainwright.runtime import late
+
+x = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
+y = torch.arange(40) % 3
+EACH = Updates(1)
+
+
+class Told(Observer):
+    def __init__(self) -> None:
+        self.seen: list[ModelStatistics] = []
+
+    def on_statistics(self, statistics: ModelStatistics) -> None:
+        self.seen.append(statistics)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+
+
+def made(*observers: Any, model: Any = None, cls: Any = Trainer, **settings: Any) -> Any:
+    model = net() if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return cls(model, optimizer, nn.CrossEntropyLoss(), console=False, observers=observers, **settings)
+
+
+def data(size: int = 4) -> Any:
+    return batches((x, y), size, shuffle=False)
+
+
+def by_hand(updates: int) -> list[dict[str, dict[str, float]]]:
+    """The numbers of each update of a plain loop: windows of two batches of four rows, clipped at 0.5."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    rows = []
+    for index in range(updates):
+        rows_of = slice(8 * (index % 5), 8 * (index % 5) + 8)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x[rows_of]), y[rows_of]).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        before = {name: one.detach().clone() for name, one in model.named_parameters()}
+        optimizer.step()
+        rows.append({name: numbers(one, before[name]) for name, one in model.named_parameters()})
+    return rows
+
+
+def numbers(parameter: nn.Parameter, before: torch.Tensor) -> dict[str, float]:
+    weight, grad = parameter.detach(), parameter.grad
+    assert grad is not None
+    return {
+        "weight_norm": weight.norm().item(),
+        "weight_max": weight.abs().max().item(),
+        "weight_zeros": (weight == 0).float().mean().item(),
+        "grad_norm": grad.norm().item(),
+        "grad_max": grad.abs().max().item(),
+        "grad_zeros": (grad == 0).float().mean().item(),
+        "update_ratio": ((weight - before).norm() / before.norm()).item(),
+    }
+
+
+@pytest.mark.parametrize("each", [1, 2, 3, 7])
+def test_the_numbers_are_those_of_a_plain_loop(each: int) -> None:
+    told = Told()
+    made(Statistics(every=Updates(each)), told, accumulate=2, clip=ClipNorm(0.5)).fit(data(), epochs=4)
+    assert [one.update for one in told.seen] == list(range(each, 21, each))
+    expected = by_hand(20)
+    for one in told.seen:
+        for name, found in one.parameters.items():
+            plain = expected[one.update - 1][name]
+            assert {key: getattr(found, key) for key in plain} == pytest.approx(plain, rel=2e-4, abs=1e-7)
+    assert list(told.seen[0].parameters) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+
+
+def test_the_run_is_the_same_one_without_it() -> None:
+    def trained(*observers: Any) -> Any:
+        trainer = made(*observers, clip=1.0)
+        return trainer.fit(data(), data(), epochs=2, validate=Updates(3)).history, list(trainer.model.parameters())
+
+    rows, weights = trained(Statistics(every=Updates(2)))
+    other_rows, other_weights = trained()
+    assert rows == other_rows
+    assert all(torch.equal(a, b) for a, b in zip(weights, other_weights, strict=True))
+
+
+def test_a_nan_is_a_nan_and_is_counted() -> None:
+    class Poisons(Trainer[Any]):
+        def after_update(self) -> None:
+            with torch.no_grad():
+                self.model[2].weight.grad[0, :2] = math.nan
+                self.model[2].weight[1, 1] = math.inf
+                self.model[0].bias.zero_()
+
+    told = Told()
+    made(Statistics(every=EACH), told, cls=Poisons).fit(data(), max_updates=1)
+    poisoned, fine = told.seen[0].parameters["2.weight"], told.seen[0].parameters["0.weight"]
+    assert math.isnan(poisoned.grad_norm) and math.isnan(poisoned.grad_max)
+    assert (poisoned.grad_nonfinite, poisoned.weight_nonfinite) == (2, 1)
+    assert poisoned.weight_norm == math.inf and poisoned.update_norm == math.inf
+    assert math.isfinite(fine.grad_norm) and not fine.grad_nonfinite
+    assert told.seen[0].parameters["0.bias"].weight_zeros == 1.0
+    assert "3 not finite" in str(told.seen[0])
+    assert math.isnan(ModelOf(0.0, 0.0)) and ModelOf(1.0, 0.0) == math.inf
+
+
+def ModelOf(moved: float, before: float) -> float:
+    from trainwright import ParameterStatistics
+
+    none = {"weight_norm": 0.0, "weight_max": 0.0, "weight_zeros": 0.0, "weight_nonfinite": 0}
+    return ParameterStatistics(elements=1, update_norm=moved, before=before, **none).update_ratio
+
+
+def test_frozen_parameters_have_no_gradient_and_sparse_ones_count_what_they_leave_out() -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(10, 4, sparse=True)
+            self.head = nn.Linear(4, 3)
+            self.head.bias.requires_grad_(False)
+
+        def forward(self, words: torch.Tensor) -> torch.Tensor:
+            return self.head(self.words(words).mean(1))
+
+    told, model = Told(), Words()
+    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.1)
+    trainer = Trainer(
+        model,
+        optimizer,
+        nn.CrossEntropyLoss(),
+        console=False,
+        observers=[Statistics(every=EACH), told],
+    )
+    words = torch.tensor([[0, 1], [1, 2]])
+    trainer.fit((words, torch.tensor([0, 1])), epochs=1, batch_size=2)
+    seen = told.seen[0].parameters
+    assert seen["words.weight"].grad_zeros == 0.7
+    assert seen["head.bias"].grad_norm is None and seen["head.bias"].update_norm == 0.0
+    assert "-" in str(told.seen[0]).splitlines()[-1]
+
+
+def test_all_numbers_of_a_turn_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, real = [], late.read
+
+    def read(values: Any) -> Any:
+        reads.append(len(values))
+        return real(values)
+
+    monkeypatch.setattr(late, "read", read)
+    made(Statistics(every=Updates(5))).fit(data(), epochs=1)
+    assert [size for size in reads if size == 4 * 10] == [40, 40]
+
+
+def test_a_pattern_chooses_parameters_and_one_that_names_none_is_refused() -> None:
+    told = Told()
+    made(Statistics(every=EACH, parameters="2.*"), told).fit(data(), max_updates=1)
+    assert list(told.seen[0].parameters) == ["2.weight", "2.bias"]
+    with pytest.raises(SettingError, match=r"matches none of the model's.*(?s:.)*0\.weight"):
+        made(Statistics(parameters="heads.*")).fit(data(), epochs=1)
+
+
+def test_updates_that_were_held_back_are_no_turn() -> None:
+    bad = x.clone()
+    bad[[9, 10, 25]] = math.nan
+    told = Told()
+    trainer = made(Statistics(every=Updates(3)), told, nonfinite="skip")
+    # With an end by the clock the loop pauses after each update, also after those that were held back.
+    trainer.fit(batches((bad, y), 4, shuffle=False), epochs=2, max_seconds=1000.0)
+    assert [one.update for one in told.seen] == [3, 6, 9, 12, 15]
+    assert all(math.isfinite(one.parameters["0.weight"].update_norm) for one in told.seen)
+    assert all(one.parameters["0.weight"].update_norm > 0 for one in told.seen)
+
+
+@pytest.mark.parametrize("setting", [{"every": 5}, {"every": None}, {"parameters": ""}, {"parameters": None}])
+def test_settings_are_checked_when_they_are_given(setting: dict[str, Any]) -> None:
+    with pytest.raises(SettingError, match="want"):
+        Statistics(**setting)
+
+
+def test_the_journal_and_tensorboard_write_them(tmp_path: Path) -> None:
+    journal, board = Journal(tmp_path / "run.jsonl"), TensorBoard(tmp_path / "board")
+    asked = Statistics(every=Updates(5))
+    made(asked, journal, board).fit(data(), epochs=1)
+    written = [one for one in read_journal(tmp_path / "run.jsonl") if one["event"] == "statistics"]
+    assert [one["update"] for one in written] == [5, 10]
+    assert asked.latest is not None
+    last = asked.latest.parameters["0.weight"]
+    assert written[-1]["parameters"]["0.weight"]["grad_norm"] == last.grad_norm
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    shown = EventAccumulator(str(tmp_path / "board"), size_guidance={"scalars": 0}).Reload()
+    assert [(e.step, e.value) for e in shown.Scalars("update_ratio/0.weight")][-1] == (
+        10,
+        pytest.approx(last.update_ratio, rel=1e-6),
+    )
