@@ -108,7 +108,8 @@ def test_padding_is_told_as_it_is() -> None:
     share = 1 - sum(int(mask.sum()) for mask in anyhow) / sum(mask.numel() for mask in anyhow)
     assert data.padding_mixed() == pytest.approx(share, abs=0.05)
     assert data.padding() < 0.12 < 0.5 < data.padding_mixed()
-    assert f"bucketed by length ({data.padding():.1%} padding, {data.padding_mixed():.1%} without)" in data.describe()
+    shares = f"{data.padding():.1%} of what a batch holds is padding, {data.padding_mixed():.1%} without"
+    assert data.note == f"bucketed by length: {shares}"
 
 
 @pytest.mark.parametrize("how", [{}, {"tokens": 200, "batch_size": None}, {"drop_last": True}], ids=str)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from dealt import Rows, Sized, Stream, rows_of, starts, table
-from passes import Augmented, alike, loader, rest, resumed, trained
+from passes import Augmented, Globally, alike, loader, rest, resumed, trained
 from sources import generator, seeded
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -184,6 +184,17 @@ def test_a_state_of_other_loaders_is_refused() -> None:
     other = together(a=batches(table(21), 4, shuffle=True, seed=1), b=batches(table(6), 2, shuffle=True, seed=2))
     with pytest.raises(DataError, match="rows=21"):
         open_source(other).load_state_dict(state)
+
+
+def test_orders_that_are_drawn_together_are_not_one_order() -> None:
+    for make in (
+        lambda: DataLoader(Rows(20), 20, shuffle=True),
+        lambda: batches(table(20), 20, shuffle=True),
+        lambda: DataLoader(Rows(20), 20, sampler=Globally()),
+    ):
+        source = started(lambda make=make: together(a=make(), b=make(), c=make()))
+        given = [tuple(one) for epoch in range(2) for batch in source.epoch(epoch) for one in numbers(batch).values()]
+        assert len(set(given)) == 6
 
 
 # Evaluation.

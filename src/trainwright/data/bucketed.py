@@ -169,11 +169,16 @@ class Bucketed(Batches):
         rows = torch.randperm(len(lengths), generator=draws)
         return padding_share(lengths, rows.tensor_split(self._buckets.number(drop_last=False)))
 
-    def describe(self) -> str:
-        """Rows, batch size, order, padding."""
+    @property
+    def note(self) -> str:
+        """A line for the header."""
         if self._padding is None:
-            self._padding = f"{self.padding():.1%} padding, {self.padding_mixed():.1%} without"
-        return f"{super().describe()}, bucketed by length ({self._padding})"
+            self._padding = f"{self.padding():.1%} of what a batch holds is padding, {self.padding_mixed():.1%} without"
+        return f"bucketed by length: {self._padding}"
+
+    def describe(self) -> str:
+        """Rows, batch size, order."""
+        return f"{super().describe()}, by length"
 
     def facts(self) -> dict[str, Any]:
         """What must not change between a save and a resume."""

@@ -117,6 +117,11 @@ class SideBySide:
         told = {name: f"{name}: {one}" for name, one in self._told.items()}
         return "; ".join(one if name == self._leader else f"{one}, again and again" for name, one in told.items())
 
+    @property
+    def note(self) -> str:
+        """A line for the header."""
+        return f"read together: {self.describe()}"
+
     def deal(self, part: Part | None) -> None:
         """From now on `epoch` gives a `Slice` of each batch: this process's part of it; None: whole batches again.
 

@@ -189,6 +189,8 @@ def _check_val(val: Mapping[str, Source], ends: Ends) -> None:
 
 def _notes(owner: Owner, source: Source, plan: Plan) -> list[str]:
     notes = shared_out(owner, plan, apart=bool(getattr(source, "sharded", False)))
+    if isinstance(note := getattr(source, "note", None), str):
+        notes.append(note)
     if plan.val and owner.hooks.steps_itself and not owner.hooks.validates_itself:
         notes.append("validates by your training_step, in eval mode")
     if str(owner.precision) == "tf32" and owner.device.type == "cpu":
