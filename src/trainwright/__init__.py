@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from trainwright.tools.cross_validate import cross_validate
     from trainwright.tools.debug import anomaly, deterministic
     from trainwright.tools.folds import CrossValidation, Fold
+    from trainwright.tools.largest_batch import LargestBatch, largest_batch
     from trainwright.tools.sklearn_wrapper import SklearnClassifier, SklearnRegressor
     from trainwright.tools.summary import summary
     from trainwright.tools.tried import Tried, Tuned
@@ -124,6 +125,7 @@ else:
         "tools.cross_validate": ("cross_validate",),
         "tools.debug": ("anomaly", "deterministic"),
         "tools.folds": ("CrossValidation", "Fold"),
+        "tools.largest_batch": ("LargestBatch", "largest_batch"),
         "tools.sklearn_wrapper": ("SklearnClassifier", "SklearnRegressor"),
         "tools.summary": ("summary",),
         "tools.tried": ("Tried", "Tuned"),
@@ -180,6 +182,7 @@ __all__ = [
     "Journal",
     "Keeping",
     "Lamb",
+    "LargestBatch",
     "Lars",
     "Linear",
     "LossScaler",
@@ -254,6 +257,7 @@ __all__ = [
     "deterministic",
     "freeze",
     "journal_to_csv",
+    "largest_batch",
     "latest_checkpoint",
     "launch",
     "load_weights",
