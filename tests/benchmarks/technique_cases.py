@@ -64,16 +64,16 @@ def workers(bench: Bench) -> Found:
     model(torch.zeros(2, 1, 28, 28))
     optimizer, pinned = torch.optim.SGD(model.parameters(), lr=0.01), torch.cuda.is_available()
     one = DataLoader(data, 64, shuffle=True)
-    several = DataLoader(data, 64, shuffle=True, num_workers=2, pin_memory=pinned, persistent_workers=True)
     columns = torch.from_numpy(data.images).float().div_(255).unsqueeze(1), torch.from_numpy(data.labels)
     memory = batches(columns, 64, shuffle=True, seed=0)
-    ways = {
-        "none": lambda: train(model, one, optimizer),  # type: ignore[arg-type]
-        "workers": lambda: train(model, several, optimizer),  # type: ignore[arg-type]
-        "memory": lambda: train(model, memory, optimizer),  # type: ignore[arg-type]
-    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch advises against more workers than cores: that is judged below
+        several = DataLoader(data, 64, shuffle=True, num_workers=2, pin_memory=pinned, persistent_workers=True)
+        ways = {
+            "none": lambda: train(model, one, optimizer),  # type: ignore[arg-type]
+            "workers": lambda: train(model, several, optimizer),  # type: ignore[arg-type]
+            "memory": lambda: train(model, memory, optimizer),  # type: ignore[arg-type]
+        }
         times = by_turns(ways, bench, clock=time.perf_counter)
     ratio, spread = compare(times, "none", "workers")
     memories = times_as_fast(*compare(times, "none", "memory"))
