@@ -80,6 +80,8 @@ if TYPE_CHECKING:
     from trainwright.tools.debug import anomaly, deterministic
     from trainwright.tools.folds import CrossValidation, Fold
     from trainwright.tools.largest_batch import LargestBatch, largest_batch
+    from trainwright.tools.masking import mask_weights
+    from trainwright.tools.pruning import remove_channels, shrink
     from trainwright.tools.sklearn_wrapper import SklearnClassifier, SklearnRegressor
     from trainwright.tools.summary import summary
     from trainwright.tools.tried import Tried, Tuned
@@ -126,6 +128,8 @@ else:
         "tools.debug": ("anomaly", "deterministic"),
         "tools.folds": ("CrossValidation", "Fold"),
         "tools.largest_batch": ("LargestBatch", "largest_batch"),
+        "tools.masking": ("mask_weights",),
+        "tools.pruning": ("remove_channels", "shrink"),
         "tools.sklearn_wrapper": ("SklearnClassifier", "SklearnRegressor"),
         "tools.summary": ("summary",),
         "tools.tried": ("Tried", "Tuned"),
@@ -261,6 +265,7 @@ __all__ = [
     "latest_checkpoint",
     "launch",
     "load_weights",
+    "mask_weights",
     "mode",
     "muon",
     "nest",
@@ -269,10 +274,12 @@ __all__ = [
     "param_groups",
     "prefetch",
     "read_journal",
+    "remove_channels",
     "save_weights",
     "sgd",
     "shard",
     "sharded",
+    "shrink",
     "summary",
     "together",
     "top_k",
