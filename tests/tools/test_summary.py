@@ -129,7 +129,7 @@ class Needs(nn.Module):
 def test_what_does_not_run_on_meta_runs_where_the_model_lies_and_says_so() -> None:
     model, x = Needs(), torch.randn(6, 4)
     model(x.clone()).sum().backward()
-    model.layers[1].eval()
+    model.layers[2].eval()
     before = copy.deepcopy((model.state_dict(), [p.grad for p in model.parameters()], x, torch.get_rng_state()))
     found = summary(model, x)
     assert "item()" in found.note and "measured where the model lies" in str(found)
@@ -139,7 +139,7 @@ def test_what_does_not_run_on_meta_runs_where_the_model_lies_and_says_so() -> No
         assert one[0] == other[0] and torch.equal(one[1], other[1])
     assert all(torch.equal(one, other) for one, other in zip(before[1], after[1], strict=True))
     assert torch.equal(before[2], after[2]) and torch.equal(before[3], after[3])
-    assert (model.calls, model.training, model.layers[1].training) == (1, True, False)
+    assert (model.calls, model.training, model.layers[2].training) == (1, True, False)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 

@@ -32,12 +32,7 @@ def find_blocks(model: nn.Module, blocks: Blocks | None, call: str) -> dict[str,
             fix = f"{call}(model, {{Block}}), with a class, or names such as 'layers.*'"
             raise SettingError(message(what, want="blocks=", fix=fix))
         return {name: module for name, module in model.named_modules() if any(module is one for one in found)}
-    chosen: dict[str, nn.Module] = {}
-    for said, means in _meanings(blocks, call):
-        meant = dict(_outermost(model, "", means))
-        if not meant:
-            raise _nothing(model, said, call)
-        chosen |= meant
+    chosen = _chosen(model, blocks, call, find=lambda means: dict(_outermost(model, "", means)))
     if lists := [f"{name} ({type(one).__name__})" for name, one in chosen.items() if isinstance(one, _LISTS)]:
         what = f"{call}: {lists[0]} has no forward of its own"
         raise SettingError(message(what, want="the modules in it", fix=f"'{lists[0].split(' ')[0]}.*'"))
@@ -46,10 +41,28 @@ def find_blocks(model: nn.Module, blocks: Blocks | None, call: str) -> dict[str,
     return {name: one for name, one in model.named_modules() if id(one) in every - around}
 
 
+def named(model: nn.Module, blocks: Blocks, call: str) -> dict[str, nn.Module]:
+    """All modules that are meant, by name, also those inside one another; SettingError where one means nothing."""
+    every = [(name, module) for name, module in model.named_modules() if module is not model]
+    return _chosen(model, blocks, call, find=lambda means: {name: one for name, one in every if means(name, one)})
+
+
 def described(found: dict[str, nn.Module]) -> str:
     """How many of which classes: "6 Block"."""
     counted = Counter(type(module).__name__ for module in found.values())
     return " and ".join(f"{n} {name}" for name, n in counted.items())
+
+
+def _chosen(
+    model: nn.Module, blocks: Blocks, call: str, *, find: Callable[[Means], dict[str, nn.Module]]
+) -> dict[str, nn.Module]:
+    chosen: dict[str, nn.Module] = {}
+    for said, means in _meanings(blocks, call):
+        meant = find(means)
+        if not meant:
+            raise _nothing(model, said, call)
+        chosen |= meant
+    return chosen
 
 
 def _meanings(blocks: Any, call: str) -> Iterator[tuple[str, Means]]:

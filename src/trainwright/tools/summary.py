@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -13,13 +12,11 @@ from torch.nn.parameter import is_lazy
 
 from trainwright.base.errors import SettingError, message
 from trainwright.observers.table import amount
-from trainwright.run.batches import split
 from trainwright.runtime.dry import Dry, Given, Pass, dry, memory_of, somewhere
 from trainwright.runtime.living import Living
 from trainwright.runtime.walking import parameters_of, tensors_in
+from trainwright.tools.calling import Call, given_by
 
-Call = Callable[[nn.Module, Any], Any]
-"""Calls a model with a batch."""
 _LOOKED_UP = (nn.Embedding, nn.EmbeddingBag)
 """Modules whose weights take part in no multiplication."""
 
@@ -46,7 +43,7 @@ def summary(
         if is_lazy(parameter):
             what = f"summary: {name} has no shape yet"
             raise SettingError(message(what, fix="call model(one_batch) once before"))
-    given = Given((batch,), call=call) if call is not None else _given(model, batch)
+    given = Given((batch,), call=call) if call is not None else given_by(model, batch, "summary")
     note = 'on="device"' if on == "device" else _why_not_meta(model)
     if note:
         watch = _watched(model, given, None)
@@ -165,34 +162,6 @@ def _size(size: int) -> str:
     while value >= 1023.95 and len(units) > 1:
         value, units = value / 1024, units[1:]
     return f"{value:.0f} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
-
-
-def _given(model: nn.Module, batch: Any) -> Given:
-    """The inputs in a batch, else the whole of it, whichever the model's forward takes."""
-    inputs, _ = split(batch)
-    whole = batch if isinstance(batch, tuple | list | Mapping) else (batch,)
-    for each in (inputs, whole):
-        given = Given((), dict(each)) if isinstance(each, Mapping) else Given(tuple(each))
-        if _takes(model, given):
-            return given
-    forward = f"{type(model).__name__}.forward{inspect.signature(model.forward)}"
-    have = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else f"a {type(batch).__name__} of {len(whole)}"
-    raise SettingError(
-        message(
-            "summary: the model cannot be called with this batch",
-            have=have,
-            want=forward,
-            fix='summary(model, batch, call=lambda model, batch: model(batch["image"]))',
-        )
-    )
-
-
-def _takes(model: nn.Module, given: Given) -> bool:
-    try:
-        inspect.signature(model.forward).bind(*given.inputs, **given.keywords)
-    except TypeError:
-        return False
-    return True
 
 
 def _why_not_meta(model: nn.Module) -> str:
