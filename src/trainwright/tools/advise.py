@@ -238,8 +238,8 @@ def _of_process(script: str | Path | None, budget: Budget) -> list[Effect]:
 
     settings = settings_to_try()
     if script is None:
-        why_not = 'it is set before the process begins: advise(..., script="train.py") tries it'
-        return [Effect(name=one.name, how=one.how, why_not=why_not) for one in settings]
+        later = 'set before a process begins: advise(..., script="train.py") tries it'
+        return [Effect(name=one.name, how=one.how, why_not=one.why_not or later) for one in settings]
     return [
         Effect(
             name=one.name, how=one.how, speedup=one.speedup, spread=one.spread, trials=one.trials, why_not=one.why_not
