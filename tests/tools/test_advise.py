@@ -168,7 +168,7 @@ def test_settings_of_the_process_are_listed_or_measured_by_a_script(of_clean, tm
     model = nn.Linear(4, 2)
     trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), console=False)
     ready = [(torch.randn(64, 4), torch.zeros(64, dtype=torch.int64))]
-    tried = {one.name: one for one in advise(trainer, ready, seconds=2, script=tmp_path / "train.py").tried}
+    tried = {one.name: one for one in advise(trainer, ready, seconds=5, script=tmp_path / "train.py").tried}
     assert all(tried[one.name].speedup is not None or tried[one.name].why_not for one in listed)
     assert any(tried[one.name].speedup is not None for one in listed)
 
