@@ -78,9 +78,11 @@ if TYPE_CHECKING:
     from trainwright.tools.advise import advise
     from trainwright.tools.cross_validate import cross_validate
     from trainwright.tools.debug import anomaly, deterministic
+    from trainwright.tools.fast_run import FastRun, fast_run
     from trainwright.tools.folds import CrossValidation, Fold
     from trainwright.tools.largest_batch import LargestBatch, largest_batch
     from trainwright.tools.masking import mask_weights
+    from trainwright.tools.overfit import Overfit, overfit_batches
     from trainwright.tools.pruning import remove_channels, shrink
     from trainwright.tools.sklearn_wrapper import SklearnClassifier, SklearnRegressor
     from trainwright.tools.summary import summary
@@ -126,9 +128,11 @@ else:
         "tools.advise": ("advise",),
         "tools.cross_validate": ("cross_validate",),
         "tools.debug": ("anomaly", "deterministic"),
+        "tools.fast_run": ("FastRun", "fast_run"),
         "tools.folds": ("CrossValidation", "Fold"),
         "tools.largest_batch": ("LargestBatch", "largest_batch"),
         "tools.masking": ("mask_weights",),
+        "tools.overfit": ("Overfit", "overfit_batches"),
         "tools.pruning": ("remove_channels", "shrink"),
         "tools.sklearn_wrapper": ("SklearnClassifier", "SklearnRegressor"),
         "tools.summary": ("summary",),
@@ -181,6 +185,7 @@ __all__ = [
     "Epochs",
     "Exponential",
     "Fast",
+    "FastRun",
     "Fold",
     "Gradients",
     "Journal",
@@ -200,6 +205,7 @@ __all__ = [
     "Normalise",
     "Observer",
     "OneCycle",
+    "Overfit",
     "Pack",
     "Pad",
     "ParameterStatistics",
@@ -259,6 +265,7 @@ __all__ = [
     "count_flops",
     "cross_validate",
     "deterministic",
+    "fast_run",
     "freeze",
     "journal_to_csv",
     "largest_batch",
@@ -269,6 +276,7 @@ __all__ = [
     "mode",
     "muon",
     "nest",
+    "overfit_batches",
     "pack",
     "pad",
     "param_groups",

@@ -16,6 +16,8 @@ from trainwright.observers.probe import Inspecting
 from trainwright.observers.table import number, printable
 
 _NAME = 54
+_STEP = "ProfilerStep"
+"""What torch calls the range of all that is recorded; its own time is that of no operation."""
 
 
 class Profile(Inspecting):
@@ -102,6 +104,7 @@ class Profile(Inspecting):
 
     def _table(self, events: Sequence[Any], *, updates: int, first: int) -> list[str]:
         """The operations by their own time, on the device where it is CUDA; milliseconds per update."""
+        events = [event for event in events if not self._on_cuda or not _is_range(event)]
         cpu = sum(event.self_cpu_time_total for event in events)
         device = sum(event.self_device_time_total for event in events)
         by, whole = ("self_device_time_total", device) if self._on_cuda else ("self_cpu_time_total", cpu)
@@ -112,7 +115,13 @@ class Profile(Inspecting):
         lines.append(head + (f"{'cuda ms':>10}" if self._on_cuda else ""))
         for event in listed:
             share = getattr(event, by) / whole if whole else 0.0
-            line = f" {event.key[: _NAME - 1]:<{_NAME}}{event.count / updates:>8.4g}{share:>8.1%}"
+            name = "(Python, outside of operations)" if event.key.startswith(_STEP) else event.key
+            line = f" {name[: _NAME - 1]:<{_NAME}}{event.count / updates:>8.4g}{share:>8.1%}"
             line += f"{number(event.self_cpu_time_total / per):>10}"
             lines.append(line + (f"{number(event.self_device_time_total / per):>10}" if self._on_cuda else ""))
         return [printable(line, None) for line in lines]
+
+
+def _is_range(event: Any) -> bool:
+    """Whether it spans operations and is none: on a device its time would be theirs a second time."""
+    return event.key.startswith(_STEP) or bool(getattr(event, "is_user_annotation", False))

@@ -1,0 +1,162 @@
+"""A fast run: it meets the mistakes that a long run would meet late, says what it ran, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from trainwright import (
+    EMA,
+    Checkpoint,
+    CheckpointError,
+    DataError,
+    EarlyStopping,
+    Observer,
+    OneCycle,
+    SettingError,
+    Trainer,
+    Updates,
+    WarmupStableDecay,
+    accuracy,
+    batches,
+    fast_run,
+)
+
+x = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
+y = torch.arange(40) % 3
+
+
+def made(cls: Any = Trainer, **settings: Any) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return cls(model, optimizer, nn.CrossEntropyLoss(), **{"console": False} | settings)
+
+
+def data(size: int = 4) -> Any:
+    return batches((x, y), size, shuffle=True, seed=0)
+
+
+def traces(trainer: Any) -> list[Any]:
+    """All that a run would change, hashed or copied."""
+    model, optimizer = trainer.model, trainer.optimizer
+    kept: list[Any] = [value.clone() for value in model.state_dict().values()]
+    kept += [module.training for module in model.modules()] + [one.grad is None for one in model.parameters()]
+    kept += [str(optimizer.state_dict()), dict(trainer.state), list(trainer.history), trainer.result]
+    kept += [trainer.counters.state_dict(), random.getstate(), np.random.get_state()[1].tolist()]
+    return [*kept, torch.get_rng_state()]
+
+
+def same(one: list[Any], other: list[Any]) -> bool:
+    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(one, other, strict=True))
+
+
+def test_everything_is_run_and_nothing_is_left(tmp_path: Path) -> None:
+    class Own(Trainer[Any]):
+        called: ClassVar[list[str]] = []
+
+        def begin_epoch(self, epoch: int) -> None:
+            self.called.append("begin")
+
+        def end_epoch(self, metrics: dict[str, float]) -> None:
+            self.called.append("end")
+
+        def after_update(self) -> None:
+            self.called.append("update")
+            self.state["seen"] = self.state.get("seen", 0) + 1
+
+    trainer = made(
+        Own,
+        accumulate=2,
+        clip=1.0,
+        metrics={"accuracy": accuracy},
+        schedule=OneCycle(0.1),
+        average=EMA(0.9),
+        early_stopping=EarlyStopping("val_loss", patience=2),
+        checkpoint=Checkpoint(tmp_path / "kept"),
+    )
+    before = traces(trainer)
+    told = fast_run(trainer, data(), data(20))
+    assert same(before, traces(trainer))
+    assert Own.called == ["begin", "update", "update", "update", "end"]
+    assert told.updates == 3 and len(told.losses) == 3 and not told.skipped
+    assert {"loss", "accuracy", "val_loss", "val_accuracy", "lr"} <= set(told.numbers)
+    shown = str(told)
+    for what in ("2 micro-batches per update", "schedule", "average", "early stopping", "metrics accuracy"):
+        assert what in shown
+    assert "validation of 2 batches" in shown and "up to its file: model, " in shown
+    assert "hooks begin_epoch, end_epoch, after_update" in shown
+    assert not told.left_out
+    assert not (tmp_path / "kept").exists() or not list((tmp_path / "kept").rglob("update-*"))
+
+
+def test_the_fit_after_it_is_the_one_without_it() -> None:
+    looked, alone = made(), made()
+    fast_run(looked, data(), data(20))
+    rows = []
+    for trainer in (looked, alone):
+        torch.manual_seed(1)
+        rows.append(trainer.fit(data(), data(20), epochs=2).history)
+    assert rows[0] == rows[1]
+    assert all(torch.equal(a, b) for a, b in zip(looked.model.parameters(), alone.model.parameters(), strict=True))
+
+
+def test_a_mistake_in_validation_shows_at_once_and_leaves_nothing() -> None:
+    class Wrong(Trainer[Any]):
+        def end_epoch(self, metrics: dict[str, float]) -> None:
+            raise KeyError("after an epoch of many hours")
+
+    trainer = made(Wrong)
+    before = traces(trainer)
+    with pytest.raises(KeyError, match="many hours"):
+        fast_run(trainer, data())
+    assert same(before, traces(trainer))
+
+
+def test_state_that_no_checkpoint_can_hold_shows_at_once(tmp_path: Path) -> None:
+    class Holds(Trainer[Any]):
+        def after_update(self) -> None:
+            self.state["lock"] = object()
+
+    assert fast_run(made(Holds), data()).updates == 3
+    with pytest.raises(CheckpointError, match="lock"):
+        fast_run(made(Holds, checkpoint=Checkpoint(tmp_path)), data())
+
+
+def test_what_needs_a_longer_run_is_told_and_left_out() -> None:
+    told = fast_run(made(schedule=WarmupStableDecay(warmup=Updates(100), decay=Updates(100))), data())
+    assert told.updates == 3
+    assert told.left_out[0].startswith("schedule, in so short a run: ")
+    with pytest.raises(SettingError, match="val_los"):
+        fast_run(made(early_stopping=EarlyStopping("val_los", mode="min", patience=2)), data(), data())
+    watches = fast_run(made(early_stopping=EarlyStopping("val_loss", patience=2)), data())
+    assert "early stopping: it watches val_loss" in watches.left_out
+
+
+def test_several_sets_observers_and_what_is_missing_are_told() -> None:
+    class Mine(Observer):
+        seen = 0
+
+        def on_update(self, update: Any) -> None:
+            self.seen += 1
+
+    mine = Mine()
+    told = fast_run(made(observers=[mine]), (x, y), {"a": data(20), "b": (x, y)}, batch_size=8, updates=2)
+    assert "validation of 2 sets" in str(told) and {"val_a_loss", "val_b_loss"} <= set(told.numbers)
+    assert told.left_out == ("saving: there is no checkpoint slot", "observers Mine")
+    assert not mine.seen and told.updates == 2
+    assert "validation: fast_run(trainer, train, val) runs it" in fast_run(made(), data()).left_out
+
+
+def test_a_stream_and_a_wrong_number_are_refused() -> None:
+    with pytest.raises(DataError, match="a list of ready batches"):
+        fast_run(made(), iter([(x, y)]))
+    for updates in (0, 1.5, True):
+        with pytest.raises(SettingError, match="a whole number, at least 1"):
+            fast_run(made(), data(), updates=updates)
