@@ -10,7 +10,7 @@ from looked_at import CLASSES, convolutional, found, perceptron, rows, trainer_o
 from sklearn.datasets import load_breast_cancer, load_digits
 from torch import Tensor, nn
 
-from trainwright import Normalise, batches
+from trainwright import Normalise, Trainer, batches
 from trainwright.tools import findings_data
 from trainwright.tools.findings_data import DeviceFacts, small_batch, tiny_batch, update_seconds
 
@@ -107,6 +107,23 @@ def test_a_tiny_batch_is_found_and_a_usual_one_is_not_even_timed(monkeypatch: py
 )
 def test_the_rule_of_tiny_batches(size: int, ratio: float, problem: bool) -> None:
     assert (tiny_batch(rows=size, ratio=ratio) is not None) is problem
+
+
+def test_a_batch_that_cannot_be_doubled_is_not_timed() -> None:
+    class Sure(Trainer[Any]):
+        def training_step(self, batch: Any) -> Any:
+            x, y = batch
+            assert len(x) == 2
+            return nn.functional.cross_entropy(self.model(x), y)
+
+    assert found(trainer_of(perceptron(), kind=Sure), rows(2)) == {}
+    ragged = [{"x": x, "y": y, "names": ["a", "b"]} for x, y in rows(2)]
+
+    class Named(Trainer[Any]):
+        def training_step(self, batch: Any) -> Any:
+            return nn.functional.cross_entropy(self.model(batch["x"]), batch["y"])
+
+    assert found(trainer_of(perceptron(), kind=Named), ragged) == {}
 
 
 @pytest.mark.parametrize(

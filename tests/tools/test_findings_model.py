@@ -262,6 +262,43 @@ def test_one_of_several_losses_without_a_gradient_is_found_by_its_name() -> None
     assert found(trainer_of(perceptron(), kind=Named), rows())["loss without a gradient"].where == ("size",)
 
 
+def test_an_update_of_the_users_own_is_looked_at_and_not_evaluated_where_no_validation_data_are_given() -> None:
+    class Own(Trainer[Any]):
+        def update(self, window: Any) -> None:
+            for x, _ in window:
+                self.minimize(self.model(x)["score"].square().mean())
+
+    class Scores(nn.Linear):
+        def forward(self, input: Tensor) -> Any:
+            return {"score": super().forward(input)}
+
+    assert found(trainer_of(Scores(6, 1), kind=Own), rows()) == {}
+    assert list(found(trainer_of(Scores(6, 1), kind=Own), rows(2))) == ["tiny batch"]
+
+
+def test_an_optimizer_whose_turn_has_not_come_is_passed_over_and_one_unused_layer_of_another_is_not() -> None:
+    class Turns(Trainer[Any]):
+        def update(self, window: Any) -> None:
+            for x, _ in window:
+                self.minimize(self.model["often"](x).square().mean(), "often")
+
+    parts = nn.ModuleDict({"often": Unused(), "seldom": nn.Linear(6, 2)})
+    optimizers = {name: torch.optim.SGD(part.parameters(), lr=0.01) for name, part in parts.items()}
+    one = found(Turns(parts, optimizers, console=False), rows())["unused parameters"]
+    assert one.where == ("model.often.spare.weight", "model.often.spare.bias")
+
+
+class Taught(Trainer[Any]):
+    def training_step(self, batch: Any) -> Any:
+        x, _ = batch
+        return F.mse_loss(self.model(x), self.frozen["teacher"](x))
+
+
+def test_a_teacher_in_eval_mode_is_passed_over() -> None:
+    teacher = nn.Sequential(perceptron(), nn.BatchNorm1d(CLASSES))
+    assert found(trainer_of(perceptron(), kind=Taught, frozen={"teacher": teacher}), rows()) == {}
+
+
 def test_other_errors_of_a_step_are_raised() -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         found(trainer_of(nn.Linear(5, CLASSES)), rows())

@@ -72,9 +72,10 @@ def watched(trainer: Trainer[Any], batches: Sequence[Any]) -> tuple[Seen, int, l
 
 
 def evaluated(trainer: Trainer[Any], batches: Sequence[Any], val: Any, *, batch_size: int | None = None) -> Seen | None:
-    """What is seen of one evaluated batch; None where the step of validation is the user's own and nothing is given."""
+    """What is seen of one evaluated batch: of training, where no other is given and all steps are the default ones."""
     hooks = trainer.hooks
-    if val is None and (hooks.validates_itself or hooks.evaluates_itself):
+    own = hooks.steps_itself or hooks.validates_itself or hooks.evaluates_itself or hooks.updates_itself
+    if val is None and own:
         return None
     watch = Watch(trainer.model)
     twin = silent(trainer)

@@ -104,8 +104,13 @@ def of_sizes(trainer: Trainer[Any], batches: Sequence[Any]) -> list[Finding]:
     once = update_seconds(trainer, batches)
     if once >= SHORT:
         return []
-    twice = [joined([batch, batch]) for batch in batches]
-    ratios = [update_seconds(trainer, twice) / once, *(_ratio(trainer, batches, twice) for _ in range(2))]
+    twice = [joined([batch, batch]) if _has_rows_alone(batch) else None for batch in batches]
+    if any(batch is None for batch in twice):
+        return []
+    try:
+        ratios = [_ratio(trainer, batches, twice) for _ in range(3)]
+    except Exception:  # whatever the user's step raises where rows twice are no batch of it: then nothing is known
+        return []
     found = tiny_batch(rows=rows, ratio=statistics.median(ratios))
     return [] if found is None else [found]
 
@@ -164,6 +169,12 @@ class _Speeds(Observer):
 
     def on_speed(self, speed: Speed) -> None:
         self.found.append(speed)
+
+
+def _has_rows_alone(batch: Any) -> bool:
+    """Whether a batch is nothing but tensors of as many rows."""
+    leaves = pytree.tree_leaves(batch)
+    return all(isinstance(one, Tensor) and one.ndim and len(one) == len(leaves[0]) for one in leaves)
 
 
 def _ratio(trainer: Trainer[Any], batches: Sequence[Any], twice: Sequence[Any]) -> float:

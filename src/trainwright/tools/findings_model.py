@@ -76,7 +76,7 @@ def _biases(model: nn.Module, seen: Seen) -> Iterator[Finding]:
     yield Finding(
         "bias before BatchNorm",
         f"the bias of {listed(pairs)} has no effect",
-        "the normalisation subtracts it again with the mean: its gradient is 0 but for rounding, and adding it costs",
+        "the normalisation subtracts it again with the mean: its gradient is mere rounding, and adding it takes time",
         without_bias(model, layers[0]),
         tuple(layers),
     )
@@ -173,10 +173,10 @@ def _is_trained(layer: nn.Module | None) -> bool:
 
 def _is_alive(model: nn.Module, calls: Calls) -> bool:
     """Whether what lies around a layer without parameters is trained."""
-    if calls.module is None or calls.module is model:
-        return any(parameter.requires_grad for parameter in model.parameters())
     names = {id(module): own for own, module in model.named_modules()}
-    around = names.get(id(calls.module), "")
+    if id(calls.module) not in names:
+        return False  # a teacher's, or a function of the step's
+    around = names[id(calls.module)]
     while around:
         parameters = list(model.get_submodule(around).parameters())
         if parameters:
@@ -200,7 +200,8 @@ def _few_rows(seen: Seen) -> Iterator[Finding]:
 
 def _unreached(trainer: Trainer[Any], seen: Seen, *, updates: int) -> Iterator[Finding]:
     """Trained parameters that no gradient reached, and parameters of optimizers that no step knows."""
-    trained = [(root, name, id(one)) for root, name, one in trained_by(trainer) if one.requires_grad]
+    resting = _resting(trainer, seen)
+    trained = [(r, n, id(one)) for r, n, one in trained_by(trainer) if one.requires_grad and id(one) not in resting]
     lost = [(root, name) for root, name, one in trained if one not in seen.reached]
     told = f"in {updates} update{'s' if updates > 1 else ''}"
     own = [f"{root}.{name}" for root, name in lost if root in ("model", "loss")]
@@ -229,6 +230,14 @@ def _unreached(trainer: Trainer[Any], seen: Seen, *, updates: int) -> Iterator[F
             "optimizer = torch.optim.AdamW(model.parameters())  # of the model that is given to the Trainer",
             tuple(strange),
         )
+
+
+def _resting(trainer: Trainer[Any], seen: Seen) -> set[int]:
+    """Parameters of optimizers whose turn did not come, where an `update` of the user's own deals out the turns."""
+    if not trainer.hooks.updates_itself or len(trainer.optimizers) < 2:
+        return set()
+    each = [{id(p) for group in one.param_groups for p in group["params"]} for one in trainer.optimizers.values()]
+    return {one for held in each if held.isdisjoint(seen.reached) for one in held}
 
 
 def _freezing(lost: list[str], trained: list[str]) -> str:

@@ -298,10 +298,10 @@ class Watch(TorchFunctionMode):
         self._marks.clear()
 
     def _module(self, frame: FrameType | None) -> nn.Module | None:
-        """The innermost module of the model that is being called."""
+        """The innermost module that is being called, of the model or beside it."""
         while frame is not None and not is_ours_but_watch(frame):
             module = frame.f_locals.get("self")
-            if isinstance(module, nn.Module) and id(module) in self._modules:
+            if isinstance(module, nn.Module):
                 return module
             frame = frame.f_back
         return None
@@ -314,7 +314,8 @@ class Watch(TorchFunctionMode):
                 return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
             frame = frame.f_back
         module = self._module(start)
-        return "" if module is None else f"{type(module).__name__} {self._modules[id(module)]!r}"
+        name = self._modules.get(id(module))
+        return "" if module is None or name is None else f"{type(module).__name__} {name!r}"
 
 
 def enter(entered: Entered, numbers: Tensor, *, images: bool) -> None:
