@@ -10,11 +10,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from trainwright import Augment, Checkpoint, Mean, Step, Sum, Trainer, accuracy, batches, freeze
-from trainwright.run import before
+from trainwright import Augment, Checkpoint, Mean, NonFiniteError, Step, Sum, Trainer, accuracy, batches, freeze
+from trainwright.run import before, path
 from trainwright.runtime.randomness import random_state
 from trainwright.slots.window import Window
 
+from .late_runs import on_the_cpu
 from .models import Losses, assert_equal, distance
 from .oom_cases import Counting, Noisy, Scarce, by_hand, numbers, scarce
 from .window_cases import UNEVEN, Shape, draw, masked, summed, tensor_count, valid
@@ -120,6 +121,36 @@ class Draws(nn.Module):
 @pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
 def test_a_split_run_is_bit_for_bit_the_run_in_these_parts(precision):
     check_bitwise(precision=precision, clip=0.5, metrics={"accuracy": accuracy})
+
+
+def fused(most):
+    model, _ = scarce(most, kind=Noisy, dtype=torch.float32, where="backward")
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+
+
+def test_updates_that_are_judged_late_are_split_alike(monkeypatch):
+    on_the_cpu(monkeypatch)
+    monkeypatch.setattr(path, "LATE", {"cpu"})
+    x, y = numbers(dtype=torch.float32)
+    data, parts = (list(zip(x.split(n), y.split(n), strict=True)) for n in (8, 2))
+    (ours, history, drawn), (theirs, expected, wanted) = split_and_born(
+        lambda: fused(2), data, parts, metrics={"accuracy": accuracy}, clip=0.5
+    )
+    assert ours.fast_path.startswith("L1") and "up to 3 updates later" in ours.fast_path
+    assert_equal(dict(ours.model.state_dict()), dict(theirs.model.state_dict()))
+    assert_equal(drawn, wanted)
+    assert history == expected
+
+
+def test_a_loss_that_is_not_finite_is_told_late_of_the_update_that_had_it(monkeypatch):
+    on_the_cpu(monkeypatch)
+    x, y = numbers(40, dtype=torch.float32)
+    x[12] = torch.nan  # in the second update, of which nobody has heard when the third is split
+    model, optimizer = fused(8)
+    data = [*zip(x[:24].split(8), y[:24].split(8), strict=True), (x[24:], y[24:])]
+    with pytest.raises(NonFiniteError, match="update 2"):
+        Trainer(model, optimizer, nn.CrossEntropyLoss(), on_oom="split", console=False).fit(data, epochs=1)
+    assert 16 in model.calls and all(torch.isfinite(p).all() for p in model.parameters())
 
 
 @pytest.mark.parametrize("kind", [Draws, Counting])

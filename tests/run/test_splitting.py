@@ -249,6 +249,21 @@ def test_a_split_is_reported_once_and_remembered():
     assert fit(make(scarce(10**6)[0])).notes == ()
 
 
+def test_the_copies_are_given_back_when_a_run_is_over():
+    trainer = make(scarce(4)[0])
+    run = []
+
+    class Looks(nn.Module):
+        def forward(self, output, target):
+            run.append(weakref.ref(trainer.between.splits))
+            return F.cross_entropy(output, target)
+
+    trainer.loss = Looks()
+    fit(trainer)
+    gc.collect()
+    assert run[0]() is None and "up to 4" in trainer.fast_path
+
+
 def test_noise_is_reported():
     result = fit(make(scarce(4, kind=Noisy)[0]))
     assert "and noise such as dropout is drawn for each part" in result.notes[0]

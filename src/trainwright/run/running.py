@@ -203,6 +203,8 @@ def _let_go(owner: Owner, run: Run) -> None:
     owner.between.rates = run.rates
     if run.graphed is not None:
         run.graphed.let_go()
+    if owner.between.splits is not None:
+        owner.between.splits = owner.between.splits.let_go()
     owner.hold(NOT_RUNNING, NOT_RUNNING)
 
 

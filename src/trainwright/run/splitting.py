@@ -10,7 +10,7 @@ import math
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,6 +32,15 @@ from trainwright.slots.window import Window
 if TYPE_CHECKING:
     from trainwright.run.owner import Owner
     from trainwright.run.run import Run
+
+
+class Told(NamedTuple):
+    """What is left of splitting when its run is over."""
+
+    told: str
+
+    def __str__(self) -> str:
+        return self.told or "windows are run in parts where memory runs out"
 
 
 class Splitting:
@@ -57,12 +66,17 @@ class Splitting:
             check_layers(run.owner)
 
     def __str__(self) -> str:
-        return self.told or "windows are run in parts where memory runs out"
+        return str(Told(self.told))
 
     def take_news(self) -> list[str]:
         """What was split since somebody asked last."""
         news, self._news = self._news, []
         return news
+
+    def let_go(self) -> Told:
+        """Leave the run as it is over; returns what is left, without the copies."""
+        self._run.update = self._owner.update
+        return Told(self.told)
 
     def update(self, window: Window) -> Any:
         """Make the update of a window, in as many micro-batches as memory asks for."""
