@@ -90,6 +90,12 @@ def test_rows_are_mixed_anew_in_every_epoch() -> None:
     assert len(batches_of[0] & batches_of[1]) < len(batches_of[0]) / 2
 
 
+def test_rows_of_like_lengths_are_mixed_where_no_two_are_equal() -> None:
+    data = bucketed(list(range(300)), 10, lengths=range(1000, 1300), shuffle=True, seed=1)
+    orders = [[sorted(rows) for rows in data.order(epoch)] for epoch in range(2)]
+    assert not [rows for rows in orders[0] if rows in orders[1]]
+
+
 def test_without_shuffle_the_longest_come_first() -> None:
     order = made(shuffle=False, seed=None).order()
     lengths = [LENGTHS[row] for rows in order for row in rows]

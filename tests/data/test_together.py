@@ -208,6 +208,60 @@ def test_a_pass_beside_training_begins_anew_and_leaves_it_where_it_is() -> None:
     assert aside[0] == aside[1] == [*first, *map(numbers, run)]
 
 
+@pytest.mark.parametrize("length", ["a", "b"])
+def test_a_pass_beside_tells_no_data_set_of_another_epoch(length: str) -> None:
+    class Told(Rows):
+        def set_epoch(self, epoch: int) -> None:
+            told.append(epoch)
+
+    told: list[int] = []
+    source = open_source(together(a=DataLoader(Told(9), 4), b=DataLoader(Told(9), 4), length=length))
+    list(source.epoch(2))
+    before = list(told)
+    list(beside(source).epoch(0))
+    assert told == before != []
+
+
+class Counting:
+    """Batches that know their position."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.at < 6:
+            self.at += 1
+            yield torch.tensor([self.at])
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+def test_data_that_know_their_position_go_back_to_where_the_window_began() -> None:
+    def opened() -> Any:
+        source: Any = open_source(together(a=Counting(), b=Counting()))
+        source.must_resume = True
+        return source
+
+    source = opened()
+    iterator = source.epoch(0)
+    for _ in range(2):
+        source.at_boundary()
+        next(iterator)
+    source.at_boundary()
+    expected = numbers(next(iterator))
+    again = opened()
+    again.load_state_dict(source.state_dict())
+    assert numbers(next(again.epoch(0, skip=2))) == expected == {"a": [3], "b": [3]}
+
+
 # Several processes.
 
 DEALT = ["batches", "shortest", "drawn seeds", "loaders", "generators", "samplers", "ready"]

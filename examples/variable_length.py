@@ -1,0 +1,89 @@
+"""Tell which module of the standard library a line of Python is from, byte by byte: rows of unequal length.
+
+Data      about 13,600 different lines of 8 modules of this Python's own standard library, a fifth of them held out
+Time      about 10 seconds of training on one CPU core (--smoke: 300 lines, less)
+Expected  at least 75 % of the held-out lines right; the largest module alone would be right for 27 %.
+          About 5 % of what a batch holds is padding, 51 % without buckets
+"""
+
+import sys
+import sysconfig
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from trainwright import OneCycle, Step, Sum, Trainer, accuracy, bucketed, pad
+
+MODULES = ("_pydecimal", "typing", "argparse", "difflib", "enum", "ipaddress", "pickle", "mailbox")
+LONGEST = 128
+
+
+def main() -> None:
+    torch.set_num_threads(1)  # a network this small gains nothing from more
+    torch.manual_seed(0)
+    rows = lines_of(MODULES)
+    order = torch.randperm(len(rows)).tolist()[: 300 if "--smoke" in sys.argv else None]
+    training, held_out = [[rows[i] for i in part] for part in (order[len(order) // 5 :], order[: len(order) // 5])]
+
+    train = bucketed(training, tokens=4096, lengths=length, shuffle=True, seed=0, collate=pad())
+    val = bucketed(held_out, tokens=4096, lengths=length, collate=pad())
+    model = Reader()
+    optimizer = torch.optim.AdamW(model.parameters())
+    trainer = Lines(model, optimizer, metrics={"accuracy": accuracy}, schedule=OneCycle(5e-3))
+    trainer.fit(train, val, epochs=2 if "--smoke" in sys.argv else 4)
+
+    largest = max(sum(target == module for _, target in held_out) for module in range(len(MODULES)))
+    right = trainer.evaluate(val, name="held_out")["held_out_accuracy"]
+    print(f"{right:.1%} of the held-out lines are right, {largest / len(held_out):.1%} by the largest module alone")
+    print(f"{train.padding():.1%} of what was read is padding, {train.padding_mixed():.1%} without buckets")
+
+
+def lines_of(modules: tuple[str, ...]) -> list[tuple[bytes, int]]:
+    """Every line with the number of the one module that has it, in any order."""
+    found: dict[bytes, set[int]] = {}
+    for number, module in enumerate(modules):
+        for line in Path(sysconfig.get_path("stdlib"), f"{module}.py").read_bytes().splitlines():
+            if len(text := line.strip()[:LONGEST]) >= 8:
+                found.setdefault(text, set()).add(number)
+    return [(line, min(numbers)) for line, numbers in found.items() if len(numbers) == 1]
+
+
+def length(row: tuple[bytes, int]) -> int:
+    return len(row[0])
+
+
+class Reader(nn.Module):
+    """Bytes to classes: what two layers of convolutions find anywhere in the line. Padding is 0 in every layer."""
+
+    def __init__(self, width: int = 96) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, 24)
+        self.short = nn.Conv1d(24, width, 5, padding=2)
+        self.long = nn.Conv1d(width, width, 3, padding=1)
+        self.classes = nn.Sequential(nn.Dropout(0.3), nn.Linear(2 * width, len(MODULES)))
+
+    def forward(self, line: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """(rows, bytes), True where a byte is real -> (rows, modules)."""
+        real = mask[:, None]
+        embedded = self.embed(line).transpose(1, 2) * real
+        short = F.relu(self.short(embedded)) * real
+        long = F.relu(self.long(short)) * real
+        return self.classes(torch.cat([short.amax(2), long.amax(2)], 1))
+
+
+class Lines(Trainer[Reader]):
+    """A line counts by its bytes: the loss is the mean over all bytes of an update, however many lines a batch has."""
+
+    def training_step(self, batch):
+        line, mask, module = batch
+        classes = self.model(line, mask)
+        tokens = mask.sum(1)
+        losses = F.cross_entropy(classes, module, reduction="none")
+        self.log("padding", 1 - mask.float().mean(), count=mask.numel())
+        return Step(Sum((losses * tokens).sum(), tokens.sum()), classes, module)
+
+
+if __name__ == "__main__":
+    main()
