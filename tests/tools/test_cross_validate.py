@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 
 from trainwright import (
     Checkpoint,
+    CrossValidation,
     DataError,
     EarlyStopping,
     SettingError,
@@ -105,10 +106,12 @@ def test_the_random_state_of_the_process_stays_but_for_one_draw_of_a_seed() -> N
 
 
 def test_a_splitter_that_shuffles_by_the_global_state_goes_by_the_seed() -> None:
-    one, other = (
-        cross_validate(make_trainer, (x, y), ShuffleSplit(2, test_size=0.25), seed=5, predictions=False, **ADVICE)
-        for _ in range(2)
-    )
+    found = list[CrossValidation]()
+    for state in (1, 2):
+        np.random.seed(state)
+        splitter = ShuffleSplit(2, test_size=0.25)
+        found.append(cross_validate(make_trainer, (x, y), splitter, seed=5, predictions=False, **ADVICE))
+    one, other = found
     assert [fold.rows.tolist() for fold in one.folds] == [fold.rows.tolist() for fold in other.folds]
     assert one.folds[0].predictions is None
 

@@ -204,8 +204,7 @@ class SklearnClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
         return logarithms
 
     def _log_probabilities(self, X: Any) -> Tensor:
-        scores = self._outputs(X)
-        return scores if isinstance(self.loss, nn.NLLLoss) else scores.log_softmax(1)
+        return self._outputs(X).log_softmax(1)  # which leaves the logarithms of probabilities, of NLL, as they are
 
     def _gives_probabilities(self) -> bool:
         return self.loss == "auto" or isinstance(self.loss, nn.CrossEntropyLoss | nn.NLLLoss)
