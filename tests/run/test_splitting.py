@@ -144,6 +144,21 @@ def test_an_update_that_had_changed_weights_is_not_run_again(by_data):
     assert len(model.calls) == 2
 
 
+def test_one_of_two_optimizers_that_has_stepped_is_not_made_to_step_again():
+    class Two(Trainer):
+        def update(self, window):
+            x, y = window[0]
+            self.minimize(self.loss(self.model(x), y), "a")
+            self.model.most = 4
+            self.minimize(self.loss(self.model(x), y), "b")
+
+    model = scarce(10**6)[0]
+    first, second = model.inner.first, model.inner.second
+    named = {"a": torch.optim.SGD(first.parameters(), lr=0.1), "b": torch.optim.SGD(second.parameters(), lr=0.1)}
+    assert "a step had begun" in refused(make(model, cls=Two, optimizer=named))
+    assert model.calls == [8, 8]
+
+
 class Greedy(torch.optim.SGD):
     """Has no memory for its state."""
 
@@ -324,8 +339,10 @@ def test_parts_of_rows_that_are_longer_are_cut_finer():
     sizes = [(8, 4), (2, 8), (4, 8), (16, 2), (3, 2)]
     data = [(torch.randint(5, size), torch.randint(3, size[:1])) for size in sizes]
     model = Tokens()
-    make(model).fit(data, epochs=1)
+    result = make(model).fit(data, epochs=1)
     tried = [shape for shape in model.calls if shape[0] * shape[1] > 16]
+    (note,) = result.notes
+    assert "micro-batches of 8 rows are run in parts of up to 4" in note
     assert tried == [(8, 4)] and model.calls[-1] == (3, 2) and model.calls.count((4, 2)) == 0
 
 

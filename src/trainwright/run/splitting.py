@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainwright.base.dealing import Part
-from trainwright.base.errors import DataError, SettingError, message
+from trainwright.base.errors import DataError, SettingError, StepError, message
 from trainwright.base.records import Count
 from trainwright.data.cutting import cut, rows_of
 from trainwright.run.additive import compared
@@ -99,9 +99,10 @@ class Splitting:
                     raise _noted(error, why)  # noqa: B904 - the error itself
                 failed = error
             except _ReadByUpdate:
-                assert failed is not None
-                why = "`update` reads the batches of its window itself, and would find parts of them"
-                raise _noted(failed, why) from None
+                if failed is None:  # a resumed run goes on with what has fitted before
+                    fix = "self.compute_gradients(window), or without on_oom"
+                    raise StepError(message(_READS, fix=fix)) from None
+                raise _noted(failed, _READS) from None
             traceback.clear_frames(failed.__traceback__)  # they hold what was computed
             tried = self._finer(window, tried, failed)
         if failed is not None:
@@ -141,10 +142,14 @@ class Splitting:
             return window
         parts: list[tuple[Any, int]] = []
         for index, (batch, rows) in enumerate(zip(window.batches, window.rows, strict=True)):
-            n = min(rows, math.ceil(_size(batch) / self.limit))
-            whole = n < 2 or _why_whole(batch, rows) != ""
-            parts += [(batch, rows)] if whole else [_part(window, index, Part(i, n).of(rows)) for i in range(n)]
+            n = self._pieces(batch, rows)
+            parts += [(batch, rows)] if n < 2 else [_part(window, index, Part(i, n).of(rows)) for i in range(n)]
         return window if len(parts) == len(window.batches) else self._made(window, parts)
+
+    def _pieces(self, batch: Any, rows: int) -> int:
+        """In how many parts a micro-batch is run."""
+        n = 1 if self.limit is None else min(rows, math.ceil(_size(batch) / self.limit))
+        return 1 if n < 2 or _why_whole(batch, rows) else n
 
     def _made(self, window: Window, parts: Sequence[tuple[Any, int]]) -> Window:
         hooks = self._owner.hooks
@@ -175,14 +180,17 @@ class Splitting:
 
     def _tell(self, window: Window, finer: Window) -> None:
         """Say what is split from now on, and where that is not the same update to the last bit of its noise."""
-        counters, before, after = self._run.counters, max(window.rows), max(finer.rows)
-        update, k = counters.earlier_updates + counters.updates + 1, len(finer.batches)
+        counters, k = self._run.counters, len(finer.batches)
+        each = zip(window.batches, window.rows, strict=True)
+        before, after = max((rows, math.ceil(rows / n)) for batch, rows in each if (n := self._pieces(batch, rows)) > 1)
+        update = counters.earlier_updates + counters.updates + 1
         told = f"out of memory in update {update}: micro-batches of {before} rows are run in parts of up to {after}"
         if self._before.has_drawn:
             told += ", and noise such as dropout is drawn for each part"
         if self._unknown:
             told += f"; that parts give the loss of the whole is not checked: {self._unknown}"
-        self.told = f"{told}; batches of {after} rows with accumulate={k} do so from the start"
+        cure = f"batches of {after} rows" if len(window.batches) == 1 else "smaller batches"
+        self.told = f"{told}; {cure} with accumulate={k} do so from the start"
         self._news.append(self.told)
 
 
@@ -213,6 +221,7 @@ def check_layers(owner: Owner) -> None:
     )
 
 
+_READS = "`update` reads the batches of its window itself, and would find parts of them"
 FEW = 8
 """Rows whose loss is compared with that of their parts."""
 

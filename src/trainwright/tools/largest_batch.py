@@ -14,6 +14,7 @@ from trainwright.base.errors import SettingError, message
 from trainwright.data.cutting import cut, rows_of
 from trainwright.runtime.memory import free_memory, is_out_of_memory
 from trainwright.runtime.peaks import Peaks, peaks_of
+from trainwright.runtime.randomness import unmoved
 from trainwright.runtime.walking import tensors_in
 from trainwright.tools.batching import joined
 from trainwright.tools.scaling import linear_scaled, sqrt_scaled
@@ -114,11 +115,10 @@ def largest_batch(
     """
     _check(effective=effective, budget=budget, most=most, share=share)
     batch, rows = _largest_of(ready(trainer, train, updates=LOOKED_AT, batch_size=batch_size))
-    limits = {
-        "`most` rows": most,
-        "the rows of an update": effective,
-        "all rows of the data": open_afresh(train, batch_size=batch_size).rows if most is None else None,
-    }
+    with unmoved():  # data may be a function that draws
+        of_data = open_afresh(train, batch_size=batch_size).rows
+    limits = {"`most` rows": most, "the rows of an update": effective}
+    limits |= {"all rows of the data": of_data if most is None else None}
     accumulated = max(k for _, k in trainer.accumulate)
     with traceless(trainer) as kept:
         peaks = peaks_of(trainer.device, _known(trainer))
