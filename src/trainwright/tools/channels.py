@@ -99,8 +99,13 @@ def groups_of(model: nn.Module, given: Given, what: str) -> dict[str, Group]:
     graph, values = _traced(twin, given, what)
     shapes = _shapes(twin, graph, values)
     follower = _Follower(model, graph, shapes)
-    groups = (follower.group(node) for node in graph.nodes if node.op == "call_module")
-    return {group.maker: group for group in groups if group is not None}
+    found = (follower.group(node) for node in graph.nodes if node.op == "call_module")
+    groups = {group.maker: group for group in found if group is not None}
+    for name, module in model.named_modules():
+        if isinstance(module, MAKERS) and name not in groups:
+            why = "it is not called as a plain layer (a class of its own, a parametrization, or not called at all)"
+            groups[name] = Group(name, 0, why=why)
+    return groups
 
 
 def _traced(twin: nn.Module, given: Given, what: str) -> tuple[fx.Graph, list[Any]]:
@@ -257,7 +262,7 @@ class _Follower:
         sizes: Sequence[Any] = user.args[1:]
         if len(sizes) == 1 and isinstance(sizes[0], tuple | list):
             sizes = sizes[0]
-        return len(sizes) == 2 and sizes[1] == -1 and self._shapes[user][:1] == self._shapes[node][:1]
+        return len(sizes) == 2 and bool(sizes[1] == -1) and self._shapes[user][:1] == self._shapes[node][:1]
 
     def _reduced(self, node: fx.Node, user: fx.Node, group: Group, *, dim: int, repeat: int) -> None:
         given = user.args[1] if len(user.args) > 1 else user.kwargs.get("dim")
@@ -283,10 +288,10 @@ def _from_second(user: fx.Node) -> bool:
 def _asks_rows(user: fx.Node) -> bool:
     """Whether only the number of rows is asked for: `x.size(0)`, `x.shape[0]`, `len(x)`."""
     if user.target == "size":
-        return tuple(user.args[1:]) == (0,)
+        return bool(tuple(user.args[1:]) == (0,))
     if user.target is getattr:
         return str(user.args[1]) == "shape" and all(map(_takes_first, user.users))
-    return user.target in (len, "dim")
+    return bool(user.target in (len, "dim"))
 
 
 def _takes_first(user: fx.Node) -> bool:

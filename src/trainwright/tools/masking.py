@@ -105,12 +105,11 @@ def _masks(worth: Mapping[str, Tensor], amount: float) -> dict[str, Tensor]:
 
 
 def _put(module: Any, mask: Tensor) -> None:
-    """Give a module its mask; one that it has already is changed in place."""
+    """Give a module its mask, in the place of one that it has: that one others may hold, to put its numbers back."""
     if not _is_masked(module):
         prune.custom_from_mask(module, "weight", mask.to(module.weight.device))
     else:
-        with torch.no_grad():
-            module.weight_mask.copy_(mask)
+        module.weight_mask = mask.to(module.weight_mask)
     # Until the next forward computes it: without a graph, so that the model can be copied.
     module.weight = (module.weight_orig * module.weight_mask).detach()
 
