@@ -312,6 +312,7 @@ def test_rows_and_groups_on_both_sides_are_refused() -> None:
         ({"validation": 1.0}, "below 1"),
         ({"resume": "auto"}, "without a seed"),
         ({"groups": [1, 2]}, "2 values for 60 rows"),
+        ({"data": x, "folds": StratifiedKFold(3)}, "target=classes"),
         ({"make_trainer": make_trainer()}, "a function that builds"),
         ({"make_trainer": network}, "gave a Sequential"),
         ({"data": batches((x, y), 8)}, "no data set of rows"),

@@ -32,6 +32,8 @@ _NESTED = ("module", "trainer")
 """What `<name>__x` sets an entry of `<name>_params` of."""
 _FOR_PREDICTION = ("device", "precision")
 """The settings of a trainer that predictions are made with too."""
+_AT_ONCE = 1024
+"""Rows that are predicted at once, at least."""
 
 
 class _Estimator(BaseEstimator):  # type: ignore[misc]
@@ -144,7 +146,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         X = validate_data(self, X, dtype=self._numpy_dtype(), reset=False)
         settings = {name: value for name, value in (self.trainer_params or {}).items() if name in _FOR_PREDICTION}
         predictor = Trainer(self.module_, console=False, parallel=None, **settings)
-        output: Tensor = predictor.predict(X, batch_size=self._rows_of_a_batch(len(X)))
+        output: Tensor = predictor.predict(X, batch_size=max(_AT_ONCE, self._rows_of_a_batch(len(X))))
         return output
 
     def _rows_of_a_batch(self, rows: int) -> int:

@@ -73,6 +73,9 @@ def split_rows(folds: Any, data: Any, *, target: Any, groups: Any, seed: int) ->
     if isinstance(folds, int):
         folds = _splitter(folds, rows, classes, groups=groups, seed=seed)
         stratifies = "Stratified" in type(folds).__name__
+    if stratifies and classes is None:
+        what = f"{type(folds).__name__}, and the data have no target that is known"
+        raise SettingError(message(what, want="the class of each row", fix="cross_validate(..., target=classes)"))
     if hasattr(folds, "split") and not isinstance(folds, str | bytes):
         with unmoved():  # a splitter without a random_state draws from NumPy's global state
             start_random_state(mixed(seed, 0) & _32_BITS)
