@@ -81,9 +81,11 @@ if TYPE_CHECKING:
     from trainwright.tools.fast_run import FastRun, fast_run
     from trainwright.tools.folds import CrossValidation, Fold
     from trainwright.tools.largest_batch import LargestBatch, largest_batch
+    from trainwright.tools.lr_range import LRRange, lr_range
     from trainwright.tools.masking import mask_weights
     from trainwright.tools.overfit import Overfit, overfit_batches
     from trainwright.tools.pruning import remove_channels, shrink
+    from trainwright.tools.scaling import linear_scaled, sqrt_scaled
     from trainwright.tools.sklearn_wrapper import SklearnClassifier, SklearnRegressor
     from trainwright.tools.summary import summary
     from trainwright.tools.tried import Tried, Tuned
@@ -131,9 +133,11 @@ else:
         "tools.fast_run": ("FastRun", "fast_run"),
         "tools.folds": ("CrossValidation", "Fold"),
         "tools.largest_batch": ("LargestBatch", "largest_batch"),
+        "tools.lr_range": ("LRRange", "lr_range"),
         "tools.masking": ("mask_weights",),
         "tools.overfit": ("Overfit", "overfit_batches"),
         "tools.pruning": ("remove_channels", "shrink"),
+        "tools.scaling": ("linear_scaled", "sqrt_scaled"),
         "tools.sklearn_wrapper": ("SklearnClassifier", "SklearnRegressor"),
         "tools.summary": ("summary",),
         "tools.tried": ("Tried", "Tuned"),
@@ -190,6 +194,7 @@ __all__ = [
     "Gradients",
     "Journal",
     "Keeping",
+    "LRRange",
     "Lamb",
     "LargestBatch",
     "Lars",
@@ -271,7 +276,9 @@ __all__ = [
     "largest_batch",
     "latest_checkpoint",
     "launch",
+    "linear_scaled",
     "load_weights",
+    "lr_range",
     "mask_weights",
     "mode",
     "muon",
@@ -288,6 +295,7 @@ __all__ = [
     "shard",
     "sharded",
     "shrink",
+    "sqrt_scaled",
     "summary",
     "together",
     "top_k",

@@ -144,6 +144,39 @@ def advice_figure(
     return _finished(figure, path)
 
 
+def lr_range_figure(
+    rates: Sequence[float],
+    losses: Sequence[float],
+    smoothed: Sequence[float],
+    *,
+    marks: Mapping[str, float],
+    path: str | Path | None = None,
+) -> Any:
+    """Draw the losses of a sweep over its rates, smoothed ones too, with a line at each of the rates in `marks`.
+
+    The first mark is drawn in full. The height is that of the losses until they are lowest, and half as much again: one
+    that explodes later does not flatten the rest.
+    """
+    figure = _figure(6.4, 4.0)
+    axes = figure.add_subplot()
+    _plain_frame(axes)
+    axes.plot(rates, losses, ".", color=_GREY, markersize=4, label="each update")
+    axes.plot(rates, smoothed, linewidth=1.8, label="smoothed")
+    for number, (name, rate) in enumerate(marks.items()):
+        colour, style = ("tab:red", "-") if number == 0 else (("tab:green", "tab:purple")[number % 2], ":")
+        axes.axvline(rate, color=colour, linestyle=style, linewidth=1.2, label=f"{name}: {rate:.3g}")
+    if rates and min(rates) > 0:
+        axes.set_xscale("log")
+    if losses:
+        low = min(losses)
+        high = max(losses[: losses.index(low) + 1])
+        if high > low:
+            axes.set_ylim(low - 0.2 * (high - low), high + 0.5 * (high - low))
+    axes.set(xlabel="learning rate", ylabel="loss")
+    axes.legend(frameon=False, fontsize=8)
+    return _finished(figure, path)
+
+
 def _figure(width: float, height: float) -> Any:
     """Make an empty figure that draws itself by Agg, so that no backend of the process is chosen or changed."""
     try:

@@ -1,0 +1,36 @@
+"""Learning rates for another batch size: the linear rule, and the square-root rule."""
+
+from __future__ import annotations
+
+import math
+
+from trainwright.base.errors import SettingError, message
+
+
+def linear_scaled(lr: float, *, batch: int, to: int) -> float:
+    """The rate for batches of `to` rows, where `lr` is right for `batch` rows: lr * to / batch.
+
+    For SGD (Goyal et al. 2017, arXiv 1706.02677), with a warm-up where batches get much larger, and up to a size from
+    which on it no longer holds. Rows are those of a whole update: accumulation and all processes included.
+    """
+    return _checked("linear_scaled", lr, batch=batch, to=to) * to / batch
+
+
+def sqrt_scaled(lr: float, *, batch: int, to: int) -> float:
+    """The rate for batches of `to` rows, where `lr` is right for `batch` rows: lr * sqrt(to / batch).
+
+    It keeps the variance of an update (Krizhevsky 2014, arXiv 1404.5997; Hoffer et al. 2017, arXiv 1705.08741). For
+    Adam and RMSprop it is the rule of Malladi et al. 2022 (arXiv 2205.10287), which with k = to / batch also has
+    1 - beta times k for both betas, and eps over sqrt(k).
+    """
+    return _checked("sqrt_scaled", lr, batch=batch, to=to) * math.sqrt(to / batch)
+
+
+def _checked(name: str, lr: float, *, batch: int, to: int) -> float:
+    if isinstance(lr, bool) or not isinstance(lr, int | float) or not 0 <= lr < math.inf:
+        raise SettingError(message(f"{name}({lr!r})", want="a rate of at least 0", fix=f"{name}(1e-3, ...)"))
+    for key, rows in (("batch", batch), ("to", to)):
+        if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
+            fix = f"{name}({lr!r}, batch=64, to=512)"
+            raise SettingError(message(f"{name}({key}={rows!r})", want="rows of an update, at least 1", fix=fix))
+    return lr

@@ -1,0 +1,357 @@
+"""The range test makes the updates of `fit` at rising rates, leaves no trace, and suggests a rate that trains."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import pickle
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from trainwright import DataError, Fast, Linear, SettingError, Trainer, batches
+from trainwright.tools.lr_range import lr_range, read
+
+
+def rows(number=96, *, seed=0):
+    """Points of two rings, which a small network can tell apart."""
+    generator = torch.Generator().manual_seed(seed)
+    angle, ring = torch.rand(number, generator=generator) * 2 * math.pi, torch.arange(number) % 2
+    radius = 1.0 + ring + 0.1 * torch.randn(number, generator=generator)
+    return torch.stack([radius * angle.cos(), radius * angle.sin()], 1), ring
+
+
+def network(*, norm=False, seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(2, 32), nn.BatchNorm1d(32) if norm else nn.Tanh(), nn.ReLU(), nn.Linear(32, 2))
+
+
+def made(model=None, optimizer=None, **settings):
+    model = network() if model is None else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3) if optimizer is None else optimizer
+    return Trainer(model, optimizer, nn.CrossEntropyLoss(), console=False, **settings)
+
+
+def ready(*, size=16, number=96):
+    inputs, targets = rows(number)
+    return list(zip(inputs.split(size), targets.split(size), strict=True))
+
+
+# What is measured
+
+
+@pytest.mark.parametrize("spacing", ["exponential", "linear"])
+def test_rates_and_losses_are_those_of_a_plain_loop(spacing):
+    model, data, number = network(), ready(), 20
+    twin = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    found = lr_range(
+        made(model, optimizer, clip=1.0, accumulate=2), data, lowest=1e-3, highest=0.1, updates=number, spacing=spacing
+    )
+    plain = torch.optim.SGD(twin.parameters(), lr=0.5, momentum=0.9)
+    for update in range(number):
+        share = update / (number - 1)
+        rate = 1e-3 * 100**share if spacing == "exponential" else 1e-3 + 0.099 * share
+        plain.param_groups[0]["lr"] = found.rates[update]
+        assert found.rates[update] == pytest.approx(rate, rel=1e-12)
+        pair = [data[(2 * update + k) % len(data)] for k in range(2)]
+        plain.zero_grad()
+        losses = [nn.functional.cross_entropy(twin(x), y) for x, y in pair]
+        (sum(losses) / 2).backward()
+        nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
+        plain.step()
+        assert found.losses[update] == pytest.approx(sum(losses).item() / 2, rel=1e-6)
+    assert len(found.rates) == number
+    assert found.stopped == "the highest rate was reached"
+
+
+def watched(model, optimizer):
+    """A trainer that notes the rates of all groups at each step, and where it does."""
+    seen = []
+
+    class Watched(Trainer):
+        def training_step(self, batch):
+            seen.append([group["lr"] for one in self.optimizers.values() for group in one.param_groups])
+            return super().training_step(batch)
+
+    return Watched(model, optimizer, nn.CrossEntropyLoss(), console=False), seen
+
+
+def test_groups_stay_in_proportion():
+    model = network()
+    groups = [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[3].parameters(), "lr": 0.3}]
+    trainer, seen = watched(model, torch.optim.SGD(groups))
+    found = lr_range(trainer, ready(), updates=60)
+    assert found.rates[0] == pytest.approx(1e-7)
+    for rate, (first, second) in zip(found.rates, seen, strict=True):
+        assert first == rate
+        assert second == pytest.approx(3 * rate)
+
+
+def test_several_optimizers_rise_together():
+    model = network()
+    optimizers = {"a": torch.optim.SGD(model[0].parameters(), 0.1), "b": torch.optim.SGD(model[3].parameters(), 0.2)}
+    trainer, seen = watched(model, optimizers)
+    found = lr_range(trainer, ready(), updates=60)
+    assert [first for first, _ in seen] == pytest.approx(found.rates)
+    assert all(second == pytest.approx(2 * first) for first, second in seen)
+
+
+def test_what_schedules_have_left_in_the_groups_does_not_count():
+    model = network()
+    found = lr_range(made(model, torch.optim.SGD(model.parameters(), lr=0.1)), ready(), updates=60)
+    trainer = made(model, torch.optim.SGD(model.parameters(), lr=0.1), schedule=Linear(final=0.0))
+    trainer.fit(ready(), epochs=1)
+    model.load_state_dict(network().state_dict())
+    assert lr_range(trainer, ready(), updates=60).losses == pytest.approx(found.losses)
+    trainer.optimizer.param_groups[0]["initial_lr"] = 0.7
+    assert lr_range(trainer, ready(), updates=60).losses == pytest.approx(found.losses)
+
+
+def test_nothing_is_compiled_for_it():
+    def backend(graph, inputs):
+        raise AssertionError
+
+    trainer = made(fast=Fast(compile={"backend": backend}), precision="bf16")
+    assert lr_range(trainer, ready(), updates=60).suggestion
+
+
+# Where it ends
+
+
+def steep(scale=100.0):
+    """A parabola of this curvature: SGD diverges on it from a rate of 2 / scale on."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 3.0)
+    data = [(torch.full((4, 1), math.sqrt(scale / 2)), torch.zeros(4, 1)) for _ in range(8)]
+    return Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), console=False), data
+
+
+def test_it_stops_where_the_loss_diverges_and_suggests_less():
+    trainer, data = steep()
+    found = lr_range(trainer, data, lowest=1e-6)
+    assert found.stopped.startswith("the loss is more than 4 times its best")
+    assert 2e-2 < found.rates[-1] < 10
+    assert 1e-4 < found.suggestion < 2e-2
+
+
+def test_it_stops_where_the_loss_is_not_finite():
+    trainer, data = steep(1e30)
+    with pytest.warns(UserWarning, match="lr_range suggests no rate: the sweep saw 1 finite loss"):
+        found = lr_range(trainer, data, lowest=1.0)
+    assert found.stopped.startswith("the loss is inf at a rate of ")
+    assert len(found.losses) == 1
+    assert json.loads(json.dumps(found.to_dict()))["suggestion"] is None
+
+
+def test_diverges_is_how_much_is_borne():
+    trainer, data = steep()
+    assert len(lr_range(trainer, data, diverges=1.5).rates) < len(lr_range(trainer, data, diverges=1e4).rates)
+
+
+# What it suggests
+
+
+@pytest.mark.parametrize("maker", [torch.optim.AdamW, torch.optim.SGD])
+def test_the_suggested_rate_trains_better_than_others(maker):
+    model = network()
+    found = lr_range(made(model, maker(model.parameters(), lr=1e-3)), ready(size=16, number=960))
+
+    def loss_at(rate):
+        model = network()
+        trainer = made(model, maker(model.parameters(), lr=rate), nonfinite="ignore")
+        trainer.fit(ready(size=16, number=960), epochs=2)
+        last = trainer.evaluate(ready(size=96))["val_loss"]
+        return last if math.isfinite(last) else math.inf
+
+    best = loss_at(found.suggestion)
+    assert best < loss_at(found.suggestion / 30)
+    assert best < loss_at(found.suggestion * 100)
+    assert found.suggestion == min(found.steepest, 10 * found.tenth / 3)
+
+
+def test_rates_too_low_to_learn_suggest_none():
+    with pytest.warns(UserWarning, match="suggests no rate: the loss falls by no more than") as told:
+        found = lr_range(made(), batches(rows(), 16, shuffle=True, seed=0), lowest=1e-12, highest=1e-9)
+    assert told[0].filename == __file__
+    assert (found.suggestion, found.steepest, found.tenth) == (None, None, None)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_targets_of_chance_suggest_none(seed):
+    inputs, targets = rows(640)
+    shuffled = targets[torch.randperm(640, generator=torch.Generator().manual_seed(seed))]
+    with pytest.warns(UserWarning, match="suggests no rate"):
+        lr_range(made(network(seed=seed)), batches((inputs, shuffled), 32, shuffle=True, seed=seed), highest=1e-3)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_to_come_back_from_an_explosion_is_no_fall(seed):
+    model = network(seed=seed)
+    trainer = made(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+    with pytest.warns(UserWarning, match="suggests no rate"):
+        found = lr_range(trainer, ready(), lowest=1e3, highest=1e9, diverges=1e30)
+    assert len(found.losses) > 16
+    assert max(found.losses) > 10 * found.losses[0]
+
+
+def test_a_fall_at_either_end_is_said():
+    trainer, data = steep()
+    assert lr_range(trainer, data, lowest=1e-6, highest=1e-3).notes == (
+        "the loss still falls at the highest rate: go on, highest=0.1",
+    )
+    assert lr_range(trainer, data, lowest=5e-3, highest=5e-2).notes == (
+        "the loss falls fastest right at the lowest rate: begin lower, lowest=5e-05",
+    )
+
+
+def test_smoothing_keeps_a_straight_line_and_does_not_lag():
+    rates = [10 ** (k / 10) for k in range(50)]
+    losses = [5 - 0.1 * k for k in range(50)]
+    found = read(rates, losses, exponential=True, stopped="")
+    assert found.smoothed == pytest.approx(losses)
+    valley = read(rates, [abs(k - 30) / 10 for k in range(50)], exponential=True, stopped="")
+    assert valley.smoothed.index(min(valley.smoothed)) == 30
+    assert valley.tenth == pytest.approx(rates[30] / 10)
+
+
+# No trace
+
+
+class Breaks(Trainer):
+    """Fails at the 20th step, if it is told to; has state of its own."""
+
+    def training_step(self, batch):
+        self.state["steps"] = self.state.get("steps", 0) + 1
+        random.random(), np.random.rand(), torch.rand(1)
+        if self.state["steps"] == self.breaks:
+            raise RuntimeError("broken")
+        return super().training_step(batch)
+
+
+def worked(*, breaks=None, earlier=0):
+    """A trainer with everything that may keep a trace, and its loader."""
+    model = network(norm=True)
+    model[3].bias.requires_grad_(False)
+    model[1].eval()
+    loader = DataLoader(
+        TensorDataset(*rows()), 16, shuffle=True, generator=torch.Generator().manual_seed(5), num_workers=0
+    )
+    trainer = Breaks(
+        model,
+        torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, amsgrad=True),
+        nn.CrossEntropyLoss(),
+        console=False,
+        schedule=Linear(final=0.1),
+        accumulate=2,
+        clip=1.0,
+    )
+    trainer.breaks = breaks
+    if earlier:
+        trainer.fit(loader, epochs=earlier)
+    return trainer, loader
+
+
+def digest(trainer, loader):
+    """A hash of all that training may change."""
+    model, optimizer = trainer.model, trainer.optimizer
+    seen = [
+        {name: tensor.numpy().tobytes() for name, tensor in model.state_dict().items()},
+        [None if p.grad is None else p.grad.numpy().tobytes() for p in model.parameters()],
+        [(module.training, sorted(vars(module))) for module in model.modules()],
+        [(p.requires_grad, p.data_ptr()) for p in model.parameters()],
+        [{k: v.numpy().tobytes() for k, v in held.items()} for held in optimizer.state.values()],
+        [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
+        (trainer.counters.state_dict(), trainer.history, dict(trainer.state), sorted(vars(trainer))),
+        (random.getstate(), np.random.get_state()[1].tobytes(), torch.get_rng_state().numpy().tobytes()),
+        loader.generator.get_state().numpy().tobytes(),
+        (torch.is_grad_enabled(), torch.get_num_threads(), torch.get_float32_matmul_precision()),
+    ]
+    return hashlib.sha256(pickle.dumps(seen)).hexdigest()
+
+
+@pytest.mark.parametrize("earlier", [0, 2])
+@pytest.mark.parametrize("breaks", [None, 20])
+def test_nothing_has_changed_after_it(earlier, breaks):
+    trainer, loader = worked(earlier=earlier)
+    before = digest(trainer, loader)
+    trainer.breaks = None if breaks is None else trainer.state.get("steps", 0) + breaks
+    if breaks is None:
+        assert len(lr_range(trainer, loader, highest=1.0, diverges=100).rates) == 100
+    else:
+        with pytest.raises(RuntimeError, match="broken"):
+            lr_range(trainer, loader)
+    trainer.breaks = None
+    assert digest(trainer, loader) == before
+
+
+def test_training_goes_on_as_if_it_had_not_been():
+    ends = []
+    for swept in (False, True):
+        trainer, loader = worked(earlier=1)
+        if swept:
+            lr_range(trainer, loader, highest=1.0, diverges=100)
+        trainer.fit(loader, epochs=2)
+        ends.append((digest_of_weights(trainer), trainer.history))
+    assert ends[0] == ends[1]
+
+
+def digest_of_weights(trainer):
+    return {name: tensor.tolist() for name, tensor in trainer.model.state_dict().items()}
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"lowest": 0}, "lowest=0, highest=10.0"),
+        ({"lowest": -1, "spacing": "linear"}, "lowest=-1"),
+        ({"lowest": 1.0, "highest": 0.1}, "the highest above the lowest"),
+        ({"highest": math.inf}, "highest=inf"),
+        ({"updates": 15}, "at least 16"),
+        ({"updates": 20.0}, "a whole number"),
+        ({"spacing": "log"}, '"exponential" or "linear"'),
+        ({"diverges": 1}, "above 1"),
+    ],
+)
+def test_settings_that_make_no_sweep_are_refused(settings, says):
+    with pytest.raises(SettingError, match=says):
+        lr_range(made(), ready(), **settings)
+
+
+def test_a_stream_is_refused_with_the_cure():
+    with pytest.raises(DataError, match="a list of ready batches"):
+        lr_range(made(), iter(ready()))
+
+
+def test_a_first_group_without_a_rate_is_refused():
+    model = network()
+    with pytest.raises(SettingError, match="whose rate is 0"):
+        lr_range(made(model, torch.optim.SGD(model.parameters(), lr=0.0)), ready())
+    with pytest.raises(SettingError, match="without an optimizer"):
+        lr_range(Trainer(model, loss=nn.CrossEntropyLoss(), console=False), ready())
+
+
+# The record
+
+
+def test_the_record_is_data_text_and_a_plot(tmp_path):
+    found = lr_range(made(), ready())
+    plain = json.loads(json.dumps(found.to_dict()))
+    assert plain["suggestion"] == found.suggestion
+    assert len(plain["rates"]) == len(plain["losses"]) == len(plain["smoothed"])
+    assert str(found).startswith(f"suggested rate {found.suggestion:.3g}: where the smoothed loss falls fastest")
+    figure = found.plot(tmp_path / "range.png")
+    assert (tmp_path / "range.png").stat().st_size > 10_000
+    (axes,) = figure.axes
+    assert axes.get_xscale() == "log"
+    assert [line.get_label().split(":")[0] for line in axes.lines][2:] == [
+        "suggestion", "steepest", "a tenth of the lowest",
+    ]  # fmt: skip
