@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 
 from trainwright import (
+    Checkpoint,
     NonFiniteError,
     Pruning,
     SettingError,
@@ -282,3 +284,38 @@ def test_without_optuna_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(SettingError, match=r"trainwright\[tune\]"):
         tune(bowl, mode="min", trials=1, **LOUD)
+
+
+def test_an_optuna_that_is_too_old_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in (optuna.trial.FrozenTrial, optuna.trial.BaseTrial):
+        monkeypatch.delattr(kind, "constraints")
+    with pytest.raises(SettingError, match="Optuna 5 or later"):
+        tune(bowl, mode="min", trials=1, **LOUD)
+
+
+def test_a_pruned_run_leaves_its_directory_to_the_next(tmp_path: Path) -> None:
+    class Always(optuna.pruners.BasePruner):
+        def prune(self, study: Any, trial: Any) -> bool:
+            return True
+
+    def saving(trial: Any) -> float:
+        model = nn.Linear(4, 2)
+        trainer = Trainer(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            nn.CrossEntropyLoss(),
+            checkpoint=Checkpoint(tmp_path / f"trial{trial.number}"),
+            observers=[Pruning(trial, "val_loss")],
+            console=False,
+        )
+        try:
+            return float(trainer.fit((x, y), (x, y), epochs=3, batch_size=16).updates)
+        finally:
+            ended.append((trainer.result.stopped if trainer.result else "", trainer.progress.updates))
+
+    ended = list[tuple[str, int]]()
+    found = tune(saving, mode="min", trials=2, pruner=Always(), **LOUD)
+    assert [trial.ended for trial in found.trials] == ["pruned"] * 2
+    assert [updates for _, updates in ended] == [3, 3]
+    shutil.rmtree(tmp_path / "trial0")  # nothing is written to it any more
+    assert [path.name for path in tmp_path.iterdir()] == ["trial1"]

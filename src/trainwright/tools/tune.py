@@ -292,4 +292,7 @@ def _optuna() -> Any:
     except ImportError as error:
         what = "tune needs Optuna, which is not installed"
         raise SettingError(message(what, fix='pip install "trainwright[tune]"')) from error
+    if not hasattr(optuna.trial.FrozenTrial, "constraints"):
+        what, have = "tune needs Optuna 5 or later", f"Optuna {optuna.__version__}"
+        raise SettingError(message(what, have=have, fix='pip install --upgrade "trainwright[tune]"'))
     return optuna
