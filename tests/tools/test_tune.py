@@ -174,6 +174,13 @@ def test_pruning_by_update_reports_every_validation() -> None:
     assert list(found.trials[0].reports) == [2, 4, 6]
 
 
+def test_pruning_works_in_a_study_of_optunas_own_and_in_a_trial_outside_of_any() -> None:
+    study = optuna.create_study(pruner=optuna.pruners.ThresholdPruner(upper=1e-6))
+    study.optimize(trained, n_trials=1)
+    assert [trial.state.name for trial in study.trials] == ["PRUNED"]
+    assert 0 < trained(optuna.trial.FixedTrial({"lr": 0.1, "unused": 1})) < 2
+
+
 def test_a_number_that_there_is_not_is_told_with_the_one_that_was_meant() -> None:
     with pytest.raises(SettingError, match="Did you mean 'val_accuracy'"):
         tune(lambda trial: float(fitted(trial, 0.1, monitor="val_acuracy").updates), mode="max", trials=1, **LOUD)
