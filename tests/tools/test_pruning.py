@@ -281,7 +281,7 @@ def hooked():
             lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 2)),
             "0: it is not called as a plain layer",
         ),
-        (lambda: nn.ReLU(), "no linear layer or convolution"),
+        (nn.ReLU, "no linear layer or convolution"),
     ],
 )
 def test_models_that_cannot_be_shrunk_are_refused(make, said) -> None:
