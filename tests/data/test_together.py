@@ -14,7 +14,7 @@ from passes import Augmented, Globally, alike, loader, rest, resumed, trained
 from sources import generator, seeded
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainwright import batches, sharded, together
+from trainwright import batches, prefetch, sharded, together
 from trainwright.base.dealing import Part
 from trainwright.base.errors import DataError, SettingError
 from trainwright.data.source import beside, open_source
@@ -85,6 +85,15 @@ def test_what_is_read_together_may_be_read_alone_meanwhile() -> None:
     alone = open_source(b, role="val")
     assert len(list(alone.epoch(0))) == 3
     assert len(list(run)) == 4
+
+
+def test_the_length_is_that_of_the_epoch_in_hand() -> None:
+    source = open_source(together(a=lambda epoch: batches(table(8 + 4 * epoch), 4), b=Sized(7), length="a"))
+    given = []
+    for epoch in range(3):
+        iterator = source.epoch(epoch)
+        given.append((source.length, source.rows, len(list(iterator))))
+    assert given == [(2, 8, 2), (3, 12, 3), (4, 16, 4)]
 
 
 def test_a_batch_counts_as_the_first_loader_does() -> None:
@@ -362,6 +371,7 @@ class Once:
         (lambda: open_source(together(a=Sized(4), b=iter(table(4)))), r"b=...\) can be iterated only once"),
         (lambda: open_source(together(a=Sized(4), b=Once())), r"b has no length(.|\n)*length='a'"),
         (lambda: open_source(together(a=Sized(4), b=Sized(4)), batch_size=3), r"batch_size=3 beside a Sized"),
+        (lambda: prefetch(two()), r"prefetch\(Together\)(.|\n)*together\(a=prefetch\(data\), ...\)"),
         (lambda: open_source(together(a=table(9), b=Sized(4))), r"a data set of rows, without a batch size"),
     ],
 )

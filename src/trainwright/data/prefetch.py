@@ -294,6 +294,8 @@ def _overlapping() -> DataError:
 
 
 def _refuse_what_reads_ahead(data: Any) -> None:
+    from trainwright.data.source import is_together
+
     what = fix = ""
     name = type(data).__name__
     if isinstance(data, Batches):
@@ -302,6 +304,8 @@ def _refuse_what_reads_ahead(data: Any) -> None:
         what, fix = "a DataLoader is read ahead by its workers", "DataLoader(..., num_workers=2)"
     elif isinstance(data, sharded.Sharded):
         what, fix = "the mark belongs outside", "sharded(prefetch(data))"
+    elif is_together(data):
+        what, fix = "the loaders that are read together read ahead themselves", "together(a=prefetch(data), ...)"
     elif isinstance(data, Prefetched):
         what, fix = "they are read ahead already", "prefetch(data, ahead=4)"
     elif not hasattr(data, "__iter__"):

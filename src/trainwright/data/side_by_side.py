@@ -45,27 +45,13 @@ class SideBySide:
         self._streams: dict[str, Any] = _streams(sources, self._leader)
         self._chained = self._deal_streams()
         """Those whose passes are drawn from random states of their own."""
-
-    @property
-    def length(self) -> int | None:
-        """Batches of an epoch."""
-        return self.sources[self._leader].length
+        self._measure()
 
     @property
     def own_length(self) -> int | None:
         """Batches of an epoch on this process, where it has data of its own; else as `length`."""
         leader = self.sources[self._leader]
         return getattr(leader, "own_length", leader.length)
-
-    @property
-    def rows(self) -> int | None:
-        """Rows of an epoch of the first loader; None where it does not give the epoch."""
-        return self.sources[self._leader].rows if self._leader == next(iter(self.sources)) else None
-
-    @property
-    def batch_size(self) -> int | None:
-        """Rows of a full batch of the first loader."""
-        return next(iter(self.sources.values())).batch_size
 
     @property
     def draws_global_rng(self) -> bool:
@@ -135,12 +121,14 @@ class SideBySide:
             self._check_parts(part)
         self._told = {name: source.describe() for name, source in self.sources.items()}
         self._chained = self._deal_streams()
+        self._measure()
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
         """The batches of `epoch` without its first `skip`."""
         with unmoved():
             drawn = int(torch.empty((), dtype=torch.int64).random_())
         iterators = {self._leader: self._streams[self._leader].epoch(epoch, skip)}
+        self._measure()  # a function of the epoch may have given more or fewer batches
         for index, (name, stream) in enumerate(self._streams.items()):
             if name == self._leader:
                 continue
@@ -197,6 +185,13 @@ class SideBySide:
             if hasattr(one, "load_process_state")
         }
         return _lines(told)
+
+    def _measure(self) -> None:
+        """Tell batches of an epoch, and rows: those of the first loader, where it gives the epoch."""
+        leader, first = self.sources[self._leader], next(iter(self.sources))
+        self.length = leader.length
+        self.rows = leader.rows if self._leader == first else None
+        self.batch_size = self.sources[first].batch_size
 
     def _led_by(self, length: str) -> str:
         if length not in LENGTHS:

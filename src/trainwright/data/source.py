@@ -41,7 +41,7 @@ def open_source(data: Any, *, batch_size: int | None = None, shuffle: bool = Fal
     """
     if isinstance(data, Sharded):
         return mark(open_source(data.data, batch_size=batch_size, shuffle=shuffle, role=role), role)
-    if _is(data, "together.Together"):
+    if is_together(data):
         side_by_side: Source = data.source(batch_size=batch_size, shuffle=shuffle, role=role)
         return side_by_side
     if _is_source(data):
@@ -62,7 +62,7 @@ def takes_batch_size(data: Any) -> bool:
     """Whether `data` is a data set of rows, or a function that may give one, rather than ready batches."""
     if isinstance(data, Sharded):
         return takes_batch_size(data.data)
-    if _is(data, "together.Together"):
+    if is_together(data):
         return any(map(takes_batch_size, data.loaders.values()))
     if isinstance(data, Tensor | np.ndarray | tuple | dict) or is_function(data):
         return True
@@ -258,6 +258,11 @@ def is_function(data: Any) -> bool:
     """Whether data are a function of the epoch, called for epoch 0 when they are opened."""
     data_like = any(hasattr(data, name) for name in ("__iter__", "__getitem__"))
     return callable(data) and not data_like and not isinstance(data, type | nn.Module)
+
+
+def is_together(data: Any) -> bool:
+    """Whether data are several loaders, read side by side."""
+    return _is(data, "together.Together")
 
 
 def _is_source(data: Any) -> bool:
