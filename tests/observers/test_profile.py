@@ -5,12 +5,14 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from laws.graph_runs import check_same, fitted
 from trainwright import ClipNorm, Profile, SettingError, Trainer, Updates, batches
 
 x = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
@@ -96,6 +98,29 @@ def test_the_run_is_the_same_one_without_it(tmp_path: Path) -> None:
     other_rows, other_weights = trained()
     assert rows == other_rows
     assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
+
+
+def test_updates_that_are_replayed_are_the_same_with_a_profile(tmp_path: Path) -> None:
+    profile = Profile(tmp_path, after=8, updates=3, rows=0)
+    profiled, alone = fitted("require", observers=[profile]), fitted("require")
+    check_same(profiled, alone)
+    assert profile.path is not None and profiled.replays and sum(profiled.replays) == sum(alone.replays)
+
+
+def test_on_cuda_the_table_is_by_the_time_of_the_device(tmp_path: Path) -> None:
+    profile = Profile(tmp_path, rows=2)
+    profile._on_cuda = True
+    events = [
+        SimpleNamespace(key=key, count=2, self_cpu_time_total=cpu, self_device_time_total=device)
+        for key, cpu, device in (("ProfilerStep*", 9e3, 9e3), ("mm", 1e3, 2e3), ("relu", 3e3, 6e3), ("add", 5e3, 0.0))
+    ]
+    lines = profile._table(events, updates=2, first=11)
+    assert lines[0].startswith("profile of updates 11 to 12, per update")
+    assert lines[1].split()[-2:] == ["cuda", "ms"]
+    assert [line.split() for line in lines[2:]] == [
+        ["relu", "1", "75.0%", "1.5000", "3.0000"],
+        ["mm", "1", "25.0%", "0.5000", "1.0000"],
+    ]
 
 
 def test_updates_outside_are_not_recorded_and_cost_no_call(tmp_path: Path) -> None:

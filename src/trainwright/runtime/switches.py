@@ -21,7 +21,7 @@ def kept_switches() -> Iterator[None]:
     """
     grad, threads, dtype = torch.is_grad_enabled(), torch.get_num_threads(), torch.get_default_dtype()
     matmul, cudnn, backends = _matmul(), {name: getattr(torch.backends.cudnn, name) for name in _CUDNN}, _backends()
-    exact = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    exact = _exact()
     flushes, collects = flushes_denormal(), gc.isenabled()
     try:
         yield
@@ -37,7 +37,8 @@ def kept_switches() -> Iterator[None]:
                 setattr(torch.backends.cudnn, name, value)
         for backend, precision in backends:
             backend.fp32_precision = precision
-        torch.use_deterministic_algorithms(exact[0], warn_only=exact[1])
+        if _exact() != exact:  # asked first: torch imports its compiler's settings to set it, for a second or more
+            torch.use_deterministic_algorithms(exact[0], warn_only=exact[1])
         if flushes_denormal() != flushes:
             torch.set_flush_denormal(flushes)
         (gc.enable if collects else gc.disable)()
@@ -46,6 +47,11 @@ def kept_switches() -> Iterator[None]:
 def flushes_denormal() -> bool:
     """Whether numbers below the normal range are taken as zero: torch has no getter for its switch."""
     return bool((torch.full((), 2.0**-149) + 0.0 == 0.0).item())
+
+
+def _exact() -> tuple[bool, bool]:
+    """Whether deterministic algorithms are asked for, and others only warned of."""
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def _matmul() -> str | None:
