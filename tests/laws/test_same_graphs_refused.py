@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from laws.graph_runs import Ran, both, check_same, fitted
 from laws.late_runs import data, net
-from trainwright import Fast, StepLR, Trainer, Updates
+from trainwright import Fast, StepLR, Trainer, Updates, checkpoint_activations
 from trainwright.base.errors import SettingError
 from trainwright.run import graphed
 
@@ -189,6 +189,15 @@ def test_a_hook_of_a_parameter() -> None:
         return model
 
     check_refused("a hook on 0.weight", model=hooked)
+
+
+def test_blocks_that_are_recomputed() -> None:
+    def recomputed() -> nn.Module:
+        model = net()
+        checkpoint_activations(model, "0")
+        return model
+
+    check_refused("blocks are recomputed", model=recomputed)
 
 
 def test_a_hook_that_comes_in_an_epoch() -> None:

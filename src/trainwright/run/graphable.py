@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,9 @@ def why_not(run: Run) -> Iterator[str]:
     if owner.state:
         yield "`self.state` may be read and written by a step"
     yield from facts.hooks_of_others(owner.model)
+    activations = sys.modules.get("trainwright.runtime.activations")  # who uses it has imported it
+    if activations is not None and any(map(activations.is_recomputed, owner.model.modules())):
+        yield "blocks are recomputed, for which torch reads the random state of the device"
 
 
 def why_not_whole(run: Run) -> Iterator[str]:
