@@ -13,7 +13,7 @@ Takes a minute at most by default.
 from __future__ import annotations
 
 import argparse
-from pydoc_data.topics import topics  # type: ignore[import-untyped]
+from pydoc_data.topics import topics
 from typing import Any
 
 import torch
@@ -25,20 +25,20 @@ from trainwright import Trainer, advise
 
 
 def mlp() -> tuple[Trainer[Any], Any]:
-    digits = load_digits()
-    pixels = torch.tensor(digits.data / 16, dtype=torch.float32)
+    pixels, classes = load_digits(return_X_y=True)
+    rows = TensorDataset(torch.tensor(pixels / 16, dtype=torch.float32), torch.tensor(classes))
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-    loader = DataLoader(TensorDataset(pixels, torch.tensor(digits.target)), 32, shuffle=True)
-    return Trainer(model, torch.optim.AdamW(model.parameters()), nn.CrossEntropyLoss()), loader
+    optimizer = torch.optim.AdamW(model.parameters())
+    return Trainer(model, optimizer, nn.CrossEntropyLoss()), DataLoader(rows, 32, shuffle=True)
 
 
 class Digits(Dataset[tuple[Tensor, int]]):
     """Images one by one, each shifted a little: what a loader with workers is for."""
 
     def __init__(self) -> None:
-        digits = load_digits()
-        self.images = torch.tensor(digits.images / 16, dtype=torch.float32)
-        self.labels = digits.target.tolist()
+        pixels, classes = load_digits(return_X_y=True)
+        self.images = torch.tensor(pixels / 16, dtype=torch.float32).view(-1, 8, 8)
+        self.labels = classes.tolist()
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -52,9 +52,8 @@ def cnn() -> tuple[Trainer[Any], Any]:
     for before, after in ((1, 32), (32, 64), (64, 64)):
         layers += [nn.Conv2d(before, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU()]
     model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
-    return Trainer(model, torch.optim.AdamW(model.parameters()), nn.CrossEntropyLoss()), DataLoader(
-        Digits(), 64, shuffle=True
-    )
+    optimizer = torch.optim.AdamW(model.parameters())
+    return Trainer(model, optimizer, nn.CrossEntropyLoss()), DataLoader(Digits(), 64, shuffle=True)
 
 
 class Continue(nn.Module):

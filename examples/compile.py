@@ -15,7 +15,7 @@ import argparse
 import statistics
 import time
 from dataclasses import dataclass, field
-from pydoc_data.topics import topics  # type: ignore[import-untyped]
+from pydoc_data.topics import topics
 
 import torch
 from torch import Tensor, nn

@@ -122,8 +122,8 @@ class _Spans:
 
     def __init__(self, trainer: Any, *, after: int) -> None:
         self._trainer, self._after = trainer, after
-        self._seconds = dict.fromkeys(("data", "move", "model", "step", "apply", "update"), 0.0)
-        self._depth = dict.fromkeys(self._seconds, 0)
+        self._seconds: dict[str, float] = dict.fromkeys(("data", "move", "model", "step", "apply", "update"), 0.0)
+        self._depth: dict[str, int] = dict.fromkeys(self._seconds, 0)
         self._windows = 0
 
     def phases(self, total: float, updates: int) -> Phases:

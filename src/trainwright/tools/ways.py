@@ -173,10 +173,11 @@ def _timed_by_cudnn(_: Trainer[Any]) -> Iterator[None]:
 
 def _memory(trainer: Trainer[Any], ready: list[Any]) -> Iterator[Technique]:
     how = "Trainer(..., accumulate={0})  # with batches of half the rows"
-    if len(trainer.accumulate) > 1:
+    (_, now), *later = trainer.accumulate
+    if later:
         yield Technique(name="accumulate", how=how.format(2), why_not="accumulate changes from epoch to epoch")
     else:
-        every = 2 * trainer.accumulate[0][1]
+        every = 2 * now
         yield _of_cut(
             Technique(name=f"accumulate={every}", how=how.format(every), for_memory=True),
             lambda: halved(ready),
