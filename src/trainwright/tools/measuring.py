@@ -96,7 +96,7 @@ class Clock:
         epochs = aside.epoch
         total = (self._warm + self._segments * self._updates) * self._every
         aside.length, aside.rows = total, None
-        aside.epoch = lambda epoch, skip=0: self._dealt(epochs, total)
+        aside.epoch = lambda epoch, skip=0: self._dealt(_all_as_the_first(aside, epochs), total)
         return cast(Source, aside)
 
     def _dealt(self, epochs: Callable[[int], Iterator[Any]], total: int) -> Iterator[Any]:
@@ -117,6 +117,18 @@ class Clock:
             synchronise(self._device)
             self.stamps.append(time.perf_counter())
             self.rows.append(0)
+
+
+def _all_as_the_first(source: Any, epochs: Callable[[int], Iterator[Any]]) -> Callable[[int], Iterator[Any]]:
+    """The passes of a source of images that a run changes, which counts on that for the pass that begins next alone."""
+    given = getattr(source, "_given", None)
+
+    def begun(epoch: int) -> Iterator[Any]:
+        if given is not None:
+            source._given = given
+        return epochs(epoch)
+
+    return begun
 
 
 def most_kept(trainer: Trainer[Any], kept: Kept, way: Way) -> int:
