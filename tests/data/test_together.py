@@ -313,6 +313,44 @@ def test_processes_share_the_rows_of_every_loader(name: str, size: int) -> None:
         assert shared == expected, epoch
 
 
+@pytest.mark.parametrize("name", FULL)
+@pytest.mark.parametrize("cut", [(0, 1), (1, 1), (2, 0)])
+def test_a_state_of_one_process_goes_on_over_two_and_back(name: str, cut: tuple[int, int]) -> None:
+    epoch, skip = cut
+    starts()
+    alone: Any = open_source(FULL[name]())
+    whole, saved = [], None
+    for number in range(3):
+        begun = (random_state(), [one.get_state() for one in alone.generators])
+        if cut == (number, 0):
+            saved = alone.state_dict()
+        iterator = alone.epoch(number)
+        whole.append([numbers(one) for one in itertools.islice(iterator, skip if number == epoch else None)])
+        if number == epoch:
+            saved = saved or alone.state_dict()
+            break
+    expected = [numbers(one) for one in iterator]
+    ranks, states = [], []
+    for rank in range(2):
+        starts()
+        source: Any = open_source(FULL[name]())
+        source.deal(Part(rank, 2))
+        source.load_state_dict(saved)
+        source.load_process_state(None)
+        set_random_state(begun[0])
+        slices = source.epoch(epoch, skip)
+        given = [next(slices)]
+        states.append(source.state_dict())
+        ranks.append([*given, *slices])
+    for slices, rows in zip(zip(*ranks, strict=True), expected, strict=True):
+        assert {key: [row for one in slices for row in rows_of(one.batch[key])] for key in rows} == rows
+    starts()
+    back: Any = open_source(FULL[name]())
+    back.load_state_dict(states[0])
+    set_random_state(begun[0])
+    assert [numbers(one) for one in back.epoch(epoch, skip + 1)] == expected[1:]
+
+
 def of_rank(source: Any, begun: tuple[Any, list[Any]], *, epoch: int, rank: int) -> list[Any]:
     """An epoch on a process: begun with the first one's random states, and gone on with its own."""
     state, generators = begun
