@@ -24,7 +24,7 @@ SCRATCH = "--scratch" in sys.argv
 
 class Block(nn.Sequential):
     def __init__(self, channels: int, wider: int) -> None:
-        super().__init__(nn.Conv2d(channels, wider, 3, padding=1), nn.BatchNorm2d(wider), nn.ReLU())
+        super().__init__(nn.Conv2d(channels, wider, 3, padding=1, bias=False), nn.BatchNorm2d(wider), nn.ReLU())
 
 
 class Network(nn.Module):
