@@ -136,5 +136,11 @@ def test_the_rule_of_small_batches_on_a_device(looks: int, busy: int, used: int,
     assert one is None or "batch_size=64" in one.fix
 
 
+def test_a_device_is_looked_at_between_updates_often_enough_for_the_rule() -> None:
+    told = findings_data.speeds(trainer_of(perceptron()), rows())
+    assert len(told) >= findings_data.LOOKS - 1 >= 4
+    assert all((one.updates, one.rows, one.looks) == (4, 128, 0) for one in told[:-1])  # a CPU is not looked at
+
+
 def test_an_update_is_timed_in_seconds() -> None:
     assert 0 < update_seconds(trainer_of(perceptron()), rows(4), updates=3) < 1

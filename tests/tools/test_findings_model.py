@@ -304,6 +304,16 @@ def test_other_errors_of_a_step_are_raised() -> None:
         found(trainer_of(nn.Linear(5, CLASSES)), rows())
 
 
+def test_a_compiled_model_is_looked_into_and_nothing_of_the_watch_is_compiled() -> None:
+    model = convolutional(bias=True)
+    compiled: Any = torch.compile(model, backend="eager")
+    trainer = trainer_of(compiled)
+    trainer.fit(rows(32, 1, 6, 6), max_updates=1)
+    assert found(trainer, rows(32, 1, 6, 6))["bias before BatchNorm"].where == ("_orig_mod.0",)
+    model.compile(backend="eager")
+    assert found(trainer_of(model), rows(32, 1, 6, 6))["bias before BatchNorm"].where == ("0",)
+
+
 def test_findings_leave_no_trace() -> None:
     trainer = trainer_of(convolutional(bias=True))
     before = [one.clone() for one in trainer.model.state_dict().values()]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from trainwright.base.errors import StepError
@@ -60,7 +63,7 @@ def watched(trainer: Trainer[Any], batches: Sequence[Any]) -> tuple[Seen, int, l
     if twin.hooks.steps_itself:
         vars(twin)["training_step"] = noted
     parameters = {f"{root}.{name}": one for root, name, one in findings_model.trained_by(trainer)}
-    with noting_gradients(parameters, watch.seen.reached), watch:
+    with _uncompiled(), noting_gradients(parameters, watch.seen.reached), watch:
         try:
             twin.fit(used, max_updates=updates)
         except (RuntimeError, StepError) as error:
@@ -82,7 +85,7 @@ def evaluated(trainer: Trainer[Any], batches: Sequence[Any], val: Any, *, batch_
     one = batches[:1]
     if val is not None:
         one = ready(twin, _first_set(val), updates=1, batch_size=batch_size if _takes_size(val) else None)[:1]
-    with watch:
+    with _uncompiled(), watch:
         twin.evaluate(list(one))
     return watch.seen
 
@@ -102,6 +105,14 @@ def _reaches_nothing(error: Exception) -> Finding | None:
         told.get("fix", "return the loss as it was computed, without detach(), item() or torch.no_grad() around it"),
         tuple(told[key] for key in ("where", "at") if key in told),
     )
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
+    """What the user has compiled runs as it is: a graph shows nothing of its inside, and must not hold the watch."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 def _functions(metrics: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,9 @@ LARGE, LARGE_FEATURE, TINY = 3.0, 10.0, 0.01
 FEW_ROWS, NEARLY_FREE, SHORT = 16, 1.25, 0.02
 """Rows of a tiny batch; what twice as many cost there, as a ratio; seconds below which an update is timed for it."""
 TIMED = 12
-"""Updates that are timed, for the rules on sizes."""
+"""Updates that are timed, for the rule on tiny batches."""
+LOOKS, BETWEEN = 12, 4
+"""How often it is looked whether a device has work left, and the updates between two looks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,17 +184,22 @@ def _ratio(trainer: Trainer[Any], batches: Sequence[Any], twice: Sequence[Any]) 
     return update_seconds(trainer, twice) / update_seconds(trainer, batches)
 
 
-def _device_facts(trainer: Trainer[Any], batches: Sequence[Any], rows: int) -> DeviceFacts:
-    device, speeds, updates = trainer.device, _Speeds(), 4 * TIMED
+def speeds(trainer: Trainer[Any], batches: Sequence[Any]) -> list[Speed]:
+    """The speed of stretches of a few updates; it is looked at the end of each whether the device has work left."""
+    told, updates = _Speeds(), LOOKS * BETWEEN
     used = [batches[index % len(batches)] for index in range((updates + 2) * trainer.accumulate[0][1])]
-    silent(trainer, observers=[Throughput(every=Updates(TIMED), flops_per_row=1.0), speeds]).fit(
-        used, max_updates=updates + 1
-    )
+    asked = Throughput(every=Updates(BETWEEN), flops_per_row=1.0)  # which needs no counting then
+    silent(trainer, observers=[asked, told]).fit(used, max_updates=updates + 1)
+    return told.found[1:]
+
+
+def _device_facts(trainer: Trainer[Any], batches: Sequence[Any], rows: int) -> DeviceFacts:
+    device, told = trainer.device, speeds(trainer, batches)
     return DeviceFacts(
         device=torch.cuda.get_device_name(device),
         rows=rows,
-        looks=sum(one.looks for one in speeds.found[1:]),
-        busy=sum(one.busy for one in speeds.found[1:]),
+        looks=sum(one.looks for one in told),
+        busy=sum(one.busy for one in told),
         used=torch.cuda.max_memory_allocated(device),
         total=torch.cuda.get_device_properties(device).total_memory,
     )
