@@ -61,6 +61,12 @@ def test_a_loss_that_stays_and_what_no_gradient_reaches_are_told() -> None:
     assert "learning rate 5.00e-1" in shown
 
 
+def test_a_loss_that_falls_still_is_told_as_one() -> None:
+    told = overfit_batches(made(), data(), updates=20)
+    assert not told.fell and told.losses[-1] < told.losses[0]
+    assert "falling still: overfit_batches(..., updates=80)" in str(told) and "lr_range" not in str(told)
+
+
 def test_a_loss_that_is_not_finite_is_no_success() -> None:
     class Diverges(Trainer[Any]):
         def training_step(self, batch: Any) -> Any:

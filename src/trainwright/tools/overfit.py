@@ -42,6 +42,11 @@ class Overfit:
         """Whether the loss fell to at most `share` of what it was at first. A loss whose floor is not 0 never does."""
         return not self.error and len(self.losses) > 1 and self.losses[-1] <= self.share * self.losses[0]
 
+    @property
+    def _falls(self) -> bool:
+        """Whether the loss was falling still when the updates were over."""
+        return len(self.losses) > 2 and self.losses[-1] < 0.9 * self.losses[len(self.losses) // 2]
+
     def __str__(self) -> str:
         first, last = (self.losses[0], self.losses[-1]) if self.losses else (math.nan, math.nan)
         what = f"{self.batches} batch{'es' if self.batches > 1 else ''}, {self.updates} updates"
@@ -50,7 +55,9 @@ class Overfit:
         lines += [f"  {self.error}"] if self.error else []
         if self.untrained:
             lines.append(f"  no gradient reaches {', '.join(self.untrained[:6])}{_more(self.untrained[6:])}")
-        if not self.fell:
+        if not self.fell and self._falls:
+            lines.append(f"  the loss was falling still: overfit_batches(..., updates={4 * self.updates})")
+        elif not self.fell:
             lines.append(f"  learning rate {', '.join(map(rate, self.rates))}: try others by lr_range(trainer, train)")
             lines.append(
                 "  do targets belong to their inputs? does the loss read what the model gives, is its least 0?"
