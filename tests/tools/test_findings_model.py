@@ -299,6 +299,20 @@ def test_a_teacher_in_eval_mode_is_passed_over() -> None:
     assert found(trainer_of(perceptron(), kind=Taught, frozen={"teacher": teacher}), rows()) == {}
 
 
+class Odd(Trainer[Any]):
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        with torch.inference_mode():
+            assert not self.model(x).softmax(1).requires_grad
+        sparse = x.to_sparse() @ self.model.weight.T
+        nested = torch.nested.nested_tensor([x, x[:3]], layout=torch.jagged)
+        return F.cross_entropy(sparse + self.model.bias, y) + self.model(nested).values().mean()
+
+
+def test_inference_sparse_and_nested_tensors_are_passed_over() -> None:
+    assert found(trainer_of(nn.Linear(6, CLASSES), kind=Odd), rows()) == {}
+
+
 def test_other_errors_of_a_step_are_raised() -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         found(trainer_of(nn.Linear(5, CLASSES)), rows())

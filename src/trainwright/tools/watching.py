@@ -170,7 +170,7 @@ class Watch(TorchFunctionMode):
             for one in results:
                 if not one.requires_grad:
                     self._computed[one] = True
-        if len(results) == 1:
+        if len(results) == 1 and not results[0].is_inference():  # those know no versions
             self._mark(name, given, results[0])
 
     def _mark(self, name: str, given: list[Tensor], result: Tensor) -> None:
@@ -269,7 +269,8 @@ class Watch(TorchFunctionMode):
         mark = self._marked(given[0])
         if name == "linear" and mark is not None and mark.kind == "linear":
             self.seen.stacked[mark.layer, layer] += 1
-        if given[0].is_floating_point() and given[0].ndim > 1 and not self._is_computed(given[0]):
+        dense = given[0].layout is torch.strided and not given[0].is_nested
+        if dense and given[0].is_floating_point() and given[0].ndim > 1 and not self._is_computed(given[0]):
             enter(self.seen.entered.setdefault(layer, Entered(name)), given[0].detach(), images=name in _CONVOLUTIONS)
 
     def _note_read(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
