@@ -129,6 +129,8 @@ def test_channels_are_ranked_by_the_scale_of_batchnorm_or_by_a_function() -> Non
     last = shrink(model, X, 0.25, by=lambda module, name: -torch.arange(len(module.weight)), layers=["conv", "flat"])
     assert last.removed == {"conv": (12, 13, 14, 15), "flat": (15, 16, 17, 18, 19)}
     assert last.whole["block.inner"] == "it was not asked for"
+    assert shrink(model, X, layers=[nn.Conv2d, "flat"]).removed.keys() == {"block.inner", "conv", "flat"}
+    assert shrink(model, X, layers="block.*").removed.keys() == {"block.inner"}
     with pytest.raises(SettingError, match=r"shape \(16,\)"):
         shrink(model, X, by=lambda module, name: torch.ones(3), layers="conv")
 

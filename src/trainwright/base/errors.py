@@ -22,7 +22,7 @@ class DataError(TrainwrightError, ValueError):
 
 
 class StepError(TrainwrightError, RuntimeError):
-    """A step returned something that is no loss."""
+    """A step returned something that is no loss, or what it computed no longer holds when its backward runs."""
 
 
 class NonFiniteError(TrainwrightError, ArithmeticError):

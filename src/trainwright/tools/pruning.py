@@ -66,13 +66,13 @@ def shrink(
     (Li et al., arXiv 1608.08710), "bn" the absolute scale of the BatchNorm behind it (network slimming, arXiv
     1708.06519); or a function of a layer and its name that returns a number for each channel. `scope`: each layer
     loses that share, or all layers together do, by one ranking. A layer keeps a multiple of `multiple` channels, and
-    at least one. `layers`: classes, names or globs, or a predicate; None: all that can lose channels, and those that
-    cannot are in `whole`, with the reason. `example`: a batch.
+    at least one. `layers`: classes, names or globs, or a predicate; None: all. Those that cannot lose channels are in
+    `whole`, with the reason. `example`: a batch.
 
     The small model computes what the big one would with the weights that read these channels at zero: that is tried
-    on the example. It needs an optimizer and a Trainer of its own. SettingError for a layer that was named and cannot
-    lose channels (a residual sum, a grouped convolution, attention, shared weights), where none can, and where the
-    forward cannot be followed.
+    on the example. It needs an optimizer and a Trainer of its own. SettingError for a layer whose name was given and
+    that cannot lose channels (a residual sum, a grouped convolution, attention, shared weights), where none can, and
+    where the forward cannot be followed.
     """
     _check_share(amount, "shrink")
     if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
@@ -89,14 +89,14 @@ def shrink(
             group.why = "there is no BatchNorm with a scale behind it"
         if not group.why and meant is not None and name not in meant:
             group.why = "it was not asked for"
-    if meant is not None:
-        _check_meant(groups, meant)
+    _check_meant(groups, _said(layers) & (meant or set()), "shrink")
     open_ = {name: group for name, group in groups.items() if not group.why}
     if not open_:
         have = "; ".join(f"{name}: {group.why}" for name, group in groups.items()) or "no linear layer or convolution"
         raise SettingError(message("shrink: no layer can lose channels", have=have))
     scores = {name: _worth(model, group, by) for name, group in open_.items()}
-    return _without(model, given, groups, _least(scores, amount, by_layer=scope == "layer", multiple=multiple))
+    lost = _least(scores, amount, by_layer=scope == "layer", multiple=multiple)
+    return _without(model, given, groups, lost=lost)
 
 
 def remove_channels(model: nn.Module, example: Any, channels: Mapping[str, Collection[int]]) -> Shrunk:
@@ -117,7 +117,7 @@ def remove_channels(model: nn.Module, example: Any, channels: Mapping[str, Colle
     gone = {name: tuple(sorted(set(one))) for name, one in channels.items() if one}
     for name, group in groups.items():
         group.why = group.why or ("" if name in gone else "it was not asked for")
-    return _without(model, given, groups, gone)
+    return _without(model, given, groups, lost=gone)
 
 
 def _check_share(amount: Any, call: str) -> None:
@@ -125,7 +125,15 @@ def _check_share(amount: Any, call: str) -> None:
         raise SettingError(message(f"{call}(amount={amount!r})", want="a share above 0 and below 1", fix="amount=0.5"))
 
 
-def _check_meant(groups: Mapping[str, Group], meant: set[str], call: str = "shrink") -> None:
+def _said(layers: Any) -> set[str]:
+    """What was given as names."""
+    several = (
+        [layers] if isinstance(layers, str) else layers if isinstance(layers, list | tuple | set | frozenset) else []
+    )
+    return {one for one in several if isinstance(one, str)}
+
+
+def _check_meant(groups: Mapping[str, Group], meant: set[str], call: str) -> None:
     for name in meant:
         if name not in groups:
             what = f"{call}: {name!r} is no linear layer or convolution that the forward calls."
@@ -173,12 +181,12 @@ def _least(scores: Mapping[str, Tensor], amount: float, *, by_layer: bool, multi
 
 
 def _without(
-    model: nn.Module, given: Given, groups: Mapping[str, Group], lost: Mapping[str, tuple[int, ...]]
+    model: nn.Module, given: Given, groups: Mapping[str, Group], *, lost: Mapping[str, tuple[int, ...]]
 ) -> Shrunk:
     small = copy.deepcopy(model)
     for name, channels in lost.items():
         _cut(small, groups[name], channels)
-    _try(model, small, given, {name: (groups[name], channels) for name, channels in lost.items()})
+    _try(model, small, given, lost={name: (groups[name], channels) for name, channels in lost.items()})
     whole = {
         name: group.why or "its share is less than a channel" for name, group in groups.items() if name not in lost
     }
@@ -190,17 +198,17 @@ def _cut(model: nn.Module, group: Group, channels: tuple[int, ...]) -> None:
     """Take channels out of a layer, what scales them and what reads them, in place."""
     keep = _features(sorted(set(range(group.size)) - set(channels)), 1)
     maker: Any = model.get_submodule(group.maker)
-    _narrow(maker, ("weight", "bias"), keep, 0)
+    _narrow(maker, ("weight", "bias"), keep, dim=0)
     _resize(maker, ("out_channels", "out_features"), len(keep))
     for use in group.norms:
         norm: Any = model.get_submodule(use.name)
         wide = _features(keep.tolist(), use.repeat)
-        _narrow(norm, ("weight", "bias", "running_mean", "running_var"), wide, 0)
+        _narrow(norm, ("weight", "bias", "running_mean", "running_var"), wide, dim=0)
         norm.num_features = len(wide)
     for use in group.readers:
         reader: Any = model.get_submodule(use.name)
         wide = _features(keep.tolist(), use.repeat)
-        _narrow(reader, ("weight",), wide, 1)
+        _narrow(reader, ("weight",), wide, dim=1)
         _resize(reader, ("in_channels", "in_features"), len(wide))
 
 
@@ -209,7 +217,7 @@ def _features(channels: list[int], repeat: int) -> Tensor:
     return torch.tensor([channel * repeat + i for channel in channels for i in range(repeat)], dtype=torch.long)
 
 
-def _narrow(module: Any, names: tuple[str, ...], keep: Tensor, dim: int) -> None:
+def _narrow(module: Any, names: tuple[str, ...], keep: Tensor, *, dim: int) -> None:
     for name in names:
         tensor = getattr(module, name, None)
         if tensor is None:
@@ -227,7 +235,9 @@ def _resize(module: Any, names: tuple[str, ...], size: int) -> None:
             setattr(module, name, size)
 
 
-def _try(model: nn.Module, small: nn.Module, given: Given, lost: Mapping[str, tuple[Group, tuple[int, ...]]]) -> None:
+def _try(
+    model: nn.Module, small: nn.Module, given: Given, *, lost: Mapping[str, tuple[Group, tuple[int, ...]]]
+) -> None:
     """Compare the small model with the big one whose weights that read the lost channels are zero."""
     big, tried = twin_on(model, None), twin_on(small, None)
     with unmoved(), torch.no_grad(), evaluating(big, tried):

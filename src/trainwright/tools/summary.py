@@ -49,7 +49,7 @@ def summary(
         watch = _watched(model, given, None)
     else:
         watch, note = somewhere(lambda device: _watched(model, given, device))
-    flops, _ = somewhere(lambda device: _counted(model, given, device, watch))
+    flops, _ = somewhere(lambda device: _counted(model, given, device, watch=watch))
     return Summary(
         layers=tuple(watch.layer(index, name, one) for index, (name, one) in enumerate(model.named_modules())),
         total=Pass(watch.kept, watch.peak, flops),
@@ -178,7 +178,7 @@ def _watched(model: nn.Module, given: Given, on: torch.device | None) -> _Watch:
     return watch
 
 
-def _counted(model: nn.Module, given: Given, on: torch.device | None, watch: _Watch) -> int:
+def _counted(model: nn.Module, given: Given, on: torch.device | None, *, watch: _Watch) -> int:
     """Count operations: those of each module's forward, and those of forward and backward together, returned."""
     watch.flops.clear()
     with dry(model, given, on, counts=True, prepare=watch.operations) as run:
