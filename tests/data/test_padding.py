@@ -114,6 +114,11 @@ def test_workers_may_put_the_batches_together(collate: Any) -> None:
     assert pickle.loads(pickle.dumps(collate)) == collate
 
 
+def test_a_few_rows_of_unequal_length_are_no_columns() -> None:
+    (batch,) = batches([torch.ones(2), torch.ones(3)], 2, collate=pad(tell=None))
+    assert batch.tolist() == [[1, 1, 0], [1, 1, 1]]
+
+
 def test_packed_rows_are_the_rows() -> None:
     rows = [([1, 2], 5), ([3, 4, 6], 6), ([7], 7), ([8], 8), ([9, 9], 9)]
     packed, target = pack()(rows)

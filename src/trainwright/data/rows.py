@@ -25,7 +25,8 @@ def rows_of(data: Any, collate: Callable[[list[Any]], Any] | None) -> Table | Se
                 fix=_instead(data),
             )
         )
-    _refuse_list_of_columns(data)
+    if collate is None:  # which makes rows of any shapes one batch
+        _refuse_list_of_columns(data)
     return SeededRows(data, collate)
 
 

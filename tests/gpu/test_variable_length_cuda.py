@@ -1,0 +1,103 @@
+"""Rows of unequal length on a real GPU: padded, packed and nested batches train to what they train to on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import PackedSequence
+
+from trainwright import Sum, Trainer, batches, bucketed, nest, pack, pad, together
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage"),
+]
+CLOSE = 1e-3
+"""Relative, in float32: kernels of the two devices add up in other orders."""
+
+
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.out = nn.GRU(8, 16), nn.Linear(16, 3)
+
+    def forward(self, packed: PackedSequence) -> Tensor:
+        """(rows, classes)."""
+        classes: Tensor = self.out(self.gru(packed)[1][0])
+        return classes
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 48), nn.Linear(16, 3)
+
+    def attended(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """(rows, length, 8) -> (rows, length, 16)."""
+        q, k, v = (one.unflatten(-1, [2, 8]).contiguous().transpose(1, 2) for one in self.qkv(x).chunk(3, -1))
+        seen = None if mask is None else mask[:, None, None, :]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(1, 2).flatten(-2)
+
+
+class Nested(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, classes)."""
+        return torch.stack([one.mean(0) for one in self.out(self.attended(x)).unbind()])
+
+
+class Padded(Attention):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        """(rows, classes)."""
+        entries = self.out(self.attended(x, mask)) * mask[..., None]
+        classes: Tensor = entries.sum(1) / mask.sum(1, keepdim=True)
+        return classes
+
+
+def weights(model: nn.Module) -> Tensor:
+    return torch.cat([one.detach().cpu().flatten() for one in model.parameters()])
+
+
+def trained(kind: type[nn.Module], collate: Any, *, device: str) -> Tensor:
+    drawn = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 60, (200,), generator=drawn).tolist()
+    rows = [(torch.randn(n, 8, generator=drawn), n % 3) for n in lengths]
+    torch.manual_seed(1)
+    model = kind()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), accumulate=2, device=device, console=False)
+    data = bucketed(rows, tokens=600, lengths=lengths, shuffle=True, seed=1, collate=collate)
+    trainer.fit(data, data, epochs=2)
+    return weights(model)
+
+
+CASES = [(Padded, pad()), (Padded, pad(multiple=8)), (Packed, pack()), (Nested, nest())]
+
+
+@pytest.mark.parametrize(("kind", "collate"), CASES, ids=["padded", "in eights", "packed", "nested"])
+def test_batches_of_unequal_rows_train_as_on_the_cpu(kind: type[nn.Module], collate: Any) -> None:
+    ours, theirs = (trained(kind, collate, device=device) for device in ("cuda", "cpu"))
+    assert (ours - theirs).norm() <= CLOSE * theirs.norm()
+
+
+class Both(Trainer[nn.Module]):
+    def training_step(self, batch: Any) -> Any:
+        a, b = (self.model(one).square().sum() for one in batch.values())
+        return Sum(a + b, sum(map(len, batch.values())))
+
+
+def test_batches_read_together_are_moved_together() -> None:
+    found = []
+    for device in ("cuda", "cpu"):
+        torch.manual_seed(1)
+        model = nn.Linear(4, 2)
+        drawn = torch.Generator().manual_seed(0)
+        a, b = (batches(torch.randn(n, 4, generator=drawn), 8, shuffle=True, seed=n) for n in (40, 24))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        Both(model, optimizer, device=device, console=False).fit(together(a=a, b=b), epochs=3)
+        found.append(weights(model))
+    assert (found[0] - found[1]).norm() <= CLOSE * found[1].norm()
