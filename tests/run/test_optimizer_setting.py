@@ -9,7 +9,20 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW
 
-from trainwright import ClipNorm, Cosine, Epochs, Observer, OneCycle, SettingError, StepLR, Trainer, adamw, batches
+from trainwright import (
+    Checkpoint,
+    ClipNorm,
+    Cosine,
+    Epochs,
+    Observer,
+    OneCycle,
+    SettingError,
+    StepLR,
+    Trainer,
+    adamw,
+    batches,
+)
+from trainwright.runtime.fused import spoiled_by_sgd
 
 x = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
 y = torch.arange(12) % 3
@@ -217,3 +230,25 @@ def test_the_numbers_of_a_run_can_be_drawn_and_reported(tmp_path):
     report.plot(tmp_path / "report.png")
     assert report.to_dict() and report.text in str(report)
     assert (tmp_path / "course.png").stat().st_size > 1000 and (tmp_path / "report.png").stat().st_size > 1000
+
+
+def test_a_checkpoint_does_not_switch_a_kernel_on_that_is_wrong_here(tmp_path, monkeypatch):
+    """As one does that was saved where the weights lay on a GPU."""
+    rows = [(a.bfloat16(), b) for a, b in zip(x.split(4), y.split(4), strict=True)]
+    if spoiled_by_sgd([rows[0][0]]) is None:
+        pytest.skip("the kernel of this torch is right")
+
+    def trainer(*, fused):
+        model = Two().bfloat16()
+        optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, fused=fused)
+        return Trainer(model, optimizer, nn.CrossEntropyLoss(), checkpoint=Checkpoint(tmp_path), console=False)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("trainwright.run.optimizers.spoiled", lambda optimizer: None)
+        trainer(fused=True).fit(rows, max_updates=2)
+    again = trainer(fused=None)
+    before = again.model.G.weight.clone()
+    with pytest.warns(UserWarning, match=r"fused=True of SGD is the checkpoint's, False is used"):
+        again.fit(rows, max_updates=6, resume="auto")
+    assert again.optimizer.param_groups[0]["fused"] is False
+    assert not torch.equal(before.float()[:, 0], again.model.G.weight.float()[:, 0])

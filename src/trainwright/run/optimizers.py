@@ -99,6 +99,21 @@ def check_parameters(owner: Owner) -> None:
         _check_kernel(optimizer)
 
 
+def unfuse_spoiled(owner: Owner) -> list[str]:
+    """Switch off a fused kernel that a checkpoint has switched on, and that is wrong here; what to say about it."""
+    said = []
+    for optimizer in owner.optimizers.values():
+        dtype = spoiled(optimizer)
+        if dtype is not None:
+            for group in optimizer.param_groups:
+                group["fused"] = False
+            kind, name = str(dtype).removeprefix("torch."), type(optimizer).__name__
+            said.append(
+                f"resumed: fused=True of {name} is the checkpoint's, False is used: here it is wrong for {kind}"
+            )
+    return said
+
+
 def _make(optimizer: Any, model: nn.Module, what: str, *, root: nn.Module | None, fuses: bool) -> Optimizer:
     """One optimizer; `root` is the module whose parameters a torch class is called with."""
     if isinstance(optimizer, Optimizer):

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from trainwright.base.contracts import Source, Tree
 from trainwright.base.errors import CheckpointError, SettingError, message
 from trainwright.run import state
+from trainwright.run.optimizers import unfuse_spoiled
 from trainwright.run.owner import Owner, listening
 from trainwright.run.pausing import Pauses
 from trainwright.run.plan import Resume
@@ -73,7 +74,7 @@ class Found:
         if keeper is not None:
             keeper.adopt(self.path, self.manifest)
         given = _settings(owner)
-        reports = [*self._restore(owner, pauses.run.source), *_unused(owner, given)]
+        reports = [*self._restore(owner, pauses.run.source), *unfuse_spoiled(owner), *_unused(owner, given)]
         pauses.run.owed_reason = counters.stopped  # as it was saved, with a pause that is still to be done
         counters.stopped = pauses.ended() or ("" if pauses.watch is None or counters.pause else pauses.watch.stopped)
         for report in reports if owner.world.is_main and not counters.stopped else ():  # a finished run does not go on
