@@ -199,7 +199,13 @@ def _training(model: nn.Module, data: Batches, optimizer: torch.optim.Optimizer)
 
 
 CLAIMS = [
-    Claim("workers", "workers and pinned memory: an epoch in about half the time", f"{KUHN}, after {MIGACZ}", workers),
+    Claim(
+        "workers",
+        "workers and pinned memory: an epoch in about half the time",
+        f"{KUHN}, after {MIGACZ}",
+        workers,
+        "CPU, one thread beside two worker processes",
+    ),
     Claim("batch_size", "the largest batch that fits trains faster; the rate grows with it", KUHN, batch_size),
     Claim(
         "one_cycle", "up to 10 times fewer updates (super-convergence)", "Smith and Topin, arXiv 1708.07120", one_cycle

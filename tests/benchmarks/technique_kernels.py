@@ -222,5 +222,11 @@ CLAIMS = [
         "documentation of torch",
         flush_denormal,
     ),
-    Claim("allocator", "an allocator that keeps what is freed is faster on a CPU", MIGACZ, allocator),
+    Claim(
+        "allocator",
+        "an allocator that keeps what is freed is faster on a CPU",
+        MIGACZ,
+        allocator,
+        "CPU, processes of their own, one thread",
+    ),
 ]

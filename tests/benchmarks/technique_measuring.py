@@ -54,6 +54,8 @@ class Claim:
     claimed: str
     source: str
     measure: Callable[[Bench], Found]
+    where: str = "CPU, one thread"
+    """What it is measured on, of the machine that is told above the table."""
 
 
 def by_turns(

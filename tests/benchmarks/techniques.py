@@ -26,7 +26,7 @@ from technique_measuring import Bench, Claim, Found, where
 
 CLAIMS: list[Claim] = [*technique_cases.CLAIMS, *technique_kernels.CLAIMS]
 NAMES = [claim.name for claim in CLAIMS]
-HEAD = "| technique | claimed | by | measured here | holds |\n|---|---|---|---|---|"
+HEAD = "| technique | claimed | by | measured here | where | holds |\n|---|---|---|---|---|---|"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,7 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def row(claim: Claim, found: Found) -> str:
     """One line of the table."""
-    return f"| {claim.name} | {claim.claimed} | {claim.source} | {found.measured} | {found.holds} |"
+    cells = (claim.name, claim.claimed, claim.source, found.measured, claim.where, found.holds)
+    return f"| {' | '.join(cells)} |"
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
