@@ -101,3 +101,15 @@ def test_batches_read_together_are_moved_together() -> None:
         Both(model, optimizer, device=device, console=False).fit(together(a=a, b=b), epochs=3)
         found.append(weights(model))
     assert (found[0] - found[1]).norm() <= CLOSE * found[1].norm()
+
+
+def test_varlen_attention_takes_what_nested_rows_hold() -> None:
+    varlen = pytest.importorskip("torch.nn.attention.varlen", reason="it comes with torch 2.10")
+    drawn = torch.Generator().manual_seed(0)
+    rows = [torch.randn(n, 64, generator=drawn).bfloat16() for n in (3, 9, 1, 5)]
+    nested = nest()(rows).cuda()
+    heads, offsets = nested.values().unflatten(-1, [2, 32]), nested.offsets().int()
+    ours = varlen.varlen_attn(heads, heads, heads, offsets, offsets, 9, 9)
+    each = [row.float().unflatten(-1, [2, 32]).transpose(0, 1) for row in rows]
+    theirs = torch.cat([F.scaled_dot_product_attention(one, one, one).transpose(0, 1) for one in each])
+    assert (ours.float().cpu() - theirs).abs().max() <= 0.03
