@@ -116,7 +116,7 @@ def test_auto_copies_what_fits_into_its_share_of_free_memory_training_data_first
     train, val = data(), data()
     needs = 400 + 400 * 6 // 20
     told, placed = lines(monkeypatch, auto, train, {"val": val}, free=4 * (400 + needs))
-    assert placed == ["training", "val"] and told == ("training and val data lie on meta: 800 bytes",)
+    assert placed == ["training", "val"] and told == ("training and val data lie on meta: 800 B",)
     told, placed = lines(monkeypatch, auto, train, {"val": val}, free=4 * (400 + needs) - 4)
     assert placed == ["training"] and "val data stay on the host" in told[0] and len(told) == 2
     told, placed = lines(monkeypatch, auto, train, {"val": val}, free=4 * needs - 4)
@@ -132,7 +132,7 @@ def test_the_micro_batches_of_a_window_are_counted_with_the_data(monkeypatch):
 def test_the_same_data_under_two_names_are_copied_once(monkeypatch, auto):
     train = data()
     told, _ = lines(monkeypatch, auto, train, {"val": train}, free=10**9)
-    assert told == ("training data lie on meta: 400 bytes",)
+    assert told == ("training data lie on meta: 400 B",)
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,14 @@ def amount(value: float) -> str:
     return f"{value:.0f}"
 
 
+def byte_size(count: float) -> str:
+    """Bytes in short: 512 B, 3.2 KiB, 1.5 GiB."""
+    value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1023.95 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    return f"{value:.0f} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
+
+
 def duration(seconds: float) -> str:
     """35ms, 0.4s, 59.1s, 4m05s, 2h30m."""
     if seconds < 0.0995:

@@ -10,7 +10,7 @@ from trainwright.base.contracts import Observer
 from trainwright.base.errors import SettingError, message
 from trainwright.base.spans import Epochs, Seconds, Span, Updates, check_span
 from trainwright.base.speed import Speed, together
-from trainwright.observers.table import amount, joined
+from trainwright.observers.table import amount, byte_size, joined
 
 _KINDS = ("allocated", "peak", "reserved", "process", "parameters", "gradients", "optimizer", "buffers")
 
@@ -49,7 +49,7 @@ def speed_lines(speeds: Sequence[Speed], width: int, *, notes: bool = True) -> l
     if speed.mfu is not None:
         parts.append(f"MFU {speed.mfu:.1%}")
     parts += [f"{speed.bound}-bound"] if speed.bound else []
-    parts += [f"{kind} {_bytes(speed.memory[kind])}" for kind in _KINDS if speed.memory.get(kind)]
+    parts += [f"{kind} {byte_size(speed.memory[kind])}" for kind in _KINDS if speed.memory.get(kind)]
     parts += [f"no MFU: {speed.note}"] if speed.note and notes else []
     return joined(parts, width, start=" speed     ")
 
@@ -57,14 +57,6 @@ def speed_lines(speeds: Sequence[Speed], width: int, *, notes: bool = True) -> l
 def _short(value: float) -> str:
     """A rate that may be well below one."""
     return amount(value) if value >= 100 else f"{value:.3g}"
-
-
-def _bytes(size: int) -> str:
-    """A size in short: 512 B, 3.2 KiB, 1.5 GiB."""
-    value, units = float(size), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while value >= 1023.95 and len(units) > 1:
-        value, units = value / 1024, units[1:]
-    return f"{value:.0f} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
 
 
 def _positive(name: str, value: float | None, example: str) -> float | None:

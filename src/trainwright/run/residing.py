@@ -10,6 +10,7 @@ import torch
 
 from trainwright.base.contracts import Source
 from trainwright.base.errors import SettingError, message
+from trainwright.observers.table import byte_size
 from trainwright.run.owner import Owner
 
 SHARE = 0.25
@@ -52,7 +53,7 @@ def _placed(owner: Owner, sizes: dict[str, tuple[Any, int]], undo: ExitStack) ->
             if asked:
                 raise _too_large(owner, name, needed, left=left - taken)
             assert free is not None
-            yield f"{name} data stay on the host: {_bytes(needed)}, where {_bytes(free)} are free on {device}"
+            yield f"{name} data stay on the host: {byte_size(needed)}, where {byte_size(free)} are free on {device}"
             continue
         if size:
             undo.callback(source.reside, None)
@@ -60,7 +61,7 @@ def _placed(owner: Owner, sizes: dict[str, tuple[Any, int]], undo: ExitStack) ->
             taken += size
             placed.append(name)
     if placed:
-        yield f"{' and '.join(placed)} data lie on {device}: {_bytes(taken)}"
+        yield f"{' and '.join(placed)} data lie on {device}: {byte_size(taken)}"
 
 
 def free_memory(device: torch.device) -> int | None:
@@ -102,16 +103,8 @@ def _too_large(owner: Owner, name: str, needed: int, *, left: int) -> SettingErr
     return SettingError(
         message(
             f"Fast(device_data=True), and the {name} data do not fit on {owner.device}",
-            have=f"{_bytes(needed)}, and {_bytes(left)} free",
+            have=f"{byte_size(needed)}, and {byte_size(left)} free",
             want="data that fit beside the model",
             fix='Fast(device_data="auto")',
         )
     )
-
-
-def _bytes(number: float) -> str:
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if number < 1000 or unit == "GB":
-            break
-        number /= 1000
-    return f"{number:.3g} {unit}"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from trainwright.base.errors import SettingError, message
 from trainwright.data.cutting import cut, rows_of
+from trainwright.observers.table import byte_size
 from trainwright.runtime.memory import free_memory, is_out_of_memory
 from trainwright.runtime.peaks import Peaks, peaks_of
 from trainwright.runtime.randomness import unmoved
@@ -28,8 +29,8 @@ LOOKED_AT = 8
 """Batches of the data of which the largest is measured."""
 LINEAR = ("SGD", "Lars", "LARS")
 """Optimizers whose rate grows as the batch does."""
-KIB, ROUND = 1024, 32
-"""Bytes; rows from which on they are a multiple of 8, for tensor cores."""
+ROUND = 32
+"""Rows from which on they are a multiple of 8, for tensor cores."""
 ROOT = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Lamb", "LAMB")
 """Optimizers whose rate grows as the square root of the batch does."""
 
@@ -76,12 +77,12 @@ class LargestBatch:
 
     def __str__(self) -> str:
         """A few lines: what was found, the trials, and what to write."""
-        model = "" if self.fixed is None else f", {_size(self.fixed)} and {_size(self.per_row or 0)} a row"
+        model = "" if self.fixed is None else f", {byte_size(self.fixed)} and {byte_size(self.per_row or 0)} a row"
         lines = [
-            f"largest micro-batch: {self.rows:,} rows of {_size(self.budget)} that may be used{model} ({self.how})"
+            f"largest micro-batch: {self.rows:,} rows of {byte_size(self.budget)} that may be used{model} ({self.how})"
         ]
         for one in self.trials:
-            told = "out of memory" if one.bytes is None else _size(one.bytes)
+            told = "out of memory" if one.bytes is None else byte_size(one.bytes)
             lines.append(f"  tried {one.rows:>8,} rows   {told:>13}   {'fits' if one.fits else 'does not fit'}")
         lines.append(f"  why   {self.why}")
         accumulate = f"   Trainer(..., accumulate={self.accumulate})"
@@ -227,7 +228,7 @@ class _Search:
         reach = self._reach()
         if reach > 1.1 * self.rows:
             return f"{MOST_TRIALS} trials were made; by them about {reach:,} rows may fit"
-        return f"about {reach:,} rows fill the {_size(self._allowed)} that are planned for"
+        return f"about {reach:,} rows fill the {byte_size(self._allowed)} that are planned for"
 
     def _try(self, rows: int) -> bool:
         fits = self.trials.fits(rows)
@@ -334,12 +335,3 @@ def _check(*, share: float, **wholes: int | None) -> None:
             raise SettingError(message(f"largest_batch({name}={value!r})", want=want, fix=f"{name}=1024"))
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
         raise SettingError(message(f"largest_batch(share={share!r})", want="above 0, at most 1", fix="share=0.9"))
-
-
-def _size(n: float) -> str:
-    """Bytes in words."""
-    for unit in ("bytes", "KiB", "MiB"):
-        if n < KIB:
-            return f"{n:.0f} {unit}" if unit == "bytes" else f"{n:.1f} {unit}"
-        n /= KIB
-    return f"{n:.1f} GiB"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from trainwright.base.errors import SettingError, message
-from trainwright.observers.table import amount
+from trainwright.observers.table import amount, byte_size
 from trainwright.runtime.dry import Dry, Given, Pass, dry, memory_of, somewhere
 from trainwright.runtime.living import Living
 from trainwright.runtime.walking import parameters_of, tensors_in
@@ -129,9 +129,9 @@ class Summary:
         frozen = model.parameters - model.trained
         parts = [f"{model.parameters:,} parameters", *([f"{frozen:,} frozen"] if frozen else [])]
         yield ""
-        yield " · ".join([*parts, f"{_size(self.weights)} of weights", f"{_size(self.buffers)} of buffers"])
+        yield " · ".join([*parts, f"{byte_size(self.weights)} of weights", f"{byte_size(self.buffers)} of buffers"])
         yield f"{amount(model.flops)} operations forward, {amount(total.flops)} with the backward"
-        yield f"{_size(total.kept)} kept for the backward, {_size(total.peak)} at most, gradients included"
+        yield f"{byte_size(total.kept)} kept for the backward, {byte_size(total.peak)} at most, gradients included"
         unknown = [layer.name for layer in self.layers if layer.uncounted]
         if unknown:
             yield f"operations of {', '.join(unknown)} are not counted: torch has no formula for them"
@@ -148,20 +148,12 @@ def _row(layer: Layer) -> tuple[str, ...]:
     times = f" x {layer.calls} calls" if layer.calls > 1 else "" if layer.calls or layer.flops else " not called"
     numbers = (layer.parameters, layer.trained, layer.buffers)
     flops = "?" if layer.uncounted else amount(layer.flops)
-    return (name, shapes + times, *(f"{one:,}" for one in numbers), flops, _size(layer.kept))
+    return (name, shapes + times, *(f"{one:,}" for one in numbers), flops, byte_size(layer.kept))
 
 
 def _placed(row: tuple[str, ...], widths: list[int]) -> Iterator[str]:
     for column, (text, width) in enumerate(zip(row, widths, strict=True)):
         yield text.ljust(width) if column < 2 else text.rjust(width)
-
-
-def _size(size: int) -> str:
-    """Bytes in short."""
-    value, units = float(size), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while value >= 1023.95 and len(units) > 1:
-        value, units = value / 1024, units[1:]
-    return f"{value:.0f} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
 
 
 def _why_not_meta(model: nn.Module) -> str:
