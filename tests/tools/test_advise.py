@@ -9,9 +9,11 @@ import pytest
 import torch
 from test_trial import everything
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from trainwright import DataError, SettingError, Trainer, accuracy, advise, batches
+from trainwright.tools.loading import _rebuilt as rebuilt
+from trainwright.tools.loading import loader_techniques
 
 
 class Slow(Dataset):
@@ -159,6 +161,37 @@ def test_more_workers_are_worth_it_where_rows_are_slow(of_planted):
     tried = {one.name: one for one in of_planted.tried}
     assert tried["in memory"].speedup > 2
     assert tried["in memory"].verdict.startswith("use it")
+
+
+def techniques_of(loader):
+    model = nn.Linear(8, 3)
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), console=False)
+    return {one.name: one for one in loader_techniques(trainer, loader, seconds_per_row=0.0, patience=0.0)}
+
+
+def test_reading_ahead_is_that_of_workers_where_there_are_some():
+    assert "there are none" in techniques_of(DataLoader(Slow(), 4))["prefetch"].why_not
+    found = techniques_of(DataLoader(Slow(), 4, num_workers=1, prefetch_factor=3))
+    assert found["prefetch"].how == "DataLoader(..., num_workers=1, prefetch_factor=6)"
+    ahead, alone = (found[name].way.data._loader for name in ("prefetch", "0 workers"))
+    assert (ahead.num_workers, ahead.prefetch_factor) == (1, 6)
+    assert (alone.num_workers, alone.prefetch_factor) == (0, None)
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        yield from ((torch.ones(8), 0) for _ in range(12))
+
+
+@pytest.mark.parametrize("batch_size", [4, None])
+def test_a_loader_of_a_stream_is_built_anew_with_other_settings(batch_size):
+    loader = DataLoader(Endless(), batch_size, num_workers=1)
+    assert techniques_of(loader)["prefetch"].way is not None
+    assert len(list(rebuilt(loader, num_workers=0))) == len(list(loader))
+
+
+def test_the_time_is_kept_to(of_clean):
+    assert of_clean[0].seconds < 8
 
 
 def test_settings_of_the_process_are_listed_or_measured_by_a_script(of_clean, tmp_path):

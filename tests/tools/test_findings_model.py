@@ -10,7 +10,7 @@ from looked_at import CLASSES, convolutional, found, perceptron, rows, trainer_o
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trainwright import Trainer, freeze
+from trainwright import Trainer, freeze, unfreeze
 
 
 @pytest.mark.parametrize("make", [perceptron, lambda: nn.Linear(6, CLASSES)])
@@ -78,7 +78,7 @@ def test_a_bias_that_has_an_effect_is_passed_over(how: str) -> None:
     model = Used(how)
     if how == "frozen":
         freeze(model, "norm")
-    assert found(trainer_of(model), rows()) == {}
+    assert list(found(trainer_of(model), rows())) == (["frozen layers"] if how == "frozen" else [])
 
 
 def test_a_layer_that_is_called_twice_and_once_without_batchnorm_keeps_its_bias() -> None:
@@ -141,7 +141,7 @@ def test_batchnorm_left_in_eval_mode_is_found_and_a_frozen_one_is_not() -> None:
     assert found(trainer_of(model), rows(32, 1, 6, 6))["BatchNorm in eval mode"].where == ("1",)
     frozen = convolutional()
     freeze(frozen, "1")
-    assert found(trainer_of(frozen), rows(32, 1, 6, 6)) == {}
+    assert list(found(trainer_of(frozen), rows(32, 1, 6, 6))) == ["frozen layers"]  # a note
 
 
 def test_dropout_left_in_eval_mode_is_found_and_that_of_a_frozen_part_is_not() -> None:
@@ -151,7 +151,7 @@ def test_dropout_left_in_eval_mode_is_found_and_that_of_a_frozen_part_is_not() -
     two = nn.Sequential(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.1)), nn.Linear(8, CLASSES))
     freeze(two, "0")
     two[0].eval()
-    assert found(trainer_of(two), rows()) == {}
+    assert list(found(trainer_of(two), rows())) == ["frozen layers"]
 
 
 class Always(nn.Module):
@@ -207,7 +207,7 @@ def test_a_trained_parameter_without_a_gradient_is_found_and_a_frozen_one_is_not
     assert one.where == ("model.spare.weight", "model.spare.bias")
     model = Unused()
     freeze(model, "spare")
-    assert found(trainer_of(model), rows()) == {}
+    assert list(found(trainer_of(model), rows())) == ["frozen layers"]
     exec(one.fix.partition("#")[0], {"freeze": freeze, "model": (mended := Unused())})
     assert not mended.spare.weight.requires_grad and not mended.spare.bias.requires_grad
 
@@ -217,6 +217,15 @@ def test_a_layer_that_is_frozen_in_part_is_a_note() -> None:
     model[0].bias.requires_grad_(False)
     one = found(trainer_of(model), rows())["frozen parameters"]
     assert (one.level, one.where) == ("note", ("0.bias",))
+
+
+def test_layers_that_are_frozen_as_a_whole_are_a_note_with_the_line_that_trains_them_again() -> None:
+    model = perceptron()
+    freeze(model, "0")
+    one = found(trainer_of(model), rows())["frozen layers"]
+    assert (one.level, one.where) == ("note", ("0",))
+    exec(one.fix, {"unfreeze": unfreeze, "model": model})
+    assert found(trainer_of(model), rows()) == {}
 
 
 def test_parameters_of_another_model_in_the_optimizer_are_found() -> None:

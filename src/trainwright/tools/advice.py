@@ -123,9 +123,11 @@ class Advice:
         lines = [f" advice    {self.rows_per_second:,.0f} rows/s on {self.device}, in {self.seconds:.0f} s of trials"]
         bar, told = self.phases.bar().splitlines()
         lines += [f" time      {bar}", f"           {told}", f"           {self.phases.reading}"]
-        lines += [" found     none of the known mistakes"] if not self.findings else []
+        if all(one.level == "note" for one in self.findings):
+            lines.append(" found     none of the known mistakes")
         for one in self.findings:
-            lines += [f" found     {one.name}: {one.what}", f"           {one.why}", f"           fix: {one.fix}"]
+            label = "found" if one.level == "problem" else "note "
+            lines += [f" {label}     {one.name}: {one.what}", f"           {one.why}", f"           fix: {one.fix}"]
         return "\n".join([*lines, "", *_table([one for one in self.tried if one.speedup is not None]), *self._rest()])
 
     def _rest(self) -> list[str]:

@@ -29,6 +29,8 @@ WARM = 2
 """Updates before the clock is read."""
 WARM_SLOWLY = 8
 """The same where something is compiled or recorded first."""
+PLANNED = 0.9
+"""Share of the seconds that trials are planned for: what has begun is finished, and the last word takes time."""
 ENOUGH = 120.0
 """Seconds of the whole from which on time is kept for what starts slowly."""
 READY = 24
@@ -101,8 +103,8 @@ class Budget:
 
     @property
     def left(self) -> float:
-        """Seconds that are left; below 0 where it is overdrawn."""
-        return self.seconds - self.spent
+        """Seconds that are left for trials; below 0 where they are over."""
+        return PLANNED * self.seconds - self.spent
 
 
 @dataclass(slots=True)

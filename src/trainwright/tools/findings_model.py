@@ -19,7 +19,7 @@ def of_training(trainer: Trainer[Any], seen: Seen, *, updates: int) -> list[Find
     """What is found in the updates that were seen."""
     found = [*_biases(trainer.model, seen), *_stacks(trainer.model, seen), *_losses(seen)]
     found += [*_modes(trainer.model, seen), *_few_rows(seen), *_unreached(trainer, seen, updates=updates)]
-    return [*found, *_half_frozen(trainer.model), *_constant(seen)]
+    return [*found, *_frozen(trainer.model), *_constant(seen)]
 
 
 def of_evaluation(seen: Seen | None) -> list[Finding]:
@@ -248,22 +248,26 @@ def _freezing(lost: list[str], trained: list[str]) -> str:
     return f'freeze({root}, "{layer if whole else name}")  # or use it in forward, or delete it'
 
 
-def _half_frozen(model: nn.Module) -> Iterator[Finding]:
-    """Frozen parameters of layers whose other parameters are trained; whole frozen layers are meant so."""
-    found = []
+def _frozen(model: nn.Module) -> Iterator[Finding]:
+    """Frozen parameters: those of layers whose others are trained, and whole layers; both are often meant so."""
+    parts, layers = [], []
     for name, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
-        if len({parameter.requires_grad for parameter in own.values()}) == 2:
-            found += [f"{name}.{key}".lstrip(".") for key, one in own.items() if not one.requires_grad]
-    if found:
-        yield Finding(
-            "frozen parameters",
-            f"frozen in layers that are trained otherwise: {listed(found)}",
-            "they keep their values; that is meant in methods that train biases alone, and an oversight elsewhere",
-            f'unfreeze(model, "{found[0]}")',
-            tuple(found),
-            level="note",
-        )
+        frozen = [f"{name}.{key}".lstrip(".") for key, one in own.items() if not one.requires_grad]
+        if len(frozen) < len(own):
+            parts += frozen
+        elif frozen:
+            layers.append(name or "model")
+    for found, where in ((parts, "in layers that are trained otherwise"), (layers, "as whole layers")):
+        if found:
+            yield Finding(
+                "frozen parameters" if found is parts else "frozen layers",
+                f"frozen {where}: {listed(found)}",
+                "they keep their values; that is meant in fine-tuning, and an oversight elsewhere",
+                f'unfreeze(model, "{found[0]}")' if found[0] != "model" else "unfreeze(model)",
+                tuple(found),
+                level="note",
+            )
 
 
 def _constant(seen: Seen) -> Iterator[Finding]:
