@@ -29,7 +29,8 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norms[0](x)
         x = x + self.attention(y, y, y, need_weights=False)[0]
-        return x + self.wide(self.norms[1](x))
+        wide: torch.Tensor = self.wide(self.norms[1](x))
+        return x + wide
 
 
 class Pixels(nn.Module):
@@ -43,7 +44,8 @@ class Pixels(nn.Module):
         x = self.values(pixels) + self.places.weight
         for block in self.blocks:
             x = block(x)
-        return self.head(x.mean(1))
+        scores: torch.Tensor = self.head(x.mean(1))
+        return scores
 
 
 def main() -> None:

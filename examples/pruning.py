@@ -9,6 +9,7 @@ Expected  half the channels give a model with about a quarter of the parameters 
 import copy
 import sys
 import time
+from typing import Any
 
 import torch
 from sklearn.datasets import load_digits
@@ -27,7 +28,7 @@ def network() -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def fit(model: nn.Module, train, val, *, epochs: int, lr: float) -> None:
+def fit(model: nn.Module, train: Any, *, epochs: int, lr: float) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.05)
     trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), schedule=OneCycle(max_lr=lr), console=False)
     trainer.fit(train, epochs=1 if SMOKE else epochs)
@@ -68,18 +69,18 @@ def main() -> None:
         print(f"{name:<34}{size:>12,}{used:>10,}{flops:>9.2f}{milliseconds(model, batch):>8.2f}{right:>10.1%}")
 
     model = network()
-    fit(model, train, val, epochs=8, lr=3e-3)
+    fit(model, train, epochs=8, lr=3e-3)
     row("trained", model)
 
     masked = copy.deepcopy(model)
     masks = mask_weights(masked, 0.9)  # nine of ten weights, those nearest to zero
-    fit(masked, train, val, epochs=3, lr=1e-3)  # the others learn to do without them
+    fit(masked, train, epochs=3, lr=1e-3)  # the others learn to do without them
     masks.remove()
     row("90 % of weights masked, tuned", masked)
 
     smaller = shrink(model, batch, 0.5, by="bn")  # by the scales of BatchNorm; the layers that end the net stay
     row("half of the channels removed", smaller.model)
-    fit(smaller.model, train, val, epochs=3, lr=1e-3)  # a new model, with an optimizer of its own
+    fit(smaller.model, train, epochs=3, lr=1e-3)  # a new model, with an optimizer of its own
     row("half of the channels, tuned", smaller.model)
     print(smaller)
 

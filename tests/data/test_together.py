@@ -14,9 +14,9 @@ from passes import Augmented, Globally, alike, loader, rest, resumed, trained
 from sources import generator, seeded
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainwright import batches, prefetch, sharded, together
+from trainwright import batches, sharded, together
 from trainwright.base.dealing import Part
-from trainwright.base.errors import DataError, SettingError
+from trainwright.base.errors import DataError
 from trainwright.data.source import beside, open_source
 from trainwright.runtime.randomness import random_state, set_random_state
 
@@ -385,37 +385,6 @@ def test_parts_of_ones_own_are_marked_for_all_or_none() -> None:
 
 def table_batches() -> Any:
     return batches(table(20), 4)
-
-
-# Mistakes.
-
-
-class Once:
-    def __iter__(self) -> Iterator[Any]:
-        return iter(table(4))
-
-
-@pytest.mark.parametrize(
-    ("call", "named"),
-    [
-        (lambda: together(a=Sized(4)), r"fewer than two loaders(.|\n)*have  a(.|\n)*together\(a=first, b=second\)"),
-        (together, r"fewer than two loaders(.|\n)*have  none"),
-        (lambda: together(**{"a b": Sized(4), "c": Sized(4)}), r"'a b'(.|\n)*names that are identifiers"),
-        (lambda: together(**{"class": Sized(4), "c": Sized(4)}), r"'class'(.|\n)*identifiers"),
-        (lambda: together(longest=Sized(4), c=Sized(4)), r"'longest'(.|\n)*no length"),
-        (lambda: two(length="longset"), r"length='longset'(.|\n)*Did you mean 'longest'(.|\n)*'a', 'b'"),
-        (lambda: two(length=3), r"length=3(.|\n)*'longest', 'shortest', 'a', 'b'"),
-        (lambda: together(**dict.fromkeys("ab", Sized(4))), r"a=..., b=...\) are one loader"),
-        (lambda: open_source(together(a=Sized(4), b=iter(table(4)))), r"b=...\) can be iterated only once"),
-        (lambda: open_source(together(a=Sized(4), b=Once())), r"b has no length(.|\n)*length='a'"),
-        (lambda: open_source(together(a=Sized(4), b=Sized(4)), batch_size=3), r"batch_size=3 beside a Sized"),
-        (lambda: prefetch(two()), r"prefetch\(Together\)(.|\n)*together\(a=prefetch\(data\), ...\)"),
-        (lambda: open_source(together(a=table(9), b=Sized(4))), r"a data set of rows, without a batch size"),
-    ],
-)
-def test_mistakes_are_refused_by_name(call: Callable[[], Any], named: str) -> None:
-    with pytest.raises((SettingError, DataError), match=named):
-        call()
 
 
 def test_a_batch_size_is_for_the_loaders_that_are_rows() -> None:
