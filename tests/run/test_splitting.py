@@ -38,6 +38,14 @@ def refused(trainer, **how):
     return "\n".join(caught.value.__notes__)
 
 
+@pytest.mark.parametrize(
+    "text", ["CUDA out of memory. Tried to allocate 2 GiB", "CUBLAS_STATUS_ALLOC_FAILED when calling"]
+)
+def test_memory_that_has_run_out_is_known_by_the_words_of_older_errors_too(text):
+    assert is_out_of_memory(RuntimeError(text))
+    assert not is_out_of_memory(ValueError(text))
+
+
 # What is refused.
 
 

@@ -6,6 +6,7 @@ import gc
 import hashlib
 import pickle
 import random
+from collections import Counter, deque
 
 import numpy as np
 import pytest
@@ -165,3 +166,72 @@ def test_data_that_a_trial_would_use_up_are_refused_with_the_cure():
 def test_a_setting_that_a_trial_has_not_is_refused():
     with pytest.raises(SettingError, match="variant"):
         variant(make(), batch_size=3)
+
+
+class Odd(nn.Linear):
+    """Keeps what moves in every kind of attribute, and in a slot."""
+
+    __slots__ = ("calls",)
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_buffer("scale", torch.ones(1).expand(5))
+        self.last, self.kinds, self.sums = deque(maxlen=3), Counter(), np.zeros(2)
+        self.generators = torch.Generator(), np.random.default_rng(0), random.Random(0)
+        with torch.inference_mode():
+            self.seen = torch.zeros(2)
+
+    def forward(self, x):
+        self.calls = getattr(self, "calls", 0) + 1
+        self.last.append(self.calls)
+        self.kinds[len(x)] += 1
+        self.sums += 1.0
+        one, other, third = self.generators
+        noise = float(torch.rand(1, generator=one)) + other.random() + third.random()
+        with torch.inference_mode():
+            self.seen.add_(noise)
+        return super().forward(x) * self.scale[0] + noise
+
+    def told(self):
+        one, other, third = self.generators
+        states = one.get_state().tolist(), str(other.bit_generator.state), third.getstate()
+        called = getattr(self, "calls", None)
+        return [called, list(self.last), dict(self.kinds), self.sums.tolist(), states, self.seen.tolist()]
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_trial_puts_back_slots_queues_arrays_generators_and_expanded_buffers(trained):
+    model = Odd(6, 3)
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), console=False)
+    if trained:
+        trainer.fit(rows(), batch_size=8, epochs=1)
+    before = model.told()
+    with traceless(trainer):
+        variant(trainer).fit(rows(), batch_size=8, epochs=1)
+        model.scale.data = torch.zeros(5)
+        assert model.told() != before
+    assert model.told() == before
+    assert model.scale.tolist() == [1.0] * 5
+
+
+def test_a_trial_puts_back_sparse_gradients_in_place():
+    model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.Linear(8, 3))
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), console=False)
+    data = torch.randint(0, 9, (16, 2)), torch.randint(0, 3, (16,))
+    nn.functional.cross_entropy(model(data[0]), data[1]).backward()
+    gradient = model[0].weight.grad
+    before = gradient.to_dense().clone(), model[0].weight.detach().clone()
+    with traceless(trainer):
+        gradient.mul_(2.0)
+        gradient.add_(gradient.clone())
+        variant(trainer).fit(data, batch_size=8, epochs=1)
+    assert model[0].weight.grad is gradient
+    assert torch.equal(gradient.to_dense(), before[0])
+    assert torch.equal(model[0].weight, before[1])
+
+
+def test_a_trial_of_layers_without_a_shape_is_refused_with_the_cure():
+    model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 3))
+    trainer = Trainer(model, lambda it: torch.optim.SGD(it.parameters(), lr=0.1), nn.CrossEntropyLoss(), console=False)
+    with pytest.raises(SettingError, match="LazyLinear"), traceless(trainer):
+        pass

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -41,7 +42,8 @@ class Living(TorchDispatchMode):
         """Run an operation, and take note of what it has made."""
         output = func(*args, **(kwargs or {}))
         for tensor in tensors_in(output):
-            self._note(tensor)
+            for piece in _pieces(tensor):
+                self._note(piece)
         return output
 
     def _note(self, tensor: Tensor) -> None:
@@ -60,3 +62,10 @@ class Living(TorchDispatchMode):
         size, maker = self._alive.pop(key)
         self.now -= size
         self.by[maker] -= size
+
+
+def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The dense tensors that a tensor is made of: itself, or where its numbers are and what they are."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    return (tensor,)

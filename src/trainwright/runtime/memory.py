@@ -11,7 +11,8 @@ import torch
 
 _FULL = (
     *("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory"),
-    *("CUDA error: out of memory", "MPS backend out of memory"),
+    *("CUDA error: out of memory", "CUDA out of memory", "MPS backend out of memory"),
+    *("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED"),
 )
 """How torch says that memory has run out, where the class of the error does not."""
 

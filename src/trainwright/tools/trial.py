@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, defaultdict
+import random
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import islice
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -37,7 +39,7 @@ from trainwright.trainer import HOOKS, Trainer
 
 T = TypeVar("T", bound=Trainer[Any])
 
-_CONTAINERS = (list, dict, set, OrderedDict, defaultdict)
+_CONTAINERS = (list, dict, set, OrderedDict, defaultdict, Counter, deque)
 """What is put back with what it held, down to the tensors in it; any other object is taken as it is."""
 
 
@@ -47,10 +49,10 @@ def traceless(trainer: Trainer[Any]) -> Iterator[Kept]:
 
     That is: parameters, buffers and gradients in the memory that they lie in, each module's mode, hooks and plain
     attributes, `requires_grad`, the optimizers' states and groups, a loss module, frozen modules, the trainer's own
-    attributes, its state, counters and history, every random state, and the switches of the process (TF32,
-    cudnn.benchmark, threads, the grad mode). What other objects of the user's own hold is theirs. Yields what is
-    kept: `put_back()` goes back before the end, to run one trial after another from the same state. The copies lie
-    in the memory of the host.
+    attributes, its state, counters and history, every random state (generators among those attributes too), and the
+    switches of the process (TF32, cudnn.benchmark, threads, the grad mode). What other objects of the user's own hold
+    is theirs. SettingError for layers that have no shape yet (`nn.LazyLinear`). Yields what is kept: `put_back()` goes
+    back before the end, to run one trial after another from the same state. The copies lie in the memory of the host.
     """
     kept = Kept(trainer)
     with kept_switches():
@@ -155,10 +157,16 @@ class Kept:
     def __init__(self, trainer: Trainer[Any]) -> None:
         self._counters, self._progress = trainer.counters, trainer.counters.state_dict()
         self._containers: dict[int, tuple[Any, Any]] = {}
+        self._slots: list[tuple[Any, str, Any]] = []
+        self._generators: dict[int, tuple[Any, Any]] = {}
         tensors: dict[int, Tensor] = {}
-        optimizers = trainer.optimizers.values()
-        for owner in (trainer, *_modules_of(trainer), *optimizers):
+        optimizers, modules = trainer.optimizers.values(), _modules_of(trainer)
+        _refuse_lazy(modules)
+        for owner in (trainer, *modules, *optimizers):
             self._walk(vars(owner), tensors)
+            for name in _slots_of(type(owner)):
+                self._slots.append((owner, name, getattr(owner, name, _NOTHING)))
+                self._walk(self._slots[-1][-1], tensors)
         for parameter in [p for one in optimizers for group in one.param_groups for p in group["params"]]:
             tensors[id(parameter)] = parameter
         self._tensors = _Tensors(list(tensors.values()))
@@ -170,6 +178,10 @@ class Kept:
             last.callback(set_random_state, self._random)
             for container, held in self._containers.values():
                 _refill(container, held)
+            for owner, name, value in self._slots:
+                _set_slot(owner, name, value)
+            for generator, state in self._generators.values():
+                _set_generator(generator, state)
             self._counters.load_state_dict(self._progress)
             self._tensors.put_back()
 
@@ -184,6 +196,10 @@ class Kept:
         elif type(value) is tuple:
             for one in value:
                 self._walk(one, tensors)
+        elif type(value) is np.ndarray and value.flags.writeable:
+            self._containers[id(value)] = (value, value.copy())
+        elif isinstance(value, _GENERATORS):
+            self._generators[id(value)] = (value, _state_of(value))
 
 
 class _Tensors:
@@ -194,7 +210,7 @@ class _Tensors:
         self._gradients = [(t, t.requires_grad, t.grad) for t in tensors if t.is_leaf]
         self._found = [*tensors, *(gradient for gradient in gradients if gradient is not None)]
         self._memory = [tensor.detach() for tensor in self._found]
-        self._values = [tensor.detach().to("cpu", copy=True) for tensor in self._found]
+        self._values = [_once(tensor.detach()).to("cpu", copy=True) for tensor in self._found]
         self._hidden = unnoticed(self._found)  # who looks whether weights were changed finds that they were not
 
     @torch.no_grad()
@@ -202,9 +218,12 @@ class _Tensors:
         """Values, memory, `requires_grad` and gradients."""
         with self._hidden:
             for tensor, memory, value in zip(self._found, self._memory, self._values, strict=True):
-                if tensor.data_ptr() != memory.data_ptr() or tensor.stride() != memory.stride():
+                if _has_memory(tensor) and (
+                    tensor.data_ptr() != memory.data_ptr() or tensor.stride() != memory.stride()
+                ):
                     tensor.data = memory
-                tensor.copy_(value)
+                with torch.inference_mode() if tensor.is_inference() else nullcontext():
+                    _once(tensor).copy_(value)
         for tensor, trained, gradient in self._gradients:
             if tensor.requires_grad != trained:
                 tensor.requires_grad_(trained)
@@ -212,15 +231,85 @@ class _Tensors:
                 tensor.grad = gradient
 
 
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor lies in one piece of memory of its own; a sparse or nested one is made of several."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _once(tensor: Tensor) -> Tensor:
+    """The tensor with each number once, where it was expanded: one is written for all."""
+    if not _has_memory(tensor):
+        return tensor
+    for dimension, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dimension] > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
+
+
+def _refuse_lazy(modules: Sequence[nn.Module]) -> None:
+    """Refuse layers whose weights have no shape yet: their first batch makes others of them, for good."""
+    lazy = [type(module).__name__ for module in modules if _is_lazy(module)]
+    if lazy:
+        what = f"a trial of layers that have no shape yet: {', '.join(sorted(set(lazy)))}"
+        fix = "run a batch through the model first: with torch.no_grad(): model(inputs)"
+        raise SettingError(message(what, want="layers whose weights are made", fix=fix))
+
+
+def _is_lazy(module: nn.Module) -> bool:
+    own = (*module._parameters.values(), *module._buffers.values())
+    return any(isinstance(one, nn.UninitializedParameter | nn.UninitializedBuffer) for one in own)
+
+
 def _modules_of(trainer: Trainer[Any]) -> list[nn.Module]:
     roots = [trainer.model, trainer.loss, *trainer.frozen.values()]
     return [module for root in roots if isinstance(root, nn.Module) for module in root.modules()]
 
 
+def _slots_of(kind: type) -> list[str]:
+    """The names of what objects of a class hold beside their `__dict__`."""
+    found: list[str] = []
+    for one in kind.__mro__:
+        own = vars(one).get("__slots__", ())
+        found += (name for name in ([own] if isinstance(own, str) else own) if name not in ("__dict__", "__weakref__"))
+    return [name for name in found if not name.startswith("__")]
+
+
+def _set_slot(owner: Any, name: str, value: Any) -> None:
+    if value is not _NOTHING:
+        setattr(owner, name, value)
+    elif hasattr(owner, name):
+        delattr(owner, name)
+
+
+_NOTHING: Any = object()
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return copy.deepcopy(generator.bit_generator.state)
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+
+
+def _set_generator(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
+
+
 def _refill(container: Any, held: Any) -> None:
-    """Make a list, dict or set hold what a copy of it does."""
+    """Make a list, dict, set, deque or array hold what a copy of it does."""
+    if isinstance(container, np.ndarray):
+        container[...] = held
+        return
     if isinstance(container, list):
         container[:] = held
         return
     container.clear()
-    container.update(held)
+    if isinstance(container, deque):
+        container.extend(held)
+    else:
+        container.update(held)
