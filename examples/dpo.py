@@ -9,7 +9,8 @@ Expected  pairs whose quiet answer is the likelier one: 9 % before, 98 % after, 
           itself is quiet in 8 %, then 79 %; a quiet answer costs it 2.75 bits a letter, then 2.80
 
 First it learns to write from both kinds, then from 1,000 pairs of them which one is preferred: by the loss of Rafailov
-et al. (arXiv 2305.18290, equation 7), against a frozen copy of what it was. The loss by hand: tests/test_dpo_example.py.
+et al. (arXiv 2305.18290, equation 7), against a frozen copy of what it was. The loss by hand lies in
+tests/test_dpo_example.py.
 """
 
 import copy
