@@ -29,6 +29,13 @@ def test_inputs_are_judged_by_the_rule(scale: float, offset: float, problem: boo
     assert (NAME in found(trainer_of(perceptron()), shifted(scale, offset))) is problem
 
 
+def test_the_mean_and_deviation_that_were_seen_are_told() -> None:
+    batches = shifted(50, 200)
+    seen = torch.cat([x for x, _ in batches])
+    told = found(trainer_of(perceptron()), batches)[NAME].what
+    assert f"mean {seen.mean():.3g}, standard deviation {seen.std(correction=0):.3g}," in told
+
+
 def test_one_feature_out_of_scale_among_many_is_found() -> None:
     batches = [(torch.cat([x.repeat(1, 20)[:, :100], 12 + x[:, :1]], 1), y) for x, y in rows()]
     assert NAME in found(trainer_of(nn.Linear(101, CLASSES)), batches)

@@ -70,7 +70,9 @@ def of_inputs(seen: Seen, batches: Sequence[Any]) -> Iterator[Finding]:
     if scaled:
         entered = next(iter(scaled.values()))
         mean, _, rms = moments(entered)
-        spread = f"mean {mean.mean():.3g}, root mean square {rms:.3g}, largest {entered.largest:.3g}"
+        whole = float(mean.mean())
+        std = max(0.0, rms**2 - whole**2) ** 0.5
+        spread = f"mean {whole:.3g}, standard deviation {std:.3g}, largest {entered.largest:.3g}"
         yield Finding(
             "inputs not normalised",
             f"what enters {listed(list(scaled))} has {spread}",
