@@ -119,7 +119,7 @@ def _make(optimizer: Any, model: nn.Module, what: str, *, root: nn.Module | None
     if isinstance(optimizer, Optimizer):
         place_state(optimizer)
         return optimizer
-    from trainwright.slots.optimizers import Factory, fused_for
+    from trainwright.slots.optimizers import Factory, adamw, fused_for, muon, sgd
 
     made: Any = None
     target = optimizer.func if isinstance(optimizer, partial) else optimizer
@@ -131,6 +131,9 @@ def _make(optimizer: Any, model: nn.Module, what: str, *, root: nn.Module | None
             raise SettingError(message(what, fix="lambda model: torch.optim.AdamW(model.part.parameters(), lr=1e-3)"))
         given: Any = root if grouped else list(root.named_parameters())  # frozen ones too: they may be set free later
         made = optimizer(given, **({} if grouped or not fuses else fused_for(optimizer, root)))
+    elif target in (adamw, sgd, muon):
+        fix = f"{what}{target.__name__}(lr=1e-3)"
+        raise SettingError(message(f"{what}{target.__name__}, and not what it returns", want="its settings", fix=fix))
     elif callable(optimizer) and not inspect.isclass(target):
         made = optimizer(model)
     if isinstance(made, Optimizer):
