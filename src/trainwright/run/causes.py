@@ -31,7 +31,8 @@ def _memory(site: Site) -> Cause | None:
     if not full:
         return None
     rows = None if site.batch is MISSING else find_rows(site.batch)
-    why = f"the {'step' if rows is None else f'batch of {rows} rows'} does not fit in the memory of {site.owner.device}"
+    what = "step" if rows is None else f"batch of {rows} row{'' if rows == 1 else 's'}"
+    why = f"the {what} does not fit in the memory of {site.owner.device}"
     if rows is None or rows < 2:
         return why, 'smaller inputs, or Trainer(..., precision="bf16")'
     if site.role != "train":

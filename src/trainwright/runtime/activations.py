@@ -274,7 +274,7 @@ def _check_free(model: nn.Module, found: dict[str, nn.Module]) -> None:
             raise SettingError(message(what, want="checkpoint_activations(model, ...) before torch.compile"))
     for name, around, module in _pairs(model, found):
         if is_recomputed(module):
-            what = f"checkpoint_activations: {name} of {around} is recomputed already"
+            what = f"checkpoint_activations: {name}{'' if name == around else f' of {around}'} is recomputed already"
             raise SettingError(message(what, fix="remove() of what the first call returned"))
 
 

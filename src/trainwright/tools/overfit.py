@@ -58,7 +58,8 @@ class Overfit:
         if not self.fell and self._falls:
             lines.append(f"  the loss was falling still: overfit_batches(..., updates={4 * self.updates})")
         elif not self.fell:
-            lines.append(f"  learning rate {', '.join(map(rate, self.rates))}: try others by lr_range(trainer, train)")
+            rates = ", ".join(dict.fromkeys(map(rate, self.rates)))
+            lines.append(f"  learning rate {rates}: try others by lr_range(trainer, train)")
             lines.append(
                 "  do targets belong to their inputs? does the loss read what the model gives, is its least 0?"
             )
