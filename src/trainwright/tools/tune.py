@@ -202,14 +202,26 @@ def _study(url: str | None, name: str, mode: str, *, pruner: Any) -> Any:
     elif not isinstance(pruner, optuna.pruners.BasePruner):
         raise SettingError(message(f"pruner={pruner!r}", want='"median", None, or a pruner of Optuna'))
     direction = {"min": "minimize", "max": "maximize"}[mode]
-    study = optuna.create_study(
-        storage=url, study_name=name, direction=direction, pruner=pruner, load_if_exists=url is not None
-    )
+    with _quiet(optuna.logging):
+        study = optuna.create_study(
+            storage=url, study_name=name, direction=direction, pruner=pruner, load_if_exists=url is not None
+        )
     if study.direction.name.lower() != direction:
         begun = "min" if mode == "max" else "max"
         what = f"the study {name!r} was begun with mode={begun!r}"
         raise SettingError(message(what, have=f"mode={mode!r}", fix=f'mode={begun!r}, or name="another"'))
     return study
+
+
+@contextmanager
+def _quiet(logging: Any) -> Iterator[None]:
+    """Leave out Optuna's line that a study was made: its trials have lines of their own."""
+    before = logging.get_verbosity()
+    logging.set_verbosity(max(before, logging.WARNING))
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def _begun(study: Any, seed: int | None, grid: Mapping[str, Sequence[Any]] | None) -> int:
