@@ -113,6 +113,13 @@ def test_the_time_is_told_by_phase_and_read(of_planted, of_clean):
     assert "waiting for data" not in of_clean[0].phases.reading
 
 
+def test_where_updates_wait_it_is_said_which_speed_ups_leave_that_out(of_planted, of_clean):
+    (told,) = [line for line in str(of_planted).splitlines() if line.startswith(" of what")]
+    assert "batches are ready" in told and "in memory" in told.split(";")[1]
+    assert {one.name for one in of_planted.tried if one.reads} >= {"1 worker", "in memory", "prefetch"}
+    assert "batches are ready" not in str(of_clean[0])
+
+
 def test_every_technique_is_in_the_table_tried_or_with_the_reason_why_not(of_clean):
     advice, _ = of_clean
     names = {one.name for one in advice.tried}

@@ -15,6 +15,8 @@ CLEAR = 1.03
 """From this speed-up on a technique is worth a switch, where the spread lies above 1 too."""
 DRIFT = 1e-2
 """Relative difference of the mean loss from which on a technique is said to change numbers."""
+WAITS = 0.1
+"""Share of waiting for data from which on it is said that most speed-ups leave the waiting out."""
 SAVES = 0.8
 """Share of the memory below which a technique is said to save it."""
 
@@ -39,6 +41,8 @@ class Effect:
     """Why it was not tried."""
     for_memory: bool = False
     """Whether it is meant to save memory rather than time."""
+    reads: bool = False
+    """Whether the ratio is of updates that read the data; of others, it is of updates whose batches are ready."""
 
     @property
     def verdict(self) -> str:
@@ -128,7 +132,18 @@ class Advice:
         for one in self.findings:
             label = "found" if one.level == "problem" else "note "
             lines += [f" {label}     {one.name}: {one.what}", f"           {one.why}", f"           fix: {one.fix}"]
-        return "\n".join([*lines, "", *_table([one for one in self.tried if one.speedup is not None]), *self._rest()])
+        table = _table([one for one in self.tried if one.speedup is not None])
+        return "\n".join([*lines, "", *table, *self._ready(), *self._rest()])
+
+    def _ready(self) -> list[str]:
+        """What the ratios are of, where updates wait for data: then they are not those of the run."""
+        share = self.phases.shares["data"]
+        if share < WAITS:
+            return []
+        reading = [one.name for one in self.tried if one.reads and one.speedup is not None]
+        those = f"; {', '.join(reading)}: of whole updates" if reading else ""
+        told = f"speed-ups are of updates whose batches are ready, without the {share:.0%} of waiting{those}"
+        return ["", f" of what   {told}"]
 
     def _rest(self) -> list[str]:
         """The techniques that are on, and those that were not tried."""

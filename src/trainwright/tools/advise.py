@@ -124,7 +124,8 @@ class _Ratios:
         """The record of it."""
         one = self.technique
         if not self.ratios:
-            return Effect(name=one.name, how=one.how, why_not=self.why_not, for_memory=one.for_memory)
+            reads = one.against == "loader"
+            return Effect(name=one.name, how=one.how, why_not=self.why_not, for_memory=one.for_memory, reads=reads)
         few = len(self.ratios) < 2
         quartiles = (self.ratios[0],) * 3 if few else statistics.quantiles(self.ratios, n=4, method="inclusive")
         return Effect(
@@ -136,6 +137,7 @@ class _Ratios:
             memory=self.memory,
             drift=max(self.drifts) if one.same_numbers else None,
             for_memory=one.for_memory,
+            reads=one.against == "loader",
         )
 
 

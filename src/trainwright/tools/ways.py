@@ -211,7 +211,7 @@ def _process(trainer: Trainer[Any], _: list[Any]) -> Iterator[Technique]:
     way = Way(name="denormal", around=_flushing)
     yield Technique(name="flush denormal", how="torch.set_flush_denormal(True)", way=way)
     yield Technique(name="gc freeze", how="gc.collect(); gc.freeze()  # before fit", way=Way(name="gc", around=_frozen))
-    how = "on in every run; this is what it gives: with zeros written instead"
+    how = "leave it: every run sets gradients to None; the trial wrote zeros instead"
     yield Technique(name="set_to_none=False", how=how, way=Way(name="zeros", around=_writing_zeros))
 
 
@@ -264,9 +264,7 @@ def _writing_zeros(_: Trainer[Any]) -> Iterator[None]:
 
 
 def _batches(trainer: Trainer[Any], ready: list[Any]) -> Iterator[Technique]:
-    rates = sorted({group["lr"] for one in trainer.optimizers.values() for group in one.param_groups}, key=float)
-    told = ", ".join(f"{float(rate):.3g} to {2 * float(rate):.3g}" for rate in rates)
-    how = f"batches of twice the rows; lr {told} (linear rule; times 1.41 for Adam)"
+    how = "batches of twice the rows, and every lr times 2 (SGD) or 1.41 (Adam)"
     technique = Technique(name="batch size x2", how=how, same_numbers=False)
     yield _of_cut(technique, lambda: [joined(ready[i : i + 2]) for i in range(0, len(ready) - 1, 2)], {})
 
