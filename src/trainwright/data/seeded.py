@@ -73,7 +73,7 @@ class SeededRows:
                 "trainwright: torch's default_collate makes no batch of these rows\n"
                 f"  have  {len(fetched)} rows of {type(self.dataset).__name__}, each a {type(fetched[0]).__name__}\n"
                 "  want  rows of tensors of one shape, numbers, or tuples or dicts of these\n"
-                "  fix   batches(..., collate=collate), a function from a list of rows to a batch"
+                "  fix   batches(..., collate=collate), a function from a list of rows to a batch, such as pad()"
             )
             raise
 

@@ -103,7 +103,7 @@ def error(
     """Build the error that names the update, its loss, learning rate and gradient norm."""
     what = "loss" if loss - loss != 0 else "gradient"
     shown = "" if norm is None else f", gradient norm {norm:g}"
-    fix = 'look at the batch and the rate; Trainer(..., nonfinite="skip") leaves such updates out'
+    fix = 'look at the batch and the rate; anomaly() names the line; nonfinite="skip" leaves such updates out'
     if counted == 0:
         fix = "the batch counts nothing (every target is ignored, or every weight is 0): leave such batches out"
     elif what == "loss":
