@@ -20,7 +20,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Choose after few batches, on a machine of two cores, whatever is gained; leave no process."""
     for name, value in {"MEASURED": 0.0, "CHEAP": 0.0, "WORTH": 0.0, "GAIN": 1e9}.items():
         monkeypatch.setattr(chosen, name, value)
-    monkeypatch.setattr(chosen, "_cores", lambda: 2)
+    monkeypatch.setattr(chosen, "usable_cores", lambda: 2)
     yield
     assert pids() == set()
 
@@ -28,7 +28,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("_cores", lambda: 1, "no core is free"),
+        ("usable_cores", lambda: 1, "no core is free"),
         ("_forks", lambda: False, "new processes would run the script"),
         ("_room", lambda: 100, "/dev/shm has 0 MB"),
         ("CHEAP", 1.0, ""),
@@ -69,7 +69,7 @@ def test_as_many_are_taken_as_keep_up_and_as_there_are_cores_for_each_process(
     monkeypatch: Any, local: str, share: int, fetching: float, training: float, cores: int, number: int
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
-    monkeypatch.setattr(chosen, "_cores", lambda: cores * share)
+    monkeypatch.setattr(chosen, "usable_cores", lambda: cores * share)
     given = source(Augmented())
     given._chosen._times = [(fetching, training)] * 5
     what = chosen.Pass(0, 0, iter(()), asks_ahead=True, keeps=False, name="", processes=4)

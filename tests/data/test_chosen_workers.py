@@ -24,7 +24,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Choose after few batches, on a machine of two cores, whatever is gained; leave no process."""
     for name, value in {"MEASURED": 0.0, "CHEAP": 0.0, "WORTH": 0.0, "GAIN": 1e9}.items():
         monkeypatch.setattr(chosen, name, value)
-    monkeypatch.setattr(chosen, "_cores", lambda: 2)
+    monkeypatch.setattr(chosen, "usable_cores", lambda: 2)
     yield
     assert pids() == set()
 

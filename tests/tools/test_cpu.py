@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from trainwright.base.errors import SettingError
+from trainwright.runtime import cores
 from trainwright.tools import cpu
 from trainwright.tools.cpu import CpuFacts, Setting, cpu_facts, measure_settings, settings_to_try
 
@@ -40,9 +41,9 @@ def test_facts_are_those_of_this_process(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_limit_of_the_control_group_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
-    monkeypatch.setattr(cpu, "_quota", lambda: 2.5)
+    monkeypatch.setattr(cores, "_quota", lambda: 2.5)
     assert cpu_facts().cores == 2
-    monkeypatch.setattr(cpu, "_quota", lambda: None)
+    monkeypatch.setattr(cores, "_quota", lambda: None)
     assert cpu_facts().cores == 8
 
 

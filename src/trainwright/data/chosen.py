@@ -26,6 +26,7 @@ from trainwright.data.generators import hidden_in, knows_its_state
 from trainwright.data.order import draws_at_most_at_first
 from trainwright.data.seeded import SeededRows
 from trainwright.data.unchanged import Seen, why_not_sent
+from trainwright.runtime.cores import usable_cores
 
 if TYPE_CHECKING:
     from trainwright.data.jobs import JobPool
@@ -202,7 +203,7 @@ class ChosenWorkers:
     def _best(self, what: Pass) -> int:
         """How many workers are worth it; where none is, that is settled."""
         fetching, training = self._median(0), max(self._median(1), 1e-6)
-        cores = max(1, _cores() // _on_this_machine(what.processes)) - sum(pool.workers for pool in _POOLS)
+        cores = max(1, usable_cores() // _on_this_machine(what.processes)) - sum(pool.workers for pool in _POOLS)
         took = f"a batch takes {_told(fetching)} to fetch and {_told(training)} to train on"
         if fetching < max(CHEAP, WORTH * (fetching + training)):
             self._settle(0, took, is_news=False)
@@ -337,11 +338,6 @@ def _room() -> int | None:
         return None
     room = os.statvfs(_SHARED_MEMORY)
     return room.f_bavail * room.f_frsize
-
-
-def _cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _forks() -> bool:

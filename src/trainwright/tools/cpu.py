@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from trainwright.base.errors import SettingError, message
+from trainwright.runtime.cores import usable_cores
 
 PREFIXES = ("OMP_", "KMP_", "GOMP_", "MKL_", "MALLOC_", "TORCH_", "ATEN_", "LD_PRELOAD", "THP_MEM_ALLOC")
 """Of variables of the environment that threads, memory and kernels of a process depend on."""
@@ -98,7 +99,7 @@ def cpu_facts() -> CpuFacts:
     flags, physical, sockets = _cpuinfo()
     loaded = _loaded()
     return CpuFacts(
-        cores=_cores(),
+        cores=usable_cores(),
         physical=physical,
         sockets=sockets,
         threads=torch.get_num_threads(),
@@ -280,25 +281,6 @@ def _preloaded(name: str) -> Setting:
 def _of(name: str, environment: dict[str, str]) -> Setting:
     quoted = (f'{key}="{value}"' if not value.isalnum() else f"{key}={value}" for key, value in environment.items())
     return Setting(name=name, how=f"{' '.join(quoted)} python train.py", environment=environment)
-
-
-def _cores() -> int:
-    """The cores that this process is bound to, no more than its control group may use."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    bound = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-    return max(1, min(bound, int(_quota() or bound)))
-
-
-def _quota() -> float | None:
-    """Cores' worth of time that the control group of this process may use; None where there is no limit."""
-    for path, joined in (("/sys/fs/cgroup/cpu.max", True), ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", False)):
-        file = Path(path)
-        if not file.is_file():
-            continue
-        parts = file.read_text().split()
-        period = parts[1] if joined else Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us").read_text()
-        return None if parts[0] in ("max", "-1") else max(1.0, float(parts[0]) / float(period))
-    return None
 
 
 def _cpuinfo() -> tuple[frozenset[str], int | None, int | None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -15,6 +14,7 @@ from trainwright.data.own import Batches, batches
 from trainwright.data.prefetch import prefetch
 from trainwright.data.rows import choosing
 from trainwright.data.source import open_source
+from trainwright.runtime.cores import usable_cores
 from trainwright.tools.measuring import Way
 from trainwright.tools.ways import Technique, bound
 from trainwright.trainer import Trainer
@@ -31,7 +31,7 @@ def loader_techniques(trainer: Trainer[Any], train: Any, *, seconds_per_row: flo
 
 
 def _workers(train: Any) -> Iterator[Technique]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     numbers = [0, *(n for n in (1, 2, 4, MANY) if n <= cores)]
     if not isinstance(train, DataLoader | Batches):
         yield Technique(
