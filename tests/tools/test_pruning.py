@@ -272,9 +272,17 @@ def hooked():
     return model
 
 
+def reversed_by_a_hook(layer):
+    model = nn.Sequential(nn.Linear(4, 4), layer, nn.Linear(4, 2))
+    model[1].register_forward_hook(lambda module, inputs, output: output.flip(-1))
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
+        (lambda: reversed_by_a_hook(nn.ReLU()), "0: its channels pass 1, which has hooks"),
+        (lambda: reversed_by_a_hook(nn.Sequential(nn.ReLU())), "0: its channels pass 1, which has hooks"),
         (shared, "0: 0 shares its weights; 2: 2 shares its weights"),
         (branching, "cannot follow the forward of Branching"),
         (masked, "0: the weight of 0 is computed from others"),
@@ -323,3 +331,15 @@ def test_a_recomputed_model_is_shrunk_and_goes_on_recomputing() -> None:
     checkpoint_activations(model, Res)
     small = remove_channels(model, X, {"block.inner": [0]}).model
     assert "forward" in vars(small.block) and vars(small.block)["forward"].__self__.module is small.block
+
+
+def test_a_hook_on_what_is_around_a_whole_path_is_no_matter() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)))
+    model[0].register_forward_hook(lambda module, inputs, output: output.flip(-1))
+    assert remove_channels(model, torch.randn(3, 4), {"0.0": [1]}).model[0][0].out_features == 3
+
+
+@pytest.mark.parametrize("scope", ["layer", "global"])
+def test_a_share_that_is_whole_is_not_rounded_down(scope) -> None:
+    model = nn.Sequential(nn.Linear(4, 50), nn.ReLU(), nn.Linear(50, 2))
+    assert len(shrink(model, torch.randn(3, 4), 0.58, scope=scope).removed["0"]) == 29  # 0.58 * 50 < 29

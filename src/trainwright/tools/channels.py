@@ -165,6 +165,7 @@ class _Follower:
         )
         self._shared = {key for key, n in holders.items() if n > 1}
         self._got = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
+        self._hooked = {name for name, module in self._modules.items() if _has_hooks(module)}
 
     def group(self, node: fx.Node) -> Group | None:
         """The channels that this call makes; None where it is no layer of channels."""
@@ -197,12 +198,14 @@ class _Follower:
             return f"{name} shares its weights"
         if any(target.startswith(f"{name}.") for target in self._got):
             return f"the weight of {name} is read beside its forward"
-        hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-        return f"{name} has hooks" if any(hooks) else ""
+        return f"{name} has hooks" if _has_hooks(module) else ""
 
     def _follow(self, node: fx.Node, group: Group, *, dim: int, repeat: int) -> None:
         """Go on from where channels are in dimension `dim`, each of them `repeat` features wide."""
         for user in node.users:
+            between = (_around(node) ^ _around(user)) & self._hooked
+            if between:
+                group.why = f"its channels pass {min(between)}, which has hooks"
             if group.why:
                 return
             if user.op == "call_module":
@@ -277,6 +280,17 @@ class _Follower:
             group.why = f"its channels are added up in {_name(user.target)}"
             return
         self._follow(user, group, dim=dim if keeps else dim - sum(one < dim for one in over), repeat=repeat)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks)
+
+
+def _around(node: fx.Node) -> set[str]:
+    """The modules, by name, whose forward a node is a part of; a called module is around itself."""
+    names = {str(name).partition("@")[0] for name in node.meta.get("nn_module_stack", ())}
+    return names | {str(node.target)} if node.op == "call_module" else names
 
 
 def _from_second(user: fx.Node) -> bool:

@@ -168,16 +168,21 @@ def _least(scores: Mapping[str, Tensor], amount: float, *, by_layer: bool, multi
     """The channels that go, by layer."""
     ranked = torch.cat(list(scores.values())).argsort(stable=True)
     owners = torch.cat([torch.full((len(one),), place) for place, one in enumerate(scores.values())])
-    chosen = owners[ranked[: int(amount * len(ranked))]]
+    chosen = owners[ranked[: _share(amount, len(ranked))]]
     lost = {}
     for place, (name, worth) in enumerate(scores.items()):
         size = len(worth)
-        goes = int(amount * size) if by_layer else int((chosen == place).sum())
+        goes = _share(amount, size) if by_layer else int((chosen == place).sum())
         left = max(1, size - goes)
         left = min(size, -(-left // multiple) * multiple)
         if left < size:
             lost[name] = tuple(sorted(worth.argsort(stable=True)[: size - left].tolist()))
     return lost
+
+
+def _share(amount: float, of: int) -> int:
+    """So many of them, whole: 0.58 of 50 is 29, though the product is a little less."""
+    return int(amount * of + 1e-9)
 
 
 def _without(
