@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from trainwright import EMA, DataError, Fast, Observer, SettingError, Trainer, accuracy, batches
 from trainwright.runtime.switches import flushes_denormal
@@ -161,6 +161,26 @@ def test_ready_batches_are_those_that_fit_would_get_and_leave_the_data_as_they_w
 def test_data_that_a_trial_would_use_up_are_refused_with_the_cure():
     with pytest.raises(DataError, match=r"list\(itertools.islice\(stream, 50\)\)"):
         ready(make(), iter([rows(8)]), updates=1)
+
+
+class Kept(IterableDataset):
+    """Goes on where it was left, where one iterator is kept."""
+
+    def __init__(self, one):
+        self.rows = [(x, y) for x, y in zip(*rows(16), strict=True)]
+        self.kept = iter(self.rows) if one else None
+
+    def __iter__(self):
+        return self.kept or iter(self.rows)
+
+
+def test_a_data_set_that_goes_on_where_it_was_left_is_refused_before_a_row_is_used_up():
+    whole = Kept(one=False)
+    assert len(ready(make(), DataLoader(whole, 8), updates=2)) == 2
+    assert len(ready(make(), DataLoader(Kept(one=True), 8, num_workers=1), updates=1)) == 1  # a copy of its own
+    with pytest.raises(DataError, match="go on where they were left"):
+        ready(make(), DataLoader(used := Kept(one=True), 8), updates=1)
+    assert len(list(used)) == len(list(whole))
 
 
 def test_a_setting_that_a_trial_has_not_is_refused():

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from trainwright.base.errors import DataError, SettingError, message
 from trainwright.base.progress import Counters
@@ -147,8 +148,16 @@ def open_afresh(data: Any, *, batch_size: int | None = None, role: str = "train"
 
 
 def _is_one_pass(data: Any) -> bool:
-    """Whether reading moves what the next reader gets: an iterator is its own."""
-    return hasattr(data, "__next__")
+    """Whether reading moves what the next reader gets: an iterator is its own, a data set may have kept one."""
+    if hasattr(data, "__next__"):
+        return True
+    if isinstance(data, DataLoader):
+        data = data.dataset if not data.num_workers else None  # each worker has a copy
+    if not isinstance(data, IterableDataset):
+        return False
+    with unmoved():
+        kept = iter(data)
+        return kept is not data and iter(data) is kept
 
 
 class Kept:
