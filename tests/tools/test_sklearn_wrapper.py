@@ -189,3 +189,13 @@ def test_what_cannot_be_is_refused() -> None:
         SklearnClassifier(dtype="half").fit(X, y)
     with pytest.raises(ValueError, match="Negative values in data"):
         dropping().fit(X, y, sample_weight=-np.ones(80))
+
+
+def test_a_module_that_does_not_fit_the_data_is_refused() -> None:
+    with pytest.raises(SettingError, match=r"cannot be called as module\(4, 2\)"):
+        SklearnClassifier(lambda: Net(4, 2)).fit(X, y)
+    with pytest.raises(SettingError, match=r"Net cannot be called as module\(4, 2, depth=...\)(.|\n)*'depth'"):
+        SklearnClassifier(Net, module_params={"depth": 3}).fit(X, y)
+    wide = SklearnClassifier(lambda features, outputs: Net(features, outputs + 1), **QUICK).fit(X, y)
+    with pytest.raises(SettingError, match=r"gives \(3,\) for each row, and there are 2 classes"):
+        wide.predict_proba(X)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, Self
@@ -126,8 +127,10 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         if isinstance(build, nn.Module) or not callable(build):
             want = "a class, or a function (features, outputs) that builds a fresh one"
             what = f"{type(self).__name__}(module): a {type(build).__name__}"
-            raise SettingError(message(what, want=want, fix="module=Net, module__width=64"))
-        module = build(features, outputs, **(self.module_params or {})).to(getattr(torch, self.dtype))
+            raise SettingError(message(what, want=want, fix='module=Net, module_params={"width": 64}'))
+        params = self.module_params or {}
+        _check_call(build, features, outputs, params)
+        module = build(features, outputs, **params).to(getattr(torch, self.dtype))
         optimizer: Any = adamw if self.optimizer == "auto" else self.optimizer
         optimizer = partial(optimizer, lr=self.lr) if _takes_parameters(optimizer) else optimizer(lr=self.lr)
         loss: Any = copy.deepcopy(self.loss)  # a module may learn
@@ -189,7 +192,7 @@ class SklearnClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
 
     def predict(self, X: Any) -> Array:
         """Return the likeliest class of each row."""
-        scores = self._outputs(X)
+        scores = self._scores(X)
         classes: Array = self.classes_[scores.argmax(1).numpy()]
         return classes
 
@@ -206,7 +209,14 @@ class SklearnClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
         return logarithms
 
     def _log_probabilities(self, X: Any) -> Tensor:
-        return self._outputs(X).log_softmax(1)  # which leaves the logarithms of probabilities, of NLL, as they are
+        return self._scores(X).log_softmax(1)  # which leaves the logarithms of probabilities, of NLL, as they are
+
+    def _scores(self, X: Any) -> Tensor:
+        scores, classes = self._outputs(X), len(self.classes_)
+        if scores.shape[1:] != (classes,):
+            what = f"the module gives {tuple(scores.shape[1:])} for each row, and there are {classes} classes"
+            raise SettingError(message(what, want="a score for each", fix="nn.Linear(..., outputs) in the end"))
+        return scores
 
     def _gives_probabilities(self) -> bool:
         return self.loss == "auto" or isinstance(self.loss, nn.CrossEntropyLoss | nn.NLLLoss)
@@ -265,6 +275,19 @@ class _Weighed(Trainer[Any]):
         output = self.model(inputs)
         total = (self.each(output, target) * weight).sum()
         return Step(Sum(total, weight.sum()), output, target)
+
+
+def _check_call(build: Any, features: int, outputs: int, params: Mapping[str, Any]) -> None:
+    """Refuse a builder that cannot be called with the numbers of features and outputs, and the parameters."""
+    try:
+        inspect.signature(build).bind(features, outputs, **params)
+    except TypeError as error:
+        called = f"module({features}, {outputs}{''.join(f', {name}=...' for name in params)})"
+        fix = "def module(features, outputs, *, width=64): ..."
+        what = f"{getattr(build, '__name__', build)} cannot be called as {called}"
+        raise SettingError(message(what, have=str(error), want="features, outputs, module_params", fix=fix)) from error
+    except ValueError:  # a builder without a signature
+        return
 
 
 def _takes_parameters(optimizer: Any) -> bool:
