@@ -129,7 +129,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
             what = f"{type(self).__name__}(module): a {type(build).__name__}"
             raise SettingError(message(what, want=want, fix='module=Net, module_params={"width": 64}'))
         params = self.module_params or {}
-        _check_call(build, features, outputs, params)
+        _check_call(build, features, outputs, params=params)
         module = build(features, outputs, **params).to(getattr(torch, self.dtype))
         optimizer: Any = adamw if self.optimizer == "auto" else self.optimizer
         optimizer = partial(optimizer, lr=self.lr) if _takes_parameters(optimizer) else optimizer(lr=self.lr)
@@ -277,7 +277,7 @@ class _Weighed(Trainer[Any]):
         return Step(Sum(total, weight.sum()), output, target)
 
 
-def _check_call(build: Any, features: int, outputs: int, params: Mapping[str, Any]) -> None:
+def _check_call(build: Any, features: int, outputs: int, *, params: Mapping[str, Any]) -> None:
     """Refuse a builder that cannot be called with the numbers of features and outputs, and the parameters."""
     try:
         inspect.signature(build).bind(features, outputs, **params)
