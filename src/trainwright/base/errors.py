@@ -50,6 +50,11 @@ class ProcessError(TrainwrightError, RuntimeError):
     """Another process of the run has failed, does not answer or has not come."""
 
 
+def first_line(error: BaseException, most: int | None = None) -> str:
+    """Say an error in a line: its class and the first line of its text, `most` letters of both at most."""
+    return f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")[:most]
+
+
 def message(what: str, *, have: str = "", want: str = "", fix: str = "", where: bool = True) -> str:
     """Lay out an error message: what is wrong, then `have`, `want`, `fix` and the user's own line."""
     lines = [what]

@@ -188,7 +188,7 @@ class ChosenWorkers:
         try:
             return deepcopy(batch)
         except Exception as error:  # copying runs code of any class
-            self._settle(0, f"{self.reason}; its batches cannot be copied: {_first_line(error)}")
+            self._settle(0, f"{self.reason}; its batches cannot be copied: {_last_line(error)}")
             return None
 
     def _knows_enough(self) -> bool:
@@ -278,7 +278,7 @@ class ChosenWorkers:
             probes = [] if probe is None else [probe.rows] * tried
             given = pool.begin(chain(probes, rows), seed=what.seed, epoch=what.epoch, name=what.name)
         except Exception as error:  # whatever keeps processes from coming: the batches can be fetched here
-            return iter(()), f"they did not start: {_first_line(error)}"
+            return iter(()), f"they did not start: {_last_line(error)}"
         for _ in range(tried):
             batch, why = self._next(given)
             if why or probe is None or not same_bits(batch, probe.batch):
@@ -291,7 +291,7 @@ class ChosenWorkers:
         try:
             batch = next(given, _END)
         except Exception as error:  # fetched here, its rows raise it again where it is theirs
-            return None, f"one failed: {_first_line(error)}"
+            return None, f"one failed: {_last_line(error)}"
         return batch, "" if self._seen.is_same(closely=False) else "it was changed while they had it"
 
     def _ready(self) -> JobPool:
@@ -346,7 +346,7 @@ def _forks() -> bool:
     return method == "fork" and not multiprocessing.current_process().daemon
 
 
-def _first_line(error: Exception) -> str:
+def _last_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".strip().splitlines()[-1][:160]
 
 

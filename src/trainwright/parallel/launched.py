@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from trainwright.base.errors import ProcessError, message
+from trainwright.base.errors import ProcessError, first_line, message
 from trainwright.parallel.watch import of_the_group
 
 Answer = tuple[str, bytes] | tuple[str, str, str]
@@ -90,16 +90,18 @@ def _answer(sent: Any, rank: int) -> Answer:
         main, args = pickle.loads(sent) if isinstance(sent, bytes) else sent
     except Exception as error:  # whatever an import of the user's raises
         fix = "put it into a file that can be imported, and not under `if __name__ == ...`"
-        what = message("launch: the new processes cannot import the function", have=_line(error), fix=fix, where=False)
+        what = message(
+            "launch: the new processes cannot import the function", have=first_line(error), fix=fix, where=False
+        )
         return "setting", what, traceback.format_exc()
     try:
         value = main(*args)
     except SystemExit as error:
-        return ("error", _line(error), traceback.format_exc()) if error.code else _packed(None)
+        return ("error", first_line(error), traceback.format_exc()) if error.code else _packed(None)
     except ProcessError as error:
         return "named", str(error), traceback.format_exc()
     except BaseException as error:
-        return "follows" if of_the_group(error) else "error", _line(error), traceback.format_exc()
+        return "follows" if of_the_group(error) else "error", first_line(error), traceback.format_exc()
     return _packed(value if rank == 0 else None)
 
 
@@ -110,8 +112,4 @@ def _packed(value: Any) -> Answer:
         want = "what can be pickled: numbers, text, tensors, None, lists and dicts of these"
         what = f"launch: the value of the first process cannot be sent back, a {type(value).__name__}"
         fix = "return result.history, trainer.model.state_dict(), or a dict of plain numbers"
-        return "setting", message(what, have=_line(error), want=want, fix=fix, where=False), ""
-
-
-def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+        return "setting", message(what, have=first_line(error), want=want, fix=fix, where=False), ""

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from trainwright.base.errors import ProcessError, user_line
+from trainwright.base.errors import ProcessError, first_line, user_line
 from trainwright.parallel.blaming import Cause, call_of, line_of, told
 from trainwright.parallel.lingering import wait_for
 
@@ -141,7 +141,7 @@ class _Watched:
     def claim(self, error: BaseException) -> None:
         """Be the process that the run ends of, unless another one was before."""
         self._known.set()
-        what = f"{type(error).__name__}: {error}".splitlines()[0]
+        what = first_line(error)
         _within(GRACE, lambda: self._first({**self._beat("here"), "kind": "error", "what": what, "by": self.rank}))
         self._claimed = True
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import nn
 
+from trainwright.base.errors import first_line
 from trainwright.runtime.memory import is_out_of_memory
 from trainwright.runtime.modules import evaluating
 from trainwright.runtime.randomness import have_moved, random_state, set_random_state
@@ -46,8 +47,7 @@ def compared(run: Run, whole: Window, parts: Window) -> Found:
     except Exception as error:  # a step may fail on a part in any way; memory may be too small even for that
         if is_out_of_memory(error):
             return Found(unknown="there is no memory for two rows at once", again=True)
-        first_line = str(error).partition("\n")[0]
-        return Found(refused=f"a part of its rows cannot be run: {type(error).__name__}: {first_line}")
+        return Found(refused=f"a part of its rows cannot be run: {first_line(error)}")
 
 
 def _compared(run: Run, whole: Window, parts: Window) -> Found:

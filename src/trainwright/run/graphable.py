@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainwright.base.contracts import Observer
-from trainwright.base.errors import SettingError, message
+from trainwright.base.errors import SettingError, first_line, message
 from trainwright.run.judging import why_made_by_the_host
 from trainwright.run.recorded import Unfit
 from trainwright.runtime import facts
@@ -77,7 +77,7 @@ def why_failed(error: BaseException) -> tuple[str, bool]:
         error = error.__context__
     if isinstance(error, Unfit):
         return str(error), False
-    return f"{type(error).__name__}: {error}".splitlines()[0], True
+    return first_line(error), True
 
 
 def not_possible(why: tuple[str, ...]) -> SettingError:

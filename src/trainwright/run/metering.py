@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trainwright.base.contracts import listeners
+from trainwright.base.errors import first_line
 from trainwright.base.speed import Speed
 from trainwright.observers.throughput import Throughput
 from trainwright.run import batches
@@ -120,7 +121,7 @@ class Operations:
         try:
             return _counted(owner, window.batches[0]), peak, ""
         except Exception as error:  # the model's own, which may be any: it was not written for the meta device
-            why = f"{type(error).__name__}: {error}".splitlines()[0][:80]
+            why = first_line(error, 80)
             return None, peak, f"the model does not run on the meta device ({why}): Throughput(flops_per_row=...)"
 
 

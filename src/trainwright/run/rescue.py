@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from warnings import warn
 
-from trainwright.base.errors import CheckpointError, Stopped
+from trainwright.base.errors import CheckpointError, Stopped, first_line
 from trainwright.run.boundary import BETWEEN, FETCHING, OPENING, UPDATING
 from trainwright.run.pausing import Pauses
 from trainwright.runtime.signals import Interrupted
@@ -61,8 +61,7 @@ def _tell_updates(pauses: Pauses) -> None:
 def ends_in(error: BaseException, *, grace: float) -> tuple[BaseException, str]:
     """What whoever called `fit` gets for `error`, and the reason that `Result.stopped` tells."""
     if not isinstance(error, Interrupted):
-        first_line = str(error).partition("\n")[0]
-        return error, f"{type(error).__name__}: {first_line}".removesuffix(": ")
+        return error, first_line(error)
     why = f"{error.name}, and the update did not end within grace={grace:g} seconds" if error.late else error.name
     return (KeyboardInterrupt() if error.name == "Ctrl-C" else Stopped(error.number, error.name)), why
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from trainwright.base.errors import SettingError, message
+from trainwright.base.errors import SettingError, first_line, message
 from trainwright.runtime.device import change, move
 from trainwright.runtime.flops import twin_on
 from trainwright.runtime.living import Living
@@ -127,7 +127,7 @@ def somewhere(work: Callable[[torch.device | None], Any]) -> tuple[Any, str]:
     except SettingError:
         raise
     except Exception as error:  # the model's own, which may be any: it was not written for the meta device
-        why = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+        why = first_line(error, 120)
     return work(None), why
 
 

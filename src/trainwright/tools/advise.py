@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainwright.base.errors import SettingError, message
+from trainwright.base.errors import SettingError, first_line, message
 from trainwright.base.names import suggests
 from trainwright.tools.advice import Advice, Effect
 from trainwright.tools.batching import compact
@@ -207,7 +207,7 @@ class _Trial:
         try:
             return run_block(self._trainer, self._kept, one.technique.way, **how)
         except Exception as error:
-            one.why_not = _first_line(error)
+            one.why_not = first_line(error, 160)
             one.ratios.clear()
             return None
 
@@ -227,7 +227,7 @@ class _Trial:
                 try:
                     one.memory = most_kept(self._trainer, self._kept, one.technique.way) / max(1, whole)
                 except Exception as error:
-                    one.why_not = _first_line(error)
+                    one.why_not = first_line(error, 160)
         return whole
 
 
@@ -259,7 +259,3 @@ def _device(trainer: Trainer[Any]) -> str:
         threads = torch.get_num_threads()
         return f"cpu, {threads} thread{'s' if threads > 1 else ''}"
     return torch.cuda.get_device_name(trainer.device) if trainer.device.type == "cuda" else str(trainer.device)
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:160]

@@ -15,7 +15,7 @@ from warnings import warn
 
 import torch
 
-from trainwright.base.errors import NonFiniteError, SettingError, message
+from trainwright.base.errors import NonFiniteError, SettingError, first_line, message
 from trainwright.base.names import did_you_mean, suggests
 from trainwright.data.seeded import mixed
 from trainwright.parallel.environment import read_environment
@@ -129,7 +129,7 @@ class _Search:
                 trial.set_user_attr(WHY, str(ended).splitlines()[0] if str(ended) else "")
             self.study.tell(trial, state=states.PRUNED)
         except BaseException as error:
-            trial.set_user_attr(WHY, f"{type(error).__name__}: {error}".splitlines()[0])
+            trial.set_user_attr(WHY, first_line(error))
             self.study.tell(trial, state=states.FAIL)
             error.add_note(f"in trial {trial.number} of the search, with {trial.params}")
             raise

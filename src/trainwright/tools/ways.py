@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from torch.optim import Optimizer
 from trainwright.base.errors import TrainwrightError
 from trainwright.data.source import open_source
 from trainwright.runtime.compile import find_regions
+from trainwright.runtime.cores import usable_cores
 from trainwright.runtime.gradients import Gradients
 from trainwright.runtime.switches import flushes_denormal
 from trainwright.slots.fast import Fast
@@ -201,7 +201,7 @@ def _checkpointed(trainer: Trainer[Any]) -> Technique:
 
 def _process(trainer: Trainer[Any], _: list[Any]) -> Iterator[Technique]:
     """Switches of the process."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     now = torch.get_num_threads()
     for threads in sorted({1, max(1, cores // 2), cores} - {now}):
         name, how = f"{threads} thread{'s' if threads > 1 else ''}", f"torch.set_num_threads({threads})"
