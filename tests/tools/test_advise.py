@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from trainwright import DataError, SettingError, Trainer, accuracy, advise, batches
+from trainwright.tools.advice import Effect
 from trainwright.tools.loading import _rebuilt as rebuilt
 from trainwright.tools.loading import loader_techniques
 
@@ -118,6 +120,13 @@ def test_where_updates_wait_it_is_said_which_speed_ups_leave_that_out(of_planted
     assert "batches are ready" in told and "in memory" in told.split(";")[1]
     assert {one.name for one in of_planted.tried if one.reads} >= {"1 worker", "in memory", "prefetch"}
     assert "batches are ready" not in str(of_clean[0])
+
+
+def test_what_was_measured_once_is_clear_only_where_it_is_far_from_one():
+    once, often = (partial(Effect, name="it", how="it", trials=trials) for trials in (1, 9))
+    assert often(speedup=1.1, spread=(1.05, 1.2)).verdict == "use it"
+    assert once(speedup=1.1, spread=(1.1, 1.1)).verdict == once(speedup=0.97, spread=(0.97,) * 2).verdict
+    assert once(speedup=3.0, spread=(3.0, 3.0)).is_worth_it and "slower" in once(speedup=0.5, spread=(0.5,) * 2).verdict
 
 
 def test_every_technique_is_in_the_table_tried_or_with_the_reason_why_not(of_clean):

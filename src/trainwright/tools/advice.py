@@ -13,6 +13,8 @@ from trainwright.tools.phases import Phases
 
 CLEAR = 1.03
 """From this speed-up on a technique is worth a switch, where the spread lies above 1 too."""
+ALONE = 1.2
+"""The same for a ratio that was measured once."""
 DRIFT = 1e-2
 """Relative difference of the mean loss from which on a technique is said to change numbers."""
 WAITS = 0.1
@@ -52,9 +54,9 @@ class Effect:
         told = []
         if self.memory is not None and self.memory <= SAVES:
             told.append("saves memory")
-        if self.speedup >= CLEAR and self.spread[0] > 1:
+        if self.is_worth_it:
             told.append("use it")
-        elif self.speedup <= 1 / CLEAR and self.spread[1] < 1:
+        elif self.speedup <= 1 / self._clear and self.spread[1] < 1:
             told.append("slower")
         elif not told:
             told.append("no clear difference")
@@ -65,7 +67,13 @@ class Effect:
     @property
     def is_worth_it(self) -> bool:
         """Whether it is clearly faster."""
-        return self.speedup is not None and self.spread is not None and self.speedup >= CLEAR and self.spread[0] > 1
+        return (
+            self.speedup is not None and self.spread is not None and self.speedup >= self._clear and self.spread[0] > 1
+        )
+
+    @property
+    def _clear(self) -> float:
+        return CLEAR if self.trials > 1 else ALONE
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, the verdict among it."""
@@ -171,7 +179,7 @@ def _table(tried: Sequence[Effect]) -> list[str]:
 def _cells(one: Effect) -> list[str]:
     if one.speedup is None or one.spread is None:
         return [one.name, "", "", "", ""]
-    quartiles = f"{one.spread[0]:.2f}-{one.spread[1]:.2f}"
+    quartiles = f"{one.spread[0]:.2f}-{one.spread[1]:.2f}" if one.trials > 1 else "measured once"
     memory = "" if one.memory is None else f"x{one.memory:.2f}"
     drift = "" if one.drift is None else ("0" if one.drift == 0 else f"{one.drift:.0e}")
     return [one.name, f"x{one.speedup:.2f}", quartiles, memory, drift]
