@@ -34,6 +34,12 @@ def test_a_batch_that_is_a_dict_the_model_cannot_take():
     assert make(with_method(fix)).fit(data, epochs=1).updates == 4
 
 
+def test_a_dict_of_batches_is_for_a_step_of_ones_own():
+    call = lambda: make().fit([{"a": pair, "b": pair} for pair in pieces()], epochs=1)  # noqa: E731
+    with pytest.raises(DataError, match=r"have  'a', 'b'\s(.|\n)*training_step\(self, batch\): x, y = batch\['a'\]"):
+        call()
+
+
 def test_a_dict_that_the_model_takes_is_no_mistake_and_its_own_type_error_passes():
     class Named(nn.Linear):
         def forward(self, image):

@@ -206,13 +206,17 @@ def _kind(value: Any) -> str:
 def _other_keys(model: Any, inputs: Mapping[Any, Any]) -> DataError:
     parameters = inspect.signature(getattr(model, "forward", model)).parameters
     names = [name for name, one in parameters.items() if one.default is one.empty]
+    have, fix = ", ".join(map(repr, inputs)), ""
+    if any(isinstance(value, tuple | list | Mapping) for value in inputs.values()):  # as `together` gives them
+        fix = f"def training_step(self, batch): x, y = batch[{next(iter(inputs))!r}]; ..."
     given = [key for key in inputs if isinstance(key, str)]
     taken = "".join(f'inputs["{key}"], ' for key in given[: len(names)]) or "..."
     return DataError(
         message(
             f"a batch is a dict, and {type(model).__name__}.forward does not take its keys",
-            have=", ".join(map(repr, inputs)) + ", beside the target",
+            have=have if fix else f"{have}, beside the target",
             want=", ".join(map(repr, names)),
-            fix=f"def split(self, batch): inputs, target = super().split(batch); return ({taken.strip()}), target",
+            fix=fix
+            or f"def split(self, batch): inputs, target = super().split(batch); return ({taken.strip()}), target",
         )
     )
