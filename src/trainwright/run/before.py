@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.run.outcome import Outcome
+from trainwright.run.owner import networks_of
 from trainwright.runtime.randomness import have_moved, random_state, set_random_state
 from trainwright.runtime.snapshot import snapshot
 from trainwright.runtime.walking import inside, parameters_of
@@ -34,8 +35,7 @@ class Before:
 
     def meet(self) -> None:
         """Take the buffers and weights that there are now."""
-        owner = self._owner
-        roots = [root for root in (owner.model, owner.loss, *owner.frozen.values()) if isinstance(root, nn.Module)]
+        roots = networks_of(self._owner)
         modules = list(dict.fromkeys(module for root in roots for module in inside(root)))
         named = [(module, name) for module in modules for name in module._buffers]
         self._buffers = [_Buffer(module, name) for module, name in named]

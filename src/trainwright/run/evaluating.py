@@ -11,7 +11,6 @@ from typing import Any
 from warnings import warn
 
 import torch
-from torch import nn
 
 from trainwright.base.contracts import Source
 from trainwright.base.errors import DataError, SettingError, message, user_line
@@ -19,7 +18,7 @@ from trainwright.data.source import beside
 from trainwright.run.failure import explain
 from trainwright.run.hooks import let_go_of_memory, mover
 from trainwright.run.ledger import Ledger
-from trainwright.run.owner import Owner
+from trainwright.run.owner import Owner, networks_of
 from trainwright.run.ranks import own_batches, same_buffers, standing, undealt
 from trainwright.run.summing import summing
 from trainwright.runtime import late, modules
@@ -53,7 +52,7 @@ def traceless(owner: Owner, source: Source, *, shows_gradients: bool = False) ->
     one that was given stays where it is. Numbers that are logged inside belong to a ledger that the caller puts in
     the place of training's.
     """
-    roots = [module for module in (owner.model, owner.loss, *owner.frozen.values()) if isinstance(module, nn.Module)]
+    roots = networks_of(owner)
     alone = not owner.between.under_way
     try:
         with (

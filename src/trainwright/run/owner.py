@@ -88,3 +88,8 @@ class Owner(Protocol):
 def listening(owner: Owner) -> Sequence[Observer]:
     """The observers that are told of the run: those of the first process."""
     return owner.observers if owner.is_main else ()
+
+
+def networks_of(owner: Owner) -> list[nn.Module]:
+    """The model, a loss that is a module, and the frozen modules."""
+    return [one for one in (owner.model, owner.loss, *owner.frozen.values()) if isinstance(one, nn.Module)]

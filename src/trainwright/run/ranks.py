@@ -16,7 +16,7 @@ from trainwright.base.dealing import Part
 from trainwright.base.errors import DataError, message
 from trainwright.base.plan import Plan
 from trainwright.parallel.world import World
-from trainwright.run.owner import Owner
+from trainwright.run.owner import Owner, networks_of
 from trainwright.runtime.modules import running_statistics, unnoticed
 from trainwright.runtime.randomness import random_state, seed, set_random_state, unmoved
 from trainwright.runtime.shards import reshard
@@ -247,8 +247,7 @@ def align_buffers(owner: Owner) -> None:
 
 def align_weights(owner: Owner) -> None:
     """Give every process the first one's weights: of the model, a loss, frozen modules, and what else is trained."""
-    modules = [one for one in (owner.model, owner.loss, *owner.frozen.values()) if isinstance(one, nn.Module)]
-    tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+    tensors = [tensor for module in networks_of(owner) for tensor in (*module.parameters(), *module.buffers())]
     tensors += [p for one in owner.optimizers.values() for group in one.param_groups for p in group["params"]]
     owner.world.align({id(one): one for one in tensors if not hasattr(one, "to_local")}.values())
 

@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainwright.base.errors import SettingError, message
 from trainwright.data.cutting import cut, rows_of
 from trainwright.observers.table import byte_size
+from trainwright.run.owner import networks_of
 from trainwright.runtime.memory import free_memory, is_out_of_memory
 from trainwright.runtime.peaks import Peaks, peaks_of
 from trainwright.runtime.randomness import unmoved
@@ -321,8 +322,7 @@ def _largest_of(batches: Sequence[Any]) -> tuple[Any, int]:
 
 def _known(trainer: Trainer[Any]) -> list[Tensor]:
     """The tensors that are there before a trial."""
-    roots = [one for one in (trainer.model, trainer.loss, *trainer.frozen.values()) if isinstance(one, nn.Module)]
-    found: list[Tensor] = [tensor for root in roots for tensor in (*root.parameters(), *root.buffers())]
+    found: list[Tensor] = [tensor for root in networks_of(trainer) for tensor in (*root.parameters(), *root.buffers())]
     for optimizer in trainer.optimizers.values():
         found += [one for state in optimizer.state.values() for one in tensors_in(state)]
     return found

@@ -28,6 +28,7 @@ from trainwright.run.hooks import Between, overridden, read_hooks
 from trainwright.run.later import as_schedule
 from trainwright.run.ledger import Ledger
 from trainwright.run.optimizers import by_name
+from trainwright.run.owner import networks_of
 from trainwright.runtime.modules import unnoticed
 from trainwright.runtime.randomness import random_state, set_random_state, unmoved
 from trainwright.runtime.switches import kept_switches
@@ -270,8 +271,7 @@ def _is_lazy(module: nn.Module) -> bool:
 
 
 def _modules_of(trainer: Trainer[Any]) -> list[nn.Module]:
-    roots = [trainer.model, trainer.loss, *trainer.frozen.values()]
-    return [module for root in roots if isinstance(root, nn.Module) for module in root.modules()]
+    return [module for root in networks_of(trainer) for module in root.modules()]
 
 
 def _slots_of(kind: type) -> list[str]:
