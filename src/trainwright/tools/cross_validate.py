@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainwright.base.errors import SettingError, message
 from trainwright.base.names import suggests
 from trainwright.data.own import batches
 from trainwright.data.source import takes_batch_size
+from trainwright.runtime.freezing import has_running_statistics, held
 from trainwright.runtime.randomness import seed as start_random_state
 from trainwright.runtime.randomness import unmoved
 from trainwright.tools.folds import CrossValidation, Fold
@@ -159,9 +160,22 @@ def _trained_things(trainer: Trainer[Any]) -> list[tuple[Any, str]]:
     things: list[tuple[Any, str]] = [(trainer, "the trainer"), (trainer.model, "the model")]
     things += [(optimizer, "the optimizer") for optimizer in trainer.optimizers.values()]
     trained = [(f"weight {name!r}", one) for name, one in trainer.model.named_parameters() if one.requires_grad]
-    if isinstance(trainer.loss, torch.nn.Module):
+    if isinstance(trainer.loss, nn.Module):
         trained += [(f"the loss's weight {name!r}", one) for name, one in trainer.loss.named_parameters()]
+    trained += [(f"statistics {name!r}", one) for name, one in _moved(trainer.model)]
     return things + [(one, what) for what, one in trained]
+
+
+def _moved(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """The running statistics, by name, that a fold moves: those of layers which are not kept in eval mode."""
+    modules = list(model.named_modules())
+    wakes = not any(module.training for _, module in modules)  # `fit` switches such a model to train mode
+    return [
+        (f"{name}.{key}" if name else key, buffer)
+        for name, module in modules
+        if has_running_statistics(module) and not held(module) and (module.training or wakes)
+        for key, buffer in module.named_buffers(recurse=False)
+    ]
 
 
 def _identity(thing: Any) -> tuple[str, int]:
