@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, ClassVar
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from test_fast_run import data, made, same, traces, x, y
 from torch import nn
 
-from trainwright import SettingError, Trainer, batches, overfit_batches
+from trainwright import SettingError, Trainer, batches, fast_run, overfit_batches
 
 
 def test_a_model_that_can_learn_gets_its_loss_to_near_zero_and_is_left_as_it_was() -> None:
@@ -21,6 +22,15 @@ def test_a_model_that_can_learn_gets_its_loss_to_near_zero_and_is_left_as_it_was
     assert told.fell and told.batches == 2 and told.updates == 2 * len(told.losses) < 300
     assert told.losses[-1] <= 0.05 * told.losses[0] and told.losses[-2] <= 0.05 * told.losses[0]
     assert not told.untrained and "can learn" in str(told)
+
+
+def test_what_is_told_is_plain_data() -> None:
+    told = overfit_batches(made(), data(), 1, updates=3)
+    tree = json.loads(json.dumps(told.to_dict()))
+    assert tree["losses"] == list(told.losses) and tree["fell"] is told.fell
+    ran = fast_run(made(), data())
+    tree = json.loads(json.dumps(ran.to_dict()))
+    assert tree["losses"] == list(ran.losses) and tree["numbers"] == dict(ran.numbers)
 
 
 def test_the_losses_are_those_of_a_plain_loop_on_the_same_batches() -> None:

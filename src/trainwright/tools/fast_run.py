@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -42,6 +42,10 @@ class FastRun:
     left_out: tuple[str, ...]
     """What was not run, and why."""
     seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain data."""
+        return asdict(self)
 
     def __str__(self) -> str:
         numbers = " · ".join(f"{name} {number(value)}" for name, value in self.numbers.items())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import nn
@@ -46,6 +46,10 @@ class Overfit:
     def _falls(self) -> bool:
         """Whether the loss was falling still when the updates were over."""
         return len(self.losses) > 2 and self.losses[-1] < 0.9 * self.losses[len(self.losses) // 2]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain data, `fell` among it."""
+        return {**asdict(self), "fell": self.fell}
 
     def __str__(self) -> str:
         first, last = (self.losses[0], self.losses[-1]) if self.losses else (math.nan, math.nan)
