@@ -106,7 +106,7 @@ class Advice:
         return {
             "tried": [one.to_dict() for one in self.tried],
             "phases": self.phases.to_dict(),
-            "findings": [asdict(one) for one in self.findings],
+            "findings": [one.to_dict() for one in self.findings],
             "rows_per_second": self.rows_per_second,
             "memory": self.memory,
             "seconds": self.seconds,
