@@ -12,10 +12,20 @@ from test_trial import everything
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from trainwright import DataError, SettingError, Trainer, accuracy, advise, batches
+from trainwright import (
+    DataError,
+    Lamb,
+    SettingError,
+    Trainer,
+    accuracy,
+    advise,
+    batches,
+    checkpoint_activations,
+)
 from trainwright.tools.advice import Effect
 from trainwright.tools.loading import _rebuilt as rebuilt
 from trainwright.tools.loading import loader_techniques
+from trainwright.tools.ways import techniques
 
 
 class Slow(Dataset):
@@ -204,6 +214,18 @@ def test_a_loader_of_a_stream_is_built_anew_with_other_settings(batch_size):
     loader = DataLoader(Endless(), batch_size, num_workers=1)
     assert techniques_of(loader)["prefetch"].way is not None
     assert len(list(rebuilt(loader, num_workers=0))) == len(list(loader))
+
+
+def test_what_is_on_or_cannot_be_is_told_as_it_is():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3)))
+    trainer = Trainer(model, Lamb(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), console=False)
+    with checkpoint_activations(model, {nn.Sequential}):
+        found = {one.name: one for one in techniques(trainer, [(torch.randn(4, 8), torch.ones(4).long())])}
+    assert found["activation checkpointing"].why_not == "it is on"
+    assert found["fused optimizer"].why_not == "Lamb of this kind cannot be fused"
+    assert found["fused optimizer"].how == "torch.optim.AdamW(..., fused=True)"
+    gathered = techniques_of(batches((torch.randn(8, 8), torch.ones(8).long()), 4))
+    assert gathered["prefetch"].why_not == "a batch is one gather from memory"
 
 
 def test_the_time_is_kept_to(of_clean):

@@ -113,6 +113,8 @@ def _ahead(train: Any) -> Technique:
         return _further_ahead(train)
     if isinstance(train, list | tuple | dict) or callable(train):
         return replace(technique, why_not="there is nothing to read ahead")
+    if isinstance(train, Batches) and train.in_memory:
+        return replace(technique, why_not="a batch is one gather from memory")
     try:
         return replace(technique, way=Way(name="prefetch", data=open_source(prefetch(train))))
     except TrainwrightError:

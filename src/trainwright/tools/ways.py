@@ -91,11 +91,11 @@ def _precisions(trainer: Trainer[Any], _: list[Any]) -> Iterator[Technique]:
 
 def _optimizers(trainer: Trainer[Any], _: list[Any]) -> Iterator[Technique]:
     for kind in ("fused", "foreach"):
-        how, why_not = "", ""
-        names = {type(one).__name__ for one in trainer.optimizers.values()}
-        how = f"torch.optim.{next(iter(names), 'AdamW')}(..., {kind}=True)"
+        names, why_not = sorted({type(one).__name__ for one in trainer.optimizers.values()}), ""
+        of_torch = [name for name in names if hasattr(torch.optim, name)]
+        how = f"torch.optim.{[*of_torch, 'AdamW'][0]}(..., {kind}=True)"
         if not all(_takes(one, kind) for one in trainer.optimizers.values()):
-            why_not = f"{' and '.join(sorted(names))} of this kind cannot be {kind}"
+            why_not = f"{' and '.join(names)} of this kind cannot be {kind}"
         elif all(group.get(kind) for one in trainer.optimizers.values() for group in one.param_groups):
             why_not = "it is on"
         elif kind == "foreach" and all(one.defaults.get("fused") for one in trainer.optimizers.values()):
@@ -187,12 +187,14 @@ def _memory(trainer: Trainer[Any], ready: list[Any]) -> Iterator[Technique]:
 
 
 def _checkpointed(trainer: Trainer[Any]) -> Technique:
-    from trainwright.runtime.activations import checkpoint_activations
+    from trainwright.runtime.activations import checkpoint_activations, is_recomputed
 
     blocks = find_regions(trainer.model, "regional")
     name, how = "activation checkpointing", "checkpoint_activations(model, blocks={{{0}}})"
-    if blocks == [trainer.model]:
-        return Technique(name=name, how=how.format("Block"), why_not="the model repeats no block of layers")
+    on = any(map(is_recomputed, trainer.model.modules()))
+    if on or blocks == [trainer.model]:
+        why_not = "it is on" if on else "the model repeats no block of layers"
+        return Technique(name=name, how=how.format("Block"), why_not=why_not)
     kinds = {type(block) for block in blocks}
     around: Any = lambda trainer: checkpoint_activations(trainer.model, blocks=kinds)  # noqa: E731
     how = how.format(", ".join(sorted(kind.__name__ for kind in kinds)))
