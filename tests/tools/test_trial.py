@@ -6,15 +6,16 @@ import gc
 import hashlib
 import pickle
 import random
+import warnings
 from collections import Counter, deque
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from trainwright import EMA, DataError, Fast, Observer, SettingError, Trainer, accuracy, batches
+from trainwright import EMA, DataError, Fast, Observer, SettingError, Trainer, accuracy, batches, lr_range
 from trainwright.runtime.switches import flushes_denormal
 from trainwright.tools.trial import ready, traceless, variant
 
@@ -255,3 +256,33 @@ def test_a_trial_of_layers_without_a_shape_is_refused_with_the_cure():
     trainer = Trainer(model, lambda it: torch.optim.SGD(it.parameters(), lr=0.1), nn.CrossEntropyLoss(), console=False)
     with pytest.raises(SettingError, match="LazyLinear"), traceless(trainer):
         pass
+
+
+class Noisy(Dataset):
+    """Rows with noise of a generator of its own, whose state it tells."""
+
+    def __init__(self):
+        self.generator = torch.Generator().manual_seed(1)
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        return torch.randn(6, generator=self.generator), index % 3
+
+    def state_dict(self):
+        return {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state):
+        self.generator.set_state(state["generator"])
+
+
+@pytest.mark.parametrize("wrapped", [lambda rows: DataLoader(rows, 4), lambda rows: batches(rows, 4, shuffle=True)])
+@pytest.mark.parametrize("tried", [lambda trainer, data: ready(trainer, data, updates=2), lr_range])
+def test_a_data_set_that_tells_its_state_is_left_in_it(wrapped, tried):
+    noisy = Noisy()
+    before = noisy.generator.get_state()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a range test that suggests nothing
+        tried(make(), wrapped(noisy))
+    assert torch.equal(noisy.generator.get_state(), before)

@@ -23,6 +23,11 @@ class Asked:
         self._begun = False
         self._boundary: dict[str, Any] | None = None
 
+    @property
+    def data(self) -> Any:
+        """What is asked for its state."""
+        return self._data
+
     def counted(self, iterator: Iterator[Any], given: int) -> Iterator[Any]:
         """The batches of a pass, after `given` that were given before."""
         self._begun, self._given, self._boundary = True, given, None

@@ -17,7 +17,7 @@ from trainwright.tools.findings import findings
 from trainwright.tools.loading import loader_techniques
 from trainwright.tools.measuring import Block, Way, most_kept, run_block
 from trainwright.tools.phases import Phases, measure_phases
-from trainwright.tools.trial import Kept, open_afresh, ready, traceless
+from trainwright.tools.trial import Kept, data_kept, open_afresh, ready, traceless
 from trainwright.tools.ways import Technique, as_it_is, techniques
 from trainwright.trainer import Trainer
 
@@ -61,7 +61,7 @@ def advise(
     if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not seconds > 0:
         raise SettingError(message(f"advise(seconds={seconds!r})", want="seconds, above 0", fix="seconds=60"))
     budget = Budget(seconds)
-    with traceless(trainer) as kept:
+    with traceless(trainer) as kept, data_kept(train):
         source = open_afresh(train, batch_size=batch_size)
         trial = _Trial(trainer, kept, budget)
         first = ready(trainer, train, updates=2, batch_size=batch_size)

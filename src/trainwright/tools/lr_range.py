@@ -19,7 +19,7 @@ from trainwright.base.records import Update
 from trainwright.data.source import beside
 from trainwright.run.steppers import ONLY
 from trainwright.runtime.randomness import unmoved
-from trainwright.tools.trial import open_afresh, traceless, variant
+from trainwright.tools.trial import data_kept, open_afresh, traceless, variant
 from trainwright.trainer import Trainer
 
 FEWEST = 16
@@ -97,7 +97,7 @@ def lr_range(
     own = _own_rate(trainer)
     raised = Raised(lowest, highest, updates=updates, exponential=spacing == "exponential")
     source = open_afresh(train, batch_size=batch_size)
-    with traceless(trainer), unmoved(getattr(source, "generators", ())):
+    with traceless(trainer), data_kept(train), unmoved(getattr(source, "generators", ())):
         sweep = Sweep(diverges)
         twin = variant(
             trainer,

@@ -13,11 +13,12 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from trainwright.base.errors import DataError, SettingError, message
 from trainwright.base.progress import Counters
 from trainwright.data.foreign import LoaderBatches
+from trainwright.data.generators import knows_its_state
 from trainwright.data.own import Batches
 from trainwright.data.rows import choosing
 from trainwright.data.source import beside, open_source
@@ -119,7 +120,7 @@ def ready(trainer: Trainer[Any], data: Any, *, updates: int, batch_size: int | N
     number = updates * max(each for _, each in trainer.accumulate)
     with unmoved():
         source = open_afresh(data, batch_size=batch_size)
-        with unmoved(getattr(source, "generators", ())):
+        with unmoved(getattr(source, "generators", ())), data_kept(data):
             found = list(islice(source.epoch(0), number))
     if not found:
         raise DataError(message("data without a batch", want="at least one batch"))
@@ -146,6 +147,21 @@ def open_afresh(data: Any, *, batch_size: int | None = None, role: str = "train"
             fix="a list of ready batches: list(itertools.islice(stream, 50))",
         )
     )
+
+
+@contextmanager
+def data_kept(data: Any) -> Iterator[None]:
+    """Put back at the end what a data set of the user's own tells of its state, by `state_dict`."""
+    asked = data._asked if isinstance(data, Batches) else None
+    found: Any = asked.data if asked is not None else getattr(data, "dataset", data)
+    if not (issubclass(type(found), Dataset) and knows_its_state(found)):
+        yield
+        return
+    state = copy.deepcopy(found.state_dict())
+    try:
+        yield
+    finally:
+        found.load_state_dict(state)
 
 
 def _is_one_pass(data: Any) -> bool:
