@@ -91,7 +91,7 @@ class Advice:
     rows_per_second: float
     """Of the trainer as it is, on the user's own data."""
     memory: int
-    """Bytes that an update keeps for its backward pass at most; on CUDA what it allocates at most."""
+    """Bytes of tensors that an update has alive at most beside those before it; on CUDA what it allocates at most."""
     seconds: float
     """How long it took."""
     device: str

@@ -15,7 +15,7 @@ from trainwright.tools.advice import Advice, Effect
 from trainwright.tools.batching import compact
 from trainwright.tools.findings import findings
 from trainwright.tools.loading import loader_techniques
-from trainwright.tools.measuring import Block, Way, most_kept, run_block
+from trainwright.tools.measuring import Block, Way, most_taken, run_block
 from trainwright.tools.phases import Phases, measure_phases
 from trainwright.tools.trial import Kept, data_kept, open_afresh, ready, traceless
 from trainwright.tools.ways import Technique, as_it_is, techniques
@@ -161,7 +161,7 @@ class _Trial:
         self.updates = max(1, min(READY - WARM, round(length / each)))
 
     def all(self, wanted: Sequence[Technique], bases: dict[str, Way]) -> tuple[int, list[Effect]]:
-        """Try all of them in turns until the budget is spent; what an update keeps, and what each gave."""
+        """Try all of them in turns until the budget is spent; what an update takes, and what each gave."""
         found = [_Ratios(one, bases[one.against], why_not=one.why_not) for one in wanted]
         able = [one for one in found if one.technique.way is not None]
         quick = [one for one in able if not one.technique.start]
@@ -218,14 +218,14 @@ class _Trial:
             one.memory = block.peak / base.peak
 
     def _measure_memory(self, quick: Sequence[_Ratios], base: Way) -> int:
-        """What an update keeps as it is; of techniques by the same count, where the device tells nothing."""
+        """What an update takes as it is; of techniques by the same count, where the device tells nothing."""
         if self._trainer.device.type == "cuda":
             return run_block(self._trainer, self._kept, base, updates=1, warm=1).peak or 0
-        whole = most_kept(self._trainer, self._kept, base)
+        whole = most_taken(self._trainer, self._kept, base)
         for one in quick:
             if one.technique.against == "ready" and one.technique.way is not None:
                 try:
-                    one.memory = most_kept(self._trainer, self._kept, one.technique.way) / max(1, whole)
+                    one.memory = most_taken(self._trainer, self._kept, one.technique.way) / max(1, whole)
                 except Exception as error:
                     one.why_not = first_line(error, 160)
         return whole

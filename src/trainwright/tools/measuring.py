@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain, count, islice, pairwise
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 
 from trainwright.base.contracts import Source
 from trainwright.data.source import beside
 from trainwright.run.hooks import let_go_of_memory
+from trainwright.runtime.living import Living
 from trainwright.tools.trial import Kept, variant
 from trainwright.trainer import Trainer
 
@@ -131,65 +131,18 @@ def _all_as_the_first(source: Any, epochs: Callable[[int], Iterator[Any]]) -> Ca
     return begun
 
 
-def most_kept(trainer: Trainer[Any], kept: Kept, way: Way) -> int:
-    """The bytes that one update keeps for its backward pass at most, weights left out."""
+def most_taken(trainer: Trainer[Any], kept: Kept, way: Way) -> int:
+    """The bytes of tensors that one update has alive at most, beside those that were there before it."""
     with way.around(trainer):
         twin = variant(trainer, **{"average": trainer.average, **way.settings})
-        own = {p.untyped_storage().data_ptr() for p in (*trainer.model.parameters(), *trainer.model.buffers())}
-        saved = Saved(but=own)
+        clock = Clock(twin, warm=0, updates=1, segments=1)
+        living = Living(kept.tensors)
         try:
-            clock = Clock(twin, warm=0, updates=1, segments=1)
-            with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
+            with living:
                 twin.fit(clock.over(way.data), epochs=1)
         finally:
             kept.put_back()
-    return saved.most
-
-
-class Saved:
-    """Counts the memory of tensors that autograd keeps: each storage once, as long as something keeps it."""
-
-    def __init__(self, but: Collection[int] = ()) -> None:
-        self._held: dict[int, int] = {}
-        self._but = but
-        self._bytes = 0
-        self.most = 0
-        """The most bytes that were kept at a time."""
-
-    def pack(self, tensor: Tensor) -> _Holder:
-        """Take a tensor that is kept."""
-        storage = tensor.untyped_storage()
-        place, size = storage.data_ptr(), storage.nbytes()
-        if place in self._but:
-            place = 0
-        elif place not in self._held:
-            self._bytes += size
-            self.most = max(self.most, self._bytes)
-        self._held[place] = self._held.get(place, 0) + 1
-        return _Holder(self, tensor, place=place, size=size)
-
-    def unpack(self, holder: _Holder) -> Tensor:
-        """Give it back."""
-        return holder.tensor
-
-    def let_go(self, place: int, size: int) -> None:
-        """Note that one of those who kept a storage does so no more."""
-        self._held[place] -= 1
-        if not self._held[place]:
-            del self._held[place]
-            self._bytes -= size if place else 0
-
-
-class _Holder:
-    """Stands for a kept tensor; when autograd drops it, it is kept no more."""
-
-    __slots__ = ("_place", "_saved", "_size", "tensor")
-
-    def __init__(self, saved: Saved, tensor: Tensor, *, place: int, size: int) -> None:
-        self._saved, self.tensor, self._place, self._size = saved, tensor, place, size
-
-    def __del__(self) -> None:
-        self._saved.let_go(self._place, self._size)
+    return living.peak
 
 
 def synchronise(device: torch.device) -> None:

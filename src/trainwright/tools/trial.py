@@ -198,6 +198,11 @@ class Kept:
         self._tensors = _Tensors(list(tensors.values()))
         self._random = random_state()
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Every tensor that is kept: weights, buffers, gradients, states."""
+        return self._tensors.found
+
     def put_back(self) -> None:
         """Make everything what it was; the copies are kept, so that this may be done again."""
         with ExitStack() as last:
@@ -234,16 +239,16 @@ class _Tensors:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         gradients = [tensor.grad for tensor in tensors if tensor.is_leaf]
         self._gradients = [(t, t.requires_grad, t.grad) for t in tensors if t.is_leaf]
-        self._found = [*tensors, *(gradient for gradient in gradients if gradient is not None)]
-        self._memory = [tensor.detach() for tensor in self._found]
-        self._values = [_once(tensor.detach()).to("cpu", copy=True) for tensor in self._found]
-        self._hidden = unnoticed(self._found)  # who looks whether weights were changed finds that they were not
+        self.found = [*tensors, *(gradient for gradient in gradients if gradient is not None)]
+        self._memory = [tensor.detach() for tensor in self.found]
+        self._values = [_once(tensor.detach()).to("cpu", copy=True) for tensor in self.found]
+        self._hidden = unnoticed(self.found)  # who looks whether weights were changed finds that they were not
 
     @torch.no_grad()
     def put_back(self) -> None:
         """Values, memory, `requires_grad` and gradients."""
         with self._hidden:
-            for tensor, memory, value in zip(self._found, self._memory, self._values, strict=True):
+            for tensor, memory, value in zip(self.found, self._memory, self._values, strict=True):
                 if _has_memory(tensor) and (
                     tensor.data_ptr() != memory.data_ptr() or tensor.stride() != memory.stride()
                 ):
