@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from trainwright.base.errors import DataError, SettingError, message
+from trainwright.base.names import suggests
 from trainwright.data.arrays import Table, TableRows
 from trainwright.data.own import Batches
 from trainwright.data.rows import rows_of
@@ -23,6 +24,7 @@ _ITS_OWN = 3
 """Told beside seed and epoch where the order is drawn: not what `batches` draws there."""
 
 
+@suggests
 def bucketed(
     data: Any,
     batch_size: int | None = None,

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from trainwright.base.errors import SettingError, message
+from trainwright.base.names import suggests
 from trainwright.runtime.blocks import Blocks, described, find_blocks
 from trainwright.runtime.dry import Given, Pass, measured, somewhere
 from trainwright.runtime.replay import Replay
@@ -27,6 +28,7 @@ _MATMULS = (
 """Operations of aten whose results take long to compute again."""
 
 
+@suggests
 def checkpoint_activations(
     model: nn.Module, blocks: Blocks | None = None, *, policy: Policy | None = None, every: int = 1
 ) -> Checkpointed:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils import _foreach_utils
 
 from trainwright.base.errors import SettingError, message
+from trainwright.base.names import suggests
 from trainwright.runtime.fused import spoiled_by_sgd
 from trainwright.slots.groups import Groups
 from trainwright.slots.schedule_lengths import check_number
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 Fused = bool | Literal["auto"]
 
 
+@suggests
 def adamw(
     *,
     lr: float,
@@ -57,6 +59,7 @@ def adamw(
     return Grouped(kind=torch.optim.AdamW, groups=groups, settings=settings, fused=fused)
 
 
+@suggests
 def sgd(
     *,
     lr: float,
@@ -93,6 +96,7 @@ def sgd(
     )
 
 
+@suggests
 def muon(
     *,
     lr: float,

@@ -10,6 +10,7 @@ from typing import Any
 
 from trainwright.base.contracts import Observer
 from trainwright.base.errors import SettingError, message
+from trainwright.base.names import suggests
 from trainwright.base.records import Update
 from trainwright.base.spans import Updates
 from trainwright.data.source import takes_batch_size
@@ -54,6 +55,7 @@ class FastRun:
         return "\n".join(lines)
 
 
+@suggests
 def fast_run(
     trainer: Trainer[Any], train: Any, val: Any = None, *, updates: int = 3, batch_size: int | None = None
 ) -> FastRun:

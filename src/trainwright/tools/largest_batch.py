@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from trainwright.base.errors import SettingError, message
+from trainwright.base.names import suggests
 from trainwright.data.cutting import cut, rows_of
 from trainwright.observers.table import byte_size
 from trainwright.run.owner import networks_of
@@ -93,6 +94,7 @@ class LargestBatch:
         return "\n".join([*lines, f"        {self.rule}"])
 
 
+@suggests
 def largest_batch(
     trainer: Trainer[Any],
     train: Any,

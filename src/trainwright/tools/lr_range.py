@@ -15,6 +15,7 @@ from torch import Tensor
 
 from trainwright.base.contracts import Observer
 from trainwright.base.errors import SettingError, message
+from trainwright.base.names import suggests
 from trainwright.base.records import Update
 from trainwright.data.source import beside
 from trainwright.run.steppers import ONLY
@@ -72,6 +73,7 @@ class LRRange:
         return lr_range_figure(self.rates, self.losses, self.smoothed, marks=known, path=path)
 
 
+@suggests
 def lr_range(
     trainer: Trainer[Any],
     train: Any,
@@ -111,7 +113,7 @@ def lr_range(
     whole = "the highest rate was reached" if len(sweep.rates) == updates else result.stopped
     found = read(sweep.rates, sweep.losses, exponential=raised.exponential, stopped=sweep.diverged or whole)
     if found.suggestion is None:
-        warnings.warn(f"lr_range suggests no rate: {found.rule}", stacklevel=2)
+        warnings.warn(f"lr_range suggests no rate: {found.rule}", stacklevel=3)
     return found
 
 

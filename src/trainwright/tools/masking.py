@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 
 from trainwright.base.errors import SettingError, message
+from trainwright.base.names import suggests
 from trainwright.runtime.blocks import Blocks, named
 from trainwright.runtime.shards import is_sharded
 from trainwright.tools.channels import MAKERS
 
 
+@suggests
 def mask_weights(
     model: nn.Module, amount: float, *, layers: Blocks | None = None, scope: Literal["global", "layer"] = "global"
 ) -> Masked:

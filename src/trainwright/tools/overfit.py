@@ -10,6 +10,7 @@ from torch import nn
 
 from trainwright.base.contracts import Observer
 from trainwright.base.errors import NonFiniteError, SettingError, message
+from trainwright.base.names import suggests
 from trainwright.base.records import Update
 from trainwright.base.spans import Updates
 from trainwright.observers.probe import Probe
@@ -70,6 +71,7 @@ class Overfit:
         return "\n".join(lines)
 
 
+@suggests
 def overfit_batches(
     trainer: Trainer[Any],
     train: Any,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.base.errors import SettingError, message
-from trainwright.base.names import did_you_mean
+from trainwright.base.names import did_you_mean, suggests
 from trainwright.runtime.blocks import Blocks, named
 from trainwright.runtime.dry import Given
 from trainwright.runtime.flops import twin_on
@@ -49,6 +49,7 @@ class Shrunk:
         return "\n".join([*lines, *(f"  {name} stays: {why}" for name, why in self.whole.items())])
 
 
+@suggests
 def shrink(
     model: nn.Module,
     example: Any,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from trainwright.base.errors import SettingError, message
+from trainwright.base.names import suggests
 from trainwright.observers.table import amount, byte_size
 from trainwright.runtime.dry import Dry, Given, Pass, dry, memory_of, somewhere
 from trainwright.runtime.living import Living
@@ -21,6 +22,7 @@ _LOOKED_UP = (nn.Embedding, nn.EmbeddingBag)
 """Modules whose weights take part in no multiplication."""
 
 
+@suggests
 def summary(
     model: nn.Module, batch: Any, *, call: Call | None = None, on: Literal["meta", "device"] = "meta"
 ) -> Summary:
