@@ -31,6 +31,7 @@ class Once:
         (lambda: together(**{"class": Sized(4), "c": Sized(4)}), r"'class'(.|\n)*identifiers"),
         (lambda: together(longest=Sized(4), c=Sized(4)), r"'longest'(.|\n)*no length"),
         (lambda: two(length="longset"), r"length='longset'(.|\n)*Did you mean 'longest'(.|\n)*'a', 'b'"),
+        (lambda: two(lenght="a"), r"lenght='a'(.|\n)*no loader. Did you mean 'length'"),
         (lambda: two(length=3), r"length=3(.|\n)*'longest', 'shortest', 'a', 'b'"),
         (lambda: together(**dict.fromkeys("ab", Sized(4))), r"a=..., b=...\) are one loader"),
         (lambda: open_source(together(a=Sized(4), b=iter(table(4)))), r"b=...\) can be iterated only once"),

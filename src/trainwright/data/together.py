@@ -37,6 +37,10 @@ class Together:
         self._by_hand: Source | None = None
         self._passes = 0
         _check_names(loaders)
+        for name, one in loaders.items():
+            if isinstance(one, str):
+                meant = did_you_mean(name, ("length",))
+                raise SettingError(message(f"together({name}={one!r}): a string is no loader.{meant}"))
         if length not in (*LENGTHS, *loaders):
             names = ", ".join(map(repr, (*LENGTHS, *loaders)))
             meant = did_you_mean(length, (*LENGTHS, *loaders)) if isinstance(length, str) else ""
