@@ -87,8 +87,10 @@ def main() -> None:
         else {"updates": asked.updates, "width": 128, "blocks": 4}
     )
     plain, _ = train(Fast(), **size)
-    print(f"plain     {plain}")
     compiled, trainer = train(Fast(compile={"backend": "aot_eager"} if asked.smoke else "regional"), **size)
+    if not trainer.is_main:  # of several processes the first one hears of updates
+        return
+    print(f"plain     {plain}")
     print(f"compiled  {compiled}")
     print(f"          {trainer.fast_path}")
     far = max(abs(a - b) for a, b in zip(plain.losses, compiled.losses, strict=True))

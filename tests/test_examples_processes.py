@@ -12,6 +12,8 @@ from world.programs_run import Ended, ended, torchrun
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 SECONDS = 240
+OF_ONE = {"advise.py", "tune_digits.py"}
+"""Examples of tools that are of one process, and refuse several with what to write."""
 
 
 def example(name: str) -> str:
@@ -36,7 +38,14 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+@pytest.mark.parametrize("name", sorted(OF_ONE))
+def test_a_tool_of_one_process_refuses_several(name: str) -> None:
+    [process] = torchrun(example(name), "--smoke", seconds=SECONDS)
+    assert process.code != 0
+    assert "SettingError" in process.err and "one process" in process.err
+
+
+@pytest.mark.parametrize("path", [one for one in EXAMPLES if one.name not in OF_ONE], ids=lambda path: path.name)
 def test_an_example_runs_under_torchrun(path: Path) -> None:
     assert out_of(torchrun(str(path), "--smoke", seconds=SECONDS)), "an example shows what it did"
 
