@@ -245,6 +245,24 @@ def test_settings_of_the_process_are_listed_or_measured_by_a_script(of_clean, tm
     assert any(tried[one.name].speedup is not None for one in listed)
 
 
+class Tells(Trainer):
+    """An update by hand, which returns nothing."""
+
+    def update(self, window):
+        self.optimizer.zero_grad()
+        for x, y in window:
+            self.loss(self.model(x), y).backward()
+        self.apply_gradients()
+
+
+def test_an_update_that_tells_no_loss_is_advised_on_without_a_drift():
+    model = nn.Linear(4, 2)
+    trainer = Tells(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), console=False)
+    tried = advise(trainer, [(torch.randn(64, 4), torch.zeros(64, dtype=torch.int64))], seconds=2).tried
+    assert any(one.speedup is not None for one in tried)
+    assert all(one.drift is None for one in tried)
+
+
 class Fails(Trainer):
     def training_step(self, batch):
         if torch.is_autocast_enabled("cpu"):

@@ -135,7 +135,7 @@ class _Ratios:
             spread=(quartiles[0], quartiles[2]),
             trials=len(self.ratios),
             memory=self.memory,
-            drift=max(self.drifts) if one.same_numbers else None,
+            drift=max(self.drifts, default=None) if one.same_numbers else None,
             for_memory=one.for_memory,
             reads=one.against == "loader",
         )
@@ -213,7 +213,8 @@ class _Trial:
 
     def _note(self, one: _Ratios, base: Block, block: Block) -> None:
         one.ratios += [a / b for a, b in zip(base.seconds, block.seconds, strict=True)]
-        one.drifts.append(abs(block.loss - base.loss) / max(abs(base.loss), 1e-12))
+        if base.loss is not None and block.loss is not None:
+            one.drifts.append(abs(block.loss - base.loss) / max(abs(base.loss), 1e-12))
         if base.peak and block.peak is not None:
             one.memory = block.peak / base.peak
 
@@ -244,12 +245,7 @@ def _of_process(script: str | Path | None, budget: Budget) -> list[Effect]:
     if script is None:
         later = 'set before a process begins: advise(..., script="train.py") tries it'
         return [Effect(name=one.name, how=one.how, why_not=one.why_not or later) for one in settings]
-    return [
-        Effect(
-            name=one.name, how=one.how, speedup=one.speedup, spread=one.spread, trials=one.trials, why_not=one.why_not
-        )
-        for one in measure_settings(script, settings, seconds=max(budget.left, budget.seconds / 2))
-    ]
+    return measure_settings(script, settings, seconds=max(budget.left, budget.seconds / 2))
 
 
 def _device(trainer: Trainer[Any]) -> str:

@@ -20,6 +20,7 @@ import torch
 
 from trainwright.base.errors import SettingError, message
 from trainwright.runtime.cores import usable_cores
+from trainwright.tools.advice import Effect
 
 PREFIXES = ("OMP_", "KMP_", "GOMP_", "MKL_", "MALLOC_", "TORCH_", "ATEN_", "LD_PRELOAD", "THP_MEM_ALLOC")
 """Of variables of the environment that threads, memory and kernels of a process depend on."""
@@ -76,24 +77,6 @@ class Setting:
     """Why it cannot be tried here."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """What a setting gave."""
-
-    name: str
-    how: str
-    speedup: float | None = None
-    """Median of the ratios of the time without it to that with it; None where it was not tried."""
-    spread: tuple[float, float] | None = None
-    """The quartiles of the ratios."""
-    trials: int = 0
-    why_not: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        return asdict(self)
-
-
 def cpu_facts() -> CpuFacts:
     """Return what this process may use of the CPU, and what it is set to."""
     flags, physical, sockets = _cpuinfo()
@@ -123,7 +106,7 @@ def settings_to_try(facts: CpuFacts | None = None) -> list[Setting]:
 
 def measure_settings(
     script: str | Path, settings: Sequence[Setting], *, seconds: float = 60, arguments: Sequence[str] = ()
-) -> list[Measured]:
+) -> list[Effect]:
     """Run a script in processes of its own, by turns without and with each setting, and compare the times.
 
     What counts is the number in a last line `seconds 1.23` where the script prints one, so that its start and imports
@@ -140,7 +123,7 @@ def measure_settings(
     if isinstance(first, str):
         if first.startswith("it took longer"):
             return [
-                Measured(name=one.name, how=one.how, why_not=f"the script alone takes over {seconds:g} s")
+                Effect(name=one.name, how=one.how, why_not=f"the script alone takes over {seconds:g} s")
                 for one in settings
             ]
         raise SettingError(message(f"{path.name} fails as it is", have=first, want="a script that runs to its end"))
@@ -176,14 +159,14 @@ def _in_turn(settings: Sequence[Setting]) -> Iterator[Setting]:
         yield from settings
 
 
-def _told(one: Setting, ratios: list[float], why_not: str) -> Measured:
+def _told(one: Setting, ratios: list[float], why_not: str) -> Effect:
     if not ratios:
         why_not = why_not or "the time was over before its turn; give more seconds"
-        return Measured(name=one.name, how=one.how, why_not=why_not)
+        return Effect(name=one.name, how=one.how, why_not=why_not)
     few = len(ratios) < 2
     quartiles = (ratios[0],) * 3 if few else statistics.quantiles(ratios, n=4, method="inclusive")
     spread = (quartiles[0], quartiles[2])
-    return Measured(name=one.name, how=one.how, speedup=statistics.median(ratios), spread=spread, trials=len(ratios))
+    return Effect(name=one.name, how=one.how, speedup=statistics.median(ratios), spread=spread, trials=len(ratios))
 
 
 def _run(command: list[str], setting: Setting | None, *, limit: float) -> float | str:

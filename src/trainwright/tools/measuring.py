@@ -1,4 +1,4 @@
-"""Times a few updates of a trainer with one setting changed, and what they keep in memory."""
+"""Times a few updates of a trainer with one setting changed, and counts the memory that one takes."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Block:
     seconds: tuple[float, ...]
     """Per row, in each of its segments."""
     updates_per_second: float
-    loss: float
-    """The mean loss of all its updates."""
+    loss: float | None
+    """The mean loss of all its updates; None where an `update` of the user's own tells none."""
     peak: int | None = None
     """Bytes that the allocator had at most beside what was there before; None where the device does not tell."""
 
@@ -66,7 +66,7 @@ def run_block(trainer: Trainer[Any], kept: Kept, way: Way, *, updates: int, warm
     return Block(
         seconds=clock.per_row,
         updates_per_second=segments * updates / (clock.stamps[-1] - clock.stamps[0]),
-        loss=result.history[-1]["loss"],
+        loss=result.history[-1].get("loss"),
         peak=peak,
     )
 
