@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import traceback
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import pytest
 
+import trainwright
 from trainwright.base.names import suggests
 
 M = TypeVar("M")
@@ -84,3 +86,26 @@ def test_signature_name_and_docstring_stay():
     assert list(inspect.signature(Box.fit).parameters) == ["self", "train", "epochs", "max_updates"]
     assert (Box.fit.__name__, Box.fit.__doc__) == ("fit", "Train.")
     assert list(inspect.signature(Box).parameters) == ["model", "loss", "precision"]
+
+
+def test_a_class_says_so_too_and_stays_the_class_that_it_is():
+    @suggests
+    @dataclass(frozen=True, slots=True)
+    class Setting:
+        width: int
+        _: KW_ONLY
+        depth: int = 1
+
+    assert isinstance(Setting, type) and Setting(2, depth=3) == replace(Setting(2), depth=3)
+    error, (note,) = notes_of(lambda: Setting(2, dept=3))
+    assert "unexpected keyword argument 'dept'" in str(error)
+    assert "takes no 'dept'. Did you mean 'depth'?" in note
+
+
+@pytest.mark.parametrize(
+    "setting", [trainwright.Lars, trainwright.batches, trainwright.EarlyStopping, trainwright.launch]
+)
+def test_settings_and_functions_that_users_call_say_what_was_meant(setting):
+    known = [one for one in inspect.signature(setting).parameters.values() if one.kind is one.KEYWORD_ONLY]
+    _, (note,) = notes_of(lambda: setting(None, **{f"{known[0].name}s": 1}))
+    assert f"Did you mean '{known[0].name}'?" in note

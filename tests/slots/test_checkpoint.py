@@ -153,7 +153,7 @@ def test_a_manifest_that_leaves_a_file_out_is_refused(tmp_path):
         ({"on_save_error": "ignore"}, 'on_save_error="warn"'),
         ({"checksum": "md5"}, '"crc32" or "sha256"'),
         ({"checksum": None}, "checksum=None"),
-        ({"grace": -1}, "seconds, 0 or more"),
+        ({"grace": -1}, "seconds that a signal waits"),
         ({"grace": NAN}, "grace=nan"),
         ({"grace": True}, "grace=True"),
         ({"grace": "20"}, "grace='20'"),

@@ -81,7 +81,7 @@ def test_what_is_no_length_is_refused(length):
     [
         (lambda: OneCycle(0), "max_lr=0"),
         (lambda: OneCycle([0.1, -1]), "max_lr"),
-        (lambda: OneCycle(0.1, anneal_strategy="sin"), "'cos' or 'linear'"),
+        (lambda: OneCycle(0.1, anneal_strategy="sin"), '"cos" or "linear"'),
         (lambda: OneCycle(0.1, cycle_momentum=1), "cycle_momentum=1"),
         (lambda: OneCycle(0.1, max_momentum=1.5), "max_momentum=1.5"),
         (lambda: StepLR(0.1, gamma=0), "gamma=0"),

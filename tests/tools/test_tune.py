@@ -237,7 +237,7 @@ def test_the_record_is_plain_data_and_a_table_with_the_best_first(capsys: pytest
     [
         ({"mode": "maximum"}, 'mode="max"'),
         ({"trials": None}, "without an end"),
-        ({"trials": 0}, "above 0"),
+        ({"trials": 0}, "at least 1"),
         ({"grid": {"a": []}}, "at least one"),
         ({"grid": {"a": [0.1]}, "sampler": lambda seed: None}, "both grid= and sampler="),
         ({"grid": {"aa": [0.1], "b": ["x"]}}, "Did you mean 'aa'"),

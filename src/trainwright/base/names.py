@@ -6,12 +6,11 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 from trainwright.base.errors import SettingError, message, user_line
 
-P = ParamSpec("P")
-R = TypeVar("R")
+C = TypeVar("C", bound=Callable[..., Any])
 
 RESERVED = frozenset({"epoch", "grad_norm", "loss", "lr", "rows", "skipped", "update"})
 """Numbers that the run itself reports; no metric, logged number or named loss may have such a name."""
@@ -92,27 +91,31 @@ def nearest(name: str, known: Collection[str]) -> str | None:
     return next(iter(get_close_matches(name, sorted(known), n=1, cutoff=0.6)), None)
 
 
-def suggests(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a call with an argument that `function` does not take say which one was meant.
+def suggests(given: C) -> C:
+    """Let a call with an argument that a function, or a class, does not take say which one was meant.
 
     The TypeError of the call itself gains a note; one that is raised inside the function passes untouched. A method
     of an object whose class forgot `super().__init__(...)` says so.
     """
+    if isinstance(given, type):
+        cls: Any = given
+        cls.__init__ = suggests(cls.__init__)
+        return cast(C, cls)
 
-    @functools.wraps(function)
-    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+    @functools.wraps(given)
+    def called(*args: Any, **kwargs: Any) -> Any:
         try:
-            return function(*args, **kwargs)
+            return given(*args, **kwargs)
         except TypeError as error:
             if error.__traceback__ is not None and error.__traceback__.tb_next is None:  # no frame of the function
-                _suggest(error, function, kwargs)
+                _suggest(error, given, kwargs)
             raise
         except AttributeError as error:
             if args and error.obj is args[0] and _is_unmade(error.obj, error.name):
                 raise _unmade(type(error.obj)) from error
             raise
 
-    return called
+    return cast(C, called)
 
 
 KEPT = frozenset({"between", "counters", "fast_path", "history", "hold", "hooks", "ledger", "result", "world"})

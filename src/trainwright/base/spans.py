@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from trainwright.base.checks import check_number, check_whole
 from trainwright.base.errors import SettingError, message
 
 
@@ -14,8 +15,7 @@ class Updates:
     n: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.n, int) or isinstance(self.n, bool) or self.n < 1:
-            raise SettingError(message(f"Updates({self.n!r})", want="a whole number of updates, at least 1"))
+        check_whole(self.n, f"Updates({self.n!r})", what="a whole number of updates")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,7 @@ class Epochs:
     n: float
 
     def __post_init__(self) -> None:
-        if isinstance(self.n, bool) or not isinstance(self.n, int | float) or not self.n > 0:
-            raise SettingError(message(f"Epochs({self.n!r})", want="a number of epochs above 0"))
+        check_number(self.n, f"Epochs({self.n!r})", above=0, what="a number of epochs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +35,7 @@ class Seconds:
     n: float
 
     def __post_init__(self) -> None:
-        if isinstance(self.n, bool) or not isinstance(self.n, int | float) or not self.n > 0:
-            raise SettingError(message(f"Seconds({self.n!r})", want="a number of seconds above 0"))
+        check_number(self.n, f"Seconds({self.n!r})", above=0, what="a number of seconds")
 
 
 Span = Updates | Epochs | Seconds

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from trainwright.base.checks import check_flag, check_whole
 from trainwright.base.errors import DataError, SettingError, message
+from trainwright.base.names import suggests
 
 Piece = Callable[[Tensor, "Draws"], Tensor]
 """Gives images (rows, channels, height, width) changed."""
@@ -51,6 +53,7 @@ class Draws:
         return own.to(self._device)
 
 
+@suggests
 @dataclass(frozen=True, slots=True)
 class Augment:
     """Random flips and crops of images, in training only; each row draws its own.
@@ -64,10 +67,8 @@ class Augment:
     crop: int = 0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.flip, bool):
-            raise SettingError(message(f"Augment(flip={self.flip!r})", want="True or False"))
-        if not isinstance(self.crop, int) or isinstance(self.crop, bool) or self.crop < 0:
-            raise SettingError(message(f"Augment(crop={self.crop!r})", want="pixels around the image", fix="crop=4"))
+        check_flag(self.flip, f"Augment(flip={self.flip!r})")
+        check_whole(self.crop, f"Augment(crop={self.crop!r})", least=0, what="pixels around the image", fix="crop=4")
         if not self.flip and not self.crop:
             raise SettingError(message("Augment() changes nothing", fix="Augment(flip=True, crop=4)"))
 
@@ -89,6 +90,7 @@ class Augment:
         return images.flatten(2).gather(2, at).reshape(*images.shape[:2], height, width)
 
 
+@suggests
 @dataclass(frozen=True, slots=True)
 class Normalise:
     """Images less their mean, over their standard deviation, by channel: float32, in training and evaluation alike.

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainwright.base.checks import check_number, check_whole
 from trainwright.base.errors import DataError, SettingError, message
 from trainwright.base.names import suggests
 from trainwright.data.arrays import Table, TableRows
@@ -75,12 +76,11 @@ class Buckets:
         if self.batch_size is None and self.tokens is None:
             what = "bucketed() without a size of a batch"
             raise SettingError(message(what, want="batch_size, tokens, or both", fix="bucketed(data, 64, lengths=...)"))
-        if isinstance(self.slack, bool) or not isinstance(self.slack, int | float) or not 0 <= self.slack <= 1:
-            raise SettingError(message(f"bucketed(slack={self.slack!r})", want="a share from 0 to 1", fix="slack=0.1"))
+        check_number(self.slack, f"bucketed(slack={self.slack!r})", least=0, most=1, what="a share", fix="slack=0.1")
         for name in ("batch_size", "tokens"):
             value: Any = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise SettingError(message(f"bucketed({name}={value!r})", want="a whole number, at least 1"))
+            if value is not None:
+                check_whole(value, f"bucketed({name}={value!r})")
         longest = int(self.lengths.max()) if len(self.lengths) else 0
         if self.tokens is not None and longest > self.tokens:
             raise DataError(

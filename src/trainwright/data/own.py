@@ -11,8 +11,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from trainwright.base.checks import check_flag
 from trainwright.base.dealing import Part
 from trainwright.base.errors import DataError, SettingError, message
+from trainwright.base.names import suggests
 from trainwright.data.arrays import Table
 from trainwright.data.asked import Asked
 from trainwright.data.generators import Generators, hidden_in, knows_its_state
@@ -23,6 +25,7 @@ from trainwright.data.seeded import SeededRows, mixed
 from trainwright.data.settings import Dealing
 
 
+@suggests
 def batches(
     data: Any,
     batch_size: int | None = None,
@@ -55,8 +58,7 @@ def batches(
     )
     if collate is not None and not callable(collate):
         raise SettingError(message(f"collate={collate!r}", want="a function from a list of rows to a batch"))
-    if not isinstance(in_memory, bool):
-        raise SettingError(message(f"batches(in_memory={in_memory!r})", want="True or False"))
+    check_flag(in_memory, f"batches(in_memory={in_memory!r})")
     if sampler is not None:
         from trainwright.data.sampled import check_sampler
 
@@ -326,12 +328,8 @@ class Batches:
         if dealt == 0:
             raise DataError(message(f"the sampler {type(self._sampler).__name__} gives 0 rows", want="at least one"))
         if self.own_length == 0:
-            raise DataError(
-                message(
-                    f"{dealt} rows, batch_size {self._dealing.size}, drop_last=True leaves 0 batches",
-                    fix=f"drop_last=False, or a batch_size of at most {dealt}",
-                )
-            )
+            what = f"{dealt} rows, batch_size {self._dealing.size}, drop_last=True leaves 0 batches"
+            raise DataError(message(what, fix=f"drop_last=False, or a batch_size of at most {dealt}"))
 
     def _settled_seed(self) -> int:
         # Arrays in their own order draw nothing, so that nothing is drawn for them.

@@ -14,7 +14,9 @@ from torch import Tensor
 from torch.nn.functional import pad as widened
 from torch.nn.utils.rnn import pack_sequence, pad_sequence
 
+from trainwright.base.checks import check_choice, check_whole
 from trainwright.base.errors import DataError, SettingError, message
+from trainwright.base.names import suggests
 
 TARGETS = ("target", "targets", "labels", "label", "y")
 """The keys under which a row holds its target, as for the default steps."""
@@ -33,10 +35,8 @@ class Pad:
     multiple: int = 1
 
     def __post_init__(self) -> None:
-        if self.tell not in ("mask", "lengths", None):
-            raise SettingError(message(f"pad(tell={self.tell!r})", want='"mask", "lengths" or None'))
-        if not isinstance(self.multiple, int) or isinstance(self.multiple, bool) or self.multiple < 1:
-            raise SettingError(message(f"pad(multiple={self.multiple!r})", want="a whole number, at least 1"))
+        check_choice(self.tell, "pad", "tell", choices=("mask", "lengths", None))
+        check_whole(self.multiple, f"pad(multiple={self.multiple!r})")
         for name in ("value", "ignore_index"):
             if not isinstance(getattr(self, name), int | float) or isinstance(getattr(self, name), bool):
                 raise SettingError(message(f"pad({name}={getattr(self, name)!r})", want="a number"))
@@ -84,6 +84,7 @@ class Pad:
         return widened(padded, (0, 0) * (padded.ndim - 2) + (0, missing), value=value) if missing else padded
 
 
+@suggests
 def pad(
     *,
     value: float = 0,

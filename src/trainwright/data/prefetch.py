@@ -12,8 +12,10 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from trainwright.base.checks import check_whole
 from trainwright.base.dealing import Part
-from trainwright.base.errors import DataError, SettingError, message
+from trainwright.base.errors import DataError, message
+from trainwright.base.names import suggests
 from trainwright.data import sharded
 from trainwright.data.generators import knows_its_state
 from trainwright.data.order import moves_random_state
@@ -25,6 +27,7 @@ _POLL = 0.5
 _END = object()
 
 
+@suggests
 def prefetch(data: Iterable[Any], ahead: int = 2) -> Prefetched:
     """Batches of any iterable, of which a thread reads up to `ahead` before they are asked for.
 
@@ -33,8 +36,7 @@ def prefetch(data: Iterable[Any], ahead: int = 2) -> Prefetched:
     from the process's random state only up to the first batch: afterwards training draws at the same time, and
     DataError is raised. DataError too for `batches(...)` and a `DataLoader`, which have workers to read ahead.
     """
-    if not isinstance(ahead, int) or isinstance(ahead, bool) or ahead < 1:
-        raise SettingError(message(f"prefetch(ahead={ahead!r})", want="a number of batches, at least 1", fix="ahead=2"))
+    check_whole(ahead, f"prefetch(ahead={ahead!r})", what="a number of batches", fix="ahead=2")
     _refuse_what_reads_ahead(data)
     kind = PrefetchedOnce if hasattr(data, "__next__") else Prefetched
     if knows_its_state(data):

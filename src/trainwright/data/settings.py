@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
+from trainwright.base.checks import check_flag, check_whole
 from trainwright.base.errors import SettingError, message
 
 
@@ -28,16 +29,15 @@ class Dealing:
         for name, value in (("seed", self.seed), ("workers", self.workers)):
             if (name == "seed" and value is None) or (name == "workers" and value == "auto"):
                 continue
-            _check_number(name, value, least=0 if name == "workers" else None)
+            check_whole(value, f"batches({name}={value!r})", least=0 if name == "workers" else None)
         for name, flag in (("shuffle", self.shuffle), ("drop_last", self.drop_last)):
-            if not isinstance(flag, bool):
-                raise SettingError(message(f"batches({name}={flag!r})", want="True or False"))
+            check_flag(flag, f"batches({name}={flag!r})")
 
     def _check_sizes(self) -> None:
         if self.per_rank is None:
-            _check_number("batch_size", self.batch_size, least=1, fix="batches(data, 64)")
+            check_whole(self.batch_size, f"batches(batch_size={self.batch_size!r})", fix="batches(data, 64)")
             return
-        _check_number("per_rank", self.per_rank, least=1, fix="batches(data, per_rank=64)")
+        check_whole(self.per_rank, f"batches(per_rank={self.per_rank!r})", fix="batches(data, per_rank=64)")
         if self.batch_size is not None:
             raise SettingError(
                 message(
@@ -63,9 +63,3 @@ class Dealing:
     def length(self, rows: int) -> int:
         """Batches of `rows` rows."""
         return rows // self.size if self.drop_last else -(-rows // self.size)
-
-
-def _check_number(name: str, value: Any, *, least: int | None, fix: str = "") -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or (least is not None and value < least):
-        want = "a whole number" + ("" if least is None else f", at least {least}")
-        raise SettingError(message(f"batches({name}={value!r})", want=want, fix=fix))

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, TextIO
 
 import torch
 
+from trainwright.base.checks import check_whole
 from trainwright.base.contracts import Observer
 from trainwright.base.errors import SettingError, message
+from trainwright.base.names import suggests
 from trainwright.base.plan import Plan
 from trainwright.base.records import Result, Validation
 from trainwright.observers.table import Table, amount, duration, is_set_loss, joined, number, printable, sparkline
@@ -25,6 +27,7 @@ WORTH_SAYING = 1.0
 """Seconds of waiting for saves that the end of a run tells."""
 
 
+@suggests
 class Console(Observer):
     """Prints a few lines before a run, a table during it and a few lines after it.
 
@@ -34,8 +37,8 @@ class Console(Observer):
     """
 
     def __init__(self, stream: TextIO | None = None, *, width: int | None = None) -> None:
-        if width is not None and (not isinstance(width, int) or isinstance(width, bool) or width < 60):
-            raise SettingError(message(f"Console(width={width!r})", want="a number of characters, at least 60"))
+        if width is not None:
+            check_whole(width, f"Console(width={width!r})", least=60, what="a number of characters")
         self._stream = stream
         self._width = width
         self._table = Table(self.width)

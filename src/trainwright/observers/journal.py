@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from trainwright.base.contracts import Observer
 from trainwright.base.errors import DataError, SettingError, message
+from trainwright.base.names import suggests
 from trainwright.base.plan import Plan
 from trainwright.base.records import Result, Saved, Update, Validation
 from trainwright.base.spans import Updates
@@ -25,6 +26,7 @@ _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _encode = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode
 
 
+@suggests
 class Journal(Observer):
     """Appends one JSON object per event to a file: start, update, speed, statistics, validate, epoch, save, end.
 

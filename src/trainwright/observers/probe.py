@@ -7,6 +7,7 @@ from typing import Any
 
 from trainwright.base.contracts import Observer
 from trainwright.base.errors import message
+from trainwright.base.names import suggests
 from trainwright.base.spans import Epochs, Span, check_span
 
 
@@ -16,6 +17,7 @@ class Inspecting(Observer):
     name = ""
 
 
+@suggests
 class Probe(Observer):
     """Calls `fn(trainer)` each time `every` has passed; a dict of numbers that it returns is logged.
 

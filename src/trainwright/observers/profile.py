@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from trainwright.base.checks import check_whole
 from trainwright.base.errors import SettingError, message
+from trainwright.base.names import suggests
 from trainwright.base.records import Result
 from trainwright.observers.live import write_line
 from trainwright.observers.probe import Inspecting
@@ -20,6 +22,7 @@ _STEP = "ProfilerStep"
 """What torch calls the range of all that is recorded; its own time is that of no operation."""
 
 
+@suggests
 class Profile(Inspecting):
     """Has torch's profiler record `updates` updates of each `fit`, from the one that follows the first `after`.
 
@@ -43,8 +46,7 @@ class Profile(Inspecting):
         stacks: bool = False,
     ) -> None:
         for name, value, least in (("after", after, 1), ("updates", updates, 1), ("rows", rows, 0)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise SettingError(message(f"Profile({name}={value!r})", want=f"a whole number, at least {least}"))
+            check_whole(value, f"Profile({name}={value!r})", least=least)
         self.directory, self.after, self.updates, self.rows = Path(directory), after, updates, rows
         self.name = f"Profile(after={after}, updates={updates})"
         self.path: Path | None = None

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from trainwright.base.contracts import Observer
 from trainwright.base.errors import SettingError, message
-from trainwright.base.names import did_you_mean
+from trainwright.base.names import did_you_mean, suggests
 from trainwright.base.records import Validation
 
 _BETTER = {
@@ -16,6 +16,7 @@ _BETTER = {
 """Which way numbers are better whose names end so."""
 
 
+@suggests
 class Pruning(Observer):
     """Reports a number to an Optuna trial after each epoch, and raises `optuna.TrialPruned` where the pruner says so.
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from trainwright.base.errors import SettingError, message
 from trainwright.base.model_statistics import ModelStatistics
+from trainwright.base.names import suggests
 from trainwright.base.spans import Updates
 from trainwright.observers.probe import Inspecting
 
 
+@suggests
 class Statistics(Inspecting):
     """Has a run tell all observers the `ModelStatistics` of each `every` updates, as `on_statistics`.
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainwright.base.contracts import Observer
 from trainwright.base.errors import SettingError, message
+from trainwright.base.names import suggests
 from trainwright.base.plan import Plan
 from trainwright.base.records import Result, Saved, Update, Validation
 from trainwright.base.spans import Seconds, Span, Updates
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from trainwright.base.speed import Speed
 
 
+@suggests
 class TensorBoard(Observer):
     """Writes losses, learning rates, validations and speeds to event files in `directory`: `tensorboard --logdir`.
 

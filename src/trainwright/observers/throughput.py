@@ -8,6 +8,7 @@ from numbers import Real
 
 from trainwright.base.contracts import Observer
 from trainwright.base.errors import SettingError, message
+from trainwright.base.names import suggests
 from trainwright.base.spans import Epochs, Seconds, Span, Updates, check_span
 from trainwright.base.speed import Speed, together
 from trainwright.observers.table import amount, byte_size, joined
@@ -15,6 +16,7 @@ from trainwright.observers.table import amount, byte_size, joined
 _KINDS = ("allocated", "peak", "reserved", "process", "parameters", "gradients", "optimizer", "buffers")
 
 
+@suggests
 class Throughput(Observer):
     """Has a run tell all observers its `Speed`: each time `every` has passed, and at the end of each epoch.
 

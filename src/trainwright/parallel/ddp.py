@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
+from trainwright.base.checks import check_number
 from trainwright.base.errors import SettingError, StepError, message
 from trainwright.base.names import suggests
 from trainwright.parallel.world import Group
@@ -17,6 +18,7 @@ from trainwright.parallel.world import Group
 COMPRESSIONS = ("bf16", "fp16")
 
 
+@suggests
 @dataclass(frozen=True, slots=True)
 class DDP:
     """How several processes share the work of an update: each has the whole model, and gradients are averaged.
@@ -56,18 +58,11 @@ class DDP:
             raise SettingError(message(have, want='True, False or "auto"'))
         if self.compress not in (None, *COMPRESSIONS):
             raise SettingError(message(f"DDP(compress={self.compress!r})", want='"bf16", "fp16" or None'))
-        for name, what in (("bucket_mb", "megabytes"), ("timeout", "seconds")):
-            check_positive(f"DDP({name}=", getattr(self, name), what=what, or_none=name == "bucket_mb")
+        if self.bucket_mb is not None:
+            check_number(self.bucket_mb, f"DDP(bucket_mb={self.bucket_mb!r})", above=0, what="megabytes, a number")
+        check_number(self.timeout, f"DDP(timeout={self.timeout!r})", above=0, what="seconds, a number")
         if self.backend is not None and (not isinstance(self.backend, str) or not self.backend):
             raise SettingError(message(f"DDP(backend={self.backend!r})", want='"nccl", "gloo" or None'))
-
-
-def check_positive(called: str, value: Any, *, what: str, or_none: bool) -> None:
-    """Refuse a value that is no number above 0."""
-    if value is None and or_none:
-        return
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise SettingError(message(f"{called}{value!r})", want=f"{what}, a number above 0"))
 
 
 class Wrapped:
@@ -171,6 +166,3 @@ def _compress(ddp: Any, kind: str, world: Group) -> None:
 def _on_one_device(module: nn.Module) -> bool:
     devices = {parameter.device for parameter in module.parameters()}
     return len(devices) == 1 and next(iter(devices)).type == "cuda" and torch.cuda.is_available()
-
-
-DDP.__init__ = suggests(DDP.__init__)  # type: ignore[method-assign]  # dataclass has only now made it

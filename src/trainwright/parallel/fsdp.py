@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainwright.base.checks import check_number
 from trainwright.base.errors import SettingError, message
 from trainwright.base.names import did_you_mean, suggests
-from trainwright.parallel.ddp import check_positive
 from trainwright.parallel.world import World
 from trainwright.runtime.shards import is_sharded, reshard
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
+@suggests
 @dataclass(frozen=True, slots=True)
 class FSDP:
     """How several processes hold one model: each a shard of its weights, which are gathered block by block as needed.
@@ -54,7 +55,7 @@ class FSDP:
         if self.policy is not None and not _is_policy(self.policy):
             fix = "policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16), from torch.distributed.fsdp"
             raise SettingError(message(f"FSDP(policy={self.policy!r})", want="a MixedPrecisionPolicy", fix=fix))
-        check_positive("FSDP(timeout=", self.timeout, what="seconds", or_none=False)
+        check_number(self.timeout, f"FSDP(timeout={self.timeout!r})", above=0, what="seconds, a number")
         if self.backend is not None and (not isinstance(self.backend, str) or not self.backend):
             raise SettingError(message(f"FSDP(backend={self.backend!r})", want='"nccl", "gloo" or None'))
 
@@ -299,6 +300,3 @@ def _groups_of(module: Any) -> list[Any]:
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-FSDP.__init__ = suggests(FSDP.__init__)  # type: ignore[method-assign]  # dataclass has only now made it

@@ -16,7 +16,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from trainwright.base.checks import check_number, check_whole
 from trainwright.base.errors import ProcessError, SettingError, Stopped, message
+from trainwright.base.names import suggests
 from trainwright.parallel.launched import UNGUARDED, serve
 from trainwright.parallel.launching import choose_start, describe
 from trainwright.parallel.noting import Noted, noting
@@ -29,6 +31,7 @@ GRACE_OF_SIGNAL = 30.0
 """Seconds that all have to save and end after Ctrl-C or another signal; a second Ctrl-C ends them at once."""
 
 
+@suggests
 def launch(main: Callable[..., R], *args: Any, processes: int = 2, timeout: float | None = None) -> R:
     """Run `main(*args)` in several processes of this machine at once; return what it returns in the first of them.
 
@@ -209,11 +212,9 @@ def _check(main: Any, processes: Any, timeout: Any) -> None:
                 fix="launch(main, processes=2), not launch(main(), ...)",
             )
         )
-    if not isinstance(processes, int) or isinstance(processes, bool) or processes < 1:
-        raise SettingError(message(f"launch(processes={processes!r})", want="a whole number, at least 1"))
-    number = isinstance(timeout, int | float) and not isinstance(timeout, bool) and timeout > 0
-    if timeout is not None and not number:
-        raise SettingError(message(f"launch(timeout={timeout!r})", want="seconds, a number above 0, or None"))
+    check_whole(processes, f"launch(processes={processes!r})")
+    if timeout is not None:
+        check_number(timeout, f"launch(timeout={timeout!r})", above=0, what="seconds, a number")
     if processes > 1:
         _check_alone()
 

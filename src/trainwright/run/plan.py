@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from trainwright.base.checks import check_flag, check_whole
 from trainwright.base.contracts import Source
 from trainwright.base.errors import DataError, SettingError, message
 from trainwright.base.names import did_you_mean, nearest
@@ -23,11 +24,10 @@ from trainwright.run.ranks import shared_out
 EACH_EPOCH = Epochs(1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ends:
     """When a `fit` ends, and how often it validates."""
 
-    _: KW_ONLY
     epochs: int | None = None
     max_updates: int | None = None
     max_seconds: float | None = None
@@ -38,8 +38,8 @@ class Ends:
         check_span(self.validate, "validate")
         for name in ("epochs", "max_updates", "epoch_updates"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise SettingError(message(f"{name}={value!r}", want="a whole number, at least 1"))
+            if value is not None:
+                check_whole(value, f"{name}={value!r}")
         if self.max_seconds is not None and not self.max_seconds > 0:
             raise SettingError(message(f"max_seconds={self.max_seconds!r}", want="a number of seconds above 0"))
         if self.epochs is None and self.max_updates is None and self.max_seconds is None:
@@ -57,8 +57,7 @@ class Resume:
     """Whether the data are those that it was saved with, and go on where they were."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.data, bool):
-            raise SettingError(message(f"fit(resume_data={self.data!r})", want="True or False"))
+        check_flag(self.data, f"fit(resume_data={self.data!r})")
         if not self.data and self.where is None:
             raise SettingError(message("fit(resume_data=False) without resume", fix='resume="auto"'))
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from trainwright.base.checks import check_choice
 from trainwright.base.contracts import Source
 from trainwright.base.errors import DataError, SettingError, message
 from trainwright.base.records import Step
@@ -91,8 +92,7 @@ def report(
     or of the columns. Targets that the loss ignores are left out. For all processes alike: each runs its rows, and
     all get the report on all. SettingError where outputs and targets cannot be compared, or may be either kind.
     """
-    if kind not in ("auto", "classes", "values"):
-        raise SettingError(message(f"report(kind={kind!r})", want='"auto", "classes" or "values"'))
+    check_choice(kind, "report", "kind", choices=("auto", "classes", "values"))
     if names is not None and (isinstance(names, str) or not all(isinstance(name, str) for name in names)):
         raise SettingError(message(f"report(names={names!r})", want="a list of strings, one for each class or column"))
     try:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from trainwright.base.checks import check_whole
 from trainwright.base.errors import SettingError, message
 from trainwright.base.names import suggests
 from trainwright.runtime.blocks import Blocks, described, find_blocks
@@ -50,9 +51,7 @@ def checkpoint_activations(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(message(f"checkpoint_activations({model!r})", want="a torch.nn.Module"))
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        want = "a whole number of at least 1"
-        raise SettingError(message(f"checkpoint_activations(every={every!r})", want=want, fix="every=2: each second"))
+    check_whole(every, f"checkpoint_activations(every={every!r})", fix="every=2: each second")
     keeps = _checked_policy(policy)
     found = dict(list(find_blocks(model, blocks, "checkpoint_activations").items())[::every])
     _check_free(model, found)

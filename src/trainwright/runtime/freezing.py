@@ -9,9 +9,11 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from trainwright.base.errors import SettingError, message
+from trainwright.base.names import suggests
 from trainwright.runtime.matching import Found, find
 
 
+@suggests
 def freeze(module: nn.Module, pattern: str | None = None, *, norm: Literal["eval", "train"] = "eval") -> list[str]:
     """Stop training all parameters of `module`, or those that `pattern` means; return their names.
 
@@ -38,6 +40,7 @@ def freeze(module: nn.Module, pattern: str | None = None, *, norm: Literal["eval
     return list(found.parameters)
 
 
+@suggests
 def unfreeze(module: nn.Module, pattern: str | None = None) -> list[str]:
     """Train all parameters of `module` again, or those that `pattern` means, as in `freeze`; return their names.
 

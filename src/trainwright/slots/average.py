@@ -12,11 +12,13 @@ from typing import Protocol
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_avg_fn, get_swa_multi_avg_fn
 
+from trainwright.base.checks import check_flag, check_number
 from trainwright.base.errors import SettingError, message
+from trainwright.base.names import suggests
 from trainwright.base.plan import Plan
 from trainwright.base.spans import Epochs, Span, Updates
 from trainwright.slots.average_bound import Average
-from trainwright.slots.schedule_lengths import Length, check_length, check_number, epoch_at, settings_text
+from trainwright.slots.schedule_lengths import Length, check_length, epoch_at, settings_text
 
 __all__ = ["EMA", "SWA", "Average", "Averaging"]
 
@@ -29,6 +31,7 @@ class Averaging(Protocol):
         ...
 
 
+@suggests
 @dataclass(frozen=True, slots=True)
 class EMA:
     """Exponential moving average, taken after every update: decay x average + (1 - decay) x weights.
@@ -43,10 +46,7 @@ class EMA:
 
     def __post_init__(self) -> None:
         check_number(self.decay, f"EMA(decay={self.decay!r})", least=0, below=1)
-        if not isinstance(self.warmup, bool):
-            raise SettingError(
-                message(f"EMA(warmup={self.warmup!r})", want="True or False", fix=f"EMA({self.decay!r}, warmup=True)")
-            )
+        check_flag(self.warmup, f"EMA(warmup={self.warmup!r})", fix=f"EMA({self.decay!r}, warmup=True)")
 
     def bind(self, model: nn.Module, plan: Plan | None = None) -> Average:
         """The average of this model's weights; no plan is needed."""
@@ -58,6 +58,7 @@ class EMA:
         get_ema_multi_avg_fn(min(self.decay, (1 + update) / (10 + update)))(averages, weights, taken)
 
 
+@suggests
 @dataclass(frozen=True, slots=True)
 class SWA:
     """Stochastic weight averaging: the plain mean of the weights at every `every`, from `start` on (arXiv 1803.05407).

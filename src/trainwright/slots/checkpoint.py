@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args, overload
 
+from trainwright.base.checks import check_flag, check_number, check_whole
 from trainwright.base.contracts import Part, Tree
 from trainwright.base.errors import SettingError, message
 from trainwright.base.names import suggests
@@ -108,6 +108,7 @@ class Saving(Protocol):
         ...
 
 
+@suggests
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """Where, when and how many checkpoints of a run are kept.
@@ -141,8 +142,7 @@ class Checkpoint:
             )
         for name in ("top", "keep"):
             n = getattr(self, name)
-            if type(n) is not int or n < 1:
-                raise SettingError(message(f"Checkpoint({name}={n!r})", want="a whole number, at least 1"))
+            check_whole(n, f"Checkpoint({name}={n!r})")
         if self.every != "auto" and not isinstance(self.every, Updates | Epochs | Seconds):
             want = 'Updates(n), Epochs(n), Seconds(n) or "auto"'
             n = self.every if type(self.every) is int and self.every > 0 else 500
@@ -152,16 +152,13 @@ class Checkpoint:
 
     def _check_saving(self) -> None:
         for name in ("restore_best", "async_save"):
-            if not isinstance(getattr(self, name), bool):
-                raise SettingError(message(f"Checkpoint({name}={getattr(self, name)!r})", want="True or False"))
+            check_flag(getattr(self, name), f"Checkpoint({name}={getattr(self, name)!r})")
         for name, known in (("on_save_error", ("warn", "raise")), ("checksum", get_args(Checksum))):
             if getattr(self, name) not in known:
                 have, want = f"Checkpoint({name}={getattr(self, name)!r})", " or ".join(f'"{one}"' for one in known)
                 raise SettingError(message(have, want=want, fix=f'{name}="{known[0]}"'))
-        number = isinstance(self.grace, int | float) and not isinstance(self.grace, bool)
-        if not number or not 0 <= self.grace < math.inf:
-            want = "seconds, 0 or more: how long a signal waits for the end of the update in hand"
-            raise SettingError(message(f"Checkpoint(grace={self.grace!r})", want=want, fix="grace=20"))
+        what = "seconds that a signal waits for the end of the update in hand, a number"
+        check_number(self.grace, f"Checkpoint(grace={self.grace!r})", least=0, what=what, fix="grace=20")
 
     def _check_best(self) -> None:
         if self.mode not in (None, "min", "max"):
@@ -193,6 +190,3 @@ class Checkpoint:
         from trainwright.slots.keeper_group import GroupKeeper
 
         return GroupKeeper(self, run_id, world=world)
-
-
-Checkpoint.__init__ = suggests(Checkpoint.__init__)  # type: ignore[method-assign]  # dataclass has only now made it

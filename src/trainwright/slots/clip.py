@@ -11,9 +11,11 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from trainwright.base.contracts import Clip
 from trainwright.base.errors import SettingError, message
+from trainwright.base.names import suggests
 from trainwright.runtime.shards import Shards, whole
 
 
+@suggests
 @dataclass(frozen=True, slots=True)
 class ClipNorm:
     """Scale the gradients down so that their total norm is at most `max_norm` (torch's `clip_grad_norm_`)."""

@@ -11,9 +11,10 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
+from trainwright.base.checks import check_whole
 from trainwright.base.contracts import Part
 from trainwright.base.errors import CheckpointError, SettingError, message
-from trainwright.base.names import did_you_mean
+from trainwright.base.names import did_you_mean, suggests
 from trainwright.base.records import Best
 
 Mode = Literal["min", "max"]
@@ -55,6 +56,7 @@ class Stopping(Protocol):
         ...
 
 
+@suggests
 @dataclass(frozen=True)
 class EarlyStopping:
     """Stop after `patience` consecutive validations that do not beat the best by more than `min_delta`.
@@ -74,14 +76,8 @@ class EarlyStopping:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mode", resolve_mode(self.monitor, self.mode, "EarlyStopping({!r}, mode={!r})"))
-        if not isinstance(self.patience, int) or isinstance(self.patience, bool) or self.patience < 1:
-            raise SettingError(
-                message(
-                    f"EarlyStopping(patience={self.patience!r})",
-                    want="a whole number of validations without a new best, at least 1",
-                    fix=f"EarlyStopping({self.monitor!r}, patience=5)",
-                )
-            )
+        written, fix = f"EarlyStopping(patience={self.patience!r})", f"EarlyStopping({self.monitor!r}, patience=5)"
+        check_whole(self.patience, written, what="a whole number of validations without a new best", fix=fix)
         _margin(self.min_delta)
 
     def bind(self) -> Watch:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from trainwright.base.checks import check_choice, check_flag
 from trainwright.base.errors import SettingError, message
 from trainwright.base.names import did_you_mean, suggests
 
@@ -21,6 +22,7 @@ _GRAPHED = ("cudagraphs", "max-autotune", "reduce-overhead")
 """A backend and modes of torch's that replay CUDA graphs of each region, whose outputs the next replay overwrites."""
 
 
+@suggests
 @dataclass(frozen=True, slots=True)
 class Fast:
     """What may make a run faster: each changes the time that it takes, and no result beyond the law Same.
@@ -49,10 +51,10 @@ class Fast:
             object.__setattr__(self, "compile", dict(self.compile))
         _check_compile(self.compile)
         for name in ("channels_last", "device_data"):
-            _check_choice(name, getattr(self, name), (True, False, "auto"))
-        _check_choice("cuda_graphs", self.cuda_graphs, ("auto", False, "require"))
-        if not isinstance(self.defaults, bool):
-            raise SettingError(message(f"Fast(defaults={self.defaults!r})", want="True or False"))
+            check_choice(getattr(self, name), "Fast", name, choices=(True, False, "auto"), fix=f'Fast({name}="auto")')
+        graphs = self.cuda_graphs
+        check_choice(graphs, "Fast", "cuda_graphs", choices=("auto", False, "require"), fix='Fast(cuda_graphs="auto")')
+        check_flag(self.defaults, f"Fast(defaults={self.defaults!r})")
 
     @property
     def regions(self) -> str | tuple[type[nn.Module], ...]:
@@ -83,13 +85,6 @@ def as_fast(setting: Any) -> Fast:
         return setting
     fix = f"fast=Fast(compile={setting!r})" if setting in ("regional", "full") else 'fast=Fast(compile="regional")'
     raise TypeError(message(f"fast={setting!r}", want="Fast(...), or None", fix=fix))
-
-
-def _check_choice(name: str, value: Any, choices: Collection[Any]) -> None:
-    # 1 == True: what is meant is compared by its kind as well.
-    if not any(type(value) is type(choice) and value == choice for choice in choices):
-        want = " or ".join(map(repr, choices))
-        raise SettingError(message(f"Fast({name}={value!r})", want=want, fix=f'Fast({name}="auto")'))
 
 
 def _check_compile(setting: Any) -> None:
@@ -143,6 +138,3 @@ def _check_backend(setting: dict[str, Any]) -> None:
     if setting.get("mode") is not None and setting.get("options") is not None:
         what = "Fast(compile={'mode': ..., 'options': ...}): torch takes one of them"
         raise SettingError(message(what, fix="Fast(compile={'options': {...}})"))
-
-
-Fast.__init__ = suggests(Fast.__init__)  # type: ignore[method-assign]  # dataclass has only now made it

@@ -11,9 +11,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
+from trainwright.base.checks import check_number
 from trainwright.base.errors import SettingError, message
+from trainwright.base.names import suggests
 from trainwright.runtime.matching import find
-from trainwright.slots.schedule_lengths import check_number
 
 NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 """Torch's normalisation layers that have parameters: batch, instance, layer, group and RMS normalisation."""
@@ -23,6 +24,7 @@ CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 Group = dict[str, Any]
 
 
+@suggests
 def param_groups(
     model: nn.Module,
     *,

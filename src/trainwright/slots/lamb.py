@@ -8,12 +8,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from trainwright.base.checks import check_choice, check_number
 from trainwright.base.errors import SettingError, message
+from trainwright.base.names import suggests
 from trainwright.slots.layerwise import Alike, Group, LayerwiseOptimizer, norms, scaled
 from trainwright.slots.optimizers import checked_betas
-from trainwright.slots.schedule_lengths import check_choice, check_number
 
 
+@suggests
 class Lamb(LayerwiseOptimizer):
     """Layer-wise adaptive moments, for large batches (You et al.: arXiv 1904.00962, algorithm 2).
 

@@ -8,11 +8,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from trainwright.base.checks import check_choice, check_number
 from trainwright.base.errors import SettingError, message
+from trainwright.base.names import suggests
 from trainwright.slots.layerwise import Alike, Group, LayerwiseOptimizer, norms, scaled
-from trainwright.slots.schedule_lengths import check_choice, check_number
 
 
+@suggests
 class Lars(LayerwiseOptimizer):
     """Layer-wise adaptive rate scaling, for large batches (You, Gitman, Ginsburg: arXiv 1708.03888, algorithm 1).
 

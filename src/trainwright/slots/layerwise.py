@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainwright.base.checks import check_choice, check_number
 from trainwright.base.errors import SettingError, message
 from trainwright.runtime.shards import is_sharded, joined_norms, local
-from trainwright.slots.schedule_lengths import check_choice, check_number
 
 Group = dict[str, Any]
 CHOICES = ("weights", "all")

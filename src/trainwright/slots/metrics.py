@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from trainwright.base.checks import check_whole
 from trainwright.base.contracts import Metric
 from trainwright.base.errors import CheckpointError, SettingError, message
 from trainwright.base.names import check_name, did_you_mean
@@ -56,8 +57,7 @@ def accuracy(output: Tensor, target: Tensor) -> Sum:
 
 def top_k(k: int) -> Callable[[Tensor, Tensor], Sum]:
     """Return a metric: the share of targets that are among the `k` largest scores; shapes and -100 as in `accuracy`."""
-    if not isinstance(k, int) or isinstance(k, bool) or k < 1:
-        raise SettingError(message(f"top_k({k!r})", want="a whole number of classes, at least 1", fix="top_k(5)"))
+    check_whole(k, f"top_k({k!r})", what="a whole number of classes", fix="top_k(5)")
 
     def metric(output: Tensor, target: Tensor) -> Sum:
         _check_classes(metric.__name__, output, target)

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
+from trainwright.base.checks import check_choice, check_number
 from trainwright.base.errors import SettingError, message
 from trainwright.runtime.kernels import step_of
 from trainwright.runtime.matching import find
 from trainwright.slots.groups import Group, Groups, checked_names
 from trainwright.slots.optimizers import Factory, Fused, check_fused, serves
-from trainwright.slots.schedule_lengths import check_choice, check_number
 
 Inner = tuple[Optimizer, Callable[[], Any]]
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)

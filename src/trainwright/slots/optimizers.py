@@ -14,11 +14,11 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils import _foreach_utils
 
+from trainwright.base.checks import check_choice, check_number
 from trainwright.base.errors import SettingError, message
 from trainwright.base.names import suggests
 from trainwright.runtime.fused import spoiled_by_sgd
 from trainwright.slots.groups import Groups
-from trainwright.slots.schedule_lengths import check_number
 
 if TYPE_CHECKING:
     from trainwright.slots.muon import MuonAdamW
@@ -236,8 +236,7 @@ def checked_betas(owner: str, betas: Any) -> tuple[float, float]:
 
 def check_fused(owner: str, fused: Any) -> None:
     """Refuse what is neither "auto" nor a bool."""
-    if fused != "auto" and not isinstance(fused, bool):
-        raise SettingError(message(f"{owner}(fused={fused!r})", want='"auto", True or False'))
+    check_choice(fused, owner, "fused", choices=("auto", True, False))
 
 
 def has_fused(parameters: Iterable[torch.Tensor]) -> bool:

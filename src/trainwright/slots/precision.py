@@ -14,10 +14,12 @@ from torch import Tensor
 
 from trainwright.base.contracts import Precision, Scaler
 from trainwright.base.errors import SettingError, message
+from trainwright.base.names import suggests
 
 KINDS = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": None}
 
 
+@suggests
 @dataclass(frozen=True, slots=True)
 class MixedPrecision:
     """Run the steps under torch's autocast; with "fp16" scale the loss so that small gradients survive.

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from trainwright.base.contracts import Tree
 from trainwright.base.errors import CheckpointError, SettingError, message
+from trainwright.base.names import suggests
 from trainwright.runtime import storage, tensorfile
 from trainwright.runtime.device import Home
 from trainwright.runtime.files import Content, read_file, replace_file
@@ -156,6 +157,7 @@ def load_checkpoint(
     return load_with_all(world, lambda reads: _meant(resume, directory, run=run, read=reads), read)
 
 
+@suggests
 def latest_checkpoint(directory: str | Path, *, run: str | None = None) -> Path | None:
     """The newest whole checkpoint of a directory, or None; a damaged newer one is named in a warning.
 
@@ -172,6 +174,7 @@ def find_checkpoint(resume: str | Path | None, directory: str | Path | None, *, 
     return _meant(resume, directory, run=run, read=_verified)
 
 
+@suggests
 def load_weights(
     path: str | Path, model: nn.Module | None = None, which: Literal["best", "last"] = "best"
 ) -> OrderedDict[str, Any]:

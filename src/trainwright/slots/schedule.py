@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from typing import Literal, cast
 
 from torch.optim import Optimizer
@@ -29,17 +29,17 @@ from torch.optim.lr_scheduler import (
     StepLR as TorchStepLR,
 )
 
+from trainwright.base.checks import check_choice, check_number
 from trainwright.base.contracts import Schedule
 from trainwright.base.errors import SettingError, message
+from trainwright.base.names import suggests
 from trainwright.base.plan import Plan
 from trainwright.base.spans import Epochs
 from trainwright.slots.rates import Recipe, TableRates
 from trainwright.slots.schedule_cycles import Cyclic, OneCycle
 from trainwright.slots.schedule_lengths import (
     Length,
-    check_choice,
     check_length,
-    check_number,
     check_warmup,
     end_of,
     every,
@@ -98,6 +98,7 @@ def as_schedule(value: object) -> Schedule | None:
     raise no_schedule(value)
 
 
+@suggests
 @dataclass(frozen=True, slots=True)
 class StepLR(Drawn):
     """torch's `StepLR`: the rate times `gamma` whenever another `step` has passed, counted from the warm-up's end.
@@ -107,7 +108,8 @@ class StepLR(Drawn):
 
     step: Length
     gamma: float = 0.1
-    warmup: Length | None = field(default=None, kw_only=True)
+    _: KW_ONLY
+    warmup: Length | None = None
 
     def __post_init__(self) -> None:
         check_length(self.step, "StepLR({})")
@@ -129,6 +131,7 @@ class StepLR(Drawn):
         return TableRates(recipe, optimizer)
 
 
+@suggests
 @dataclass(frozen=True, slots=True)
 class Exponential(Drawn):
     """torch's `ExponentialLR`, stepped each time `every` has passed: the rate times `gamma`, after the warm-up.
@@ -137,8 +140,9 @@ class Exponential(Drawn):
     """
 
     gamma: float
-    every: Length = field(default=Epochs(1), kw_only=True)
-    warmup: Length | None = field(default=None, kw_only=True)
+    _: KW_ONLY
+    every: Length = Epochs(1)  # noqa: RUF009 - it is frozen
+    warmup: Length | None = None
 
     def __post_init__(self) -> None:
         check_number(self.gamma, f"Exponential(gamma={self.gamma!r})", above=0)
@@ -159,6 +163,7 @@ class Exponential(Drawn):
         return TableRates(recipe, optimizer)
 
 
+@suggests
 @dataclass(frozen=True, slots=True)
 class MultiStep(Drawn):
     """torch's `MultiStepLR`: the rate times `gamma` at each milestone.
@@ -169,7 +174,8 @@ class MultiStep(Drawn):
 
     milestones: Sequence[Length]
     gamma: float = 0.1
-    warmup: Length | None = field(default=None, kw_only=True)
+    _: KW_ONLY
+    warmup: Length | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.milestones, Sequence) or isinstance(self.milestones, str) or not self.milestones:
@@ -202,6 +208,7 @@ class MultiStep(Drawn):
         return TableRates(recipe, optimizer)
 
 
+@suggests
 @dataclass(frozen=True, slots=True)
 class Linear(Drawn):
     """torch's `LinearLR`: from `start` to `final`, factors of each group's own rate, over a length (else: the rest).
@@ -211,9 +218,10 @@ class Linear(Drawn):
     """
 
     final: float = 0.0
-    start: float = field(default=1.0, kw_only=True)
-    over: Length | None = field(default=None, kw_only=True)
-    warmup: Length | None = field(default=None, kw_only=True)
+    _: KW_ONLY
+    start: float = 1.0
+    over: Length | None = None
+    warmup: Length | None = None
 
     def __post_init__(self) -> None:
         check_number(self.final, f"Linear(final={self.final!r})", least=0, most=1)
@@ -239,6 +247,7 @@ class Linear(Drawn):
         return TableRates(recipe, optimizer)
 
 
+@suggests
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cosine(Drawn):
     """torch's `SequentialLR(LinearLR, CosineAnnealingLR)`: warm-up, then half a cosine down over the rest of the run.
@@ -267,6 +276,7 @@ class Cosine(Drawn):
         return TableRates(recipe, optimizer)
 
 
+@suggests
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmupStableDecay(Drawn):
     """Warm-up, then each group's own rate, then down to `final` times it in the last `decay` of the run.
@@ -324,7 +334,8 @@ class FunctionSchedule(Drawn):
     """
 
     fn: Callable[[int, int], float]
-    warmup: Length | None = field(default=None, kw_only=True)
+    _: KW_ONLY
+    warmup: Length | None = None
 
     def __post_init__(self) -> None:
         check_warmup(self.warmup, "FunctionSchedule")

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR
 
+from trainwright.base.checks import check_choice, check_number
 from trainwright.base.errors import SettingError, message
+from trainwright.base.names import suggests
 from trainwright.base.plan import Plan
 from trainwright.base.spans import Updates
 from trainwright.slots.rates import Recipe, TableRates, group_name
 from trainwright.slots.schedule_lengths import (
     Length,
-    check_choice,
     check_length,
-    check_number,
     check_warmup,
     constant,
     settings_text,
@@ -30,6 +30,7 @@ PerGroup = float | Sequence[float]
 """One number for all parameter groups, or one for each."""
 
 
+@suggests
 @dataclass(frozen=True, slots=True)
 class OneCycle(Drawn):
     """torch's `OneCycleLR` over the whole run: up to `max_lr`, then down, with the momentum the other way round.
@@ -51,14 +52,15 @@ class OneCycle(Drawn):
     """
 
     max_lr: PerGroup
-    warmup: Length = field(default=0.3, kw_only=True)
-    anneal_strategy: Literal["cos", "linear"] = field(default="cos", kw_only=True)
-    cycle_momentum: CycleMomentum = field(default="auto", kw_only=True)
-    base_momentum: PerGroup = field(default=0.85, kw_only=True)
-    max_momentum: PerGroup = field(default=0.95, kw_only=True)
-    div_factor: float = field(default=25.0, kw_only=True)
-    final_div_factor: float = field(default=1e4, kw_only=True)
-    three_phase: bool = field(default=False, kw_only=True)
+    _: KW_ONLY
+    warmup: Length = 0.3
+    anneal_strategy: Literal["cos", "linear"] = "cos"
+    cycle_momentum: CycleMomentum = "auto"
+    base_momentum: PerGroup = 0.85
+    max_momentum: PerGroup = 0.95
+    div_factor: float = 25.0
+    final_div_factor: float = 1e4
+    three_phase: bool = False
 
     def __post_init__(self) -> None:
         check_length(self.warmup, "OneCycle(max_lr, warmup={})", least=0)
@@ -102,6 +104,7 @@ class OneCycle(Drawn):
         return TableRates(Recipe(text=settings_text(self), total=total, build=build, each_group=True), optimizer)
 
 
+@suggests
 @dataclass(frozen=True, slots=True)
 class Cyclic(Drawn):
     """torch's `CyclicLR`: up from `base_lr` to `max_lr` and down again, for as long as the run goes.
@@ -112,16 +115,17 @@ class Cyclic(Drawn):
 
     base_lr: PerGroup
     max_lr: PerGroup
-    step_size_up: Length = field(default=Updates(2000), kw_only=True)
-    step_size_down: Length | None = field(default=None, kw_only=True)
-    mode: Literal["triangular", "triangular2", "exp_range"] = field(default="triangular", kw_only=True)
-    gamma: float = field(default=1.0, kw_only=True)
-    scale_fn: Callable[[float], float] | None = field(default=None, kw_only=True)
-    scale_mode: Literal["cycle", "iterations"] = field(default="cycle", kw_only=True)
-    cycle_momentum: CycleMomentum = field(default="auto", kw_only=True)
-    base_momentum: PerGroup = field(default=0.8, kw_only=True)
-    max_momentum: PerGroup = field(default=0.9, kw_only=True)
-    warmup: Length | None = field(default=None, kw_only=True)
+    _: KW_ONLY
+    step_size_up: Length = Updates(2000)  # noqa: RUF009 - it is frozen
+    step_size_down: Length | None = None
+    mode: Literal["triangular", "triangular2", "exp_range"] = "triangular"
+    gamma: float = 1.0
+    scale_fn: Callable[[float], float] | None = None
+    scale_mode: Literal["cycle", "iterations"] = "cycle"
+    cycle_momentum: CycleMomentum = "auto"
+    base_momentum: PerGroup = 0.8
+    max_momentum: PerGroup = 0.9
+    warmup: Length | None = None
 
     def __post_init__(self) -> None:
         _check_per_group(self, "base_lr", "max_lr", above=0)
@@ -201,10 +205,13 @@ def _check_lists(settings: Any, optimizer: Optimizer, names: tuple[str, ...]) ->
             )
 
 
-def _check_per_group(settings: Any, *names: str, **bounds: float) -> None:
+def _check_per_group(
+    settings: Any, *names: str, above: float | None = None, least: float | None = None, below: float | None = None
+) -> None:
     for name in names:
         values = getattr(settings, name)
         if isinstance(values, list):
             object.__setattr__(settings, name, tuple(values))
         for value in values if isinstance(values, list | tuple) else (values,):
-            check_number(value, f"{type(settings).__name__}({name}={values!r})", **bounds)
+            written = f"{type(settings).__name__}({name}={values!r})"
+            check_number(value, written, above=above, least=least, below=below)

@@ -82,38 +82,6 @@ def check_warmup(value: object, owner: str) -> None:
         check_length(value, f"{owner}(warmup={{}})", least=0)
 
 
-def check_number(
-    value: object,
-    written: str,
-    *,
-    least: float | None = None,
-    above: float | None = None,
-    most: float | None = None,
-    below: float | None = None,
-) -> None:
-    """Refuse what is no finite number between the bounds; `written` is the setting as the user wrote it."""
-    bounds = {"at least": least, "above": above, "at most": most, "below": below}
-    given = {word: bound for word, bound in bounds.items() if bound is not None}
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-        holds = {
-            "at least": lambda bound: value >= bound,
-            "above": lambda bound: value > bound,
-            "at most": lambda bound: value <= bound,
-            "below": lambda bound: value < bound,
-        }
-        if all(holds[word](bound) for word, bound in given.items()):
-            return
-    want = " and ".join(f"{word} {bound:g}" for word, bound in given.items())
-    raise SettingError(message(written, want=f"a number {want}".rstrip()))
-
-
-def check_choice(value: object, owner: str, name: str, *, choices: tuple[object, ...]) -> None:
-    """Refuse what is none of the choices."""
-    if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
-        want = " or ".join(map(repr, choices))
-        raise SettingError(message(f"{owner}({name}={value!r})", want=want))
-
-
 def warmup_updates(warmup: Length | None, plan: Plan, owner: str) -> int:
     """Updates of the warm-up in this plan; 0 without one."""
     return 0 if warmup is None else plan.in_updates(warmup, f"{owner}(warmup=)")

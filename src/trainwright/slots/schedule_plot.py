@@ -7,12 +7,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from trainwright.base.checks import check_number, check_whole
 from trainwright.base.contracts import Rates, Schedule
 from trainwright.base.errors import SettingError, message
 from trainwright.base.plan import Plan
 from trainwright.base.spans import Epochs
 from trainwright.slots.rates import StandIn
-from trainwright.slots.schedule_lengths import check_number, settings_text
+from trainwright.slots.schedule_lengths import settings_text
 
 
 class Drawn:
@@ -46,9 +47,9 @@ def drawn_rates(
     own = tuple(lr) if isinstance(lr, Sequence) else (lr,)
     for value in own:
         check_number(value, f"plot(lr={lr!r})", least=0)
-    _check_whole("updates", updates)
+    check_whole(updates, f"plot(updates={updates!r})")
     if updates_per_epoch is not None:
-        _check_whole("updates_per_epoch", updates_per_epoch)
+        check_whole(updates_per_epoch, f"plot(updates_per_epoch={updates_per_epoch!r})")
     elif any(isinstance(value, Epochs) or value == "epoch" for value in _settings(schedule)):
         raise SettingError(
             message(
@@ -82,8 +83,3 @@ def _check_known(schedule: Schedule, rates: Rates) -> None:
                 fix="result = trainer.fit(...); result.plot()   # draws the rates that were used",
             )
         )
-
-
-def _check_whole(name: str, number: object) -> None:
-    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise SettingError(message(f"plot({name}={number!r})", want="a whole number, at least 1"))

@@ -6,20 +6,21 @@ import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from trainwright.base.checks import check_choice, check_number, check_whole
 from trainwright.base.contracts import Tree
 from trainwright.base.errors import CheckpointError, SettingError, message
-from trainwright.base.names import did_you_mean
+from trainwright.base.names import did_you_mean, suggests
 from trainwright.base.plan import Plan
 from trainwright.base.spans import Epochs
 from trainwright.slots.rates import Base, Owned, StandIn, base_of, check_groups, check_keys, check_none_removed, said
-from trainwright.slots.schedule_lengths import check_choice, check_number, epoch_at, settings_text
+from trainwright.slots.schedule_lengths import epoch_at, settings_text
 from trainwright.slots.schedule_plot import Drawn
 
 Unit = Literal["update", "epoch", "validation"]
@@ -27,6 +28,7 @@ Unit = Literal["update", "epoch", "validation"]
 _KEYS = ("schedule", "total", "base", "monitor", "steps", "keys", "groups", "torch")
 
 
+@suggests
 @dataclass(frozen=True, slots=True)
 class Plateau(Drawn):
     """torch's `ReduceLROnPlateau`: the rate times `factor` after `patience` validations without improvement.
@@ -37,15 +39,16 @@ class Plateau(Drawn):
     """
 
     monitor: str
-    mode: Literal["auto", "min", "max"] = field(default="auto", kw_only=True)
-    factor: float = field(default=0.1, kw_only=True)
-    patience: int = field(default=10, kw_only=True)
-    threshold: float = field(default=1e-4, kw_only=True)
-    threshold_mode: Literal["rel", "abs"] = field(default="rel", kw_only=True)
-    cooldown: int = field(default=0, kw_only=True)
-    min_lr: float = field(default=0.0, kw_only=True)
-    eps: float = field(default=1e-8, kw_only=True)
-    warmup: None = field(default=None, kw_only=True)
+    _: KW_ONLY
+    mode: Literal["auto", "min", "max"] = "auto"
+    factor: float = 0.1
+    patience: int = 10
+    threshold: float = 1e-4
+    threshold_mode: Literal["rel", "abs"] = "rel"
+    cooldown: int = 0
+    min_lr: float = 0.0
+    eps: float = 1e-8
+    warmup: None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.monitor, str) or not self.monitor:
@@ -53,18 +56,13 @@ class Plateau(Drawn):
         check_choice(self.mode, "Plateau", "mode", choices=("auto", "min", "max"))
         check_choice(self.threshold_mode, "Plateau", "threshold_mode", choices=("rel", "abs"))
         if self.mode == "auto" and not self.monitor.endswith("loss"):
-            raise SettingError(
-                message(
-                    f"Plateau({self.monitor!r}) does not say whether more is better",
-                    want="mode, for a name that does not end in loss",
-                    fix=f'Plateau({self.monitor!r}, mode="max"), or mode="min"',
-                )
-            )
+            what, want = f"Plateau({self.monitor!r}) does not say", "mode, for a name that does not end in loss"
+            fix = f'Plateau({self.monitor!r}, mode="max"), or mode="min"'
+            raise SettingError(message(f"{what} whether more is better", want=want, fix=fix))
         check_number(self.factor, f"Plateau(factor={self.factor!r})", above=0, below=1)
         for name in ("patience", "cooldown"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise SettingError(message(f"Plateau({name}={value!r})", want="a whole number of validations"))
+            check_whole(value, f"Plateau({name}={value!r})", least=0, what="a whole number of validations")
         for name in ("threshold", "min_lr", "eps"):
             check_number(getattr(self, name), f"Plateau({name}={getattr(self, name)!r})", least=0)
         _refuse_warmup(self.warmup, "Plateau", 'schedule=Plateau(...) without it, or TorchSchedule(..., unit="update")')
@@ -93,6 +91,7 @@ class Plateau(Drawn):
         return SteppedRates(setup, optimizer)
 
 
+@suggests
 @dataclass(frozen=True, slots=True)
 class TorchSchedule(Drawn):
     """Any scheduler of torch's kind: `factory(optimizer)` or `factory(optimizer, total)` builds it.
@@ -104,9 +103,10 @@ class TorchSchedule(Drawn):
     """
 
     factory: Callable[..., LRScheduler]
-    unit: Unit = field(default="update", kw_only=True)
-    monitor: str | None = field(default=None, kw_only=True)
-    warmup: None = field(default=None, kw_only=True)
+    _: KW_ONLY
+    unit: Unit = "update"
+    monitor: str | None = None
+    warmup: None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.factory, LRScheduler) or not callable(self.factory):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trainwright.base.contracts import Tree
 from trainwright.base.errors import DataError, SettingError, message
+from trainwright.base.names import suggests
 from trainwright.base.records import Sum
 from trainwright.runtime.device import widest_float
 from trainwright.slots.losses import shapes_of
@@ -158,6 +159,7 @@ class R2:
             self._state = {name: tensor.to(values.device, values.dtype) for name, tensor in self._state.items()}
 
 
+@suggests
 class F1:
     """F1 score, 2 hits / (guesses + targets) of each class, from counts over all rows.
 

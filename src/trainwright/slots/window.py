@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from trainwright.base.errors import DataError, SettingError, message
+from trainwright.base.names import suggests
 from trainwright.base.records import Count
 from trainwright.runtime.device import widest_float
 
@@ -160,6 +161,7 @@ class Window(Sequence[Any]):
         return max(count, 1) * len(self.batches)
 
 
+@suggests
 def windows(
     batches: Iterable[Any],
     accumulate: int = 1,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainwright.base.checks import check_choice, check_number, check_whole
 from trainwright.base.errors import SettingError, message
 from trainwright.base.names import suggests
 from trainwright.data.own import batches
@@ -231,13 +232,12 @@ def _refuse_watching(trainer: Trainer[Any]) -> None:
 
 
 def _check_settings(validation: Any, *, seed: Any, resume: Any) -> None:
-    if validation is not None and (isinstance(validation, bool) or not 0 < validation < 1):
-        want = "a share of the training rows, above 0 and below 1"
-        raise SettingError(message(f"validation={validation!r}", want=want, fix="validation=0.1"))
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-        raise SettingError(message(f"seed={seed!r}", want="a whole number, or None", fix="seed=0"))
-    if resume not in (None, "auto"):
-        raise SettingError(message(f"resume={resume!r}", want='None, or "auto"', fix='resume="auto"'))
+    if validation is not None:
+        written, what = f"cross_validate(validation={validation!r})", "a share of the training rows,"
+        check_number(validation, written, above=0, below=1, what=what, fix="validation=0.1")
+    if seed is not None:
+        check_whole(seed, f"cross_validate(seed={seed!r})", least=None, fix="seed=0")
+    check_choice(resume, "cross_validate", "resume", choices=(None, "auto"), fix='resume="auto"')
     if resume is not None and seed is None:
         what = 'resume="auto" without a seed: the folds would be others than those that were begun'
         raise SettingError(message(what, fix='cross_validate(..., seed=0, resume="auto")'))

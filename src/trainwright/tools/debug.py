@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from trainwright.base.errors import SettingError, message
+from trainwright.base.names import suggests
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _FIXED = (":4096:8", ":16:8")
@@ -17,6 +18,7 @@ _FIXED = (":4096:8", ":16:8")
 
 
 @contextmanager
+@suggests
 def anomaly(*, check_nan: bool = True) -> Iterator[None]:
     """Have torch name the line of the forward where a backward inside raises or gives a NaN.
 
@@ -30,6 +32,7 @@ def anomaly(*, check_nan: bool = True) -> Iterator[None]:
 
 
 @contextmanager
+@suggests
 def deterministic(*, warn_only: bool = False, fill: bool = True) -> Iterator[None]:
     """Have kernels repeat their results bit for bit on the same machine and with the same versions.
 

@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any
 
+from trainwright.base.checks import check_whole
 from trainwright.base.contracts import Observer
-from trainwright.base.errors import SettingError, message
+from trainwright.base.errors import SettingError
 from trainwright.base.names import suggests
 from trainwright.base.records import Update
 from trainwright.base.spans import Updates
@@ -65,8 +66,7 @@ def fast_run(
     what hooks of your own write to files or elsewhere is theirs. Observers are not told. SettingError in a group of
     several processes; DataError for a stream that cannot be read afresh, with the cure.
     """
-    if not isinstance(updates, int) or isinstance(updates, bool) or updates < 1:
-        raise SettingError(message(f"fast_run(updates={updates!r})", want="a whole number, at least 1"))
+    check_whole(updates, f"fast_run(updates={updates!r})")
     with traceless(trainer) as kept:
         found = ready(trainer, train, updates=updates, batch_size=batch_size)
         held_out = None if val is None else _held_out(val, batch_size)

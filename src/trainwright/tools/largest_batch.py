@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from trainwright.base.checks import check_number, check_whole
 from trainwright.base.errors import SettingError, message
 from trainwright.base.names import suggests
 from trainwright.data.cutting import cut, rows_of
@@ -332,8 +333,6 @@ def _known(trainer: Trainer[Any]) -> list[Tensor]:
 
 def _check(*, share: float, **wholes: int | None) -> None:
     for name, value in wholes.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            want = "a whole number of at least 1"
-            raise SettingError(message(f"largest_batch({name}={value!r})", want=want, fix=f"{name}=1024"))
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-        raise SettingError(message(f"largest_batch(share={share!r})", want="above 0, at most 1", fix="share=0.9"))
+        if value is not None:
+            check_whole(value, f"largest_batch({name}={value!r})", fix=f"{name}=1024")
+    check_number(share, f"largest_batch(share={share!r})", above=0, most=1, what="a share", fix="share=0.9")

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from trainwright.base.checks import check_choice, check_number, check_whole
 from trainwright.base.contracts import Observer
 from trainwright.base.errors import SettingError, message
 from trainwright.base.names import suggests
@@ -258,16 +259,11 @@ def _for_all(trainer: Trainer[Any], schedule: Callable[[int, int], float]) -> An
 
 
 def _check(lowest: float, highest: float, *, updates: int, spacing: str, diverges: float) -> None:
-    if spacing not in ("exponential", "linear"):
-        raise SettingError(message(f"lr_range(spacing={spacing!r})", want='"exponential" or "linear"'))
+    check_choice(spacing, "lr_range", "spacing", choices=("exponential", "linear"))
     if not (lowest > 0 or (lowest == 0 and spacing == "linear")) or not lowest < highest < math.inf:
         what = f"lr_range(lowest={lowest!r}, highest={highest!r})"
         raise SettingError(
             message(what, want="rates above 0, the highest above the lowest", fix="lowest=1e-7, highest=10")
         )
-    if not isinstance(updates, int) or isinstance(updates, bool) or updates < FEWEST:
-        raise SettingError(message(f"lr_range(updates={updates!r})", want=f"a whole number, at least {FEWEST}"))
-    if not 1 < diverges < math.inf:
-        raise SettingError(
-            message(f"lr_range(diverges={diverges!r})", want="times the best loss, above 1", fix="diverges=4")
-        )
+    check_whole(updates, f"lr_range(updates={updates!r})", least=FEWEST)
+    check_number(diverges, f"lr_range(diverges={diverges!r})", above=1, what="times the best loss,", fix="diverges=4")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 
+from trainwright.base.checks import check_choice, check_number
 from trainwright.base.errors import SettingError, message
 from trainwright.base.names import suggests
 from trainwright.runtime.blocks import Blocks, named
@@ -32,11 +33,8 @@ def mask_weights(
     that is what `shrink` is for. SettingError where fewer weights would be masked than are, and where a weight is
     computed otherwise, shared, or in shards.
     """
-    if isinstance(amount, bool) or not isinstance(amount, int | float) or not 0 < amount < 1:
-        what = f"mask_weights(amount={amount!r})"
-        raise SettingError(message(what, want="a share above 0 and below 1", fix="mask_weights(model, 0.8)"))
-    if scope not in ("global", "layer"):
-        raise SettingError(message(f"mask_weights(scope={scope!r})", want='"global" or "layer"'))
+    check_number(amount, f"mask_weights(amount={amount!r})", above=0, below=1, what="a share", fix="amount=0.8")
+    check_choice(scope, "mask_weights", "scope", choices=("global", "layer"))
     every = dict(model.named_modules()) if layers is None else named(model, layers, "mask_weights")
     found = {name: module for name, module in every.items() if isinstance(module, MAKERS)}
     _check(model, found)

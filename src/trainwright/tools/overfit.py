@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from trainwright.base.checks import check_number, check_whole
 from trainwright.base.contracts import Observer
-from trainwright.base.errors import NonFiniteError, SettingError, message
+from trainwright.base.errors import NonFiniteError
 from trainwright.base.names import suggests
 from trainwright.base.records import Update
 from trainwright.base.spans import Updates
@@ -88,10 +89,8 @@ def overfit_batches(
     was, as after `fast_run`. SettingError in a group of several processes; DataError for a stream.
     """
     for name, value in (("batches", batches), ("updates", updates)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise SettingError(message(f"overfit_batches({name}={value!r})", want="a whole number, at least 1"))
-    if not isinstance(share, float) or not 0 < share < 1:
-        raise SettingError(message(f"overfit_batches(share={share!r})", want="a share above 0 and below 1"))
+        check_whole(value, f"overfit_batches({name}={value!r})")
+    check_number(share, f"overfit_batches(share={share!r})", above=0, below=1, what="a share")
     with traceless(trainer):
         found = ready(variant(trainer, accumulate=1), train, updates=batches, batch_size=batch_size)
         for module in trainer.model.modules():

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 
-from trainwright.base.errors import SettingError, message
+from trainwright.base.checks import check_number, check_whole
+from trainwright.base.names import suggests
 
 
+@suggests
 def linear_scaled(lr: float, *, batch: int, to: int) -> float:
     """The rate for batches of `to` rows, where `lr` is right for `batch` rows: lr * to / batch.
 
@@ -16,6 +18,7 @@ def linear_scaled(lr: float, *, batch: int, to: int) -> float:
     return _checked("linear_scaled", lr, batch=batch, to=to) * to / batch
 
 
+@suggests
 def sqrt_scaled(lr: float, *, batch: int, to: int) -> float:
     """The rate for batches of `to` rows, where `lr` is right for `batch` rows: lr * sqrt(to / batch).
 
@@ -27,10 +30,8 @@ def sqrt_scaled(lr: float, *, batch: int, to: int) -> float:
 
 
 def _checked(name: str, lr: float, *, batch: int, to: int) -> float:
-    if isinstance(lr, bool) or not isinstance(lr, int | float) or not 0 <= lr < math.inf:
-        raise SettingError(message(f"{name}({lr!r})", want="a rate of at least 0", fix=f"{name}(1e-3, ...)"))
+    check_number(lr, f"{name}({lr!r})", least=0, what="a rate of", fix=f"{name}(1e-3, ...)")
     for key, rows in (("batch", batch), ("to", to)):
-        if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
-            fix = f"{name}({lr!r}, batch=64, to=512)"
-            raise SettingError(message(f"{name}({key}={rows!r})", want="rows of an update, at least 1", fix=fix))
+        fix = f"{name}({lr!r}, batch=64, to=512)"
+        check_whole(rows, f"{name}({key}={rows!r})", what="rows of an update", fix=fix)
     return lr

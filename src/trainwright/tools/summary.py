@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from trainwright.base.checks import check_choice
 from trainwright.base.errors import SettingError, message
 from trainwright.base.names import suggests
 from trainwright.observers.table import amount, byte_size
@@ -37,8 +38,7 @@ def summary(
     the operations of that device keep it: fused kernels of a GPU may keep less. SettingError where a parameter has no
     shape yet, and where the model cannot be called with the batch.
     """
-    if on not in ("meta", "device"):
-        raise SettingError(message(f"summary(on={on!r})", want='"meta" or "device"'))
+    check_choice(on, "summary", "on", choices=("meta", "device"))
     if not isinstance(model, nn.Module):
         raise TypeError(message(f"summary({type(model).__name__}, ...)", want="a torch.nn.Module"))
     for name, parameter in model.named_parameters():

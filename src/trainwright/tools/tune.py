@@ -15,6 +15,7 @@ from warnings import warn
 
 import torch
 
+from trainwright.base.checks import check_choice, check_whole
 from trainwright.base.errors import NonFiniteError, SettingError, first_line, message
 from trainwright.base.names import did_you_mean, suggests
 from trainwright.data.seeded import mixed
@@ -74,6 +75,7 @@ def tune(
     return Tuned(mode, tuple(map(tried_of, study.get_trials())), study)
 
 
+@suggests
 def constrain(trial: Any, name: str, value: float, *, at_most: float) -> None:
     """Hold a trial to a limit that can be told before training, such as its parameters; end it where it is beyond.
 
@@ -272,10 +274,9 @@ def _alone(path: Path) -> Iterator[str]:
 def _check(objective: Any, mode: Any, *, trials: Any, grid: Any, sampler: Any) -> None:
     if not callable(objective):
         raise SettingError(message(f"objective={objective!r}", want="a function of a trial that returns a number"))
-    if mode not in ("min", "max"):
-        raise SettingError(message(f"mode={mode!r}", want='"min" or "max"', fix='mode="max" for an accuracy'))
-    if trials is not None and (isinstance(trials, bool) or not isinstance(trials, int) or trials < 1):
-        raise SettingError(message(f"trials={trials!r}", want="a whole number above 0", fix="trials=20"))
+    check_choice(mode, "tune", "mode", choices=("min", "max"), fix='mode="max" for an accuracy')
+    if trials is not None:
+        check_whole(trials, f"tune(trials={trials!r})", fix="trials=20")
     if grid is None and trials is None:
         raise SettingError(message("a search without an end", fix="trials=20, or grid={...}"))
     if grid is not None and sampler is not None:
