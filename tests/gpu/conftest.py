@@ -1,4 +1,4 @@
-"""What must be set before CUDA starts, and what each test on a GPU leaves as it found it."""
+"""What must be set before CUDA starts, what each test on a GPU leaves as it found it, and whose warnings fail one."""
 
 import os
 
@@ -10,6 +10,23 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # The profiler must not be taken down and started anew beside recorded graphs.
 os.environ.setdefault("TEARDOWN_CUPTI", "0")
 os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
+
+# Torch's compiler, Triton and their like warn on a GPU of what the library can do nothing about, in code that no run
+# without a GPU comes to. What the library's own modules are warned of stays an error: the last that fits counts.
+OF_OTHERS = (
+    *("ignore::DeprecationWarning", "ignore::PendingDeprecationWarning", "ignore::FutureWarning"),
+    *(f"error::{kind}Warning:trainwright" for kind in ("Deprecation", "PendingDeprecation", "Future")),
+    # of the compiler, wherever float32 is left float32; of torch 2.9 and the next, at each question for its switches
+    "ignore:TensorFloat32 tensor cores for float32 matrix multiplication:UserWarning:torch",
+    "ignore:Please use the new API settings to control TF32:UserWarning:torch",
+)
+
+
+def pytest_collection_modifyitems(items):
+    """Have no test on a GPU fail for a warning of others."""
+    for item in items:
+        if item.get_closest_marker("gpu") is not None:
+            item.add_marker(pytest.mark.filterwarnings(*OF_OTHERS))
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from trainwright.base.contracts import Source
 from trainwright.base.errors import SettingError, message
 from trainwright.observers.table import byte_size
 from trainwright.run.owner import Owner
+from trainwright.runtime.memory import left_on
 
 SHARE = 0.25
 """Of the device's free memory what data may take by themselves: what the run takes is not known yet."""
@@ -66,10 +67,7 @@ def _placed(owner: Owner, sizes: dict[str, tuple[Any, int]], undo: ExitStack) ->
 
 def free_memory(device: torch.device) -> int | None:
     """Bytes that are free on a device, what torch keeps for later included; None where nobody tells."""
-    if device.type != "cuda":
-        return None
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + kept
+    return left_on(device) if device.type == "cuda" else None
 
 
 def _sizes(owner: Owner, sources: Mapping[str, Any]) -> dict[str, tuple[Any, int]]:

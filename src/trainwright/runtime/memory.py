@@ -36,6 +36,17 @@ def free_memory(device: torch.device, let_go: Callable[[], None] = lambda: None)
         torch.mps.empty_cache()
 
 
+def left_on(device: torch.device) -> int:
+    """Bytes that tensors may yet take on a CUDA device: those that torch keeps, and free ones as far as it may go.
+
+    A process may have been given a share of the device (`torch.cuda.set_per_process_memory_fraction`).
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    reserved: int = torch.cuda.memory_reserved(device)
+    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total) - reserved
+    return max(0, min(free, allowed)) + reserved - torch.cuda.memory_allocated(device)
+
+
 def device_memory(device: torch.device) -> dict[str, int]:
     """Return bytes by name: `allocated`, `reserved`, `peak` (of allocated, so far) on CUDA, `allocated` on mps.
 

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from trainwright.runtime.memory import free_memory
+from trainwright.runtime.memory import free_memory, left_on
 
 
 class Peaks(Protocol):
@@ -43,10 +43,9 @@ class AllocatorPeaks:
         self._device, self.peak = device, 0
 
     def left(self) -> int | None:
-        """What is free, and what the allocator holds already."""
+        """What is free for this process, and what tensors take already."""
         free_memory(self._device)
-        free, _ = torch.cuda.mem_get_info(self._device)
-        return free + torch.cuda.memory_reserved(self._device)
+        return left_on(self._device) + int(torch.cuda.memory_allocated(self._device))
 
     @contextmanager
     def watching(self) -> Iterator[None]:

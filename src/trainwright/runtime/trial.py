@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainwright.runtime.memory import left_on
+
 FAR = 0.05
 """How far apart two ways may end, as a share of how far they go: kernels may add up in another order."""
 
@@ -22,7 +24,7 @@ class Trial:
         self._tensors = [tensor.detach() for tensor in tensors]
         self._device, self._measured = device, measured
         size = sum(tensor.numel() * tensor.element_size() for tensor in self._tensors)
-        self.fits = device.type != "cuda" or _free(device) > 4 * size
+        self.fits = device.type != "cuda" or left_on(device) > 4 * size
         """Whether there is memory for two copies of the tensors."""
         self._before = [tensor.clone() for tensor in self._tensors] if self.fits else []
         self._draws = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
@@ -59,13 +61,6 @@ class Trial:
         if not way:
             return 1.0 if apart else None
         return float(apart / way)
-
-
-def _free(device: torch.device) -> int:
-    """Bytes that are free on a CUDA device, or kept by torch and not in use."""
-    kept: int = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    free: int = torch.cuda.mem_get_info(device)[0]
-    return free + kept
 
 
 def _distance(one: Sequence[Tensor], other: Sequence[Tensor]) -> Tensor:
