@@ -242,3 +242,28 @@ def test_a_metric_object_of_the_users_own_is_not_touched():
     row = trainer.fit(batches(rows_of_data(), 8), batches(rows_of_data(12), 8), epochs=1).history[0]
     assert (row["seen"], row["val_seen"], row["val_twice"]) == (30, 12, 24)
     assert mine.rows == 0
+
+
+class Calls(nn.Module):
+    """Counts its calls in a buffer, in eval mode too: in place, or by another tensor."""
+
+    def __init__(self, inner, *, in_place):
+        super().__init__()
+        self.inner, self.in_place = inner, in_place
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, *given):
+        if self.in_place:
+            self.calls.add_(1)
+        else:
+            self.calls = self.calls + 1
+        return self.inner(*given)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_the_validation_batch_that_is_tried_before_the_first_update_moves_no_buffer(in_place):
+    x, y = rows_of_data()
+    model, loss = Calls(network(), in_place=in_place), Calls(nn.CrossEntropyLoss(), in_place=in_place)
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, console=False)
+    trainer.fit([(x[:10], y[:10]), (x[10:20], y[10:20])], [(x[20:], y[20:])], epochs=2)
+    assert model.calls == loss.calls == 2 * 2 + 2  # as the plain loop with a validation after each epoch

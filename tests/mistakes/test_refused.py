@@ -169,3 +169,13 @@ def test_a_fused_sgd_whose_layer_was_cast_between_two_epochs():
     with pytest.raises(SettingError, match="with bfloat16 parameters on the CPU"):
         trainer.fit(pieces(), epochs=2)
     assert trainer.progress.updates == 4
+
+
+def test_a_lazy_module_that_no_batch_has_shaped():
+    model = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.LazyLinear(3))
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), console=False)
+    call = lambda: trainer.fit(pieces(), epochs=1)  # noqa: E731
+    fix = refused(call, SettingError, first=r"0\.weight has no shape yet")
+    assert fix == "call model(one_batch) once before fit"
+    model(pieces()[0][0])
+    assert trainer.fit(pieces(), epochs=1).updates == 4

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +17,7 @@ from trainwright.runtime.walking import inside, parameters_of
 from trainwright.slots.window import Window
 
 if TYPE_CHECKING:
+    from trainwright.run.owner import Owner
     from trainwright.run.run import Run
 
 
@@ -85,6 +88,20 @@ class Before:
         """A number of each weight that any change would change."""
         with torch.no_grad():
             return [p.detach().norm() if p.is_floating_point() else p.sum() for p in self._weights]
+
+
+@contextmanager
+def buffers_stay(owner: Owner) -> Iterator[None]:
+    """Put back at the end whatever a forward inside has done to buffers; those of compiled scripts apart."""
+    modules = [module for root in networks_of(owner) for module in inside(root) if isinstance(module._buffers, dict)]
+    buffers = [_Buffer(module, name) for module in dict.fromkeys(modules) for name in module._buffers]
+    for buffer in buffers:
+        buffer.keep()
+    try:
+        yield
+    finally:
+        for buffer in buffers:
+            buffer.put_back()
 
 
 class _Buffer:

@@ -16,6 +16,7 @@ from trainwright.base.errors import NonFiniteError, SettingError, message
 from trainwright.base.records import Result
 from trainwright.run import state
 from trainwright.run.alike import check_alike
+from trainwright.run.before import buffers_stay
 from trainwright.run.boundary import ENDED
 from trainwright.run.evaluating import evaluate
 from trainwright.run.failure import explain
@@ -279,7 +280,8 @@ def _rehearse(owner: Owner, run: Run, val: Mapping[str, Source]) -> None:
     owner.ledger.must_feed = not val and bool(owner.metrics)
     for name, source in val.items():
         if source.repeatable:
-            produced |= set(evaluate(owner, source, name=name, batches=1).numbers)
+            with buffers_stay(owner):  # an evaluation itself leaves those that its own forwards move
+                produced |= set(evaluate(owner, source, name=name, batches=1).numbers)
         else:
             produced |= {f"{name}_{number}" for number in ("loss", *owner.metrics)}
     free = (owner.hooks.logs_freely, owner.hooks.evaluates_itself)

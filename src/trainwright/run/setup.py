@@ -240,6 +240,7 @@ def open_data(
 
     _check_own(owner)
     _check_optimizers(owner)
+    _check_shapes(owner.model)
     _refuse_a_target_as_val(train, val)
     # A function of the epoch may draw. Here the processes meet first: who calls `fit` alone is to hear of it.
     with _met(owner) if meets else nullcontext():
@@ -294,6 +295,13 @@ def _check_optimizers(owner: Owner) -> None:
                 fix=f"def update(self, window): self.apply_gradients({named}{again})",
             )
         )
+
+
+def _check_shapes(model: nn.Module) -> None:
+    """Refuse lazy modules that no batch has shaped yet: a checkpoint, an average and the header need their shapes."""
+    lazy = next((name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)), None)
+    if lazy is not None:
+        raise SettingError(message(f"{lazy} has no shape yet", fix="call model(one_batch) once before fit"))
 
 
 def _needs_a_closure(optimizer: Any) -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from trainwright.base.contracts import Part, Tree
 from trainwright.base.errors import CheckpointError, DataError, message
+from trainwright.runtime.device import keep_dtypes
 from trainwright.runtime.randomness import random_state, set_random_state
 
 
@@ -89,9 +91,27 @@ def restore(parts: Mapping[str, Part], tree: Mapping[str, Tree], *, origin: str)
             raise  # it says what differs, and what to do
         except (KeyError, ValueError) as error:
             raise CheckpointError(message(f"{origin}: part {name!r} cannot be loaded: {error}", where=False)) from error
+        if name == "optimizer" and _are_of_their_dtypes(parts, tree):
+            for optimizer, saved in _optimizers(part, tree[name]):
+                keep_dtypes(optimizer, saved)
         if isinstance(said, str):
             reports.append(said)
     return reports
+
+
+def _are_of_their_dtypes(parts: Mapping[str, Part], tree: Mapping[str, Tree]) -> bool:
+    """Whether all weights have the dtypes that they were saved with."""
+    roots = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
+    named = [(tree[name].get(key), own) for name, root in roots.items() for key, own in root.named_parameters()]
+    return all(saved.dtype == own.dtype for saved, own in named if isinstance(saved, Tensor))
+
+
+def _optimizers(part: Any, tree: Any) -> Iterator[tuple[Optimizer, Mapping[str, Any]]]:
+    """The optimizers of a part, each with what was saved of it."""
+    if isinstance(part, Optimizer):
+        yield part, tree
+    for name, one in getattr(part, "parts", {}).items():
+        yield from _optimizers(one, tree[name])
 
 
 def _check_tensors(name: str, module: nn.Module, saved: Mapping[str, Any], *, origin: str) -> None:

@@ -68,7 +68,25 @@ def place_state(optimizer: Optimizer) -> None:
     """Move an optimizer's state to where its parameters lie now (`load_state_dict` casts it there)."""
     state = [(p, value) for p, values in optimizer.state.items() for value in values.values()]
     if any(isinstance(v, Tensor) and v.dim() and v.device != p.device for p, v in state):
-        optimizer.load_state_dict(optimizer.state_dict())
+        saved = optimizer.state_dict()
+        optimizer.load_state_dict(saved)
+        keep_dtypes(optimizer, saved)
+
+
+def keep_dtypes(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Give a state that was just loaded the dtypes that it was saved with; for weights whose dtypes are as they were.
+
+    Torch casts all of it to that of the weights: NAdam's product of momenta, float32 moments of bfloat16 weights.
+    """
+    if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
+        return  # one that loads by itself knows how
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    for parameter, number in zip(parameters, numbers, strict=True):
+        for key, value in saved["state"].get(number, {}).items():
+            now = optimizer.state[parameter].get(key)
+            if key != "step" and type(now) is type(value) is Tensor and now.dtype != value.dtype:
+                optimizer.state[parameter][key] = value.detach().to(now.device, copy=True)
 
 
 def move(batch: Any, device: torch.device) -> Any:
