@@ -110,11 +110,12 @@ class Timed:
             yield
             return
         begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begun.record()
+        stream = torch.cuda.current_stream(self._device)
+        begun.record(stream)
         before = time.perf_counter()
         yield
         self._host.append(time.perf_counter() - before)
-        ended.record()
+        ended.record(stream)
         self._events.append((begun, ended))
 
     @property

@@ -86,7 +86,7 @@ def fetch(numbers: Tensor, slot: Tensor) -> Any:
     if numbers.device.type != "cuda":
         return None
     arrived = torch.cuda.Event(blocking=True)
-    arrived.record()
+    arrived.record(torch.cuda.current_stream(numbers.device))  # another device may be the current one
     return arrived
 
 
