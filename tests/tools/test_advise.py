@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from functools import partial
 
@@ -22,10 +23,14 @@ from trainwright import (
     batches,
     checkpoint_activations,
 )
+from trainwright.tools import ways
 from trainwright.tools.advice import Effect
 from trainwright.tools.loading import _rebuilt as rebuilt
 from trainwright.tools.loading import loader_techniques
-from trainwright.tools.ways import techniques
+from trainwright.tools.measuring import Way
+from trainwright.tools.ways import Technique, techniques
+
+advising = sys.modules["trainwright.tools.advise"]
 
 
 class Slow(Dataset):
@@ -231,6 +236,18 @@ def test_what_is_on_or_cannot_be_is_told_as_it_is():
 
 def test_the_time_is_kept_to(of_clean):
     assert of_clean[0].seconds < 8
+
+
+def test_time_is_kept_for_what_starts_slowly_where_there_is_enough_of_it(monkeypatch):
+    slow = Technique(name="slow start", how="", way=Way(name="slow start"), start=1.0)
+    monkeypatch.setattr(ways, "_compile", lambda *_: [slow])
+    monkeypatch.setattr(advising, "ROUNDS", 10**6)  # the others would take all the time there is
+    trainer, data = clean()
+    tried = {effect.name: effect for effect in advise(trainer, data, seconds=5).tried}
+    assert tried["slow start"].speedup is not None
+    monkeypatch.setattr(advising, "SHARE", 10)
+    tried = {effect.name: effect for effect in advise(trainer, data, seconds=5).tried}
+    assert "may take 1 s to begin with" in tried["slow start"].why_not
 
 
 def test_settings_of_the_process_are_listed_or_measured_by_a_script(of_clean, tmp_path):

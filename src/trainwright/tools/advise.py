@@ -32,7 +32,9 @@ WARM_SLOWLY = 8
 PLANNED = 0.9
 """Share of the seconds that trials are planned for: what has begun is finished, and the last word takes time."""
 ENOUGH = 120.0
-"""Seconds of the whole from which on time is kept for what starts slowly."""
+"""Seconds of the whole that all techniques have their turns in."""
+SHARE = 3
+"""Time is kept for what starts slowly where the whole is so many times as long as that takes."""
 READY = 24
 """Updates for which ready batches are drawn at most."""
 
@@ -167,7 +169,8 @@ class _Trial:
         quick = [one for one in able if not one.technique.start]
         slow = [one for one in able if one.technique.start]
         memory = self._measure_memory(quick, bases["ready"])
-        reserve = 1.5 * sum(one.technique.start for one in slow) if self._budget.seconds >= ENOUGH else 0.0
+        starts = [one.technique.start for one in slow]
+        reserve = 1.5 * sum(start for start in starts if SHARE * start <= self._budget.seconds)
         for turn in range(ROUNDS):
             for one in quick[turn % len(quick) :] + quick[: turn % len(quick)]:
                 if not one.why_not and self._budget.left - reserve > 2 * one.seconds:
