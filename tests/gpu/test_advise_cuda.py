@@ -17,7 +17,7 @@ def test_advice_on_a_gpu_tries_what_only_it_has(device: torch.device) -> None:
         assert tried[name].speedup is not None, tried[name].verdict
     assert advice.memory > 64 * 64 * 16 * 16 * 4
     memory = tried["batch size x2"].memory
-    assert memory is not None and 1.1 < memory < 3  # not just twice as much: cuDNN tries kernels with memory of their own
+    assert memory is not None and 1.1 < memory < 3  # cuDNN tries kernels with memory of their own beside
 
 
 def test_advice_of_the_same_network_on_the_cpu() -> None:
