@@ -130,7 +130,7 @@ def lbfgs(*, smoke: bool) -> None:
     trainer.fit([(cells, torch.tensor(targets))], epochs=1 if smoke else 5)  # an update is up to 20 iterations
 
     # Only the difference of the two classes' weights counts; the penalty is then half of its square.
-    ours = (model.weight[1] - model.weight[0]).detach().numpy()
+    ours = (model.weight[1] - model.weight[0]).detach().cpu().numpy()
     exact = LogisticRegression(C=1 / (PENALTY * len(targets)), solver="newton-cholesky", tol=1e-10)
     theirs = exact.fit(cells.numpy(), targets).coef_[0]
     print(f"lbfgs    largest difference to scikit-learn's coefficients: {abs(ours - theirs).max():.0e}")

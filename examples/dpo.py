@@ -95,14 +95,15 @@ def write(writer: Writer, prompt: Tensor) -> Tensor:
     """What it goes on with, letter by letter."""
     generator, text = torch.Generator().manual_seed(0), prompt
     for _ in range(LENGTH):
-        chances = writer(text)[:, :, -1].softmax(1)
-        text = torch.cat([text, torch.multinomial(chances, 1, generator=generator)], 1)
+        chances = writer(text)[:, :, -1].softmax(1).cpu()  # where the generator draws
+        text = torch.cat([text, torch.multinomial(chances, 1, generator=generator).to(text.device)], 1)
     return text[:, prompt.shape[1] :]
 
 
 @torch.no_grad()
 def told(writer: Writer, held_out: Pairs) -> str:
-    prompt, quiet, loud = held_out
+    device = next(writer.parameters()).device
+    prompt, quiet, loud = (letters.to(device) for letters in held_out)
     likely = log_prob(writer, prompt, quiet)
     bits = -likely.mean().item() / LENGTH / math.log(2)
     prefers = (likely > log_prob(writer, prompt, loud)).float().mean().item()

@@ -63,7 +63,7 @@ def pretrained(low: Pair, *, epochs: int) -> Network:
 
 
 def fine_tune(model: Network, few: Pair, held_out: Pair, *, epochs: int) -> Report:
-    model.head = nn.Linear(512, 5)
+    model.head = nn.Linear(512, 5, device=model.head.weight.device)  # a new layer lies on the CPU else
     optimizer = adamw(lr=3e-3)
     if not SCRATCH:
         freeze(model, "backbone")

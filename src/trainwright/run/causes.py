@@ -51,11 +51,19 @@ def _may_split(site: Site) -> bool:
 
 
 def _several_devices(site: Site) -> Cause | None:
-    placed = devices_of(site.owner.model)
+    model, placed = site.owner.model, devices_of(site.owner.model)
     if len(placed) < 2 or "device" not in str(site.error):
         return None
     why = f"the model lies on {' and '.join(map(str, placed))}, and its batches are on {site.owner.device}"
-    return why, "x.to(layer.weight.device) before a layer that lies elsewhere, and output.to(x.device) at the end"
+    fix = "x.to(layer.weight.device) before a layer that lies elsewhere, and output.to(x.device) at the end"
+    left = next((name for name, one in (*model.named_parameters(), *model.named_buffers()) if one.is_cpu), "")
+    away = [device for device in placed if device.type != "cpu"]
+    if not left or len(away) != 1:
+        return why, fix
+    return (
+        f"{why}: {left} was left on the cpu",
+        f"model.to({str(away[0])!r}) before Trainer(...); if it is meant so, {fix}",
+    )
 
 
 def _devices(site: Site) -> Cause | None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from trainwright.base.errors import SettingError, first_line, message
-from trainwright.runtime.device import change, move
+from trainwright.runtime.device import change, devices_of, move
 from trainwright.runtime.flops import twin_on
 from trainwright.runtime.living import Living
 from trainwright.runtime.randomness import unmoved
@@ -50,12 +50,18 @@ class Given:
             return self.call(model, *self.inputs, **self.keywords)
         return model(*self.inputs, **self.keywords)
 
-    def on(self, device: torch.device | None) -> Given:
-        """The same with its tensors on a device; None: copies where they are."""
-        if device is not None:
-            return Given(move(self.inputs, device), move(self.keywords, device), self.call)
-        place = torch.device("cpu")  # unused: nothing but tensors is copied
-        return Given(change(self.inputs, place, _copied), change(self.keywords, place, _copied), self.call)
+    def on(self, device: torch.device) -> Given:
+        """The same with its tensors on a device."""
+        return Given(move(self.inputs, device), move(self.keywords, device), self.call)
+
+    def beside(self, model: nn.Module) -> Given:
+        """Copies of the same where a model has its first parameters."""
+        place = next(iter(devices_of(model)), torch.device("cpu"))
+
+        def copied(tensor: Tensor) -> Tensor:
+            return tensor.detach().to(place, copy=True).requires_grad_(tensor.requires_grad)
+
+        return Given(change(self.inputs, place, copied), change(self.keywords, place, copied), self.call)
 
 
 @dataclass
@@ -98,7 +104,7 @@ def dry(
     counts: bool = False,
     prepare: Callable[[Dry], None] = lambda _: None,
 ) -> Iterator[Dry]:
-    """Run a copy of `model` forward on the device `on`, or with copies of its weights where it lies (None).
+    """Run a copy of `model` forward on the device `on`, or with copies of its weights and inputs where it lies (None).
 
     Hooks are left out. Memory is followed; with `counts` operations are, for torch's counter holds on to tensors.
     `prepare` is given the copy before it runs. Inside, the output is there, and a backward can be run.
@@ -109,7 +115,7 @@ def dry(
         what = "a model in shards cannot be copied"
         raise SettingError(message(what, fix="measure it before Trainer(parallel=FSDP(...)) is made"))
     with unmoved(), torch.enable_grad(), nullcontext() if on is None else on:
-        twin, there = twin_on(model, on), given.on(on)
+        twin, there = twin_on(model, on), given.beside(model) if on is None else given.on(on)
         known = [*twin.parameters(), *twin.buffers(), *tensors_in((there.inputs, there.keywords))]
         counter: Any = FlopCounterMode(display=False) if counts else None
         run = Dry(twin, None if counts else Living(known), counter)
@@ -154,7 +160,3 @@ def memory_of(run: Dry, look: Callable[[Living], None] = lambda _: None) -> tupl
     look(living)
     backward()
     return kept, living.peak
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from trainwright.base.checks import check_choice, check_number, check_whole
 from trainwright.base.errors import SettingError, message
 from trainwright.base.names import did_you_mean, suggests
 from trainwright.runtime.blocks import Blocks, named
@@ -75,14 +76,12 @@ def shrink(
     that cannot lose channels (a residual sum, a grouped convolution, attention, shared weights), where none can, and
     where the forward cannot be followed.
     """
-    _check_share(amount, "shrink")
-    if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
-        raise SettingError(message(f"shrink(multiple={multiple!r})", want="a whole number of at least 1"))
-    if scope not in ("layer", "global"):
-        raise SettingError(message(f"shrink(scope={scope!r})", want='"layer" or "global"'))
+    check_number(amount, f"shrink(amount={amount!r})", above=0, below=1, what="a share", fix="amount=0.5")
+    check_whole(multiple, f"shrink(multiple={multiple!r})")
+    check_choice(scope, "shrink", "scope", choices=("layer", "global"))
     if by not in ("l1", "bn") and not callable(by):
         raise SettingError(message(f"shrink(by={by!r})", want='"l1", "bn", or a function of a layer and its name'))
-    given = given_by(model, example, "shrink")
+    given = given_by(model, example, "shrink").beside(model)
     groups = groups_of(model, given, "shrink")
     meant = None if layers is None else set(named(model, layers, "shrink"))
     for name, group in groups.items():
@@ -105,7 +104,7 @@ def remove_channels(model: nn.Module, example: Any, channels: Mapping[str, Colle
 
     As `shrink` does it. SettingError for a layer that cannot lose channels, and for a channel that there is not.
     """
-    given = given_by(model, example, "remove_channels")
+    given = given_by(model, example, "remove_channels").beside(model)
     groups = groups_of(model, given, "remove_channels")
     _check_meant(groups, set(channels), "remove_channels")
     for name, lost in channels.items():
@@ -119,11 +118,6 @@ def remove_channels(model: nn.Module, example: Any, channels: Mapping[str, Colle
     for name, group in groups.items():
         group.why = group.why or ("" if name in gone else "it was not asked for")
     return _without(model, given, groups, lost=gone)
-
-
-def _check_share(amount: Any, call: str) -> None:
-    if isinstance(amount, bool) or not isinstance(amount, int | float) or not 0 < amount < 1:
-        raise SettingError(message(f"{call}(amount={amount!r})", want="a share above 0 and below 1", fix="amount=0.5"))
 
 
 def _said(layers: Any) -> set[str]:
@@ -250,7 +244,7 @@ def _try(
         for group, channels in lost.values():
             for use in group.readers:
                 _silence(big, use, channels)
-        one, other = (list(tensors_in(given.on(None).run(twin))) for twin in (big, tried))
+        one, other = (list(tensors_in(given.beside(twin).run(twin))) for twin in (big, tried))
     for ours, theirs in zip(other, one, strict=True):
         if ours.shape == theirs.shape and ours.is_floating_point():
             allowed = _CLOSE.get(ours.dtype, _ROUGH) * float(theirs.abs().max())
