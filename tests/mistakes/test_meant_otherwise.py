@@ -9,7 +9,7 @@ from refusals import entry, make, network, pieces, refused, with_method
 from torch import nn
 from torch.utils.data import DataLoader
 
-from trainwright import SettingError, Trainer, batches
+from trainwright import Mean, SettingError, StepError, Sum, Throughput, Trainer, batches, param_groups, save_weights
 
 X, Y = torch.cat([x for x, _ in pieces()]), torch.cat([y for _, y in pieces()])
 
@@ -87,3 +87,62 @@ def test_weights_of_another_model_are_named_by_what_is_missing_and_what_is_not_i
         make(model=other, checkpoint=Checkpoint(tmp_path)).fit(pieces(), epochs=2, resume="auto")
     have = entry(str(caught.value), "have")
     assert have == "missing in the checkpoint: 0.bias, 0.weight; not in the model: bias, weight"
+
+
+def test_loss_and_optimizer_the_other_way_round():
+    model = network()
+    loss, optimizer = nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1)
+    call = lambda: Trainer(model, loss, optimizer)  # noqa: E731
+    first = r"Trainer\(model, loss, SGD\(\.\.\.\)\): the optimizer stands in the place of the loss"
+    assert refused(call, TypeError, first=first) == "Trainer(model, optimizer, loss)"
+    eval(
+        "Trainer(model, optimizer, loss)", {"Trainer": Trainer}, {"model": model, "optimizer": optimizer, "loss": loss}
+    )
+
+
+def test_an_observer_in_the_place_of_a_list_of_them():
+    call = lambda: make(observers=Throughput())  # noqa: E731
+    fix = refused(call, TypeError, first=r"observers=Throughput\(\.\.\.\)", where=False)
+    assert fix == "observers=[Throughput(...)]"
+    make(observers=[Throughput()])
+
+
+@pytest.mark.parametrize("seconds", ["3", True, 0, float("nan")])
+def test_seconds_that_are_no_number_above_zero(seconds):
+    trainer = make()
+    call = lambda: trainer.fit(pieces(), max_seconds=seconds)  # noqa: E731
+    want = "a number of seconds above 0"
+    refused(call, SettingError, first=f"max_seconds={seconds!r}", want=want, trainer=trainer)
+
+
+@pytest.mark.parametrize(
+    "given", [lambda loss: Mean(loss, -1), lambda loss: Mean(loss, "4"), lambda loss: Sum(loss, -2.0)]
+)
+def test_a_count_that_is_none(given):
+    trainer = make(with_method("def training_step(self, batch): return self.given(super().training_step(batch))"))
+    trainer.given = given
+    call = lambda: trainer.fit(pieces(), epochs=1)  # noqa: E731
+    first = r"a step returned (Mean|Sum)\(\.\.\., count=.*\)"
+    fix = refused(call, StepError, first=first, want="at least 0", trainer=trainer, where=False)
+    name, _, inside = fix.partition("(")
+    assert inside.endswith(", len(target))")
+    trainer.given = lambda loss: {"Mean": Mean, "Sum": Sum}[name](loss, np.int64(4))
+    assert trainer.fit(pieces(), epochs=1).updates == 4
+
+
+def test_a_schedule_that_gives_nothing():
+    trainer = make(schedule=lambda update, total: None)
+    call = lambda: trainer.fit(pieces(), epochs=1)  # noqa: E731
+    refused(call, SettingError, first=".* gave None for update=0, rest=4", want="a factor of", trainer=trainer)
+
+
+def test_a_model_in_the_place_of_its_weights(tmp_path):
+    call = lambda: save_weights(tmp_path / "model.safetensors", network())  # noqa: E731
+    fix = refused(call, TypeError, first=r"save_weights\(PosixPath, Linear\)", want="a state_dict")
+    assert fix == 'save_weights("model.safetensors", model.state_dict())'
+
+
+def test_parameters_in_the_place_of_their_model():
+    call = lambda: param_groups(network().parameters(), lr=0.1)  # noqa: E731
+    fix = refused(call, TypeError, first=r"param_groups\(generator, \.\.\.\)", want="the model")
+    assert fix == "param_groups(model, ...)"

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from trainwright.base.checks import check_flag, check_whole
+from trainwright.base.checks import check_flag, check_number, check_whole
 from trainwright.base.contracts import Source
 from trainwright.base.errors import DataError, SettingError, message
 from trainwright.base.names import did_you_mean, nearest
@@ -40,8 +40,8 @@ class Ends:
             value = getattr(self, name)
             if value is not None:
                 check_whole(value, f"{name}={value!r}")
-        if self.max_seconds is not None and not self.max_seconds > 0:
-            raise SettingError(message(f"max_seconds={self.max_seconds!r}", want="a number of seconds above 0"))
+        if self.max_seconds is not None:
+            check_number(self.max_seconds, f"max_seconds={self.max_seconds!r}", above=0, what="a number of seconds")
         if self.epochs is None and self.max_updates is None and self.max_seconds is None:
             raise SettingError(
                 message("fit() was not told when to end", want="epochs, max_updates or max_seconds", fix="epochs=10")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from trainwright.base.contracts import Observer, Source
@@ -60,6 +61,9 @@ def checked_loss(loss: Any) -> Callable[..., Any] | None:
     """Refuse a loss that cannot be called on (output, target)."""
     if loss is None or (callable(loss) and not isinstance(loss, type)):
         return loss
+    if isinstance(loss, Optimizer):
+        what = f"Trainer(model, loss, {type(loss).__name__}(...)): the optimizer stands in the place of the loss"
+        raise TypeError(message(what, want="the optimizer before the loss", fix="Trainer(model, optimizer, loss)"))
     raise TypeError(
         message(
             f"loss={loss!r}",
@@ -115,6 +119,9 @@ def checked_slot(name: str, value: T | None, example: str) -> T | None:
 
 def checked_observers(observers: Collection[Observer]) -> tuple[Observer, ...]:
     """Refuse an observer that is none, or whose `every` cannot be."""
+    if isinstance(observers, Observer):
+        given = f"{type(observers).__name__}(...)"
+        raise TypeError(message(f"observers={given}", want="a list of observers", fix=f"observers=[{given}]"))
     for observer in observers:
         if not isinstance(observer, Observer):
             want = "objects of subclasses of Observer"

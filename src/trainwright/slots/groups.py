@@ -117,6 +117,10 @@ class Groups:
         ]
 
     def _parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        if not isinstance(model, nn.Module):
+            what = f"{self.owner}({type(model).__name__}, ...)"
+            want, fix = "the model, whose parameters have names", f"{self.owner}(model, ...)"
+            raise TypeError(message(what, want=want, fix=fix))
         named = dict(model.named_parameters())
         if not named:
             what = f"{self.owner}: {type(model).__name__} has no parameters"

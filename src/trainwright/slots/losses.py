@@ -36,9 +36,10 @@ def read_outcome(returned: Any) -> Outcome:
     if isinstance(returned, Tensor):
         return Outcome(_scalar(returned))
     if isinstance(returned, Mean):
-        return Outcome(_scalar(returned.loss), returned.count)
+        return Outcome(_scalar(returned.loss), _counted(returned.count, returned))
     if isinstance(returned, Sum):
-        return Outcome(_scalar(returned.total), returned.count, summed=True)
+        count = returned.count
+        return Outcome(_scalar(returned.total), None if count is None else _counted(count, returned), summed=True)
     if isinstance(returned, Mapping) and returned:
         return _named(returned)
     raise StepError(
@@ -256,6 +257,20 @@ def _kernel(summed: Loss) -> Loss | None:
 
 def _bce(module: nn.Module) -> bool:
     return type(module) in {nn.BCELoss, nn.BCEWithLogitsLoss}
+
+
+def _counted(count: Count, given: Mean | Sum) -> Count:
+    """The count that a step gave, as far as the host can tell whether it is one."""
+    if isinstance(count, Tensor) or (isinstance(count, int | float | np.number) and not count < 0):
+        return count
+    raise StepError(
+        message(
+            f"a step returned {type(given).__name__}(..., count={count!r})",
+            want="a number of rows, tokens or the like, at least 0",
+            fix=f"{type(given).__name__}({'loss' if isinstance(given, Mean) else 'total'}, len(target))",
+            where=False,
+        )
+    )
 
 
 def _named(losses: Mapping[str, Any]) -> Outcome:

@@ -207,6 +207,10 @@ def save_weights(path: str | Path, state_dict: Mapping[str, Any]) -> None:
 
     The file is readable by its owner alone. Directories on the way are made.
     """
+    if not isinstance(state_dict, Mapping):
+        what = f"save_weights({type(path).__name__}, {type(state_dict).__name__})"
+        fix = 'save_weights("model.safetensors", model.state_dict())'
+        raise TypeError(message(what, want="a path and a state_dict", fix=fix))
     path = Path(path).expanduser()
     contents = weights_contents(state_dict)
     try:

@@ -360,11 +360,14 @@ class FunctionSchedule(Drawn):
         text = settings_text(self)
 
         def factor(update: int) -> float:
-            value = float(self.fn(update, rest))
+            given = self.fn(update, rest)
+            try:
+                value = float(given)
+            except (TypeError, ValueError):
+                value = math.nan
             if not 0 <= value < math.inf:
-                raise SettingError(
-                    message(f"{text} gave {value} for {update=}, {rest=}", want="a factor of at least 0")
-                )
+                what = f"{text} gave {given} for {update=}, {rest=}"
+                raise SettingError(message(what, want="a factor of at least 0"))
             return value
 
         recipe = Recipe(
