@@ -22,6 +22,7 @@ from trainwright.run.run import Run
 from trainwright.run.shown import Shown
 from trainwright.runtime import modules, randomness, surroundings
 from trainwright.runtime.modules import wake
+from trainwright.runtime.switches import matmul_precisions
 from trainwright.slots import precision
 from trainwright.slots.average_bound import Average
 
@@ -73,7 +74,7 @@ def leaves_a_matmul_precision(patch):
 
 
 def leaves_the_precision_of_a_backend(patch):
-    without(patch, precision, "_matmul_precisions", [])
+    without(patch, precision, "matmul_precisions", [])
 
 
 def leaves_gc_off(patch):
@@ -117,7 +118,7 @@ def leaves_a_hook_on_all_modules(patch):
 
 
 _HANDLER, _STOP, _HERE = logging.NullHandler(), threading.Event(), os.getcwd()
-_BACKENDS = precision._matmul_precisions()
+_BACKENDS = matmul_precisions()
 _THREADS: list[threading.Thread] = []
 _HANDLES: list[Any] = []
 

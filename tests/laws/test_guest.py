@@ -30,7 +30,7 @@ from trainwright import (
     accuracy,
     freeze,
 )
-from trainwright.slots.precision import _matmul_precisions
+from trainwright.runtime.switches import matmul_precisions
 
 from .guest_cases import (
     adamw,
@@ -182,7 +182,7 @@ def test_with_console_and_checkpoint_too(tmp_path, capsys, monkeypatch):
 @pytest.fixture
 def unusual_process(monkeypatch, tmp_path):
     """A process in which nothing is at its default."""
-    backends = _matmul_precisions()
+    backends = matmul_precisions()
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     for number in before:
         signal.signal(number, _handler)

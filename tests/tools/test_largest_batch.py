@@ -197,6 +197,11 @@ def test_settings_that_cannot_be_are_refused(how, match):
         largest_batch(scarce(), (X, Y), batch_size=8, **how)
 
 
+def test_a_budget_that_not_one_row_fits_into_is_said_to_be_one(monkeypatch):
+    with pytest.raises(SettingError, match="micro-batches of 1 rows do not fit in a budget of"):
+        found(monkeypatch, scarce(0), budget=16)
+
+
 def test_a_stream_that_is_read_once_is_refused_with_the_cure():
     with pytest.raises(DataError, match="a list of ready batches"):
         largest_batch(scarce(), iter([(X[:8], Y[:8])]), budget=2**20)

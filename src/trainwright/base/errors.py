@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from types import FrameType
 
+NOTE = "trainwright: "
+"""What a note that is added to an error of others begins with."""
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
@@ -53,6 +56,12 @@ class ProcessError(TrainwrightError, RuntimeError):
 def first_line(error: BaseException, most: int | None = None) -> str:
     """Say an error in a line: its class and the first line of its text, `most` letters of both at most."""
     return f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")[:most]
+
+
+def listed(names: Sequence[str], most: int = 4) -> str:
+    """The first `most` names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def message(what: str, *, have: str = "", want: str = "", fix: str = "", where: bool = True) -> str:

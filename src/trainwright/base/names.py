@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
 from typing import Any, TypeVar, cast
 
-from trainwright.base.errors import SettingError, message, user_line
+from trainwright.base.errors import NOTE, SettingError, message, user_line
 
 C = TypeVar("C", bound=Callable[..., Any])
 
@@ -178,7 +178,7 @@ def _suggest(error: TypeError, function: Callable[..., Any], given: Mapping[str,
     unknown = [f"{name} takes no {wrong!r}.{_meant(wrong, known)}" for wrong in given if wrong not in known]
     by_name = ", ".join(one.name for one in parameters if one.kind is one.KEYWORD_ONLY)
     by_position = ", ".join(one.name for one in parameters if one.kind is not one.KEYWORD_ONLY)
-    lines = [f"trainwright: {'; '.join(unknown) or f'{name} was called with other arguments than it takes.'}"]
+    lines = [f"{NOTE}{'; '.join(unknown) or f'{name} was called with other arguments than it takes.'}"]
     entries = {"by position": by_position, "by name": by_name, "where": user_line()}
     error.add_note("\n".join([*lines, *(f"  {label:<13}{text}" for label, text in entries.items() if text)]))
 

@@ -11,6 +11,9 @@ from torch import Tensor
 
 Count = int | float | Tensor
 
+TARGETS = ("target", "targets", "labels", "label", "y")
+"""What the target of a batch that is a mapping may be called; the first that is there is it."""
+
 
 @dataclass(slots=True, eq=False)
 class Mean:

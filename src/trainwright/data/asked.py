@@ -16,17 +16,13 @@ class Asked:
     """The state of a loader or data set of the user's own, with the number of batches that it belongs to."""
 
     def __init__(self, data: Any, *, rows_by_number: bool = False) -> None:
-        self._data = data
+        self.data = data
+        """What is asked for its state."""
         self.rows_by_number = rows_by_number
         """Whether data keep a state but no position: rows are asked for by number."""
         self._given = 0
         self._begun = False
         self._boundary: dict[str, Any] | None = None
-
-    @property
-    def data(self) -> Any:
-        """What is asked for its state."""
-        return self._data
 
     def counted(self, iterator: Iterator[Any], given: int) -> Iterator[Any]:
         """The batches of a pass, after `given` that were given before."""
@@ -50,7 +46,7 @@ class Asked:
         fitting = [state for state in known if given in (None, state["given"])]
         if not fitting:
             raise not_there([state["given"] for state in known], given)
-        self._data.load_state_dict(deepcopy(fitting[0]["state"]))
+        self.data.load_state_dict(deepcopy(fitting[0]["state"]))
 
     def settle(self, tree: dict[str, Any] | None) -> None:
         """Put back the last state at once: no epoch follows, and others read the same data."""
@@ -64,7 +60,7 @@ class Asked:
             yield batch
 
     def _now(self) -> dict[str, Any]:
-        return {"given": self._given, "state": deepcopy(self._data.state_dict())}
+        return {"given": self._given, "state": deepcopy(self.data.state_dict())}
 
 
 def asked_of(data: Any) -> Asked | None:

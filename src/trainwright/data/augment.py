@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from trainwright.base.checks import check_flag, check_whole
 from trainwright.base.errors import DataError, SettingError, message
 from trainwright.base.names import suggests
+from trainwright.runtime.containers import sequence_like
 
 Piece = Callable[[Tensor, "Draws"], Tensor]
 """Gives images (rows, channels, height, width) changed."""
@@ -182,4 +183,4 @@ def _with_images(batch: Any, images: Tensor) -> Any:
     if isinstance(batch, Mapping):
         return {key: images if value is found else value for key, value in batch.items()}
     items = [images if item is found else item for item in batch]
-    return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
+    return sequence_like(batch, items)

@@ -17,7 +17,7 @@ from trainwright.base.names import suggests
 from trainwright.data.arrays import Table, TableRows
 from trainwright.data.own import Batches
 from trainwright.data.rows import rows_of
-from trainwright.data.seeded import SeededRows, mixed
+from trainwright.data.seeded import SeededRows, mixed_seed
 from trainwright.data.settings import Dealing
 from trainwright.runtime.randomness import unmoved
 
@@ -106,7 +106,7 @@ class Buckets:
     def dealt(self, seed: int, epoch: int, *, shuffle: bool, drop_last: bool) -> list[Tensor]:
         """The row numbers of every batch of an epoch."""
         lengths = self.lengths
-        draws = torch.Generator().manual_seed(mixed(seed, epoch, _ITS_OWN) & 0xFFFFFFFF)
+        draws = torch.Generator().manual_seed(mixed_seed(seed, epoch, _ITS_OWN))
         rows = torch.randperm(len(lengths), generator=draws) if shuffle else torch.arange(len(lengths))
         if drop_last:  # any rows are left out, not always the shortest
             assert self.batch_size is not None
@@ -167,7 +167,7 @@ class Bucketed(Batches):
     def padding_mixed(self, epoch: int = 0) -> float:
         """The share of padding that there would be, were the rows dealt into as many batches in any order."""
         lengths = self._buckets.lengths
-        draws = torch.Generator().manual_seed(mixed(self._seed or 0, epoch) & 0xFFFFFFFF)
+        draws = torch.Generator().manual_seed(mixed_seed(self._seed or 0, epoch))
         rows = torch.randperm(len(lengths), generator=draws)
         return padding_share(lengths, rows.tensor_split(self._buckets.number(drop_last=False)))
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trainwright.base.dealing import Part, Slice
 from trainwright.base.errors import DataError, message
+from trainwright.runtime.containers import mapping_like, sequence_like
 
 _PLAIN = (str, bytes, int, float, complex, np.generic, type(None))
 
@@ -46,11 +47,11 @@ def cut(batch: Any, rows: range, *, of: int) -> Any:
     if isinstance(batch, Tensor | np.ndarray):
         return batch[rows.start : rows.stop] if batch.ndim else batch
     if isinstance(batch, Mapping):
-        return _keyed(batch, {key: cut(value, rows, of=of) for key, value in batch.items()})
+        return mapping_like(batch, {key: cut(value, rows, of=of) for key, value in batch.items()})
     if isinstance(batch, list | tuple):
         if len(batch) == of and not any(True for _ in _leaves(batch, "")):
-            return _joined(batch, list(batch[rows.start : rows.stop]))  # one name, say, for each row
-        return _joined(batch, [cut(item, rows, of=of) for item in batch])
+            return sequence_like(batch, list(batch[rows.start : rows.stop]))  # one name, say, for each row
+        return sequence_like(batch, [cut(item, rows, of=of) for item in batch])
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         part = copy.copy(batch)
         for field in dataclasses.fields(batch):
@@ -75,20 +76,3 @@ def _leaves(batch: Any, at: str) -> Iterator[tuple[str, int | str]]:
             yield from _leaves(getattr(batch, field.name), f"{at}.{field.name}")
     elif not isinstance(batch, _PLAIN):
         yield at, f"is a {type(batch).__name__}"
-
-
-def _keyed(batch: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    if type(batch) is dict:
-        return items
-    part: Any = copy.copy(batch)  # a class of its own may be built with other arguments
-    try:
-        for key, value in items.items():
-            part[key] = value
-    except TypeError:  # a read-only mapping
-        return items
-    return part
-
-
-def _joined(batch: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:
-    kind: Any = type(batch)
-    return kind(*items) if hasattr(batch, "_fields") else kind(items)

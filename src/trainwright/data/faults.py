@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-HEAD = "trainwright: "
+from trainwright.base.errors import NOTE, listed
+
 _MOST_ROWS = 16
 _SHARED_MEMORY = "/dev/shm"
 _ASIDE = "num_workers=0 fetches these rows in this process, where a debugger and the whole traceback are at hand"
@@ -18,13 +19,13 @@ def explain(error: Exception, *, pids: Sequence[int], worker: int | None, asked:
 
     `asked` are the rows of the batch that was waited for, and of those that the same worker was asked for after it.
     """
-    if any(note.startswith(HEAD) for note in getattr(error, "__notes__", ())):
+    if any(note.startswith(NOTE) for note in getattr(error, "__notes__", ())):
         return
     what, why, fix = _cause(_told(error))
     known = worker is not None and 0 <= worker < len(pids)
     who = f"loader worker {worker} of {len(pids)} (pid {pids[worker]})" if known and worker is not None else "a worker"
     rows = "; then ".join(_shown(rows) for rows in asked[:4] if rows is not None)
-    lines = [f"{HEAD}{who} {what}"]
+    lines = [f"{NOTE}{who} {what}"]
     lines += [f"  {label:<9}{text}" for label, text in (("rows", rows), ("why", why), ("fix", fix)) if text]
     error.add_note("\n".join(lines))
 
@@ -85,6 +86,4 @@ def _shown(rows: Any) -> str:
     rows = getattr(rows, "rows", rows)
     if not isinstance(rows, Iterable) or isinstance(rows, str | bytes):
         return str(rows)[:200]
-    listed = list(rows)
-    more = f" and {len(listed) - _MOST_ROWS} more" if len(listed) > _MOST_ROWS else ""
-    return (", ".join(str(row)[:40] for row in listed[:_MOST_ROWS]) + more) or "none"
+    return listed([str(row)[:40] for row in rows], _MOST_ROWS) or "none"

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 from trainwright.data.arrays import Table
 from trainwright.data.order import Order
 from trainwright.data.pool import Record, Workers
-from trainwright.data.seeded import SeededRows, mixed
+from trainwright.data.seeded import SeededRows, mixed_seed
 from trainwright.data.twin import view
 from trainwright.data.worker import Starting
 
@@ -26,7 +26,7 @@ def by_workers(
         num_workers=workers,
         collate_fn=_as_it_is,
         # A generator of our own: the loader's draw must not move the global one.
-        generator=torch.Generator().manual_seed(mixed(seed, epoch, 1) & 0xFFFFFFFF),
+        generator=torch.Generator().manual_seed(mixed_seed(seed, epoch, 1)),
     )
     jobs = (_Job(seed, epoch, numbers) for numbers in rows)
     starting = Starting(None, {}, None)

@@ -21,7 +21,7 @@ from trainwright.data.generators import Generators, hidden_in, knows_its_state
 from trainwright.data.order import asked_again, draws_at_most_at_first, refuse_draws, watched
 from trainwright.data.position import check_facts, length_of, opened, tell_epoch
 from trainwright.data.rows import choosing, rows_of
-from trainwright.data.seeded import SeededRows, mixed
+from trainwright.data.seeded import SeededRows, mixed_seed
 from trainwright.data.settings import Dealing
 
 
@@ -340,7 +340,7 @@ class Batches:
     def _order(self, seed: int, epoch: int) -> Tensor | None:
         if not self._dealing.shuffle:
             return None
-        generator = torch.Generator().manual_seed(mixed(seed, epoch) & 0xFFFFFFFF)
+        generator = torch.Generator().manual_seed(mixed_seed(seed, epoch))
         return torch.randperm(len(self._data), generator=generator)
 
     def _left(self, skip: int) -> range:

@@ -17,8 +17,8 @@ from torch.nn.utils.rnn import pack_sequence, pad_sequence
 from trainwright.base.checks import check_choice, check_whole
 from trainwright.base.errors import DataError, SettingError, message
 from trainwright.base.names import suggests
+from trainwright.base.records import TARGETS
 
-TARGETS = ("target", "targets", "labels", "label", "y")
 """The keys under which a row holds its target, as for the default steps."""
 _FIX = "tensors, arrays, lists of numbers or bytes, whose dimension 0 is their length"
 

@@ -27,6 +27,11 @@ def mixed(*numbers: int) -> int:
     return state
 
 
+def mixed_seed(*numbers: int) -> int:
+    """The lower 32 of these bits, which torch and NumPy take as a seed."""
+    return mixed(*numbers) & 0xFFFFFFFF
+
+
 class SeededRows:
     """A map-style data set and its collate function; `fetch` gives a batch.
 

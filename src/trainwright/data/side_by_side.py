@@ -13,7 +13,7 @@ from trainwright.base.errors import DataError, message
 from trainwright.data.foreign import LoaderBatches
 from trainwright.data.own import Batches
 from trainwright.data.position import check_facts
-from trainwright.data.seeded import mixed
+from trainwright.data.seeded import mixed_seed
 from trainwright.data.slicing import deal
 from trainwright.data.source import beside, mark
 from trainwright.data.stream import Continuing
@@ -136,7 +136,7 @@ class SideBySide:
                 iterators[name] = stream.epoch(epoch, skip)
                 continue
             with unmoved():  # what the first pass is drawn from is neither the leader's nor another's
-                seed(mixed(drawn, index) & 0xFFFFFFFF)
+                seed(mixed_seed(drawn, index))
                 iterators[name] = stream.epoch(epoch, skip)
         return self._joined(iterators)
 

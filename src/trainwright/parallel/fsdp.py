@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from trainwright.base.checks import check_number
@@ -15,6 +15,7 @@ from trainwright.base.errors import SettingError, message
 from trainwright.base.names import did_you_mean, suggests
 from trainwright.parallel.world import World
 from trainwright.runtime.shards import is_sharded, reshard
+from trainwright.runtime.walking import parameters_in
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -158,14 +159,14 @@ def follow(model: nn.Module, optimizers: Mapping[str, Optimizer]) -> None:
 
 def check_optimizers(model: nn.Module, optimizers: Mapping[str, Optimizer]) -> None:
     """Refuse optimizers over parameters that sharding has replaced, and over some that it does not average."""
-    trained = [parameter for one in optimizers.values() for parameter in _parameters(one)]
+    trained = parameters_in(*optimizers.values())
     plain = [parameter for parameter in trained if not is_sharded(parameter)]
     if not plain:
         return
     ids = {id(parameter) for parameter in trained}
     left_out = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in ids]
     if left_out:
-        name = next(type(one).__name__ for one in optimizers.values() if not all(map(is_sharded, _parameters(one))))
+        name = next(type(one).__name__ for one in optimizers.values() if not all(map(is_sharded, parameters_in(one))))
         raise SettingError(
             message(
                 f"the {name} was built on parameters that FSDP has replaced by shards",
@@ -296,7 +297,3 @@ def _groups_of(module: Any) -> list[Any]:
     state = module._get_fsdp_state()
     groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
     return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -35,6 +35,7 @@ from trainwright.runtime import tensorfile
 from trainwright.runtime.pieces import Piece, Pieces, Stored, Whole
 from trainwright.runtime.shards import put
 from trainwright.runtime.tree import Elsewhere, Keys, where
+from trainwright.runtime.walking import parameters_in
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -192,8 +193,7 @@ class _Of:
 def _likes(part: Any, state: Tree) -> Any:
     """A tree with tensors as a part has them now, where those of its saved `state` belong."""
     if isinstance(part, Optimizer):
-        parameters = [one for group in part.param_groups for one in group["params"]]
-        return {"state": {index: _Of(one) for index, one in enumerate(parameters)}}
+        return {"state": {index: _Of(one) for index, one in enumerate(parameters_in(part))}}
     named: Any = getattr(part, "parts", None)
     if isinstance(named, Mapping) and isinstance(state, Mapping):
         return {name: _likes(one, state.get(name)) for name, one in named.items()}

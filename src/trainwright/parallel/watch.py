@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from trainwright.base.errors import ProcessError, first_line, user_line
+from trainwright.parallel.attempts import share_store
 from trainwright.parallel.blaming import Cause, call_of, line_of, told
 from trainwright.parallel.lingering import wait_for
 
@@ -132,7 +133,7 @@ class _Watched:
 
     def leave(self) -> None:
         """Say that this process has left the run, and stop watching."""
-        if self._claimed and self.rank == 0 and not _launcher_keeps_store():
+        if self._claimed and self.rank == 0 and not share_store():
             time.sleep(2 * self._pause)  # the store may end with this process: let the others read why
         self._over.set()
         wait_for(self._speaker, 4 * self._pause)
@@ -272,7 +273,7 @@ class _Watched:
 
     def _without_store(self) -> Cause | None:
         """The store does not answer: who keeps it is who is missed."""
-        if _launcher_keeps_store():
+        if share_store():
             return {"rank": -1, "kind": "store", "what": "", "by": self.rank}
         return None if self.rank == 0 else self._accused("silent", 0)
 
@@ -307,10 +308,6 @@ class _Watched:
             os.write(2, f"{text}\n".encode())
         _within(1.0, _flush)
         os._exit(1)  # the thread of the run may be in a wait that nothing can interrupt
-
-
-def _launcher_keeps_store() -> bool:
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _within(seconds: float, ask: Callable[[], T]) -> list[T]:

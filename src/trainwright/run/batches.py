@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from trainwright.base.errors import DataError, SettingError, message
-from trainwright.base.records import Mean, Step, Sum
+from trainwright.base.records import TARGETS, Mean, Step, Sum
 from trainwright.slots.losses import check_shapes, no_target
 
 if TYPE_CHECKING:
     from trainwright.run.owner import Owner
-
-TARGETS = ("target", "targets", "labels", "label", "y")
 
 
 def split(batch: Any) -> tuple[Any, Any]:

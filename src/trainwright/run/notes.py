@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from trainwright.base.errors import StepError, TrainwrightError
+from trainwright.base.errors import NOTE, StepError, TrainwrightError
 from trainwright.run.causes import Cause, cause_of, own_backward
 from trainwright.run.sites import MISSING, Site, find_site, shown, title
 from trainwright.run.wrong_losses import loss_name
 
-HEAD = "trainwright: "
 _IN_VALIDATION = """\
   why      without a validation_step, validation runs training_step, with the model in eval mode
   fix      def validation_step(self, batch): return Step(None, self.model(batch[0]), batch[1])"""
@@ -25,14 +24,14 @@ def add(error: Exception, owner: Any) -> None:
         _name_the_step(error, owner)
     if isinstance(error, TrainwrightError):
         return
-    if any(note.startswith(HEAD) for note in getattr(error, "__notes__", ())):
+    if any(note.startswith(NOTE) for note in getattr(error, "__notes__", ())):
         return
     try:
         site = find_site(error, owner)
         if site is not None:
             error.add_note(_note(site))
     except Exception as another:  # a step may hold any object; nothing that it does may replace the user's error
-        error.add_note(f"{HEAD}what the failed step held cannot be shown: {type(another).__name__}: {another}")
+        error.add_note(f"{NOTE}what the failed step held cannot be shown: {type(another).__name__}: {another}")
 
 
 def _name_the_step(error: StepError, owner: Any) -> None:
@@ -47,7 +46,7 @@ def _name_the_step(error: StepError, owner: Any) -> None:
     if name is None or ("weigh" not in called and "note" not in called) or hasattr(error, "__notes__"):
         return
     code = getattr(type(owner), name).__code__
-    note = f"{HEAD}{type(owner).__name__}.{name} ({Path(code.co_filename).name}:{code.co_firstlineno})"
+    note = f"{NOTE}{type(owner).__name__}.{name} ({Path(code.co_filename).name}:{code.co_firstlineno})"
     backward = own_backward(owner) if name == "training_step" else None
     if backward is not None:
         note = "\n".join([note, *_labelled(backward)])
@@ -57,7 +56,7 @@ def _name_the_step(error: StepError, owner: Any) -> None:
 
 
 def _note(site: Site) -> str:
-    lines = [f"{HEAD}{_failed(site)} failed on {site.place}"]
+    lines = [f"{NOTE}{_failed(site)} failed on {site.place}"]
     entries = {"batch": site.batch, "output": site.output}
     lines += [f"  {name:<9}{shown(value)}" for name, value in entries.items() if value is not MISSING]
     found = cause_of(site)

@@ -16,6 +16,7 @@ from trainwright.run.owner import Owner
 from trainwright.run.steppers import ONLY
 from trainwright.runtime.device import place_state
 from trainwright.runtime.fused import spoiled
+from trainwright.runtime.walking import parameters_in
 
 T = TypeVar("T")
 HINTED = 1000
@@ -82,8 +83,7 @@ def fused_hint(owner: Owner, updates: int | None) -> list[str]:
 
 def check_parameters(owner: Owner) -> None:
     """Refuse a trainable parameter in no optimizer, an optimizer of another model, and one whose kernel is wrong."""
-    groups = [group for optimizer in owner.optimizers.values() for group in optimizer.param_groups]
-    trained = {id(p) for group in groups for p in group["params"]}
+    trained = {id(p) for p in parameters_in(*owner.optimizers.values())}
     roots = {"model": owner.model, "loss": owner.loss}
     trainable = {
         f"{root}.{name}": parameter

@@ -273,9 +273,7 @@ class Pauses:
         """Have the loop pause where something falls due next: at once, where it was woken in the pause that ends."""
         run = self.run
         run.due = self._next_due()
-        if (
-            run.woken and run.agreement is None
-        ):  # by a hook, or by the thread that saves; asked last, so that no call is lost
+        if run.woken and run.agreement is None:  # by a hook, or the thread that saves; asked last: no call is lost
             run.due = 0
         for meter in reversed(self._meters):  # clocks come first and go last
             meter.go_on()

@@ -18,6 +18,7 @@ from trainwright.run.evaluating import ledger_aside, traceless, with_autocast
 from trainwright.run.failure import explain
 from trainwright.run.hooks import mover
 from trainwright.run.owner import Owner
+from trainwright.runtime.containers import sequence_like
 from trainwright.runtime.device import move
 from trainwright.runtime.packing import packed, unpacked
 from trainwright.runtime.surroundings import beside_training
@@ -260,8 +261,7 @@ def join(outputs: list[Any]) -> Any:
     if isinstance(first, tuple | list):
         if _are_rows(outputs):
             return [row for output in outputs for row in output]
-        columns = [join(list(column)) for column in zip(*outputs, strict=True)]
-        return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
+        return sequence_like(first, [join(list(column)) for column in zip(*outputs, strict=True)])
     if isinstance(first, dict):
         return {key: join([output[key] for output in outputs]) for key in first}
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
@@ -322,8 +322,7 @@ def _whole_sequence(pieces: Sequence[Any], rows: list[int]) -> Any:
         return [row for piece in pieces for row in piece]
     if any(len(piece) != len(first) for piece in pieces):
         raise _Apart
-    columns = [_whole(column, rows) for column in zip(*pieces, strict=True)]
-    return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
+    return sequence_like(first, [_whole(column, rows) for column in zip(*pieces, strict=True)])
 
 
 def _has_rows(pieces: Sequence[Sequence[Any]], rows: list[int]) -> bool:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainwright.base.contracts import Source, Tree
 from trainwright.base.dealing import Part
@@ -19,7 +19,8 @@ from trainwright.parallel.world import World
 from trainwright.run.owner import Owner, networks_of
 from trainwright.runtime.modules import running_statistics, unnoticed
 from trainwright.runtime.randomness import random_state, seed, set_random_state, unmoved
-from trainwright.runtime.shards import reshard
+from trainwright.runtime.shards import is_sharded, reshard
+from trainwright.runtime.walking import parameters_in
 
 if TYPE_CHECKING:
     from trainwright.run.ledger import Ledger
@@ -120,7 +121,7 @@ def own_batches(owner: Owner, source: Source, ledger: Ledger) -> Iterator[Any]:
 @contextmanager
 def same_buffers(owner: Owner) -> Iterator[None]:
     """The first process's buffers inside, on all of them: every one evaluates the same model."""
-    buffers = [buffer for buffer in owner.model.buffers() if not hasattr(buffer, "to_local")]
+    buffers = _whole(owner.model.buffers())
     kept = [buffer.detach().clone() for buffer in buffers]
     with unnoticed(buffers):
         owner.world.align(buffers)
@@ -242,14 +243,19 @@ def retake_shards(owner: Owner) -> None:
 def align_buffers(owner: Owner) -> None:
     """Give every process the first one's buffers: all evaluate, save and hand back the same model."""
     if owner.world.size > 1:
-        owner.world.align(buffer for buffer in owner.model.buffers() if not hasattr(buffer, "to_local"))
+        owner.world.align(_whole(owner.model.buffers()))
 
 
 def align_weights(owner: Owner) -> None:
     """Give every process the first one's weights: of the model, a loss, frozen modules, and what else is trained."""
     tensors = [tensor for module in networks_of(owner) for tensor in (*module.parameters(), *module.buffers())]
-    tensors += [p for one in owner.optimizers.values() for group in one.param_groups for p in group["params"]]
-    owner.world.align({id(one): one for one in tensors if not hasattr(one, "to_local")}.values())
+    tensors += parameters_in(*owner.optimizers.values())
+    owner.world.align({id(one): one for one in _whole(tensors)}.values())
+
+
+def _whole(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Those that every process holds as a whole."""
+    return [one for one in tensors if not is_sharded(one)]
 
 
 def _statistics(owner: Owner) -> list[Any]:

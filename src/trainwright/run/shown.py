@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from trainwright.base.contracts import Tree
 from trainwright.base.errors import SettingError, message
 from trainwright.runtime.modules import unnoticed
+from trainwright.runtime.walking import parameters_in
 from trainwright.slots.average import Average
 
 
@@ -121,7 +122,7 @@ class Shown:
 
     @property
     def _parameters(self) -> list[Tensor]:
-        return [p for one in self._switching for group in one.param_groups for p in group["params"]]
+        return parameters_in(*self._switching)
 
     def _show(self) -> None:
         for optimizer in self._switching:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainwright.base.dealing import Part
-from trainwright.base.errors import DataError, SettingError, StepError, message
+from trainwright.base.errors import DataError, SettingError, StepError, listed, message
 from trainwright.base.records import Count
 from trainwright.data.cutting import cut, rows_of
 from trainwright.run.additive import compared
@@ -211,7 +211,7 @@ def check_layers(owner: Owner) -> None:
     layers = over_the_batch(owner)
     if not layers:
         return
-    shown = ", ".join(layers[:3]) + (f" and {len(layers) - 3} more" if len(layers) > 3 else "")
+    shown = listed(layers, 3)
     raise SettingError(
         message(
             f'on_oom="split" and {shown} in train mode: its mean over a micro-batch would be one over a part of it',

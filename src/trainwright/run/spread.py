@@ -20,6 +20,7 @@ from trainwright.run.owner import Owner
 from trainwright.runtime import late
 from trainwright.runtime.modules import running_statistics, unnoticed
 from trainwright.runtime.randomness import unmoved
+from trainwright.runtime.walking import parameters_in
 from trainwright.slots.dealt import DealtWindow
 
 _NUMPYS = {torch.float32: np.float32, torch.float64: np.float64}
@@ -176,7 +177,7 @@ class Spread:
         if closure:
             what = f"{type(optimizer).__name__}.step(closure) by hand: each process would evaluate its own rows"
             raise StepError(message(what, fix="self.apply_gradients(closure=closure)"))
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = parameters_in(optimizer)
         now = fingerprint(parameters)
         # Clipped in place since they were averaged, they are still those of all.
         if any(self._seen.get(key, (-1, 0))[0] != found or n < self._seen[key][1] for key, (found, n) in now.items()):
@@ -192,7 +193,7 @@ class Spread:
         if not self._wraps or self._module is None:
             return
         known = {id(parameter) for parameter in self._module.trained}
-        trained = (p for one in self._owner.optimizers.values() for group in one.param_groups for p in group["params"])
+        trained = parameters_in(*self._owner.optimizers.values())
         loose = [p for p in trained if id(p) not in known and p.requires_grad and p.grad is not None]
         if loose:
             what = "layers were set free inside an epoch: each process has moved them by gradients of its own"
@@ -320,13 +321,7 @@ class _Step(nn.Module):
         self.model = owner.model
         self.loss = owner.loss if isinstance(owner.loss, nn.Module) else None
         inside = {id(parameter) for parameter in self.parameters()}
-        beside = [
-            parameter
-            for optimizer in owner.optimizers.values()
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if id(parameter) not in inside
-        ]
+        beside = [parameter for parameter in parameters_in(*owner.optimizers.values()) if id(parameter) not in inside]
         self.beside = nn.ParameterList([one for one in beside if isinstance(one, nn.Parameter)])
         self.trained: list[Tensor] = [p for p in self.parameters() if p.requires_grad]
         self.layout = [(id(p), p.shape) for p in self.trained]

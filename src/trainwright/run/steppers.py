@@ -18,6 +18,7 @@ from trainwright.runtime.fused import why_not_masked
 from trainwright.runtime.gradients import Gradients
 from trainwright.runtime.kernels import step_of
 from trainwright.runtime.shards import is_sharded, whole
+from trainwright.runtime.walking import parameters_in
 from trainwright.slots.clip import ClipNorm
 
 _BESIDE_ZERO = 1e-6
@@ -54,9 +55,7 @@ class Stepper:
         """Whether anything is done between unscaling and the step."""
         self.norm: Tensor | float | None = None
         """The norm of the last gradient that was applied, before clipping; a tensor until it is read."""
-        self._wholly = clip is not None and is_sharded(
-            *(p for group in optimizer.param_groups for p in group["params"])
-        )
+        self._wholly = clip is not None and is_sharded(*parameters_in(optimizer))
         """Whether a norm that a clip returns may lie in shards."""
         self.step = step_of(optimizer)
         """One step of the optimizer."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainwright.runtime.shards import Shards, is_sharded, local
+from trainwright.runtime.walking import parameters_in
 
 _gradient = attrgetter("grad")
 _check = torch._amp_foreach_non_finite_check_and_unscale_
@@ -27,14 +28,12 @@ class Gradients:
 
     def __new__(cls, *optimizers: Optimizer) -> Gradients:
         """Choose once how the gradients are worked on: on shards or on whole ones."""
-        weights = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-        chosen: Any = _ShardedGradients if cls is Gradients and is_sharded(*weights) else cls
+        chosen: Any = _ShardedGradients if cls is Gradients and is_sharded(*parameters_in(*optimizers)) else cls
         made: Gradients = super().__new__(chosen)
         return made
 
     def __init__(self, *optimizers: Optimizer) -> None:
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        found = {id(p): p for group in groups for p in group["params"]}  # two optimizers may train the same one
+        found = {id(p): p for p in parameters_in(*optimizers)}  # two optimizers may train the same one
         self.parameters: list[Tensor] = list(found.values())
         self._plain = self.parameters
         self._zero_grads = [
@@ -175,8 +174,7 @@ def _grouping(optimizers: tuple[Optimizer, ...]) -> list[Any]:
         for optimizer in optimizers
         for group in optimizer.param_groups
     ]
-    weights = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    return [kinds, [(id(p), p.device, p.dtype, is_sharded(p)) for p in weights]]
+    return [kinds, [(id(p), p.device, p.dtype, is_sharded(p)) for p in parameters_in(*optimizers)]]
 
 
 def _writable_values(parameter: Tensor, gradient: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What lies in a module, without the names that torch makes on the way, and the tensors in a nested value."""
+"""What lies in a module, without the names that torch makes on the way; in optimizers; and in a nested value."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -42,3 +43,8 @@ def parameters_of(root: nn.Module) -> list[nn.Parameter]:
     """What `root.parameters()` gives, in its order."""
     every = (p for module in inside(root) for p in module._parameters.values() if p is not None)
     return list({id(p): p for p in every}.values())
+
+
+def parameters_in(*optimizers: Optimizer) -> list[Tensor]:
+    """The parameters of all groups of optimizers, in their order; one that two of them hold comes twice."""
+    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]

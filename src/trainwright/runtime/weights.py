@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from trainwright.base.errors import CheckpointError, message
+from trainwright.base.errors import CheckpointError, listed, message
 from trainwright.runtime import tensorfile, views
 from trainwright.runtime.files import Reading
 from trainwright.runtime.shards import is_sharded, put
@@ -80,7 +80,7 @@ def load_into(model: nn.Module, weights: Mapping[str, Any], *, source: str) -> N
     }
     wrong = {label: [name for name in names if name] for label, names in lines.items()}
     if any(wrong.values()):
-        text = "\n".join(f"  {label:<9}{_listed(names)}" for label, names in wrong.items() if names)
+        text = "\n".join(f"  {label:<9}{listed(names, LISTED)}" for label, names in wrong.items() if names)
         raise CheckpointError(message(f"{source} does not fit this {type(model).__name__}; nothing was loaded\n{text}"))
     for name, tensor in tensors.items():
         if is_sharded(tensor) and not is_sharded(given[name]):
@@ -150,8 +150,3 @@ def _shapes(name: str, given: Any, have: Any) -> str:
     if not isinstance(given, Tensor):
         return f"{name} is a {type(given).__name__}, the model's is a tensor"
     return "" if given.shape == have.shape else f"{name} {tuple(given.shape)}, the model's is {tuple(have.shape)}"
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return ", ".join(names[:LISTED]) + more

@@ -15,6 +15,7 @@ from torch import Tensor
 from trainwright.base.contracts import Precision, Scaler
 from trainwright.base.errors import SettingError, message
 from trainwright.base.names import suggests
+from trainwright.runtime.switches import matmul_precision, matmul_precisions
 
 KINDS = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": None}
 
@@ -68,7 +69,7 @@ class MixedPrecision:
         if self.kind != "tf32":
             yield
             return
-        before, backends = _legacy_matmul_precision(), _matmul_precisions()
+        before, backends = matmul_precision() or "highest", matmul_precisions()
         torch.set_float32_matmul_precision("high")
         try:
             yield
@@ -77,20 +78,6 @@ class MixedPrecision:
             torch.set_float32_matmul_precision(before)
             for backend, precision in backends:
                 backend.fp32_precision = precision
-
-
-def _legacy_matmul_precision() -> str:
-    """The process's float32 matmul precision; torch does not tell it where the backends were set one by one."""
-    try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError:
-        return "highest"
-
-
-def _matmul_precisions() -> list[tuple[Any, str]]:
-    """The backends that have a float32 precision of their own for matrix products (from torch 2.9 on), with it."""
-    found: list[Any] = [torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)]
-    return [(backend, backend.fp32_precision) for backend in found if hasattr(backend, "fp32_precision")]
 
 
 class LossScaler:

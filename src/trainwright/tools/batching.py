@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trainwright.base.errors import DataError, message
 from trainwright.data.cutting import cut, rows_of
+from trainwright.runtime.containers import mapping_like, sequence_like
 
 
 def halved(batches: Sequence[Any]) -> list[Any]:
@@ -32,11 +33,9 @@ def compact(batch: Any) -> Any:
     if isinstance(batch, Tensor):
         return batch.clone() if batch.untyped_storage().nbytes() > batch.nbytes else batch
     if isinstance(batch, Mapping):
-        return _keyed(batch, {key: compact(value) for key, value in batch.items()})
+        return mapping_like(batch, {key: compact(value) for key, value in batch.items()})
     if isinstance(batch, list | tuple):
-        kind: Any = type(batch)
-        items = [compact(item) for item in batch]
-        return kind(*items) if hasattr(batch, "_fields") else kind(items)
+        return sequence_like(batch, map(compact, batch))
     return batch
 
 
@@ -47,7 +46,7 @@ def joined(batches: Sequence[Any]) -> Any:
         join: Any = torch.cat if isinstance(first, Tensor) else np.concatenate
         return _put_together(join, list(batches)) if first.ndim else first
     if isinstance(first, Mapping):
-        return _keyed(first, {key: joined([batch[key] for batch in batches]) for key in first})
+        return mapping_like(first, {key: joined([batch[key] for batch in batches]) for key in first})
     if isinstance(first, list | tuple):
         return _in_row(first, batches)
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
@@ -58,21 +57,10 @@ def joined(batches: Sequence[Any]) -> Any:
     return first
 
 
-def _keyed(first: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    if type(first) is dict:
-        return items
-    whole: Any = copy.copy(first)
-    for key, value in items.items():
-        whole[key] = value
-    return whole
-
-
 def _in_row(first: Any, batches: Sequence[Any]) -> Any:
-    kind: Any = type(first)
     if not any(isinstance(item, Tensor | np.ndarray | Mapping | list | tuple) for item in first):
-        return kind(item for batch in batches for item in batch)  # one name, say, for each row
-    columns = [joined(list(column)) for column in zip(*batches, strict=True)]
-    return kind(*columns) if hasattr(first, "_fields") else kind(columns)
+        return type(first)(item for batch in batches for item in batch)  # one name, say, for each row
+    return sequence_like(first, [joined(list(column)) for column in zip(*batches, strict=True)])
 
 
 def _put_together(join: Any, parts: list[Any]) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
-from trainwright.base.errors import SettingError, message
+from trainwright.base.errors import SettingError, first_line, message
 from trainwright.runtime.activations import release_all
 from trainwright.runtime.dry import Given
 from trainwright.runtime.flops import twin_on
@@ -125,7 +125,7 @@ def _traced(twin: nn.Module, given: Given, what: str) -> tuple[fx.Graph, list[An
         raise SettingError(
             message(
                 f"{what} cannot follow the forward of {type(twin).__name__}",
-                have=f"{type(error).__name__}: {error}".splitlines()[0][:160],
+                have=first_line(error, 160),
                 want="a forward that torch.fx traces: no branch on numbers, no loop over a tensor",
             )
         ) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -40,9 +39,3 @@ def silent(trainer: Trainer[Any], **settings: Any) -> Trainer[Any]:
     """A trainer for a trial that compiles and records nothing, and goes on where a number is not finite."""
     fast = replace(trainer.fast, compile=None, cuda_graphs=False)
     return variant(trainer, fast=fast, nonfinite="ignore", **settings)
-
-
-def listed(names: Sequence[str], most: int = 4) -> str:
-    """A few names, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more

@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from trainwright.base.errors import is_ours, is_users
+from trainwright.base.errors import is_ours, is_users, listed
 from trainwright.data.own import Batches
 from trainwright.data.sharded import Sharded
 from trainwright.runtime.randomness import unmoved
-from trainwright.tools.finding import Finding, listed
+from trainwright.tools.finding import Finding
 from trainwright.tools.watching import Read, Seen
 
 ROWS, SECONDS = 6, 1.0

@@ -13,13 +13,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from trainwright.base.contracts import Observer
+from trainwright.base.errors import listed
 from trainwright.base.records import Update
 from trainwright.base.spans import Updates
 from trainwright.base.speed import Speed
 from trainwright.observers.throughput import Throughput
 from trainwright.slots.window import find_rows
 from trainwright.tools.batching import joined
-from trainwright.tools.finding import Finding, listed, silent
+from trainwright.tools.finding import Finding, silent
 from trainwright.tools.watching import Entered, Seen
 from trainwright.trainer import Trainer
 

@@ -7,7 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from trainwright.tools.finding import Finding, listed
+from trainwright.base.errors import listed
+from trainwright.runtime.walking import parameters_in
+from trainwright.tools.finding import Finding
 from trainwright.tools.watching import Calls, Seen
 from trainwright.trainer import Trainer
 
@@ -62,9 +64,9 @@ def trained_by(trainer: Trainer[Any]) -> Iterator[tuple[str, str, nn.Parameter]]
                 known.add(id(parameter))
                 yield root, name, parameter
     for name, optimizer in trainer.optimizers.items():
-        for index, parameter in enumerate(one for group in optimizer.param_groups for one in group["params"]):
-            if id(parameter) not in known and isinstance(parameter, nn.Parameter):
-                yield name, f"parameter {index}", parameter
+        for index, held in enumerate(parameters_in(optimizer)):
+            if id(held) not in known and isinstance(held, nn.Parameter):
+                yield name, f"parameter {index}", held
 
 
 def _biases(model: nn.Module, seen: Seen) -> Iterator[Finding]:
@@ -236,7 +238,7 @@ def _resting(trainer: Trainer[Any], seen: Seen) -> set[int]:
     """Parameters of optimizers whose turn did not come, where an `update` of the user's own deals out the turns."""
     if not trainer.hooks.updates_itself or len(trainer.optimizers) < 2:
         return set()
-    each = [{id(p) for group in one.param_groups for p in group["params"]} for one in trainer.optimizers.values()]
+    each = [{id(p) for p in parameters_in(one)} for one in trainer.optimizers.values()]
     return {one for held in each if held.isdisjoint(seen.reached) for one in held}
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from trainwright.base.errors import DataError, message
 from trainwright.base.records import Result
 from trainwright.observers.table import duration, number
+from trainwright.runtime.containers import sequence_like
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,8 +135,7 @@ class CrossValidation:
         if isinstance(first, dict):
             return {key: self._laid([piece[key] for piece in pieces]) for key in first}
         if isinstance(first, tuple):
-            columns = [self._laid(list(column)) for column in zip(*pieces, strict=True)]
-            return type(first)(*columns) if hasattr(first, "_fields") else tuple(columns)
+            return sequence_like(first, [self._laid(list(column)) for column in zip(*pieces, strict=True)])
         raise _apart(f"a {type(first).__name__}")
 
     def _whole(self, pieces: list[Tensor]) -> Tensor:

@@ -135,7 +135,8 @@ def largest_batch(
         k = 2 if effective is not None or accumulated > 1 else 1  # a second one meets the gradients of the first
         trials = _Trials(trainer, kept, peaks, batch=(batch, rows), k=k, limit=limit)
         search = _Search(trials, allowed=whole * share, limits=limits)
-        search.run(rows)
+        room = f"the memory of {trainer.device}" if budget is None else f"a budget of {byte_size(budget)}"
+        search.run(rows, room=room)
     return _told(trainer, search, before=rows * accumulated, effective=effective, budget=whole)
 
 
@@ -200,12 +201,12 @@ class _Search:
         self.fixed: float | None = None
         self.per_row: float | None = None
 
-    def run(self, rows: int) -> None:
-        """Measure two sizes from `rows` on, and try what they foretell."""
+    def run(self, rows: int, *, room: str) -> None:
+        """Measure two sizes from `rows` on, and try what they foretell; `room`: where they are to fit."""
         first = int(min(rows, self._most))
         while not self._try(first):
             if first == 1 or not self.trials.left:
-                what = f"micro-batches of {first} rows do not fit in the memory of {self.trials.trainer.device}"
+                what = f"micro-batches of {first} rows do not fit in {room}"
                 raise SettingError(
                     message(what, fix='a smaller batch_size, precision="bf16", checkpoint_activations()')
                 )

@@ -10,7 +10,7 @@ from torch import nn
 
 from trainwright.base.checks import check_number, check_whole
 from trainwright.base.contracts import Observer
-from trainwright.base.errors import NonFiniteError
+from trainwright.base.errors import NonFiniteError, listed
 from trainwright.base.names import suggests
 from trainwright.base.records import Update
 from trainwright.base.spans import Updates
@@ -60,7 +60,7 @@ class Overfit:
         lines = [f"overfit {what}: loss {number(first)} to {number(last)}: {verdict}"]
         lines += [f"  {self.error}"] if self.error else []
         if self.untrained:
-            lines.append(f"  no gradient reaches {', '.join(self.untrained[:6])}{_more(self.untrained[6:])}")
+            lines.append(f"  no gradient reaches {listed(self.untrained, 6)}")
         if not self.fell and self._falls:
             lines.append(f"  the loss was falling still: overfit_batches(..., updates={4 * self.updates})")
         elif not self.fell:
@@ -143,7 +143,3 @@ class _Watch(Observer):
 def _untrained(trainer: Trainer[Any]) -> tuple[str, ...]:
     named = [(name, one) for name, one in trainer.model.named_parameters() if one.requires_grad]
     return tuple(name for name, one in named if one.grad is None or not one.grad.any())
-
-
-def _more(rest: tuple[str, ...]) -> str:
-    return f" and {len(rest)} more" if rest else ""

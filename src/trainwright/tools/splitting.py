@@ -15,13 +15,13 @@ from torch.utils.data import Subset, TensorDataset
 
 from trainwright.base.errors import DataError, SettingError, message
 from trainwright.data.rows import rows_of
-from trainwright.data.seeded import mixed
+from trainwright.data.seeded import mixed_seed
 from trainwright.run.batches import split
+from trainwright.runtime.containers import sequence_like
 from trainwright.runtime.randomness import seed as start_random_state
 from trainwright.runtime.randomness import unmoved
 
 Rows = NDArray[np.int64]
-_32_BITS = 0xFFFFFFFF
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,7 +78,7 @@ def split_rows(folds: Any, data: Any, *, target: Any, groups: Any, seed: int) ->
         raise SettingError(message(what, want="the class of each row", fix="cross_validate(..., target=classes)"))
     if hasattr(folds, "split") and not isinstance(folds, str | bytes):
         with unmoved():  # a splitter without a random_state draws from NumPy's global state
-            start_random_state(mixed(seed, 0) & _32_BITS)
+            start_random_state(mixed_seed(seed, 0))
             heard = groups if "Group" in type(folds).__name__ or not _is_sklearns(folds) else None
             pairs = list(folds.split(np.zeros(rows), classes, heard))
     else:
@@ -91,7 +91,7 @@ def split_rows(folds: Any, data: Any, *, target: Any, groups: Any, seed: int) ->
 
 def seed_of(held_out: Rows, seed: int) -> int:
     """The seed of the fold that holds these rows out: neither the order nor the number of folds matters to it."""
-    return mixed(seed, zlib.crc32(np.sort(held_out).tobytes())) & _32_BITS
+    return mixed_seed(seed, zlib.crc32(np.sort(held_out).tobytes()))
 
 
 def take(data: Any, rows: Rows) -> Any:
@@ -103,8 +103,7 @@ def take(data: Any, rows: Rows) -> Any:
     if isinstance(data, dict):
         return {key: take(column, rows) for key, column in data.items()}
     if isinstance(data, tuple):
-        columns = [take(column, rows) for column in data]
-        return type(data)(*columns) if hasattr(data, "_fields") else tuple(columns)
+        return sequence_like(data, [take(column, rows) for column in data])
     return Subset(data, rows.tolist())
 
 
@@ -143,8 +142,8 @@ def _splitter(folds: int, rows: int, classes: NDArray[Any] | None, *, groups: An
     if classes is not None and classes.ndim == 1 and classes.dtype.kind in "biu":
         counts = np.unique(classes, return_counts=True)[1]
         if len(counts) > 1 and counts.min() >= folds:
-            return StratifiedKFold(folds, shuffle=True, random_state=mixed(seed, 1) & _32_BITS)
-    return KFold(folds, shuffle=True, random_state=mixed(seed, 1) & _32_BITS)
+            return StratifiedKFold(folds, shuffle=True, random_state=mixed_seed(seed, 1))
+    return KFold(folds, shuffle=True, random_state=mixed_seed(seed, 1))
 
 
 def _given(folds: Any) -> list[Any]:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from trainwright.base.errors import DataError, SettingError, message
 from trainwright.base.progress import Counters
 from trainwright.data.foreign import LoaderBatches
-from trainwright.data.generators import knows_its_state
+from trainwright.data.generators import Other, knows_its_state
 from trainwright.data.own import Batches
 from trainwright.data.rows import choosing
 from trainwright.data.source import beside, open_source
@@ -33,6 +33,7 @@ from trainwright.run.owner import networks_of
 from trainwright.runtime.modules import unnoticed
 from trainwright.runtime.randomness import random_state, set_random_state, unmoved
 from trainwright.runtime.switches import kept_switches
+from trainwright.runtime.walking import parameters_in
 from trainwright.slots.clip import as_clip
 from trainwright.slots.metrics import Meters
 from trainwright.slots.nonfinite import as_policy
@@ -193,7 +194,7 @@ class Kept:
             for name in _slots_of(type(owner)):
                 self._slots.append((owner, name, getattr(owner, name, _NOTHING)))
                 self._walk(self._slots[-1][-1], tensors)
-        for parameter in [p for one in optimizers for group in one.param_groups for p in group["params"]]:
+        for parameter in parameters_in(*optimizers):
             tensors[id(parameter)] = parameter
         self._tensors = _Tensors(list(tensors.values()))
         self._random = random_state()
@@ -212,7 +213,7 @@ class Kept:
             for owner, name, value in self._slots:
                 _set_slot(owner, name, value)
             for generator, state in self._generators.values():
-                _set_generator(generator, state)
+                generator.set_state(state)
             self._counters.load_state_dict(self._progress)
             self._tensors.put_back()
 
@@ -230,7 +231,8 @@ class Kept:
         elif type(value) is np.ndarray and value.flags.writeable:
             self._containers[id(value)] = (value, value.copy())
         elif isinstance(value, _GENERATORS):
-            self._generators[id(value)] = (value, _state_of(value))
+            generator = value if isinstance(value, torch.Generator) else Other(value)
+            self._generators[id(value)] = (generator, generator.get_state())
 
 
 class _Tensors:
@@ -313,21 +315,6 @@ def _set_slot(owner: Any, name: str, value: Any) -> None:
 
 _NOTHING: Any = object()
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-
-
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, np.random.Generator):
-        return copy.deepcopy(generator.bit_generator.state)
-    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
-
-
-def _set_generator(generator: Any, state: Any) -> None:
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    else:
-        generator.set_state(state)
 
 
 def _refill(container: Any, held: Any) -> None:

@@ -18,7 +18,7 @@ import torch
 from trainwright.base.checks import check_choice, check_whole
 from trainwright.base.errors import NonFiniteError, SettingError, first_line, message
 from trainwright.base.names import did_you_mean, suggests
-from trainwright.data.seeded import mixed
+from trainwright.data.seeded import mixed_seed
 from trainwright.parallel.environment import read_environment
 from trainwright.runtime.randomness import seed as start_random_state
 from trainwright.runtime.randomness import unmoved
@@ -26,7 +26,6 @@ from trainwright.tools.tried import WHY, Tuned, tried_of
 
 _BEGUN = "trainwright"
 """What a study keeps of the call that began it: its seed and its grid."""
-_32_BITS = 0xFFFFFFFF
 
 
 @suggests
@@ -124,7 +123,7 @@ class _Search:
         trial = self.study.ask()
         try:
             with unmoved():
-                start_random_state(mixed(self.seed, at, 1) & _32_BITS)
+                start_random_state(mixed_seed(self.seed, at, 1))
                 value = _checked_value(self.objective(trial))
         except (_optuna().TrialPruned, NonFiniteError) as ended:
             if WHY not in trial.user_attrs:
@@ -150,7 +149,7 @@ class _Search:
         if self.points:
             return _at_point(self.points[at])
         make = self.sampler or (lambda seed: _optuna().samplers.TPESampler(seed=seed))
-        return make(mixed(self.seed, at, 2) & _32_BITS)
+        return make(mixed_seed(self.seed, at, 2))
 
 
 def _at_point(point: Mapping[str, Any]) -> Any:

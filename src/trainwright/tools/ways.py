@@ -19,6 +19,7 @@ from trainwright.runtime.compile import find_regions
 from trainwright.runtime.cores import usable_cores
 from trainwright.runtime.gradients import Gradients
 from trainwright.runtime.switches import flushes_denormal
+from trainwright.runtime.walking import parameters_in
 from trainwright.slots.fast import Fast
 from trainwright.tools.batching import halved, joined
 from trainwright.tools.measuring import Way
@@ -107,9 +108,7 @@ def _optimizers(trainer: Trainer[Any], _: list[Any]) -> Iterator[Technique]:
 def _takes(optimizer: Optimizer, kind: str) -> bool:
     if type(optimizer).__module__.split(".")[:2] != ["torch", "optim"] or kind not in optimizer.defaults:
         return False
-    halves = any(
-        p.dtype in (torch.float16, torch.bfloat16) for group in optimizer.param_groups for p in group["params"]
-    )
+    halves = any(p.dtype in (torch.float16, torch.bfloat16) for p in parameters_in(optimizer))
     momentum = any(group.get("momentum") for group in optimizer.param_groups)
     return kind != "fused" or not (halves and momentum)
 
