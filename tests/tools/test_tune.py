@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import optuna
 import pytest
 import torch
 from torch import nn
@@ -32,6 +31,8 @@ from trainwright import (
     constrain,
     tune,
 )
+
+optuna: Any = pytest.importorskip("optuna", reason="needs the extra `tune`")
 
 x = torch.randn(48, 4, generator=torch.Generator().manual_seed(0))
 y = (x.sum(1) > 0).long()
