@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -94,6 +95,14 @@ class Between:
     """Why the last `fit` judged each update at once; empty where it had not to, None before the first."""
     failed: bool = False
     """Whether the last one ended in an error, so that a resume goes on in it."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Between:
+        """A copy for the copy of a trainer; TypeError where other weights or rates are to be put back in this one."""
+        if self.rates is not None or (self.shown is not None and self.shown.average is not None):
+            what = "copy.deepcopy of a Trainer that has trained with a schedule or an average"
+            fix = "copy.deepcopy(trainer.model), and a Trainer of its own for the copy"
+            raise TypeError(message(what, want="a Trainer as it was before its first fit", fix=fix))
+        return Between(**{each.name: copy.deepcopy(getattr(self, each.name), memo) for each in fields(self)})
 
     def take_news(self) -> tuple[str, ...]:
         """What was found while training since somebody asked last, in a line each."""

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainwright.base.errors import SettingError, first_line, message
+from trainwright.base.checks import check_number
+from trainwright.base.errors import first_line
 from trainwright.base.names import suggests
 from trainwright.tools.advice import Advice, Effect
 from trainwright.tools.batching import compact
@@ -17,7 +18,7 @@ from trainwright.tools.findings import findings
 from trainwright.tools.loading import loader_techniques
 from trainwright.tools.measuring import Block, Way, most_taken, run_block
 from trainwright.tools.phases import Phases, measure_phases
-from trainwright.tools.trial import Kept, data_kept, open_afresh, ready, traceless
+from trainwright.tools.trial import Kept, check_trainer, data_kept, open_afresh, ready, traceless
 from trainwright.tools.ways import Technique, as_it_is, techniques
 from trainwright.trainer import Trainer
 
@@ -60,8 +61,8 @@ def advise(
     Raises SettingError in a group of processes, and DataError for a stream that cannot be read afresh: give a list
     of ready batches.
     """
-    if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not seconds > 0:
-        raise SettingError(message(f"advise(seconds={seconds!r})", want="seconds, above 0", fix="seconds=60"))
+    check_trainer(trainer, "advise")
+    check_number(seconds, f"advise(seconds={seconds!r})", above=0, what="seconds,", fix="seconds=60")
     budget = Budget(seconds)
     with traceless(trainer) as kept, data_kept(train):
         source = open_afresh(train, batch_size=batch_size)

@@ -20,7 +20,7 @@ from trainwright.observers.table import duration, number
 from trainwright.run import state
 from trainwright.runtime.randomness import unmoved
 from trainwright.slots.saved import dry_save
-from trainwright.tools.trial import open_afresh, ready, traceless, variant
+from trainwright.tools.trial import check_trainer, open_afresh, ready, traceless, variant
 from trainwright.trainer import Trainer
 
 _BY_LENGTH = ("schedule", "average")
@@ -66,6 +66,7 @@ def fast_run(
     what hooks of your own write to files or elsewhere is theirs. Observers are not told. SettingError in a group of
     several processes; DataError for a stream that cannot be read afresh, with the cure.
     """
+    check_trainer(trainer, "fast_run")
     check_whole(updates, f"fast_run(updates={updates!r})")
     with traceless(trainer) as kept:
         found = ready(trainer, train, updates=updates, batch_size=batch_size)

@@ -22,7 +22,7 @@ from trainwright.runtime.randomness import unmoved
 from trainwright.runtime.walking import tensors_in
 from trainwright.tools.batching import joined
 from trainwright.tools.scaling import linear_scaled, sqrt_scaled
-from trainwright.tools.trial import Kept, open_afresh, ready, traceless, variant
+from trainwright.tools.trial import Kept, check_trainer, open_afresh, ready, traceless, variant
 from trainwright.trainer import Trainer
 
 MOST_TRIALS = 4
@@ -118,6 +118,7 @@ def largest_batch(
     SGD, by the square root for Adam. SettingError where one row does not fit, or nobody can tell how much memory
     there is; DataError for data that cannot be read again.
     """
+    check_trainer(trainer, "largest_batch")
     _check(effective=effective, budget=budget, most=most, share=share)
     batch, rows = _largest_of(ready(trainer, train, updates=LOOKED_AT, batch_size=batch_size))
     with unmoved():  # data may be a function that draws

@@ -21,7 +21,7 @@ from trainwright.base.records import Update
 from trainwright.data.source import beside
 from trainwright.run.steppers import ONLY
 from trainwright.runtime.randomness import unmoved
-from trainwright.tools.trial import data_kept, open_afresh, traceless, variant
+from trainwright.tools.trial import check_trainer, data_kept, open_afresh, traceless, variant
 from trainwright.trainer import Trainer
 
 FEWEST = 16
@@ -96,6 +96,7 @@ def lr_range(
     where the curve gives no suggestion. SettingError for settings that make no sweep, in a group of processes too;
     DataError for data that can be read only once.
     """
+    check_trainer(trainer, "lr_range")
     _check(lowest, highest, updates=updates, spacing=spacing, diverges=diverges)
     own = _own_rate(trainer)
     raised = Raised(lowest, highest, updates=updates, exponential=spacing == "exponential")

@@ -16,7 +16,7 @@ from trainwright.base.records import Update
 from trainwright.base.spans import Updates
 from trainwright.observers.probe import Probe
 from trainwright.observers.table import number, rate
-from trainwright.tools.trial import ready, traceless, variant
+from trainwright.tools.trial import check_trainer, ready, traceless, variant
 from trainwright.trainer import Trainer
 
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -88,6 +88,7 @@ def overfit_batches(
     each batch is one update; rates stay as the optimizer has them, without a schedule. Afterwards everything is as it
     was, as after `fast_run`. SettingError in a group of several processes; DataError for a stream.
     """
+    check_trainer(trainer, "overfit_batches")
     for name, value in (("batches", batches), ("updates", updates)):
         check_whole(value, f"overfit_batches({name}={value!r})")
     check_number(share, f"overfit_batches(share={share!r})", above=0, below=1, what="a share")

@@ -47,6 +47,14 @@ _CONTAINERS = (list, dict, set, OrderedDict, defaultdict, Counter, deque)
 """What is put back with what it held, down to the tensors in it; any other object is taken as it is."""
 
 
+def check_trainer(given: Any, tool: str) -> None:
+    """Refuse what is no Trainer in the place of one; `tool` is the function that it was given to."""
+    if not isinstance(given, Trainer):
+        kind = given.__name__ if isinstance(given, type) else type(given).__name__
+        what = f"{tool}({kind}, ...)"
+        raise TypeError(message(what, want="a Trainer, and then the data", fix=f"{tool}(trainer, train)"))
+
+
 @contextmanager
 def traceless(trainer: Trainer[Any]) -> Iterator[Kept]:
     """Put back at the end whatever a trial inside may have changed, also after an error.
