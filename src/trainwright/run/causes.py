@@ -13,6 +13,7 @@ from trainwright.base.names import nearest
 from trainwright.run.sites import MISSING, Site, dtype_name, place_of_fix, tensors, title
 from trainwright.run.wrong_losses import loss_cause
 from trainwright.runtime.device import devices_of
+from trainwright.runtime.memory import is_out_of_memory
 from trainwright.slots.window import find_rows
 
 Cause = tuple[str, str]
@@ -25,10 +26,7 @@ def cause_of(site: Site) -> Cause | None:
 
 
 def _memory(site: Site) -> Cause | None:
-    full = isinstance(site.error, torch.OutOfMemoryError) or any(
-        text in str(site.error) for text in ("out of memory", "can't allocate memory")
-    )
-    if not full:
+    if not is_out_of_memory(site.error):
         return None
     rows = None if site.batch is MISSING else find_rows(site.batch)
     what = "step" if rows is None else f"batch of {rows} row{'' if rows == 1 else 's'}"

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from trainwright.base.contracts import Part, Source, listeners
-from trainwright.base.errors import NonFiniteError, SettingError, message
+from trainwright.base.errors import NonFiniteError, SettingError, listed, message
 from trainwright.base.records import Result
 from trainwright.run import state
 from trainwright.run.alike import check_alike
@@ -223,9 +223,8 @@ def _awake(owner: Owner) -> Iterator[tuple[str, ...]]:
     if not switched_on:
         yield ()
         return
-    shown = ", ".join(switched_on[:4]) + (f" and {len(switched_on) - 4} more" if len(switched_on) > 4 else "")
     try:
-        yield (f"switched from eval to train mode: {shown}",)
+        yield (f"switched from eval to train mode: {listed(switched_on)}",)
     finally:
         owner.model.eval()
 

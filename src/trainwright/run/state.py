@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.base.contracts import Part, Tree
-from trainwright.base.errors import CheckpointError, DataError, message
+from trainwright.base.errors import CheckpointError, DataError, listed, message
 from trainwright.runtime.device import keep_dtypes
 from trainwright.runtime.randomness import random_state, set_random_state
 
@@ -128,12 +128,8 @@ def _check_tensors(name: str, module: nn.Module, saved: Mapping[str, Any], *, or
             message(
                 f"{origin} is from another {name}: {len(wrong)} tensors differ in shape, "
                 f"{len(missing)} are missing, {len(unexpected)} are not in the model",
-                have="; ".join(f"{what}: {_listed(keys)}" for what, keys in found.items() if keys),
+                have="; ".join(f"{what}: {listed(keys, 5)}" for what, keys in found.items() if keys),
                 want="the model as it was saved",
                 fix=f"build the {name} as when it was saved, or leave resume out and give Checkpoint() a new directory",
             )
         )
-
-
-def _listed(keys: list[str], most: int = 5) -> str:
-    return ", ".join(keys[:most]) + (f" and {len(keys) - most} more" if len(keys) > most else "")

@@ -17,8 +17,8 @@ def mapping_like(like: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     """A mapping like this one, with these items; a dict where it cannot be written to."""
     if type(like) is dict:
         return items
-    made: Any = copy.copy(like)  # a class of its own may be built with other arguments
     try:
+        made: Any = copy.copy(like)  # a class of its own may be built with other arguments
         for key, value in items.items():
             made[key] = value
     except TypeError:  # a read-only mapping

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.base.errors import SettingError, message
+from trainwright.runtime.containers import mapping_like, sequence_like
+from trainwright.runtime.walking import parameters_in
 
 Home = torch.device | Callable[[str], torch.device]
 """Where state is put that lay on an accelerator: on one device, or on what the function says of the name it had."""
@@ -80,7 +82,7 @@ def keep_dtypes(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     """
     if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
         return  # one that loads by itself knows how
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = parameters_in(optimizer)
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     for parameter, number in zip(parameters, numbers, strict=True):
         for key, value in saved["state"].get(number, {}).items():
@@ -101,10 +103,9 @@ def change(batch: Any, device: torch.device, each: Callable[[Tensor], Tensor]) -
     if hasattr(batch, "to") and callable(batch.to):
         return batch.to(device)
     if isinstance(batch, Mapping):
-        return _rebuild(batch, {key: change(value, device, each) for key, value in batch.items()})
+        return mapping_like(batch, {key: change(value, device, each) for key, value in batch.items()})
     if isinstance(batch, list | tuple):
-        items = (change(value, device, each) for value in batch)
-        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
+        return sequence_like(batch, (change(value, device, each) for value in batch))
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         moved = copy.copy(batch)
         for field in dataclasses.fields(batch):
@@ -145,15 +146,3 @@ def _moved_nowhere(wanted: str | torch.device, placed: list[torch.device]) -> Se
             fix="leave device= out, or model.to(device) before, to have all of it on one",
         )
     )
-
-
-def _rebuild(batch: Mapping[Any, Any], moved: dict[Any, Any]) -> Any:
-    if type(batch) is dict:
-        return moved
-    try:
-        rebuilt = copy.copy(batch)
-        for key, value in moved.items():
-            rebuilt[key] = value  # type: ignore[index]
-    except TypeError:  # a read-only mapping
-        return moved
-    return rebuilt
