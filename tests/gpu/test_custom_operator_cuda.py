@@ -19,6 +19,8 @@ def example(tmp_path_factory):
     module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
     line = module.build(tmp_path_factory.mktemp("built"))
+    if line.startswith("scan runs in Python"):
+        pytest.skip(line)
     assert line.startswith("scan is built for CPU and CUDA" if cpp_extension.CUDA_HOME else "scan is built for CPU")
     return module
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 
 import pytest
 import torch
@@ -205,3 +206,17 @@ def test_a_precision_of_the_users_own_fills_the_slot():
 def test_a_loss_scaler_takes_settings_and_no_number():
     with pytest.raises(TypeError, match=r"LossScaler\(16777216.0\)(.|\n)*MixedPrecision\(.fp16., init_scale="):
         LossScaler(2.0**24)
+
+
+def test_nothing_is_said_of_the_older_switch_that_tf32_is_set_by(monkeypatch):
+    real, seen = torch.set_float32_matmul_precision, []
+
+    def warns(precision):
+        warnings.warn("Please use the new API settings to control TF32 behavior, such as ...", stacklevel=2)
+        seen.append(precision)
+        real(precision)
+
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", warns)
+    with MixedPrecision("tf32").switched():
+        assert torch.get_float32_matmul_precision() == "high"
+    assert seen == ["high", "highest"]

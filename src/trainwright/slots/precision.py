@@ -15,7 +15,7 @@ from torch import Tensor
 from trainwright.base.contracts import Precision, Scaler
 from trainwright.base.errors import SettingError, message
 from trainwright.base.names import suggests
-from trainwright.runtime.switches import matmul_precision, matmul_precisions
+from trainwright.runtime.switches import matmul_precision, matmul_precisions, unwarned
 
 KINDS = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": None}
 
@@ -70,12 +70,14 @@ class MixedPrecision:
             yield
             return
         before, backends = matmul_precision() or "highest", matmul_precisions()
-        torch.set_float32_matmul_precision("high")
+        with unwarned():
+            torch.set_float32_matmul_precision("high")
         try:
             yield
         finally:
             # Torch's setter also writes what each backend has of its own, and never puts "none" back there.
-            torch.set_float32_matmul_precision(before)
+            with unwarned():
+                torch.set_float32_matmul_precision(before)
             for backend, precision in backends:
                 backend.fp32_precision = precision
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ OFF = {
     "enable_progress_bar": False,
     "enable_model_summary": False,
 }
+LIGHTNING = "lightning" if find_spec("lightning") else "pytorch_lightning"
+"""The package, or its twin of the older name."""
 HF_OFF = {"report_to": "none", "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True}
 
 
@@ -32,9 +36,9 @@ def loader(data: Sequence[Any]) -> DataLoader[Any]:
 
 
 def train_lightning(task: Task, clock: Clock, *, off: bool) -> nn.Module:
-    import lightning
+    lightning = import_module(LIGHTNING)
 
-    class Module(lightning.LightningModule):
+    class Module(lightning.LightningModule):  # type: ignore[name-defined,misc]
         def __init__(self) -> None:
             super().__init__()
             self.model = task.model()
@@ -139,11 +143,11 @@ PEERS = [
     Contestant(
         "lightning-off",
         partial(train_lightning, off=True),
-        package="lightning",
+        package=LIGHTNING,
         note="nothing logged, no checkpoints, progress bar or summary",
     ),
     Contestant(
-        "lightning", partial(train_lightning, off=False), package="lightning", note="its defaults, the loss logged"
+        "lightning", partial(train_lightning, off=False), package=LIGHTNING, note="its defaults, the loss logged"
     ),
     Contestant("accelerate", train_accelerate, package="accelerate", note="the loop of its guide, tuned"),
     Contestant("hf-trainer", train_transformers, package="transformers", note="no logging, saving or progress bar"),
