@@ -170,8 +170,7 @@ class _Trial:
         quick = [one for one in able if not one.technique.start]
         slow = [one for one in able if one.technique.start]
         memory = self._measure_memory(quick, bases["ready"])
-        starts = [one.technique.start for one in slow]
-        reserve = 1.5 * sum(start for start in starts if SHARE * start <= self._budget.seconds)
+        reserve = self._reserve(slow)
         for turn in range(ROUNDS):
             for one in quick[turn % len(quick) :] + quick[: turn % len(quick)]:
                 if not one.why_not and self._budget.left - reserve > 2 * one.seconds:
@@ -183,6 +182,11 @@ class _Trial:
         for one in able:
             one.why_not = one.why_not or "the time was over before its turn; give more seconds"
         return memory, [one.told() for one in found]
+
+    def _reserve(self, slow: Sequence[_Ratios]) -> float:
+        """Seconds that are kept for techniques that start slowly."""
+        starts = [one.technique.start for one in slow]
+        return 1.5 * sum(start for start in starts if SHARE * start <= self._budget.seconds)
 
     def _take_turn(self, one: _Ratios) -> None:
         """One block without and one with the technique."""
