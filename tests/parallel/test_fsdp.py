@@ -29,7 +29,7 @@ from torch import nn
 
 from trainwright import ClipNorm, ClipValue, Gradients
 from trainwright.parallel.fsdp import FSDP, follow, recover, retake, set_sync, shard
-from trainwright.parallel.whole import full_state_dict, load_full
+from trainwright.parallel.whole import full_state_dict
 from trainwright.runtime.shards import is_sharded, whole
 from world.pool import pool
 
@@ -245,34 +245,13 @@ def test_a_registered_method_and_a_block_may_be_called_in_a_step() -> None:
     assert max(difference for difference, _ in pool(2).run(by_method)) < EXACT
 
 
-def there_and_back() -> float:
+def gathered() -> float:
     world = group()
-    model, other = sharded_net(world), net(5)
-    load_full(model, other.state_dict() if world.is_main else {}, world)
-    return differ(world.same(full_state_dict(model, world)), other.state_dict())
+    return differ(world.same(full_state_dict(sharded_net(world), world)), net().state_dict())
 
 
-def test_whole_weights_are_dealt_out_and_gathered_again() -> None:
-    assert pool(3).run(there_and_back) == [0.0] * 3
-
-
-def misfit() -> list[str]:
-    world = group()
-    model = sharded_net(world)
-    state = net(5).state_dict()
-    state["first.bias"], state["more"] = torch.zeros(6), state.pop("head.bias")
-    try:
-        load_full(model, state if world.is_main else {}, world)
-    except Exception as error:
-        return [type(error).__name__, str(error), torch.equal(whole(model.first.bias), net().first.bias)]
-    return []
-
-
-def test_whole_weights_of_another_model_are_refused_on_every_process() -> None:
-    for name, text, untouched in pool(2).run(misfit):
-        assert name == "CheckpointError" and untouched
-        for part in ("missing  head.bias", "not used more", "first.bias (6,), the model's is (5,)"):
-            assert part in text
+def test_whole_weights_are_gathered_from_uneven_shards() -> None:
+    assert pool(3).run(gathered) == [0.0] * 3
 
 
 def by_the_user() -> Any:

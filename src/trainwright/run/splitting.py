@@ -240,7 +240,7 @@ class _Parts(Window):
         cls, window: Window, parts: Sequence[tuple[Any, int]], counts: list[Count] | None, *, guarded: bool
     ) -> Window:
         """Make one of what a window was cut into."""
-        made = cls([batch for batch, _ in parts], [rows for _, rows in parts], counts, move=window._move)
+        made = cls([batch for batch, _ in parts], [rows for _, rows in parts], counts, move=window.mover)
         made._guarded = guarded
         return made
 

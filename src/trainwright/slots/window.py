@@ -54,7 +54,8 @@ class Window(Sequence[Any]):
         self.rows = rows
         self.counts = counts
         self.alone = len(batches) == 1
-        self._move = move
+        self.mover = move
+        """What moves a batch to the device; None where none is moved."""
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -63,16 +64,16 @@ class Window(Sequence[Any]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         batch = self.batches[index]
-        if self._move is None:
+        if self.mover is None:
             return batch
         if not self.alone:
-            return self._move(batch)
+            return self.mover(batch)
         if self._moved is None:
-            self._moved = self._move(batch)
+            self._moved = self.mover(batch)
         return self._moved
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.batches) if self._move is None else map(self.__getitem__, range(len(self.batches)))
+        return iter(self.batches) if self.mover is None else map(self.__getitem__, range(len(self.batches)))
 
     @property
     def shares(self) -> list[Any]:
@@ -93,11 +94,6 @@ class Window(Sequence[Any]):
     def all_batches(self) -> int:
         """The micro-batches of the window; of several processes those of the one that has most."""
         return len(self.batches)
-
-    @property
-    def mover(self) -> Callable[[Any], Any] | None:
-        """What moves a batch to the device; None where none is moved."""
-        return self._move
 
     def let_go(self) -> None:
         """Give up the batch that was moved and kept; it is moved again when it is read."""
