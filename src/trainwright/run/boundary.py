@@ -35,7 +35,8 @@ class Boundary:
         self._tell_source: Any = None if owner.checkpoint is None else getattr(source, "at_boundary", None)
         self._own: Mapping[str, Part] = {}
         self._modules = [module for module in (owner.model, owner.loss) if isinstance(module, nn.Module)]
-        self._buffers: list[Tensor] = []
+        self._buffers: list[tuple[nn.Module, str, Tensor | None]] = []
+        """The buffers by module and name: a forward may have put others in their place since."""
         self._kept: dict[str, Tree] = {}
 
     def bind(self, own: Mapping[str, Part]) -> None:
@@ -69,9 +70,10 @@ class Boundary:
             self._tell_source()
         self._random.kept = random_state() if self._keeps_random else None
         if self._keeps_all:
-            self._buffers = [buffer for module in self._modules for buffer in module.buffers()]
+            inner = (module for root in self._modules for module in root.modules())
+            self._buffers = [(module, name, one) for module in inner for name, one in module._buffers.items()]
             self._kept = {
-                "buffers": [buffer.detach().clone() for buffer in self._buffers],
+                "buffers": [None if one is None else one.detach().clone() for _, _, one in self._buffers],
                 "totals": snapshot(self._ledger.state_dict()),
                 "state": snapshot(self._owner.state),
                 "own": {name: snapshot(part.state_dict()) for name, part in self._own.items()},
@@ -85,11 +87,17 @@ class Boundary:
             return {"data": self._kept["data"]}
         if self.place != UPDATING:
             return {}
-        with unnoticed(self._buffers), torch.no_grad():
-            for buffer, kept in zip(self._buffers, self._kept["buffers"], strict=True):
-                buffer.copy_(kept)
+        self._put_back_buffers()
         self._ledger.begin_at(self._kept["totals"])
         self._owner.state.clear()
         self._owner.state.update(self._kept["state"])
         own: dict[str, Tree] = self._kept["own"]
         return own
+
+    def _put_back_buffers(self) -> None:
+        with unnoticed(one for _, _, one in self._buffers if one is not None), torch.no_grad():
+            for (module, name, buffer), kept in zip(self._buffers, self._kept["buffers"], strict=True):
+                if isinstance(module._buffers, dict):  # a compiled script has others, which stay in their place
+                    module._buffers[name] = buffer
+                if buffer is not None:
+                    buffer.copy_(kept)
