@@ -188,7 +188,6 @@ def test_without_a_gpu_nothing_is_measured(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["B1", "B5"])
 def test_the_launch_bound_cases_run_on_cuda(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.main(["--tiny", "--rounds", "1", "--only", name, "--without-peers"]) == 0

@@ -8,7 +8,6 @@ from advise_run import ONLY_CUDA, advice_on
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_advice_on_a_gpu_tries_what_only_it_has(device: torch.device) -> None:
     advice, same = advice_on(device, seconds=20)
     assert same

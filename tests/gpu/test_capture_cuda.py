@@ -34,7 +34,6 @@ from trainwright import Checkpoint, Trainer, TrainwrightError, Updates, load_wei
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.usefixtures("deterministic"),
     pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),  # of a loader, beside CUDA's threads
 ]

@@ -17,7 +17,7 @@ from torch import nn
 from trainwright import Fast, ModelStatistics, Observer, Profile, Statistics, Trainer, Updates, anomaly, deterministic
 from trainwright.tools.debug import WORKSPACE
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 
 TOO_LATE = """
 import torch

@@ -38,7 +38,7 @@ from trainwright.runtime.kernels import step_of
 from trainwright.runtime.staging import Arena, needs
 from trainwright.runtime.tensorfile import Contents
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 
 CASE = Case("adamw", 0.25, "one", None, "step")
 

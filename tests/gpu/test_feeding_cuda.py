@@ -19,7 +19,6 @@ from trainwright.runtime.moving import Moving
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.usefixtures("deterministic"),
     pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),  # of a loader, beside CUDA's threads
 ]

@@ -17,7 +17,6 @@ from trainwright.runtime.moving import SLOTS, Moving
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.filterwarnings("ignore:Synchronization debug mode"),  # that it does not find every wait
 ]
 DEVICE = torch.device("cuda", 0)

@@ -11,7 +11,7 @@ from torch import nn
 
 from trainwright import Trainer, checkpoint_activations
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 
 
 def net() -> nn.Sequential:

@@ -34,7 +34,6 @@ from trainwright import EMA, SWA, Trainer, Updates, accuracy, batches
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.usefixtures("deterministic"),
 ]
 

@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from trainwright import MixedPrecision, Trainer, accuracy, batches
 from trainwright.runtime.lagging import AHEAD
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 
 LEVELS: dict[str, tuple[Any, Case]] = {
     "L3": ("require", Case("adamw", 0.25, "one", "bf16", "one cycle")),

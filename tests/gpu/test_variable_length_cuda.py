@@ -14,7 +14,6 @@ from trainwright import Sum, Trainer, batches, bucketed, nest, pack, pad, togeth
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage"),
 ]
 CLOSE = 1e-3
