@@ -30,6 +30,8 @@ FEW_ROWS, NEARLY_FREE, SHORT = 16, 1.25, 0.02
 """Rows of a tiny batch; what twice as many cost there, as a ratio; seconds below which an update is timed for it."""
 TIMED = 12
 """Updates that are timed, for the rule on tiny batches."""
+FEWEST, MOST = 3, 9
+"""How often that is done: the more often, the shorter an update is."""
 LOOKS, BETWEEN = 12, 4
 """How often it is looked whether a device has work left, and the updates between two looks."""
 
@@ -113,7 +115,8 @@ def of_sizes(trainer: Trainer[Any], batches: Sequence[Any]) -> list[Finding]:
     if any(batch is None for batch in twice):
         return []
     try:
-        ratios = [_ratio(trainer, batches, twice) for _ in range(3)]
+        tries = min(MOST, max(FEWEST, round(SHORT / once)))
+        ratios = [_ratio(trainer, batches, twice) for _ in range(tries)]
     except Exception:  # whatever the user's step raises where rows twice are no batch of it: then nothing is known
         return []
     found = tiny_batch(rows=rows, ratio=statistics.median(ratios))
