@@ -28,6 +28,13 @@ def test_what_is_no_finite_number_between_the_bounds_is_refused(value):
         check_number(value, "f(x)", above=0, below=1, what="a share")
 
 
+def test_a_number_without_end_is_told_apart():
+    with pytest.raises(SettingError, match="want  seconds above 0 and finite"):
+        check_number(math.inf, "f(x)", above=0, what="seconds")
+    with pytest.raises(SettingError, match=r"want  seconds above 0(\n|$)"):
+        check_number(-1, "f(x)", above=0, what="seconds")
+
+
 def test_bounds_that_are_reached_are_within():
     check_number(0, "f(x)", least=0, most=1)
     check_number(1.0, "f(x)", least=0, most=1)

@@ -103,6 +103,17 @@ def test_the_given_model_stays_as_it_was() -> None:
     assert {id(p) for p in model.parameters()}.isdisjoint(map(id, small.parameters()))
 
 
+class WritesToItsInputs(Net):
+    def forward(self, x):
+        return super().forward(x.add_(1.0))
+
+
+def test_a_forward_that_writes_to_its_inputs_is_given_copies() -> None:
+    given, kept = X.clone(), X.clone()
+    assert shrink(net(WritesToItsInputs), given, 0.5).removed
+    assert torch.equal(given, kept)
+
+
 def test_each_layer_loses_its_share_of_the_smallest_filters_and_says_why_others_stay() -> None:
     model = net()
     found = shrink(model, X, 0.5)

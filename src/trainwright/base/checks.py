@@ -6,8 +6,11 @@
 from __future__ import annotations
 
 import math
+import operator
 
 from trainwright.base.errors import SettingError, message
+
+_HOLDS = {"at least": operator.ge, "above": operator.gt, "at most": operator.le, "below": operator.lt}
 
 
 def check_whole(
@@ -32,17 +35,12 @@ def check_number(
     """Refuse what is no finite number between the bounds; True and False are none."""
     bounds = {"at least": least, "above": above, "at most": most, "below": below}
     given = {word: bound for word, bound in bounds.items() if bound is not None}
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-        holds = {
-            "at least": lambda bound: value >= bound,
-            "above": lambda bound: value > bound,
-            "at most": lambda bound: value <= bound,
-            "below": lambda bound: value < bound,
-        }
-        if all(holds[word](bound) for word, bound in given.items()):
+    wanted = [f"{word} {bound:g}" for word, bound in given.items()]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if math.isfinite(value) and all(_HOLDS[word](value, bound) for word, bound in given.items()):
             return
-    want = " and ".join(f"{word} {bound:g}" for word, bound in given.items())
-    raise SettingError(message(written, want=f"{what} {want}".rstrip(), fix=fix))
+        wanted += [] if math.isfinite(value) else ["finite"]
+    raise SettingError(message(written, want=f"{what} {' and '.join(wanted)}".rstrip(), fix=fix))
 
 
 def check_flag(value: object, written: str, *, fix: str = "") -> None:

@@ -20,6 +20,8 @@ from trainwright.base.records import Count, Mean, Step, Sum
 
 Loss = Callable[..., Any]
 
+_NUMBERS = (int, float, np.number)
+
 
 @dataclass(slots=True, eq=False)
 class Outcome:
@@ -261,7 +263,7 @@ def _bce(module: nn.Module) -> bool:
 
 def _counted(count: Count, given: Mean | Sum) -> Count:
     """The count that a step gave, as far as the host can tell whether it is one."""
-    if isinstance(count, Tensor) or (isinstance(count, int | float | np.number) and not count < 0):
+    if isinstance(count, Tensor) or (isinstance(count, _NUMBERS) and not count < 0):
         return count
     raise StepError(
         message(
