@@ -80,4 +80,6 @@ def check_same(make: Any, between: Any = lambda data: None, **settings: Any) -> 
 
 
 def pids() -> set[int | None]:
-    return {process.pid for process in multiprocessing.active_children()}
+    """The processes that this one has started, but for those that the tests of many processes share (`rank 0`)."""
+    started = multiprocessing.active_children()
+    return {process.pid for process in started if not process.name.startswith("rank ")}
