@@ -46,16 +46,16 @@ def test_a_name_that_there_is_not_is_refused_as_by_any_module() -> None:
         from trainwright import OneCycel  # type: ignore[attr-defined]  # noqa: F401
 
 
-@pytest.mark.parametrize("name", trainwright.__all__)
-def test_a_public_name_is_documented_and_no_module(name: str) -> None:
-    value = getattr(trainwright, name)
-    assert not isinstance(value, ModuleType)
-    assert name == "__version__" or written(value)
+def test_public_names_and_their_methods_are_documented_and_no_modules() -> None:
+    public = {name: getattr(trainwright, name) for name in trainwright.__all__ if name != "__version__"}
+    assert [name for name, value in public.items() if isinstance(value, ModuleType)] == []
+    assert [name for name, value in public.items() if not written(value)] == []
+    classes = {name: value for name, value in public.items() if inspect.isclass(value)}
+    assert [wrong for name, value in classes.items() for wrong in undocumented(name, value)] == []
 
 
-@pytest.mark.parametrize("name", [name for name in trainwright.__all__ if inspect.isclass(getattr(trainwright, name))])
-def test_the_public_methods_of_a_public_class_are_documented(name: str) -> None:
-    cls = getattr(trainwright, name)
+def undocumented(name: str, cls: type) -> list[str]:
+    """The public methods and properties of a class without a docstring."""
     own = {key: value for key, value in vars(cls).items() if not key.startswith("_")}
     methods = {key: value for key, value in own.items() if inspect.isfunction(value) or isinstance(value, property)}
-    assert [key for key, value in methods.items() if not inspect.getdoc(value)] == []
+    return [f"{name}.{key}" for key, value in methods.items() if not inspect.getdoc(value)]

@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
 from layers import PACKAGE, ROOT, files
 
-LONGEST_FILE, LONGEST_FUNCTION, MOST_POSITIONAL, LONGEST_UPDATE = 400, 30, 3, 80
+LONGEST_FILE, LONGEST_FUNCTION, MOST_POSITIONAL, LONGEST_UPDATE = 600, 40, 3, 80
 UPDATE = ("fit", "update", "compute_gradients", "apply_gradients")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 IGNORED = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
@@ -41,34 +40,37 @@ def lines_with_code(source: str) -> frozenset[int]:
     return frozenset(line for span in spans for line in span)
 
 
-def lines_of(path: Path) -> int:
-    """How long a file is, with everything that stands in it."""
-    return len(path.read_text(encoding="utf-8").splitlines())
-
-
 def positional(function: Function) -> list[str]:
     """The parameters that can be given by position, without self and cls."""
     names = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)]
     return [name for name in names if name not in ("self", "cls", "mcs")]
 
 
-@pytest.mark.parametrize("path", files(), ids=lambda path: path.relative_to(PACKAGE).as_posix())
-def test_a_file_says_what_it_is_for_and_its_functions_stay_small(path: Path) -> None:
+def wrong_in(path: Path) -> list[str]:
+    """What a file of the package breaks of the rules of size."""
     source = path.read_text()
-    assert ast.get_docstring(ast.parse(source)), "a file opens with the sentence that says what it is for"
-    sizes = [(f.name, code_lines(f, source)) for f in functions(source)]
-    assert [size for size in sizes if size[1] > LONGEST_FUNCTION] == []
-    of_torch = ("__torch_function__", "__torch_dispatch__")  # torch says what those take
-    ours = [f for f in functions(source) if f.name not in of_torch]
-    wide = {f.name: positional(f) for f in ours if len(positional(f)) > MOST_POSITIONAL}
-    assert wide == {}
+    wrong = (
+        [] if ast.get_docstring(ast.parse(source)) else ["it does not open with a sentence that says what it is for"]
+    )
+    for function in functions(source):
+        size = code_lines(function, source)
+        if size > LONGEST_FUNCTION:
+            wrong.append(f"{function.name} has {size} code lines, at most {LONGEST_FUNCTION}")
+        of_torch = function.name in ("__torch_function__", "__torch_dispatch__")  # torch decides what those take
+        if len(positional(function)) > MOST_POSITIONAL and not of_torch:
+            wrong.append(f"{function.name} takes {positional(function)} by position, at most {MOST_POSITIONAL}")
+    return [f"{path.relative_to(ROOT)}: {one}" for one in wrong]
 
 
-@pytest.mark.parametrize("folder", ["src", "tests", "examples"])
-def test_no_file_is_longer_than_400_lines(folder: str) -> None:
-    """The tests and the examples are read as well, so they are held to the length of the source."""
-    sizes = {path.relative_to(ROOT).as_posix(): lines_of(path) for path in (ROOT / folder).rglob("*.py")}
-    assert sizes
+def test_a_file_says_what_it_is_for_and_its_functions_stay_small() -> None:
+    assert [one for path in files() for one in wrong_in(path)] == []
+
+
+def test_no_file_has_more_than_600_code_lines() -> None:
+    """Tests and examples are read as well, so they are held to the length of the source."""
+    paths = [path for folder in ("src", "tests", "examples") for path in (ROOT / folder).rglob("*.py")]
+    sizes = {path.relative_to(ROOT).as_posix(): len(lines_with_code(path.read_text())) for path in paths}
+    assert len(sizes) > 100
     assert {path: size for path, size in sizes.items() if size > LONGEST_FILE} == {}
 
 
