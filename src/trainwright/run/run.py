@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainwright.base.contracts import Scaler, Source
 from trainwright.base.plan import Plan
@@ -117,7 +117,8 @@ class Run:
     def _bind_slots(self, owner: Owner) -> None:
         # A norm may be a collective, and is judged: all processes measure it, whoever of them has the observer.
         wants_norm = any(owner.world.total(any("grad_norm" in observer.wants for observer in owner.observers)))
-        self.steppers = Steppers(owner.optimizers, owner.clip, wants_norm=wants_norm)
+        modules = [one for one in (owner.model, owner.loss) if isinstance(one, nn.Module)]
+        self.steppers = Steppers(owner.optimizers, owner.clip, wants_norm=wants_norm, modules=modules)
         self.gradients = self.steppers.all.gradients
         """The gradients of all optimizers together."""
         self.rates = bind_rates(owner.schedule, owner.optimizers, self.plan)

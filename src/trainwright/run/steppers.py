@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.base.contracts import Clip, Rates, Schedule, Tree
@@ -18,7 +18,7 @@ from trainwright.runtime.fused import why_not_masked
 from trainwright.runtime.gradients import Gradients
 from trainwright.runtime.kernels import step_of
 from trainwright.runtime.shards import is_sharded, whole
-from trainwright.runtime.walking import parameters_in
+from trainwright.runtime.walking import parameters_in, parameters_of
 from trainwright.slots.clip import ClipNorm
 
 _BESIDE_ZERO = 1e-6
@@ -68,9 +68,12 @@ class Stepper:
         self.gradients = Gradients(optimizer)
         self.groups = len(optimizer.param_groups)
 
-    def take_groups(self) -> None:
-        """Take over the parameters as they are grouped now; a group may be added at any time."""
-        self.gradients = Gradients.of(self.optimizer, before=self.gradients)
+    def take_groups(self, order: Sequence[Tensor] = ()) -> None:
+        """Take over the parameters as they are grouped now; a group may be added at any time.
+
+        Norms are summed in `order`.
+        """
+        self.gradients = Gradients.of(self.optimizer, before=self.gradients, order=order)
         self.groups = len(self.optimizer.param_groups)
 
     def limit(self) -> None:
@@ -113,7 +116,15 @@ class Chosen(NamedTuple):
 class Steppers:
     """Every optimizer of a run, and each of them alone."""
 
-    def __init__(self, optimizers: Mapping[str, Optimizer], clip: Any, *, wants_norm: bool) -> None:
+    def __init__(
+        self,
+        optimizers: Mapping[str, Optimizer],
+        clip: Any,
+        *,
+        wants_norm: bool,
+        modules: Sequence[nn.Module] = (),
+    ) -> None:
+        self._modules = modules
         clips = clip if isinstance(clip, Mapping) else dict.fromkeys(optimizers, clip)
         self._steppers = tuple(
             Stepper(name, optimizer, clip=clips.get(name), wants_norm=wants_norm)
@@ -121,7 +132,8 @@ class Steppers:
         )
         self.named = len(optimizers) > 1 or ONLY not in optimizers
         """Whether the optimizers were given by name, so that numbers carry it."""
-        self._together(None)
+        self.all = Chosen((), Gradients())
+        self.take_groups()
 
     def choose(self, name: str) -> Chosen:
         """The one of this name; SettingError where none has it."""
@@ -140,9 +152,11 @@ class Steppers:
 
     def take_groups(self) -> None:
         """Take over every optimizer's parameters as they are grouped now."""
+        # As `clip_grad_norm_(model.parameters())` sums, whatever the groups: the last bits of a norm are its order's.
+        order = [parameter for module in self._modules for parameter in parameters_of(module)]
         for stepper in self._steppers:
-            stepper.take_groups()
-        self._together(self.all.gradients)
+            stepper.take_groups(order)
+        self._together(self.all.gradients, order)
 
     def lower_flags(self) -> None:
         """Forget what was not finite."""
@@ -170,12 +184,12 @@ class Steppers:
         """`grad_norm_<name>` of those that were measured."""
         return {f"grad_norm_{s.name}": float(s.norm) for s in self._steppers if s.norm is not None}
 
-    def _together(self, before: Gradients | None) -> None:
+    def _together(self, before: Gradients, order: Sequence[Tensor]) -> None:
         steppers = self._steppers
         self._alone = {stepper.name: Chosen((stepper,), stepper.gradients) for stepper in steppers}
         alone = len(steppers) == 1
         each = [stepper.optimizer for stepper in steppers]
-        gradients = steppers[0].gradients if alone else Gradients.of(*each, before=before)
+        gradients = steppers[0].gradients if alone else Gradients.of(*each, before=before, order=order)
         self.all = Chosen(steppers, gradients)
 
 

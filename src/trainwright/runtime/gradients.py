@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any
 
@@ -22,19 +23,23 @@ class Gradients:
 
     Where some are shards, the processes that hold the others make theirs alike, and call the same methods: a norm is
     that of the whole gradients, and a flag is 1.0 on all of them where any shard is not finite.
+
+    `order`: parameters in the order in which norms are summed, usually `model.parameters()`; those that are not in it
+    come last. Without it the order is that of the optimizers' groups. The order changes the last bits of a norm.
     """
 
     __slots__ = ("_alike", "_flags", "_grouping", "_one", "_plain", "_zero_grads", "parameters")
 
-    def __new__(cls, *optimizers: Optimizer) -> Gradients:
+    def __new__(cls, *optimizers: Optimizer, order: Iterable[Tensor] = ()) -> Gradients:
         """Choose once how the gradients are worked on: on shards or on whole ones."""
         chosen: Any = _ShardedGradients if cls is Gradients and is_sharded(*parameters_in(*optimizers)) else cls
         made: Gradients = super().__new__(chosen)
         return made
 
-    def __init__(self, *optimizers: Optimizer) -> None:
+    def __init__(self, *optimizers: Optimizer, order: Iterable[Tensor] = ()) -> None:
+        place = {id(p): index for index, p in enumerate(order)}
         found = {id(p): p for p in parameters_in(*optimizers)}  # two optimizers may train the same one
-        self.parameters: list[Tensor] = list(found.values())
+        self.parameters: list[Tensor] = sorted(found.values(), key=lambda p: place.get(id(p), len(place)))
         self._plain = self.parameters
         self._zero_grads = [
             optimizer.zero_grad
@@ -44,16 +49,18 @@ class Gradients:
         kinds = {(p.device, p.dtype) for p in self.parameters}
         self._alike = next(iter(kinds))[0] if len(kinds) == 1 else None
         devices = dict.fromkeys(p.device for p in self.parameters)  # in this order: the first one's flag is returned
-        self._grouping = _grouping(optimizers)
+        self._grouping = _grouping(optimizers, place)
         self._flags = {device: torch.zeros((), dtype=torch.float32, device=device) for device in devices}
         self._one = {device: torch.ones((), dtype=torch.float32, device=device) for device in devices}
 
     @classmethod
-    def of(cls, *optimizers: Optimizer, before: Gradients | None = None) -> Gradients:
+    def of(cls, *optimizers: Optimizer, before: Gradients | None = None, order: Iterable[Tensor] = ()) -> Gradients:
         """Return the gradients of optimizers; those from `before`, flag and all, where nothing has changed."""
-        if before is not None and before._grouping == _grouping(optimizers):
+        listed = list(order)
+        place = {id(p): index for index, p in enumerate(listed)}
+        if before is not None and before._grouping == _grouping(optimizers, place):
             return before
-        return cls(*optimizers)
+        return cls(*optimizers, order=listed)
 
     def zero(self) -> None:
         """Drop every gradient (`set_to_none`), by the optimizer's own method too where it overrides torch's."""
@@ -136,8 +143,8 @@ class _ShardedGradients(Gradients):
 
     __slots__ = ("_cut", "_shards")
 
-    def __init__(self, *optimizers: Optimizer) -> None:
-        super().__init__(*optimizers)
+    def __init__(self, *optimizers: Optimizer, order: Iterable[Tensor] = ()) -> None:
+        super().__init__(*optimizers, order=order)
         self.parameters = self._shards = Shards(self.parameters)
         self._plain = [parameter for parameter in self.parameters if not is_sharded(parameter)]
         self._cut = [parameter for parameter in self.parameters if is_sharded(parameter)]
@@ -167,14 +174,17 @@ def _single(factor: float | Tensor, device: torch.device) -> Tensor:
     return torch.full((), factor, dtype=torch.float32, device=device)
 
 
-def _grouping(optimizers: tuple[Optimizer, ...]) -> list[Any]:
+def _grouping(optimizers: tuple[Optimizer, ...], place: dict[int, int]) -> list[Any]:
     """What is looked at once, when gradients are grouped."""
     kinds = [
         (type(optimizer).zero_grad, vars(optimizer).get("zero_grad"), len(group["params"]))
         for optimizer in optimizers
         for group in optimizer.param_groups
     ]
-    return [kinds, [(id(p), p.device, p.dtype, is_sharded(p)) for p in parameters_in(*optimizers)]]
+    return [
+        kinds,
+        [(id(p), p.device, p.dtype, is_sharded(p), place.get(id(p))) for p in parameters_in(*optimizers)],
+    ]
 
 
 def _writable_values(parameter: Tensor, gradient: Tensor) -> Tensor:
