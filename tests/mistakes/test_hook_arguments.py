@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import Trainer
+from trainwright import Observer, Trainer
+
+BATCHES = [(torch.ones(3, 2), torch.ones(3, 1))]
 
 
 def trainer_with(**hooks):
@@ -17,7 +19,7 @@ def trainer_with(**hooks):
 
 
 def fits(trainer):
-    return trainer.fit([(torch.ones(3, 2), torch.ones(3, 1))], epochs=1).updates == 1
+    return trainer.fit(BATCHES, BATCHES, epochs=1).updates == 1
 
 
 def with_index(self, batch, batch_idx):
@@ -32,6 +34,9 @@ def with_index(self, batch, batch_idx):
         ("after_update", lambda self, window: None, "after_update(window)", "def after_update(self):"),
         ("end_epoch", lambda self: None, "end_epoch()", "def end_epoch(self, metrics):"),
         ("update", lambda self: None, "update()", "def update(self, window):"),
+        ("evaluate", lambda self, data: {}, "evaluate(data)", 'def evaluate(self, data, name="val"):'),
+        ("evaluate", lambda self, data, *names: {}, "evaluate(data, *names)", 'def evaluate(self, data, name="val"):'),
+        ("evaluate", lambda self, data, name, /: {}, "evaluate(data, name, /)", 'def evaluate(self, data, name="val"):'),
     ],
 )
 def test_a_hook_with_other_arguments_is_refused_with_the_line_to_write(name, hook, have, fix):
@@ -49,6 +54,43 @@ def test_hooks_that_take_more_than_they_are_given_are_no_mistake():
 
     assert fits(trainer_with(training_step=lambda self, *given, **named: self.model(given[0][0]).square().mean()))
     assert fits(trainer_with(begin_epoch=lambda self, epoch, quiet=True: None, split=split))
+
+
+@pytest.mark.parametrize(
+    "evaluate",
+    [
+        lambda self, data, name="val", *, batch_size=None: Trainer.evaluate(self, data, name),
+        lambda self, data, name: Trainer.evaluate(self, data, name),
+        lambda self, batches, **named: Trainer.evaluate(self, batches, **named),
+    ],
+)
+def test_an_evaluate_that_takes_data_and_name_is_called_for_every_validation(evaluate):
+    trainer = trainer_with(evaluate=evaluate)
+    assert fits(trainer) and set(trainer.history[0]) >= {"val_loss"}
+
+
+@pytest.mark.parametrize("returned", [None, 0.5])
+def test_an_evaluate_that_returns_no_dict_is_named_with_the_line_to_write(returned):
+    trainer = trainer_with(evaluate=lambda self, data, name="val": returned)
+    with pytest.raises(TypeError, match=r"^Own\.evaluate returned (None|float)\n") as caught:
+        fits(trainer)
+    assert "fix   return super().evaluate(data, name)" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("event", "function", "fix"),
+    [
+        ("on_epoch", lambda self: None, "def on_epoch(self, record):"),
+        ("on_update", lambda self, trainer, update: None, "def on_update(self, update):"),
+        ("on_fit_end", lambda self: None, "def on_fit_end(self, result):"),
+    ],
+)
+def test_an_observer_with_other_arguments_is_refused_when_the_trainer_is_made(event, function, fix):
+    model = nn.Linear(2, 1)
+    watches = type("Watches", (Observer,), {event: function})()
+    with pytest.raises(TypeError, match=rf"^Watches\.{event} cannot be called as the loop calls it") as caught:
+        Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), observers=[watches])
+    assert f"  fix   {fix}" in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["loss", "metrics", "schedule", "model"])

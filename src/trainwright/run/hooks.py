@@ -117,7 +117,7 @@ def overridden(cls: type, base: type, hooks: Collection[str]) -> set[str]:
 def read_hooks(trainer: Any, own: set[str]) -> Hooks:
     """Bind the hooks of a trainer whose class defines `own` of them; TypeError where one takes other arguments."""
     for name in sorted(own):
-        _check_arguments(trainer, name)
+        check_arguments(trainer, name)
     known = known_loss(trainer.loss)
     steps, counts, early = "training_step" in own, "count" in own, trainer.early_stopping
     split = trainer.split if "split" in own else batches.split
@@ -185,25 +185,31 @@ def _number(monitor: str, metrics: Collection[str]) -> str:
     return name if name in known else next((one for one in known if name.endswith(f"_{one}")), name)
 
 
-def _check_arguments(trainer: Any, name: str) -> None:
-    """Refuse a hook that cannot be called as the loop calls it, such as `training_step(self, batch, batch_idx)`."""
-    original = next(one for one in reversed(type(trainer).__mro__) if name in vars(one))
+_NAMED = {"evaluate": ("name",)}
+"""Arguments that the loop gives to a hook by name, although they have a default."""
+
+
+def check_arguments(given: Any, name: str) -> None:
+    """Refuse a method that cannot be called as the loop calls it, such as `training_step(self, batch, batch_idx)`."""
+    original = next(one for one in reversed(type(given).__mro__) if name in vars(one))
     wanted = list(inspect.signature(vars(original)[name]).parameters.values())[1:]
     needed = [one.name for one in wanted if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
+    named = _NAMED.get(name, ())
     try:
-        given = inspect.signature(getattr(trainer, name))
-    except ValueError:  # a function in C that does not tell its arguments
+        takes = inspect.signature(getattr(given, name))
+    except ValueError:  # a function in C without a signature
         return
     try:
-        given.bind(*needed)
+        takes.bind(*needed, **dict.fromkeys(named))
     except TypeError as error:
+        written = [*needed, *(f'{one.name}="{one.default}"' for one in wanted if one.name in named)]
         raise TypeError(
             message(
-                f"{type(trainer).__name__}.{name} cannot be called as the loop calls it: {error}",
-                have=f"{name}{given}",
-                want=f"{name}({', '.join(needed)})",
-                fix=f"def {name}({', '.join(['self', *needed])}):"
-                + ("   # self.progress.batch counts batches" if "idx" in str(given) else ""),
+                f"{type(given).__name__}.{name} cannot be called as the loop calls it: {error}",
+                have=f"{name}{takes}",
+                want=f"{name}({', '.join([*needed, *(f'{one}=...' for one in named)])})",
+                fix=f"def {name}({', '.join(['self', *written])}):"
+                + ("   # self.progress.batch counts batches" if "idx" in str(takes) else ""),
             )
         ) from None
 

@@ -164,10 +164,18 @@ class Pauses:
         try:
             with several:
                 for name, source in self.val.items():
-                    numbers |= evaluate(source, name=name)
+                    numbers |= self._checked(evaluate(source, name=name))
         finally:
             between.watched = iter
         return self.owner.world.same(numbers)
+
+    def _checked(self, numbers: Any) -> Mapping[str, float]:
+        """Refuse what an `evaluate` of the user's own returns where it is no dict, such as None without a return."""
+        if isinstance(numbers, Mapping):
+            return numbers
+        what = f"{type(self.owner).__name__}.evaluate returned {'None' if numbers is None else type(numbers).__name__}"
+        fix = "return super().evaluate(data, name)"
+        raise TypeError(message(what, want="a dict of numbers by name", fix=fix, where=False))
 
     def validation_is_due(self, *, epoch_ended: bool) -> bool:
         """Whether to validate now: the span has passed, or the run ends; never twice at one update."""

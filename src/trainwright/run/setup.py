@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from trainwright.base.contracts import Observer, Source
+from trainwright.base.contracts import EVENTS, Observer, Source
 from trainwright.base.errors import SettingError, TrainwrightError, message, not_built
 from trainwright.base.progress import Counters
 from trainwright.base.records import Result
@@ -23,7 +23,7 @@ from trainwright.data.source import is_function, open_source, takes_batch_size
 from trainwright.parallel.ddp import DDP, in_sync
 from trainwright.parallel.fsdp import FSDP
 from trainwright.parallel.world import World
-from trainwright.run.hooks import Between, Hooks
+from trainwright.run.hooks import Between, Hooks, check_arguments, overridden
 from trainwright.run.ledger import Ledger
 from trainwright.run.owner import Owner
 from trainwright.run.plan import Ends
@@ -118,7 +118,7 @@ def checked_slot(name: str, value: T | None, example: str) -> T | None:
 
 
 def checked_observers(observers: Collection[Observer]) -> tuple[Observer, ...]:
-    """Refuse an observer that is none, or whose `every` cannot be."""
+    """Refuse an observer that is none, whose `every` cannot be, or whose methods take other arguments."""
     if isinstance(observers, Observer):
         given = f"{type(observers).__name__}(...)"
         raise TypeError(message(f"observers={given}", want="a list of observers", fix=f"observers=[{given}]"))
@@ -127,6 +127,8 @@ def checked_observers(observers: Collection[Observer]) -> tuple[Observer, ...]:
             want = "objects of subclasses of Observer"
             raise TypeError(message(f"observers: {observer!r} is no Observer", want=want, fix=_in_its_place(observer)))
         check_every(observer)
+        for event in sorted(overridden(type(observer), Observer, EVENTS)):
+            check_arguments(observer, event)
     return tuple(observers)
 
 
