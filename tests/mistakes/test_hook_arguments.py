@@ -36,7 +36,12 @@ def with_index(self, batch, batch_idx):
         ("update", lambda self: None, "update()", "def update(self, window):"),
         ("evaluate", lambda self, data: {}, "evaluate(data)", 'def evaluate(self, data, name="val"):'),
         ("evaluate", lambda self, data, *names: {}, "evaluate(data, *names)", 'def evaluate(self, data, name="val"):'),
-        ("evaluate", lambda self, data, name, /: {}, "evaluate(data, name, /)", 'def evaluate(self, data, name="val"):'),
+        (
+            "evaluate",
+            lambda self, data, name, /: {},
+            "evaluate(data, name, /)",
+            'def evaluate(self, data, name="val"):',
+        ),
     ],
 )
 def test_a_hook_with_other_arguments_is_refused_with_the_line_to_write(name, hook, have, fix):

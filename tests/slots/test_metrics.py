@@ -1,14 +1,18 @@
 """Metrics: exact over any batches, refused early when they cannot work."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim import SGD
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainwright import Checkpoint, Step, Trainer, Updates
 from trainwright.base.errors import CheckpointError, SettingError
+from trainwright.runtime.walking import tensors_in
 from trainwright.slots.metrics import Derived, Meters, Total, accuracy, top_k
 
 
@@ -207,6 +211,74 @@ def test_no_graph_is_kept():
     meters.update(output, classes(3, 4), 4)
     assert seen == [False]
     assert torch.is_grad_enabled()
+
+
+class Stores:
+    """A metric object that keeps what it gets."""
+
+    had_a_graph = []
+
+    def __init__(self):
+        self.reset()
+
+    def update(self, output, target):
+        self.pairs.append((output, target))
+        self.had_a_graph.append(getattr(output, "requires_grad", False))
+
+    def compute(self):
+        return len(self.pairs)
+
+    def reset(self):
+        self.pairs = []
+
+
+@dataclasses.dataclass
+class Outputs:
+    logits: torch.Tensor
+    hidden: list
+
+
+@pytest.mark.parametrize(
+    "form", [lambda t: t, lambda t: (t, [t]), lambda t: {"a": {"b": t}}, lambda t: Outputs(t, [t])]
+)
+def test_metrics_get_detached_outputs_and_targets_of_any_form(form):
+    graph = scores(4, 3).requires_grad_() * 2
+    seen = Stores()
+    meters = Meters({"stores": lambda o, t: seen.update(o, t) or 0.0})
+    meters.update(form(graph), form(graph + 1), 4)
+    for given, original in zip(seen.pairs[0], (form(graph), form(graph + 1)), strict=True):
+        assert type(given) is type(original)
+        tensors = list(tensors_in(given))
+        assert tensors and not any(t.requires_grad for t in tensors)
+        assert all(torch.equal(a, b) for a, b in zip(tensors, tensors_in(original), strict=True))
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["default step", "a step with gradients in validation"])
+def test_a_metric_that_stores_outputs_holds_no_graph_and_can_be_saved(own, tmp_path):
+    class Enables(Trainer):
+        def validation_step(self, batch):
+            with torch.enable_grad():
+                output = self.model(batch[0])
+                return Step(self.loss(output, batch[1]), output, batch[1])
+
+    Stores.had_a_graph.clear()
+    model, data = nn.Linear(4, 3), (scores(8, 4), classes(3, 8))
+    metric, checkpoint = Stores(), Checkpoint(tmp_path, every=Updates(1))
+    settings = {"metrics": {"stores": metric}, "checkpoint": checkpoint, "console": False}
+    trainer = (Enables if own else Trainer)(model, SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), **settings)
+    assert trainer.fit(data, data, epochs=2, batch_size=4).updates == 4
+    assert Stores.had_a_graph == [False] * len(Stores.had_a_graph) and len(Stores.had_a_graph) >= 8
+    assert trainer.predict(data, batch_size=4).requires_grad is False
+
+
+def test_predictions_of_a_step_that_enables_gradients_are_detached():
+    class Forces(Trainer):
+        def predict_step(self, batch):
+            with torch.enable_grad():
+                return {"output": self.model(batch[0])}
+
+    predicted = Forces(nn.Linear(4, 3), console=False).predict((scores(8, 4), classes(3, 8)), batch_size=4)
+    assert predicted["output"].shape == (8, 3) and not predicted["output"].requires_grad
 
 
 def test_errors_are_standard_errors_of_what_came_by_row():

@@ -22,6 +22,7 @@ from trainwright.runtime.containers import sequence_like
 from trainwright.runtime.device import move
 from trainwright.runtime.packing import packed, unpacked
 from trainwright.runtime.surroundings import beside_training
+from trainwright.runtime.walking import detached
 
 AT_ONCE = 2**23
 """Bytes of one process's outputs, about, that are gathered at once."""
@@ -45,7 +46,8 @@ def predict(owner: Owner, source: Source) -> Any:
             step, to_device = with_autocast(owner, owner.predict_step), mover(owner, aside, trains=False)
             for batch in outputs.over(aside):
                 output = step(batch if to_device is None else to_device(batch))
-                outputs.append(output.output if type(output) is Step else output)
+                # A step may enable gradients: the outputs of all batches would hold the graphs of all batches.
+                outputs.append(detached(output.output if type(output) is Step else output))
             filled = outputs.filled()
             whole = outputs.whole() if filled is None else []
     except BaseException as error:

@@ -26,6 +26,7 @@ from trainwright.run.owner import Owner
 from trainwright.run.predicting import join, outputs_for
 from trainwright.runtime.device import move
 from trainwright.runtime.surroundings import beside_training
+from trainwright.runtime.walking import detached
 from trainwright.slots.scores import MAE, R2, RMSE
 from trainwright.slots.totals import Total
 
@@ -126,7 +127,7 @@ def _compared(owner: Owner, source: Source) -> list[tuple[Tensor, Tensor]]:
                 output, target = returned.output, returned.target
             target = split_of(moved)[1] if target is None else target
             _check_tensors(output, target)
-            pairs.append((move(output, host), move(target, host)))
+            pairs.append((move(detached(output), host), move(detached(target), host)))
         whole = pairs.whole()
     if not whole:
         raise DataError(message("the data to report on gave no batch", want="at least one batch"))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from trainwright.runtime.containers import mapping_like, sequence_like
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -23,6 +26,28 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         items = value if isinstance(value, list | tuple) else ()
     for item in items:
         yield from tensors_in(item)
+
+
+def detached(value: Any) -> Any:
+    """Return a nested value without its autograd graph; the value itself where no tensor in it requires a gradient."""
+    if isinstance(value, Tensor):
+        return value.detach() if value.requires_grad else value
+    return _detached(value) if any(tensor.requires_grad for tensor in tensors_in(value)) else value
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, Mapping):
+        return mapping_like(value, {key: _detached(item) for key, item in value.items()})
+    if isinstance(value, list | tuple):
+        return sequence_like(value, map(_detached, value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        made = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(made, field.name, _detached(getattr(value, field.name)))
+        return made
+    return value
 
 
 def inside(root: nn.Module) -> list[nn.Module]:

@@ -19,7 +19,7 @@ from trainwright.base.contracts import Metric
 from trainwright.base.errors import CheckpointError, SettingError, message
 from trainwright.base.names import check_name, did_you_mean
 from trainwright.base.records import Sum
-from trainwright.runtime.walking import tensors_in
+from trainwright.runtime.walking import detached, tensors_in
 from trainwright.slots.hits import Hits
 from trainwright.slots.losses import shapes_of
 from trainwright.slots.totals import Reading, Total, read_totals
@@ -123,11 +123,18 @@ class Meters:
         return self._rows > 0 or not self.reads_output
 
     def update(self, output: Any, target: Any, rows: int) -> None:
-        """Take in one batch of `rows` rows; nothing is read back, and a batch without rows is passed over."""
+        """Take in one batch of `rows` rows; nothing is read back, and a batch without rows is passed over.
+
+        Metrics get detached tensors: an object that stores what it is given would hold the graph of every batch.
+        """
         if not rows or not self.reads_output:
             return
         if output is None or target is None:
             raise self._unfed("output" if output is None else "target")
+        if type(output) is not Tensor or output.requires_grad:
+            output = detached(output)
+        if type(target) is not Tensor or target.requires_grad:
+            target = detached(target)
         if torch.is_grad_enabled():
             with torch.no_grad():
                 self._update(output, target, rows)
