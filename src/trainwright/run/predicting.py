@@ -46,8 +46,10 @@ def predict(owner: Owner, source: Source) -> Any:
             step, to_device = with_autocast(owner, owner.predict_step), mover(owner, aside, trains=False)
             for batch in outputs.over(aside):
                 output = step(batch if to_device is None else to_device(batch))
+                output = output.output if type(output) is Step else output
                 # A step may enable gradients: the outputs of all batches would hold the graphs of all batches.
-                outputs.append(detached(output.output if type(output) is Step else output))
+                plain = type(output) is Tensor and not output.requires_grad
+                outputs.append(output if plain else detached(output))
             filled = outputs.filled()
             whole = outputs.whole() if filled is None else []
     except BaseException as error:
