@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -81,12 +82,18 @@ def split(tree: Mapping[str, Tree], *, file: str) -> Split:
     return Split(kept, tensors, wholes)
 
 
-def place(tree: Mapping[str, Tree], parts: Mapping[str, Part], *, world: World) -> dict[str, Tree]:
+def place(
+    tree: Mapping[str, Tree],
+    parts: Mapping[str, Part],
+    *,
+    world: World,
+    likes: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, Tree]:
     """Give every tensor of a loaded `{part: state}` the form that its part has now: sharded as there, or whole.
 
     For trees of whole tensors and for such whose tensors are still in files, which DCP reads: each process what it
     needs. All processes call it alike; CheckpointError on all where a file is damaged. An optimizer's state of a
-    sharded parameter is sharded like it.
+    sharded parameter is sharded like it. `likes`: trees of tensors, by part, for parts that hold no tensors yet.
     """
     targets: dict[str, Tensor] = {}
     pieces: list[Pieces] = []
@@ -101,10 +108,12 @@ def place(tree: Mapping[str, Tree], parts: Mapping[str, Part], *, world: World) 
         )
         return targets[stored.name]
 
-    placed = {
-        name: _placed(state, _likes(parts.get(name), state), target) if name in parts else _placed(state, None, target)
-        for name, state in tree.items()
-    }
+    def like(name: str, state: Tree) -> Any:
+        if name in likes:
+            return likes[name]
+        return _likes(parts[name], state) if name in parts else None
+
+    placed = {name: _placed(state, like(name, state), target) for name, state in tree.items()}
     if pieces:
         _load(targets, pieces[0], world)
     return placed

@@ -16,6 +16,7 @@ from trainwright.base.records import Best, Result
 from trainwright.run.plan import Ends
 from trainwright.run.run import Run
 from trainwright.run.speeding import told
+from trainwright.runtime.shards import is_sharded
 from trainwright.runtime.storage import is_name, update_name, update_of
 from trainwright.runtime.weights import load_into
 from trainwright.slots.checkpoint import Keeping
@@ -54,6 +55,12 @@ class Leaving:
         with self.run.shown.evaluated():
             self.watch.weights = _copied(self.owner.model, held) if self.restores_from_memory else None
 
+    def sharding_of_best(self) -> dict[str, Any]:
+        """Return host tensors, by part and key, that are sharded as the weights of a loaded best shall be."""
+        if not self.restores_from_memory:
+            return {}
+        return {"early_stopping": {"weights": _copied(self.owner.model, None)}}
+
     def restore_best(self) -> None:
         """Leave the model with the weights that count: averaged ones, and the best, where a slot promises them."""
         self.run.shown.leave()
@@ -62,11 +69,8 @@ class Leaving:
             weights = getattr(watch, "weights", None)
             if weights is None:
                 self._load(watch.best)
-            elif _layout(weights) != _layout(self.owner.model.state_dict()):
-                self._warn_of(watch.best, "are those of another model: it has changed since")
             else:
-                self.owner.model.load_state_dict(weights)
-                self.restored, self.left = watch.best, watch.best.update
+                self._load_into(watch.best, weights, source="the best weights")
         elif keeper is not None and keeper.settings.restore_best and keeper.best is not None:
             self._load(keeper.best)
         self.run.shown.leave()  # once more: the best that was loaded on top is what the next stage finds
@@ -77,9 +81,12 @@ class Leaving:
         if path is None:
             self._warn_of(best, "were not kept")
             return
-        weights = load_weights(path)  # raises where the file is damaged
+        self._load_into(best, load_weights(path), source=str(path))  # raises where the file is damaged
+
+    def _load_into(self, best: Best, weights: Mapping[str, Any], *, source: str) -> None:
+        """Load a best's weights, sharded or whole, into the model."""
         try:
-            load_into(self.owner.model, weights, source=str(path))
+            load_into(self.owner.model, weights, source=source)
         except CheckpointError:
             self._warn_of(best, "are those of another model: it has changed since")
             return
@@ -170,7 +177,11 @@ class Leaving:
 
 
 def _layout(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: getattr(value, "shape", None) for name, value in state_dict.items()}
+    """Shape and sharding of each tensor: one of the same layout can be copied in place."""
+    return {
+        name: (value.shape, is_sharded(value)) if isinstance(value, Tensor) else None
+        for name, value in state_dict.items()
+    }
 
 
 def _copied(model: Any, into: dict[str, Tensor] | None) -> dict[str, Tensor]:

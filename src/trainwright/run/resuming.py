@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from trainwright.base.contracts import Source, Tree
+from trainwright.base.contracts import Tree
 from trainwright.base.errors import CheckpointError, SettingError, message
 from trainwright.run import state
 from trainwright.run.optimizers import unfuse_spoiled
@@ -74,7 +74,7 @@ class Found:
         if keeper is not None:
             keeper.adopt(self.path, self.manifest)
         given = _settings(owner)
-        reports = [*self._restore(owner, pauses.run.source), *unfuse_spoiled(owner), *_unused(owner, given)]
+        reports = [*self._restore(owner, pauses), *unfuse_spoiled(owner), *_unused(owner, given)]
         pauses.run.owed_reason = counters.stopped  # as it was saved, with a pause that is still to be done
         counters.stopped = pauses.ended() or ("" if pauses.watch is None or counters.pause else pauses.watch.stopped)
         for report in reports if owner.world.is_main and not counters.stopped else ():  # a finished run does not go on
@@ -110,8 +110,9 @@ class Found:
                 )
             )
 
-    def _restore(self, owner: Owner, source: Source) -> list[str]:
+    def _restore(self, owner: Owner, pauses: Pauses) -> list[str]:
         """Give every part its state; return what they report. Nothing is held on to afterwards."""
+        source = pauses.run.source
         parts, tree = dict(owner.parts()), dict(self.tree)
         self.tree.clear()
         own, number = own_of(owner, tree)
@@ -121,7 +122,7 @@ class Found:
         if is_sharded(*owner.model.parameters()):
             from trainwright.parallel.sharded import place
 
-            tree = place(tree, parts, world=owner.world)
+            tree = place(tree, parts, likes=pauses.leaving.sharding_of_best(), world=owner.world)
         reports = state.restore(parts, tree, origin=str(self.path))
         if not self._takes_data:
             owner.counters.batch = 0

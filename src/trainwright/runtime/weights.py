@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from trainwright.base.errors import CheckpointError, listed, message
 from trainwright.runtime import tensorfile, views
 from trainwright.runtime.files import Reading
-from trainwright.runtime.shards import is_sharded, put
+from trainwright.runtime.shards import everywhere, is_sharded, local, put
 from trainwright.runtime.tree import flatten, unflatten
 
 TIED, EXTRA, VERSIONS = "trainwright.tied", "trainwright.extra", "trainwright.versions"
@@ -140,6 +140,8 @@ def _same_bytes(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are equal, a NaN being equal to itself."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
+    if is_sharded(one) and is_sharded(other):  # one answer on all processes, which load or refuse together
+        return everywhere(_same_bytes(*local([one, other])), [one])
     raw = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
     return torch.equal(*raw)
 
