@@ -370,7 +370,10 @@ class Trainer(Generic[M]):
         self._pauses.saves.request()
 
     def save_weights(self, path: str | Path) -> None:
-        """Write the model's weights to one safetensors file: CPU tensors, plain keys."""
+        """Write the model's weights to one safetensors file: CPU tensors, plain keys. For all ranks, which wait for it.
+
+        CheckpointError on all of them where it cannot be written.
+        """
         save_weights(self, path)
 
     def stop(self, reason: str) -> None:

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 GROUP_SECONDS = 60  # after which a collective that a rank never joins is an error
@@ -128,6 +129,16 @@ def pool(size: int) -> Pool:
     if size not in _POOLS:
         _POOLS[size] = Pool(size)
     return _POOLS[size]
+
+
+def await_path(path: Path, *, seconds: float) -> bool:
+    """Wait until a path exists; False where it does not come within the limit."""
+    end = time.monotonic() + seconds
+    while not path.exists():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 @atexit.register

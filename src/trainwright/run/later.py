@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -48,15 +49,19 @@ def report(owner: Owner, source: Source, *, kind: Asked, names: Sequence[str] | 
 
 
 def save_weights(owner: Owner, path: str | Path) -> None:
-    """Write the weights that count to one file: on the first process, with those that the others hold parts of."""
+    """Write the weights that count to one file, on rank 0; return, or raise its error, on every rank afterwards."""
     from trainwright.run.evaluating import showing
+    from trainwright.run.ranks import standing
     from trainwright.run.setup import whole_weights
     from trainwright.slots.saved import save_weights
+    from trainwright.slots.together import first_of
 
-    with showing(owner):
+    with owner.world.watched(partial(standing, owner)), showing(owner):
         weights = whole_weights(owner)
-        if owner.is_main:
+        if owner.world.size == 1:
             save_weights(path, weights)
+        else:
+            first_of(owner.world, lambda: save_weights(path, weights))
 
 
 def as_schedule(value: object) -> Schedule | None:
