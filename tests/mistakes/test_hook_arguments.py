@@ -36,12 +36,7 @@ def with_index(self, batch, batch_idx):
         ("update", lambda self: None, "update()", "def update(self, window):"),
         ("evaluate", lambda self, data: {}, "evaluate(data)", 'def evaluate(self, data, name="val"):'),
         ("evaluate", lambda self, data, *names: {}, "evaluate(data, *names)", 'def evaluate(self, data, name="val"):'),
-        (
-            "evaluate",
-            lambda self, data, name, /: {},
-            "evaluate(data, name, /)",
-            'def evaluate(self, data, name="val"):',
-        ),
+        ("evaluate", lambda self, d, n, /: {}, "evaluate(d, n, /)", 'def evaluate(self, data, name="val"):'),
     ],
 )
 def test_a_hook_with_other_arguments_is_refused_with_the_line_to_write(name, hook, have, fix):
@@ -61,14 +56,19 @@ def test_hooks_that_take_more_than_they_are_given_are_no_mistake():
     assert fits(trainer_with(begin_epoch=lambda self, epoch, quiet=True: None, split=split))
 
 
-@pytest.mark.parametrize(
-    "evaluate",
-    [
-        lambda self, data, name="val", *, batch_size=None: Trainer.evaluate(self, data, name),
-        lambda self, data, name: Trainer.evaluate(self, data, name),
-        lambda self, batches, **named: Trainer.evaluate(self, batches, **named),
-    ],
-)
+def with_default(self, data, name="val", *, batch_size=None):
+    return Trainer.evaluate(self, data, name)
+
+
+def without_default(self, data, name):
+    return Trainer.evaluate(self, data, name)
+
+
+def by_any_name(self, batches, **named):
+    return Trainer.evaluate(self, batches, **named)
+
+
+@pytest.mark.parametrize("evaluate", [with_default, without_default, by_any_name])
 def test_an_evaluate_that_takes_data_and_name_is_called_for_every_validation(evaluate):
     trainer = trainer_with(evaluate=evaluate)
     assert fits(trainer) and set(trainer.history[0]) >= {"val_loss"}

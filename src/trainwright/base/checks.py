@@ -7,10 +7,47 @@ from __future__ import annotations
 
 import math
 import operator
+import os
+import re
+from pathlib import Path
 
 from trainwright.base.errors import SettingError, message
 
 _HOLDS = {"at least": operator.ge, "above": operator.gt, "at most": operator.le, "below": operator.lt}
+
+
+_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
+"""The start of "s3://bucket/run", of which `Path` makes "s3:/bucket/run"; one letter is a drive of Windows."""
+_COPY = {
+    "s3": ("aws s3 sync {0} {1}", "aws s3 cp {0} {1}"),
+    "gs": ("gcloud storage rsync --recursive {0} {1}", "gcloud storage cp {0} {1}"),
+    "http": ("curl --location --output {1} {0}",) * 2,
+    "https": ("curl --location --output {1} {0}",) * 2,
+}
+"""By the scheme of an address: how a directory and how a file is copied from the first to the second."""
+
+
+def local_path(given: str | os.PathLike[str], written: str, *, reads: bool = False, file: bool = False) -> Path:
+    """Return a path of this machine's file system; refuse "s3://bucket/run" and its like.
+
+    `written`: how the path is given, with {} in its place. `reads`: what lies there is read, not written. `file`: it
+    is one file, not a directory. SettingError says how a local directory is mirrored.
+    """
+    path = os.fspath(given)
+    address = _ADDRESS.match(path)
+    if address is None:
+        return Path(path).expanduser()
+    scheme, rest = address[1], path[address.end() :].rstrip("/")
+    url, local = f"{scheme}://{rest}", f"runs/{rest.rpartition('/')[2] or 'run'}"
+    if scheme == "file":
+        fix = written.format(f'"/{rest}"')
+    else:
+        ends = (url, local) if reads else (local, url)
+        tools = _COPY.get(scheme.lower(), ("copy {0} to {1}",) * 2)
+        command, here = tools[file].format(*ends), written.format(f'"{local}"')
+        fix = f"{command}, then {here}" if reads else f"{here}, and every few minutes beside it: {command}"
+    what = f"{written.format(repr(url))}: an address, not a path of this machine's file system"
+    raise SettingError(message(what, want=f"a local {'file' if file else 'directory'}", fix=fix))
 
 
 def check_whole(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from trainwright.base.checks import local_path
 from trainwright.base.errors import SettingError, message
 
 if TYPE_CHECKING:
@@ -220,7 +221,8 @@ def _plain_frame(axes: Any) -> None:
 def _finished(figure: Any, path: str | Path | None) -> Any:
     if path is not None:
         known = figure.canvas.get_supported_filetypes()
-        ending = Path(path).suffix.removeprefix(".").lower()
+        path = local_path(path, "plot({})", file=True)
+        ending = path.suffix.removeprefix(".").lower()
         if ending not in known:
             raise SettingError(
                 message(f"plot({str(path)!r})", want=f"a name that ends in .{', .'.join(known)}", fix='"plot.png"')

@@ -11,6 +11,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from trainwright.base.checks import local_path
 from trainwright.base.contracts import Observer
 from trainwright.base.errors import DataError, SettingError, message
 from trainwright.base.names import suggests
@@ -39,7 +40,7 @@ class Journal(Observer):
     """
 
     def __init__(self, path: str | os.PathLike[str], *, updates: int | Updates = 1) -> None:
-        self.path = Path(path)
+        self.path = local_path(path, "Journal({})", file=True)
         self._every = updates.n if isinstance(updates, Updates) else updates
         if not isinstance(self._every, int) or isinstance(self._every, bool) or self._every < 1:
             raise SettingError(
@@ -172,14 +173,15 @@ class Journal(Observer):
 
 def read_journal(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Return the records of a journal, oldest first; a last line that a crash has torn is left out."""
-    return [record for _, record in _lines(Path(path))]
+    return [record for _, record in _lines(local_path(path, "read_journal({})", reads=True, file=True))]
 
 
 def journal_to_csv(path: str | os.PathLike[str], csv_path: str | os.PathLike[str]) -> None:
     """Write the updates, validations and epochs of a journal as CSV: one row per record, one column per number."""
+    target = local_path(csv_path, "journal_to_csv(..., {})", file=True)
     rows = [_flat(record) for record in read_journal(path) if record["event"] in ("update", "validate", "epoch")]
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    with Path(csv_path).open("w", encoding="utf-8", newline="") as file:
+    with target.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
         writer.writerows(rows)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from trainwright.base.checks import check_whole
+from trainwright.base.checks import check_whole, local_path
 from trainwright.base.errors import SettingError, message
 from trainwright.base.names import suggests
 from trainwright.base.records import Result
@@ -47,7 +47,8 @@ class Profile(Inspecting):
     ) -> None:
         for name, value, least in (("after", after, 1), ("updates", updates, 1), ("rows", rows, 0)):
             check_whole(value, f"Profile({name}={value!r})", least=least)
-        self.directory, self.after, self.updates, self.rows = Path(directory), after, updates, rows
+        self.directory = local_path(directory, "Profile({})")
+        self.after, self.updates, self.rows = after, updates, rows
         self.name = f"Profile(after={after}, updates={updates})"
         self.path: Path | None = None
         """The trace that was written last."""

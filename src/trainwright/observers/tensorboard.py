@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainwright.base.checks import local_path
 from trainwright.base.contracts import Observer
 from trainwright.base.errors import SettingError, message
 from trainwright.base.names import suggests
@@ -40,7 +40,7 @@ class TensorBoard(Observer):
         if find_spec("tensorboard") is None:
             fix = 'pip install "trainwright[tensorboard]"'
             raise SettingError(message("TensorBoard(...) without the package tensorboard", fix=fix))
-        self.directory, self.every = Path(directory), every
+        self.directory, self.every = local_path(directory, "TensorBoard({})"), every
         self._hides: int | None = 0
         """The first step of earlier files that is not shown any more; None where all are."""
         self._writer: Any = None

@@ -50,12 +50,14 @@ def report(owner: Owner, source: Source, *, kind: Asked, names: Sequence[str] | 
 
 def save_weights(owner: Owner, path: str | Path) -> None:
     """Write the weights that count to one file, on rank 0; return, or raise its error, on every rank afterwards."""
+    from trainwright.base.checks import local_path
     from trainwright.run.evaluating import showing
     from trainwright.run.ranks import standing
     from trainwright.run.setup import whole_weights
     from trainwright.slots.saved import save_weights
     from trainwright.slots.together import first_of
 
+    path = local_path(path, "save_weights({})", file=True)
     with owner.world.watched(partial(standing, owner)), showing(owner):
         weights = whole_weights(owner)
         if owner.world.size == 1:

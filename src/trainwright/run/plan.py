@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from trainwright.base.checks import check_flag, check_number, check_whole
+from trainwright.base.checks import check_flag, check_number, check_whole, local_path
 from trainwright.base.contracts import Source
 from trainwright.base.errors import DataError, SettingError, message
 from trainwright.base.names import did_you_mean, nearest
@@ -60,6 +60,8 @@ class Resume:
         check_flag(self.data, f"fit(resume_data={self.data!r})")
         if not self.data and self.where is None:
             raise SettingError(message("fit(resume_data=False) without resume", fix='resume="auto"'))
+        if isinstance(self.where, str | Path):
+            local_path(self.where, "resume={}", reads=True)
 
 
 def make_plan(

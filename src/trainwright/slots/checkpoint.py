@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args, overload
 
-from trainwright.base.checks import check_flag, check_number, check_whole
+from trainwright.base.checks import check_flag, check_number, check_whole, local_path
 from trainwright.base.contracts import Part, Tree
 from trainwright.base.errors import SettingError, message
 from trainwright.base.names import suggests
@@ -140,6 +140,7 @@ class Checkpoint:
             raise SettingError(
                 message(f"Checkpoint({self.directory!r})", want="a directory", fix='Checkpoint("runs/1")')
             )
+        local_path(self.directory, "Checkpoint({})")
         for name in ("top", "keep"):
             n = getattr(self, name)
             check_whole(n, f"Checkpoint({name}={n!r})")

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from trainwright.base.checks import check_choice, check_flag
+from trainwright.base.checks import check_choice, check_flag, local_path
 from trainwright.base.errors import SettingError, message
 from trainwright.base.names import did_you_mean, suggests
 
@@ -74,7 +74,7 @@ class Fast:
     def cache(self) -> Path | None:
         """The directory in which what was compiled is kept from run to run; None where it is not."""
         given = self.compile.get("cache") if isinstance(self.compile, Mapping) else None
-        return None if given is None else Path(given)
+        return None if given is None else Path(given).expanduser()
 
 
 def as_fast(setting: Any) -> Fast:
@@ -99,6 +99,11 @@ def _check_compile(setting: Any) -> None:
             hint = did_you_mean(str(name), [*TORCHS, *OURS])
             what = f"Fast(compile={{{name!r}: ...}}) is unknown.{hint}"
             raise SettingError(message(what, want=f"some of {', '.join((*TORCHS, *OURS))}"))
+    cache = setting.get("cache")
+    if "cache" in setting and (not isinstance(cache, str | Path) or not str(cache)):
+        raise SettingError(message(f"Fast(compile={{'cache': {cache!r}}})", want="the path of a directory"))
+    if cache is not None:
+        local_path(cache, "Fast(compile={{'cache': {}}})")
     graphed = [one for one in ("backend", "mode") if setting.get(one) in _GRAPHED]
     if graphed:
         given = f"{graphed[0]!r}: {setting[graphed[0]]!r}"
@@ -107,9 +112,6 @@ def _check_compile(setting: Any) -> None:
         raise SettingError(message(what, want="one without graphs of its own", fix=fix))
     _check_regions(setting)
     _check_backend(setting)
-    cache = setting.get("cache")
-    if "cache" in setting and (not isinstance(cache, str | Path) or not str(cache)):
-        raise SettingError(message(f"Fast(compile={{'cache': {cache!r}}})", want="the path of a directory"))
 
 
 def _check_regions(setting: dict[str, Any]) -> None:

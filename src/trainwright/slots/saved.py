@@ -14,6 +14,7 @@ from warnings import warn
 
 from torch import Tensor, nn
 
+from trainwright.base.checks import local_path
 from trainwright.base.contracts import Tree
 from trainwright.base.errors import CheckpointError, SettingError, message
 from trainwright.base.names import suggests
@@ -163,7 +164,7 @@ def latest_checkpoint(directory: str | Path, *, run: str | None = None) -> Path 
 
     A directory with checkpoints of several runs is a CheckpointError, unless `run` is the id of one of them.
     """
-    return _newest(Path(directory).expanduser(), run, read=_verified)[0]
+    return _newest(local_path(directory, "latest_checkpoint({})", reads=True), run, read=_verified)[0]
 
 
 def find_checkpoint(resume: str | Path | None, directory: str | Path | None, *, run: str | None = None) -> Path | None:
@@ -189,7 +190,7 @@ def load_weights(
         fix = f"load_weights(path, which={model!r})" if given in ("'best'", "'last'") else "load_weights(path, model)"
         what = f"load_weights(path, model): the model is {given}"
         raise TypeError(message(what, want="a torch.nn.Module, or none", fix=fix))
-    found = _existing(path)
+    found = _existing(local_path(path, "load_weights({}, ...)", reads=True))
     if not found.is_dir():
         weights = read_file(found, read_weights)
     elif _is_checkpoint(found):
@@ -211,7 +212,7 @@ def save_weights(path: str | Path, state_dict: Mapping[str, Any]) -> None:
         what = f"save_weights({type(path).__name__}, {type(state_dict).__name__})"
         fix = 'save_weights("model.safetensors", model.state_dict())'
         raise TypeError(message(what, want="a path and a state_dict", fix=fix))
-    path = Path(path).expanduser()
+    path = local_path(path, "save_weights({}, ...)", file=True)
     contents = weights_contents(state_dict)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
