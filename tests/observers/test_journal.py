@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from trainwright import Checkpoint, Trainer
 from trainwright.base.contracts import listeners
 from trainwright.base.errors import DataError, SettingError
 from trainwright.base.plan import Plan
@@ -150,7 +152,18 @@ def test_a_line_torn_anywhere_costs_that_line_only(tmp_path, cut):
     assert read_journal(path) == expected
     write(path, 13, 14)
     again = read_journal(path)
-    assert shape(again) == [*shape(whole[:-1]), ("start", None), ("update", 13), ("update", 14), ("end", None)]
+    assert shape(again) == [*shape(expected), ("start", None), ("update", 13), ("update", 14), ("end", None)]
+
+
+def test_a_line_torn_between_two_braces_is_a_torn_one(tmp_path):
+    path = tmp_path / "run.jsonl"
+    write(path, 1, 10, end=False)._close()
+    records = read_journal(path)
+    assert path.read_bytes().endswith(b"}}\n")
+    os.truncate(path, path.stat().st_size - 2)
+    assert read_journal(path) == records[:-1]
+    write(path, 11, 11)
+    assert shape(read_journal(path))[-4:] == [("update", 10), ("start", None), ("update", 11), ("end", None)]
 
 
 def test_a_damaged_line_in_the_middle_is_named(tmp_path):
@@ -171,6 +184,135 @@ def test_an_empty_or_wholly_torn_journal_has_no_records(tmp_path):
     assert read_journal(path) == []
     write(path, 1, 1)
     assert shape(read_journal(path)) == [("start", None), ("update", 1), ("end", None)]
+
+
+NO_RECORDS = {
+    "a list": b"[1]",
+    "a number": b"5",
+    "null": b"null",
+    "a text": b'"update"',
+    "no JSON": b'{"event":"update","update":3',
+    "no UTF-8": b'{"event":"\xff"}',
+    "an empty line": b"",
+    "zeros": b"\0\0\0",
+    "no event": b'{"update":3}',
+    "an event that is no text": b'{"event":["update"],"update":3}',
+    "nesting": b"[" * 5000 + b"]" * 5000,
+    "nesting in a record": b'{"event":"update","update":3,"values":' + b"[" * 100 + b"]" * 100 + b"}",
+    "a text for the update": b'{"event":"update","update":"3"}',
+    "null for the update": b'{"event":"update","update":null}',
+    "a list for the update": b'{"event":"update","update":[3]}',
+    "infinity for the update": b'{"event":"update","update":1e999}',
+    "a NaN for the update": b'{"event":"update","update":"NaN"}',
+    "true for the update": b'{"event":"update","update":true}',
+    "an update below 0": b'{"event":"update","update":-3}',
+    "an update of 5,000 digits": b'{"event":"update","update":' + b"9" * 5000 + b"}",
+    "a text for what was held back": b'{"event":"update","update":3,"held_back":"1"}',
+    "a text for what was skipped": b'{"event":"epoch","update":3,"skipped":"1"}',
+}
+
+
+@pytest.mark.parametrize("place", [1, 2, -1])
+@pytest.mark.parametrize("line", NO_RECORDS.values(), ids=NO_RECORDS)
+def test_a_line_that_is_no_record_is_named_wherever_a_journal_is_read_and_nothing_is_lost(tmp_path, line, place):
+    path, table = tmp_path / "run.jsonl", tmp_path / "run.csv"
+    write(path, 1, 3)
+    lines = path.read_bytes().splitlines()
+    lines.insert(place % (len(lines) + 1), line)
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    before = path.read_bytes()
+    for use in (read_journal, lambda it: journal_to_csv(it, table), lambda it: Journal(it).resume_at(1)):
+        with pytest.raises(DataError, match=f"line {lines.index(line) + 1} is no record of a journal"):
+            use(path)
+    assert path.read_bytes() == before and not table.exists()
+
+
+def test_a_resumed_fit_names_the_line_and_leaves_the_journal_as_it_was(tmp_path):
+    path = tmp_path / "run.jsonl"
+
+    def fit(**how):
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        checkpoint = Checkpoint(tmp_path / "run")
+        settings = {"console": False, "checkpoint": checkpoint, "observers": [Journal(path)]}
+        trainer = Trainer(model, optimizer, torch.nn.MSELoss(), **settings)
+        trainer.fit((torch.ones(4, 2), torch.ones(4, 1)), batch_size=2, **how)
+
+    fit(epochs=1)
+    path.write_bytes(path.read_bytes() + b"[1]\n")
+    before = path.read_bytes()
+    with pytest.raises(DataError, match=r"is no record of a journal\n +have +a list: \[1\]"):
+        fit(epochs=2, resume="auto")
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("text", ["a note of mine", "a note\nof mine\n", "[1]", "[1]\n", "{}\n", "import torch\nx = 1"])
+def test_a_file_that_is_no_journal_is_neither_appended_to_nor_cut(tmp_path, text):
+    path = tmp_path / "notes.txt"
+    path.write_text(text)
+    with pytest.raises(DataError, match="no record of a journal"):
+        Journal(path).on_fit_start(Plan())
+    assert path.read_text() == text
+
+
+def test_zeros_that_a_power_cut_leaves_behind_the_last_line_are_cut_off(tmp_path):
+    path = tmp_path / "run.jsonl"
+    write(path, 1, 3)
+    records = read_journal(path)
+    for tail in (bytes(5000), b'{"event":"upd' + bytes(5000)):
+        with path.open("ab") as file:
+            file.write(tail)
+        assert read_journal(path) == records
+        Journal(path).resume_at(3)
+        write(path, 4, 4)
+        records = read_journal(path)
+    assert [record["update"] for record in records if record["event"] == "update"] == [1, 2, 3, 4]
+
+
+def test_a_last_line_longer_than_a_block_is_found_to_its_beginning(tmp_path):
+    path = tmp_path / "run.jsonl"
+    write(path, 1, 1)
+    records = read_journal(path)
+    with path.open("ab") as file:
+        file.write(b'{"event":"statistics","parameters":"' + b"x" * 300_000)
+    write(path, 2, 2)
+    assert read_journal(path)[: len(records)] == records and len(read_journal(path)) == len(records) + 3
+
+
+@pytest.mark.parametrize("kind", ["a device", "a pipe", "a link to a device", "a directory"])
+def test_a_device_a_pipe_and_a_directory_are_refused_before_they_are_read(tmp_path, kind):
+    path = tmp_path / "run.jsonl"
+    if kind == "a pipe":
+        os.mkfifo(path)
+    elif kind == "a directory":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero")
+        path = Path("/dev/zero") if kind == "a device" else path
+    with pytest.raises(SettingError, match="a regular file"):
+        Journal(path)
+    for read in (read_journal, lambda it: journal_to_csv(it, tmp_path / "run.csv")):
+        with pytest.raises(DataError, match="a regular file"):
+            read(path)
+
+
+def test_a_file_that_becomes_a_device_is_not_read_on_resume(tmp_path):
+    path = tmp_path / "run.jsonl"
+    journal = Journal(path)
+    path.symlink_to("/dev/zero")
+    with pytest.raises(DataError, match="a regular file"):
+        journal.resume_at(1)
+
+
+def test_a_file_without_line_ends_is_read_for_the_longest_line_and_no_further(tmp_path, monkeypatch):
+    monkeypatch.setattr("trainwright.observers.journal.LONGEST_LINE", 1 << 16)
+    path = tmp_path / "run.jsonl"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)  # a hole of a terabyte
+    for use in (read_journal, lambda it: Journal(it).resume_at(1), lambda it: Journal(it).on_fit_start(Plan())):
+        with pytest.raises(DataError, match="without a line end"):
+            use(path)
+    assert path.stat().st_size == 1 << 40
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -336,3 +478,46 @@ def test_csv_has_a_column_per_number(tmp_path):
     )
     assert (two["loss"], two["kl"], two["skipped"]) == ("0.5", "", "1")
     assert (epoch["event"], epoch["update"], epoch["loss"], epoch["val_loss"]) == ("epoch", "2", "0.5", "0.75")
+
+
+@pytest.mark.parametrize("begin", ["=", "+", "-", "@", "\t", "\r"])
+def test_no_text_in_the_csv_can_be_a_formula_and_numbers_are_as_they_were(tmp_path, begin):
+    text = begin + 'cmd|" /C calc"!A0'
+    path = tmp_path / "run.jsonl"
+    path.write_text(
+        json.dumps(
+            {"event": "epoch", "update": 1, "skipped": 0, "metrics": {text: -0.5, "low": "-Infinity"}, "a": text}
+        )
+        + "\n"
+        + json.dumps({"event": "update", "update": 2, "lrs": [text, -1], "values": {"nested": [text]}})
+        + "\n"
+    )
+    journal_to_csv(path, tmp_path / "run.csv")
+    with (tmp_path / "run.csv").open(newline="") as file:
+        head, *rows = csv.reader(file)
+    assert head == ["event", "update", "skipped", "'" + text, "low", "a", "lr_0", "lr_1", "nested"]
+    assert rows[0] == ["epoch", "1", "0", "-0.5", "-inf", "'" + text, "", "", ""]
+    assert rows[1][6:8] == ["'" + text, "-1"] and not rows[1][8].startswith(begin)
+
+
+def test_a_csv_does_not_take_the_journals_own_place(tmp_path):
+    path = tmp_path / "run.jsonl"
+    write(path, 1, 2)
+    before = path.read_bytes()
+    (tmp_path / "link").symlink_to(path)
+    for other in (path, tmp_path / "link"):
+        with pytest.raises(SettingError, match="overwrite the journal"):
+            journal_to_csv(path, other)
+    assert path.read_bytes() == before
+
+
+def test_a_name_that_is_no_utf8_is_written_and_read_back(tmp_path):
+    journal = Journal(tmp_path / "run.jsonl")
+    journal.on_fit_start(Plan())
+    odd = Path(os.fsdecode(b"caf\xe9"))
+    journal.on_save(Saved(odd, 1, False))
+    journal.on_update(update(1, values={str(odd): 1.0}))
+    journal.on_fit_end(result(1))
+    assert read_journal(journal.path)[1]["path"] == str(odd)
+    Journal(journal.path).resume_at(0)
+    journal_to_csv(journal.path, tmp_path / "run.csv")

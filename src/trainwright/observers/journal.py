@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 from trainwright.base.checks import local_path
 from trainwright.base.contracts import Observer
@@ -23,6 +23,12 @@ if TYPE_CHECKING:
     from trainwright.base.model_statistics import ModelStatistics
     from trainwright.base.speed import Speed
 
+LONGEST_LINE = 1 << 26
+"""Bytes of a line; a longer one, or a file without line ends, is no journal."""
+_DEEPEST = 32
+"""Nested values of a record; those that are written have four levels at most."""
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+"""First characters by which a spreadsheet takes a cell for a formula."""
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _encode = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode
 
@@ -37,10 +43,16 @@ class Journal(Observer):
 
     A save is written when the checkpoint is whole, some updates later than the one that it is of. A checkpoint that
     became whole right before a crash may have no such line.
+
+    An existing file is appended to where it begins with a record; DataError for any other. SettingError for a path
+    that is no regular file: a device or a pipe cannot be read back on resume.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, updates: int | Updates = 1) -> None:
         self.path = local_path(path, "Journal({})", file=True)
+        if kind := _irregular(self.path):
+            want, fix = "a regular file, which a resume reads back", 'Journal("runs/journal.jsonl")'
+            raise SettingError(message(f"Journal({str(self.path)!r})", have=kind, want=want, fix=fix))
         self._every = updates.n if isinstance(updates, Updates) else updates
         if not isinstance(self._every, int) or isinstance(self._every, bool) or self._every < 1:
             raise SettingError(
@@ -145,12 +157,13 @@ class Journal(Observer):
         self._file.write(_line(record))
 
     def _open(self) -> None:
-        """Open the file behind its last whole line, and write how this run started."""
+        """Open the file behind its last complete line, and write how this run started."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
-            _drop_torn_line(self.path)
+            _end_last_line(self.path)
         # By lines: checkpoints are written beside the training, and a kill may come as soon as one is whole.
-        self._file = self.path.open("a", buffering=1, encoding="utf-8", newline="\n")
+        # A lone surrogate, of a file name that is no UTF-8, is written as JSON's escape of it.
+        self._file = self.path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace", newline="\n")
         self._write(self._start)
 
     def _close(self) -> None:
@@ -167,46 +180,141 @@ class Journal(Observer):
             return
         told_later = [record for _, record in behind[cut:] if _is_save(record) and _position(record) <= update]
         os.truncate(self.path, behind[cut][0])
-        with self.path.open("a", encoding="utf-8", newline="\n") as file:
+        with self.path.open("a", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
             file.writelines(_line(record) for record in told_later)
 
 
 def read_journal(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Return the records of a journal, oldest first; a last line that a crash has torn is left out."""
+    """Return the records of a journal, oldest first; a last line that a crash has torn is left out.
+
+    DataError, with the number of the line, for a line that is no record, and for a path that is no regular file.
+    """
     return [record for _, record in _lines(local_path(path, "read_journal({})", reads=True, file=True))]
 
 
 def journal_to_csv(path: str | os.PathLike[str], csv_path: str | os.PathLike[str]) -> None:
-    """Write the updates, validations and epochs of a journal as CSV: one row per record, one column per number."""
+    """Write the updates, validations and epochs of a journal as CSV: one row per record, one column per number.
+
+    Texts that begin with ``=``, ``+``, ``-``, ``@``, a tab or a carriage return get an apostrophe in front: a
+    spreadsheet would else run them as formulas. Numbers are written as they are.
+    """
     target = local_path(csv_path, "journal_to_csv(..., {})", file=True)
     rows = [_flat(record) for record in read_journal(path) if record["event"] in ("update", "validate", "epoch")]
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    with target.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, columns)
-        writer.writeheader()
-        writer.writerows(rows)
+    if target.exists() and target.samefile(Path(path).expanduser()):
+        what = f"journal_to_csv({str(path)!r}, {str(csv_path)!r}) would overwrite the journal"
+        raise SettingError(message(what, fix=f"journal_to_csv({str(path)!r}, {str(Path(path).with_suffix('.csv'))!r})"))
+    with target.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(map(_cell, columns))
+        writer.writerows([_cell(row.get(name, "")) for name in columns] for row in rows)
+
+
+def _cell(value: Any) -> Any:
+    """Return a value as a cell that no spreadsheet takes for a formula."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
+
+
+def _irregular(path: Path) -> str:
+    """Say what exists at a path in the place of a regular file; empty for a file, and where there is nothing."""
+    if not os.path.exists(path) or os.path.isfile(path):
+        return ""
+    return "a directory" if os.path.isdir(path) else "a device, a pipe or a socket"
 
 
 def _lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
     """Return the records with the byte each starts at."""
-    lines = path.read_bytes().splitlines(keepends=True)
-    records, start = [], 0
-    for number, line in enumerate(lines, start=1):
-        try:
-            records.append((start, _read_back(json.loads(line))))
-        except ValueError as error:  # no JSON, or no UTF-8
-            if number < len(lines):
-                raise DataError(message(f"{path}: line {number} is no JSON: {error}", where=False)) from None
-        start += len(line)
+    if kind := _irregular(path):
+        what = f"{path} cannot be read as a journal"
+        raise DataError(message(what, have=kind, want="a regular file", where=False))
+    records: list[tuple[int, dict[str, Any]]] = []
+    with path.open("rb") as file:
+        left = os.fstat(file.fileno()).st_size  # a file that grows meanwhile is read up to here
+        while left > 0 and (line := file.readline(min(LONGEST_LINE, left))):
+            if not _is_torn(line):
+                records.append((file.tell() - len(line), _record(line, path, len(records) + 1)))
+            left -= len(line)
     return records
 
 
-def _drop_torn_line(path: Path) -> None:
-    """Cut off a last line without an end: another line written behind it would be lost with it."""
-    whole = path.read_bytes().rpartition(b"\n")[0]
-    size = len(whole) + 1 if whole else 0
-    if size < path.stat().st_size:
-        os.truncate(path, size)
+def _is_torn(line: bytes) -> bool:
+    """Whether this is the beginning of a record that a crash has cut off, or the zeros that a power cut leaves."""
+    if line.endswith(b"\n") or len(line) >= LONGEST_LINE:
+        return False
+    line, head = line.rstrip(b"\0"), b'{"event":'
+    return not _is_json(line) and (line.startswith(head) or head.startswith(line))
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _record(line: bytes, path: Path, number: int | str) -> dict[str, Any]:
+    """Return the record in a line. DataError where there is none, or where its counters are no counts."""
+    try:
+        record = _read_back(_json(line))
+        why = _fault(record)
+    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, a number of 5,000 digits, nested too deeply
+        record, why = {}, f"no JSON: {error}"
+    if why:
+        what = f"{path}: line {number} is no record of a journal"
+        want = 'a line that a Journal has written: {"event":"update","update":1,...}'
+        fix = "take that line out, or give the Journal another file; nothing was changed"
+        raise DataError(message(what, have=why, want=want, fix=fix, where=False))
+    found: dict[str, Any] = record
+    return found
+
+
+def _json(line: bytes) -> Any:
+    if len(line) >= LONGEST_LINE:
+        raise ValueError(f"over {LONGEST_LINE >> 20} MiB without a line end")
+    return json.loads(line)
+
+
+def _fault(record: Any) -> str:
+    """Say why a value is no record; empty where it is one."""
+    if not isinstance(record, dict):
+        return f"a {type(record).__name__}: {str(record)[:60]}"
+    if not isinstance(record.get("event"), str):
+        return 'no "event"'
+    counts = ["update", "held_back", *(["skipped"] if record["event"] in ("validate", "epoch") else [])]
+    for name in counts:
+        value = record.get(name, 0)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            return f'"{name}": {str(value)[:60]}, which is no count'
+    return ""
+
+
+def _end_last_line(path: Path) -> None:
+    """Cut off a last line that a crash has torn, or end a complete one: what is written next needs a line of its own.
+
+    DataError where the file does not begin and end with a record: it is none of ours, and stays as it is.
+    """
+    with path.open("rb+") as file:
+        first = file.readline(LONGEST_LINE)
+        if first.endswith(b"\n"):
+            _record(first, path, 1)
+        last = _after_last_line_end(file)
+        if last and _is_torn(last):
+            file.truncate(file.seek(0, os.SEEK_END) - len(last))
+        elif last:
+            _record(last, path, "at the end")
+            file.seek(0, os.SEEK_END)
+            file.write(b"\n")
+
+
+def _after_last_line_end(file: BinaryIO) -> bytes:
+    """Return the bytes behind the last line end, of `LONGEST_LINE` at most."""
+    begin, found = file.seek(0, os.SEEK_END), b""
+    while begin > 0 and b"\n" not in found and len(found) < LONGEST_LINE:
+        size = min(max(len(found), 1 << 16), begin)
+        begin = file.seek(begin - size)
+        found = file.read(size) + found
+    return found.rpartition(b"\n")[2]
 
 
 def _last_run(lines: list[tuple[int, dict[str, Any]]]) -> int:
@@ -228,13 +336,15 @@ def _last_run(lines: list[tuple[int, dict[str, Any]]]) -> int:
 
 def _position(record: Mapping[str, Any]) -> int:
     """Return the update a record belongs to; those without one stay with what stands before them."""
-    return int(record.get("update", -1))
+    at: int = record.get("update", -1)
+    return at
 
 
 def _held_back(record: Mapping[str, Any]) -> int:
     """Return how many updates a record says were held back, its own included; 0 where it does not say."""
     counts = record["event"] in ("validate", "epoch")
-    return int(record["skipped"] if counts else record.get("held_back", 0))
+    held_back: int = record.get("skipped" if counts else "held_back", 0)
+    return held_back
 
 
 def _is_save(record: Mapping[str, Any]) -> bool:
@@ -259,13 +369,15 @@ def _spelt(value: Any) -> Any:
     return [_spelt(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
-def _read_back(value: Any) -> Any:
-    """Return the value with the words of `_spelt` as numbers."""
+def _read_back(value: Any, depth: int = 0) -> Any:
+    """Return the value with the words of `_spelt` as numbers. ValueError where it is nested too deeply."""
     if isinstance(value, str):
         return _WORDS.get(value, value)
+    if depth > _DEEPEST:
+        raise ValueError(f"nested more than {_DEEPEST} levels deep")
     if isinstance(value, dict):
-        return {key: _read_back(inner) for key, inner in value.items()}
-    return [_read_back(inner) for inner in value] if isinstance(value, list) else value
+        return {key: _read_back(inner, depth + 1) for key, inner in value.items()}
+    return [_read_back(inner, depth + 1) for inner in value] if isinstance(value, list) else value
 
 
 def _flat(record: Mapping[str, Any]) -> dict[str, Any]:
