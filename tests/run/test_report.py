@@ -270,6 +270,73 @@ def test_a_step_tells_output_and_target():
     assert torch.equal(made.output, normal(9, 3) * 2) and torch.equal(made.target, whole(3, 9))
 
 
+class Graph(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x, adjacency):
+        return adjacency @ self.layer(x)
+
+
+class OnNodes(Trainer):
+    """Trains on some rows of each batch (x, adjacency, y, nodes)."""
+
+    def training_step(self, batch):
+        x, adjacency, y, nodes = batch
+        return self.loss(self.model(x, adjacency)[nodes], y[nodes])
+
+
+class PredictsNodes(OnNodes):
+    def predict_step(self, batch):
+        x, adjacency, _, nodes = batch
+        return self.model(x, adjacency)[nodes]
+
+
+class TellsNodes(OnNodes):
+    def predict_step(self, batch):
+        x, adjacency, y, nodes = batch
+        return Step(None, self.model(x, adjacency)[nodes], y[nodes])
+
+
+class OnNodesBySplit(PredictsNodes):
+    def training_step(self, batch):
+        (x, adjacency, _), nodes = self.split(batch)
+        return self.loss(self.model(x, adjacency)[nodes], nodes)
+
+
+NODES = [(normal(6, 4), torch.eye(6), whole(3, 6), torch.tensor([5, 1, 4]))]
+
+
+@pytest.mark.parametrize(
+    ("role", "fix"), [("report", "return Step(None, output, target)"), ("predict", "return output")]
+)
+def test_a_step_that_selects_rows_is_no_ground_to_call_the_last_item_the_target(role, fix):
+    trainer = OnNodes(Graph(), None, nn.CrossEntropyLoss(), console=False)
+    with pytest.raises(TypeError) as failed:
+        getattr(trainer, role)(NODES)
+    (note,) = failed.value.__notes__
+    assert "Graph.forward, which takes (x, adjacency)" in note
+    assert f"def predict_step(self, batch): ...; {fix}" in note
+    assert "split(" not in note and "batch[-1]" not in note
+
+
+def test_predictions_of_selected_rows_are_not_compared_with_the_last_item_of_the_batch():
+    trainer = PredictsNodes(Graph(), None, nn.CrossEntropyLoss(), console=False)
+    with pytest.raises(
+        SettingError, match=r"which of the 4 items(.|\n)*Step\(None, output, target\) from predict_step"
+    ):
+        trainer.report(NODES)
+    assert trainer.predict(NODES).shape == (3, 3)
+    told = TellsNodes(trainer.model, None, nn.CrossEntropyLoss(), console=False).report(NODES)
+    assert torch.equal(told.target, NODES[0][2][NODES[0][3]])
+
+
+def test_a_training_step_that_splits_confirms_the_last_item_as_the_target():
+    made = OnNodesBySplit(Graph(), None, nn.CrossEntropyLoss(), console=False).report(NODES)
+    assert torch.equal(made.target, NODES[0][3])
+
+
 class InADict(Trainer):
     def predict_step(self, batch):
         return {"scores": batch[0]}

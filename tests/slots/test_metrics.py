@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import ClassVar
 
 import pytest
 import torch
@@ -216,7 +217,7 @@ def test_no_graph_is_kept():
 class Stores:
     """A metric object that keeps what it gets."""
 
-    had_a_graph = []
+    had_a_graph: ClassVar[list[bool]] = []
 
     def __init__(self):
         self.reset()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 import torch
@@ -168,16 +169,27 @@ def _called_layer(site: Site) -> tuple[str, nn.Module | None, Tensor | None]:
     return name, module, given if isinstance(given, Tensor) and given.ndim else None
 
 
+def splits_in_training(owner: Any) -> bool:
+    """Whether a training step takes inputs and target from `split`: the default one, or one that calls either."""
+    codes = _own_codes(owner, "training_step")
+    return not owner.hooks.steps_itself or any({"split", "training_step"} & set(code.co_names) for code in codes)
+
+
 def own_backward(owner: Any) -> Cause | None:
     """The cause where a training step of the user's own calls `backward` on its loss, as a plain loop does."""
-    written = [vars(cls)["training_step"] for cls in type(owner).__mro__ if "training_step" in vars(cls)]
-    codes = [getattr(function, "__code__", None) for function in written[:-1]]  # the last is the Trainer's
-    if not any(code is not None and "backward" in code.co_names for code in codes):
+    if not any("backward" in code.co_names for code in _own_codes(owner, "training_step")):
         return None
     return (
         "training_step calls backward() itself",
         "return the loss: the loop calls backward() and the optimizer's step()",
     )
+
+
+def _own_codes(owner: Any, name: str) -> list[CodeType]:
+    """The code of a step in each subclass that writes one."""
+    written = [vars(cls)[name] for cls in type(owner).__mro__ if name in vars(cls)]
+    codes = [getattr(function, "__code__", None) for function in written[:-1]]  # the last is the Trainer's
+    return [code for code in codes if code is not None]
 
 
 def _backward_twice(site: Site) -> Cause | None:
@@ -247,6 +259,14 @@ def _arguments(site: Site) -> Cause | None:
     if not isinstance(site.error, TypeError) or not isinstance(inputs, tuple) or _binds(model.forward, inputs):
         return None
     names = list(inspect.signature(model.forward).parameters)
+    if site.role in ("predict", "report") and not splits_in_training(site.owner):
+        # Which item is the target, and which rows count, is known to the user's training_step alone.
+        why = f"the default predict_step gives all items but the last to {type(model).__name__}.forward, which takes"
+        made = "Step(None, output, target)" if site.role == "report" else "output"
+        return (
+            f"{why} ({', '.join(names)})",
+            f"def predict_step(self, batch): ...; return {made}   # as in training_step",
+        )
     why = (
         f"{type(model).__name__}.forward takes ({', '.join(names)}); the batch without its last item has {len(inputs)}"
     )

@@ -18,6 +18,7 @@ from trainwright.base.contracts import Source
 from trainwright.base.errors import DataError, SettingError, message
 from trainwright.base.records import Step
 from trainwright.run.batches import scores_of
+from trainwright.run.batches import split as default_split
 from trainwright.run.deciding import decide, kind_of
 from trainwright.run.evaluating import autocast, ledger_aside, traceless
 from trainwright.run.failure import explain
@@ -148,6 +149,8 @@ def _split_once(owner: Owner) -> Iterator[Callable[[Any], tuple[Any, Any]]]:
         return made[-1]
 
     def split_of(batch: Any) -> tuple[Any, Any]:
+        if not made and hooks.split is default_split:
+            _check_known_target(owner, batch)
         found = made[-1] if made else hooks.split(batch)
         made.clear()
         return found
@@ -157,6 +160,23 @@ def _split_once(owner: Owner) -> Iterator[Callable[[Any], tuple[Any, Any]]]:
         yield split_of
     finally:
         owner.hooks = hooks
+
+
+def _check_known_target(owner: Owner, batch: Any) -> None:
+    """Refuse to take the last of many items for the target where no step of the training has taken it for that."""
+    if not isinstance(batch, tuple | list) or len(batch) < 3:
+        return
+    from trainwright.run.causes import splits_in_training
+
+    if not splits_in_training(owner):
+        raise SettingError(
+            message(
+                f"a report compares outputs with targets, and which of the {len(batch)} items of a batch is the target "
+                "only your training_step knows",
+                want="the target beside the output, for the same rows",
+                fix="return Step(None, output, target) from predict_step(self, batch), as training_step makes them",
+            )
+        )
 
 
 def _check_tensors(output: Any, target: Any) -> None:
