@@ -74,6 +74,7 @@ def test_the_kernels_in_python_are_the_plain_loop_bit_for_bit(in_python):
             assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 def test_the_built_kernels_are_the_plain_loop(example, built):
     for dtype, found in results(example).items():
         for one, other in zip(found, gradients(plain, dtype), strict=True):
@@ -134,6 +135,7 @@ def test_tensors_that_do_not_match_are_refused(example, built, other):
         example.scan(other, torch.zeros(3, 5, 4))
 
 
+@pytest.mark.slow
 def test_without_a_compiler_it_says_so_and_runs_in_python(tmp_path):
     """In a process of its own, whose PATH is an empty directory."""
     run = "import custom_operator as example; print(example.built(None)); print(example.train(epochs=1) > 0)"

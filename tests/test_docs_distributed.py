@@ -91,6 +91,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)  # `started` hands sys.path on
 
 
+@pytest.mark.slow
 def test_torchrun_prints_what_python_prints(expected: str) -> None:
     alone, several = commands("# one process")
     assert alone == ["python", "train.py"]
@@ -100,17 +101,20 @@ def test_torchrun_prints_what_python_prints(expected: str) -> None:
     assert "`2 processes by DDP on gloo: 64 = 2 x 32 rows in a micro-batch`" in PAGE
 
 
+@pytest.mark.slow
 def test_two_agents_print_what_python_prints(expected: str) -> None:
     here = {"node0": "127.0.0.1", "29500": str(free_port()), "4": "1"}
     nodes = [[here.get(word, word) for word in command] for command in commands("--nnodes")]
     assert last_line(ended([runnable(node) for node in nodes], seconds=SECONDS)) == expected
 
 
+@pytest.mark.slow
 def test_a_job_with_restarts_prints_what_python_prints(expected: str) -> None:
     [command] = commands("--max-restarts")
     assert last_line(ended([runnable(command)], seconds=SECONDS)) == expected
 
 
+@pytest.mark.slow
 def test_tasks_of_srun_print_what_python_prints(expected: str) -> None:
     job = {"SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "SLURM_NODELIST": "localhost"}
     job["SLURM_JOB_ID"] = str(random.SystemRandom().randrange(10_000))
@@ -135,6 +139,7 @@ def test_the_script_for_slurm_waits_for_the_codes_that_a_stopped_fit_ends_with()
     assert issubclass(Stopped, SystemExit)
 
 
+@pytest.mark.slow
 def test_pods_of_kubeflow_print_what_python_prints(expected: str) -> None:
     """Each has its rank, and nothing that says which process of its machine it is."""
     [command] = re.findall(r"command: \[(.+)\]", blocks("yaml")[0])
@@ -156,6 +161,7 @@ def test_the_yaml_is_a_job_of_four_pods() -> None:
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 1
 
 
+@pytest.mark.slow
 def test_the_recipe_for_ray_train_calls_fit_in_a_group_that_is_there(tmp_path: Path, expected: str) -> None:
     package = tmp_path / "ray" / "train"
     package.mkdir(parents=True)
@@ -167,6 +173,7 @@ def test_the_recipe_for_ray_train_calls_fit_in_a_group_that_is_there(tmp_path: P
     assert last_line(ended([command], seconds=SECONDS)) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["imported", "-c", "stdin"])
 def test_launch_prints_what_python_prints(how: str, expected: str) -> None:
     """`main` from a file, from `python -c`, and from what is typed: the latter two run in copies of the process."""
@@ -183,6 +190,7 @@ def test_launch_prints_what_python_prints(how: str, expected: str) -> None:
     assert LAST.findall(done.stdout) == [expected]
 
 
+@pytest.mark.slow
 def test_a_stream_of_the_page_is_read_once_by_two_processes(tmp_path: Path) -> None:
     head = block("python", "# train.py").partition("def main")[0]
     tail = "\ntrainer.print('updates', trainer.result.updates, 'rows', trainer.progress.rows)\n"
@@ -193,6 +201,7 @@ def test_a_stream_of_the_page_is_read_once_by_two_processes(tmp_path: Path) -> N
     assert "updates 14 rows 200" in process.out  # two epochs of 100 rows, 8 and 8 at a time
 
 
+@pytest.mark.slow
 def test_the_model_in_shards_is_loaded_in_one_process(tmp_path: Path) -> None:
     (tmp_path / "fsdp.py").write_text(block("python", "# fsdp.py"))
     compare = "\nprint(len(load_weights('net.safetensors')), model[0].weight.double().sum().item())\n"

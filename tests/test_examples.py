@@ -10,13 +10,18 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
+QUICK = {"quickstart_digits.py", "full_digits.py", "own_loop.py"}
+"""The examples of the README; each takes some seconds, most of them to import torch."""
 
 
 def test_there_are_examples() -> None:
     assert EXAMPLES
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "example",
+    [pytest.param(path, marks=() if path.name in QUICK else pytest.mark.slow, id=path.name) for path in EXAMPLES],
+)
 def test_an_example_runs(example: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", str(example), "--smoke"],

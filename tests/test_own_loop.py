@@ -45,6 +45,7 @@ def both(own, tmp_path_factory):
     return history, load_weights(path), trainer.fit(*own.digits(), epochs=EPOCHS), trainer.model.state_dict()
 
 
+@pytest.mark.slow
 def test_every_epoch_has_the_trainers_numbers(both):
     history, _, result, _ = both
     assert [{name: row[name] for name in history[0]} for row in result.history] == history

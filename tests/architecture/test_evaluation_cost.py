@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
+import pytest
 import torch
 from test_update_cost import PACKAGE, Batches, calls, model_and_optimizer, ready
 from torch import nn
@@ -64,16 +65,19 @@ def per_batch(run: Callable[[Batches], Counter[str]]) -> Counter[str]:
     return Counter({name: n for name in many if (n := (many[name] - few[name]) / 10)})
 
 
+@pytest.mark.slow
 def test_a_batch_of_an_evaluation_costs_few_calls_over_forward_and_loss() -> None:
     extra = per_batch(evaluated)
     assert extra.total() - per_batch(by_hand).total() <= MOST_OF_EVALUATION, extra.most_common()
 
 
+@pytest.mark.slow
 def test_a_metric_costs_few_calls() -> None:
     extra = per_batch(measured)
     assert extra.total() - per_batch(evaluated).total() <= MOST_OF_ACCURACY, extra.most_common()
 
 
+@pytest.mark.slow
 def test_a_batch_of_a_prediction_costs_few_calls_over_the_forward() -> None:
     extra = per_batch(predicted)
     assert extra.total() - per_batch(forward).total() <= MOST_OF_PREDICTION, extra.most_common()

@@ -44,12 +44,14 @@ def room(counts: list[int], limits: list[int]) -> int:
     return rounds * limits[0] - counts[0]
 
 
+@pytest.mark.slow
 def test_importing_makes_few_objects_that_the_collector_tracks() -> None:
     made = told(COUNTED)
     assert isinstance(made, int)
     assert 1_000 < made <= MOST
 
 
+@pytest.mark.slow
 def test_no_full_collection_falls_due_while_importing() -> None:
     counts, limits, collections = told(COLLECTED)  # type: ignore[misc]
     if room(counts, limits) < MOST:

@@ -105,6 +105,7 @@ def test_an_update_calls_few_python_functions_more_than_the_plain_loop() -> None
     assert 0 < own.total() <= MOST_OWN_CALLS, own.most_common()
 
 
+@pytest.mark.slow
 def test_ten_idle_observers_add_no_call() -> None:
     class Idle(Observer):
         """Watches nothing."""
@@ -115,6 +116,7 @@ def test_ten_idle_observers_add_no_call() -> None:
     assert per_update(watched) == per_update(trained)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extra", [26, 40])
 def test_a_call_too_many_would_be_counted(extra: int) -> None:
     def burdened(data: Batches) -> Counter[str]:

@@ -251,6 +251,7 @@ def test_a_figure_shows_itself_in_a_notebook():
     assert Linear().plot(updates=5)._repr_png_().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_drawing_leaves_pyplot_and_its_backend_alone():
     script = (
         "import sys, trainwright as t; assert 'matplotlib' not in sys.modules\n"

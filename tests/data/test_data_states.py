@@ -290,6 +290,7 @@ class Picklable(Dataset[Any]):
         return torch.tensor(index) + torch.rand(1)
 
 
+@pytest.mark.slow
 def test_workers_that_are_spawned_resume_too() -> None:
     def make() -> Any:
         return opened(DataLoader(Picklable(), batch_size=3, num_workers=1, multiprocessing_context="spawn"))

@@ -84,6 +84,7 @@ def test_a_worker_that_ends_by_itself_is_named() -> None:
     assert re.search(f"died{ROWS}", note(passed(lambda: os._exit(3))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [True, False])
 def test_a_worker_that_hangs_ends_the_pass_in_the_end(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "HANGS_AFTER", 5.0)  # torch looks every 5 s

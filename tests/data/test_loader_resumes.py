@@ -43,6 +43,7 @@ def test_the_random_state_of_the_process_is_the_same_after_a_resume() -> None:
         assert torch.equal(torch.get_rng_state(), after)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker")
 def test_a_new_process_goes_on_with_what_was_written(tmp_path: Path) -> None:
     cases, expected = [], []

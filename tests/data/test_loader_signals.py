@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from sources import Noisy
 from torch.utils.data import DataLoader
@@ -100,6 +101,7 @@ def script(name: str) -> Iterator[Any]:
         yield process
 
 
+@pytest.mark.slow
 def test_workers_survive_a_signal_to_their_group_once_and_end_with_their_process() -> None:
     with script("ends") as process:
         told = process.stdout.read().splitlines()
@@ -111,6 +113,7 @@ def test_workers_survive_a_signal_to_their_group_once_and_end_with_their_process
         assert time.time() - float(told[4]) < 4
 
 
+@pytest.mark.slow
 def test_workers_end_with_a_killed_parent() -> None:
     with script("waits") as process:
         pids = [int(pid) for pid in process.stdout.readline().split()]

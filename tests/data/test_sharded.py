@@ -61,6 +61,7 @@ def test_workers_are_told_their_part_too() -> None:
     assert sorted(row for one in slices for row in one.batch.tolist()) == list(range(11))
 
 
+@pytest.mark.slow
 def test_workers_that_inherit_nothing_are_told_it_too() -> None:
     def make() -> Any:
         return DataLoader(Ordered(7), batch_size=None, num_workers=1, multiprocessing_context="spawn")

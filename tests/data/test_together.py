@@ -158,6 +158,7 @@ def test_a_resume_goes_on_as_if_never_cut(name: str) -> None:
         assert alike(resumed(source, saved[cut], *cut), rest(whole, *cut)), cut
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 2 worker")
 @pytest.mark.parametrize("name", WORKERS)
 def test_a_resume_goes_on_with_workers(name: str) -> None:

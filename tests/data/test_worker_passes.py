@@ -40,6 +40,7 @@ class Trailing(Drawn):
 CUTS = [(0, 2), (1, 0), (1, 1), (1, 4), (2, 0), (2, 3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("data", "drop"), [(Drawn, True), (Drawn, False), (Trailing, True), (Trailing, False)])
 def test_a_stream_in_persistent_workers_resumes_wherever_it_is_cut(data: Any, drop: bool) -> None:
     def source() -> Any:

@@ -19,6 +19,7 @@ def test_advice_on_a_gpu_tries_what_only_it_has(device: torch.device) -> None:
     assert memory is not None and 1.1 < memory < 3  # cuDNN tries kernels with memory of their own beside
 
 
+@pytest.mark.slow
 def test_advice_of_the_same_network_on_the_cpu() -> None:
     advice, same = advice_on(torch.device("cpu"), seconds=2, width=8)
     assert same

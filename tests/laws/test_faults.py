@@ -12,6 +12,8 @@ from trainwright import Updates
 from . import faults, test_plain, test_plain_evaluation, test_window, test_window_cuts, test_window_update
 from .window_cases import UNEVEN
 
+pytestmark = pytest.mark.slow
+
 ONE_MEAN = partial(test_window_update.check_update_hook, "a mean")
 SQUARES = partial(test_window.check_known, UNEVEN, "squares")
 

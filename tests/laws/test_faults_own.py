@@ -20,6 +20,8 @@ from . import test_custom_updates_resume as resume
 from . import test_custom_updates_sam as sam
 from .own_updates import Closed, Scaled, Sharp, closed_by_hand, sharp_by_hand
 
+pytestmark = pytest.mark.slow
+
 SHARP_BAD = partial(sam.check_bad, Sharp, sharp_by_hand, sam.sharp_twins)
 CLOSED_BAD = partial(sam.check_bad, Closed, closed_by_hand, sam.closed_twins)
 BF16 = partial(sam.check_sharp, precision="bf16", dtype=torch.float32)

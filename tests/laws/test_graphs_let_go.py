@@ -16,6 +16,8 @@ from trainwright.run.ledger import Ledger
 from trainwright.run.recorded import Recorded
 from trainwright.runtime.gradients import Gradients
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_memory_of_recordings_is_free_after_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     on_the_cpu(monkeypatch)

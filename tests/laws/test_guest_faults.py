@@ -13,6 +13,8 @@ from . import test_guest, test_guest_beside, test_guest_refused
 from . import test_traceless_contract as contract
 from .traceless_cases import ours
 
+pytestmark = pytest.mark.slow
+
 END = partial(test_guest.check_end, "normal")
 LOADER = partial(contract.check_validated, "accumulate", "the same loader", ours)
 BEFORE, AFTER, BETWEEN = "before the loss", "after the loss", "between gradients and step"

@@ -32,6 +32,8 @@ from . import test_schedule_stages as stages
 from . import test_schedule_trainer as schedule
 from . import test_traceless as traceless
 
+pytestmark = pytest.mark.slow
+
 Patch = pytest.MonkeyPatch
 FAULTS: dict[str, tuple[Callable[[Patch], None], Callable[[], Any]]] = {}
 

@@ -8,6 +8,8 @@ from . import resume_faults as faults
 from .resume_cells import SETTINGS
 from .resume_law import check, workers
 
+pytestmark = pytest.mark.slow
+
 
 def cell(**settings):
     """A cell that trains an MLP with `batches(...)`, and is killed in the middle of an epoch; else as it is given."""

@@ -34,6 +34,7 @@ def kills():
     shutil.rmtree(root)
 
 
+@pytest.mark.slow
 @settings(derandomize=True, database=None, deadline=None, max_examples=10)
 @given(index=st.sampled_from(range(len(CELLS))), moments=MOMENTS)
 @example(index=0, moments=[0.5, 0.02, 0.05])  # the later ones in the resume itself

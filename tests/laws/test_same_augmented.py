@@ -38,6 +38,7 @@ def train(accumulate: int) -> tuple[list[float], list[float]]:
     return weights.tolist(), [row["loss"] for row in result.history]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("size", [2, 3])
 def test_processes_train_on_the_images_of_one(size: int, accumulate: int) -> None:

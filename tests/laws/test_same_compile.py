@@ -132,6 +132,7 @@ def of_two(fast):
     return [value.tolist() if isinstance(value, torch.Tensor) else value for value in left[:-1]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("regions", ["regional", "full"])
 def test_two_processes_train_compiled_what_they_train_without(regions):
     ranks = pool(2)
@@ -139,6 +140,7 @@ def test_two_processes_train_compiled_what_they_train_without(regions):
     assert plain == compiled and plain[0][-1] == plain[1][-1]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
 def test_kernels_of_inductor_agree_within_a_tolerance():
     """With a C++ compiler and half a minute; the short batch, uncompiled, is among the updates."""

@@ -13,6 +13,8 @@ from laws.graph_runs import Ran, alike, both, fitted
 from laws.late_runs import OPTIMIZERS, data, net
 from trainwright import MixedPrecision, OneCycle, StepLR, Updates
 
+pytestmark = pytest.mark.slow
+
 SCALE = 256.0
 PRECISION: dict[str, Any] = {
     "fp32": None,

@@ -11,6 +11,8 @@ from laws.emulated_graph import EmulatedGraph, emulate
 from laws.late_runs import OPTIMIZERS, data, on_the_cpu, same, state, trained
 from trainwright import EMA, Fast, MixedPrecision, OneCycle
 
+pytestmark = pytest.mark.slow
+
 LOW = MixedPrecision("fp16", init_scale=2.0**8, growth_interval=12)
 """A scale that is raised once in a run or twice, and then must not be the one that was recorded."""
 CASES: dict[str, dict[str, Any]] = {

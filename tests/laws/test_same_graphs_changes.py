@@ -17,6 +17,8 @@ from torch.nn import functional as F
 from laws.graph_runs import both, check_same, fitted
 from trainwright import Observer, StepLR, Trainer, Updates
 
+pytestmark = pytest.mark.slow
+
 TAU = [1.0]
 
 

@@ -27,6 +27,8 @@ from trainwright.runtime.trial import Trial
 from trainwright.slots import device_side
 from trainwright.slots.rates import TableRates
 
+pytestmark = pytest.mark.slow
+
 Patch = pytest.MonkeyPatch
 
 

@@ -32,6 +32,8 @@ from trainwright import (
 from trainwright.base.errors import NonFiniteError
 from trainwright.runtime.trial import Trial
 
+pytestmark = pytest.mark.slow
+
 
 def noisy() -> nn.Module:
     torch.manual_seed(0)

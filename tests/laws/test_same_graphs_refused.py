@@ -20,6 +20,8 @@ from trainwright import Fast, StepLR, Trainer, Updates, checkpoint_activations
 from trainwright.base.errors import SettingError
 from trainwright.run import graphed
 
+pytestmark = pytest.mark.slow
+
 COUNTED = [0]
 
 

@@ -92,6 +92,7 @@ def test_weights_are_those_of_the_plain_loop(accumulate: int) -> None:
     assert apart({**given, "history": []}, by_hand(accumulate)) <= EXACT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("kind", ["batches", "loaders"])
 def test_processes_give_what_one_gives(kind: str, size: int) -> None:

@@ -62,12 +62,14 @@ def check(shape, name, *, where="forward", most=2, **settings):
     assert told == pytest.approx(expected, rel=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_window_that_is_split_makes_the_same_update(name, where):
     check(UNEVEN, name, where=where)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [1, 4])
 def test_one_micro_batch_of_several_may_be_too_large(k):
     shape = Shape((3, 2, 9, 1, 2, 3, 2, 1), (1,) * 8, k=k, clip=0.3)
@@ -118,6 +120,7 @@ class Draws(nn.Module):
         return self.layer(x) * (1 + random.random() + np.random.rand() + torch.rand(()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
 def test_a_split_run_is_bit_for_bit_the_run_in_these_parts(precision):
     check_bitwise(precision=precision, clip=0.5, metrics={"accuracy": accuracy})
@@ -128,6 +131,7 @@ def fused(most):
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
 
 
+@pytest.mark.slow
 def test_updates_that_are_judged_late_are_split_alike(monkeypatch):
     on_the_cpu(monkeypatch)
     monkeypatch.setattr(path, "LATE", {"cpu"})
@@ -153,23 +157,27 @@ def test_a_loss_that_is_not_finite_is_told_late_of_the_update_that_had_it(monkey
     assert 16 in model.calls and all(torch.isfinite(p).all() for p in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Draws, Counting])
 def test_random_states_and_buffers_are_as_if_nothing_had_failed(kind):
     check_bitwise(kind, metrics={"accuracy": accuracy}, nonfinite="skip")
 
 
+@pytest.mark.slow
 def test_the_law_sees_a_random_state_that_is_not_put_back(monkeypatch):
     monkeypatch.setattr(before, "set_random_state", lambda state: None)
     with pytest.raises(AssertionError):
         check_bitwise(metrics={"accuracy": accuracy})
 
 
+@pytest.mark.slow
 def test_the_law_sees_a_buffer_that_is_not_put_back(monkeypatch):
     monkeypatch.setattr(before._Buffer, "put_back", lambda self: None)
     with pytest.raises(AssertionError):
         check_bitwise(Counting, metrics={"accuracy": accuracy})
 
 
+@pytest.mark.slow
 def test_the_law_sees_numbers_that_count_twice(monkeypatch):
     from trainwright.run.ledger import Ledger
 
@@ -178,6 +186,7 @@ def test_the_law_sees_numbers_that_count_twice(monkeypatch):
         check_bitwise(metrics={"accuracy": accuracy})
 
 
+@pytest.mark.slow
 def test_the_law_sees_a_wrong_share(monkeypatch):
     monkeypatch.setattr(Window, "divisor", lambda self, count, *, own: 2.0 * len(self.batches))
     with pytest.raises((AssertionError, torch.OutOfMemoryError)):
@@ -210,6 +219,7 @@ class Logs(Trainer):
         return Step({"a": loss, "b": 0.5 * loss}, output, batch[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_logged_numbers_metrics_and_state_count_each_row_once(where):
     x, y = numbers()
@@ -227,6 +237,7 @@ def test_logged_numbers_metrics_and_state_count_each_row_once(where):
         assert ours == pytest.approx(theirs, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_a_count_of_the_users_own_is_asked_of_each_part():
     class Valid(Trainer):
         def count(self, batch):
@@ -243,6 +254,7 @@ def test_a_count_of_the_users_own_is_asked_of_each_part():
     assert distance(ours[0], theirs[0]) <= 1e-12
 
 
+@pytest.mark.slow
 def test_two_passes_over_one_window_are_split_alike():
     """SAM: up the gradient, a second pass there, and back."""
 
@@ -269,6 +281,7 @@ def test_two_passes_over_one_window_are_split_alike():
     assert distance(*found) <= 1e-12 and max(found[1].calls[-6:]) <= 3
 
 
+@pytest.mark.slow
 def test_a_frozen_batch_norm_is_no_obstacle():
     def normed():
         made = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 4))
@@ -283,6 +296,7 @@ def test_a_frozen_batch_norm_is_no_obstacle():
     assert distance(ours[0], theirs[0]) <= 1e-12 and len(expected) == 27
 
 
+@pytest.mark.slow
 def test_augmented_parts_draw_what_the_whole_would():
     images, y = torch.rand(12, 3, 6, 6), torch.arange(12) % 4
     seen = []
@@ -304,6 +318,7 @@ def test_augmented_parts_draw_what_the_whole_would():
     assert len(seen) > 8 and torch.equal(*found)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_what_fits(tmp_path):
     x, y = numbers(30)
 

@@ -13,6 +13,8 @@ from world.pool import RankFailed, pool
 from . import test_world, test_world_data, test_world_ddp, test_world_ends, world_faults
 from .world_runs import Case
 
+pytestmark = pytest.mark.slow
+
 SEEN_BY: dict[Callable[..., None], Callable[..., None]] = {
     world_faults.no_sync_is_dropped: partial(test_world_ddp.check_travelled, accumulate=4),
     world_faults.processes_weigh_alike: partial(test_world.check_case, case=Case(51, counts="tokens")),

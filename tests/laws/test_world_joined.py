@@ -63,6 +63,7 @@ def by_hand(rows: int, accumulate: int) -> dict[str, Any]:
     return {"weights": flat(model), "history": history}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(("rows", "accumulate"), [(1, 1), (9, 1), (9, 3), (13, 2)])
 def test_rows_that_stand_in_are_no_rows_of_a_joined_window(rows: int, accumulate: int, size: int) -> None:
@@ -181,6 +182,7 @@ def broken(kind: type[Trainer[nn.Module]], settings: dict[str, Any]) -> dict[str
     return {"weights": flat(model), "history": [{"skipped": result.skipped, "updates": result.updates}]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"parallel": DDP(find_unused_parameters=True)}], ids=["auto", "unused"])
 @pytest.mark.parametrize("kind", [Trainer, Minimizing, Written])
 def test_a_nan_in_rows_that_stand_in_reaches_no_gradient(

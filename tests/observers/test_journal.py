@@ -122,6 +122,7 @@ def test_every_how_many_updates_is_a_whole_number(tmp_path, every):
         Journal(tmp_path / "run.jsonl", updates=every)
 
 
+@pytest.mark.slow
 def test_epochs_are_on_disk_after_a_hard_kill(tmp_path):
     path = tmp_path / "run.jsonl"
     code = f"""

@@ -89,6 +89,7 @@ def test_a_run_that_ends_before_says_so(tmp_path: Path, after: int, capsys: pyte
     assert not torch.autograd._profiler_enabled()
 
 
+@pytest.mark.slow
 def test_the_run_is_the_same_one_without_it(tmp_path: Path) -> None:
     def trained(*observers: Any) -> tuple[Any, Any]:
         trainer = made(*observers, clip=ClipNorm(0.5), accumulate=2)

@@ -71,6 +71,7 @@ def test_every_row_and_update_is_counted_once() -> None:
     assert [one.update for one in speeds_of(every=Epochs(1))] == [12, 24]
 
 
+@pytest.mark.slow
 def test_the_time_of_pauses_is_no_training() -> None:
     class Slow(Trainer):
         def end_epoch(self, metrics):
@@ -210,6 +211,7 @@ def test_the_journal_holds_every_record(tmp_path) -> None:
     assert records[0]["rows"] == 20 and records[0]["mfu"] > 0 and records[0]["memory"]["buffers"] == 56
 
 
+@pytest.mark.slow
 def test_nothing_is_called_for_it_between_two_turns() -> None:
     def calls(updates, *observers):
         counted = Counter()

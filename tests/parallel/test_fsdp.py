@@ -298,6 +298,7 @@ def test_a_policy_computes_in_its_type_and_reduces_in_another() -> None:
             torch.testing.assert_close(ours, plain, rtol=0, atol=EXACT)
 
 
+@pytest.mark.slow
 def test_settings_hold_one_update_of_a_model_on_one_process() -> None:
     expected, _ = plain_loop(SINGLE)
     assert differ(pool(1).run(sharded_loop, SINGLE)[0][0], expected) < EXACT

@@ -55,6 +55,7 @@ def test_settings_are_kept_as_what_they_mean() -> None:
     assert str(settings) == "FSDP(blocks={Block})" and settings.needs_group
 
 
+@pytest.mark.slow
 def test_the_settings_are_imported_without_torchs_own_module_of_it() -> None:
     code = "import trainwright.parallel.fsdp, sys; trainwright.parallel.fsdp.FSDP(set())"
     code += "; assert not {'torch.distributed.fsdp', 'torch.distributed.tensor'} & set(sys.modules)"

@@ -41,6 +41,7 @@ def test_regions_are_the_blocks_that_a_model_repeats_or_all_of_it():
         find_regions(model, (nn.Conv2d,))
 
 
+@pytest.mark.slow
 def test_layers_of_torchs_own_are_compiled_too():
     def layers():
         layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True, bias=True)
@@ -87,6 +88,7 @@ def test_the_short_last_batch_runs_uncompiled_in_training_and_validation():
     assert record.short == 3 + 3
 
 
+@pytest.mark.slow
 def test_shapes_that_go_on_changing_share_a_graph():
     rows = [8, 16, 24, 32, 40, 48, 56, 64, 72, 80]
     ready = [(torch.randn(n, 4), torch.randint(0, 3, (n,))) for n in rows]
@@ -95,6 +97,7 @@ def test_shapes_that_go_on_changing_share_a_graph():
     assert trainer.between.compiled.graphs == 4 and trainer.between.compiled.short == 0
 
 
+@pytest.mark.slow
 def test_batches_of_ever_fewer_rows_are_no_exceptions():
     rows = [80, *range(79, 47, -1)]
     ready = [(torch.randn(n, 4), torch.randint(0, 3, (n,))) for n in rows]
@@ -168,6 +171,7 @@ def test_a_loss_inside_a_compiled_region_whose_count_nobody_sees_is_refused():
     assert "def count(self, batch)" in str(caught.value) and trainer.progress.updates == 0
 
 
+@pytest.mark.slow
 def test_a_loss_inside_a_compiled_region_is_weighed_by_a_count_that_is_told():
     class Counts(Trainer):
         def count(self, batch):

@@ -67,6 +67,7 @@ def hangs_and_is_told_to_end():
     raise AssertionError("nothing has ended the wait")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("then", [breaks, hangs_and_is_told_to_end])
 def test_a_run_that_ends_while_its_data_are_opened_goes_on_exactly(then, workers, tmp_path):

@@ -49,6 +49,7 @@ def test_the_weights_of_a_passed_stage_are_loaded_where_they_were_kept_and_else_
         assert known(1) == ("last", GONE, False)
 
 
+@pytest.mark.slow
 def test_a_stage_that_starts_anew_holds_on_to_nothing_of_the_checkpoint_before_it(tmp_path, monkeypatch):
     read = []
 

@@ -99,6 +99,7 @@ def equal(found: Any, wanted: Any) -> None:
         assert found == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_outputs_of_any_form_are_those_of_one_process_on_every_one(ranks: int) -> None:
     names = list(FORMS)
@@ -181,6 +182,7 @@ def test_a_shuffled_loader_gives_the_order_of_the_first_process() -> None:
     assert ran == also == 4
 
 
+@pytest.mark.slow
 def test_every_process_runs_every_batch_though_it_has_no_rows_of_it() -> None:
     assert pool(3).run(forwards, 1) == [1, 1, 1]
 

@@ -173,6 +173,7 @@ for number, place, n in {runs}:
 """
 
 
+@pytest.mark.slow
 def test_a_process_ends_with_the_usual_code_and_a_clear_line(directory):
     runs = [(int(signal.SIGTERM), "row", 25), (int(signal.SIGUSR1), "training_step", 10)]
     runs += [(int(signal.SIGINT), "training_step", 10)]

@@ -124,6 +124,7 @@ def test_sgd_of_reduced_precision_on_the_cpu_is_not_made_fused_where_the_kernel_
     assert not same(weights(trainer.model), weights(cast()))
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_could_be_fused_is_hinted_at_where_the_run_is_long():
     hint = ["AdamW(..., fused=True) would make the same updates faster"]
     assert fast_lines(build(), max_updates=1000) == hint

@@ -80,6 +80,7 @@ def pairs(output, target):
     return F.cross_entropy(output @ output.T, torch.arange(len(output)))
 
 
+@pytest.mark.slow
 def test_a_loss_over_pairs_of_rows_is_not_split():
     note = refused(make(scarce(4)[0], pairs))
     assert "a row's loss depends on the other rows of its micro-batch: of 4 rows at once it is" in note
@@ -183,6 +184,7 @@ def test_a_step_that_had_begun_is_not_made_again():
     assert model.calls == [8]
 
 
+@pytest.mark.slow
 def test_one_row_that_does_not_fit_ends_the_run():
     model = scarce(0)[0]
     note = refused(make(model))
@@ -229,6 +231,7 @@ def test_graphs_that_are_required_are_refused():
 # What is caught.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "error",
     [
@@ -242,6 +245,7 @@ def test_each_way_of_running_out_of_memory_is_caught(error):
     assert fit(make(model)).updates == 3
 
 
+@pytest.mark.slow
 def test_memory_that_really_runs_out_on_the_cpu():
     class Large(nn.Module):
         def __init__(self):
@@ -272,6 +276,7 @@ def test_a_split_is_reported_once_and_remembered():
     assert fit(make(scarce(10**6)[0])).notes == ()
 
 
+@pytest.mark.slow
 def test_the_copies_are_given_back_when_a_run_is_over():
     trainer = make(scarce(4)[0])
     run = []
@@ -312,6 +317,7 @@ def test_without_on_oom_the_error_says_what_to_write():
     assert "accumulate=2" in note and "on_oom" not in note
 
 
+@pytest.mark.slow
 def test_what_a_failed_try_has_computed_is_let_go_before_the_next():
     held = []
 
@@ -354,6 +360,7 @@ def test_parts_of_rows_that_are_longer_are_cut_finer():
     assert tried == [(8, 4)] and model.calls[-1] == (3, 2) and model.calls.count((4, 2)) == 0
 
 
+@pytest.mark.slow
 def test_an_average_and_a_mean_of_ones_own_go_on():
     class Own(Trainer):
         def training_step(self, batch):

@@ -166,6 +166,7 @@ def test_ctrl_c_ends_every_wait_at_once_and_the_job_goes_on(waits):
     assert results(background) == ["whole"]
 
 
+@pytest.mark.slow
 def test_a_process_ends_though_a_job_hangs():
     code = """
 import threading

@@ -309,6 +309,7 @@ NODES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.dictionaries(KEYS, NODES, min_size=1, max_size=6))
 @pytest.mark.filterwarnings("ignore")

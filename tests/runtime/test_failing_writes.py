@@ -89,6 +89,7 @@ def test_whichever_call_of_a_save_is_refused_all_is_as_it_was(replaces, number, 
     assert verify(put(tmp_path, 2, b"new"))["update"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replaces", [False, True])
 def test_a_drive_that_stays_broken_loses_nothing_once_it_is_back(replaces, tmp_path):
     first = put(tmp_path, 1)
@@ -212,6 +213,7 @@ except CheckpointError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_limit_of_the_system_on_file_sizes_is_met_without_a_trace(tmp_path):
     put(tmp_path)
     before = contents(tmp_path)
@@ -220,6 +222,7 @@ def test_a_limit_of_the_system_on_file_sizes_is_met_without_a_trace(tmp_path):
     assert contents(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_large_files_are_summed_as_small_ones_are(tmp_path):
     data = torch.arange(5 << 20).view(torch.uint8)
     for checksum in ("crc32", "sha256"):

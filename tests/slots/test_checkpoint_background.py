@@ -89,6 +89,7 @@ def test_a_state_that_has_grown_is_saved_and_has_room_from_then_on(start):
         assert keeper._arena.size >= queue.nbytes
 
 
+@pytest.mark.slow
 def test_nothing_of_the_trees_is_held_when_a_save_is_done(start, refuses):
     keeper = start()
     for number in (0, errno.ENOSPC):
@@ -168,6 +169,7 @@ def test_the_checksum_that_is_asked_for_is_written(start):
 # Retention
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["min", "max"])
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
@@ -285,6 +287,7 @@ def test_a_second_ctrl_c_gets_through_and_the_thread_unlocks_when_it_is_done(sta
     assert updates(tmp_path / "run") == [1]
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_while_its_thread_writes_has_lost_nothing_that_was_whole(tmp_path):
     code = f"""
 import os, signal, sys, threading

@@ -173,6 +173,7 @@ def slow_but_seen(directory):
         shards.PATIENCE, shards.write_file = 300.0, write
 
 
+@pytest.mark.slow
 def test_a_process_that_is_slow_and_seen_to_write_is_waited_for(tmp_path):
     assert on_all(2, slow_but_seen, tmp_path) == [True, True]
     assert [storage.verify(path)["update"] for path in storage.scan(tmp_path)] == [1]
@@ -200,6 +201,7 @@ def dies_in_a_save(directory, notes):
     Path(notes).write_text(json.dumps(said))
 
 
+@pytest.mark.slow
 def test_a_process_killed_in_a_save_leaves_the_checkpoint_before_and_the_others_do_not_wait_for_it(tmp_path):
     with pytest.raises(RankFailed, match="exit code 9"):
         on_all(2, dies_in_a_save, tmp_path / "run", str(tmp_path / "notes"))
@@ -222,6 +224,7 @@ def killed_first(directory):
     time.sleep(3.0)
 
 
+@pytest.mark.slow
 def test_what_a_killed_first_process_leaves_is_cleaned_up_by_the_next_run(tmp_path):
     with pytest.raises(RankFailed, match="exit code 9"):
         on_all(2, killed_first, tmp_path)

@@ -74,6 +74,7 @@ def test_an_allocator_that_is_missing_says_how_to_get_it(monkeypatch: pytest.Mon
     assert found.environment["LD_PRELOAD"].startswith("libjemalloc.so.2") and "MALLOC_CONF" in found.environment
 
 
+@pytest.mark.slow
 def test_the_scripts_own_seconds_are_compared_as_medians_of_ratios(tmp_path: Path) -> None:
     missing = replace(FAST, name="missing", why_not="it is not installed")
     lost, fast, slow = measure_settings(script(tmp_path, OWN), [missing, FAST, SLOW], seconds=1.5)
@@ -87,12 +88,14 @@ def test_what_is_told_is_the_median() -> None:
     assert (told.speedup, told.spread, told.trials) == (3.0, (2.0, 4.0), 5)
 
 
+@pytest.mark.slow
 def test_without_a_line_of_its_own_the_whole_process_is_timed(tmp_path: Path) -> None:
     text = 'import os, time; time.sleep(0.05 if "FAST" in os.environ else 0.5)'
     (fast,) = measure_settings(script(tmp_path, text), [FAST], seconds=3)
     assert fast.speedup is not None and fast.speedup > 1.5
 
 
+@pytest.mark.slow
 def test_interop_threads_are_set_before_the_script_begins_which_finds_its_name_and_arguments(tmp_path: Path) -> None:
     text = (
         "import os, sys, torch, beside\n"

@@ -9,6 +9,8 @@ from sklearn.utils.estimator_checks import check_sample_weight_equivalence_on_de
 
 from trainwright import SklearnClassifier, SklearnRegressor
 
+pytestmark = pytest.mark.slow
+
 NOT_PASSED = {
     "check_sample_weight_equivalence_on_dense_data": (
         "a row of weight 2 and a row that comes twice give one sum, in float32 up to 3e-7; the check allows 1e-7"
@@ -17,6 +19,7 @@ NOT_PASSED = {
 """The checks that fail, each with the reason."""
 
 
+@pytest.mark.slow
 @parametrize_with_checks(
     [SklearnClassifier(), SklearnRegressor()], expected_failed_checks=lambda _: NOT_PASSED, xfail_strict=True
 )

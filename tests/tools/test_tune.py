@@ -121,6 +121,7 @@ test_tune.tune(dying, mode="min", trials=15, seed=5, storage={storage!r})
 """
 
 
+@pytest.mark.slow
 def test_a_study_that_was_killed_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
     storage = tmp_path / "runs" / "study.db"
     script = SCRIPT.format(here=str(Path(__file__).parent), storage=str(storage))
@@ -136,6 +137,7 @@ def test_a_study_that_was_killed_goes_on_as_if_it_had_not_been(tmp_path: Path) -
     assert told(again) == told(whole)
 
 
+@pytest.mark.slow
 def test_a_grid_goes_on_at_the_combination_that_was_cut_off(tmp_path: Path) -> None:
     calls = list[float]()
 
@@ -256,6 +258,7 @@ def test_what_cannot_be_is_refused(settings: dict[str, Any], match: str) -> None
         tune(given.pop("objective"), **given)
 
 
+@pytest.mark.slow
 def test_a_study_goes_on_only_as_it_was_begun(tmp_path: Path) -> None:
     storage = tmp_path / "study.db"
     grid = {"a": [0.1, 0.2], "b": ["x"]}

@@ -1,0 +1,55 @@
+"""The two tiers of tests: which test is quick, and which runs with `--full` alone.
+
+A test is quick unless it is marked `slow`, lies in a folder of FULL_FOLDERS, or is a case of a grid that the pairwise
+cover of the grid does not need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).resolve().parent
+FULL_FOLDERS = {"apart", "benchmarks", "durability", "scripts", "world"}
+"""The emulated device, benchmarks, kills and power cuts, programs of users, launched processes."""
+LARGE_GRID = 8
+"""A grid of at most this many cases is quick as a whole."""
+
+
+def is_full_folder(path: Path) -> bool:
+    """Whether a file or folder belongs to the full tier by its place."""
+    parts = path.relative_to(TESTS).parts if path.is_relative_to(TESTS) else ()
+    return bool(parts) and parts[0] in FULL_FOLDERS
+
+
+def slow(items: Iterable[Any]) -> dict[Any, None]:
+    """Return the collected tests that are not in the quick tier, in order."""
+    grids: dict[str, list[Any]] = {}
+    found: dict[Any, None] = {}
+    for item in items:
+        if is_full_folder(item.path) or item.get_closest_marker("slow") is not None:
+            found[item] = None
+        elif hasattr(item, "callspec"):
+            grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in grids.values():
+        # A value is known by its identity: the cases of a grid share the objects that the decorators list.
+        cover = pairwise([tuple((axis, id(one)) for axis, one in item.callspec.params.items()) for item in cases])
+        if len(cases) > LARGE_GRID:
+            found |= dict.fromkeys(case for place, case in enumerate(cases) if place not in cover)
+    return found
+
+
+def pairwise(cases: Sequence[tuple[Hashable, ...]]) -> set[int]:
+    """Return the positions of cases that hold every pair of values that any case holds.
+
+    Greedy: the case with most pairs that no chosen case has comes next. Cases with one value each are all needed.
+    """
+    wanted = [{case} if len(case) < 2 else set(combinations(case, 2)) for case in cases]
+    missing, chosen = set().union(*wanted), set[int]()
+    while missing:
+        best = max(range(len(cases)), key=lambda place: len(wanted[place] & missing))
+        chosen.add(best)
+        missing -= wanted[best]
+    return chosen
