@@ -25,7 +25,7 @@ from trainwright.run import batches, evaluating, own_updates, setup
 from trainwright.run.hooks import Between, overridden, read_hooks
 from trainwright.run.later import as_schedule, fast_path, parts_of, report, running, save_weights
 from trainwright.run.ledger import Ledger
-from trainwright.run.optimizers import by_name, make_optimizers
+from trainwright.run.optimizers import by_name, check_schedulers, make_optimizers
 from trainwright.run.plan import EACH_EPOCH, Ends, Resume, make_plan
 from trainwright.run.steppers import bind_rates
 from trainwright.runtime.device import move
@@ -110,6 +110,7 @@ class Trainer(Generic[M]):
         self.accumulate = accumulation(accumulate)
         self.clip: Any = by_name(clip, as_clip, what="clip", optimizers=self.optimizers)
         self.schedule: Any = by_name(schedule, as_schedule, what="schedule", optimizers=self.optimizers)
+        check_schedulers(self)
         self.early_stopping = setup.checked_slot("early_stopping", early_stopping, 'EarlyStopping("val_loss")')
         self.checkpoint = setup.checked_slot("checkpoint", checkpoint, 'Checkpoint("runs/1")')
         self.average = setup.checked_slot("average", average, "EMA(0.999)")

@@ -19,6 +19,7 @@ from trainwright.runtime.fused import spoiled
 from trainwright.runtime.walking import parameters_in
 
 T = TypeVar("T")
+CLEARED = "a new optimizer clears it"
 HINTED = 1000
 """Updates of a run below which nothing is said of what could be faster."""
 
@@ -97,6 +98,59 @@ def check_parameters(owner: Owner) -> None:
         raise _nothing_trains(left_out, len(trainable))
     for optimizer in owner.optimizers.values():
         _check_kernel(optimizer)
+
+
+def has_scheduler(optimizer: Any) -> bool:
+    """Whether a scheduler of torch's was built on this optimizer: it leaves a wrapper around `step`, for good."""
+    return hasattr(getattr(optimizer, "step", None), "_wrapped_by_lr_sched")
+
+
+def check_schedulers(owner: Owner) -> None:
+    """Refuse `schedule=` for an optimizer that a scheduler of torch's was built on: both would set its rate."""
+    schedules = (
+        owner.schedule if isinstance(owner.schedule, Mapping) else dict.fromkeys(owner.optimizers, owner.schedule)
+    )
+    for name, schedule in schedules.items():
+        if schedule is not None and has_scheduler(owner.optimizers[name]):
+            which = "" if name == ONLY else f" {name!r}"
+            raise SettingError(
+                message(
+                    f"schedule= beside a torch scheduler that was built on the optimizer{which}: which sets the rate?",
+                    want=f"one of them; a scheduler that is deleted leaves its mark: {CLEARED}",
+                    fix='schedule=TorchSchedule(lambda optimizer: StepLR(optimizer, 30), unit="epoch"), '
+                    "and no scheduler of your own",
+                )
+            )
+
+
+def check_saved_schedulers(owner: Owner, parts: Mapping[str, Any], trees: Mapping[str, Any]) -> None:
+    """Refuse checkpoints without the state of a torch scheduler that the user steps: a resume would start it anew.
+
+    `parts`: what `parts()` adds of the user's own; `trees`: its states, and the user's `state`.
+    """
+    marked = sum(map(has_scheduler, owner.optimizers.values()))
+    if not marked:
+        return
+    from torch.optim.lr_scheduler import LRScheduler
+
+    whole = sum(isinstance(part, LRScheduler) for part in parts.values())
+    if max(whole, _scheduler_states(trees)) < marked:
+        raise SettingError(
+            message(
+                "a torch scheduler was built on the optimizer, and no checkpoint would hold its state",
+                want=f"its state in parts() or in self.state; a scheduler that is deleted leaves its mark: {CLEARED}",
+                fix='def parts(self): return {**super().parts(), "scheduler": self.scheduler}',
+            )
+        )
+
+
+def _scheduler_states(tree: Any) -> int:
+    """How many states of torch's schedulers are in a tree; those inside of one (`SequentialLR`) are part of it."""
+    if isinstance(tree, Mapping):
+        if "_last_lr" in tree:
+            return 1
+        tree = list(tree.values())
+    return sum(map(_scheduler_states, tree)) if isinstance(tree, list | tuple) else 0
 
 
 def unfuse_spoiled(owner: Owner) -> list[str]:

@@ -102,6 +102,7 @@ class Pauses:
             self._join(self.run.agreement)
         self.run.signals.check()
         self.stop_clock()
+        self.run.steppers.note_unnoted()
         self._epoch_ended = epoch_ended
         if epoch_ended and not counters.pause:  # else it has arrived before, in a run that ended in its validation
             self.run.check_epoch(self._updates_before)
@@ -280,6 +281,8 @@ class Pauses:
     def go_on(self) -> None:
         """Have the loop pause where something falls due next: at once, where it was woken in the pause that ends."""
         run = self.run
+        if not run.owed:  # a pause that a resumed run begins with makes the row of the last update before it
+            run.steppers.forget_rates()
         run.due = self._next_due()
         if run.woken and run.agreement is None:  # by a hook, or the thread that saves; asked last: no call is lost
             run.due = 0

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from trainwright.base.contracts import Tree
 from trainwright.base.errors import CheckpointError, SettingError, message
 from trainwright.run import state
-from trainwright.run.optimizers import unfuse_spoiled
+from trainwright.run.optimizers import has_scheduler, unfuse_spoiled
 from trainwright.run.owner import Owner, listening
 from trainwright.run.pausing import Pauses
 from trainwright.run.plan import Resume
@@ -201,9 +202,15 @@ def _counted(optimizer: Optimizer) -> set[str]:
     return set(optimizer.defaults) - set(inspect.signature(type(optimizer)).parameters)
 
 
+def _has_schedule(owner: Owner) -> bool:
+    """Whether rates are set by a schedule, or by a torch scheduler of the user's that is saved beside them."""
+    by_hand = any(isinstance(part, LRScheduler) for part in owner.parts().values())
+    return owner.schedule is not None or by_hand or any(map(has_scheduler, owner.optimizers.values()))
+
+
 def _unused(owner: Owner, given: list[dict[str, Any]]) -> list[str]:
-    """Name the settings of optimizers that the checkpoint has overruled; what a schedule sets is its own affair."""
-    scheduled = {"what"} | (set() if owner.schedule is None else {"lr", "initial_lr", "momentum", "betas"})
+    """Name the settings of optimizers that the checkpoint has overruled, but for those that a schedule sets."""
+    scheduled = {"what"} | ({"lr", "initial_lr", "momentum", "betas"} if _has_schedule(owner) else set())
     return [
         f"resumed: {key}={loaded.get(key)!r} of the {settings['what']} is the checkpoint's, {mine!r} is not used"
         for settings, loaded in zip(given, _settings(owner), strict=True)

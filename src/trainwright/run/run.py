@@ -78,7 +78,7 @@ class Run:
         self.signals = Signals(grace=self.grace, wake=self.wake, alone=owner.world.size == 1)
         self._bind_processes(owner)
         self._bind_slots(owner)
-        self.after_update = owner.hooks.after_update
+        self.after_update = None if owner.hooks.after_update is None else self._after_update
         self.factor: float | Tensor = 1.0
         """What the gradients are still to be multiplied by: the loss scale undone, and the window's share."""
         self.due: float = 0
@@ -184,7 +184,7 @@ class Run:
         if self.spread is not None:
             self.spread.begin(1.0 if self.scaler is None else self.scaler.factor())
         for stepper in self.steppers.all.steppers:
-            stepper.norm = None
+            stepper.norm = stepper.noted = None
             if len(stepper.optimizer.param_groups) != stepper.groups:
                 self._take_groups()
                 if self.spread is not None:
@@ -351,11 +351,19 @@ class Run:
         elif outcome.stepped:
             raise nonfinite.not_judged() if outcome.scaled else nonfinite.not_scaled()
 
+    def _after_update(self) -> None:
+        """Run the user's hook; a torch scheduler that is stepped in it sets the next update's rate."""
+        hook = self.owner.hooks.after_update
+        assert hook is not None
+        self.steppers.note_unnoted()
+        hook()
+
     def _note_step(self, *_: Any) -> None:
         self.outcome.stepped = True
 
     def _note_beginning(self, optimizer: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         self.outcome.stepping = True
+        self.steppers.note_rates(optimizer)
         if self.spread is not None and not self.by_closure:  # a step by hand is to be the same on all processes
             self.spread.before_step(optimizer, closure=len(given) + len(named) > 1)  # the first is the optimizer
 

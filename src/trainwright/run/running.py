@@ -20,7 +20,7 @@ from trainwright.run.before import buffers_stay
 from trainwright.run.boundary import ENDED
 from trainwright.run.evaluating import evaluate
 from trainwright.run.failure import explain
-from trainwright.run.optimizers import check_parameters
+from trainwright.run.optimizers import check_parameters, check_saved_schedulers
 from trainwright.run.owner import Owner, listening
 from trainwright.run.pausing import Pauses
 from trainwright.run.plan import Ends, Resume, check_monitors, make_plan
@@ -103,8 +103,9 @@ def parts_of(run: Run, pauses: Pauses) -> dict[str, Part]:
                 "stages": owner.between.stages,
                 "settings": settings_of(owner),
                 **_split_at(owner),
+                **run.steppers.used_rates(),
             },
-            lambda tree: _take_progress(owner, tree),
+            lambda tree: _take_progress(owner, run, tree),
         ),
         "totals": run.ledger,
         "data": run.source,
@@ -240,9 +241,12 @@ def _ready_to_save(owner: Owner, run: Run, pauses: Pauses) -> list[str]:
     if hasattr(source, "must_resume"):
         source.must_resume = True
     parts, ours = owner.parts(), parts_of(run, pauses)
-    run.boundary.bind({name: part for name, part in parts.items() if name not in ours})
+    own = {name: part for name, part in parts.items() if name not in ours}
+    run.boundary.bind(own)
     with run.shown.evaluated():
-        dry_save(state.gather(parts))
+        tree = state.gather(parts)
+    dry_save(tree)
+    check_saved_schedulers(owner, own, {name: tree[name] for name in tree if name in own or name == "state"})
     return [line for line in [getattr(source, "resumes", "")] if line]
 
 
@@ -299,7 +303,8 @@ def _split_at(owner: Owner) -> dict[str, float]:
     return {} if limit is None else {"split_at": limit}
 
 
-def _take_progress(owner: Owner, tree: Any) -> None:
+def _take_progress(owner: Owner, run: Run, tree: Any) -> None:
+    run.steppers.take_used_rates(tree)
     if owner.between.splits is not None:
         owner.between.splits.limit = tree.get("split_at")
     owner.counters.load_state_dict(tree["counters"])

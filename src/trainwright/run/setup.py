@@ -25,6 +25,7 @@ from trainwright.parallel.fsdp import FSDP
 from trainwright.parallel.world import World
 from trainwright.run.hooks import Between, Hooks, check_arguments, overridden
 from trainwright.run.ledger import Ledger
+from trainwright.run.optimizers import check_schedulers
 from trainwright.run.owner import Owner
 from trainwright.run.plan import Ends
 from trainwright.run.ranks import as_on_the_first, deal, standing
@@ -249,6 +250,7 @@ def open_data(
 
     _check_own(owner)
     _check_optimizers(owner)
+    check_schedulers(owner)
     _check_shapes(owner.model)
     _refuse_a_target_as_val(train, val)
     # A function of the epoch may draw. Here the processes meet first: who calls `fit` alone is to hear of it.
@@ -314,10 +316,14 @@ def _check_shapes(model: nn.Module) -> None:
 
 
 def _needs_a_closure(optimizer: Any) -> bool:
+    step, given = optimizer.step, ()
+    if inspect.unwrap(step) is inspect.unwrap(type(optimizer).step):
+        # A torch scheduler puts a wrapper of the unbound function on the optimizer: `self` would count as missing.
+        step, given = type(optimizer).step, (optimizer,)
     try:
-        inspect.signature(optimizer.step).bind()
+        inspect.signature(step).bind(*given)
     except TypeError:
-        return "closure" in inspect.signature(optimizer.step).parameters
+        return "closure" in inspect.signature(step).parameters
     except ValueError:  # a function in C that does not tell its arguments
         pass
     return False

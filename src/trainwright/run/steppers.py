@@ -41,6 +41,7 @@ class Stepper:
         "measures_norm",
         "name",
         "norm",
+        "noted",
         "optimizer",
         "owed",
         "scale",
@@ -65,6 +66,8 @@ class Stepper:
         """The factor that the gradients still owe, where the kernels multiply by it."""
         self.scale: Tensor | None = None
         """What the kernels divide the gradients by."""
+        self.noted: list[float] | None = None
+        """The rates of the update in hand, where code of the user's own may have set others since; else None."""
         self.gradients = Gradients(optimizer)
         self.groups = len(optimizer.param_groups)
 
@@ -174,11 +177,40 @@ class Steppers:
     @property
     def rates(self) -> tuple[float, ...]:
         """The rate of each parameter group of each optimizer, as the last update used it."""
-        return tuple(rate for stepper in self._steppers for rate in stepper.rates)
+        return tuple(rate for stepper in self._steppers for rate in stepper.noted or stepper.rates)
+
+    def note_rates(self, optimizer: Optimizer) -> None:
+        """Note the rates that a step of this optimizer is about to use: code of the user's own may follow it."""
+        for stepper in self._steppers:
+            if stepper.optimizer is optimizer:
+                stepper.noted = stepper.rates
+
+    def note_unnoted(self) -> None:
+        """Note the rates of the last update, where they were not noted at its step, before hooks can set others."""
+        for stepper in self._steppers:
+            if stepper.noted is None:
+                stepper.noted = stepper.rates
+
+    def forget_rates(self) -> None:
+        """Forget the noted rates: the next update reads its own."""
+        for stepper in self._steppers:
+            stepper.noted = None
+
+    def used_rates(self) -> Tree:
+        """The noted rates for a checkpoint, where the groups hold others by now; else nothing."""
+        used = {one.name: one.noted for one in self._steppers if one.noted is not None and one.noted != one.rates}
+        return {"used_rates": used} if used else {}
+
+    def take_used_rates(self, tree: Tree) -> None:
+        """Take the noted rates of a checkpoint, for the row that is still to be made of its last update."""
+        for stepper in self._steppers:
+            stepper.noted = tree.get("used_rates", {}).get(stepper.name)
 
     def numbers(self) -> dict[str, float]:
         """`lr_<name>` of named optimizers; nothing where there is only one without a name."""
-        return {f"lr_{stepper.name}": stepper.rates[0] for stepper in self._steppers} if self.named else {}
+        if not self.named:
+            return {}
+        return {f"lr_{stepper.name}": (stepper.noted or stepper.rates)[0] for stepper in self._steppers}
 
     def norms(self) -> dict[str, float]:
         """`grad_norm_<name>` of those that were measured."""

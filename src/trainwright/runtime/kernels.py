@@ -48,10 +48,13 @@ def step_of(
 
     def step() -> Any:
         at, by = None if rates is None else rates(), None if scale is None else scale()
-        if (
-            own[BEFORE] or own[AFTER] or before_all or after_all or "step" in own or cls.step is not wrapper
-        ):  # which may move weights as well
-            return unless(optimizer, optimizer.step, found_inf, rates=at, scale=by)
+        if own[BEFORE] or own[AFTER] or before_all or after_all or cls.step is not wrapper:
+            return unless(optimizer, optimizer.step, found_inf, rates=at, scale=by)  # hooks may move weights as well
+        if "step" in own:
+            # Torch's schedulers wrap `step` to note that it was called, and do nothing else: a kernel can leave it out.
+            noted = hasattr(own["step"], "_wrapped_by_lr_sched") and own["step"].__wrapped__ is wrapper
+            make = masked if noted else unless
+            return make(optimizer, optimizer.step, found_inf, rates=at, scale=by)
         if profiled():
             return masked(optimizer, optimizer.step, found_inf, rates=at, scale=by)
         if direct is not None and "grad_scale" not in own and "found_inf" not in own:
@@ -72,7 +75,11 @@ def _as_it_is(
 ) -> Callable[[], Any]:
     """The step of an optimizer whose torch wraps it otherwise."""
     if found_inf is None and scale is None:
-        return optimizer.step
+
+        def as_it_is() -> Any:
+            return optimizer.step()  # looked up at each step: a torch scheduler may be built on it at any time
+
+        return as_it_is
 
     def step() -> Any:
         at, by = None if rates is None else rates(), None if scale is None else scale()

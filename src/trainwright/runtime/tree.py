@@ -12,7 +12,7 @@ import json
 import math
 import os
 import re
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -130,6 +130,9 @@ class _Encoder:
             return dict(pairs)
         return {"$dict": pairs}
 
+    def counter(self, value: Counter[Any], keys: Keys) -> Any:
+        return {"$counter": self.pairs(value, keys)}
+
     def ordered(self, value: OrderedDict[Any, Any], keys: Keys) -> Any:
         """A module's `state_dict`, whose versions lie in an attribute."""
         versions = getattr(value, "_metadata", None)
@@ -189,6 +192,7 @@ _ENCODERS: dict[type, Callable[[_Encoder, Any, Keys], Any]] = {
     list: _Encoder.items,
     tuple: _Encoder.fixed,
     dict: _Encoder.mapping,
+    Counter: _Encoder.counter,  # the milestones of torch's MultiStepLR
     OrderedDict: _Encoder.ordered,
     Tensor: _Encoder.tensor,
     Parameter: _Encoder.tensor,
@@ -271,6 +275,7 @@ _DECODERS: dict[str, Callable[[_Decoder, dict[str, Any]], Any]] = {
     "$bytes": lambda _, node: base64.b64decode(node["$bytes"], validate=True),
     "$tuple": lambda decoder, node: tuple(decoder.value(node["$tuple"])),
     "$dict": lambda decoder, node: dict(decoder.pairs(node["$dict"])),
+    "$counter": lambda decoder, node: Counter(dict(decoder.pairs(node["$counter"]))),
     "$ordered": _Decoder.ordered,
     "$scalar": _Decoder.scalar,
     "$tensor": _Decoder.tensor,

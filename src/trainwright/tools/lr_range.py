@@ -19,6 +19,7 @@ from trainwright.base.errors import SettingError, message
 from trainwright.base.names import suggests
 from trainwright.base.records import Update
 from trainwright.data.source import beside
+from trainwright.run.optimizers import CLEARED, has_scheduler
 from trainwright.run.steppers import ONLY
 from trainwright.runtime.randomness import unmoved
 from trainwright.tools.trial import check_trainer, data_kept, open_afresh, traceless, variant
@@ -98,6 +99,7 @@ def lr_range(
     """
     check_trainer(trainer, "lr_range")
     _check(lowest, highest, updates=updates, spacing=spacing, diverges=diverges)
+    _refuse_schedulers(trainer)
     own = _own_rate(trainer)
     raised = Raised(lowest, highest, updates=updates, exponential=spacing == "exponential")
     source = open_afresh(train, batch_size=batch_size)
@@ -237,6 +239,13 @@ def _noise(losses: Sequence[float]) -> float:
     steps = [after - before for before, after in pairwise(losses)]
     middle = median(steps)
     return 1.4826 * median(abs(step - middle) for step in steps) / math.sqrt(2)
+
+
+def _refuse_schedulers(trainer: Trainer[Any]) -> None:
+    if any(map(has_scheduler, trainer.optimizers.values())):
+        what = "lr_range of an optimizer that a torch scheduler was built on: the sweep sets the rate itself"
+        fix = f"lr_range before the scheduler is built; {CLEARED}"
+        raise SettingError(message(what, want="an optimizer whose rate nothing else sets", fix=fix))
 
 
 def _own_rate(trainer: Trainer[Any]) -> float:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from trainwright.base.errors import DataError, SettingError, message
@@ -229,6 +230,8 @@ class Kept:
         """Note a container with what it holds, and the tensors in it, down to the last."""
         if isinstance(value, Tensor):
             tensors[id(value)] = value
+        elif isinstance(value, LRScheduler):  # one that a hook steps; its optimizer is kept by itself
+            self._walk(vars(value), tensors)
         elif type(value) in _CONTAINERS and id(value) not in self._containers:
             self._containers[id(value)] = (value, copy.copy(value))
             for one in value.values() if isinstance(value, dict) else value:
