@@ -31,16 +31,19 @@ def data() -> tuple[Tensor, Tensor]:
     return x, x.sum(1, keepdim=True)
 
 
-def fit(directory: Path, updates: int, shards: bool, named: bool) -> dict[str, Any]:
-    """Train from the newest checkpoint to an update, with an average and the best weights restored."""
+def fit(directory: Path, updates: int, shards: bool, named: bool, step: int = 1) -> dict[str, Any]:
+    """Train from the newest checkpoint to an update, with an average and the best weights restored.
+
+    `step` -1: the optimizers hold their parameters in reverse.
+    """
 
     both = {
-        "one": lambda model: torch.optim.AdamW(list(model.parameters())[:2], lr=0.05),
-        "two": lambda model: torch.optim.SGD(list(model.parameters())[2:], lr=0.05, momentum=0.9),
+        "one": lambda model: torch.optim.AdamW(list(model.parameters())[:2][::step], lr=0.05),
+        "two": lambda model: torch.optim.SGD(list(model.parameters())[2:][::step], lr=0.05, momentum=0.9),
     }
     trainer = (Both if named else Trainer)(
         net(),
-        both if named else lambda model: torch.optim.AdamW(model.parameters(), lr=0.05),
+        both if named else lambda model: torch.optim.AdamW(list(model.parameters())[::step], lr=0.05),
         nn.MSELoss(),
         average=EMA(0.9),
         checkpoint=Checkpoint(directory, best="val_loss", restore_best=True),
@@ -92,6 +95,18 @@ def test_a_run_of_a_sharded_model_goes_on_as_if_it_had_not_ended(
             assert torch.allclose(value, undisturbed["weights"][name], rtol=0, atol=1e-9), name
     best = load_weights(tmp_path / "run", net())
     assert all(torch.allclose(best[name], undisturbed["weights"][name], rtol=0, atol=1e-9) for name in best)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "shards"), [(2, True), (1, False)])
+def test_a_sharded_optimizer_is_resumed_with_its_parameters_in_another_order(
+    cut: tuple[Path, dict[str, Any], bool], tmp_path: Path, size: int, shards: bool
+) -> None:
+    directory, undisturbed, named = cut
+    shutil.copytree(directory, tmp_path / "run")
+    for one in pool(size).run(fit, tmp_path / "run", UPDATES, shards, named, -1):
+        for name, value in one["weights"].items():
+            assert torch.allclose(value, undisturbed["weights"][name], rtol=0, atol=1e-9), name
 
 
 # Early stopping that keeps the weights of its best on the host.

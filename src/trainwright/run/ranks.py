@@ -190,7 +190,7 @@ def own_state(owner: Owner, source: Source, random: Tree) -> Tree:
     data: Any = getattr(source, "process_state", None)
     return {
         "random": random,
-        "statistics": [one.detach().clone() for one in _statistics(owner)],
+        "statistics": {name: one.detach().clone() for name, one in _statistics(owner).items()},
         "data": None if data is None else data(),
         "parts": {name: part.state_dict() for name, part in _each(owner).items()},
     }
@@ -217,8 +217,8 @@ def take_own(owner: Owner, own: Tree | None, *, number: int, source: Source | No
     if owner.world.rank:
         owner.ledger.reset()  # the sums of all are the first one's
     if own is not None:
-        for statistic, one in zip(_statistics(owner), own["statistics"], strict=True):
-            statistic.copy_(one)
+        for name, statistic in _statistics(owner).items():
+            statistic.copy_(own["statistics"][name])
     load: Any = getattr(source, "load_process_state", None)
     if load is None or number == owner.world.size == 1:
         return []
@@ -258,8 +258,10 @@ def _whole(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [one for one in tensors if not is_sharded(one)]
 
 
-def _statistics(owner: Owner) -> list[Any]:
-    return running_statistics(owner.model)
+def _statistics(owner: Owner) -> dict[str, Tensor]:
+    """The running statistics by name: the layers of a model may be registered in another order after a resume."""
+    ids = {id(one) for one in running_statistics(owner.model)}
+    return {name: buffer for name, buffer in owner.model.named_buffers() if id(buffer) in ids}
 
 
 def _part(owner: Owner) -> Part:

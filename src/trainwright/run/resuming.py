@@ -75,7 +75,8 @@ class Found:
         if keeper is not None:
             keeper.adopt(self.path, self.manifest)
         given = _settings(owner)
-        reports = [*self._restore(owner, pauses), *unfuse_spoiled(owner), *_unused(owner, given)]
+        reports, lines = self._restore(owner, pauses)
+        reports += [*unfuse_spoiled(owner), *_unused(owner, given)]
         pauses.run.owed_reason = counters.stopped  # as it was saved, with a pause that is still to be done
         counters.stopped = pauses.ended() or ("" if pauses.watch is None or counters.pause else pauses.watch.stopped)
         for report in reports if owner.world.is_main and not counters.stopped else ():  # a finished run does not go on
@@ -93,7 +94,7 @@ class Found:
                 resume_at(at, counters.skipped)
         told = changed(self._progress.get("settings", {}), settings_of(owner))
         anew = f"resume_data=False: epoch {counters.earlier_epochs + counters.epoch + 1} begins anew, with other data"
-        lines = [f"resumed from {self.path} at update {at}", *reports, "" if self._takes_data else anew, told]
+        lines = [f"resumed from {self.path} at update {at}", *lines, *reports, "" if self._takes_data else anew, told]
         return [line for line in lines if line]
 
     def _check_optimizer(self, owner: Owner) -> None:
@@ -111,8 +112,8 @@ class Found:
                 )
             )
 
-    def _restore(self, owner: Owner, pauses: Pauses) -> list[str]:
-        """Give every part its state; return what they report. Nothing is held on to afterwards."""
+    def _restore(self, owner: Owner, pauses: Pauses) -> tuple[list[str], list[str]]:
+        """Give every part its state; return the reports of the parts, and lines for the header alone."""
         source = pauses.run.source
         parts, tree = dict(owner.parts()), dict(self.tree)
         self.tree.clear()
@@ -120,14 +121,18 @@ class Found:
         for name in () if self._takes_data else ("data", "totals"):
             parts.pop(name, None)
             tree.pop(name, None)
+        saved, origin = tree.pop(state.PARAMETERS, None), str(self.path)
+        state.check(parts, tree, origin=origin)
+        tree, matched = state.in_order(parts, tree, saved, origin=origin)
         if is_sharded(*owner.model.parameters()):
             from trainwright.parallel.sharded import place
 
             tree = place(tree, parts, likes=pauses.leaving.sharding_of_best(), world=owner.world)
-        reports = state.restore(parts, tree, origin=str(self.path))
+        reports = state.restore(parts, tree, origin=origin)
         if not self._takes_data:
             owner.counters.batch = 0
-        return reports + take_own(owner, own, number=number, source=source if self._takes_data else None)
+        reports += take_own(owner, own, number=number, source=source if self._takes_data else None)
+        return reports, matched
 
     def pass_stage(self, owner: Owner, pauses: Pauses) -> list[str]:
         """Take the counters and the history that this stage ended with: a later one is loaded by its own `fit`."""

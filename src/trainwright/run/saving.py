@@ -68,7 +68,7 @@ class Saves:
         own = self._of_each_process()  # before the averaged weights are shown, which have other statistics
         with self.run.signals.held(), self.run.shown.evaluated():
             saved = self.keeper.save(
-                state.gather(self.owner.parts()) | own | dict(instead or {}),
+                self._tree() | own | dict(instead or {}),
                 update=update,
                 epoch=counters.earlier_epochs + counters.epoch,
                 metrics=measured,
@@ -76,6 +76,11 @@ class Saves:
             )
         self._saved += [] if saved is None else [saved]
         self._saved_at = self._place
+
+    def _tree(self) -> dict[str, Tree]:
+        """The state of all parts, and beside it the parameters that the optimizers' state belongs to."""
+        parts = self.owner.parts()
+        return state.gather(parts) | {state.PARAMETERS: state.parameters_of_optimizers(parts)}
 
     def _of_each_process(self) -> dict[str, Tree]:
         """What only the processes themselves know, of all of them: nothing for one, whose parts hold everything."""
@@ -113,7 +118,7 @@ class Saves:
             average = self.run.shown.average
             if average is None or not average.will_need_statistics:  # else to show it takes a pass over the data
                 with self.run.shown.evaluated():
-                    cast(Any, self.keeper).expect(state.gather(self.owner.parts()))
+                    cast(Any, self.keeper).expect(self._tree())
 
     def request(self) -> None:
         """Have the loop pause and save at the coming boundary."""

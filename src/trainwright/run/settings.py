@@ -18,7 +18,7 @@ def settings_of(owner: Owner) -> dict[str, str]:
     slots = {name: _text(getattr(owner, name)) for name in SLOTS}
     by_epoch = dict(owner.accumulate)
     slots["accumulate"] = _text(by_epoch[0] if list(by_epoch) == [0] else by_epoch)
-    optimizers = ", ".join(f"{name}={_kind(one)}" for name, one in owner.optimizers.items())
+    optimizers = ", ".join(f"{name}={_kind(one)}" for name, one in sorted(owner.optimizers.items()))
     return {"model": type(owner.model).__qualname__, "optimizer": optimizers.removeprefix("optimizer="), **slots}
 
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from trainwright.base.contracts import Part, Tree
 from trainwright.base.errors import CheckpointError, DataError, listed, message
 from trainwright.runtime.device import keep_dtypes
+from trainwright.runtime.pieces import Stored
 from trainwright.runtime.randomness import random_state, set_random_state
+
+PARAMETERS = "optimizer_parameters"
+"""The part of a checkpoint that holds the names and shapes of the parameters of each optimizer, group by group."""
+OTHER_SHAPES = ("LBFGS", "Adafactor")
+"""Optimizers of torch whose state tensors need not have the shapes of their parameters."""
 
 
 class Random:
@@ -64,11 +71,21 @@ def gather(parts: Mapping[str, Part]) -> dict[str, Tree]:
     return {name: part.state_dict() for name, part in parts.items()}
 
 
-def restore(parts: Mapping[str, Part], tree: Mapping[str, Tree], *, origin: str) -> list[str]:
-    """Give every part its state, model first and random last; strict both ways. Returns what the parts report.
+def parameters_of_optimizers(parts: Mapping[str, Part]) -> dict[str, Tree]:
+    """The name and the shape of each parameter of each optimizer, by group; a name is None where no module has it.
 
-    Raises CheckpointError where a part is missing, not used, or of another form.
+    Names come from the modules among the parts: the model first, then the loss.
     """
+    names = _first_names(dict(_named_parameters(parts)))
+    return {
+        path: [[[names.get(id(p)), list(p.shape)] for p in group["params"]] for group in optimizer.param_groups]
+        for part in parts
+        for path, optimizer in _optimizers(parts[part], part)
+    }
+
+
+def check(parts: Mapping[str, Part], tree: Mapping[str, Tree], *, origin: str) -> None:
+    """Raise CheckpointError where a part is missing or not used, or where a module has other tensors."""
     missing, unused = sorted(set(parts) - set(tree)), sorted(set(tree) - set(parts))
     if missing or unused:
         raise CheckpointError(
@@ -80,11 +97,45 @@ def restore(parts: Mapping[str, Part], tree: Mapping[str, Tree], *, origin: str)
                 where=False,
             )
         )
+    for name, part in parts.items():
+        if isinstance(part, nn.Module):
+            _check_tensors(name, part, tree[name], origin=origin)
+
+
+def in_order(
+    parts: Mapping[str, Part], tree: dict[str, Tree], saved: Any, *, origin: str
+) -> tuple[dict[str, Tree], list[str]]:
+    """Put the state of each optimizer into the order that its parameters have now, and say what has no name.
+
+    `saved` is what `parameters_of_optimizers` gave; None for a checkpoint without names. State goes by the name of its
+    parameter within a group, without a name by position. CheckpointError where parameters or shapes are others, or
+    where state belongs to no single parameter and the order is another one.
+    """
+    known = dict(_named_parameters(parts))
+    lines: list[str] = []
+
+    def ordered(part: Any, state: Any, path: str) -> Any:
+        if isinstance(part, Optimizer):
+            named = None if saved is None else saved.get(path)
+            return _Matching(path, part, state, known=known, origin=origin).ordered(named, lines)
+        inner = getattr(part, "parts", None)
+        if isinstance(inner, Mapping) and isinstance(state, Mapping):
+            return {name: ordered(inner.get(name), one, f"{path}.{name}") for name, one in state.items()}
+        return state
+
+    if saved is not None and not isinstance(saved, Mapping):
+        raise CheckpointError(f"{origin} is damaged: its {PARAMETERS!r} cannot be read")
+    return {name: ordered(parts.get(name), state, name) for name, state in tree.items()}, lines
+
+
+def restore(parts: Mapping[str, Part], tree: Mapping[str, Tree], *, origin: str) -> list[str]:
+    """Give every part its state, model first and random last; `check` comes first. Returns what the parts report.
+
+    Raises CheckpointError where the state of a part is of another form.
+    """
     reports = []
     for name in sorted(parts, key=lambda name: (name != "model", name == "random")):
         part = parts[name]
-        if isinstance(part, nn.Module):
-            _check_tensors(name, part, tree[name], origin=origin)
         try:
             said = part.load_state_dict(tree[name])
         except DataError:
@@ -92,8 +143,8 @@ def restore(parts: Mapping[str, Part], tree: Mapping[str, Tree], *, origin: str)
         except (KeyError, ValueError) as error:
             raise CheckpointError(message(f"{origin}: part {name!r} cannot be loaded: {error}", where=False)) from error
         if name == "optimizer" and _are_of_their_dtypes(parts, tree):
-            for optimizer, saved in _optimizers(part, tree[name]):
-                keep_dtypes(optimizer, saved)
+            for path, optimizer in _optimizers(part, name):
+                keep_dtypes(optimizer, tree[name] if path == name else tree[name][path.removeprefix(f"{name}.")])
         if isinstance(said, str):
             reports.append(said)
     return reports
@@ -106,12 +157,183 @@ def _are_of_their_dtypes(parts: Mapping[str, Part], tree: Mapping[str, Tree]) ->
     return all(saved.dtype == own.dtype for saved, own in named if isinstance(saved, Tensor))
 
 
-def _optimizers(part: Any, tree: Any) -> Iterator[tuple[Optimizer, Mapping[str, Any]]]:
-    """The optimizers of a part, each with what was saved of it."""
+def _optimizers(part: Any, path: str) -> Iterator[tuple[str, Optimizer]]:
+    """The optimizers of a part, each with the way to it."""
     if isinstance(part, Optimizer):
-        yield part, tree
-    for name, one in getattr(part, "parts", {}).items():
-        yield from _optimizers(one, tree[name])
+        yield path, part
+    inner = getattr(part, "parts", None)
+    for name, one in inner.items() if isinstance(inner, Mapping) else ():
+        yield from _optimizers(one, f"{path}.{name}")
+
+
+def _named_parameters(parts: Mapping[str, Part]) -> Iterator[tuple[str, Tensor]]:
+    """Every name of every parameter of the modules among the parts: of the model, then of the loss, then of others."""
+    modules = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
+    for root in sorted(modules, key=lambda name: (name != "model", name != "loss")):
+        for name, parameter in modules[root].named_parameters(remove_duplicate=False):
+            yield f"{root}.{name}", parameter
+
+
+def _first_names(named: Mapping[str, Tensor]) -> dict[int, str]:
+    """The first name of each parameter, by its id."""
+    names: dict[int, str] = {}
+    for name, parameter in named.items():
+        names.setdefault(id(parameter), name)
+    return names
+
+
+class _Matching:
+    """The state of one optimizer, and the parameters that it has now."""
+
+    def __init__(
+        self, path: str, optimizer: Optimizer, state: Any, *, known: Mapping[str, Tensor], origin: str
+    ) -> None:
+        self.path, self.optimizer, self.state, self.known, self.origin = path, optimizer, state, known, origin
+        self.groups: list[list[Tensor]] = [list(group["params"]) for group in optimizer.param_groups]
+        self.is_usual = _is_usual(state)
+        """Whether the state has the form that torch gives it, so that it can be put into another order."""
+
+    def ordered(self, saved: Any, lines: list[str]) -> Any:
+        """The state in the order of now; lines for the header are added to `lines`."""
+        if saved is None:
+            lines.append(f"resumed: no parameter names of part {self.path!r} are saved: matched by position and shape")
+            self._check_shapes(self.state)
+            return self.state
+        if not self._is_list(saved):
+            raise CheckpointError(f"{self.origin} is damaged: the parameters of part {self.path!r} cannot be read")
+        if nameless := sum(name is None for group in saved for name, _ in group):
+            what = "parameter of part" if nameless == 1 else "parameters of part"
+            lines.append(f"resumed: {nameless} {what} {self.path!r} without a name: matched by position and shape")
+        orders = self._orders(saved)
+        state = self.state
+        if any(order != sorted(order) for order in orders):
+            self._check_movable(saved)
+            state = _moved(state, orders)
+        self._check_shapes(state)
+        return state
+
+    def _orders(self, saved: list[list[Any]]) -> list[list[int]]:
+        """For each parameter of now its position in the saved group."""
+        orders: list[list[int]] = []
+        wrong: list[str] = []
+        if len(saved) != len(self.groups):
+            wrong.append(f"{len(saved)} parameter groups in the checkpoint, {len(self.groups)} now")
+        for index, (old, now) in enumerate(zip(saved, self.groups, strict=False)):
+            names = _first_names(self.known)
+            left = {id(parameter): parameter for parameter in now}
+            nameless = [parameter for parameter in now if id(parameter) not in names]
+            found: dict[int, int] = {}
+            missing: list[str] = []
+            for position, (name, shape) in enumerate(old):
+                parameter = (nameless.pop(0) if nameless else None) if name is None else self.known.get(name)
+                if parameter is None or left.pop(id(parameter), None) is None:
+                    missing.append(name or "one without a name")
+                elif list(parameter.shape) != shape:
+                    had, has = tuple(shape), tuple(parameter.shape)
+                    wrong.append(f"{name or f'parameter {position}'} of shape {had} in the checkpoint, {has} now")
+                else:
+                    found[id(parameter)] = position
+            added = [names.get(one, "one without a name") for one in left]
+            for only, there in ((missing, "in the checkpoint"), (added, "now")):
+                if only:
+                    wrong.append(f"only {there}: {listed(only, 5)}" + (f" (group {index})" if len(saved) > 1 else ""))
+            orders.append([found.get(id(parameter), -1) for parameter in now])
+        if wrong:
+            what = f"{self.origin}: part {self.path!r} has the state of other parameters"
+            fix = "build the optimizer over the parameters, and in the groups, that it had when it was saved"
+            raise CheckpointError(message(what, have="; ".join(wrong), fix=fix, where=False))
+        return orders
+
+    def _check_movable(self, saved: list[list[Any]]) -> None:
+        """Refuse another order where a state does not belong to one parameter alone."""
+        kind, reason = type(self.optimizer).__name__, ""
+        if not self.is_usual:
+            reason = f"{kind} gives its state a form of its own"
+        elif isinstance(self.optimizer, LBFGS) and self.state["state"]:
+            reason = f"the vectors of {kind} run over all parameters"
+        else:
+            shapes = [shape for group in saved for _, shape in group]
+            for number, shape in zip(_numbers(self.state), shapes, strict=True):
+                large = [one for one in _shapes(self.state["state"].get(number)) if prod(one) > max(1, prod(shape))]
+                if large:
+                    reason = f"{kind} holds a tensor of shape {large[0]} for a parameter of shape {tuple(shape)}"
+                    break
+        if reason:
+            first = [str(name) for group in saved for name, _ in group]
+            what = f"{self.origin}: part {self.path!r} has its parameters in another order now"
+            want = f"the order that it was saved in: {listed(first, 6)}"
+            fix = "build the optimizer with its parameters in that order"
+            raise CheckpointError(message(what, have=reason, want=want, fix=fix, where=False))
+
+    def _check_shapes(self, state: Any) -> None:
+        """Refuse state of other shapes than the parameters', where torch keeps it in their shapes."""
+        kind = type(self.optimizer)
+        is_known = kind.__module__.startswith(("torch.optim.", "trainwright."))
+        if not self.is_usual or not is_known or kind.__name__ in OTHER_SHAPES:
+            return
+        parameters = [parameter for group in self.groups for parameter in group]
+        names = _first_names(self.known)
+        for position, (number, parameter) in enumerate(zip(_numbers(state), parameters, strict=False)):
+            for shape in _shapes(state["state"].get(number)):
+                if shape and shape != tuple(parameter.shape):
+                    name = names.get(id(parameter), f"parameter {position}")
+                    what = f"{self.origin}: part {self.path!r} has state of shape {shape} for {name}"
+                    want = f"the shape of the parameter, {tuple(parameter.shape)}"
+                    fix = "build the optimizer with its parameters in the order that they had when it was saved"
+                    raise CheckpointError(message(what, want=want, fix=fix, where=False))
+
+    def _is_list(self, saved: Any) -> bool:
+        """Whether it is a list of groups of names and shapes, as many as the state has parameters."""
+        if not isinstance(saved, list) or not all(isinstance(group, list) for group in saved):
+            return False
+        entries = [entry for group in saved for entry in group]
+        if not all(isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], list) for entry in entries):
+            return False
+        sizes = [len(group["params"]) for group in self.state["param_groups"]] if self.is_usual else None
+        named = all(name is None or isinstance(name, str) for name, _ in entries)
+        shaped = all(type(n) is int for _, shape in entries for n in shape)
+        return named and shaped and (sizes is None or sizes == [len(group) for group in saved])
+
+
+def _is_usual(state: Any) -> bool:
+    """Whether a state has the form of `torch.optim.Optimizer.state_dict`."""
+    if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
+        return False
+    groups = state.get("param_groups")
+    if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
+        return False
+    numbers = [group.get("params") for group in groups]
+    return all(isinstance(one, list) and all(isinstance(n, int) for n in one) for one in numbers)
+
+
+def _numbers(state: Mapping[str, Any]) -> list[int]:
+    """The numbers that stand for the parameters in the state of an optimizer, in order."""
+    return [number for group in state["param_groups"] for number in group["params"]]
+
+
+def _moved(state: Mapping[str, Any], orders: list[list[int]]) -> dict[str, Any]:
+    """The state as the optimizer would have given it with its parameters in another order."""
+    moved: dict[Any, Any] = {}
+    groups = []
+    for group, order in zip(state["param_groups"], orders, strict=True):
+        numbers, names = group["params"], group.get("param_names")
+        moved |= {numbers[old]: numbers[now] for now, old in enumerate(order)}
+        groups.append(dict(group) if names is None else {**group, "param_names": [names[old] for old in order]})
+    of_parameters = {moved.get(number, number): one for number, one in state["state"].items()}
+    return {**state, "state": of_parameters, "param_groups": groups}
+
+
+def _shapes(value: Any) -> Iterator[tuple[int, ...]]:
+    """The shapes of the tensors in the state of one parameter, those in lists and dicts included."""
+    if isinstance(value, Tensor | Stored):
+        yield tuple(value.shape)
+    items: Sequence[Any] = ()
+    if isinstance(value, Mapping):
+        items = list(value.values())
+    elif isinstance(value, list | tuple):
+        items = value
+    for item in items:
+        yield from _shapes(item)
 
 
 def _check_tensors(name: str, module: nn.Module, saved: Mapping[str, Any], *, origin: str) -> None:
