@@ -7,7 +7,9 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from trainwright import DDP, launch
 from trainwright.base.errors import ProcessError, SettingError
 from trainwright.parallel.environment import Place, first_host, read_environment
 from trainwright.parallel.start import as_world
@@ -21,6 +23,21 @@ SRUN = {
     "SLURM_LOCALID": "1",
     "SLURM_NODELIST": "node[01-02]",
 }
+OMPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "prterun-host-77@1",
+    "PMIX_RANK": "1",
+}
+AT = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+PMI = {"PMI_RANK": "2", "PMI_SIZE": "3"}
+LAUNCHERS = ("SLURM", "OMPI", "PMI", "MV2", "MPI_", "PALS", "JSM", "FLUX", "LOCAL_WORLD", "TORCHELASTIC")
+
+
+def without(variables: dict[str, str], *names: str) -> dict[str, str]:
+    return {name: value for name, value in variables.items() if name not in names}
 
 
 @pytest.fixture
@@ -28,7 +45,7 @@ def says(monkeypatch: pytest.MonkeyPatch):
     """Have the environment say this and nothing else about processes."""
 
     def say(variables: dict[str, str]) -> None:
-        for name in [*TORCHRUN, *(name for name in os.environ if name.startswith("SLURM_"))]:
+        for name in [*TORCHRUN, *(name for name in os.environ if name.startswith(LAUNCHERS))]:
             monkeypatch.delenv(name, raising=False)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
@@ -54,6 +71,23 @@ def says(monkeypatch: pytest.MonkeyPatch):
         ({**SRUN, "MASTER_ADDR": "m", "MASTER_PORT": "5"}, Place(3, 4, 1, "m:5", "srun")),
         ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "1"}, None),
         ({"SLURM_JOB_ID": "1"}, None),
+        (OMPI, Place(1, 2, 1, "127.0.0.1:28487", "mpirun")),
+        ({**OMPI, **AT}, Place(1, 2, 1, "node1:29500", "mpirun")),
+        ({**OMPI, "MASTER_PORT": "5"}, Place(1, 2, 1, "127.0.0.1:5", "mpirun")),
+        ({**OMPI, **SRUN}, Place(1, 2, 1, "127.0.0.1:28487", "mpirun")),  # mpirun starts its daemons by srun
+        ({**OMPI, "SLURM_NTASKS": "2"}, Place(1, 2, 1, "127.0.0.1:28487", "mpirun")),  # in the job's shell
+        ({**OMPI, **TORCHRUN, "WORLD_SIZE": "4"}, Place(1, 4, 1, "node1:29500", "torchrun")),  # one per node
+        ({**OMPI, "RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "a"}, None),  # a torchrun of each alone
+        ({**OMPI, "OMPI_COMM_WORLD_SIZE": "1", "PMIX_RANK": "0"}, None),
+        ({**PMI, **AT}, Place(2, 3, None, "node1:29500", "mpirun")),
+        ({**PMI, **AT, "MPI_LOCALRANKID": "1"}, Place(2, 3, 1, "node1:29500", "mpirun")),
+        ({**PMI, "PMI_LOCAL_SIZE": "3", "PMI_JOBID": "7"}, Place(2, 3, None, "127.0.0.1:26346", "mpirun")),
+        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, None),
+        ({**SRUN, "PMI_SIZE": "4", "PMI_RANK": "3"}, Place(3, 4, 1, "node01:23254", "srun")),  # srun --mpi=pmi2
+        ({**SRUN, "PMIX_RANK": "3"}, Place(3, 4, 1, "node01:23254", "srun")),  # srun --mpi=pmix
+        ({**SRUN, **PMI, **AT}, Place(2, 3, None, "node1:29500", "mpirun")),  # a proxy per node, started by srun
+        ({**AT, "MV2_COMM_WORLD_RANK": "0", "MV2_COMM_WORLD_SIZE": "2"}, Place(0, 2, None, "node1:29500", "mpirun")),
+        ({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "PMIX_RANK": "0"}, None),
     ],
 )
 def test_the_environment_says_where_this_process_is(says, variables, place) -> None:
@@ -98,6 +132,25 @@ def test_the_first_host_of_slurms_list(nodes: str, host: str) -> None:
         ({**SRUN, "SLURM_PROCID": "4"}, "SLURM_PROCID is 4, and there are 4 processes"),
         ({k: v for k, v in SRUN.items() if k != "SLURM_PROCID"}, "SLURM_PROCID is not set"),
         ({k: v for k, v in SRUN.items() if k != "SLURM_NODELIST"}, "Slurm names no hosts"),
+        (without(OMPI, "OMPI_COMM_WORLD_RANK"), "OMPI_COMM_WORLD_RANK is not set"),
+        ({**OMPI, "OMPI_COMM_WORLD_RANK": "2"}, "OMPI_COMM_WORLD_RANK is 2, and there are 2 processes"),
+        (
+            {**OMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
+            "OMPI_COMM_WORLD_SIZE is 2, not all are .*MASTER_ADDR is not set\n.*\n.*\n  fix   export MASTER_ADDR=",
+        ),
+        (PMI, "PMI_SIZE is 3, not all are known to be on this machine, and MASTER_ADDR is not set"),
+        (without(OMPI, "PMIX_NAMESPACE"), "OMPI_COMM_WORLD_SIZE is 2, and MASTER_PORT is not set"),
+        ({**OMPI, "RANK": "0", "WORLD_SIZE": "1"}, "WORLD_SIZE is 1, and OMPI_COMM_WORLD_SIZE is 2: several processes"),
+        ({**SRUN, "RANK": "0", "WORLD_SIZE": "1"}, "WORLD_SIZE is 1, and SLURM_NTASKS is 4: several processes"),
+        (
+            {"PMIX_RANK": "1"},
+            "WORLD_SIZE is not set, and PMIX_RANK is 1: .*\n  have  PMIX_RANK=1\n  want  RANK, ",
+        ),
+        ({"PALS_RANKID": "1"}, "PALS_RANKID is 1"),
+        ({"JSM_NAMESPACE_SIZE": "2"}, "JSM_NAMESPACE_SIZE is 2"),
+        ({"FLUX_JOB_SIZE": "2"}, "FLUX_JOB_SIZE is 2"),
+        ({"LOCAL_RANK": "1"}, "LOCAL_RANK is 1"),
+        ({"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "LOCAL_WORLD_SIZE is 2"),
     ],
 )
 def test_what_contradicts_itself_is_refused_at_once(says, variables, text) -> None:
@@ -105,6 +158,27 @@ def test_what_contradicts_itself_is_refused_at_once(says, variables, text) -> No
     with pytest.raises(SettingError, match=text):
         as_world("auto")
     assert as_world(None).size == 1
+
+
+@pytest.mark.parametrize("settings", ["auto", DDP()])
+def test_a_group_of_one_process_is_refused_where_mpirun_has_started_two(says, settings) -> None:
+    says(OMPI)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(SettingError, match="the initialised process group has 1 process, and OMPI_COMM_WORLD_SIZE"):
+            as_world(settings)
+        assert as_world(None).size == 1
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_launch_is_refused_inside_processes_that_mpirun_has_started(says) -> None:
+    says(PMI)
+    with pytest.raises(SettingError, match="PMI_SIZE is 3"):
+        launch(print, processes=2)
+    says({**PMI, **AT})
+    with pytest.raises(SettingError, match="rank 2 of 3, by mpirun"):
+        launch(print, processes=2)
 
 
 @pytest.mark.parametrize(
@@ -126,8 +200,6 @@ def test_a_wrong_setting_is_refused_on_one_process_too(says, parallel, text) -> 
 
 
 def test_a_class_in_place_of_settings_is_told_its_parentheses(says) -> None:
-    from trainwright.parallel.ddp import DDP
-
     says({})
     with pytest.raises(SettingError, match=r"fix   parallel=DDP\(\)"):
         as_world(DDP)

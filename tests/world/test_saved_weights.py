@@ -79,7 +79,7 @@ class Second(World):
 def test_another_rank_returns_from_save_weights_when_rank_0_has_written(tmp_path: Path, fails: bool) -> None:
     trainer, path = trained(), tmp_path / "net.safetensors"
     error = ("error", "CheckpointError", "no space")
-    trainer.world = Second(error if fails else ("result", None, ""), path.touch)
+    trainer.world, trainer.is_main = Second(error if fails else ("result", None, ""), path.touch), False
     if fails:
         with pytest.raises(CheckpointError, match="no space"):
             trainer.save_weights(path)

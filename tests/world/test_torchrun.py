@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import secrets
 import sys
+
+import pytest
 
 from world.programs_run import PROGRAM, by_environment, how_it_ends, started_by_environment, torchrun
 from world.programs_run import ended as run_all
@@ -28,6 +31,15 @@ def test_tasks_of_srun_are_one_world() -> None:
     of_all = {"SLURM_NTASKS": "9", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "3", "SLURM_NODELIST": "localhost"}
     of_all["SLURM_JOB_ID"] = str(random.SystemRandom().randrange(10_000))
     tasks = [{**of_all, "SLURM_PROCID": str(rank)} for rank in range(2)]
+    ended = run_all([[sys.executable, str(PROGRAM), "total"]] * 2, tasks, seconds=60)
+    assert said(ended) == ["rank 0 local 0 of 2 sum 3.0", "rank 1 local 1 of 2 sum 3.0"]
+
+
+@pytest.mark.slow
+def test_processes_of_mpirun_are_one_world() -> None:
+    """Rank, size and the job's name are all that they share."""
+    job = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": secrets.token_hex(8)}
+    tasks = [{**job, "OMPI_COMM_WORLD_RANK": str(rank)} for rank in range(2)]
     ended = run_all([[sys.executable, str(PROGRAM), "total"]] * 2, tasks, seconds=60)
     assert said(ended) == ["rank 0 local 0 of 2 sum 3.0", "rank 1 local 1 of 2 sum 3.0"]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from trainwright.base.errors import SettingError, message
-from trainwright.parallel.environment import read_environment
+from trainwright.parallel.environment import is_shell_of_slurm, read_environment
 
 
 def choose_start(main: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, Any]:
@@ -44,9 +44,9 @@ def describe() -> str:
     try:
         place = read_environment()
     except SettingError:
-        if "WORLD_SIZE" in os.environ or "RANK" in os.environ:
+        if not is_shell_of_slurm():
             raise
-        return ""  # the shell of a Slurm job that has room for several: a good place for `launch`
+        return ""  # a good place for `launch`
     return f"rank {place.rank} of {place.size}, by {place.launcher}" if place is not None else ""
 
 

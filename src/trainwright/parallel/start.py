@@ -20,7 +20,7 @@ import torch
 
 from trainwright.base.errors import ProcessError, SettingError, message
 from trainwright.parallel.attempts import PAUSE, own_part, share_store
-from trainwright.parallel.environment import Place, read_environment
+from trainwright.parallel.environment import Place, check_alone, read_environment
 from trainwright.parallel.lingering import wait_for
 from trainwright.parallel.waiting import Waiting
 from trainwright.parallel.world import Group, World
@@ -113,6 +113,8 @@ def _of_initialised(settings: _Settings, device_type: str) -> World:
                 fix="unset WORLD_SIZE, or let Trainer make the group, or parallel=None",
             )
         )
+    if size == 1:
+        check_alone("the initialised process group has 1 process")
     if size == 1 and not settings.alone:
         return World()
     _check_serves(dist, settings, device_type)
