@@ -247,13 +247,14 @@ class Trainer(Generic[M]):
         pauses.probe(self, epoch_ended=epoch_ended)
         validated = pauses.validation_is_due(epoch_ended=epoch_ended)
         best = keep = False
-        if validated or epoch_ended or pauses.ends_unfinished:
+        if validated or epoch_ended or pauses.ends_inside_epoch:
             numbers = pauses.validate(self.evaluate) if validated else None
             row = pauses.row(numbers, epoch_ended=epoch_ended)
             best, keep = pauses.judge(row, validated=validated)
             pauses.tell(row, best=best, validated=validated, epoch_ended=epoch_ended)
             if epoch_ended and self.hooks.end_epoch is not None:
                 self.hooks.end_epoch(dict(row))
+        pauses.measure_early_end(self.evaluate, epoch_ended=epoch_ended)
         pauses.save(keep=keep, validated=validated, epoch_ended=epoch_ended)
         pauses.go_on()
 

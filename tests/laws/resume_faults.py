@@ -232,7 +232,7 @@ def the_journal_is_not_cut(patch):
 
 def the_journal_is_cut_by_updates_alone(patch):
     whole = Journal.resume_at
-    patch.setattr(Journal, "resume_at", lambda self, update, held_back=0: whole(self, update, 1 << 60))
+    patch.setattr(Journal, "resume_at", lambda self, update, held_back=0, **how: whole(self, update, 1 << 60, **how))
 
 
 def the_journal_keeps_lines_back(patch):

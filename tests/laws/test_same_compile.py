@@ -120,7 +120,6 @@ def test_a_compiled_run_that_is_stopped_and_resumed_is_the_one_that_was_not():
         run(compiles("regional"), at=3, directory=directory, **case)
         torch._dynamo.reset()  # as in a new process
         resumed = run(compiles("regional"), directory=directory, resume="auto", **case)
-        resumed[-2] = [row for row in resumed[-2] if row["update"] != 3]  # where it was stopped it was validated
         assert_same(resumed, whole)
     finally:
         shutil.rmtree(directory)

@@ -212,7 +212,7 @@ def test_a_probe_may_stop_the_run_and_have_it_saved(tmp_path):
     trainer = made(observers=[Probe(probe, every=Updates(4))], checkpoint=Checkpoint(tmp_path))
     result = trainer.fit(train(), epochs=9)
     assert (result.stopped, result.updates) == ("seen enough", 4)
-    assert (tmp_path / "update-0000000004").exists() and result.history[-1]["update"] == 4
+    assert (tmp_path / "update-0000000004").exists() and result.final_validation["update"] == 4
 
 
 def test_a_probe_may_ask_for_a_checkpoint(tmp_path):

@@ -102,7 +102,7 @@ class Seen(Observer):
     """Keeps what it is told, as plain data."""
 
     def __init__(self, cut):
-        self.cut, self.told = cut, []
+        self.cut, self.told, self.final = cut, [], []
 
     def _take(self, what, record, *fields):
         self.told.append((what, *(getattr(record, field) for field in fields)))
@@ -112,10 +112,17 @@ class Seen(Observer):
         self._take("on_update", update, "update", "epoch", "loss", "lr", "rows", "values")
 
     def on_validate(self, record):
-        self._take("on_validate", record, "update", "epoch", "metrics", "best", "waited")
+        self._numbers("on_validate", record)
 
     def on_epoch(self, record):
-        self._take("on_epoch", record, "update", "epoch", "metrics", "best", "waited")
+        self._numbers("on_epoch", record)
+
+    def _numbers(self, what, record):
+        if record.final:  # the validation of an early end, which the run that never ended does not have
+            self.final.append((what, record.update, record.metrics))
+            self.cut.at("final")
+        else:
+            self._take(what, record, "update", "epoch", "metrics", "best", "waited")
 
     def on_save(self, saved):
         self.cut.at("on_save")
@@ -196,6 +203,7 @@ def make(directory, cut=None, *, cls=Cuttable, loss=None, grace=20.0, observers=
         **(slots | settings),
     )
     optimizer.cut = trainer.cut = cut
+    cut.trainer = trainer
     return trainer, seen
 
 
@@ -215,7 +223,7 @@ def data(cut, kind="loader"):
     return train, DataLoader(Rows(cut, "val row", rows=7, seed=1, noise=False), 4)
 
 
-def go(directory, cut=None, *, kind="loader", ends=None, resume=None, resume_data=True, **settings):
+def go(directory, cut=None, *, kind="loader", ends=None, resume=None, resume_data=True, validates=True, **settings):
     """One run; gives the trainer, its observer and the error it has ended with."""
     cut = Cut() if cut is None else cut
     trainer, seen = make(directory, cut, **settings)
@@ -223,7 +231,7 @@ def go(directory, cut=None, *, kind="loader", ends=None, resume=None, resume_dat
     error = None
     ends = {"epochs": 2, "validate": Updates(3)} | (ends or {})
     try:
-        trainer.fit(train, val, **ends, resume=resume, resume_data=resume_data)
+        trainer.fit(train, val if validates else None, **ends, resume=resume, resume_data=resume_data)
     except BaseException as ended:
         error = ended
     seen.random = (random.random(), np.random.rand(), torch.rand(2).tolist())

@@ -202,7 +202,9 @@ def test_stop_from_any_hook_ends_after_the_update_and_saves(hook, tmp_path):
     result = trainer.fit(data(), data(), epochs=9)
     assert (result.stopped, result.updates) == ("enough", 4 if hook == "training_step" else 3)
     assert latest_checkpoint(tmp_path).name == f"update-{result.updates:010d}"
-    assert result.history[-1]["update"] == result.updates and "val_loss" in result.history[-1]
+    assert (result.final_validation is None) == (result.updates == 3), "a validation was due at the epoch's end alone"
+    last = result.final_validation or result.history[-1]
+    assert last["update"] == result.updates and "val_loss" in last
 
 
 def test_a_stop_between_two_epochs_still_validates_what_was_not():
@@ -213,9 +215,10 @@ def test_a_stop_between_two_epochs_still_validates_what_was_not():
 
     early = EarlyStopping("loss", restore_best=False)
     result = made(Stops, early_stopping=early).fit(data(), data(), epochs=9, validate=Epochs(5))
-    first, second, third = result.history
-    assert "val_loss" in third and "val_loss" not in second and first["loss"] != second["loss"]
-    assert {name: third[name] for name in second} == second
+    first, second = result.history
+    final = result.final_validation
+    assert "val_loss" in final and "val_loss" not in second and first["loss"] != second["loss"]
+    assert {name: final[name] for name in second} == second
 
 
 def test_a_stop_in_the_first_begin_epoch_trains_nothing():

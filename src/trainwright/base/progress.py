@@ -35,7 +35,7 @@ class Counters:
     paused: int = 0
     """`updates` at the last pause: where it lies behind, what fell due since is still to be done."""
     pause: str = ""
-    """The pause whose validation was broken off: of an "update" or an "epoch"; empty where none was."""
+    """The pause whose validation was broken off: of an "update", an "epoch" or an early end ("final"); else empty."""
     stopped: str = ""
     """Why the run stopped; empty while it goes on."""
 

@@ -85,6 +85,8 @@ class Validation:
     """Updates held back so far."""
     notes: tuple[str, ...] = ()
     """What was chosen since the last record, such as workers that fetch data, in a line each."""
+    final: bool = False
+    """Whether it was measured only because the run ends early: it is no row of `history`, and a resume drops it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +139,12 @@ class Result:
     """What else is worth a line: a schedule that skipped updates left short of its end, what an error left saved."""
     blocked: float = field(default=0.0, compare=False)
     """Seconds that saving has kept this `fit` waiting."""
+    final_validation: dict[str, float] | None = None
+    """The numbers at an early end (`stop()`, `max_seconds`) that no validation was due at, in the form of a row.
+
+    They are in no `history` and no number that is monitored sees them: a run that is resumed from there is the run
+    that never ended. None where the end was planned (`epochs`, `max_updates`) or a validation was due there.
+    """
 
     def plot(self, path: str | Path | None = None) -> Any:
         """Draw the history: losses, other numbers, learning rates, the best marked; save it under `path` where given.

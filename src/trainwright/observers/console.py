@@ -93,7 +93,7 @@ class Console(Observer):
             self._print(*footer(result, self.width, watched=watched))
 
     def _row(self, record: Validation) -> None:
-        if self._last != (record.epoch, record.update):
+        if record.final or self._last != (record.epoch, record.update):
             self._last = (record.epoch, record.update)
             self._print(*self._table.lines(record), *record.notes)
 

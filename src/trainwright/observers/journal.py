@@ -67,16 +67,17 @@ class Journal(Observer):
         self._held_back = self._resumed = 0
         """Updates of this stage that were held back, so far and where it was resumed: the clock does not count them."""
 
-    def resume_at(self, update: int, held_back: int = 0) -> None:
+    def resume_at(self, update: int, held_back: int = 0, *, goes_on: bool = True) -> None:
         """Drop what the last run in the file wrote after `update` and so many held back: it will be done again.
 
-        Saves of that update or earlier ones stay, though they were told later.
+        Saves of that update or earlier ones stay, though they were told later. `goes_on`: drop the final validation
+        at that update too, which a run that never ended does not make.
         """
         is_open = self._file is not None
         self._close()
         self._held_back = self._resumed = held_back
         if self.path.exists():
-            self._cut(update, held_back)
+            self._cut(update, held_back, goes_on=goes_on)
         if is_open:
             self._open()
 
@@ -150,7 +151,8 @@ class Journal(Observer):
     def _write_numbers(self, event: str, record: Validation) -> None:
         names = ("epoch", "update", "best", "waited", "patience", "seconds", "rows", "waiting", "skipped")
         numbers = {name: getattr(record, name) for name in names}
-        self._write({"event": event, **numbers, "metrics": dict(record.metrics)})
+        final = {"final": True} if record.final else {}
+        self._write({"event": event, **numbers, **final, "metrics": dict(record.metrics)})
 
     def _write(self, record: Mapping[str, Any]) -> None:
         assert self._file is not None, "on_fit_start opens the journal"
@@ -171,11 +173,12 @@ class Journal(Observer):
             self._file.close()
             self._file = None
 
-    def _cut(self, update: int, held_back: int) -> None:
+    def _cut(self, update: int, held_back: int, *, goes_on: bool) -> None:
         lines = _lines(self.path)
         behind = lines[_last_run(lines) :]
-        at = (update, held_back)
-        cut = next((n for n, (_, one) in enumerate(behind) if (_position(one), _held_back(one)) > at), len(behind))
+        at = (update, held_back, not goes_on)
+        places = ((_position(one), _held_back(one), _is_final(one)) for _, one in behind)
+        cut = next((n for n, place in enumerate(places) if place > at), len(behind))
         if cut == len(behind):
             return
         told_later = [record for _, record in behind[cut:] if _is_save(record) and _position(record) <= update]
@@ -345,6 +348,11 @@ def _held_back(record: Mapping[str, Any]) -> int:
     counts = record["event"] in ("validate", "epoch")
     held_back: int = record.get("skipped" if counts else "held_back", 0)
     return held_back
+
+
+def _is_final(record: Mapping[str, Any]) -> bool:
+    """Whether a record is of a validation made only because the run ended early."""
+    return bool(record.get("final", False))
 
 
 def _is_save(record: Mapping[str, Any]) -> bool:

@@ -40,12 +40,12 @@ class Pruning(Observer):
 
     def on_epoch(self, record: Validation) -> None:
         """Report after an epoch."""
-        if self.per == "epoch":
+        if self.per == "epoch" and not record.final:
             self._report(record, record.epoch)
 
     def on_validate(self, record: Validation) -> None:
         """Report after a validation."""
-        if self.per == "update":
+        if self.per == "update" and not record.final:
             self._report(record, record.update)
 
     def _report(self, record: Validation, step: int) -> None:
@@ -53,7 +53,7 @@ class Pruning(Observer):
         if value is None:
             self._check_there_is_one(record)
             return
-        if step == self._last:  # a run that ends inside an epoch
+        if step == self._last:  # a planned end inside an epoch
             return
         from optuna import TrialPruned
 

@@ -46,7 +46,7 @@ class TensorBoard(Observer):
         self._writer: Any = None
         self._validated = -1
 
-    def resume_at(self, update: int, held_back: int = 0) -> None:
+    def resume_at(self, update: int, held_back: int = 0, *, goes_on: bool = True) -> None:
         """Hide what was written after `update`: it will be done again."""
         self._close()
         self._hides = update + 1
@@ -68,11 +68,13 @@ class TensorBoard(Observer):
         self._write(update.update, numbers)
 
     def on_validate(self, record: Validation) -> None:
-        """Write a validation."""
+        """Write a validation; the one at an early end as `final/...`, apart from the curves that a resume goes on."""
         self._validated = record.update
         rates = ("epoch", "update", "lr")
         means = {name: value for name, value in record.metrics.items() if name not in rates and name[:3] != "lr_"}
         numbers = {name if name.startswith("val_") else f"epoch/{name}": value for name, value in means.items()}
+        if record.final:
+            numbers = {f"final/{name}": value for name, value in means.items()}
         self._write(record.update, numbers | ({"skipped": record.skipped} if record.skipped else {}))
         self._writer.flush()
 

@@ -35,6 +35,8 @@ class Leaving:
         """The update whose weights the model holds at the end, where a best was put back."""
         self.passed: dict[str, Any] | None = None
         """How this stage ended, where a checkpoint of a later one says that it has."""
+        self.final: dict[str, float] | None = None
+        """The numbers of an early end that no validation was due at."""
         self.could_save = False
         """Whether the state at the end, which was not saved, would have been with `on_error="save"`."""
 
@@ -120,6 +122,7 @@ class Leaving:
             if passed is None
             else tuple(passed["notes"]),
             blocked=getattr(self.keeper, "blocked", 0.0),
+            final_validation=self.final if passed is None else passed["final"],
         )
 
     def _restored_text(self, best: Best | None) -> str:

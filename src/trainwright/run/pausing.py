@@ -59,8 +59,12 @@ class Pauses:
         self._on_validate, self._on_epoch = listeners(heard, "on_validate"), listeners(heard, "on_epoch")
         self._updates_before = counters.updates - (1 if counters.batch else 0)
         self._meters = self._asked_meters()
+        if counters.pause == "final" and not (self.run.asked or self.end_reached() or self._stopped_early):
+            counters.pause = ""  # resumed with a later end: the run goes on without the validation of the earlier one
         self.run.owed = counters.pause or ("update" if counters.paused < counters.updates else "")
         counters.stopped = counters.stopped or self.ended()
+        if not counters.stopped:
+            self.leaving.final = None
         if self.run.agreement is not None:
             self._check_probes()
             self.run.agreement.start()
@@ -136,7 +140,8 @@ class Pauses:
         """Hear what all processes ask for, and note the stop and the save among it."""
         asked = agreement.join(signal=self.run.signals.pending, save=self.saves.asked)
         self.saves.asked, self.saves.wanted = False, self.saves.wanted or asked.save
-        self.counters.stopped = asked.stop or self.counters.stopped  # the word of a hook is the last one
+        if asked.stop:
+            self.run.stop_now(asked.stop)
         return asked
 
     def hear_signals(self) -> None:
@@ -154,11 +159,11 @@ class Pauses:
                     numbers = probe.fn(trainer)
                 self.run.ledger.note_probed(numbers, probe.name)
 
-    def validate(self, evaluate: Callable[..., dict[str, float]]) -> dict[str, float]:
-        """The numbers of every set of validation data."""
+    def validate(self, evaluate: Callable[..., dict[str, float]], *, final: bool = False) -> dict[str, float]:
+        """The numbers of every set of validation data; `final`: only because the run ends early."""
         between = self.owner.between
         between.errors, between.watched = {}, self.run.signals.batches
-        self.counters.pause = "epoch" if self._epoch_ended else "update"
+        self.counters.pause = "final" if final else "epoch" if self._epoch_ended else "update"
         numbers: dict[str, float] = {}
         # Of several processes none may leave a validation alone: a signal waits for its end, and for all to hear of it.
         several = self.run.signals.held() if self.run.agreement is not None else nullcontext()
@@ -179,37 +184,64 @@ class Pauses:
         raise TypeError(message(what, want="a dict of numbers by name", fix=fix, where=False))
 
     def validation_is_due(self, *, epoch_ended: bool) -> bool:
-        """Whether to validate now: the span has passed, or the run ends; never twice at one update."""
+        """Whether to validate now: the span has passed, or a planned end is reached; never twice at one update."""
         rings = self._validates.rings(self.counters, epoch_ended=epoch_ended)
-        fresh = self.counters.validated != self.counters.updates
-        return bool(self.val) and fresh and (rings or bool(self.counters.stopped or self.counters.pause))
+        broken_off = self.counters.pause in ("update", "epoch")
+        return bool(self.val) and not self._is_validated and (rings or broken_off or bool(self.planned_end()))
 
     @property
-    def ends_unfinished(self) -> bool:
-        """Whether the run ends inside an epoch whose numbers no row has told yet."""
+    def _is_validated(self) -> bool:
+        """Whether the weights of this update were validated already."""
+        return self.counters.validated == self.counters.updates
+
+    @property
+    def ends_inside_epoch(self) -> bool:
+        """Whether a planned end lies inside an epoch whose numbers are in no row yet."""
+        return bool(self.planned_end()) and self._lacks_row
+
+    @property
+    def _lacks_row(self) -> bool:
+        """Whether updates of the epoch in hand are in no row of the history yet."""
         update = self.counters.earlier_updates + self.counters.updates
-        told = bool(self.history) and self.history[-1]["update"] == update
-        return bool(self.counters.stopped) and self.counters.batch > 0 and not told
+        return self.counters.batch > 0 and not (self.history and self.history[-1]["update"] == update)
 
     def row(self, numbers: Mapping[str, float] | None, *, epoch_ended: bool) -> dict[str, float]:
-        """Make the row of the history: the epoch's training numbers so far, and the validation's."""
+        """Append a row to the history: the epoch's training numbers so far, and the validation's."""
+        row = self._row(numbers)
+        if epoch_ended:
+            self.run.ledger.reset()
+        if numbers is not None:
+            self.counters.validated = self.counters.updates
+        self.history.append(row)
+        return row
+
+    def _row(self, numbers: Mapping[str, float] | None) -> dict[str, float]:
         counters, ledger, world = self.counters, self.run.ledger, self.owner.world
         counters.pause = ""
         ledger.merge(world)
         trained = world.same((ledger.means() or self._told()) if world.is_main else {})
-        row = {
+        return {
             "epoch": counters.earlier_epochs + counters.epoch,
             "update": counters.earlier_updates + counters.updates,
             **trained,
             **(numbers or {}),
             **(self.run.steppers.numbers() or {"lr": self.run.steppers.rates[0]}),
         }
-        if epoch_ended:
-            ledger.reset()
-        if numbers is not None:
-            counters.validated = counters.updates
-        self.history.append(row)
-        return row
+
+    def measure_early_end(self, evaluate: Callable[..., dict[str, float]], *, epoch_ended: bool) -> None:
+        """Measure an early end that no validation was due at, apart from everything that a resumed run reads.
+
+        The history, early stopping, the best and Plateau do not see these numbers, and `validated` does not count
+        them: a run that is resumed from here, and validates at the same update, is then the run that never ended.
+        """
+        if self.run.agreement is not None and epoch_ended and self.owner.hooks.end_epoch is not None:
+            self._asked(self.run.agreement)  # `end_epoch` may have stopped it on one process
+        measured = self._is_validated if self.val else not self._lacks_row
+        if not self.counters.stopped or self.planned_end() or measured:
+            return
+        numbers = self.validate(evaluate, final=True) if self.val else None
+        self.leaving.final = self._row(numbers)
+        self.tell(self.leaving.final, best=False, validated=bool(self.val), epoch_ended=False, final=True)
 
     def _told(self) -> dict[str, float]:
         """The training numbers that were told last, for a run that is stopped between two epochs."""
@@ -243,7 +275,9 @@ class Pauses:
             rates.observe(row)
         return best, keep
 
-    def tell(self, row: Mapping[str, float], *, best: bool, validated: bool, epoch_ended: bool) -> None:
+    def tell(
+        self, row: Mapping[str, float], *, best: bool, validated: bool, epoch_ended: bool, final: bool = False
+    ) -> None:
         """Tell the observers."""
         from trainwright.data.kept import news_of
 
@@ -261,6 +295,7 @@ class Pauses:
             waiting=min(1.0, self.run.waited / seconds) if seconds else 0.0,
             skipped=counters.skipped,
             notes=(*news_of((self.run.source, *self.val.values())), *self.owner.between.take_news()),
+            final=final,
         )
         self._last_time, self._last_rows, self.run.waited = now, counters.rows, 0.0
         for notify in self._on_validate if validated else []:
@@ -271,8 +306,6 @@ class Pauses:
     def save(self, *, keep: bool, validated: bool, epoch_ended: bool) -> None:
         """Save, where that is due."""
         self.stop_clock()
-        if self.run.agreement is not None and epoch_ended and self.owner.hooks.end_epoch is not None:
-            self._asked(self.run.agreement)
         validated = validated or (epoch_ended and not self.val)
         if self.saves.are_due(keep=keep, validated=validated, epoch_ended=epoch_ended):
             self.saves.save()
@@ -327,11 +360,21 @@ class Pauses:
     def end_reached(self) -> str:
         """Return which end of the `fit` is reached, or an empty string."""
         counters, ends = self.counters, self.ends
+        if ends.max_seconds is not None and counters.seconds >= ends.max_seconds:
+            return self.planned_end() or f"max_seconds={ends.max_seconds:g} reached"
+        return self.planned_end()
+
+    def planned_end(self) -> str:
+        """Return which end of the `fit` is reached that is known beforehand, or an empty string."""
+        counters, ends = self.counters, self.ends
         if ends.max_updates is not None and counters.updates >= ends.max_updates:
             return f"max_updates={ends.max_updates} reached"
         if ends.epochs is not None and counters.epoch >= ends.epochs:
             past = f": {counters.epoch} are done already" if counters.epoch > ends.epochs else ""
             return f"epochs={ends.epochs} reached{past}"
-        if ends.max_seconds is not None and counters.seconds >= ends.max_seconds:
-            return f"max_seconds={ends.max_seconds:g} reached"
         return ""
+
+    @property
+    def _stopped_early(self) -> str:
+        """Why early stopping ends the run, or an empty string."""
+        return "" if self.watch is None else str(self.watch.stopped)

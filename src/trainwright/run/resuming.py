@@ -77,7 +77,6 @@ class Found:
         given = _settings(owner)
         reports, lines = self._restore(owner, pauses)
         reports += [*unfuse_spoiled(owner), *_unused(owner, given)]
-        pauses.run.owed_reason = counters.stopped  # as it was saved, with a pause that is still to be done
         counters.stopped = pauses.ended() or ("" if pauses.watch is None or counters.pause else pauses.watch.stopped)
         for report in reports if owner.world.is_main and not counters.stopped else ():  # a finished run does not go on
             warnings.warn(report, stacklevel=6)  # at the line that calls `fit`: it shall be heard without a console too
@@ -91,7 +90,7 @@ class Found:
         for observer in listening(owner):
             resume_at = getattr(observer, "resume_at", None)
             if resume_at is not None:
-                resume_at(at, counters.skipped)
+                resume_at(at, counters.skipped, goes_on=not counters.stopped)
         told = changed(self._progress.get("settings", {}), settings_of(owner))
         anew = f"resume_data=False: epoch {counters.earlier_epochs + counters.epoch + 1} begins anew, with other data"
         lines = [f"resumed from {self.path} at update {at}", *lines, *reports, "" if self._takes_data else anew, told]

@@ -88,8 +88,10 @@ class Run:
         self.epoch_over = False
         self.stopped_between = False
         """Whether the run pauses before the first window of what is left of the epoch: `begin_epoch` has stopped it."""
-        self.owed = self.owed_reason = ""
-        """The pause, of an "update" or an "epoch", that was due where the run was left; why it was to stop there."""
+        self.owed = ""
+        """The pause, of an "update", an "epoch" or a "final" validation, that was due where the run was left."""
+        self.asked = ""
+        """The reason given to `stop()`, of this session or of the one whose pause is still due."""
         self.waited = 0.0
         """Seconds spent waiting for data since the last record."""
         self.outcome = Outcome()
@@ -156,7 +158,9 @@ class Run:
         self.signals.check()
         self.begin_epoch(counters.epoch)
         if self.agreement is not None and self.owner.hooks.begin_epoch is not None:
-            counters.stopped = self.agreement.join().stop or counters.stopped  # all join, or none does
+            asked = self.agreement.join().stop  # all join, or none does
+            if asked:
+                self.stop_now(asked)
         self.stopped_between = counters.stopped != ""
         if self.stopped_between:
             return
@@ -203,8 +207,9 @@ class Run:
         """Whether a pause comes first that was due, or broken off, where the run was left that is resumed."""
         owed, self.owed = self.owed, ""
         owed = "" if owed == "update" and not self.counters.pause and self.at_end else owed  # the epoch's end does it
-        self.counters.stopped = self.owed_reason if owed else self.counters.stopped
-        self.epoch_over, self.stopped_between = owed == "epoch", owed == "update"
+        if owed:
+            self.counters.stopped = self.asked  # ends of `fit` are looked at anew: they may be other ones now
+        self.epoch_over, self.stopped_between = owed == "epoch", owed in ("update", "final")
         if owed:
             self.random.stand()
         return owed != ""
@@ -371,10 +376,14 @@ class Run:
         """End the run at the coming boundary; with several processes at the one at which they agree next."""
         reason = reason or "stop() was called"
         if self.agreement is None:
-            self.counters.stopped = reason
+            self.stop_now(reason)
         else:
             self.agreement.asks = reason
         self.wake()
+
+    def stop_now(self, reason: str) -> None:
+        """Have the run end at the boundary in hand, on all processes alike."""
+        self.counters.stopped = self.asked = reason
 
     def wake(self) -> None:
         """Have the loop pause at the coming boundary; several processes all pause where they have agreed to."""

@@ -100,12 +100,14 @@ def parts_of(run: Run, pauses: Pauses) -> dict[str, Part]:
             lambda: {
                 "counters": owner.counters.state_dict(),
                 "history": owner.history,
+                "final": pauses.leaving.final,
+                "asked": run.asked,
                 "stages": owner.between.stages,
                 "settings": settings_of(owner),
                 **_split_at(owner),
                 **run.steppers.used_rates(),
             },
-            lambda tree: _take_progress(owner, run, tree),
+            lambda tree: _take_progress(run, pauses, tree),
         ),
         "totals": run.ledger,
         "data": run.source,
@@ -196,7 +198,7 @@ def _ended(owner: Owner, result: Result, left: int | None) -> dict[str, Any]:
     counters = owner.counters
     left = counters.earlier_updates + counters.updates if left is None else left
     best = None if result.best is None else {**asdict(result.best), "path": None}
-    told = {"weights": result.weights, "best": best, "notes": list(result.notes)}
+    told = {"weights": result.weights, "best": best, "notes": list(result.notes), "final": result.final_validation}
     return {"counters": counters.state_dict(), "rows": len(owner.history), "left": left, **told}
 
 
@@ -303,10 +305,14 @@ def _split_at(owner: Owner) -> dict[str, float]:
     return {} if limit is None else {"split_at": limit}
 
 
-def _take_progress(owner: Owner, run: Run, tree: Any) -> None:
+def _take_progress(run: Run, pauses: Pauses, tree: Any) -> None:
+    owner = run.owner
     run.steppers.take_used_rates(tree)
     if owner.between.splits is not None:
         owner.between.splits.limit = tree.get("split_at")
     owner.counters.load_state_dict(tree["counters"])
     owner.history[:] = tree["history"]
     owner.between.stages = list(tree["stages"])
+    # What was asked for counts only where the pause that it asked for is still to be done.
+    due = owner.counters.pause or owner.counters.paused < owner.counters.updates
+    pauses.leaving.final, run.asked = tree["final"], tree["asked"] if due else ""
