@@ -200,3 +200,13 @@ def test_a_changed_byte_is_an_error_of_ours_or_other_data_never_a_crash(at, valu
     path.write_bytes(data)
     with suppress(CheckpointError):
         read_back(path)
+
+
+@pytest.mark.parametrize("length", [int.from_bytes(b"PK", "little"), int.from_bytes(b"\x80\x02", "little")])
+def test_a_header_whose_length_reads_as_the_mark_of_another_format_is_read(tmp_path, length):
+    """19,280 bytes are written as PK, by which an archive begins."""
+    bare = len(written({"w": torch.ones(2)}, {"pad": ""})) - 2 * 4 - 8
+    path = tmp_path / "w"
+    path.write_bytes(written({"w": torch.ones(2)}, {"pad": "x" * (length - bare)}))
+    assert int.from_bytes(path.read_bytes()[:8], "little") == length
+    assert torch.equal(read_back(path).tensors["w"], torch.ones(2))

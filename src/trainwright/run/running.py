@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from trainwright.base.contracts import Part, Source, listeners
-from trainwright.base.errors import NonFiniteError, SettingError, listed, message
+from trainwright.base.errors import NonFiniteError, listed
 from trainwright.base.records import Result
 from trainwright.run import state
 from trainwright.run.alike import check_alike
@@ -41,7 +41,7 @@ from trainwright.runtime.signals import Interrupted
 from trainwright.runtime.surroundings import training_afresh
 from trainwright.slots.checkpoint import Keeping
 from trainwright.slots.precision import switched
-from trainwright.slots.saved import Loaded, dry_save, load_checkpoint
+from trainwright.slots.saved import Loaded, dry_save, load_checkpoint, without_slot
 
 
 @contextmanager
@@ -257,10 +257,9 @@ def _open_directory(owner: Owner, resume: str | Path | None, undo: ExitStack) ->
     settings, places, world = owner.checkpoint, homes(owner.model, owner.device), owner.world
     shards = is_sharded(*owner.model.parameters())
     if settings is None:
-        if resume == "auto":
-            fix = 'Trainer(..., checkpoint=Checkpoint("runs/x"))'
-            raise SettingError(message('resume="auto" without a checkpoint directory', fix=fix))
-        return None, load_checkpoint(resume, None, device=places, world=world, later=shards)
+        if resume is not None:
+            raise without_slot(resume)
+        return None, None
     run_id = owner.between.run_id or secrets.token_hex(8)
     bind: Any = settings.bind
     keeper: Keeping = bind(run_id) if world.size == 1 and not shards else bind(run_id, world=world)

@@ -152,16 +152,24 @@ def _pieces(tensor: Tensor) -> Iterator[memoryview]:
         yield piece.cpu().numpy().data
 
 
+def check_header(source: Source) -> None:
+    """Read the header alone; CheckpointError says what the file is instead of a safetensors file."""
+    _read_header(source)
+
+
 def _read_header(source: Source) -> tuple[dict[str, Any], int]:
     """The header, and the bytes of data behind it."""
     if source.size < 8:
         raise _defect(source, f"{source.size} bytes are too short for a header")
     prefix = bytearray(8)
     source.readinto(memoryview(prefix))
-    if prefix.startswith(b"PK"):
-        raise _defect(source, "it is an archive, as torch.save writes: torch.load(path, weights_only=True) reads it")
     length = int.from_bytes(prefix, "little")
-    if length > min(MAX_HEADER, source.size - 8):
+    if length > min(MAX_HEADER, source.size - 8):  # looked at only here: a header of 0x4B50 bytes begins with PK too
+        reads = "torch.load(path, weights_only=True) reads it"
+        if prefix.startswith(b"PK"):
+            raise _defect(source, f"it is an archive, as torch.save writes: {reads}")
+        if prefix.startswith(b"\x80") and prefix[1] in range(2, 6):
+            raise _defect(source, f"it is a pickle, as torch.save wrote before torch 1.6: {reads}")
         raise _defect(source, "it does not begin as a safetensors file does")
     text = bytearray(length)
     source.readinto(memoryview(text))

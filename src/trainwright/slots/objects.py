@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from trainwright.base.errors import CheckpointError, SettingError, message
+from trainwright.runtime.tree import flatten
 
 
 def state_of(name: str, metric: Any, *, fed: bool) -> Any:
@@ -16,9 +17,11 @@ def state_of(name: str, metric: Any, *, fed: bool) -> Any:
 
     CheckpointError where it has neither.
     """
-    if not hasattr(metric, "load_state_dict"):
+    if not (hasattr(metric, "state_dict") and hasattr(metric, "load_state_dict")):
         if hasattr(metric, "__dict__"):
-            return copy.deepcopy(vars(metric))  # also before it is fed: what cannot be saved is found at once
+            state = copy.deepcopy(vars(metric))  # also before it is fed: what cannot be saved is found at once
+            _check_attributes(name, metric, state)
+            return state
         what = f"metric {name!r} cannot be saved: {type(metric).__name__} has neither attributes nor a state_dict"
         raise CheckpointError(message(what, fix="give it state_dict() and load_state_dict(tree)"))
     if not fed:
@@ -28,10 +31,35 @@ def state_of(name: str, metric: Any, *, fed: bool) -> Any:
     return copy.deepcopy(metric.state_dict())
 
 
+def _check_attributes(name: str, metric: Any, state: dict[str, Any]) -> None:
+    """Refuse an attribute that no checkpoint can hold, such as a function, with the methods to write."""
+    wrong = {attribute: why for attribute, value in state.items() if (why := _why_not_saved(attribute, value))}
+    if not wrong:
+        return
+    kind = type(metric).__name__
+    counted = ", ".join(f"{attribute!r}: self.{attribute}" for attribute in state if attribute not in wrong)
+    raise CheckpointError(
+        message(
+            f"metric {name!r} cannot be saved with the run: its attribute {next(iter(wrong.values()))}",
+            want=f"attributes that are plain data, or a {kind} with state_dict and load_state_dict",
+            fix=f"in {kind}: def state_dict(self): return {{{counted}}}   # without {', '.join(wrong)}\n"
+            "        and def load_state_dict(self, tree): vars(self).update(tree)",
+        )
+    )
+
+
+def _why_not_saved(attribute: str, value: Any) -> str:
+    try:
+        flatten({attribute: value})
+    except CheckpointError as error:
+        return str(error).partition("\n")[0].removesuffix(": it cannot be saved")
+    return ""
+
+
 def load_object(metric: Any, saved: Any) -> None:
     """Give an object a saved state; None is that of one that has seen nothing."""
     metric.reset()
-    if saved is not None and hasattr(metric, "load_state_dict"):
+    if saved is not None and hasattr(metric, "state_dict") and hasattr(metric, "load_state_dict"):
         metric.load_state_dict(saved)
     elif saved is not None:
         vars(metric).clear()

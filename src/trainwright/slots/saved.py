@@ -237,11 +237,12 @@ def _meant(
         raise SettingError(message(f"resume={resume!r}", want='"auto", a path or None', fix='resume="auto"'))
     if resume == "auto":
         if directory is None:
-            fix = 'Trainer(..., checkpoint=Checkpoint("runs/1")), or resume="path/of/a/checkpoint"'
-            raise SettingError(message('fit(resume="auto") without a checkpoint slot', fix=fix))
+            raise without_slot(resume)
         path = Path(directory).expanduser()
     else:
         path = _existing(resume, written="resume={!r}")
+        if not path.is_dir():
+            raise _is_file(path, resume)
         if _is_checkpoint(path):
             return read(path)
     found, defects = _newest(path, run, read=read)
@@ -251,6 +252,38 @@ def _meant(
         fix = anew if resume == "auto" else "give another path"
         raise CheckpointError(message(f"{path} holds no whole checkpoint", have=have, fix=fix))
     return found
+
+
+def without_slot(resume: str | Path) -> Exception:
+    """Build the error for a resume by a Trainer without a checkpoint slot, with the slot to write.
+
+    CheckpointError where `resume` is the path of no checkpoint: that is the mistake to mend first.
+    """
+    directory, instead = "runs/1", ""
+    if resume != "auto":
+        found = _meant(resume, None, run=None, read=lambda path: path)
+        assert found is not None
+        directory = str(found.parent)
+        instead = f"; or, for its weights alone, load_weights({str(found)!r}, model) before fit, without resume"
+    what = f"fit(resume={str(resume)!r}) without a checkpoint slot"
+    want = "a slot, which holds the best of the run and writes its next checkpoints"
+    return SettingError(message(what, want=want, fix=f"Trainer(..., checkpoint=Checkpoint({directory!r})){instead}"))
+
+
+def _is_file(path: Path, resume: str | Path) -> CheckpointError:
+    """Build the error for a resume from a file: what it is, and how to begin with the weights that it may hold."""
+    fix = f"load_weights({str(path)!r}, model) before fit, without resume"
+    try:
+        read_file(path, tensorfile.check_header)
+        have = "a safetensors file: the weights of a model, without the rest of a run"
+    except CheckpointError as error:
+        have = str(error)
+        fix = "model.load_state_dict(...) of the weights in it before fit, without resume"
+    if os.path.lexists(path.parent / storage.MANIFEST):
+        have, fix = f"a file of the checkpoint {path.parent}", f"resume={str(path.parent)!r}"
+    what = f"resume={str(resume)!r} is a file, and a checkpoint is a directory"
+    want = '"auto", or the directory of a checkpoint or of a run'
+    return CheckpointError(message(what, have=have, want=want, fix=fix))
 
 
 def _newest(directory: Path, run: str | None, *, read: Callable[[Path], T]) -> tuple[T | None, list[str]]:
