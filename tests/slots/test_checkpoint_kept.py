@@ -90,6 +90,20 @@ def test_the_last_and_the_best_are_kept(start, tmp_path):
     assert sorted(os.listdir(tmp_path / "run")) == [".lock", *(storage.update_name(n) for n in (2, 4, 6, 7))]
 
 
+def test_all_are_kept_where_that_is_asked_and_after_a_resume_too(start, tmp_path):
+    keeper = start(best="val_loss", keep="all")
+    for update in range(1, 7):
+        save(keeper, update, val_loss=float(update))
+    assert updates(tmp_path / "run") == [1, 2, 3, 4, 5, 6] and keeper.best.update == 1
+    keeper.release()
+    again = start(keep="all")
+    again.adopt(
+        find_checkpoint("auto", tmp_path / "run"), storage.read_manifest(tmp_path / "run" / "update-0000000006")
+    )
+    save(again, 7)
+    assert updates(tmp_path / "run") == [1, 2, 3, 4, 5, 6, 7]
+
+
 def test_a_nan_is_never_kept_as_the_best(start, tmp_path):
     keeper = start(best="acc", mode="max", keep=1)
     for update, value in ((1, NAN), (2, -1.0), (3, NAN), (4, NAN)):

@@ -28,6 +28,9 @@ _FORMS = (
 )
 
 
+EVALUATED_AT_ONCE = 256
+"""Rows of a batch of an evaluation or prediction where none are given: the numbers do not depend on it."""
+
 _NO_SOURCES: tuple[type, ...] = (list, tuple, dict, Tensor, np.ndarray, DataLoader)
 """What data nearly always are, so that a Protocol is asked about nothing else."""
 
@@ -36,7 +39,8 @@ def open_source(data: Any, *, batch_size: int | None = None, shuffle: bool = Fal
     """A source of the batches of `data`; DataError where there are none, or the form is no data.
 
     `batch_size` and `shuffle` are for data sets of rows (see `takes_batch_size`): with ready batches `batch_size`
-    is refused, and `shuffle` says nothing. A function `epoch -> data` is called once for epoch 0, at once. What is
+    is refused, and `shuffle` says nothing. Only the role "train" needs a batch size. A function `epoch -> data` is
+    called once for epoch 0, at once. What is
     a `Source` already, yours or ours, is taken as it is. What `sharded` has marked is this process's own part.
     """
     if isinstance(data, Sharded):
@@ -313,8 +317,8 @@ def mark(source: Any, role: str) -> Source:
 
 
 def _data_set(data: Any, batch_size: int | None, *, shuffle: bool, role: str) -> Source:
-    if batch_size is not None:
-        return batches(data, batch_size, shuffle=shuffle)
+    if batch_size is not None or role != "train":
+        return batches(data, EVALUATED_AT_ONCE if batch_size is None else batch_size, shuffle=shuffle)
     raise DataError(
         message(
             f"{role} data: {_name(data)} is a data set of rows, without a batch size",

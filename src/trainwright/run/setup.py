@@ -31,7 +31,7 @@ from trainwright.run.plan import Ends
 from trainwright.run.ranks import as_on_the_first, deal, standing
 from trainwright.run.steppers import ONLY
 from trainwright.run.telling import check_every
-from trainwright.runtime.device import choose_device, devices_of, place
+from trainwright.runtime.device import choose_device, devices_of, place, refuse_meta
 from trainwright.runtime.shards import is_sharded
 from trainwright.slots.clip import ClipNorm, ClipValue
 from trainwright.slots.metrics import Meters
@@ -156,8 +156,11 @@ def processes(
     """Find the processes of the runs to come, how they share the work, and the device of this one."""
     settings = DDP() if parallel is None or isinstance(parallel, str) else parallel
     chosen = choose_device(device, model)
-    if chosen.type == "meta" and getattr(settings, "shards", False):  # what is no setting is refused below
+    shards: bool = getattr(settings, "shards", False)  # what is no setting is refused below
+    if chosen.type == "meta" and shards:
         chosen = choose_device(device, nn.Module())  # the model's first weights are made where the run is
+    elif not shards and (device == "auto" or chosen.type != "meta"):
+        refuse_meta(model, "the model", want="weights; parallel=FSDP(...) alone makes them itself, shard by shard")
     world = World()
     if parallel is not None:
         from trainwright.parallel.start import as_world
@@ -211,6 +214,8 @@ def place_all(owner: Owner, *beside: Any) -> None:
         shard(owner.model, owner.parallel, owner.world, device=owner.device)
     for module in beside:
         if isinstance(module, nn.Module):
+            if owner.device.type != "meta":
+                refuse_meta(module, f"{type(module).__name__}, given beside the model,")
             place(module, owner.device, beside=owner.model)
 
 
@@ -381,6 +386,7 @@ def open_sets(owner: Owner, data: Any, name: str, *, batch_size: int | None) -> 
 
 def open_one(owner: Owner, data: Any, role: str, *, batch_size: int | None) -> Source:
     """Open data to pass over, of which each of several processes runs its part."""
+    role = "evaluated" if role == "train" else role  # a name that a user gave
     with _met(owner) if is_function(data) else nullcontext():  # which may draw
         opened = open_source(data, batch_size=batch_size, role=role)
     return deal(owner, opened)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainwright.base.errors import SettingError, message
+from trainwright.base.errors import SettingError, first_line, listed, message
 from trainwright.runtime.containers import mapping_like, sequence_like
 from trainwright.runtime.walking import parameters_in
 
@@ -29,6 +29,9 @@ def choose_device(wanted: str | torch.device, model: nn.Module) -> torch.device:
         device = _named(wanted)
         if len(placed) > 1:
             raise _moved_nowhere(wanted, placed)
+        if device.type == "meta" and placed and placed != [device]:
+            what = f"device={str(wanted)!r}: the meta device has shapes and no data, and the weights would be lost"
+            raise SettingError(message(what, have=f"a model on {placed[0]}", fix='device="auto"'))
         return device
     if len(placed) > 1:
         return placed[0]
@@ -55,6 +58,23 @@ def place(module: nn.Module, device: torch.device, *, beside: nn.Module | None =
     stays = len(of_model) > 1 and set(placed) <= set(of_model)
     if len(placed) == 1 and placed != [device] and not stays:
         module.to(device)
+
+
+def refuse_meta(module: nn.Module, what: str, *, want: str = "") -> None:
+    """Refuse a module with tensors on the meta device, which have shapes and no data; `what` names it."""
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    empty = [name for name, tensor in tensors if tensor.is_meta]
+    if empty:
+        number = f"{len(empty)} of its {len(tensors)} tensors" if len(empty) < len(tensors) else "all of its tensors"
+        raise SettingError(
+            message(
+                f"{what} lies on the meta device, without data",
+                have=f"{number}: {listed(empty)}",
+                want=want,
+                fix='build it outside of torch.device("meta"); or model.to_empty(device="cpu") and '
+                "load_weights(path, model), before Trainer(model, ...)",
+            )
+        )
 
 
 def homes(model: nn.Module, device: torch.device) -> Home:
@@ -127,12 +147,21 @@ def _is_awaited(tensor: Tensor, device: torch.device) -> bool:
 def _named(wanted: str | torch.device) -> torch.device:
     try:
         device = torch.device(wanted)
-    except RuntimeError as error:
-        raise SettingError(
-            message(f"device={wanted!r} is no device", want='"auto", "cpu", "cuda", "cuda:1", "mps"')
-        ) from error
+    except (RuntimeError, TypeError) as error:
+        meant = f"cuda:{wanted}" if isinstance(wanted, int) else "cuda" if wanted == "gpu" else "auto"
+        want = '"auto", "cpu", "cuda", "cuda:1", "mps"'
+        raise SettingError(message(f"device={wanted!r} is no device", want=want, fix=f'device="{meant}"')) from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SettingError(message(f"device={wanted!r}, and this torch sees no CUDA device", fix='device="auto"'))
+    if device.type == "cuda" and (device.index or 0) >= (there := torch.cuda.device_count()):
+        what = f"device={str(wanted)!r}: there is no such CUDA device"
+        raise SettingError(message(what, have=f"{there} of them, numbered from 0", fix='device="auto"'))
+    if device.type not in ("cpu", "cuda", "meta"):
+        try:
+            torch.empty(0, device=device)
+        except (AssertionError, ImportError, NotImplementedError, RuntimeError) as error:  # it differs by backend
+            what = f"device={str(wanted)!r}, and this torch cannot use it"
+            raise SettingError(message(what, have=first_line(error, 100), fix='device="auto"')) from error
     return device
 
 

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeVar
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from trainwright.base.errors import SettingError, message
+from trainwright.base.errors import SettingError, listed, message
 from trainwright.base.names import suggests
 from trainwright.runtime.matching import Found, find
 
+M = TypeVar("M", bound=nn.Module)
+
 
 @suggests
-def freeze(module: nn.Module, pattern: str | None = None, *, norm: Literal["eval", "train"] = "eval") -> list[str]:
-    """Stop training all parameters of `module`, or those that `pattern` means; return their names.
+def freeze(module: M, pattern: str | None = None, *, norm: Literal["eval", "train"] = "eval") -> M:
+    """Stop training all parameters of `module`, or those that `pattern` means; return the module.
 
     `pattern` is the name of a submodule ("backbone.0") or a glob over the names of parameters ("layer1.*", "*.bias").
     With `norm="eval"`, normalisation layers with running statistics none of whose parameters is trained any more, and
     those without parameters in a submodule that is now wholly frozen, go to eval mode and stay there, through
     `model.train()` too, until `unfreeze`. With "train" no mode is touched, and their statistics go on moving.
-    Gradients of what is frozen are dropped. SettingError where nothing matches.
+    Gradients of what is frozen are dropped. A module without parameters has nothing to freeze: no error. SettingError
+    where nothing has such a name.
     """
     _check_module("freeze", module)
     if norm not in ("eval", "train"):
@@ -35,20 +38,17 @@ def freeze(module: nn.Module, pattern: str | None = None, *, norm: Literal["eval
     for layer in layers:
         vars(layer)["train"] = partial(_stay, layer)
         layer.eval()
-    if not (layers or found.parameters):
-        _refuse_nothing("freeze", module, pattern)
-    return list(found.parameters)
+    return module
 
 
 @suggests
-def unfreeze(module: nn.Module, pattern: str | None = None) -> list[str]:
-    """Train all parameters of `module` again, or those that `pattern` means, as in `freeze`; return their names.
+def unfreeze(module: M, pattern: str | None = None) -> M:
+    """Train all parameters of `module` again, or those that `pattern` means, as in `freeze`; return the module.
 
     Normalisation layers that `freeze` keeps in eval mode are released where they lie in a submodule that was named,
     where one of their parameters is trained again, or, if they have none, one of the submodule they lie in. They get
     the mode of the module around them; a layer that is given itself gets train mode. A part of what was frozen may be
-    named.
-    SettingError where nothing matches.
+    named. SettingError where nothing has such a name, and where all that has can hold no gradient (integers).
     """
     _check_module("unfreeze", module)
     found = find(module, pattern, f"unfreeze(..., {pattern!r})")
@@ -64,9 +64,11 @@ def unfreeze(module: nn.Module, pattern: str | None = None) -> list[str]:
     for layer in layers:
         del vars(layer)["train"]
         layer.train(around[layer].training if layer in around else True)
-    if not (layers or trained):
-        _refuse_nothing("unfreeze", module, pattern)
-    return list(trained)
+    if found.parameters and not (layers or trained):
+        dtypes = ", ".join(sorted({str(parameter.dtype) for parameter in found.parameters.values()}))
+        what = f"unfreeze: {listed(list(found.parameters))} can hold no gradient"
+        raise SettingError(message(what, have=dtypes, want="parameters of a floating or complex type"))
+    return module
 
 
 def held(module: nn.Module) -> bool:
@@ -128,8 +130,3 @@ def _check_module(name: str, module: nn.Module) -> None:
         raise TypeError(
             message(f"{name}({module!r})", want="a torch.nn.Module", fix=f'{name}(model, "backbone") or {name}(model)')
         )
-
-
-def _refuse_nothing(name: str, module: nn.Module, pattern: str | None) -> None:
-    what = type(module).__name__ if pattern is None else repr(pattern)
-    raise SettingError(message(f"{name}: {what} has no parameters", want="a module with something to train"))

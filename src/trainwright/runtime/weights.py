@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from trainwright.base.errors import CheckpointError, listed, message
+from trainwright.base.errors import CheckpointError, SettingError, listed, message
 from trainwright.runtime import tensorfile, views
 from trainwright.runtime.files import Reading
 from trainwright.runtime.shards import everywhere, is_sharded, local, put
@@ -68,6 +68,11 @@ def load_into(model: nn.Module, weights: Mapping[str, Any], *, source: str) -> N
     Every process of a sharded model does so, with the same weights, and keeps its part.
     """
     have = model.state_dict()
+    empty = [name for name, tensor in have.items() if isinstance(tensor, Tensor) and tensor.is_meta]
+    if empty:  # torch copies into them without an error, and nothing is loaded
+        what = f"{source} cannot be loaded: {listed(empty, LISTED)} of this {type(model).__name__} have no data"
+        fix = 'model.to_empty(device="cpu") before load_weights(path, model)'
+        raise SettingError(message(what, have="tensors on the meta device", fix=fix))
     given: OrderedDict[str, Any] = OrderedDict(weights)
     cast(Any, given)._metadata = getattr(weights, "_metadata", None)
     tensors = {name: value for name, value in have.items() if isinstance(value, Tensor)}

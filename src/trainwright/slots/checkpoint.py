@@ -113,8 +113,9 @@ class Saving(Protocol):
 class Checkpoint:
     """Where, when and how many checkpoints of a run are kept.
 
-    The last `keep` are kept and, with `best="val_accuracy"`, the `top` best besides. `every` is a span, or "auto": each
-    validation, or each epoch without one. `mode` may be left out for names that end in "loss", of which less is better.
+    The last `keep` are kept ("all": each of them) and, with `best="val_accuracy"`, the `top` best besides. `every` is a
+    span, or "auto": each validation, or each epoch without one. `mode` may be left out for names that end in "loss", of
+    which less is better.
 
     With `async_save` the state is copied and written by a thread while training goes on; else training waits. Where
     the system refuses (a full disk, a quota, an input/output error) training goes on with a warning and the next save
@@ -127,7 +128,7 @@ class Checkpoint:
     best: str | None = None
     mode: Literal["min", "max"] | None = None
     top: int = 1
-    keep: int = 3
+    keep: int | Literal["all"] = 3
     every: Span | Literal["auto"] = "auto"
     restore_best: bool = False
     async_save: bool = True
@@ -141,9 +142,10 @@ class Checkpoint:
                 message(f"Checkpoint({self.directory!r})", want="a directory", fix='Checkpoint("runs/1")')
             )
         local_path(self.directory, "Checkpoint({})")
-        for name in ("top", "keep"):
-            n = getattr(self, name)
-            check_whole(n, f"Checkpoint({name}={n!r})")
+        check_whole(self.top, f"Checkpoint(top={self.top!r})")
+        if self.keep != "all":
+            fix = 'keep="all"' if self.keep is None or self.keep in (0, -1) else ""
+            check_whole(self.keep, f"Checkpoint(keep={self.keep!r})", what='"all", or a whole number', fix=fix)
         if self.every != "auto" and not isinstance(self.every, Updates | Epochs | Seconds):
             want = 'Updates(n), Epochs(n), Seconds(n) or "auto"'
             n = self.every if type(self.every) is int and self.every > 0 else 500

@@ -278,13 +278,13 @@ class Keeper:
 
     def _writing(self, files: Mapping[str, Content], manifest: Mapping[str, Any], *, began: float) -> Writing:
         """The job for the thread: with all that is known now, of which nothing is changed later."""
-        judged = [one.update for one in self._judged.top]
+        judged, keep = [one.update for one in self._judged.top], self.settings.keep
         return Writing(
             self._place,
             files,
             manifest,
             checksum=self.settings.checksum,
-            retention=Retention(self.settings.keep, self.settings.top, frozenset(judged)),
+            retention=Retention(keep if isinstance(keep, int) else None, self.settings.top, frozenset(judged)),
             whole=self._whole,
             is_best=judged[:1] == [manifest["update"]],
             began=began,

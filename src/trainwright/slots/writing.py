@@ -87,7 +87,8 @@ class Place:
 class Retention:
     """Which checkpoints stay: the last `keep`, the `top` best of those that are whole, and what was `judged` best."""
 
-    keep: int
+    keep: int | None
+    """None: all of them."""
     top: int
     judged: frozenset[int]
 
