@@ -11,7 +11,7 @@ from trainwright import Step, Sum, Trainer
 from trainwright.run import batches, ledger, own_updates, run
 from trainwright.run.ledger import Ledger
 from trainwright.run.run import Run
-from trainwright.run.statistics import Statistics
+from trainwright.run.statistics import Buffers, Statistics
 from trainwright.run.steppers import NamedParts, NamedRates, Stepper, Steppers
 from trainwright.runtime.gradients import Gradients
 from trainwright.slots.rates import TableRates
@@ -131,6 +131,7 @@ def state_stays_as_a_bad_window_left_it(patch):
 
 def statistics_stay_as_a_bad_window_left_them(patch):
     without(patch, Statistics, "put_back")
+    without(patch, Buffers, "put_back")
 
 
 def the_error_names_the_update_before(patch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainwright.base.contracts import Rates, Scaler
 from trainwright.run.steppers import Chosen
@@ -13,6 +13,7 @@ from trainwright.run.telling import Teller
 from trainwright.runtime import late
 from trainwright.runtime.fused import why_not_masked
 from trainwright.runtime.modules import running_statistics
+from trainwright.runtime.walking import inside
 from trainwright.slots import nonfinite
 from trainwright.slots.precision import LossScaler
 from trainwright.slots.rates import TableRates
@@ -65,10 +66,18 @@ def _why_not_held_back(owner: Owner, scaler: Scaler | None, rates: Rates | None)
         yield "an average is taken of applied updates alone"
     if running_statistics(owner.model):
         yield "BatchNorm statistics are put back with an update that is held back"
+    elif skips and has_buffers(owner):
+        yield "buffers are put back with an update that is held back"
     if skips and (hooks.steps_itself or owner.state):
         yield '"skip" puts `self.state` back'
     if rates is not None and (type(rates) is not TableRates or rates.cycles):
         yield "the schedule sets more than rates, or keeps a state of its own"
+
+
+def has_buffers(owner: Owner) -> bool:
+    """Whether the model or the loss has any buffer."""
+    roots = [one for one in (owner.model, owner.loss) if isinstance(one, nn.Module)]
+    return any(tensor is not None for root in roots for module in inside(root) for tensor in module._buffers.values())
 
 
 def bind_late(run: Run) -> None:

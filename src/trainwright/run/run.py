@@ -26,7 +26,7 @@ from trainwright.run.owner import Owner
 from trainwright.run.ranks import retake_shards
 from trainwright.run.shown import Shown
 from trainwright.run.state import Random
-from trainwright.run.statistics import Statistics
+from trainwright.run.statistics import Buffers, Statistics
 from trainwright.run.steppers import Chosen, Steppers, bind_rates
 from trainwright.runtime import late
 from trainwright.runtime.gradients import Gradients
@@ -97,6 +97,8 @@ class Run:
         self.outcome = Outcome()
         """What becomes of the update in hand."""
         self._begun = -1
+        self._buffers = Buffers()
+        self._kept_state: dict[str, Any] = {}
         self.update: Callable[[Window], Any] = owner.update
         """What a window's update is made by: the trainer's own method, or a replay of what it did."""
         bind_late(self)
@@ -196,10 +198,10 @@ class Run:
         if self._unjudged:  # an update of the user's own gave its gradients up
             self.steppers.lower_flags()
             self._unjudged = False
-        if self.statistics.alike:
+        if self.statistics.keeps:
             self.statistics.keep()
         if self._keeps_state:
-            self._kept_state = snapshot(self.owner.state)
+            self._kept_state = snapshot(self.owner.state, into=self._kept_state)
         if self.behind is not None:
             self.behind.begin()
 
@@ -330,8 +332,12 @@ class Run:
         if self.spread is not None:
             self.spread.plan()
         known = 1 if self.behind is None else AHEAD + 1
-        self.statistics = Statistics(owner.model, keeps=owner.nonfinite != "ignore", updates=known)
         self._keeps_state = owner.nonfinite == "skip"
+        if self._keeps_state:
+            self._buffers.meet(one for one in (owner.model, owner.loss) if isinstance(one, nn.Module))
+            self.statistics: Statistics | Buffers = self._buffers
+        else:
+            self.statistics = Statistics(owner.model, keeps=owner.nonfinite != "ignore", updates=known)
 
     def _take_groups(self) -> None:
         """Take over the optimizers' parameters as they are grouped now; a group may be added at any time."""
@@ -408,7 +414,7 @@ class Run:
         return self.outcome.applied
 
     def _put_back(self) -> None:
-        """Put back the user's state and the statistics: at an update's end, for graphs in it may still hold them."""
+        """Put back the user's state and the buffers: at an update's end, for graphs in it may still hold them."""
         self.statistics.put_back()
         self.owner.state.clear()
         self.owner.state.update(snapshot(self._kept_state))
