@@ -163,6 +163,44 @@ def test_the_average_and_an_optimizer_among_parts_of_the_users_own_follow_their_
         assert torch.equal(value, whole[name]), name
 
 
+class TwoSets(torch.optim.SGD):
+    """Shows the mean of all weights so far in eval mode, as schedule-free optimizers do."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.05, momentum=0.9)
+
+    def _swap(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                held = self.state[p].setdefault("mean", p.detach().clone())
+                p.data, self.state[p]["mean"] = held.clone(), p.detach().clone()
+
+    def eval(self):
+        if self.param_groups[0].setdefault("trains", True):
+            self.param_groups[0]["trains"] = False
+            self._swap()
+
+    def train(self):
+        if not self.param_groups[0].setdefault("trains", True):
+            self.param_groups[0]["trains"] = True
+            self._swap()
+
+    def step(self, closure=None):
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["mean"] = (self.state[p].get("mean", p) + p).detach() / 2
+
+
+def test_the_weights_beside_those_of_a_schedule_free_optimizer_follow_their_parameters(tmp_path):
+    def run(epochs, step, directory):
+        return trained(directory, lambda m: TwoSets(list(m.parameters())[::step]), epochs=epochs)[0].model.state_dict()
+
+    whole = run(3, 1, tmp_path / "whole")
+    run(1, 1, tmp_path / "cut")
+    for name, value in run(3, -1, tmp_path / "cut").items():
+        assert torch.equal(value, whole[name]), name
+
+
 def test_the_statistics_that_a_rank_has_of_its_own_follow_their_layers_by_name():
     """Two layers of equal shape, registered the other way round when the run is resumed."""
 

@@ -34,6 +34,7 @@ class Found:
         self.tree: dict[str, Tree] = {} if loaded is None else loaded.tree
         self.manifest: dict[str, Any] = {} if loaded is None else loaded.manifest
         self._takes_data, self._asked = resume.data, resume.where is not None
+        self._passed = {} if loaded is None or not loaded.passed_over else {"passed_over": loaded.passed_over}
         self.passes = False
         """Whether the `fit` in hand was over when it was saved, and a later one under way."""
         self.before: Found | None = None
@@ -64,8 +65,13 @@ class Found:
             found = f"no checkpoint in {keeper.settings.directory}"
             return [f"{found}: it begins with the weights and the optimizer as the fit that failed has left them"]
         if self.before is not None and self.before.path is not None:
-            keeper.adopt(self.before.path, self.before.manifest)
+            self.before.adopted_by(keeper)
         return []
+
+    def adopted_by(self, keeper: Keeping) -> None:
+        """Have the run of this checkpoint go on in the directory of `keeper`."""
+        adopt: Any = keeper.adopt
+        adopt(self.path, self.manifest, **self._passed)
 
     def load(self, owner: Owner, pauses: Pauses) -> list[str]:
         """Load it into everything bound; return the lines that the header says about it."""
@@ -73,7 +79,7 @@ class Found:
         keeper, counters = pauses.keeper, owner.counters
         self._check_optimizer(owner)
         if keeper is not None:
-            keeper.adopt(self.path, self.manifest)
+            self.adopted_by(keeper)
         given = _settings(owner)
         reports, lines = self._restore(owner, pauses)
         reports += [*unfuse_spoiled(owner), *_unused(owner, given)]
@@ -137,7 +143,7 @@ class Found:
         """Take the counters and the history that this stage ended with: a later one is loaded by its own `fit`."""
         assert self.path is not None
         if pauses.keeper is not None:
-            pauses.keeper.adopt(self.path, self.manifest)
+            self.adopted_by(pauses.keeper)
         ended = self._ended(owner.counters.stage)
         self.tree.clear()
         owner.counters.load_state_dict(ended["counters"])

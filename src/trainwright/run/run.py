@@ -129,7 +129,9 @@ class Run:
         average: Average | None = None if owner.average is None else owner.average.bind(owner.model, self.plan)
         self.average = average if average is not None and average.each_update else None
         """The average, where each update counts in it."""
-        self.shown = Shown(owner.model, average=average, optimizers=owner.optimizers, forward=self._feed)
+        self.shown = Shown(
+            owner.model, average=average, optimizers=owner.optimizers, loss=owner.loss, forward=self._feed
+        )
         precision, device = owner.precision, owner.device.type
         self.autocast = None if precision is None else precision.autocast(device)
         self.scaler: Scaler | None = None if precision is None else precision.scaler(device)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 
 from trainwright.base.contracts import Tree
 from trainwright.base.errors import SettingError, message
+from trainwright.run.state import first_names, named_parameters
 from trainwright.runtime.modules import unnoticed
 from trainwright.runtime.walking import parameters_in
 from trainwright.slots.average import Average
@@ -30,9 +32,11 @@ class Shown:
         *,
         average: Average | None,
         optimizers: Mapping[str, Optimizer],
+        loss: Any = None,
         forward: Callable[[], None] | None = None,
     ) -> None:
         self.model, self.average, self._forward = model, average, forward
+        self._modules = {"model": model} | ({"loss": loss} if isinstance(loss, nn.Module) else {})
         self._switching: list[Any] = [one for one in optimizers.values() if _switches(one)]
         self._raw: list[Tensor] | None = None
         self._buffers: list[tuple[Tensor, Tensor]] = []
@@ -95,7 +99,7 @@ class Shown:
         """The trained weights; to be asked for inside `evaluated`, when part "model" holds those that count."""
         if self.average is not None:
             return self.average.state_dict()
-        return {"raw": self._raw}
+        return {"raw": None if self._raw is None else self._by_name(self._raw)}
 
     def load_state_dict(self, tree: Tree, /) -> str | None:
         """Take over a state, after the model and the optimizers have been loaded; return what is to be reported."""
@@ -103,8 +107,8 @@ class Shown:
             return self.average.load_state_dict(tree)
         self.start()
         with torch.no_grad():
-            for parameter, raw in zip(self._parameters, tree["raw"], strict=True):
-                parameter.copy_(raw)
+            for name, parameter in self._by_name(self._parameters).items():
+                parameter.copy_(tree["raw"][name])
         return None
 
     @contextmanager
@@ -119,6 +123,12 @@ class Shown:
             yield
         finally:
             self._hide()
+
+    def _by_name(self, tensors: Sequence[Tensor]) -> dict[str | int, Tensor]:
+        """Tensors in the order of the parameters, by name; those of parameters without a name are counted."""
+        names, nameless = first_names(dict(named_parameters(self._modules))), count()
+        keys = [names.get(id(parameter)) for parameter in self._parameters]
+        return {next(nameless) if key is None else key: one for key, one in zip(keys, tensors, strict=True)}
 
     @property
     def _parameters(self) -> list[Tensor]:

@@ -76,7 +76,7 @@ def parameters_of_optimizers(parts: Mapping[str, Part]) -> dict[str, Tree]:
 
     Names come from the modules among the parts: the model first, then the loss.
     """
-    names = _first_names(dict(_named_parameters(parts)))
+    names = first_names(dict(named_parameters(parts)))
     return {
         path: [[[names.get(id(p)), list(p.shape)] for p in group["params"]] for group in optimizer.param_groups]
         for part in parts
@@ -111,7 +111,7 @@ def in_order(
     parameter within a group, without a name by position. CheckpointError where parameters or shapes are others, or
     where state belongs to no single parameter and the order is another one.
     """
-    known = dict(_named_parameters(parts))
+    known = dict(named_parameters(parts))
     lines: list[str] = []
 
     def ordered(part: Any, state: Any, path: str) -> Any:
@@ -166,7 +166,7 @@ def _optimizers(part: Any, path: str) -> Iterator[tuple[str, Optimizer]]:
         yield from _optimizers(one, f"{path}.{name}")
 
 
-def _named_parameters(parts: Mapping[str, Part]) -> Iterator[tuple[str, Tensor]]:
+def named_parameters(parts: Mapping[str, Part]) -> Iterator[tuple[str, Tensor]]:
     """Every name of every parameter of the modules among the parts: of the model, then of the loss, then of others."""
     modules = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
     for root in sorted(modules, key=lambda name: (name != "model", name != "loss")):
@@ -174,7 +174,7 @@ def _named_parameters(parts: Mapping[str, Part]) -> Iterator[tuple[str, Tensor]]
             yield f"{root}.{name}", parameter
 
 
-def _first_names(named: Mapping[str, Tensor]) -> dict[int, str]:
+def first_names(named: Mapping[str, Tensor]) -> dict[int, str]:
     """The first name of each parameter, by its id."""
     names: dict[int, str] = {}
     for name, parameter in named.items():
@@ -219,7 +219,7 @@ class _Matching:
         if len(saved) != len(self.groups):
             wrong.append(f"{len(saved)} parameter groups in the checkpoint, {len(self.groups)} now")
         for index, (old, now) in enumerate(zip(saved, self.groups, strict=False)):
-            names = _first_names(self.known)
+            names = first_names(self.known)
             left = {id(parameter): parameter for parameter in now}
             nameless = [parameter for parameter in now if id(parameter) not in names]
             found: dict[int, int] = {}
@@ -272,7 +272,7 @@ class _Matching:
         if not self.is_usual or not is_known or kind.__name__ in OTHER_SHAPES:
             return
         parameters = [parameter for group in self.groups for parameter in group]
-        names = _first_names(self.known)
+        names = first_names(self.known)
         for position, (number, parameter) in enumerate(zip(_numbers(state), parameters, strict=False)):
             for shape in _shapes(state["state"].get(number)):
                 if shape and shape != tuple(parameter.shape):

@@ -104,7 +104,7 @@ def check_size(file: Reading, expected: Mapping[str, Any]) -> None:
 
 def is_entry(entry: Any) -> bool:
     """Whether it is a size and one checksum, as `write_file` gives them."""
-    if type(entry) is not dict or type(entry.get("size")) is not int:
+    if type(entry) is not dict or type(entry.get("size")) is not int or entry["size"] < 0:
         return False
     return [type(entry[kind]) for kind in SUMS if kind in entry] == [str]
 

@@ -63,9 +63,13 @@ class Pieces:
             raise CheckpointError(f"{self.path / INDEX} is damaged: it does not list {name}")
         return name
 
-    def read(self, file: str) -> Mapping[str, Tensor]:
-        """What one file holds, each byte checked; CheckpointError also where a piece is not there as it is listed."""
-        tensors = read_file(self.path / file, tensorfile.read, expected=self.files[file]).tensors
+    def read(self, file: str, *, fill: bool = True) -> Mapping[str, Tensor]:
+        """What one file holds, each byte checked; CheckpointError also where a piece is not there as it is listed.
+
+        Without `fill` the tensors have no values.
+        """
+        use = tensorfile.read if fill else tensorfile.outline
+        tensors = read_file(self.path / file, use, expected=self.files[file]).tensors
         for name, piece in self._by_file[file]:
             found, dtype = tensors.get(name), self.wholes[name].dtype
             if found is None or (found.dtype, tuple(found.shape)) != (dtype, piece.sizes):
@@ -73,9 +77,9 @@ class Pieces:
         return tensors
 
     def check(self, files: Iterable[str]) -> None:
-        """Read files and forget them; CheckpointError where one is damaged."""
+        """Check files and forget them; CheckpointError where one is damaged."""
         for file in files:
-            self.read(file)
+            self.read(file, fill=False)
 
     def whole(self, names: Collection[str]) -> dict[str, Tensor]:
         """Whole tensors on the CPU, put together from their files, of which one at a time is in memory."""
@@ -135,7 +139,7 @@ def read_pieces(path: Path, files: Mapping[str, Mapping[str, Any]]) -> Pieces:
         if listed["version"] != _VERSION:
             raise CheckpointError(f"{path / INDEX} has version {listed['version']!r}, and {_VERSION} is read here")
         wholes = {name: _whole(fields) for name, fields in listed["tensors"].items()}
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, ArithmeticError, MemoryError, RecursionError) as error:
         raise CheckpointError(f"{path / INDEX} is damaged: it cannot be read ({error!r})") from error
     for name, whole in wholes.items():
         if not fills(whole) or any(piece.file not in files for piece in whole.pieces):

@@ -46,11 +46,17 @@ except ImportError:  # Windows
 FORMAT, FORMAT_VERSION, MANIFEST = "trainwright-checkpoint", 1, "manifest.json"
 _NAME = re.compile(r"update-(\d{10,})")
 _LEFTOVER = re.compile(r"\.(tmp|old|trash)-(update-\d{10,})-\d+-[0-9a-f]{8}")
+_FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
+"""Names that files of a checkpoint may have, on any file system."""
+_LONGEST_NAME = 1000
+"""Letters of the id of a run, or of the name of a number."""
 _FIELDS: dict[str, type] = {"run": str, "update": int, "epoch": int, "metrics": dict, "files": dict}
 _OPTIONAL = {"monitor": (str, type(None)), "mode": (str, type(None)), "settings": (str,)}
 """Fields that may be missing; `settings` is a digest of what the run was set to."""
-LARGEST_MANIFEST = 1 << 26
-"""Bytes; what is larger is not read."""
+LARGEST_MANIFEST = 1 << 20
+"""Bytes; a larger one is neither written nor read."""
+_LARGEST = 1 << 62
+"""A count of updates, epochs or bytes is below it."""
 _locked: set[int] = set()
 """Descriptors of the locks that this process holds; a forked child must not keep them alive."""
 
@@ -87,7 +93,12 @@ def commit(
         }
         if joining is not None:
             entries |= {_plain(file): entry for file, entry in joining(temporary_path).items()}
-        write_file(temporary_path / MANIFEST, _manifest_text({**manifest, "files": entries}, checksum))
+        text = _manifest_text({**manifest, "files": entries}, checksum)
+        if len(text) > LARGEST_MANIFEST:
+            what = f"the manifest of checkpoint {name} has {len(text)} bytes"
+            fix = "give fewer metrics, or shorter names"
+            raise CheckpointError(message(what, want=f"{LARGEST_MANIFEST} bytes at most", fix=fix, where=False))
+        write_file(temporary_path / MANIFEST, text)
         sync_directory(temporary_path)
         _publish(temporary_path, root / name)
     except OSError as error:
@@ -282,7 +293,7 @@ def _parsed_manifest(text: bytes, label: str) -> dict[str, Any]:
         raise CheckpointError(f"{label} is damaged: it does not end in its own checksum")
     try:
         manifest = unflatten(json.loads(text), {})
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, MemoryError) as error:
         raise CheckpointError(f"{label} is damaged: it is not JSON ({error})") from error
     except CheckpointError as error:
         raise CheckpointError(f"{label} is damaged: {error}") from error
@@ -301,11 +312,22 @@ def _wrong_fields(manifest: dict[str, Any]) -> list[str]:
     wrong = [name for name, kind in _FIELDS.items() if type(manifest.get(name)) is not kind]
     wrong += [name for name, kinds in _OPTIONAL.items() if name in manifest and type(manifest[name]) not in kinds]
     if not wrong:
+        wrong += [name for name in ("update", "epoch") if not 0 <= manifest[name] < _LARGEST]
+        wrong += [name for name in ("run", "monitor") if not _is_shown(manifest.get(name) or "-")]
         wrong += [
-            f"metrics[{name!r}]" for name, value in manifest["metrics"].items() if type(value) not in (int, float)
+            f"metrics[{name!r}]"
+            for name, value in manifest["metrics"].items()
+            if type(name) is not str
+            or type(value) not in (int, float)
+            or (type(value) is int and abs(value) >= _LARGEST)
         ]
-        wrong += [str(name) for name, entry in manifest["files"].items() if not is_entry(entry)]
+        wrong += [repr(name) for name, entry in manifest["files"].items() if not is_entry(entry)]
     return wrong
+
+
+def _is_shown(text: str) -> bool:
+    """Whether a text can be printed as it is, in one line."""
+    return text.isprintable() and len(text) <= _LONGEST_NAME
 
 
 def _own_version() -> str:
@@ -317,7 +339,7 @@ def _own_version() -> str:
 
 def _plain(name: str, label: str = "") -> str:
     """`name`, if it can only be a file of the directory that it is looked for in."""
-    if type(name) is not str or name in ("", ".", "..", MANIFEST) or re.search(r"[/\\:\0]", name):
+    if type(name) is not str or name == MANIFEST or not _FILE.fullmatch(name):
         raise CheckpointError(f"{label or 'a checkpoint'} names the file {name!r}, which is no plain name")
     return name
 

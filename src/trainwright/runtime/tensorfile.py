@@ -102,6 +102,15 @@ def lies_ready(contents: Contents) -> bool:
 
 def read(source: Source) -> Contents:
     """Read a whole file into fresh memory; CheckpointError for every header that does not fit the file exactly."""
+    return _contents(source, fill=True)
+
+
+def outline(source: Source) -> Contents:
+    """Read the header alone, with the checks of `read`; the tensors have their shapes and dtypes, and no values."""
+    return _contents(source, fill=False)
+
+
+def _contents(source: Source, *, fill: bool) -> Contents:
     _require_little_endian()
     header, data_size = _read_header(source)
     metadata = header.pop("__metadata__", {})
@@ -116,7 +125,7 @@ def read(source: Source) -> Contents:
         at = entry.stop
     if at != data_size:
         raise _defect(source, f"its tensors take {at} bytes and {data_size} are there")
-    read = {name: _read_tensor(source, entry) for name, entry in in_file}
+    read = {name: _read_tensor(source, name, entry, fill=fill) for name, entry in in_file}
     return Contents({name: read[name] for name in entries}, metadata)
 
 
@@ -200,12 +209,13 @@ def _sizes(value: Any) -> bool:
     return type(value) is list and all(type(n) is int and 0 <= n < 1 << 62 for n in value)
 
 
-def _read_tensor(source: Source, entry: _Entry) -> Tensor:
+def _read_tensor(source: Source, name: str, entry: _Entry, *, fill: bool) -> Tensor:
     try:
         tensor = torch.empty(entry.shape, dtype=entry.dtype)
     except RuntimeError as error:
-        raise _defect(source, f"no tensor of shape {list(entry.shape)} can be made ({error})") from None
-    if tensor.numel():
+        what = f"no memory for tensor {name!r} of shape {list(entry.shape)}"
+        raise _defect(source, f"{what} ({str(error).partition(chr(10))[0]})") from None
+    if fill and tensor.numel():
         source.readinto(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return tensor
 

@@ -73,7 +73,10 @@ def unflatten(
         return _Decoder(tensors, device, elsewhere).value(jsonable)
     except CheckpointError:
         raise
-    except (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError, RecursionError) as error:
+    except (
+        *(AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError, RecursionError),
+        MemoryError,
+    ) as error:
         what = "a tree cannot be read: its nodes do not fit its tensors"
         raise CheckpointError(message(what, have=f"{type(error).__name__}: {error}", where=False)) from error
 

@@ -47,9 +47,12 @@ def weights_contents(state: Mapping[str, Any]) -> tensorfile.Contents:
     return tensorfile.Contents(kept, metadata)
 
 
-def read_weights(file: Reading) -> OrderedDict[str, Any]:
-    """The `state_dict` that a file of weights holds, on the CPU; files of other writers are read too."""
-    contents = tensorfile.read(file)
+def read_weights(file: Reading, *, fill: bool = True) -> OrderedDict[str, Any]:
+    """The `state_dict` that a file of weights holds, on the CPU; files of other writers are read too.
+
+    Without `fill` its tensors have no values.
+    """
+    contents = tensorfile.read(file) if fill else tensorfile.outline(file)
     weights: OrderedDict[str, Any] = OrderedDict(contents.tensors)
     try:
         ties = json.loads(contents.metadata.get(TIED, "{}"))
@@ -57,7 +60,10 @@ def read_weights(file: Reading) -> OrderedDict[str, Any]:
         weights.update(unflatten(json.loads(contents.metadata.get(EXTRA, "{}")), {}))
         if VERSIONS in contents.metadata:
             cast(Any, weights)._metadata = OrderedDict(unflatten(json.loads(contents.metadata[VERSIONS]), {}))
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError, CheckpointError) as error:
+    except (
+        *(AttributeError, KeyError, TypeError, ValueError, ArithmeticError, MemoryError, RecursionError),
+        CheckpointError,
+    ) as error:
         raise CheckpointError(f"{file.label} is damaged: its metadata cannot be read ({error!r})") from error
     return weights
 

@@ -33,6 +33,7 @@ class Keeping(Part, Protocol):
     `expect(tree)`: a state like this one will be saved: time to have room for a copy of it;
     `blocked`: seconds that saving has kept the run waiting so far;
     `failing`: a line for `Result.notes` where the last save failed, an empty string where it did not;
+    `adopt(path, manifest, passed_over=paths)`: where newer checkpoints than the loaded one cannot be loaded, these;
     `abandon()`: called in the place of `release` after a second Ctrl-C; to return at once.
 
     In a group every process has one, made by `bind(run_id, world=world)`, and calls the same of it in the same order.

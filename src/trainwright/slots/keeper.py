@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +21,7 @@ from trainwright.runtime.background import Background
 from trainwright.runtime.files import Content
 from trainwright.runtime.staging import Arena, needs
 from trainwright.slots.judged import Judged
-from trainwright.slots.saved import encode, rank
+from trainwright.slots.saved import encode, rank, readable
 from trainwright.slots.writing import Failure, Place, Retention, Writing, Written
 
 if TYPE_CHECKING:
@@ -80,16 +80,16 @@ class Keeper:
             raise
         self._background = Background("trainwright checkpoints", news=self._tell)
 
-    def adopt(self, path: Path, manifest: Mapping[str, Any]) -> None:
+    def adopt(self, path: Path, manifest: Mapping[str, Any], *, passed_over: Collection[Path] = ()) -> None:
         """Go on with the run of the checkpoint that was loaded; its state is loaded by `load_state_dict`.
 
         Raises CheckpointError where the directory holds another run, or later checkpoints of this one, which newer
-        ones could not be told from.
+        ones could not be told from. `passed_over` are some that cannot be loaded: they do not count.
         """
         self.run_id = manifest["run"]
         self._resumed = path.absolute()
         self._place.refuse_others(self.run_id, damaged=False)
-        self._note_whole(loaded=self._resumed)
+        self._note_whole(loaded=self._resumed, without={one.absolute() for one in passed_over})
         later = [storage.update_name(update) for update in self._whole if update > manifest["update"]]
         if later:
             what = f"{path.name} cannot be resumed into {self.directory}: the run went on from there"
@@ -321,12 +321,14 @@ class Keeper:
         self._arena.free()
         self._place.let_go()
 
-    def _note_whole(self, *, loaded: Path | None = None) -> None:
-        """Read which checkpoints of this run are whole; `loaded` is known to be, damaged ones are left alone."""
+    def _note_whole(self, *, loaded: Path | None = None, without: Collection[Path] = ()) -> None:
+        """Find the checkpoints of this run that can be read; `loaded` is one, others do not count and stay as they are."""
         whole = {}
         for path in storage.scan(self.directory):
+            if path in without:
+                continue
             try:
-                manifest = storage.read_manifest(path) if path == loaded else storage.verify(path)
+                manifest = storage.read_manifest(path) if path == loaded else readable(path)
             except CheckpointError:
                 continue
             whole[manifest["update"]] = rank(manifest, self.settings.best, self._judged.mode)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -89,11 +89,11 @@ class GroupKeeper:
             fix = f'Checkpoint("/a/shared/drive/{self.directory.name}", ...)'
             raise mark(CheckpointError(message(what, want=want, fix=fix)))
 
-    def adopt(self, path: Path, manifest: Mapping[str, Any]) -> None:
+    def adopt(self, path: Path, manifest: Mapping[str, Any], *, passed_over: Collection[Path] = ()) -> None:
         """Go on with the run of the checkpoint that was loaded. Raises as `Keeper.adopt`, on all processes."""
 
         def adopt() -> Known:
-            self._keeper.adopt(path, manifest)
+            self._keeper.adopt(path, manifest, passed_over=passed_over)
             return self._keeper.known
 
         self._take(first_of(self.world, adopt))

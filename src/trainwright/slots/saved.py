@@ -6,7 +6,8 @@ import json
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -61,13 +62,14 @@ def dry_save(tree: Mapping[str, Tree]) -> None:
 
 
 def load_tree(
-    path: str | Path, *, device: Home | None = None, later: tuple[int, int] | None = None
+    path: str | Path, *, device: Home | None = None, later: tuple[int, int] | None = None, fill: bool = True
 ) -> tuple[dict[str, Tree], dict[str, Any]]:
     """`{part: state}` and the manifest of a checkpoint, each byte checked; its tensors are on the CPU.
 
     State that lay on an accelerator is put on `device` where one is given, as `unflatten` does. CheckpointError names
     file and defect. Tensors that several processes have written are put together; with `later`, a process and their
-    number, they are `Stored` ones, and every process checks its share of their files.
+    number, they are `Stored` ones, and every process checks its share of their files. Without `fill` everything is
+    read and decoded, and the tensors have no values: no memory is used for them.
     """
     path = Path(path)
     manifest = storage.read_manifest(path)
@@ -77,8 +79,13 @@ def load_tree(
             raise CheckpointError(f"{path / storage.MANIFEST} is damaged: it does not list {name}")
     tree: dict[str, Tree] = {}
     if MODEL in files:
-        tree["model"] = read_file(path / MODEL, read_weights, expected=files[MODEL])
-    return tree | _load_parts(path, files, device=device, later=later), manifest
+        tree["model"] = read_file(path / MODEL, partial(read_weights, fill=fill), expected=files[MODEL])
+    return tree | _load_parts(path, files, device=device, later=later, fill=fill), manifest
+
+
+def readable(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint of which each byte was checked and everything decoded; CheckpointError else."""
+    return load_tree(path, fill=False)[1]
 
 
 def _load_parts(
@@ -88,16 +95,18 @@ def _load_parts(
     device: Home | None,
     later: tuple[int, int] | None = None,
     only: str = "",
+    fill: bool = True,
 ) -> dict[str, Tree]:
     """The parts of a checkpoint that have no file of their own; or one `only`."""
     text = read_file(path / DATA, lambda file: file.read_all(), expected=files[DATA])
-    tensors = read_file(path / STATE, tensorfile.read, expected=files[STATE]).tensors
+    use = tensorfile.read if fill else tensorfile.outline
+    tensors = read_file(path / STATE, use, expected=files[STATE]).tensors
     try:
         jsonable = json.loads(text)
         jsonable = {only: jsonable[only]} if only else jsonable
-        stored = _stored(path, files, later=later, prefix=f"{only}." if only else "")
+        stored = _stored(path, files, later=later if fill else (0, 1), prefix=f"{only}." if only else "")
         parts = unflatten(jsonable, tensors, device=device, elsewhere=stored)
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except (LookupError, TypeError, ValueError, ArithmeticError, MemoryError, RecursionError) as error:
         raise CheckpointError(f"{path / DATA} is damaged: it is not JSON ({error})") from error
     except CheckpointError as error:
         where = "" if str(path) in str(error) else f"{path / DATA} is damaged: "
@@ -128,6 +137,8 @@ class Loaded:
     path: Path
     tree: dict[str, Tree]
     manifest: dict[str, Any]
+    passed_over: tuple[Path, ...] = ()
+    """Newer ones that cannot be loaded; of several processes the first knows them."""
 
 
 def load_checkpoint(
@@ -138,6 +149,7 @@ def load_checkpoint(
     device: Home | None = None,
     world: World | None = None,
     later: bool = False,
+    refused: Mapping[Path, str] | None = None,
 ) -> Loaded | None:
     """The checkpoint that `find_checkpoint` finds, found by reading it: each byte of it is read once.
 
@@ -145,26 +157,29 @@ def load_checkpoint(
     State that lay on an accelerator is put on `device` where one is given, as `unflatten` does. The processes of a
     `world` call it alike: the first one looks, all of them read, and they end with the same one or the same error.
     `later`: tensors that several processes have written are left in their files, for `parallel.sharded.place`.
+    `refused`: checkpoints that could be read and not loaded, each with the reason.
     """
     share = (0, 1) if world is None else (world.rank, world.size)
 
     def read(path: Path) -> Loaded:
+        if refused and path in refused:
+            raise CheckpointError(refused[path])
         return Loaded(path, *load_tree(path, device=device, later=share if later else None))
 
     if world is None or world.size == 1:
-        return _meant(resume, directory, run=run, read=read)
+        return _passing_over(resume, directory, run=run, read=read)
     from trainwright.slots.loading_group import load_with_all
 
-    return load_with_all(world, lambda reads: _meant(resume, directory, run=run, read=reads), read)
+    return load_with_all(world, lambda reads: _passing_over(resume, directory, run=run, read=reads), read)
 
 
 @suggests
 def latest_checkpoint(directory: str | Path, *, run: str | None = None) -> Path | None:
-    """The newest whole checkpoint of a directory, or None; a damaged newer one is named in a warning.
+    """The newest complete checkpoint of a directory, or None; a newer one that cannot be read is named in a warning.
 
     A directory with checkpoints of several runs is a CheckpointError, unless `run` is the id of one of them.
     """
-    return _newest(local_path(directory, "latest_checkpoint({})", reads=True), run, read=_verified)[0]
+    return _newest(local_path(directory, "latest_checkpoint({})", reads=True), run, read=_readable)[0]
 
 
 def find_checkpoint(resume: str | Path | None, directory: str | Path | None, *, run: str | None = None) -> Path | None:
@@ -172,7 +187,7 @@ def find_checkpoint(resume: str | Path | None, directory: str | Path | None, *, 
 
     None where there is nothing to resume. CheckpointError where a path is missing, or where nothing there is whole.
     """
-    return _meant(resume, directory, run=run, read=_verified)
+    return _meant(resume, directory, run=run, read=_readable)
 
 
 @suggests
@@ -225,6 +240,23 @@ def rank(manifest: Mapping[str, Any], monitor: str | None, mode: str | None) -> 
     """What a checkpoint's number is sorted by, less being better; NaN where it has none."""
     value = float(manifest["metrics"].get(monitor, "nan"))
     return -value if mode == "max" else value
+
+
+def _passing_over(
+    resume: str | Path | None, directory: str | Path | None, *, run: str | None, read: Callable[[Path], Loaded]
+) -> Loaded | None:
+    """What `_meant` loads, with the newer checkpoints that cannot be loaded."""
+    failed: dict[Path, None] = {}
+
+    def noting(path: Path) -> Loaded:
+        try:
+            return read(path)
+        except CheckpointError:
+            failed[path] = None
+            raise
+
+    loaded = _meant(resume, directory, run=run, read=noting)
+    return None if loaded is None else replace(loaded, passed_over=tuple(failed))
 
 
 def _meant(
@@ -335,8 +367,8 @@ def _weights_of(path: Path) -> tuple[Path, OrderedDict[str, Any]]:
     return path / MODEL, read_file(path / MODEL, read_weights, expected=files[MODEL])
 
 
-def _verified(path: Path) -> Path:
-    storage.verify(path)
+def _readable(path: Path) -> Path:
+    readable(path)
     return path
 
 
@@ -407,7 +439,7 @@ def _best(directory: Path) -> Path:
     for _, _, path in ranked:
         before = _identity(path)
         try:
-            storage.verify(path)
+            readable(path)
         except CheckpointError as error:
             if before is None or _identity(path) != before:
                 raise
