@@ -21,5 +21,6 @@ def test_a_trial_that_goes_round_changes_each_image_of_each_pass() -> None:
 
     model = nn.Sequential(Looks(), nn.Linear(16, 3))
     trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), nn.CrossEntropyLoss(), console=False)
-    advice = advise(trainer, batches((pixels, labels), 20, shuffle=True, seed=1, augment=changes), seconds=1)
-    assert advice.findings == () and set(seen) == {torch.float32} and len(seen) > 4
+    advice = advise(trainer, batches((pixels, labels), 20, shuffle=True, seed=1, augment=changes), seconds=0.3)
+    assert {one.name for one in advice.findings} <= {"slow loader"}  # which the clock decides
+    assert set(seen) == {torch.float32} and len(seen) > 4

@@ -117,6 +117,122 @@ def test_a_metric_that_reads_in_every_batch_is_found() -> None:
     assert len(found(trainer, rows())["read in every step"].where) == 1
 
 
+def _indexed(model: nn.Module, x: Tensor) -> Tensor:
+    return torch.stack([model(x[i]) for i in range(len(x))])
+
+
+def _sliced(model: nn.Module, x: Tensor) -> Tensor:
+    return torch.cat([model(x[i : i + 1]) for i in range(len(x))])
+
+
+def _iterated(model: nn.Module, x: Tensor) -> Tensor:
+    return torch.stack([model(row) for row in x])
+
+
+def _unbound(model: nn.Module, x: Tensor) -> Tensor:
+    return torch.stack([model(row) for row in x.unbind()])
+
+
+def _split(model: nn.Module, x: Tensor) -> Tensor:
+    return torch.cat([model(row) for row in torch.split(x, 1)])
+
+
+def _chunked(model: nn.Module, x: Tensor) -> Tensor:
+    return torch.cat([model(row) for row in x.chunk(len(x))])
+
+
+def _selected(model: nn.Module, x: Tensor) -> Tensor:
+    return torch.stack([model(x.select(0, i)) for i in range(len(x))])
+
+
+def _mapped(model: nn.Module, x: Tensor) -> Tensor:
+    return torch.stack(list(map(model, x)))
+
+
+def _of_outputs(model: nn.Module, x: Tensor) -> Tensor:
+    return torch.stack([out - out.mean() for out in model(x)])
+
+
+LOOPS = {
+    one.__name__: one
+    for one in (_indexed, _sliced, _iterated, _unbound, _split, _chunked, _selected, _mapped, _of_outputs)
+}
+
+
+class Looping(Trainer[Any]):
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        return F.cross_entropy(self.state["how"](self.model, x), y)
+
+
+@pytest.mark.parametrize("how", LOOPS)
+def test_a_python_loop_over_the_rows_of_a_batch_is_found_with_its_line(how: str) -> None:
+    trainer = trainer_of(perceptron(), kind=Looping)
+    trainer.state["how"] = LOOPS[how]
+    one = found(trainer, rows(number=24, batches=1))["Python loop over rows"]
+    source, start = inspect.getsourcelines(LOOPS[how])
+    (place,) = one.where
+    file, line = place.split(":")
+    assert file == "test_findings_code.py" and start <= int(line) < start + len(source)
+    assert source[int(line) - start].strip() in one.what
+
+
+def test_a_loop_over_rows_inside_of_the_model_is_found_under_the_default_step_and_accumulation() -> None:
+    class PerRow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = perceptron()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.stack([self.inner(row) for row in x])
+
+    assert "Python loop over rows" in found(trainer_of(PerRow(), accumulate=2), rows(number=24, batches=2))
+
+
+def _steps_in_time(model: nn.Module, x: Tensor) -> Tensor:
+    total = x.new_zeros(len(x), CLASSES)
+    for t in range(2):
+        total = total + model(x[:, 6 * t : 6 * t + 6])
+    return total
+
+
+def _columns(model: nn.Module, x: Tensor) -> Tensor:
+    first = torch.stack([x[:, i] for i in range(6)], 1)
+    return model(torch.stack(first.unbind(1), 1))
+
+
+def _first_rows(model: nn.Module, x: Tensor) -> Tensor:
+    assert x[0].ndim == x[-1].ndim == 1
+    return model(x[:, :6])
+
+
+def _halves(model: nn.Module, x: Tensor) -> Tensor:
+    return torch.cat([model(half[:, :6]) for half in x.chunk(2)])
+
+
+def _taken_apart_for_one_call(model: nn.Module, x: Tensor) -> Tensor:
+    return model(torch.stack(x[:, :6].unbind(0)))
+
+
+def _permuted(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x[torch.arange(len(x) - 1, -1, -1)][:, :6].flip(0))
+
+
+def _weights(model: nn.Module, x: Tensor) -> Tensor:
+    weight = model[0].weight  # as many rows as a batch has here, by chance
+    return model(x[:, :6]) + sum(weight[i].sum() for i in range(len(weight)))
+
+
+@pytest.mark.parametrize(
+    "how", [_steps_in_time, _columns, _first_rows, _halves, _taken_apart_for_one_call, _permuted, _weights]
+)
+def test_loops_over_time_columns_chunks_and_weights_are_passed_over(how: Any) -> None:
+    model = nn.Sequential(nn.Linear(6, 24), nn.ReLU(), nn.Linear(24, CLASSES))
+    trainer = trainer_of(model, kind=Looping)
+    trainer.state["how"] = how
+    assert found(trainer, rows(24, 12)) == {}
+
+
 class Copying(Dataset[Any]):
     def __init__(self, how: str = "copy") -> None:
         self.x, self.how = np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32), how

@@ -102,9 +102,18 @@ def test_numbers_that_are_not_finite_are_found() -> None:
     assert list(found(trainer_of(perceptron()), bad)) == ["inputs that are not finite"]
 
 
-def test_a_tiny_batch_is_found_and_a_usual_one_is_not_even_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "tiny batch" in found(trainer_of(perceptron()), rows(2))
-    assert "tiny batch" in found(trainer_of(perceptron(), accumulate=2), rows(2, batches=6))
+@pytest.mark.parametrize(
+    ("seconds", "found_tiny"), [((0.001, 0.0011), True), ((0.001, 0.0018), False), ((0.03, 0.031), False)]
+)
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_tiny_batch_is_found_by_the_time_of_twice_the_rows(
+    monkeypatch: pytest.MonkeyPatch, seconds: tuple[float, float], found_tiny: bool, every: int
+) -> None:
+    monkeypatch.setattr(findings_data, "update_seconds", lambda _, batches: seconds[len(batches[0][0]) == 4])
+    assert ("tiny batch" in found(trainer_of(perceptron(), accumulate=every), rows(2, batches=6))) is found_tiny
+
+
+def test_a_usual_batch_is_not_even_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(findings_data, "update_seconds")
     assert found(trainer_of(perceptron()), rows(32)) == {}
 
@@ -150,4 +159,34 @@ def test_a_device_is_looked_at_between_updates_often_enough_for_the_rule() -> No
 
 
 def test_an_update_is_timed_in_seconds() -> None:
-    assert 0 < update_seconds(trainer_of(perceptron()), rows(4), updates=3) < 1
+    assert update_seconds(trainer_of(perceptron()), rows(4), updates=3) > 0
+
+
+def test_weights_and_columns_in_float64_are_found_with_both_casts() -> None:
+    batches = [(x.double(), y) for x, y in rows()]
+    one = found(trainer_of(perceptron().double()), batches)["float64 model and data"]
+    assert one.level == "problem" and "model.float()" in one.fix and "x.float()" in one.fix
+    assert one.where == ("model.0.weight", "model.0.bias", "model.3.weight", "model.3.bias", "batch[0]")
+
+
+def test_a_column_or_a_model_in_float64_alone_is_found_alone() -> None:
+    class Casting(Trainer[Any]):
+        def training_step(self, batch: Any) -> Any:
+            x = torch.as_tensor(batch["x"]).to(next(self.model.parameters()).dtype)
+            return nn.functional.cross_entropy(self.model(x), batch["y"])
+
+    wide = [{"x": x.double(), "y": y} for x, y in rows()]
+    narrow = [{"x": x, "y": y} for x, y in rows()]
+    assert found(trainer_of(perceptron(), kind=Casting), wide)["float64 data"].where == ("batch['x']",)
+    assert set(found(trainer_of(perceptron().double(), kind=Casting), narrow)) == {"float64 model"}
+    assert found(trainer_of(perceptron(), kind=Casting), narrow) == {}
+
+
+def test_float64_is_a_note_where_it_is_the_default_of_new_tensors() -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        one = found(trainer_of(perceptron()), rows())["float64 model and data"]
+    finally:
+        torch.set_default_dtype(before)
+    assert one.level == "note"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -345,3 +346,31 @@ def test_findings_leave_no_trace() -> None:
     parameters = list(trainer.model.parameters())
     assert all(p.grad is None and not p._post_accumulate_grad_hooks for p in parameters)
     assert (trainer.progress.updates, trainer.history) == (0, [])
+
+
+@pytest.fixture
+def anomaly_mode() -> Iterator[None]:
+    torch.autograd.set_detect_anomaly(True)
+    yield
+    torch.autograd.set_detect_anomaly(False)
+
+
+def test_anomaly_mode_left_on_is_found(anomaly_mode: None) -> None:
+    one = found(trainer_of(perceptron()), rows())["anomaly mode on"]
+    assert "set_detect_anomaly(False)" in one.fix
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+def test_anomaly_mode_around_a_step_is_found_with_its_line() -> None:
+    class Searching(Trainer[Any]):
+        def training_step(self, batch: Any) -> Any:
+            x, y = batch
+            with torch.autograd.detect_anomaly():
+                return F.cross_entropy(self.model(x), y)
+
+    one = found(trainer_of(perceptron(), kind=Searching), rows())["anomaly mode on"]
+    assert one.where and one.where[0].startswith("test_findings_model.py:")
+
+
+def test_anomaly_mode_that_is_off_is_not_found() -> None:
+    assert found(trainer_of(perceptron()), rows()) == {}

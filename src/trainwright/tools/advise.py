@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from trainwright.base.checks import check_number
 from trainwright.base.errors import first_line
 from trainwright.base.names import suggests
-from trainwright.tools.advice import Advice, Effect
+from trainwright.tools.advice import Advice, Effect, Noise, agreed, effect_of, noise_of
 from trainwright.tools.batching import compact
 from trainwright.tools.findings import findings
 from trainwright.tools.loading import loader_techniques
@@ -21,6 +19,9 @@ from trainwright.tools.phases import Phases, measure_phases
 from trainwright.tools.trial import Kept, check_trainer, data_kept, open_afresh, ready, traceless
 from trainwright.tools.ways import Technique, as_it_is, techniques
 from trainwright.trainer import Trainer
+
+if TYPE_CHECKING:
+    from trainwright.tools.cpu import Setting
 
 ROUNDS = 15
 """Ratios of one technique at most."""
@@ -48,15 +49,15 @@ def advise(
     *,
     seconds: float = 60,
     batch_size: int | None = None,
-    script: str | Path | None = None,
 ) -> Advice:
     """Try techniques of efficient training on this trainer and these data; return what each gives, for printing.
 
     Short trials of real updates, by turns with the trainer as it is, and without a trace in it, in the data or in the
     process: speed-up (median and quartiles of the ratios), memory, and how far the loss of the same updates differs.
+    In each turn the trainer as it is is also tried against itself: a speed-up counts only beyond the ratios found
+    there. Updates of ready batches on a CPU are timed by the CPU time of the process, everything else by the clock.
     `train`, `val`, `batch_size`: as for `fit`. `seconds`: about how long all of it may take; what cannot begin within
-    that is listed as not tried. `script`: a file that is run in processes of its own with other settings of the
-    process: threads between operators, variables of the environment, memory allocators.
+    that is listed as not tried. Settings of the process, such as threads and memory allocators, are listed in words.
 
     Raises SettingError in a group of processes, and DataError for a stream that cannot be read afresh: give a list
     of ready batches.
@@ -79,13 +80,15 @@ def advise(
         patience = min(0.1 * seconds, budget.left)
         wanted += loader_techniques(trainer, train, seconds_per_row=_reading(phases, row), patience=patience)
         bases = {"ready": as_it_is(trainer, open_afresh(batches)), "loader": as_it_is(trainer, source)}
-        memory, tried = trial.all(wanted, bases)
+        memory, noise, tried = trial.all(wanted, bases)
         whole = run_block(trainer, kept, bases["loader"], updates=trial.updates, warm=1)
-    tried += _of_process(script, budget)
+    found = [*([] if phases.finding is None else [phases.finding]), *found]
     return Advice(
         tried=tuple(sorted(tried, key=lambda one: -(one.speedup or 0.0))),
+        noise=noise,
         phases=phases,
-        findings=(*([] if phases.finding is None else [phases.finding]), *found),
+        findings=tuple(agreed(one, tried) for one in found),
+        settings=_settings(),
         rows_per_second=1 / whole.seconds[0],
         memory=memory,
         seconds=budget.spent,
@@ -111,37 +114,20 @@ class Budget:
 
 
 @dataclass(slots=True)
-class _Ratios:
-    """What was measured of one technique."""
+class _Pairs:
+    """The pairs of blocks of one technique: without it and with it."""
 
     technique: Technique
     base: Way
     ratios: list[float] = field(default_factory=list)
+    """Of the time that is judged: CPU time, or that of the clock."""
+    wall: list[float] = field(default_factory=list)
+    """Of the time by the clock."""
     drifts: list[float] = field(default_factory=list)
     memory: float | None = None
     why_not: str = ""
     seconds: float = 0.0
     """What one turn takes."""
-
-    def told(self) -> Effect:
-        """The record of it."""
-        one = self.technique
-        if not self.ratios:
-            reads = one.against == "loader"
-            return Effect(name=one.name, how=one.how, why_not=self.why_not, for_memory=one.for_memory, reads=reads)
-        few = len(self.ratios) < 2
-        quartiles = (self.ratios[0],) * 3 if few else statistics.quantiles(self.ratios, n=4, method="inclusive")
-        return Effect(
-            name=one.name,
-            how=one.how,
-            speedup=statistics.median(self.ratios),
-            spread=(quartiles[0], quartiles[2]),
-            trials=len(self.ratios),
-            memory=self.memory,
-            drift=max(self.drifts, default=None) if one.same_numbers else None,
-            for_memory=one.for_memory,
-            reads=one.against == "loader",
-        )
 
 
 class _Trial:
@@ -163,41 +149,65 @@ class _Trial:
         length = min(BLOCK, self._budget.seconds / 400)
         self.updates = max(1, min(READY - WARM, round(length / each)))
 
-    def all(self, wanted: Sequence[Technique], bases: dict[str, Way]) -> tuple[int, list[Effect]]:
-        """Try all of them in turns until the budget is spent; what an update takes, and what each gave."""
-        found = [_Ratios(one, bases[one.against], why_not=one.why_not) for one in wanted]
+    def all(self, wanted: Sequence[Technique], bases: dict[str, Way]) -> tuple[int, dict[str, Noise], list[Effect]]:
+        """Try all of them in turns until the budget is spent; memory of an update, noise, and the effect of each."""
+        found = [_Pairs(one, bases[one.against], why_not=one.why_not) for one in wanted]
         able = [one for one in found if one.technique.way is not None]
-        quick = [one for one in able if not one.technique.start]
-        slow = [one for one in able if one.technique.start]
+        controls = {name: _control(name, bases[name]) for name in dict.fromkeys(one.technique.against for one in able)}
+        quick, slow = ([one for one in able if bool(one.technique.start) is late] for late in (False, True))
         memory = self._measure_memory(quick, bases["ready"])
+        quick = [*controls.values(), *quick]
         reserve = self._reserve(slow)
         for turn in range(ROUNDS):
-            for one in quick[turn % len(quick) :] + quick[: turn % len(quick)]:
-                if not one.why_not and self._budget.left - reserve > 2 * one.seconds:
-                    self._take_turn(one)
-            if self._budget.left <= reserve:
+            start = turn % max(1, len(quick))
+            able_now = [one for one in quick[start:] + quick[:start] if not one.why_not]
+            for one in able_now:
+                if self._budget.left - reserve > 2 * one.seconds:
+                    self._take_turn(one, technique_first=turn % 2 == 1)
+            if self._budget.left - reserve <= 2 * min((one.seconds for one in able_now), default=0.0):
                 break
         for one in slow:
             self._start_slowly(one)
         for one in able:
             one.why_not = one.why_not or "the time was over before its turn; give more seconds"
-        return memory, [one.told() for one in found]
+        noise = {name: self._noise(one) for name, one in controls.items()}
+        return memory, noise, [self._effect(one, noise) for one in found]
 
-    def _reserve(self, slow: Sequence[_Ratios]) -> float:
+    def _noise(self, control: _Pairs) -> Noise:
+        return noise_of(control.ratios, wall=control.wall, clock=self._clock(control))
+
+    def _effect(self, one: _Pairs, noise: dict[str, Noise]) -> Effect:
+        of = one.technique
+        effect = Effect(name=of.name, how=of.how, for_memory=of.for_memory, reads=of.against == "loader")
+        if not one.ratios:
+            return replace(effect, why_not=one.why_not)
+        drift = max(one.drifts, default=None) if of.same_numbers else None
+        effect = replace(effect, memory=one.memory, drift=drift)
+        return effect_of(effect, one.ratios, wall=one.wall, noise=noise[of.against])
+
+    def _clock(self, one: _Pairs) -> str:
+        """By which time it is judged: waiting for data, and for a device, takes no CPU time."""
+        on_cpu = self._trainer.device.type == "cpu" and one.technique.against == "ready"
+        return "CPU time" if on_cpu else "wall clock"
+
+    def _reserve(self, slow: Sequence[_Pairs]) -> float:
         """Seconds that are kept for techniques that start slowly."""
         starts = [one.technique.start for one in slow]
         return 1.5 * sum(start for start in starts if SHARE * start <= self._budget.seconds)
 
-    def _take_turn(self, one: _Ratios) -> None:
-        """One block without and one with the technique."""
+    def _take_turn(self, one: _Pairs, *, technique_first: bool) -> None:
+        """One block without and one with the technique; which comes first alternates: the second finds warm caches."""
         begun = time.perf_counter()
+        block = self._block(one) if technique_first else None
+        if one.why_not:
+            return
         base = run_block(self._trainer, self._kept, one.base, updates=self.updates, warm=WARM)
-        block = self._block(one)
+        block = block or self._block(one)
         one.seconds = time.perf_counter() - begun
         if block is not None:
             self._note(one, base, block)
 
-    def _start_slowly(self, one: _Ratios) -> None:
+    def _start_slowly(self, one: _Pairs) -> None:
         """One block for all, where the first update takes long; of the time that is left, if it is enough."""
         start = one.technique.start
         if self._budget.left < start:
@@ -208,7 +218,7 @@ class _Trial:
         if block is not None:
             self._note(one, base, block)
 
-    def _block(self, one: _Ratios, *, segments: int = 1, warm: int = WARM) -> Block | None:
+    def _block(self, one: _Pairs, *, segments: int = 1, warm: int = WARM) -> Block | None:
         """The block of a technique; None where it raises, which is then the reason why it is not tried."""
         assert one.technique.way is not None
         how = {"updates": self.updates, "warm": warm, "segments": segments}
@@ -219,14 +229,17 @@ class _Trial:
             one.ratios.clear()
             return None
 
-    def _note(self, one: _Ratios, base: Block, block: Block) -> None:
-        one.ratios += [a / b for a, b in zip(base.seconds, block.seconds, strict=True)]
+    def _note(self, one: _Pairs, base: Block, block: Block) -> None:
+        wall = [a / b for a, b in zip(base.seconds, block.seconds, strict=True)]
+        one.wall += wall
+        by_cpu = self._clock(one) == "CPU time"
+        one.ratios += [a / b for a, b in zip(base.cpu, block.cpu, strict=True)] if by_cpu else wall
         if base.loss is not None and block.loss is not None:
             one.drifts.append(abs(block.loss - base.loss) / max(abs(base.loss), 1e-12))
         if base.peak and block.peak is not None:
             one.memory = block.peak / base.peak
 
-    def _measure_memory(self, quick: Sequence[_Ratios], base: Way) -> int:
+    def _measure_memory(self, quick: Sequence[_Pairs], base: Way) -> int:
         """What an update takes as it is; of techniques by the same count, where the device tells nothing."""
         if self._trainer.device.type == "cuda":
             return run_block(self._trainer, self._kept, base, updates=1, warm=1).peak or 0
@@ -245,15 +258,15 @@ def _reading(phases: Phases, row: float) -> float:
     return row * phases.data / max(phases.total - phases.data, 1e-9)
 
 
-def _of_process(script: str | Path | None, budget: Budget) -> list[Effect]:
-    """Settings of the process, measured in processes that run the script, or listed."""
-    from trainwright.tools.cpu import measure_settings, settings_to_try
+def _control(against: str, base: Way) -> _Pairs:
+    """The trainer as it is, tried against itself: the A/A trial that shows the noise."""
+    return _Pairs(Technique(name=f"as it is ({against})", how="", way=base, against=against), base)
 
-    settings = settings_to_try()
-    if script is None:
-        later = 'set before a process begins: advise(..., script="train.py") tries it'
-        return [Effect(name=one.name, how=one.how, why_not=one.why_not or later) for one in settings]
-    return measure_settings(script, settings, seconds=max(budget.left, budget.seconds / 2))
+
+def _settings() -> tuple[Setting, ...]:
+    from trainwright.tools.cpu import settings_to_try
+
+    return tuple(settings_to_try())
 
 
 def _device(trainer: Trainer[Any]) -> str:

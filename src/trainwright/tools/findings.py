@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trainwright.base.errors import StepError
 from trainwright.data.source import takes_batch_size
+from trainwright.slots.window import find_rows
 from trainwright.tools import findings_code, findings_data, findings_model
 from trainwright.tools.finding import Finding, silent
 from trainwright.tools.trial import ready
@@ -39,9 +40,11 @@ def findings(
         return [*found, *findings_code.loader_findings(train)]
     found = [*findings_model.of_training(trainer, seen, updates=updates)]
     found += findings_model.of_evaluation(evaluated(trainer, batches, val, batch_size=batch_size))
+    found += findings_model.of_anomaly(seen)
+    found += findings_data.of_dtypes(trainer, batches)
     found += findings_data.of_inputs(seen, batches)
     found += findings_data.of_sizes(trainer, batches)
-    found += findings_code.of_reads(seen, updates=updates)
+    found += [*findings_code.of_reads(seen, updates=updates), *findings_code.of_row_loops(seen)]
     return [*found, *findings_code.loader_findings(train)]
 
 
@@ -51,7 +54,9 @@ def watched(trainer: Trainer[Any], batches: Sequence[Any]) -> tuple[Seen, int, l
     updates = max(1, min(LOOKED_AT, len(batches) // each))
     used = [batches[index % len(batches)] for index in range((updates + 1) * each)]  # the epoch goes on after them
     twin = silent(trainer, metrics=_functions(trainer.metrics))
-    watch = Watch(trainer.model)
+    counts = [find_rows(batch) or 0 for batch in used]
+    watch = Watch(trainer.model, [rows for rows in counts if rows >= findings_code.MANY_ROWS])
+    watch.seen.rows = sum(counts[: updates * each])
     step = twin.training_step
 
     def noted(batch: Any) -> Any:

@@ -26,6 +26,8 @@ from trainwright.runtime.randomness import unmoved
 from trainwright.tools.finding import Finding
 from trainwright.tools.watching import Read, Seen
 
+MANY_ROWS = 8
+"""Rows of a batch from which on a loop over them is looked for: of fewer, other dimensions are often as long."""
 ROWS, SECONDS = 6, 1.0
 """Rows that are fetched, and the time after which no further one is."""
 
@@ -44,6 +46,23 @@ def of_reads(seen: Seen, *, updates: int) -> list[Finding]:
             "on a CPU it costs a microsecond",
             'self.log("name", tensor)  # keeps it on the device and reads it once per epoch',
             tuple(read.place for read in lines),
+        )
+    ]
+
+
+def of_row_loops(seen: Seen) -> list[Finding]:
+    """Lines that take at least half of the rows of all batches one by one."""
+    lines = [place for place, rows in seen.row_loops.items() if 2 * rows >= seen.rows]
+    if not lines or not seen.rows:
+        return []
+    shown = [f"{_short(place)} `{linecache.getline(*place).strip()}`" for place in lines]
+    return [
+        Finding(
+            "Python loop over rows",
+            f"the rows of a batch are taken one by one: {listed(shown)}",
+            "each row makes its own calls and kernels: a batch takes nearly as many times as long as it has rows",
+            "self.model(x)  # all rows in one call; torch.vmap(f)(x) for an f of one row; padding where lengths differ",
+            tuple(map(_short, lines)),
         )
     ]
 

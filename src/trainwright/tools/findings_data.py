@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -21,6 +22,7 @@ from trainwright.observers.throughput import Throughput
 from trainwright.slots.window import find_rows
 from trainwright.tools.batching import joined
 from trainwright.tools.finding import Finding, silent
+from trainwright.tools.findings_model import trained_by
 from trainwright.tools.watching import Entered, Seen
 from trainwright.trainer import Trainer
 
@@ -34,6 +36,10 @@ FEWEST, MOST = 3, 9
 """How often that is done: the more often, the shorter an update is."""
 LOOKS, BETWEEN = 12, 4
 """How often it is looked whether a device has work left, and the updates between two looks."""
+
+
+_WIDE = (torch.float64, torch.complex128)
+_WIDE_NAMES = ("float64", "complex128")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +89,28 @@ def of_inputs(seen: Seen, batches: Sequence[Any]) -> Iterator[Finding]:
             _normalising(entered, batches),
             tuple(scaled),
         )
+
+
+def of_dtypes(trainer: Trainer[Any], batches: Sequence[Any]) -> Iterator[Finding]:
+    """Find weights and columns of a batch in float64: NumPy's default, and rarely meant. A note where it is torch's."""
+    weights = [f"{root}.{name}" for root, name, one in trained_by(trainer) if one.dtype in _WIDE]
+    columns = [
+        f"batch{pytree.keystr(path)}"
+        for path, one in pytree.tree_flatten_with_path(batches[0])[0]
+        if isinstance(one, Tensor | np.ndarray) and one.ndim and str(one.dtype).removeprefix("torch.") in _WIDE_NAMES
+    ]
+    if not weights and not columns:
+        return
+    what = ["model"] * bool(weights) + ["data"] * bool(columns)
+    fix = ["model.float()"] * bool(weights) + ["x.astype(np.float32), or x.float(), in the data"] * bool(columns)
+    yield Finding(
+        f"float64 {' and '.join(what)}",
+        f"double precision: {listed([*weights[:2], *columns])}" + (f" ({len(weights)} weights)" if weights else ""),
+        "float64 takes twice the memory of float32, and twice the time or more to compute with: far more on most GPUs",
+        " and ".join(fix),
+        (*weights, *columns),
+        level="note" if torch.get_default_dtype() is torch.float64 else "problem",
+    )
 
 
 def moments(entered: Entered) -> tuple[Tensor, Tensor, float]:
@@ -152,7 +180,7 @@ def small_batch(facts: DeviceFacts) -> Finding | None:
 
 def update_seconds(trainer: Trainer[Any], batches: Sequence[Any], *, updates: int = TIMED) -> float:
     """The median of the times between updates, in seconds, of a trial on these batches."""
-    ticks = _Ticks()
+    ticks = _Ticks(time.process_time if trainer.device.type == "cpu" else time.perf_counter)
     each = trainer.accumulate[0][1]
     used = [batches[index % len(batches)] for index in range((updates + 2) * each)]
     silent(trainer, observers=[ticks]).fit(used, max_updates=updates + 1)
@@ -160,13 +188,14 @@ def update_seconds(trainer: Trainer[Any], batches: Sequence[Any], *, updates: in
 
 
 class _Ticks(Observer):
-    """Notes when updates were told of."""
+    """Notes the time at each update."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self.times: list[float] = []
+        self._clock = clock
 
     def on_update(self, update: Update) -> None:
-        self.times.append(time.perf_counter())
+        self.times.append(self._clock())
 
 
 class _Speeds(Observer):

@@ -54,6 +54,18 @@ def of_evaluation(seen: Seen | None) -> list[Finding]:
     return found
 
 
+def of_anomaly(seen: Seen) -> Iterator[Finding]:
+    """Torch's anomaly mode, left on after a search for a NaN, or around a step."""
+    if seen.anomaly is not None:
+        yield Finding(
+            "anomaly mode on",
+            "torch's anomaly detection is on in every update" + (f", first at {seen.anomaly}" if seen.anomaly else ""),
+            "each operation keeps a traceback, and each gradient is looked through for NaN: updates take much longer",
+            "torch.autograd.set_detect_anomaly(False)  # for one search: with anomaly(): trainer.fit(...)",
+            (seen.anomaly,) if seen.anomaly else (),
+        )
+
+
 def trained_by(trainer: Trainer[Any]) -> Iterator[tuple[str, str, nn.Parameter]]:
     """The parameters of the model, of a loss module, and what an optimizer holds beside them; root, name, itself."""
     known: set[int] = set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain, count, islice, pairwise
@@ -39,6 +39,8 @@ class Block:
 
     seconds: tuple[float, ...]
     """Per row, in each of its segments."""
+    cpu: tuple[float, ...]
+    """The same in CPU time of the process, which other processes on the machine do not add to."""
     updates_per_second: float
     loss: float | None
     """The mean loss of all its updates; None where an `update` of the user's own tells none."""
@@ -64,7 +66,8 @@ def run_block(trainer: Trainer[Any], kept: Kept, way: Way, *, updates: int, warm
     finally:
         kept.put_back()
     return Block(
-        seconds=clock.per_row,
+        seconds=clock.per_row(clock.stamps),
+        cpu=clock.per_row(clock.cpu_stamps),
         updates_per_second=segments * updates / (clock.stamps[-1] - clock.stamps[0]),
         loss=result.history[-1].get("loss"),
         peak=peak,
@@ -80,13 +83,14 @@ class Clock:
         self._warm, self._updates, self._segments = warm, updates, segments
         self.stamps: list[float] = []
         """When each segment began, and the last one ended; seconds."""
+        self.cpu_stamps: list[float] = []
+        """The same in CPU time of the process."""
         self.rows: list[int] = []
         """The rows of each segment."""
 
-    @property
-    def per_row(self) -> tuple[float, ...]:
-        """Seconds per row of each segment."""
-        lengths = (end - begin for begin, end in pairwise(self.stamps))
+    def per_row(self, stamps: Sequence[float]) -> tuple[float, ...]:
+        """Seconds per row of each segment, between these stamps."""
+        lengths = (end - begin for begin, end in pairwise(stamps))
         return tuple(length / rows for length, rows in zip(lengths, self.rows, strict=True))
 
     def over(self, source: Source) -> Source:
@@ -116,6 +120,7 @@ class Clock:
         if done >= 0 and done % self._updates == 0:
             synchronise(self._device)
             self.stamps.append(time.perf_counter())
+            self.cpu_stamps.append(time.process_time())
             self.rows.append(0)
 
 

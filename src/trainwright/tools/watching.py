@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -33,6 +34,10 @@ _DROPOUTS = frozenset({"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_
 _SQUASHED = frozenset({"softmax", "log_softmax", "sigmoid"})
 _SAME_VALUES = frozenset({"view", "reshape", "flatten", "squeeze", "unsqueeze", "transpose", "permute", "contiguous"})
 _LOSSES = frozenset({"cross_entropy", "nll_loss", "binary_cross_entropy_with_logits"})
+_PICKS = frozenset({"__getitem__", "select", "narrow"})
+"""What takes one row of a tensor; `_PARTS` take all of them apart."""
+_PARTS = frozenset({"unbind", "split", "split_with_sizes", "chunk", "tensor_split"})
+_WRAPPERS = ("/torch/overrides.py", "/torch/_tensor.py", "/torch/functional.py")
 _BETWEEN_EPOCHS = frozenset({"begin_epoch", "end_epoch"})
 
 
@@ -106,6 +111,12 @@ class Seen:
     """The parameters that got a gradient, by identity."""
     constant: set[str] = field(default_factory=set)
     """Named losses without a gradient."""
+    rows: int = 0
+    """Of all micro-batches that were trained on."""
+    row_loops: Counter[tuple[str, int]] = field(default_factory=Counter)
+    """The user's own lines that take rows one by one, with the rows that each took."""
+    anomaly: str | None = None
+    """Where torch's anomaly mode was on: the user's line, or "" where none is known. None where it was off."""
 
 
 @dataclass(slots=True)
@@ -123,9 +134,13 @@ class _Mark:
 class Watch(TorchFunctionMode):
     """Notes what torch is asked for inside, and changes nothing."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, rows: Collection[int] = ()) -> None:
         super().__init__()
         self.seen = Seen()
+        self._rows = frozenset(rows)
+        """The rows that batches have, where loops over them are looked for."""
+        self._parts: dict[int, tuple[Tensor, tuple[str, int]]] = {}
+        """Rows that a tensor was taken apart into, with the line that did it."""
         self._model = model
         self._modules = {id(module): name for name, module in model.named_modules()}
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -142,7 +157,11 @@ class Watch(TorchFunctionMode):
         note = self._look_for(name)
         if note is not None:
             note(func, args, kwargs)
+        if self.seen.anomaly is None and torch.is_anomaly_enabled():
+            self.seen.anomaly = self._place(sys._getframe(1))
         returned = func(*args, **kwargs)
+        if self._rows and name != "__get__":
+            self._note_rows(name, (*args, *kwargs.values()), returned)
         if name == "backward":
             self._settle()
         else:
@@ -291,12 +310,35 @@ class Watch(TorchFunctionMode):
             file, line = frame.f_code.co_filename, frame.f_lineno
             self.seen.reads.setdefault((file, line), Read(file, line, name)).times += 1
 
+    def _note_rows(self, name: str, given: tuple[Any, ...], returned: Any) -> None:
+        """Count rows that a line takes one by one, by an index, or by a call for each row of a tensor taken apart.
+
+        Rows taken apart for a single call, as `torch.stack(x.unbind(0))`, are no loop.
+        """
+        if self._parts:
+            used = [self._parts.pop(id(one), None) for one in _tensors(given)]
+            self.seen.row_loops.update({mark[1] for mark in used if mark is not None})
+        of = given[0] if given else None
+        if name not in _PICKS | _PARTS or not isinstance(of, Tensor) or not of.ndim:
+            return
+        if len(of) not in self._rows or id(of) in self.seen.named:
+            return
+        frame = _asking(sys._getframe(2))
+        if frame is None:
+            return
+        line = frame.f_code.co_filename, frame.f_lineno
+        if name in _PICKS:
+            self.seen.row_loops[line] += _is_one_row(name, given[1:], len(of))
+        elif len(returned) == len(of) and sum(one.numel() for one in returned[:1]) == of[0].numel():
+            self._parts.update({id(one): (one, line) for one in returned})
+
     def _settle(self) -> None:
         """After a backward: where the outputs of layers went, all of their users being known now."""
         for mark in self._marks.values():
             if mark.takers in (["batch_norm"], ["instance_norm"]) and mark.layer in self.seen.norm_of:
                 self.seen.normalised[mark.layer] += 1
         self._marks.clear()
+        self._parts.clear()
 
     def _module(self, frame: FrameType | None) -> nn.Module | None:
         """The innermost module that is being called, of the model or beside it."""
@@ -352,7 +394,7 @@ def is_ours_but_watch(frame: FrameType) -> bool:
 
 def _asking(frame: FrameType | None) -> FrameType | None:
     """The user's own frame that asks for a number in a step; None where torch, a package or this one asks."""
-    while frame is not None and frame.f_code.co_filename.endswith(("/torch/overrides.py", "/torch/_tensor.py")):
+    while frame is not None and frame.f_code.co_filename.endswith(_WRAPPERS):
         frame = frame.f_back
     if frame is None or not is_users(frame.f_code.co_filename):
         return None
@@ -362,6 +404,22 @@ def _asking(frame: FrameType | None) -> FrameType | None:
             return None
         outer = outer.f_back
     return frame
+
+
+def _is_one_row(name: str, index: Sequence[Any], rows: int) -> bool:
+    """Whether an index along dim 0 takes a single row."""
+    if name != "__getitem__":  # select(dim, index), narrow(dim, start, length)
+        return index[0] == 0 and (name == "select" or index[-1] == 1)
+    first = index[0][0] if isinstance(index[0], tuple) and index[0] else index[0]
+    if isinstance(first, slice):
+        return len(range(*first.indices(rows))) == 1 if _is_plain(first) else False
+    if isinstance(first, Tensor):
+        return first.ndim == 0 and not first.is_floating_point() and first.dtype != torch.bool
+    return isinstance(first, int | np.integer) and not isinstance(first, bool)
+
+
+def _is_plain(index: slice) -> bool:
+    return all(one is None or isinstance(one, int | np.integer) for one in (index.start, index.stop, index.step))
 
 
 def _tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,9 +15,6 @@ from torch.optim import Optimizer
 from trainwright.base.errors import TrainwrightError
 from trainwright.data.source import open_source
 from trainwright.runtime.compile import find_regions
-from trainwright.runtime.cores import usable_cores
-from trainwright.runtime.gradients import Gradients
-from trainwright.runtime.switches import flushes_denormal
 from trainwright.runtime.walking import parameters_in
 from trainwright.slots.fast import Fast
 from trainwright.tools.batching import halved, joined
@@ -53,7 +49,7 @@ class Technique:
 def techniques(trainer: Trainer[Any], ready: list[Any]) -> list[Technique]:
     """Everything that may be switched for an update of these ready batches."""
     source = open_source(ready)
-    made = (_precisions, _optimizers, _compile, _layouts, _for_cuda, _memory, _process, _batches)
+    made = (_precisions, _optimizers, _compile, _layouts, _for_cuda, _memory, _batches)
     found = [technique for make in made for technique in make(trainer, ready)]
     return [bound(trainer, technique, source) for technique in found]
 
@@ -198,70 +194,6 @@ def _checkpointed(trainer: Trainer[Any]) -> Technique:
     around: Any = lambda trainer: checkpoint_activations(trainer.model, blocks=kinds)  # noqa: E731
     how = how.format(", ".join(sorted(kind.__name__ for kind in kinds)))
     return Technique(name=name, how=how, way=Way(name="checkpoint", around=around), for_memory=True)
-
-
-def _process(trainer: Trainer[Any], _: list[Any]) -> Iterator[Technique]:
-    """Switches of the process."""
-    cores = usable_cores()
-    now = torch.get_num_threads()
-    for threads in sorted({1, max(1, cores // 2), cores} - {now}):
-        name, how = f"{threads} thread{'s' if threads > 1 else ''}", f"torch.set_num_threads({threads})"
-        why_not = "" if trainer.device.type == "cpu" else "the model is not computed on the CPU"
-        way = None if why_not else Way(name=name, around=partial(_threads, number=threads))
-        yield Technique(name=name, how=how, way=way, why_not=why_not)
-    way = Way(name="denormal", around=_flushing)
-    yield Technique(name="flush denormal", how="torch.set_flush_denormal(True)", way=way)
-    yield Technique(name="gc freeze", how="gc.collect(); gc.freeze()  # before fit", way=Way(name="gc", around=_frozen))
-    how = "leave it: every run sets gradients to None; the trial wrote zeros instead"
-    yield Technique(name="set_to_none=False", how=how, way=Way(name="zeros", around=_writing_zeros))
-
-
-@contextmanager
-def _threads(_: Trainer[Any], *, number: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@contextmanager
-def _flushing(_: Trainer[Any]) -> Iterator[None]:
-    before = flushes_denormal()
-    torch.set_flush_denormal(True)
-    try:
-        yield
-    finally:
-        torch.set_flush_denormal(before)
-
-
-@contextmanager
-def _frozen(_: Trainer[Any]) -> Iterator[None]:
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
-@contextmanager
-def _writing_zeros(_: Trainer[Any]) -> Iterator[None]:
-    """Gradients that are set to zero in the place of None."""
-
-    def zero(gradients: Gradients) -> None:
-        there = [parameter.grad for parameter in gradients.parameters if parameter.grad is not None]
-        if there:
-            torch._foreach_zero_(there)
-
-    kind: Any = Gradients
-    own = kind.zero
-    kind.zero = zero
-    try:
-        yield
-    finally:
-        kind.zero = own
 
 
 def _batches(trainer: Trainer[Any], ready: list[Any]) -> Iterator[Technique]:
