@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from trainwright.base.contracts import Rates, Scaler
+from trainwright.base.errors import first_line
 from trainwright.run.steppers import Chosen
 from trainwright.run.telling import Teller
 from trainwright.runtime import late
@@ -130,6 +132,16 @@ def read_numbers(run: Run, flag: Tensor | None, chosen: Chosen) -> tuple[bool, f
     return bad, value
 
 
+def trace(run: Run) -> nonfinite.Trace:
+    """Say where the update in hand stopped being finite: the batch, the weights, or a module's forward or backward."""
+    from trainwright.run import not_finite
+
+    try:
+        return not_finite.trace(run)
+    except Exception as error:  # a batch may hold any object; nothing that it does may replace the error of the update
+        return nonfinite.Trace((f"where it began cannot be shown: {first_line(error, 200)}",))
+
+
 def applies_anyway(run: Run, chosen: Chosen, *, bad: bool, loss: float) -> bool:
     """Deal with a loss or gradient that is not finite, as the policy says."""
     owner, ledger, scaler, outcome, spread = run.owner, run.ledger, run.scaler, run.outcome, run.spread
@@ -156,5 +168,6 @@ def applies_anyway(run: Run, chosen: Chosen, *, bad: bool, loss: float) -> bool:
             norm=norm if isinstance(norm, float) else None,
             counted=counted,
             whole=not owner.hooks.updates_itself,
+            trace=partial(trace, run),
         )
     return verdict == "apply"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 from trainwright.base.errors import NonFiniteError, SettingError, StepError, message
 from trainwright.base.names import did_you_mean
@@ -12,6 +13,15 @@ Verdict = Literal["apply", "overflow", "skip"]
 PATIENCE = 1000
 """Updates in a row without an applied step after which a run ends in an error."""
 POLICIES = ("raise", "skip", "ignore")
+
+
+class Trace(NamedTuple):
+    """Where numbers stopped being finite, in lines, and what may help."""
+
+    lines: tuple[str, ...] = ()
+    fix: str = ""
+    by_loss: bool = False
+    """Whether the loss is the first number that is not finite."""
 
 
 def as_policy(setting: str) -> Policy:
@@ -98,20 +108,29 @@ def not_judged() -> StepError:
 
 
 def error(
-    *, update: int, loss: float, lr: float, norm: float | None, counted: float | None, whole: bool = True
+    *,
+    update: int,
+    loss: float,
+    lr: float,
+    norm: float | None,
+    counted: float | None,
+    whole: bool = True,
+    trace: Callable[[], Trace] | None = None,
 ) -> NonFiniteError:
-    """Build the error that names the update, its loss, learning rate and gradient norm."""
+    """Build the error that names the update, its loss, learning rate, gradient norm, and what `trace` finds."""
     what = "loss" if loss - loss != 0 else "gradient"
     shown = "" if norm is None else f", gradient norm {norm:g}"
-    fix = 'look at the batch and the rate; anomaly() names the line; nonfinite="skip" leaves such updates out'
+    found = Trace() if trace is None or counted == 0 else trace()
+    fix = found.fix or "look at the batch and the rate; anomaly() names the line"
+    fix += '; nonfinite="skip" leaves such updates out'
     if counted == 0:
         fix = "the batch counts nothing (every target is ignored, or every weight is 0): leave such batches out"
-    elif what == "loss":
+    elif what == "loss" and (found.by_loss or not found.lines):
         fix += "; if a mean over nothing is the cause, return Sum(total, count) from the step"
     return NonFiniteError(
         message(
             f"update {update}: the {what} is not finite; {'no weight was changed' if whole else 'it was not applied'}",
-            have=f"loss {loss:g}, learning rate {lr:g}{shown}",
+            have="\n        ".join([f"loss {loss:g}, learning rate {lr:g}{shown}", *found.lines]),
             want="finite numbers",
             fix=fix,
             where=False,
