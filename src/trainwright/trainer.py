@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.base.contracts import Clip, Observer, Part, Precision, Schedule
-from trainwright.base.names import refuse_near_names, suggests
+from trainwright.base.names import FOREIGN_ATTRIBUTES, point_elsewhere, refuse_near_names, suggests
 from trainwright.base.plan import Plan
 from trainwright.base.progress import Counters, Progress
 from trainwright.base.records import Count, Result, Step
@@ -155,6 +155,7 @@ class Trainer(Generic[M]):
         at the end. `resume`: "auto" goes on with the newest checkpoint, a path with that one; `resume_data=False`:
         with other data. A signal ends it after the update in hand and a save: KeyboardInterrupt, or Stopped.
         """
+        setup.check_val(train, val)
         ends = Ends(
             epochs=epochs,
             max_updates=max_updates,
@@ -345,6 +346,7 @@ class Trainer(Generic[M]):
         batch_size: int | None = None,
     ) -> Plan:
         """Return the arithmetic of such a `fit`, without doing any of it; contradictions in it are raised."""
+        setup.check_val(train, val)
         ends = Ends(epochs=epochs, max_updates=max_updates, max_seconds=max_seconds, epoch_updates=epoch_updates)
         with unmoved():
             source, held_out = setup.open_data(self, train, val, ends=ends, batch_size=batch_size, meets=False)
@@ -367,10 +369,12 @@ class Trainer(Generic[M]):
         if self.is_main:
             write_line(" ".join(map(str, values)))
 
+    @suggests
     def save(self) -> None:
         """Have a checkpoint written as soon as the update in hand is whole; during `fit` only."""
         self._pauses.saves.request()
 
+    @suggests
     def save_weights(self, path: str | Path) -> None:
         """Write the model's weights to one safetensors file: CPU tensors, plain keys. For all ranks, which wait for it.
 
@@ -378,6 +382,7 @@ class Trainer(Generic[M]):
         """
         save_weights(self, path)
 
+    @suggests
     def stop(self, reason: str) -> None:
         """End `fit` after the update in hand, for a `reason` that `Result.stopped` tells."""
         self._run.stop(reason)
@@ -397,8 +402,15 @@ class Trainer(Generic[M]):
         """Which path the updates take, and why."""
         return fast_path(self)
 
+    def __dir__(self) -> list[str]:
+        """The names that there are, without those of other libraries that only raise."""
+        return [name for name in super().__dir__() if name not in FOREIGN_ATTRIBUTES or hasattr(self, name)]
+
     # For the run that this trainer owns.
 
     def hold(self, run: Run, pauses: Pauses) -> None:
         """Hold the run while it lasts; `setup.NOT_RUNNING` when it is over."""
         self._run, self._pauses = run, pauses
+
+
+point_elsewhere(Trainer)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import copy
+import functools
 import inspect
+import io
 import pickle
 from dataclasses import FrozenInstanceError, fields, replace
 
@@ -13,8 +15,11 @@ import torch
 from refusals import make, network, pieces
 from torch import nn
 
+import trainwright
 from trainwright import (
+    EMA,
     Checkpoint,
+    Console,
     Cosine,
     EarlyStopping,
     Epochs,
@@ -26,7 +31,14 @@ from trainwright import (
     Trainer,
     Updates,
 )
-from trainwright.base.names import FOREIGN_ARGUMENTS, FOREIGN_METHODS
+from trainwright.base.names import (
+    FOREIGN_ARGUMENTS,
+    FOREIGN_ARGUMENTS_OF,
+    FOREIGN_ATTRIBUTES,
+    FOREIGN_HELPERS,
+    FOREIGN_METHODS,
+    OWN_ARGUMENTS,
+)
 
 EVENTS = {
     "on_train_epoch_start": "begin_epoch",
@@ -71,6 +83,9 @@ def test_helpers_of_ones_own_and_hooks_of_observers_stay():
         def compute_loss(self, output, target):
             return self.loss(output, target)
 
+        def training_step(self, batch):
+            return self.compute_loss(self.model(batch[0]), batch[1])
+
         def _on_fit_start(self):
             return None
 
@@ -83,6 +98,95 @@ def test_helpers_of_ones_own_and_hooks_of_observers_stay():
     assert seen == [4]
 
 
+@pytest.mark.parametrize("name", FOREIGN_HELPERS)
+def test_a_method_that_only_another_library_calls_is_refused_with_what_to_write(name):
+    fix = refusal_of(name)
+    assert fix.startswith(FOREIGN_HELPERS[name])
+    if fix.startswith("def "):
+        namespace = {}
+        exec(f"{fix.splitlines()[0]}\n    return None", namespace)
+        (hook,) = (function for function in namespace.values() if inspect.isfunction(function))
+        make(type("Fixed", (Trainer,), {hook.__name__: hook}))
+
+
+def by_a_call(self):
+    return self.setup()
+
+
+def by_its_name(self):
+    return getattr(self, "setup")()  # noqa: B009
+
+
+def by_an_inner_function(self):
+    def inner():
+        return self.setup()
+
+    return inner()
+
+
+class Reads:
+    uses = property(lambda self: self.setup)
+
+
+class Decorated:
+    @staticmethod
+    @functools.lru_cache
+    def uses(trainer):
+        return trainer.setup()
+
+
+@pytest.mark.parametrize("uses", [by_a_call, by_its_name, by_an_inner_function, vars(Reads)["uses"], Decorated.uses])
+def test_a_method_that_the_class_itself_uses_is_the_users_helper(uses):
+    assert type("Mine", (Trainer,), {"setup": lambda self: 7, "uses": uses})
+    assert type("Child", (type("Mine", (Trainer,), {"uses": uses}),), {"setup": lambda self: 7})
+
+
+def test_a_method_that_only_calls_itself_is_refused():
+    def setup(self):
+        return super(Trainer, self).setup()
+
+    with pytest.raises(TypeError, match=r"Mine\.setup is a method of other libraries"):
+        type("Mine", (Trainer,), {"setup": setup})
+
+
+def test_what_is_no_method_may_have_any_name():
+    assert type("Mine", (Trainer,), {"train_dataloader": [1], "setup": None}).train_dataloader == [1]
+
+
+@pytest.mark.parametrize("name", FOREIGN_ATTRIBUTES)
+def test_an_attribute_of_another_trainer_says_the_name_here(name):
+    trainer = make()
+    with pytest.raises(AttributeError) as caught:
+        getattr(trainer, name)
+    text = str(caught.value)
+    assert text.startswith(f"'Trainer' object has no attribute {name!r}\n  fix   {FOREIGN_ATTRIBUTES[name]}\n")
+    assert "where test_foreign_names.py:" in text
+    assert not hasattr(trainer, name) and not hasattr(Trainer, name) and name not in dir(trainer)
+    trainer_of_ones_own = make(type("Mine", (Trainer,), {"run": lambda self: self.__dict__.update({name: 3})}))
+    trainer_of_ones_own.run()
+    assert getattr(trainer_of_ones_own, name) == 3 and name in dir(trainer_of_ones_own)
+
+
+def test_the_names_here_are_there():
+    trainer = make()
+    seen = []
+
+    class Looks(Observer):
+        def on_update(self, update):
+            seen.append((trainer.progress.updates, trainer.progress.epoch, trainer.is_main, trainer.world.rank))
+
+    trainer.observers = [Looks()]
+    trainer.fit(pieces(), epochs=1)
+    assert seen[0] == (1, 0, True, 0) and trainer.world.size == 1 and trainer.history[-1]["loss"] > 0
+    assert trainer.evaluate(pieces(), "test")["test_loss"] > 0
+    assert {"fit", "evaluate", "save", "model"} <= set(dir(trainer))
+
+
+def test_the_names_cost_other_attributes_nothing():
+    """A `__getattr__` would: every attribute and method of the trainer would be looked up by slower code."""
+    assert not any("__getattr__" in vars(cls) or "__getattribute__" in vars(cls) for cls in Trainer.__mro__[:-1])
+
+
 @pytest.mark.parametrize("name", FOREIGN_ARGUMENTS)
 def test_an_argument_of_another_library_says_what_to_write(name):
     trainer = make()
@@ -91,6 +195,103 @@ def test_an_argument_of_another_library_says_what_to_write(name):
             call()
         (note,) = caught.value.__notes__
         assert f"takes no '{name}'. Write {FOREIGN_ARGUMENTS[name]}\n" in note
+
+
+CALLED = {
+    "Trainer.predict": lambda **given: make().predict(pieces(), **given),
+    "Trainer.evaluate": lambda **given: make().evaluate(pieces(), **given),
+    "Trainer.report": lambda **given: make().report(pieces(), **given),
+    "Trainer.fit": lambda **given: make().fit(pieces(), epochs=1, **given),
+    "Trainer.save": lambda **given: make().save(**given),
+    "batches": lambda **given: trainwright.batches(torch.ones(4, 2), 2, **given),
+}
+
+
+@pytest.mark.parametrize(("of", "name"), [(of, name) for of, names in FOREIGN_ARGUMENTS_OF.items() for name in names])
+def test_an_argument_of_another_librarys_function_says_what_to_write(of, name):
+    call = CALLED.get(of) or getattr(trainwright, of)
+    with pytest.raises(TypeError) as caught:
+        call(**{name: 1})
+    (note,) = caught.value.__notes__
+    instead = FOREIGN_ARGUMENTS_OF[of][name]
+    said = f"L{instead[1:]}" if instead.startswith("leave") else f"Write {instead}"
+    assert note.startswith(f"trainwright: {of} takes no '{name}'. {said}\n")
+
+
+@pytest.mark.parametrize("name", OWN_ARGUMENTS)
+def test_an_argument_of_ours_given_elsewhere_says_where_it_belongs(name):
+    with pytest.raises(TypeError) as caught:
+        EMA(0.9, **{name: 1})
+    assert f"EMA takes no '{name}'. Write {OWN_ARGUMENTS[name]}\n" in caught.value.__notes__[0]
+
+
+def test_a_path_given_to_save_says_what_to_write():
+    with pytest.raises(TypeError) as caught:
+        make().save("model.pt")
+    assert 'Write trainer.save_weights("model.safetensors")' in caught.value.__notes__[0]
+
+
+SECOND = {
+    "epochs": (5, "fit(train, epochs=5), or batch_size=5"),
+    "a share": (0.2, "train, val = torch.utils.data.random_split(data, [0.8, 0.2])"),
+    "more than all": (1.5, "train, val = torch.utils.data.random_split(data, [0.8, 0.2])"),
+}
+
+
+@pytest.mark.parametrize("what", SECOND)
+def test_a_number_in_the_place_of_validation_data_says_what_to_write(what):
+    given, fix = SECOND[what]
+    for call in (lambda: make().fit(pieces(), given), lambda: make().plan(pieces(), given, epochs=1)):
+        with pytest.raises(SettingError, match=r"^fit\(train, ") as caught:
+            call()
+        assert f"  fix   {fix}\n" in str(caught.value)
+
+
+def test_the_split_that_is_written_works():
+    x, y = torch.randn(20, 4), torch.randint(0, 3, (20,))
+    with pytest.raises(SettingError) as caught:
+        make().fit((x, y), val=0.25, epochs=1)
+    code = str(caught.value).partition("  fix   ")[2].splitlines()[0]
+    names = {"torch": torch, "TensorDataset": torch.utils.data.TensorDataset, "data": (x, y)}
+    exec(code, names)
+    assert (len(names["train"]), len(names["val"])) == (15, 5)
+    assert "val_loss" in make().fit(names["train"], names["val"], epochs=1, batch_size=5).history[0]
+
+
+def looped(times=3, **settings):
+    stream = io.StringIO()
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), console=Console(stream, width=200), **settings)
+    for _ in range(times):
+        trainer.fit(pieces(), pieces(), epochs=1)
+    return [line for line in stream.getvalue().splitlines() if "in a loop" in line]
+
+
+def test_a_loop_of_fits_gets_one_line_where_a_slot_starts_anew():
+    (line,) = looped(schedule=Cosine())
+    assert line.startswith("fit(epochs=1) in a loop (test_foreign_names.py:")
+    assert line.endswith("): the schedule starts anew with each fit: write fit(epochs=n)") and len(line) < 120
+    (line,) = looped(early_stopping=EarlyStopping("val_loss"))
+    assert "the early stopping starts anew" in line
+    assert (
+        "the schedule and early stopping start anew"
+        in looped(early_stopping=EarlyStopping("val_loss"), schedule=Cosine())[0]
+    )
+
+
+def test_other_fits_get_no_such_line():
+    assert looped(times=1, schedule=Cosine()) == looped() == []
+    stream = io.StringIO()
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    console = Console(stream, width=200)
+    trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), console=console, schedule=Cosine())
+    trainer.fit(pieces(), epochs=1)
+    trainer.fit(pieces(), epochs=1)
+    for _ in range(2):
+        trainer.fit(pieces(), epochs=2)
+    assert "in a loop" not in stream.getvalue()
 
 
 @pytest.mark.parametrize("fix", sorted(set(FOREIGN_ARGUMENTS.values())))

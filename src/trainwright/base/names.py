@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
+from types import CodeType
 from typing import Any, TypeVar, cast
 
 from trainwright.base.errors import NOTE, SettingError, message, user_line
@@ -28,7 +29,68 @@ FOREIGN_METHODS = {
 }
 """Methods that other libraries call, and what to write here instead."""
 
+_FIT = "trainer.fit(train, val, epochs=10)   # data are given to fit"
+_UPDATE = "def update(self, window):   # return super().update(window) makes the optimizer's step"
+_MINIMIZE = "def update(self, window):   # self.minimize(loss) runs backward and makes the step"
+_OPTIMIZER = "Trainer(model, torch.optim.AdamW(model.parameters(), lr=1e-3), loss)   # given, not returned"
+_SLOTS = "Trainer(..., observers=[...], early_stopping=EarlyStopping(...), checkpoint=Checkpoint(...))"
+_SCHEDULE = "Trainer(..., schedule=Cosine())"
+_STATE = 'self.state["settings"] = {...}   # state is in every checkpoint'
+FOREIGN_HELPERS = {
+    **dict.fromkeys(("train_dataloader", "val_dataloader", "get_train_dataloader", "get_eval_dataloader"), _FIT),
+    **dict.fromkeys(("test_dataloader", "get_test_dataloader"), 'trainer.evaluate(test, "test")'),
+    "predict_dataloader": "trainer.predict(data)",
+    "prepare_data": "data = ...   # before trainer.fit(data, ...)",
+    "setup": "def begin_epoch(self, epoch):   # epoch 0; or an __init__ of your own that calls super().__init__",
+    "teardown": "result = trainer.fit(...)   # what follows this line; or on_fit_end(self, result) of an Observer",
+    **dict.fromkeys(("optimizer_step", "optimizer_zero_grad"), _UPDATE),
+    **dict.fromkeys(("lr_scheduler_step", "create_scheduler"), _SCHEDULE),
+    **dict.fromkeys(("backward", "manual_backward"), _MINIMIZE),
+    "configure_gradient_clipping": "Trainer(..., clip=ClipNorm(1.0))",
+    "compute_loss": "def training_step(self, batch):   # return the loss",
+    "compute_metrics": 'Trainer(..., metrics={"accuracy": accuracy})',
+    **dict.fromkeys(("create_optimizer", "create_optimizer_and_scheduler"), _OPTIMIZER),
+    "configure_callbacks": _SLOTS,
+    "save_hyperparameters": _STATE,
+    "transfer_batch_to_device": "def to_device(self, batch):",
+}
+"""Methods that other libraries call and that a user's own code may call too: refused where none in the class does."""
+
+_RANK, _PROGRESS = "trainer.world.rank", "trainer.progress.epoch"
+_SAVES = 'trainer.save() in a hook; trainer.save_weights("model.safetensors") for the weights'
+_LOADS = 'load_weights("runs/1", trainer.model); or trainer.fit(..., resume="runs/1")'
+FOREIGN_ATTRIBUTES = {
+    "test": 'trainer.evaluate(data, "test")',
+    "validate": "trainer.evaluate(data)",
+    "train": "trainer.fit(train, val, epochs=10)",
+    "global_step": "trainer.progress.updates",
+    **dict.fromkeys(("current_epoch", "epoch"), _PROGRESS),
+    "max_epochs": "trainer.fit(..., epochs=10)",
+    **dict.fromkeys(("save_checkpoint", "save_model"), _SAVES),
+    **dict.fromkeys(("load_checkpoint", "load_from_checkpoint", "load_weights", "load_model"), _LOADS),
+    **dict.fromkeys(("log_dict", "log_metrics"), "self.log(name, value) for each number"),
+    **dict.fromkeys(("lr_scheduler", "lr_schedulers", "scheduler"), "trainer.schedule"),
+    **dict.fromkeys(("callbacks", "add_callback"), "Trainer(..., observers=[...]); trainer.observers has them"),
+    "logger": 'Trainer(..., observers=[Journal("log.jsonl")])',
+    **dict.fromkeys(("callback_metrics", "logged_metrics"), "trainer.history[-1]"),
+    **dict.fromkeys(("backward", "manual_backward"), "self.minimize(loss), in update(self, window)"),
+    **dict.fromkeys(("hparams", "save_hyperparameters"), _STATE),
+    "should_stop": 'trainer.stop("reason"), in a hook',
+    **dict.fromkeys(("is_global_zero", "is_world_process_zero", "is_local_process_zero"), "trainer.is_main"),
+    **dict.fromkeys(("global_rank", "local_rank", "rank"), _RANK),
+    "world_size": "trainer.world.size",
+    **dict.fromkeys(("train_dataloader", "val_dataloader"), "trainer.fit(train, val, epochs=10)"),
+    **dict.fromkeys(("tune", "lr_find"), "lr_range(trainer, train)"),
+    "to": 'Trainer(..., device="cuda")',
+    "lightning_module": "trainer.model",
+}
+"""Attributes of other libraries' trainers, and the name here."""
+
 _VAL = "fit(train, val, ...)"
+_DEVICES = 'Trainer(..., parallel="auto")   # under torchrun --nproc-per-node 2 train.py, or launch(main, processes=2)'
+_SEED = "fit(batches(data, 64, shuffle=True, seed=0), ...)   # and torch.manual_seed(0) before the model is made"
+_LIMIT = "fit(..., max_updates=10)   # fast_run(trainer, train, val) is a dry run of all slots"
+_SPLIT = "train, val = torch.utils.data.random_split(data, [0.8, 0.2])"
 _BEST, _RESTORED = 'Checkpoint(..., best="val_loss")', 'Checkpoint(..., best="val_loss", restore_best=True)'
 FOREIGN_ARGUMENTS = {
     "callbacks": "observers=[...], early_stopping=EarlyStopping(...), checkpoint=Checkpoint(...)",
@@ -40,11 +102,30 @@ FOREIGN_ARGUMENTS = {
     ),
     "shuffle": "fit(batches(data, 64, shuffle=True), ...)",
     **dict.fromkeys(("lr", "learning_rate", "weight_decay"), "Trainer(model, torch.optim.AdamW(parameters, lr=1e-3))"),
+    **dict.fromkeys(("criterion", "loss_fn", "loss_function"), "Trainer(model, optimizer, loss)"),
     **dict.fromkeys(("train_dataloader", "train_dataloaders", "train_dataset"), "fit(train, ...)"),
     **dict.fromkeys(("val_dataloader", "val_dataloaders", "validation_data", "valid_data", "eval_dataset"), _VAL),
     **dict.fromkeys(("verbose", "enable_progress_bar", "progress_bar"), "Trainer(..., console=False)"),
-    "logger": "Trainer(..., observers=[Journal(...)])",
-    "scheduler": "Trainer(..., schedule=Cosine())",
+    **dict.fromkeys(("logger", "log_every_n_steps", "logging_steps"), "Trainer(..., observers=[Journal(...)])"),
+    "profiler": "Trainer(..., observers=[Profile(...)])",
+    **dict.fromkeys(("scheduler", "lr_scheduler", "lr_scheduler_type"), _SCHEDULE),
+    **dict.fromkeys(("warmup_steps", "warmup_ratio"), "Trainer(..., schedule=Cosine(warmup=0.1))"),
+    "compute_metrics": 'Trainer(..., metrics={"accuracy": accuracy})',
+    **dict.fromkeys(("strategy", "devices", "num_devices", "nproc", "num_nodes", "num_processes"), _DEVICES),
+    "sync_batchnorm": "Trainer(..., parallel=DDP(sync_batchnorm=True))",
+    **dict.fromkeys(("compile", "torch_compile"), 'Trainer(..., fast=Fast(compile="regional"))'),
+    **dict.fromkeys(("seed", "random_state", "manual_seed"), _SEED),
+    **dict.fromkeys(("limit", "limit_train_batches", "fast_dev_run", "overfit_batches"), _LIMIT),
+    "limit_val_batches": "fit(train, part_of_val, ...)   # fast_run(trainer, train, val) is a dry run of all slots",
+    **dict.fromkeys(("steps_per_epoch", "train_steps"), "fit(..., epoch_updates=100)"),
+    **dict.fromkeys(("train_batch_size", "per_device_train_batch_size", "bs"), "fit(..., batch_size=64)"),
+    **dict.fromkeys(("check_val_every_n_epoch", "val_check_interval", "eval_steps"), "fit(..., validate=Epochs(1))"),
+    **dict.fromkeys(("num_workers", "dataloader_num_workers"), "fit(batches(data, 64, workers=4), ...)"),
+    **dict.fromkeys(("data_collator", "collate_fn"), "fit(batches(data, 64, collate=...), ...)"),
+    "patience": "Trainer(..., early_stopping=EarlyStopping(..., patience=5))",
+    "ema": "Trainer(..., average=EMA(0.999))",
+    **dict.fromkeys(("validation_split", "val_split"), "fit(train, val, ...)   # " + _SPLIT),
+    "datamodule": _VAL,
     **dict.fromkeys(("amp", "fp16", "bf16", "mixed_precision"), 'Trainer(..., precision="auto")'),
     **dict.fromkeys(("accelerator", "gpus"), "Trainer(..., device=...)"),
     **dict.fromkeys(("ckpt_path", "resume_from_checkpoint"), 'fit(..., resume="auto")'),
@@ -56,7 +137,97 @@ FOREIGN_ARGUMENTS = {
     **dict.fromkeys(("every_n_train_steps", "save_steps"), "Checkpoint(..., every=Updates(500))"),
     "every_n_epochs": "Checkpoint(..., every=Epochs(1))",
 }
-"""Arguments of other libraries, and what to write here instead."""
+"""Arguments of other libraries, and what to write here instead, wherever they are given."""
+
+_WEIGHTS = 'load_weights("runs/1", trainer.model) before it'
+_OVER_ALL = "leave it out: a schedule gets the length of the run from fit"
+_FROM_FIT = "leave it out: the Trainer gives its optimizer"
+_PASSES = {"ckpt_path": _WEIGHTS, "weights": _WEIGHTS, "dataloaders": "the data as the first argument"}
+_SCHEDULES = {
+    "last_epoch": 'fit(..., resume="auto")',
+    "optimizer": _FROM_FIT,
+    **dict.fromkeys(("total_steps", "total_iters", "num_training_steps", "T_max"), _OVER_ALL),
+    **dict.fromkeys(("epochs", "steps_per_epoch"), _OVER_ALL),
+    **dict.fromkeys(("warmup_steps", "num_warmup_steps", "warmup_epochs"), "warmup=Updates(500), or Epochs(1)"),
+    **dict.fromkeys(("warmup_ratio", "pct_start"), "warmup=0.3   # a share of the run"),
+    **dict.fromkeys(("eta_min", "min_lr", "end_factor"), "final=0.01   # a share of the rate"),
+}
+_WORKERS = "batches(data, 64, workers=4)"
+FOREIGN_ARGUMENTS_OF: dict[str, dict[str, str]] = {
+    **dict.fromkeys(("Trainer.predict", "Trainer.evaluate", "Trainer.report"), _PASSES),
+    "Trainer.fit": {
+        **dict.fromkeys(("x", "y", "X"), "fit((x, y), batch_size=64, ...)"),
+        "model": "Trainer(model, ...).fit(train, ...)",
+        "class_weight": "Trainer(model, optimizer, nn.CrossEntropyLoss(weight=...))",
+        "sample_weight": "batches (x, y, weight) and a training_step that returns Mean(loss, weight.sum())",
+    },
+    "Trainer.save": dict.fromkeys(("path", "filename"), 'trainer.save_weights("model.safetensors")'),
+    "batches": {
+        "length": "fit(..., epoch_updates=100) for epochs of so many batches; bucketed(...) for rows of like length",
+        **dict.fromkeys(("num_workers", "persistent_workers", "worker_init_fn", "pin_memory"), _WORKERS),
+        "collate_fn": "batches(data, 64, collate=...)",
+        "generator": "batches(data, 64, shuffle=True, seed=0)",
+        "prefetch_factor": "prefetch(batches(data, 64))",
+        "batch_sampler": "batches(data, 64, sampler=...)",
+    },
+    "Checkpoint": {
+        **dict.fromkeys(("filename", "name"), "Checkpoint(directory, ...)   # each is named by its update"),
+        **dict.fromkeys(("path", "folder", "save_path"), 'Checkpoint("runs/1", ...)'),
+        "n_saved": "Checkpoint(..., keep=3)",
+        "save_weights_only": 'trainer.save_weights("model.safetensors")   # a checkpoint has all that a resume needs',
+        **dict.fromkeys(("period", "save_freq"), "Checkpoint(..., every=Epochs(1))"),
+    },
+    "EarlyStopping": {
+        **dict.fromkeys(("metric", "metric_name", "score_function"), 'EarlyStopping("val_loss")'),
+        **dict.fromkeys(("restore_best_weights", "restore_best_model"), "EarlyStopping(..., restore_best=True)"),
+        **dict.fromkeys(("delta", "threshold", "tol"), "EarlyStopping(..., min_delta=0.01)"),
+    },
+    "StepLR": {"step_size": "StepLR(Epochs(1), gamma=0.1)   # or StepLR(Updates(1000))", **_SCHEDULES},
+    "Linear": {
+        **_SCHEDULES,
+        "start_factor": "Linear(start=0.1, ...)",
+        "end_factor": "Linear(final=0.0)",
+        "total_iters": "Linear(over=Epochs(5))",
+    },
+    "Cosine": _SCHEDULES | dict.fromkeys(("T_0", "T_mult"), "TorchSchedule(lambda optimizer: ...)"),
+    "Plateau": {"optimizer": _FROM_FIT, "last_epoch": 'fit(..., resume="auto")'},
+    **dict.fromkeys(("OneCycle", "MultiStep", "Exponential", "Cyclic", "WarmupStableDecay"), _SCHEDULES),
+    "EMA": dict.fromkeys(("beta", "momentum", "alpha"), "EMA(decay=0.999)"),
+    "SWA": dict.fromkeys(("swa_start", "start_epoch"), "SWA(start=0.75)"),
+    "MixedPrecision": dict.fromkeys(("dtype", "precision"), 'MixedPrecision("fp16")'),
+    "FSDP": {
+        **dict.fromkeys(("auto_wrap_policy", "transformer_layer_cls_to_wrap"), "FSDP(blocks={Block})"),
+        "sharding_strategy": "FSDP(..., reshard_after_forward=True)",
+        "mixed_precision": "FSDP(..., policy=MixedPrecisionPolicy(...))",
+    },
+}
+"""Arguments of other libraries by the function here that they are given to."""
+
+OWN_ARGUMENTS = {
+    "epochs": "fit(..., epochs=10)",
+    "max_updates": "fit(..., max_updates=1000)",
+    "max_seconds": "fit(..., max_seconds=3600)",
+    "epoch_updates": "fit(..., epoch_updates=100)",
+    "batch_size": "fit(..., batch_size=64)",
+    "validate": "fit(..., validate=Epochs(1))",
+    "resume": 'fit(..., resume="auto")',
+    "optimizer": "Trainer(model, optimizer, loss)",
+    "loss": "Trainer(model, optimizer, loss)",
+    "metrics": 'Trainer(..., metrics={"accuracy": accuracy})',
+    "precision": 'Trainer(..., precision="auto")',
+    "accumulate": "Trainer(..., accumulate=4)",
+    "clip": "Trainer(..., clip=1.0)",
+    "schedule": _SCHEDULE,
+    "early_stopping": 'Trainer(..., early_stopping=EarlyStopping("val_loss"))',
+    "checkpoint": 'Trainer(..., checkpoint=Checkpoint("runs/1"))',
+    "average": "Trainer(..., average=EMA(0.999))",
+    "parallel": 'Trainer(..., parallel="auto")',
+    "device": 'Trainer(..., device="auto")',
+    "console": "Trainer(..., console=False)",
+    "observers": "Trainer(..., observers=[...])",
+    "fast": "Trainer(..., fast=Fast())",
+}
+"""Arguments of ours, and where they belong, for a function that does not take them."""
 
 
 def check_name(name: str, what: str = "metric") -> None:
@@ -136,7 +307,7 @@ def refuse_near_names(
     for name, value in [item for one in own for item in vars(one).items()]:
         if name in known or name.startswith("_") or not callable(value):
             continue
-        if not prefix and (instead := _instead_of(name)):
+        if not prefix and (instead := _instead_of(name) or _unused_helper(name, own)):
             raise TypeError(
                 f"{cls.__name__}.{name} is a method of other libraries, and is never called here\n"
                 f"  want  one of {', '.join(sorted(known))}\n"
@@ -175,17 +346,65 @@ def _suggest(error: TypeError, function: Callable[..., Any], given: Mapping[str,
         return
     name = function.__qualname__.removesuffix(".__init__")
     known = {one.name for one in parameters}
-    unknown = [f"{name} takes no {wrong!r}.{_meant(wrong, known)}" for wrong in given if wrong not in known]
+    unknown = [f"{name} takes no {wrong!r}.{_meant(wrong, known, name)}" for wrong in given if wrong not in known]
     by_name = ", ".join(one.name for one in parameters if one.kind is one.KEYWORD_ONLY)
     by_position = ", ".join(one.name for one in parameters if one.kind is not one.KEYWORD_ONLY)
-    lines = [f"{NOTE}{'; '.join(unknown) or f'{name} was called with other arguments than it takes.'}"]
+    if not unknown:
+        takes = "." if parameters else f", which are none.{_meant('path', (), name)}"
+        unknown = [f"{name} was called with other arguments than it takes{takes}"]
+    lines = [NOTE + "; ".join(unknown)]
     entries = {"by position": by_position, "by name": by_name, "where": user_line()}
     error.add_note("\n".join([*lines, *(f"  {label:<13}{text}" for label, text in entries.items() if text)]))
 
 
-def _meant(wrong: str, known: Collection[str]) -> str:
-    instead = FOREIGN_ARGUMENTS.get(wrong)
-    return did_you_mean(wrong, known) if instead is None else f" Write {instead}"
+def _meant(wrong: str, known: Collection[str], name: str) -> str:
+    instead = FOREIGN_ARGUMENTS_OF.get(name, {}).get(wrong) or FOREIGN_ARGUMENTS.get(wrong)
+    near = did_you_mean(wrong, known)
+    instead = instead or ("" if near else OWN_ARGUMENTS.get(wrong, ""))
+    if instead.startswith("leave"):
+        return f" L{instead[1:]}"
+    return f" Write {instead}" if instead else near
+
+
+class _Elsewhere:
+    """An attribute that other libraries have: reading it is an AttributeError with the name here.
+
+    It has no `__set__`, so that a user's own attribute or method of this name takes its place. A `__getattr__` would
+    cost every other attribute of the class time: Python 3.11 calls methods of such a class five times slower.
+    """
+
+    def __init__(self, name: str, instead: str) -> None:
+        self._name, self._instead = name, instead
+
+    def __get__(self, given: object, cls: type) -> Any:
+        raise AttributeError(message(f"{cls.__name__!r} object has no attribute {self._name!r}", fix=self._instead))
+
+
+def point_elsewhere(cls: type) -> None:
+    """Have `FOREIGN_ATTRIBUTES` that a class does not have raise AttributeErrors with the names here."""
+    for name, instead in FOREIGN_ATTRIBUTES.items():
+        if name not in vars(cls):
+            setattr(cls, name, _Elsewhere(name, instead))
+
+
+def _unused_helper(name: str, classes: Collection[type]) -> str:
+    """What to write instead of a method of `FOREIGN_HELPERS` that no other code of the classes uses, or ""."""
+    if name not in FOREIGN_HELPERS:
+        return ""
+    others = (value for one in classes for key, value in vars(one).items() if key != name)
+    return "" if any(name in _names_in(value) for value in others) else FOREIGN_HELPERS[name]
+
+
+def _names_in(value: Any) -> set[str]:
+    """The names and strings that the code of a function, a method or a property uses, inner functions included."""
+    inner = [getattr(value, name, None) for name in ("__func__", "__wrapped__", "fget", "fset", "func")]
+    codes = [code for one in (value, *inner) if (code := getattr(one, "__code__", None)) is not None]
+    found: set[str] = set()
+    while codes:
+        code = codes.pop()
+        found |= {*code.co_names, *(constant for constant in code.co_consts if isinstance(constant, str))}
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return found
 
 
 def _instead_of(name: str) -> str:

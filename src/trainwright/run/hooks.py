@@ -75,6 +75,8 @@ class Between:
     """How each finished stage ended, for a checkpoint of a later one."""
     notes: tuple[str, ...] = ()
     """Lines for the header of the next `fit`."""
+    called: str = ""
+    """The user's line that called the last `fit`, while each has been of one epoch; "-" where that was said."""
     begun: bool = False
     """Whether a `fit` has run at all."""
     passed_over: bool = False

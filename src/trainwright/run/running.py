@@ -56,7 +56,7 @@ def running(
     with ExitStack() as undo:
         undo.enter_context(beside_others(owner))
         check_alike(owner, source, val, ends=ends, resumes=resume.where is not None)
-        undo.enter_context(stage(owner, resumes=resume.where is not None))
+        undo.enter_context(stage(owner, resumes=resume.where is not None, epochs=ends.epochs))
         undo.enter_context(_ground(owner))
         sped = undo.enter_context(_switched_on(owner, source, val))
         plan = make_plan(owner, source, val, ends=ends, notes=sped.notes)

@@ -257,7 +257,7 @@ def open_data(
     _check_optimizers(owner)
     check_schedulers(owner)
     _check_shapes(owner.model)
-    _refuse_a_target_as_val(train, val)
+    check_val(train, val)
     # A function of the epoch may draw. Here the processes meet first: who calls `fit` alone is to hear of it.
     with _met(owner) if meets else nullcontext():
         source = open_source(train, batch_size=batch_size, shuffle=True, role="train")
@@ -334,8 +334,17 @@ def _needs_a_closure(optimizer: Any) -> bool:
     return False
 
 
-def _refuse_a_target_as_val(train: Any, val: Any) -> None:
-    """Refuse `fit(x, y)`: as many rows of another shape or type are no held-out data for the same model."""
+def check_val(train: Any, val: Any) -> None:
+    """Refuse `fit(x, y)`, `fit(data, 5)` and `fit(data, 0.2)`: a target, epochs or a share as validation data."""
+    if isinstance(val, int) and not isinstance(val, bool):
+        what = f"fit(train, {val}): the second is taken as validation data"
+        fix = f"fit(train, epochs={val}), or batch_size={val}"
+        raise SettingError(message(what, want="data that were held out, or none", fix=fix))
+    if isinstance(val, float):
+        share = val if 0 < val < 1 else 0.2
+        data = "TensorDataset(*data)" if isinstance(train, tuple) else "data"
+        fix = f"train, val = torch.utils.data.random_split({data}, [{1 - share:g}, {share:g}])"
+        raise SettingError(message(f"fit(train, val={val})", want="data that were held out, not a share", fix=fix))
     kinds = (Tensor, np.ndarray)
     if not isinstance(train, kinds) or not isinstance(val, kinds) or not train.ndim or not val.ndim:
         return

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainwright.base.errors import SettingError, message
+from trainwright.base.errors import SettingError, message, user_line
 from trainwright.base.progress import Counters
 from trainwright.run.hooks import let_go_of_memory
 from trainwright.run.owner import Owner
@@ -18,7 +18,7 @@ from trainwright.runtime.modules import unnoticed
 
 
 @contextmanager
-def stage(owner: Owner, *, resumes: bool) -> Iterator[None]:
+def stage(owner: Owner, *, resumes: bool, epochs: int | None = None) -> Iterator[None]:
     """Start a stage; where an error comes before its loop, the trainer is afterwards as the last `fit` left it.
 
     SettingError where a `fit` of the same trainer is under way.
@@ -30,6 +30,7 @@ def stage(owner: Owner, *, resumes: bool) -> Iterator[None]:
     between.under_way, between.refused_to = True, _Before(owner)
     try:
         _begin(owner, resumes=resumes)
+        between.notes += _note_a_loop(owner, epochs)
         align_weights(owner)  # not before: trained weights are put back where nobody has written to averaged ones
         yield
     except BaseException:
@@ -64,6 +65,20 @@ def _begin(owner: Owner, *, resumes: bool) -> None:
         if not between.shown.put_back():
             between.notes = ("the weights were changed since the last fit: they are trained, not the ones it averaged",)
         between.shown = None
+
+
+def _note_a_loop(owner: Owner, epochs: int | None) -> tuple[str, ...]:
+    """The header's line, once, where a line of the user's calls `fit(epochs=1)` again and a slot spans one `fit`."""
+    between, line = owner.between, user_line()
+    looped = epochs == 1 and between.called == line != ""
+    anew = [name for name in ("schedule", "early_stopping") if getattr(owner, name) is not None]
+    if between.called != "-":
+        between.called = "-" if looped and anew else line if epochs == 1 else ""
+    if not looped or not anew:
+        return ()
+    verb = "starts" if len(anew) == 1 else "start"
+    slots = " and ".join(anew).replace("_", " ")
+    return (f"fit(epochs=1) in a loop ({line}): the {slots} {verb} anew with each fit: write fit(epochs=n)",)
 
 
 class _Before:
