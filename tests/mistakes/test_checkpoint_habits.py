@@ -118,7 +118,8 @@ def test_resume_without_a_slot_is_refused_with_the_slot_to_write(tmp_path):
     for resume in (tmp_path / "run", newest, str(newest), "auto"):
         trainer = make()
         call = lambda: trainer.fit(pieces(), epochs=1, resume=resume)  # noqa: B023, E731
-        first = re.escape(f"fit(resume={str(resume)!r}) without a checkpoint slot")
+        written = '"auto"' if resume == "auto" else repr(str(resume))
+        first = re.escape(f"resume={written} without a checkpoint slot")
         fix = refused(call, SettingError, first=first, want="a slot, which holds the best", trainer=trainer)
         directory = "runs/1" if resume == "auto" else tmp_path / "run"
         assert fix.startswith(f"Trainer(..., checkpoint=Checkpoint({str(directory)!r}))")

@@ -11,10 +11,10 @@ from trainwright import Observer, Trainer
 BATCHES = [(torch.ones(3, 2), torch.ones(3, 1))]
 
 
-def trainer_with(**hooks):
+def trainer_with(accumulate=1, **hooks):
     model = nn.Linear(2, 1)
     return type("Own", (Trainer,), hooks)(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), console=False
+        model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), accumulate=accumulate, console=False
     )
 
 
@@ -29,7 +29,24 @@ def with_index(self, batch, batch_idx):
 @pytest.mark.parametrize(
     ("name", "hook", "have", "fix"),
     [
-        ("training_step", with_index, "training_step(batch, batch_idx)", "def training_step(self, batch):"),
+        (
+            "training_step",
+            with_index,
+            "training_step(batch, batch_idx)",
+            "def training_step(self, batch):   # self.progress.batch: the batches of the epoch before this window\n",
+        ),
+        (
+            "validation_step",
+            with_index,
+            "validation_step(batch, batch_idx)",
+            "def validation_step(self, batch):   # batches are not counted here: count calls yourself\n",
+        ),
+        (
+            "predict_step",
+            with_index,
+            "predict_step(batch, batch_idx)",
+            "def predict_step(self, batch):   # batches are not counted here: count calls yourself\n",
+        ),
         ("begin_epoch", lambda self: None, "begin_epoch()", "def begin_epoch(self, epoch):"),
         ("after_update", lambda self, window: None, "after_update(window)", "def after_update(self):"),
         ("end_epoch", lambda self: None, "end_epoch()", "def end_epoch(self, metrics):"),
@@ -102,3 +119,24 @@ def test_an_observer_with_other_arguments_is_refused_when_the_trainer_is_made(ev
 def test_a_method_that_an_argument_would_hide_is_refused_when_the_class_is_defined(name):
     with pytest.raises(TypeError, match=rf"Mine\.{name} is never called(.|\n)*Trainer\(\.\.\., {name}=\.\.\.\)"):
         type("Mine", (Trainer,), {name: lambda self, output, target: output.mean()})
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_what_is_said_of_progress_is_true(accumulate):
+    """In a training step it counts the batches before the window; in a validation step it stands still."""
+    seen = {"train": [], "val": []}
+
+    def training_step(self, batch):
+        seen["train"].append(self.progress.batch)
+        return self.model(batch[0]).mean()
+
+    def validation_step(self, batch):
+        seen["val"].append(self.progress.batch)
+        return self.model(batch[0]).mean()
+
+    batches = BATCHES * 4
+    own = {"training_step": training_step, "validation_step": validation_step}
+    trainer_with(accumulate=accumulate, **own).fit(batches, batches, epochs=1)
+    n = len(batches)
+    assert seen["train"] == [at - at % accumulate for at in range(n)]
+    assert len(set(seen["val"][-n:])) == 1

@@ -78,6 +78,32 @@ def test_a_run_that_is_over_can_tell_in_one_line_that_its_last_saves_failed(star
     assert keeper.failing == ""
 
 
+@pytest.mark.parametrize("replaced", [False, True])
+def test_the_newest_checkpoint_of_a_message_is_one_that_is_there_and_of_this_run(start, refuses, tmp_path, replaced):
+    """Somebody removes the newest one, or puts that of another run in its place."""
+    keeper = start()
+    save(keeper, 1)
+    save(keeper, 2)
+    newest = tmp_path / "run" / storage.update_name(2)
+    shutil.rmtree(newest)
+    if replaced:
+        other = start("other", "another")
+        save(other, 2)
+        shutil.copytree(tmp_path / "other" / storage.update_name(2), newest)
+    refuses(errno.EIO)
+    begin(keeper, 3)
+    keeper._background.wait()
+    with pytest.warns(UserWarning, match="would go on from .*/update-0000000001\n"):
+        keeper.written()
+    assert keeper.failing.endswith("the newest whole checkpoint is update-0000000001")
+    shutil.rmtree(tmp_path / "run" / storage.update_name(1))
+    begin(keeper, 4)
+    keeper._background.wait()
+    with pytest.warns(UserWarning, match="would have nothing to go on from"):
+        keeper.written()
+    assert keeper.failing.endswith("nothing is saved")
+
+
 def test_a_run_of_which_nothing_is_saved_tells_that(start, refuses):
     keeper = start()
     refuses(errno.EROFS)
@@ -86,12 +112,12 @@ def test_a_run_of_which_nothing_is_saved_tells_that(start, refuses):
     assert keeper.failing == "the last save failed: the file system is read-only; nothing is saved"
 
 
-def test_a_run_without_any_checkpoint_is_told_that_it_would_begin_anew(start, refuses):
+def test_a_run_without_any_checkpoint_is_told_that_it_would_have_nothing_to_go_on_from(start, refuses):
     keeper = start()
     refuses(errno.ENOSPC)
     begin(keeper, 1)
     keeper._background.wait()
-    with pytest.warns(UserWarning, match="would begin anew"):
+    with pytest.warns(UserWarning, match="would have nothing to go on from"):
         keeper.written()
     begin(keeper, 2)
     with pytest.warns(UserWarning, match="; nothing of this run is saved"):

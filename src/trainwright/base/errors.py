@@ -9,6 +9,7 @@ from types import FrameType
 
 NOTE = "trainwright: "
 """What a note that is added to an error of others begins with."""
+_ESCAPED = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
@@ -61,16 +62,19 @@ def first_line(error: BaseException, most: int | None = None) -> str:
 def listed(names: Sequence[str], most: int = 4) -> str:
     """The first `most` names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    return ", ".join(name if name.isprintable() else repr(name) for name in names[:most]) + more
 
 
 def message(what: str, *, have: str = "", want: str = "", fix: str = "", where: bool = True) -> str:
-    """Lay out an error message: what is wrong, then `have`, `want`, `fix` and the user's own line."""
+    """Lay out an error message: what is wrong, then `have`, `want`, `fix` and the user's own line.
+
+    Control characters are escaped: what is shown may come from a file of somebody else, and goes to a terminal.
+    """
     lines = [what]
     lines += [f"  {label:<6}{text}" for label, text in (("have", have), ("want", want), ("fix", fix)) if text]
     if where and (line := user_line()):
         lines.append(f"  {'where':<6}{line}")
-    return "\n".join(lines)
+    return "\n".join(lines).translate(_ESCAPED)
 
 
 def user_line(frame: FrameType | None = None) -> str:

@@ -17,7 +17,7 @@ from trainwright.data.generators import Generators
 from trainwright.data.inexact import why_inexact
 from trainwright.data.order import Order, draws_at_most_at_first, refuse_draws
 from trainwright.data.pool import Record, Workers
-from trainwright.data.position import check_facts, length_of, opened, tell_epoch
+from trainwright.data.position import LOADER, check_facts, check_kind, length_of, opened, tell_epoch
 from trainwright.data.sharded import alone_in_a_job, elsewhere
 from trainwright.data.twin import has_twin, iterates_itself, twin, view
 from trainwright.data.worker import Carrying, Starting
@@ -230,6 +230,7 @@ class LoaderBatches:
 
         Returns a line where the rows will be the same, and the random draws in workers will not.
         """
+        check_kind(tree, LOADER)
         what = "the loader is not what it was when the state was saved"
         check_facts(self.facts(), tree["facts"], what=what, fix="build the loader as it was")
         self._generators.load_state_dict(tree["generators"])

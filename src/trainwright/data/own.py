@@ -19,7 +19,7 @@ from trainwright.data.arrays import Table
 from trainwright.data.asked import Asked
 from trainwright.data.generators import Generators, hidden_in, knows_its_state
 from trainwright.data.order import asked_again, draws_at_most_at_first, refuse_draws, watched
-from trainwright.data.position import check_facts, length_of, opened, tell_epoch
+from trainwright.data.position import BATCHES, check_facts, check_kind, length_of, opened, tell_epoch
 from trainwright.data.rows import choosing, rows_of
 from trainwright.data.seeded import SeededRows, mixed_seed
 from trainwright.data.settings import Dealing
@@ -250,6 +250,7 @@ class Batches:
 
     def load_state_dict(self, tree: dict[str, Any]) -> None:
         """Go on with a saved seed; DataError where the data are dealt otherwise than when it was saved."""
+        check_kind(tree, BATCHES)
         have, saved = self.facts(), dict(tree["facts"])
         if self._dealing.seed is not None:
             have["seed"], saved["seed"] = self._dealing.seed, tree["seed"]

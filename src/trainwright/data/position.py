@@ -47,6 +47,28 @@ def length_of(data: Any) -> int | None:
         return None
 
 
+LOADER, BATCHES, TOGETHER = "a DataLoader", "batches(...)", "together(...)"
+CUT, PER_EPOCH, READY = "data cut into epochs by a number of updates", "a function of the epoch", "ready batches"
+_KINDS = {"workers": LOADER, "passes": BATCHES, "loaders": TOGETHER, "pass": CUT, "source": PER_EPOCH, "facts": READY}
+"""Which data a saved state is of, by the first of these keys that it has."""
+
+
+def check_kind(tree: Any, kind: str) -> None:
+    """Raise DataError where a state was saved by data of another kind than `kind`."""
+    keys = tree if isinstance(tree, dict) else ()
+    saved = next((kind for key, kind in _KINDS.items() if key in keys), "a source of another class")
+    if saved != kind:
+        facts = tree["facts"] if "facts" in keys and isinstance(tree["facts"], dict) else {}
+        raise DataError(
+            message(
+                "the data are of another kind than when the state was saved",
+                have=kind,
+                want=": ".join(filter(None, (saved, ", ".join(f"{name}={value}" for name, value in facts.items())))),
+                fix="give the data that the run was started with, or fit(..., resume_data=False)",
+            )
+        )
+
+
 def check_facts(have: dict[str, Any], saved: dict[str, Any], *, what: str, fix: str) -> None:
     """Raise DataError with the difference where the data are not what they were when a state was saved."""
     differing = [name for name in saved if have.get(name) != saved[name]]

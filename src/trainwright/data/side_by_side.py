@@ -12,7 +12,7 @@ from trainwright.base.dealing import Part, Slice
 from trainwright.base.errors import DataError, message
 from trainwright.data.foreign import LoaderBatches
 from trainwright.data.own import Batches
-from trainwright.data.position import check_facts
+from trainwright.data.position import TOGETHER, check_facts, check_kind
 from trainwright.data.seeded import mixed_seed
 from trainwright.data.slicing import deal
 from trainwright.data.source import beside, mark
@@ -168,6 +168,7 @@ class SideBySide:
 
     def load_state_dict(self, tree: dict[str, Any]) -> str | None:
         """Take over saved states, for the next epoch; DataError where the loaders are not what they were."""
+        check_kind(tree, TOGETHER)
         what = "the loaders are not those of when the state was saved"
         check_facts(self.facts(), tree["facts"], what=what, fix="write together(...) as it was")
         told = {name: one.load_state_dict(tree["loaders"][name]) for name, one in self._streams.items()}

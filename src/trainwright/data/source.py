@@ -19,6 +19,7 @@ from trainwright.base.dealing import Part
 from trainwright.base.errors import DataError, message
 from trainwright.data.generators import Generators
 from trainwright.data.own import Batches, batches
+from trainwright.data.position import PER_EPOCH, check_kind
 from trainwright.data.sharded import Sharded, standing, tells
 from trainwright.runtime.randomness import unmoved
 
@@ -202,6 +203,7 @@ class PerEpoch:
 
     def load_state_dict(self, tree: dict[str, Any]) -> None:
         """Take over a saved state; it takes effect when the next epoch's data are made."""
+        check_kind(tree, PER_EPOCH)
         self._loaded = tree
 
     def process_state(self) -> Any:

@@ -16,7 +16,7 @@ from trainwright.base.errors import DataError, message
 from trainwright.data.asked import asked_of
 from trainwright.data.generators import stands_in_the_middle
 from trainwright.data.order import asked_again
-from trainwright.data.position import check_facts, length_of, opened, skipped, tell_epoch
+from trainwright.data.position import CUT, READY, check_facts, check_kind, length_of, opened, skipped, tell_epoch
 from trainwright.data.sharded import alone_in_a_job, elsewhere
 from trainwright.runtime.randomness import random_state, set_random_state, unmoved
 
@@ -154,6 +154,7 @@ class ReadyBatches:
 
     def load_state_dict(self, tree: dict[str, Any]) -> None:
         """Take over a saved state, for the next epoch; DataError where the number of batches is another one."""
+        check_kind(tree, READY)
         what = "the data are not what they were when the state was saved"
         check_facts(self.facts(), tree["facts"], what=what, fix="give the batches that the run was started with")
         self._loaded, self._elsewhere = tree, False
@@ -330,6 +331,7 @@ class Continuing:
 
     def load_state_dict(self, tree: dict[str, Any]) -> None:
         """Take over a saved position, for the next epoch; DataError where the source is another one."""
+        check_kind(tree, CUT)
         what = "the data are not what they were when the state was saved"
         saved = tree["source"].get("facts", {}) if isinstance(tree["source"], dict) else {}
         check_facts(self.facts(), saved, what=what, fix="give the data that the run was started with")

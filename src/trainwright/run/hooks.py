@@ -191,6 +191,13 @@ _NAMED = {"evaluate": ("name",)}
 """Arguments that the loop gives to a hook by name, although they have a default."""
 
 
+_INSTEAD_OF_INDEX = {
+    "training_step": "   # self.progress.batch: the batches of the epoch before this window",
+    **dict.fromkeys(("validation_step", "predict_step"), "   # batches are not counted here: count calls yourself"),
+}
+"""What to use for the argument `batch_idx` of other libraries: `progress` stands still outside of training."""
+
+
 def check_arguments(given: Any, name: str) -> None:
     """Refuse a method that cannot be called as the loop calls it, such as `training_step(self, batch, batch_idx)`."""
     original = next(one for one in reversed(type(given).__mro__) if name in vars(one))
@@ -211,7 +218,7 @@ def check_arguments(given: Any, name: str) -> None:
                 have=f"{name}{takes}",
                 want=f"{name}({', '.join([*needed, *(f'{one}=...' for one in named)])})",
                 fix=f"def {name}({', '.join(['self', *written])}):"
-                + ("   # self.progress.batch counts batches" if "idx" in str(takes) else ""),
+                + (_INSTEAD_OF_INDEX.get(name, "") if "idx" in str(takes) else ""),
             )
         ) from None
 

@@ -17,7 +17,7 @@ from trainwright.run.plan import Ends
 from trainwright.run.run import Run
 from trainwright.run.speeding import told
 from trainwright.runtime.shards import is_sharded
-from trainwright.runtime.storage import is_name, update_name, update_of
+from trainwright.runtime.storage import is_name, is_of_run, update_name, update_of
 from trainwright.runtime.weights import load_into
 from trainwright.slots.checkpoint import Keeping
 from trainwright.slots.saved import load_weights
@@ -165,11 +165,12 @@ class Leaving:
     def _saved_notes(self) -> tuple[str, ...]:
         """From where a run that ended in an error, or by a signal, can go on."""
         keeper, again = self.keeper, 'fit(..., resume="auto")'
-        if keeper is None or not self.owner.between.failed:
+        # Rank 0 writes: after an error, when nobody waits for anybody, only it knows which saves are complete.
+        if keeper is None or not self.owner.between.failed or not self.owner.is_main:
             return ()
         reached = self.counters.earlier_updates + self.counters.updates
-        saved = [path.name for path in keeper.saved]
-        known = [update_of(name) for name in saved if is_name(name)]
+        saved = [path for path in keeper.saved if not is_name(path.name) or is_of_run(path, keeper.run_id)]
+        known = [update_of(path.name) for path in saved if is_name(path.name)]
         if saved and not known:
             return ()  # a keeper with names of its own: nobody knows what they say
         if known and known[0] >= reached:

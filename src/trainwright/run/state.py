@@ -141,7 +141,8 @@ def restore(parts: Mapping[str, Part], tree: Mapping[str, Tree], *, origin: str)
         except DataError:
             raise  # it says what differs, and what to do
         except (KeyError, ValueError) as error:
-            raise CheckpointError(message(f"{origin}: part {name!r} cannot be loaded: {error}", where=False)) from error
+            why = f"its saved state has no {error}" if isinstance(error, KeyError) else str(error)
+            raise CheckpointError(message(f"{origin}: part {name!r} cannot be loaded: {why}", where=False)) from error
         if name == "optimizer" and _are_of_their_dtypes(parts, tree):
             for path, optimizer in _optimizers(part, name):
                 keep_dtypes(optimizer, tree[name] if path == name else tree[name][path.removeprefix(f"{name}.")])

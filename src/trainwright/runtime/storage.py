@@ -136,6 +136,14 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
+def is_of_run(path: Path, run: str) -> bool:
+    """Return whether a checkpoint of a run lies there now: somebody may have removed or replaced it."""
+    try:
+        return bool(read_manifest(path)["run"] == run)
+    except CheckpointError:
+        return False
+
+
 def scan(root: Path) -> list[Path]:
     """The checkpoints of a root by name alone, newest first; none where there is no such directory."""
     try:

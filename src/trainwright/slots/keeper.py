@@ -242,9 +242,9 @@ class Keeper:
 
     @property
     def _newest(self) -> Path | None:
-        """The newest whole checkpoint, or the one that was resumed."""
-        saved = self.saved
-        return saved[0] if saved else self._resumed
+        """The newest checkpoint that is still there, or the one that was resumed."""
+        known = [*self.saved, *([] if self._resumed is None else [self._resumed])]
+        return next((path for path in known if storage.is_of_run(path, self.run_id)), None)
 
     def _path(self, update: int) -> Path | None:
         self._collect()

@@ -297,7 +297,8 @@ def without_slot(resume: str | Path) -> Exception:
         assert found is not None
         directory = str(found.parent)
         instead = f"; or, for its weights alone, load_weights({str(found)!r}, model) before fit, without resume"
-    what = f"fit(resume={str(resume)!r}) without a checkpoint slot"
+    written = '"auto"' if resume == "auto" else repr(str(resume))
+    what = f"resume={written} without a checkpoint slot"
     want = "a slot, which holds the best of the run and writes its next checkpoints"
     return SettingError(message(what, want=want, fix=f"Trainer(..., checkpoint=Checkpoint({directory!r})){instead}"))
 

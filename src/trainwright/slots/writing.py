@@ -189,7 +189,7 @@ class Failure:
         elif ends:
             lost = "nothing of this run is saved" if before is None else f"updates after {before.name} are not saved"
         else:
-            again = "begin anew" if before is None else f"go on from {before}"
+            again = "have nothing to go on from" if before is None else f"go on from {before}"
             lost = f"training goes on, and the next save tries again; a run that dies before would {again}"
         return message(f"{what}; {lost}", have=self._said, fix=self._reason[1], where=False)
 
