@@ -81,6 +81,7 @@ def test_the_built_kernels_are_the_plain_loop(example, built):
             torch.testing.assert_close(one, other, rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps)
 
 
+@pytest.mark.slow
 def test_training_ends_the_same_with_both(example, in_python, built):
     assert example.train(epochs=1) == in_python[1] > 0.1
 

@@ -10,6 +10,8 @@ import pytest
 
 from world.programs_run import Ended, ended, torchrun
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 SECONDS = 240
 OF_ONE = {"advise.py", "tune_digits.py"}
@@ -38,7 +40,6 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(OF_ONE))
 def test_a_tool_of_one_process_refuses_several(name: str) -> None:
     [process] = torchrun(example(name), "--smoke", seconds=SECONDS)
@@ -46,13 +47,11 @@ def test_a_tool_of_one_process_refuses_several(name: str) -> None:
     assert "SettingError" in process.err and "one process" in process.err
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("path", [one for one in EXAMPLES if one.name not in OF_ONE], ids=lambda path: path.name)
 def test_an_example_runs_under_torchrun(path: Path) -> None:
     assert out_of(torchrun(str(path), "--smoke", seconds=SECONDS)), "an example shows what it did"
 
 
-@pytest.mark.slow
 def test_as_many_digits_are_right_alone_under_torchrun_and_by_launch() -> None:
     file = example("ddp_digits.py")
     outs = [
@@ -66,7 +65,6 @@ def test_as_many_digits_are_right_alone_under_torchrun_and_by_launch() -> None:
     assert ["2 processes by DDP" in out for out in outs] == [False, True, True]
 
 
-@pytest.mark.slow
 def test_a_finished_run_of_two_processes_is_found_finished_by_one() -> None:
     command = [example("ddp_digits.py"), "--smoke", "--directory", "run"]
     first = out_of(torchrun(*command, seconds=SECONDS))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,11 +88,11 @@ def module_of(target: str) -> str:
     return ".".join(parts)
 
 
-def attributes(path: Path) -> Iterator[tuple[int, str]]:
+@cache
+def attributes(path: Path) -> tuple[tuple[int, str], ...]:
     """Every dotted name that a file reads, with its line: `torch.distributed.is_initialized` and so on."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Attribute):
-            yield node.lineno, ast.unparse(node)
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
+    return tuple((node.lineno, ast.unparse(node)) for node in nodes)
 
 
 def _exists(*parts: str) -> bool:

@@ -35,12 +35,13 @@ from torch import nn
 from trainwright import Trainer, accuracy
 from trainwright.run import judging
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 KINDS = [kind for kind in silence.DATA if kind != "pinned"]
 FEEDS = [feed for feed in feeding.FEEDS if feed != "pinned"]
 
 
-@pytest.mark.slow
 def test_every_case_has_the_weights_of_the_loop_by_hand() -> None:
     for case in cases():
         by, eager, captured = same_cuda.three_ways(case, CPU, updates=2)
@@ -194,7 +195,6 @@ def test_direct_steps(form: str) -> None:
             torch.testing.assert_close(one, other)
 
 
-@pytest.mark.slow
 def test_precisions_memory_and_compiled_runs() -> None:
     assert not fast.native(CPU)
     exact, before = fast.products(CPU, None)
@@ -236,7 +236,6 @@ def test_data_that_fail_and_data_that_reside() -> None:
         assert same(state_of(runs[0]), state_of(runs[1]))
 
 
-@pytest.mark.slow
 def test_one_process_with_a_group() -> None:
     done = processes.run("cpu", "2", seconds=60.0)
     assert done.returncode == 0, done.stdout + done.stderr

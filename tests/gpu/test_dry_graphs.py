@@ -18,6 +18,8 @@ from laws import emulated_graph
 from trainwright import Fast
 from trainwright.run import judging
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 
@@ -45,7 +47,6 @@ def test_captured_is_eager(case: Case) -> None:
     same_cuda.test_captured_is_eager_is_the_loop_by_hand(case, CPU)
 
 
-@pytest.mark.slow
 def test_evaluations_noise_and_changes_between_replays() -> None:
     same_cuda.test_dropout_and_batchnorm_advance_as_in_the_loop_by_hand("rows", "four", None, CPU)
     same_cuda.test_evaluations_between_replays_see_the_weights_of_their_time("metrics", CPU)
@@ -67,7 +68,6 @@ def test_steps_that_a_replay_would_not_make() -> None:
     capture.test_two_trainers_take_turns(CPU)
 
 
-@pytest.mark.slow
 def test_interrupts_resumes_and_saves(tmp_path: Any) -> None:
     capture.test_an_interrupt_between_replays_ends_with_a_whole_update(CPU)
     capture.test_a_run_that_is_resumed_is_the_one_that_was_never_left("require", CPU, tmp_path / "resumed")

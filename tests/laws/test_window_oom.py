@@ -69,7 +69,6 @@ def test_a_window_that_is_split_makes_the_same_update(name, where):
     check(UNEVEN, name, where=where)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("k", [1, 4])
 def test_one_micro_batch_of_several_may_be_too_large(k):
     shape = Shape((3, 2, 9, 1, 2, 3, 2, 1), (1,) * 8, k=k, clip=0.3)

@@ -23,6 +23,7 @@ from trainwright import (
     accuracy,
     batches,
 )
+from trainwright.run import plan
 
 
 def test_a_batch_that_is_a_dict_the_model_cannot_take():
@@ -208,7 +209,7 @@ def test_a_patience_that_is_none(patience):
     assert make(early_stopping=watch).fit(pieces(), pieces(1), epochs=1).updates == 4
 
 
-def test_a_misspelt_monitor():
+def check_a_misspelt_monitor():
     trainer = make(early_stopping=EarlyStopping("val_los", mode="min"), metrics={"accuracy": accuracy})
     call = lambda: trainer.fit(pieces(), pieces(1), epochs=1)  # noqa: E731
     first = r"EarlyStopping watches 'val_los', which this run does not produce\. Did you mean 'val_loss'\?"
@@ -216,6 +217,18 @@ def test_a_misspelt_monitor():
     fix = refused(call, SettingError, first=first, want=want, trainer=trainer)
     watch = EarlyStopping(eval(fix.removeprefix("watch ")))
     assert make(early_stopping=watch).fit(pieces(), pieces(1), epochs=1).updates == 4
+
+
+def test_a_misspelt_monitor():
+    check_a_misspelt_monitor()
+
+
+@pytest.mark.parametrize("line", ["want", "fix"])
+def test_the_law_sees_a_message_without_a_line(line, monkeypatch):
+    message = plan.message
+    monkeypatch.setattr(plan, "message", lambda what, **lines: message(what, **lines | {line: ""}))
+    with pytest.raises(AssertionError):
+        check_a_misspelt_monitor()
 
 
 def test_a_directory_that_cannot_be_written_to(tmp_path, monkeypatch):

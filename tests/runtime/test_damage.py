@@ -25,6 +25,7 @@ from trainwright.runtime import files, storage
 from trainwright.runtime.storage import commit, update_name
 from trainwright.runtime.tensorfile import Contents, write
 from trainwright.runtime.tree import flatten, unflatten
+from trainwright.slots import saved
 from trainwright.slots.saved import encode, find_checkpoint, latest_checkpoint, load_checkpoint, load_tree, load_weights
 
 FILES = ["model.safetensors", "state.safetensors", "state.json", "manifest.json"]
@@ -233,9 +234,9 @@ def payloads():
     yield file.getvalue()
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_a_pickle_in_place_of_any_file_is_never_executed(name, run, tmp_path, monkeypatch):
-    monkeypatch.setenv("PAYLOAD", str(tmp_path / "ran"))
+def check_nothing_is_executed(name, run, directory, monkeypatch):
+    """Put pickles in place of a file, under a wrong sum and a right one; none may run."""
+    monkeypatch.setenv("PAYLOAD", str(directory / "ran"))
     for payload in payloads():
         (run[2] / name).write_bytes(payload)
         passed_over(run, name)
@@ -248,10 +249,30 @@ def test_a_pickle_in_place_of_any_file_is_never_executed(name, run, tmp_path, mo
             with pytest.raises(CheckpointError, match=name):
                 load_tree(sealed)
             put(run[0], 2)
-    assert not (tmp_path / "ran").exists()
-    with pytest.raises(FileNotFoundError):
-        os.rmdir(tmp_path / "ran")
+    assert not (directory / "ran").exists()
     pickle.loads(payload if payload[:2] != b"PK" else pickle.dumps(Payload()))  # it would have
+    assert (directory / "ran").exists()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_pickle_in_place_of_any_file_is_never_executed(name, run, tmp_path, monkeypatch):
+    check_nothing_is_executed(name, run, tmp_path, monkeypatch)
+
+
+def test_the_law_sees_a_loader_that_unpickles(run, tmp_path, monkeypatch):
+    class Unpickles:
+        JSONDecodeError = json.JSONDecodeError
+        dumps = staticmethod(json.dumps)
+
+        @staticmethod
+        def loads(text):
+            with suppress(Exception):
+                return pickle.loads(text if isinstance(text, bytes) else text.encode("latin-1"))
+            return json.loads(text)
+
+    monkeypatch.setattr(saved, "json", Unpickles)
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        check_nothing_is_executed("state.json", run, tmp_path, monkeypatch)
     assert (tmp_path / "ran").exists()
 
 

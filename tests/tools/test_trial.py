@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from trainwright import EMA, DataError, Fast, Observer, SettingError, Trainer, accuracy, batches, lr_range
 from trainwright.runtime.switches import flushes_denormal
+from trainwright.tools import trial
 from trainwright.tools.trial import ready, traceless, variant
 
 
@@ -93,9 +94,8 @@ def in_every_way(trainer, kept):
     random.random(), np.random.rand(), torch.rand(2)
 
 
-@pytest.mark.parametrize("trained", [False, True])
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_trial_leaves_the_hash_of_everything_as_it_was(trained, fails):
+def check_trial(trained, fails):
+    """A trial leaves the hash of everything as it was, whether it raises or not."""
     trainer = make()
     if trained:
         trainer.fit(rows(), batch_size=8, epochs=1)
@@ -111,6 +111,22 @@ def test_a_trial_leaves_the_hash_of_everything_as_it_was(trained, fails):
             in_every_way(trainer, kept)
             assert everything(trainer) != before
     assert everything(trainer) == before
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_trial_leaves_the_hash_of_everything_as_it_was(trained, fails):
+    check_trial(trained, fails)
+
+
+def test_the_law_sees_a_trial_that_forgets_the_random_states(monkeypatch):
+    monkeypatch.setattr(trial, "set_random_state", lambda *_: None)
+    state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    with pytest.raises(AssertionError):
+        check_trial(False, False)
+    random.setstate(state[0])
+    np.random.set_state(state[1])
+    torch.set_rng_state(state[2])
 
 
 def test_what_comes_after_a_trial_is_what_would_have_come_without():
