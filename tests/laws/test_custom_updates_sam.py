@@ -85,7 +85,8 @@ def check_sharp(
 def check_closed(k=1, *, search="plain", clip=None):
     """LBFGS over windows of k is LBFGS over their rows as one batch; over lone batches bit for bit.
 
-    Few updates, and a clip that seldom bites: on changing batches LBFGS blows a last bit up, by 1e4 in 9 updates.
+    Few updates, and a clip that seldom bites: on changing batches LBFGS amplifies the difference of a last bit by 1e4
+    in 9 updates, and how sums are rounded depends on the vector units of the CPU. Hence 1e-10, not 1e-12.
     """
     theirs, ours = closed_twins(search)
     data = drawn(k)
@@ -95,8 +96,8 @@ def check_closed(k=1, *, search="plain", clip=None):
     _, result, updates = run(Closed, ours, data, **settings)
     assert result.updates == len(updates) == len(groups)
     if k > 1:
-        assert distance(ours[0], theirs[0]) <= 1e-12
-        assert [update.loss for update in updates] == pytest.approx(losses, rel=1e-12)
+        assert distance(ours[0], theirs[0]) <= 1e-10
+        assert [update.loss for update in updates] == pytest.approx(losses, rel=1e-10)
     else:
         assert_equal(dict(ours[0].state_dict()), dict(theirs[0].state_dict()))
         assert [update.loss for update in updates] == losses

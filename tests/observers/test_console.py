@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
 
 from trainwright.base.contracts import Observer, listeners
 from trainwright.base.errors import SettingError
@@ -73,6 +74,12 @@ def printed(records, *, plan=PLAN, width=None, end=None):
     return stream.getvalue().splitlines()
 
 
+@pytest.fixture(autouse=True)
+def short_version(monkeypatch):
+    """A version string of one length: lines break where a longer one stands."""
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
+
+
 def rows(lines):
     """The table, without what stands above it."""
     return lines[lines.index("") + 1 :]
@@ -90,6 +97,14 @@ def test_the_header_tells_the_arithmetic_of_the_run():
         "train 1437 rows in 45 batches of 32 · accumulate 2 → 23 updates/epoch, 276 in all · val 360 rows"
     )
     assert note == "switched to train: SmallCNN"
+
+
+def test_a_long_version_of_torch_breaks_the_line_and_loses_nothing(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.14.0.dev20261101+cu130.of.a.vendor.with.a.long.name")
+    first, second, *others = header(PLAN)
+    assert " · ".join([first, second]).endswith("a.long.name · cpu, 1 thread · bf16 · SmallCNN 5.2k parameters")
+    monkeypatch.setattr(torch, "__version__", "2.13.0")
+    assert others == header(PLAN)[1:]
 
 
 @pytest.mark.parametrize(
