@@ -115,8 +115,8 @@ def wholes(tmp_path_factory):
     return whole
 
 
-@pytest.mark.parametrize(("which", "place", "n"), EVERY)
-def test_a_run_that_was_stopped_and_is_resumed_is_the_run_that_never_stopped(which, place, n, tmp_path, wholes):
+def check_stopped(which, place, n, tmp_path, wholes):
+    """Stop a run, resume it, and compare it with the run that nobody stopped."""
     directory, whole = wholes(which)
     cut = stopping(place, n)
     stopped = run(tmp_path, which, cut)
@@ -127,6 +127,24 @@ def test_a_run_that_was_stopped_and_is_resumed_is_the_run_that_never_stopped(whi
         ((_, update, metrics),) = stopped[1].final
         assert stopped[0].result.final_validation == metrics and metrics["update"] == update
         assert all(row["update"] < update or "val_loss" not in row for row in stopped[0].result.history)
+
+
+@pytest.mark.parametrize(("which", "place", "n"), EVERY)
+def test_a_run_that_was_stopped_and_is_resumed_is_the_run_that_never_stopped(which, place, n, tmp_path, wholes):
+    check_stopped(which, place, n, tmp_path, wholes)
+
+
+def test_the_law_sees_a_final_validation_that_counts(tmp_path, wholes, monkeypatch):
+    measure = pausing.Pauses.measure_early_end
+
+    def counts(self, *args, **settings):
+        measure(self, *args, **settings)
+        self.history.extend([self.leaving.final] if self.leaving.final is not None else [])
+
+    wholes("validated inside the epoch")  # made without the fault
+    monkeypatch.setattr(pausing.Pauses, "measure_early_end", counts)
+    with pytest.raises(AssertionError):
+        check_stopped("validated inside the epoch", "after_update", 2, tmp_path, wholes)
 
 
 def test_a_run_stopped_again_and_again_is_the_run_that_never_stopped(tmp_path, wholes):
