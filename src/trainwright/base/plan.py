@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil
+from typing import NamedTuple
 
 from trainwright.base.errors import SettingError, message
 from trainwright.base.spans import Epochs, Seconds, Updates
+
+FAR = 1 << 62
+"""An update that no run reaches: the end of an epoch that is longer than its data have said."""
+
+
+class Need(NamedTuple):
+    """Something that was computed from the lengths of epochs before they were known."""
+
+    asked_by: str
+    value: Callable[[Plan], object] | None
+    """What it is in a plan; None: anything else as soon as one epoch has another length."""
+    is_total: bool = False
+    """Whether it is the number of updates of the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,16 +74,37 @@ class Plan:
         lengths = [last - first for first, last in pairwise(starts)]
         return sum(n * (self.updates_in(first) or 0) for first, n in zip(starts, lengths, strict=False))
 
+    def ends_until(self, epoch: int) -> int | None:
+        """The clock of applied updates when `epoch` epochs are over; None where it is not known."""
+        return self.updates_until(epoch)
+
+    def note(self, need: Need) -> None:
+        """Note what is computed from the lengths of epochs. No-op here."""
+
+    @property
+    def quiet(self) -> Plan:
+        """The same plan, which notes nothing."""
+        return self
+
+    @property
+    def planned(self) -> Plan:
+        """The plan as it was before any epoch had run."""
+        return self
+
     @property
     def updates(self) -> int | None:
         """Updates of the whole stage, the horizon of schedules; None where it is not known."""
+        return self._total()
+
+    def _total(self) -> int | None:
         by_epochs = None if self.epochs is None else self.updates_until(self.epochs)
         known = [n for n in (by_epochs, self.max_updates) if n is not None]
         return min(known) if known and (self.epochs is None or by_epochs is not None) else self.max_updates
 
     def horizon(self, asked_by: str) -> int:
         """`updates`, or an error that names who needs it."""
-        if self.updates is None:
+        total = self._total()
+        if total is None:
             raise SettingError(
                 message(
                     f"{asked_by} needs the total number of updates, and {self.train or 'the training data'} "
@@ -77,7 +113,8 @@ class Plan:
                     fix="fit(..., max_updates=10_000)",
                 )
             )
-        return self.updates
+        self.note(Need(asked_by, lambda plan: plan.updates, is_total=True))
+        return total
 
     def in_updates(self, span: Updates | Epochs | Seconds | float, asked_by: str) -> int:
         """A span, or a fraction of the run below 1, as a whole number of updates (rounded, at least 1)."""
@@ -88,6 +125,7 @@ class Plan:
                 message(f"{asked_by}: {span} cannot be planned in updates", fix="use Updates(n) or Epochs(n)")
             )
         if isinstance(span, Epochs):
+            self.note(Need(asked_by, lambda plan: plan.in_updates(span, asked_by)))
             return max(1, self._epochs_in_updates(span, asked_by))
         if isinstance(span, bool) or not isinstance(span, float) or not 0 <= span < 1:
             raise SettingError(
@@ -111,3 +149,62 @@ class Plan:
                 )
             )
         return before + round((span.n - whole) * inside)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan(Plan):
+    """The plan as a run knows it: the epochs that are over as they were, those to come as planned."""
+
+    past: tuple[tuple[int, int], ...] = ()
+    """For each finished epoch, the windows of all epochs up to its end, and the clock of applied updates there."""
+    now: int | None = None
+    """Windows of the epoch in hand, where they are known to be other than planned; FAR: more than planned."""
+    needs: list[Need] | None = None
+    """What was computed from the lengths of epochs, where that is noted."""
+
+    def updates_in(self, epoch: int) -> int | None:
+        """Windows of one epoch, which are its updates where none is held back."""
+        done = len(self.past)
+        if epoch < done:
+            return self.past[epoch][0] - (self.past[epoch - 1][0] if epoch else 0)
+        return self.now if epoch == done and self.now is not None else Plan.updates_in(self, epoch)
+
+    def updates_until(self, epoch: int) -> int | None:
+        """Windows of all epochs before `epoch`."""
+        done = len(self.past)
+        if epoch <= done:
+            return self.past[epoch - 1][0] if epoch else 0
+        begun = self.past[-1][0] if done else 0
+        if self.now is not None:
+            begun, done = begun + self.now, done + 1
+        first, last = Plan.updates_until(self, done), Plan.updates_until(self, epoch)
+        return None if first is None or last is None else begun + last - first
+
+    def ends_until(self, epoch: int) -> int | None:
+        """The clock of applied updates when `epoch` epochs are over; updates that are held back do not move it."""
+        if 0 < epoch <= len(self.past):
+            return self.past[epoch - 1][1]
+        windows, clock = self.past[-1] if self.past else (0, 0)
+        until = self.updates_until(epoch)
+        return None if until is None else clock + until - windows
+
+    def note(self, need: Need) -> None:
+        """Note what is computed from the lengths of epochs: it is compared when one has another length."""
+        if self.needs is not None:
+            self.needs.append(need)
+
+    @property
+    def quiet(self) -> Plan:
+        """The same plan, which notes nothing."""
+        return replace(self, needs=None)
+
+    @property
+    def planned(self) -> Plan:
+        """The plan as it was before any epoch had run."""
+        return replace(self, past=(), now=None, needs=None)
+
+    @property
+    def updates(self) -> int | None:
+        """Updates of the whole stage; whoever reads it while a schedule is bound depends on it."""
+        self.note(Need("the schedule", lambda plan: plan.updates, is_total=True))
+        return self._total()

@@ -82,6 +82,11 @@ class LoaderBatches:
         if self.length == 0:
             raise self._no_batches()
 
+    def _measure(self) -> None:
+        """Take the length that the loader tells now: that of a batch sampler may change from epoch to epoch."""
+        if self.length is not None:
+            self.length = self.own_length = length_of(self._loader)
+
     def describe(self) -> str:
         """Rows, batch size and workers."""
         rows = "" if self.rows is None else f"{self.rows:,} rows in "
@@ -158,6 +163,7 @@ class LoaderBatches:
         self._generators.begin(epoch)
         if self._role == "train" and self._tells_epoch:
             tell_epoch(epoch, *self._tellable)
+            self._measure()
         if loaded is not None and way == "asked":
             self._ask(loaded, skip if inside else None)
         iterator = self._opened(skipped)

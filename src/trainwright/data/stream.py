@@ -96,6 +96,8 @@ class ReadyBatches:
         loaded, self._loaded = self._loaded, None
         if self._role == "train" and self._tells_epoch:
             tell_epoch(epoch, self._data)
+            if self.length is not None:
+                self.length = length_of(self._data)  # data may have other lengths from epoch to epoch
         if not skip and isinstance(self._data, list) and self._data:
             return iter(self._data)
         if self._asked is None:

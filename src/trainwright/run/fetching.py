@@ -22,12 +22,13 @@ def fetched(run: Run) -> Iterator[Window]:
     move = mover(run.owner, run.source, trains=True)
     with run.signals.waiting():
         opened = run.boundary.open_epoch()
+    run.lengths.opened()
     batches = run.signals.batches(opened)
     run.signals.watch_children()
     rows, count = hooks.rows, hooks.count
     if run.spread is None:
         grouped = windows(batches, size, rows=rows, count=count, always_count=hooks.counts_itself, move=move)
-        return islice(grouped, left)
+        return run.lengths.watched(islice(grouped, left))
     from trainwright.slots.dealt import dealt_windows
 
     spread = run.spread
@@ -41,4 +42,4 @@ def fetched(run: Run) -> Iterator[Window]:
         count=count,
         move=move,
     )
-    return islice(dealt, left)
+    return run.lengths.watched(islice(dealt, left))

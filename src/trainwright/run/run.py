@@ -15,6 +15,7 @@ from trainwright.base.contracts import Scaler, Source
 from trainwright.base.plan import Plan
 from trainwright.base.progress import Counters
 from trainwright.run.boundary import BETWEEN, COUNTING, UPDATING, Boundary
+from trainwright.run.epochs import Lengths
 from trainwright.run.evaluating import check_passes, feed
 from trainwright.run.fetching import fetched
 from trainwright.run.judging import applies_anyway, bind_late, read_numbers
@@ -69,8 +70,9 @@ class Run:
     """Who watches updates; None where nobody does."""
 
     def __init__(self, owner: Owner, source: Source, plan: Plan) -> None:
-        self.owner, self.source, self.plan = owner, source, plan
+        self.owner, self.source = owner, source
         self.counters: Counters = owner.counters
+        self.lengths = Lengths(plan, source, owner.counters)
         self.ledger: Ledger = owner.ledger
         self.random = Random()
         self.boundary = Boundary(owner, source, self.random, ledger=owner.ledger)
@@ -125,8 +127,10 @@ class Run:
         self.steppers = Steppers(owner.optimizers, owner.clip, wants_norm=wants_norm, modules=modules)
         self.gradients = self.steppers.all.gradients
         """The gradients of all optimizers together."""
-        self.rates = bind_rates(owner.schedule, owner.optimizers, self.plan)
-        average: Average | None = None if owner.average is None else owner.average.bind(owner.model, self.plan)
+        plan = self.lengths.noting
+        self.rates = bind_rates(owner.schedule, owner.optimizers, plan)
+        average: Average | None = None if owner.average is None else owner.average.bind(owner.model, plan)
+        self.lengths.bound(self.rates)
         self.average = average if average is not None and average.each_update else None
         """The average, where each update counts in it."""
         self.shown = Shown(
@@ -138,6 +142,11 @@ class Run:
         check_weights(self.scaler, self.gradients.parameters)
         self.checks = owner.nonfinite != "ignore" or self.scaler is not None
         """Whether gradients are looked at before they are applied."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan, in which the epochs that are over are as they were."""
+        return self.lengths.plan
 
     @contextmanager
     def watching_steps(self) -> Iterator[None]:

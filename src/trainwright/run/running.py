@@ -106,6 +106,7 @@ def parts_of(run: Run, pauses: Pauses) -> dict[str, Part]:
                 "settings": settings_of(owner),
                 **_split_at(owner),
                 **run.steppers.used_rates(),
+                "epochs": run.lengths.state_dict(),
             },
             lambda tree: _take_progress(run, pauses, tree),
         ),
@@ -307,6 +308,7 @@ def _split_at(owner: Owner) -> dict[str, float]:
 def _take_progress(run: Run, pauses: Pauses, tree: Any) -> None:
     owner = run.owner
     run.steppers.take_used_rates(tree)
+    run.lengths.load_state_dict(tree.get("epochs", []))
     if owner.between.splits is not None:
         owner.between.splits.limit = tree.get("split_at")
     owner.counters.load_state_dict(tree["counters"])

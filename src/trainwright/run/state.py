@@ -129,12 +129,13 @@ def in_order(
 
 
 def restore(parts: Mapping[str, Part], tree: Mapping[str, Tree], *, origin: str) -> list[str]:
-    """Give every part its state, model first and random last; `check` comes first. Returns what the parts report.
+    """Give every part its state, model and progress first, random last; after `check`. Returns what the parts report.
 
     Raises CheckpointError where the state of a part is of another form.
     """
     reports = []
-    for name in sorted(parts, key=lambda name: (name != "model", name == "random")):
+    # Progress comes before the schedule, which is planned by the lengths that finished epochs had.
+    for name in sorted(parts, key=lambda name: (name != "model", name != "progress", name == "random")):
         part = parts[name]
         try:
             said = part.load_state_dict(tree[name])

@@ -20,6 +20,7 @@ from trainwright.runtime.kernels import step_of
 from trainwright.runtime.shards import is_sharded, whole
 from trainwright.runtime.walking import parameters_in, parameters_of
 from trainwright.slots.clip import ClipNorm
+from trainwright.slots.rates import TableRates
 
 _BESIDE_ZERO = 1e-6
 """What torch's `clip_grad_norm_` adds to the norm that it divides by."""
@@ -229,41 +230,47 @@ class NamedRates:
     """The schedules of several optimizers as one."""
 
     def __init__(self, rates: Mapping[str, Rates]) -> None:
-        self._rates = dict(rates)
+        self.rates = dict(rates)
         monitors = [each.monitor for each in rates.values() if each.monitor is not None]
         self.monitor: str | None = monitors[0] if monitors else None
         self.monitors = tuple(monitors)
 
     def apply(self, updates: int) -> None:
         """Set the rates of every optimizer for the update that follows `updates` applied ones."""
-        for rates in self._rates.values():
+        for rates in self.rates.values():
             rates.apply(updates)
 
     def observe(self, metrics: Mapping[str, float]) -> None:
         """Show every schedule the numbers."""
-        for rates in self._rates.values():
+        for rates in self.rates.values():
             rates.observe(metrics)
 
     def epoch_ended(self) -> None:
         """Tell every schedule."""
-        for rates in self._rates.values():
+        for rates in self.rates.values():
             rates.epoch_ended()
 
     def put_back(self) -> None:
         """Give the groups of every optimizer the values that they had before."""
-        for rates in self._rates.values():
+        for rates in self.rates.values():
             put_back = getattr(rates, "put_back", None)
             if put_back is not None:
                 put_back()
 
     def state_dict(self) -> Tree:
         """Each schedule's state by name."""
-        return gather(self._rates)
+        return gather(self.rates)
 
     def load_state_dict(self, tree: Tree, /) -> str | None:
         """Take each schedule's state; returns what they report."""
-        said = [(name, rates.load_state_dict(tree[name])) for name, rates in self._rates.items()]
+        said = [(name, rates.load_state_dict(tree[name])) for name, rates in self.rates.items()]
         return "; ".join(f"{name}: {report}" for name, report in said if isinstance(report, str)) or None
+
+
+def tables_of(rates: Rates | None) -> list[TableRates]:
+    """The schedules among these that are tables, which another plan makes others."""
+    each = rates.rates.values() if isinstance(rates, NamedRates) else [rates]
+    return [one for one in each if isinstance(one, TableRates)]
 
 
 def monitors(rates: Rates | None) -> tuple[str, ...]:

@@ -138,6 +138,7 @@ def _mean(averages: list[Tensor], weights: list[Tensor], taken: int) -> None:
 
 def _refuse_never(times: _Times, plan: Plan, text: str) -> None:
     """Refuse an SWA that would not take one average in this plan, as far as the plan knows."""
+    plan = plan.planned  # what depends on the lengths of epochs was asked of the plan that notes it
     whole = _whole_epochs(plan) if times.each_epoch else plan.updates
     if whole is None:
         return

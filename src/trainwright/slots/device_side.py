@@ -136,6 +136,7 @@ class DeviceRates:
     def __init__(self, rates: TableRates, device: torch.device) -> None:
         self._rates, self._device = rates, device
         self._table = torch.zeros(0, 0, device=device)
+        self._version = rates.version
         self._begin: int | None = None
         """The first row of the table, as the host knows it; None where it was not sent yet."""
         self._first = torch.zeros((), dtype=torch.int64, device=device)
@@ -152,7 +153,8 @@ class DeviceRates:
     def reach(self, known: int) -> None:
         """Have the table hold the rates of the update to come; `known`: updates that the host knows to be applied."""
         # The clock is not further than what is under way.
-        if self._begin is None or not self._begin <= known < self._begin + ROWS - AHEAD:
+        stale = self._version != self._rates.version
+        if stale or self._begin is None or not self._begin <= known < self._begin + ROWS - AHEAD:
             self._send(known)
 
     def at(self, clock: Tensor) -> list[Tensor]:
@@ -167,4 +169,4 @@ class DeviceRates:
             table = table.pin_memory()
         self._table.copy_(table, non_blocking=True)
         self._first.fill_(first)
-        self._begin = first
+        self._begin, self._version = first, self._rates.version

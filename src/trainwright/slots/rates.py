@@ -6,7 +6,7 @@ import math
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain, count
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import CyclicLR, LinearLR, LRScheduler, OneCycleLR
 
 from trainwright.base.contracts import Tree
 from trainwright.base.errors import CheckpointError, SettingError, message
+from trainwright.base.plan import Plan
 
 BLOCK = 256
 """Rows that are filled at a time, over all groups together."""
@@ -44,6 +45,8 @@ class Recipe:
     """Whether `build` reads the index: else groups that start alike share a table."""
     steps: Callable[[], Iterator[int]] | None = None
     """Makes the updates at which torch's scheduler steps after the warm-up; None: at each."""
+    layout: tuple[int, ...] = ()
+    """What `build` has taken from the plan where there are `steps`: with another one its rates are others."""
 
 
 class TableRates:
@@ -51,14 +54,17 @@ class TableRates:
 
     `apply(updates)` sets the rates of the update that follows `updates` applied ones. From the end of the run on,
     the rate of its last update holds. Nobody else may write what the schedule sets: such a value is an error.
-    Groups that are added to the optimizer later follow the schedule from their own rate.
+    Groups that are added to the optimizer later follow the schedule from their own rate. `make` gives the recipe in a
+    plan, and again where epochs turn out to have other lengths.
     """
 
     monitor: str | None = None
 
-    def __init__(self, recipe: Recipe, optimizer: Optimizer) -> None:
-        self._recipe = recipe
+    def __init__(self, make: Callable[[Plan], Recipe], optimizer: Optimizer, plan: Plan) -> None:
+        self._make, self._recipe = make, make(plan)
         self._optimizer = optimizer
+        self.version = 0
+        """How often the plan was another one: rates that were looked up before may be others since."""
         self._owned = Owned(optimizer)
         self._fill([base_of(group) for group in optimizer.param_groups])
 
@@ -80,6 +86,23 @@ class TableRates:
     def cycles(self) -> bool:
         """Whether momenta or betas change with the rates."""
         return any(column.key is not None for column in self._columns)
+
+    @property
+    def follows_epochs(self) -> bool:
+        """Whether rates may change where an epoch ends."""
+        return self._recipe.steps is not None
+
+    def replan(self, plan: Plan, *, since: int | None = None) -> None:
+        """Take the rates of another plan; those of the first `since` updates stay as they were, None: all are new."""
+        before, self._recipe = self._recipe, self._make(plan)
+        self.version += 1
+        same = (before.layout, before.warmup) == (self._recipe.layout, self._recipe.warmup)
+        if since is None or self._recipe.steps is None or not same:
+            self._fill(self._base)
+            return
+        for column in self._shared.values():
+            column.cut(self._recipe, since)
+        self._choose()
 
     def observe(self, metrics: Mapping[str, float]) -> None:
         """Nothing: the rates depend on the clock alone."""
@@ -318,7 +341,7 @@ class _Column:
     """The rates of one group by update, and its momenta where they are cycled."""
 
     def __init__(self, recipe: Recipe, base: Base, index: int) -> None:
-        self._recipe, self._index = recipe, index
+        self._index = index
         stand_in = StandIn([base])
         self._group = stand_in.param_groups[0]
         # The schedule is built before its warm-up: CyclicLR sets the rate from which warm-up takes its goal.
@@ -329,33 +352,51 @@ class _Column:
         stand_in.step()
         self.rates, self._momenta = array("d"), array("d")
         self._other_betas = base.get("betas", ())[1:]
-        self._updates = self._run()
+        self._stairs = array("d")
+        """The rate after so many steps, where torch's scheduler does not step at each update."""
+        self.cut(recipe, 0)
 
     def fill(self, rows: int) -> None:
         """Go on until there are `rows` rows."""
-        for _ in range(rows - len(self.rates)):
-            next(self._updates)
+        for update in range(len(self.rates), rows):
+            if self._steps is None:
+                if update:
+                    self._scheduler.step()
+                self._record(update)
+                continue
+            while self._due <= update:
+                self._taken, self._due = self._taken + 1, next(self._steps)
+            self.rates.append(self._after(self._taken))
+
+    def cut(self, recipe: Recipe, rows: int) -> None:
+        """Forget all but the first `rows` rows, and go on by the steps of this recipe."""
+        self._recipe = recipe
+        del self.rates[rows:]
+        self._steps = None
+        if recipe.steps is not None:
+            self._steps = chain(range(1, recipe.warmup + 1), recipe.steps())
+            self._taken, self._due = 0, next(self._steps)
+
+    def _after(self, steps: int) -> float:
+        """The rate after so many steps of torch's scheduler."""
+        while len(self._stairs) <= steps:
+            if self._stairs:
+                self._scheduler.step()
+            self._stairs.append(self._finite(len(self.rates)))
+        return self._stairs[steps]
 
     def momentum(self, row: int) -> Any:
         """What the group's `key` is in this row."""
         return self._momenta[row] if self.key == "momentum" else (self._momenta[row], *self._other_betas)
 
-    def _run(self) -> Iterator[None]:
-        after = count(self._recipe.warmup + 1) if self._recipe.steps is None else self._recipe.steps()
-        steps = chain(range(1, self._recipe.warmup + 1), after)
-        due = next(steps)
-        for update in count():
-            while due == update:
-                self._scheduler.step()
-                due = next(steps)
-            self._record(update)
-            yield
-
-    def _record(self, update: int) -> None:
+    def _finite(self, update: int) -> float:
         rate = float(self._group["lr"])
         if not math.isfinite(rate):
             raise SettingError(message(f"{self._recipe.text}: the rate of group {self._index} at {update=} is {rate}"))
-        self.rates.append(rate)
+        return rate
+
+    def _record(self, update: int) -> None:
+        self.rates.append(self._finite(update))
         if self.key == "momentum":
             self._momenta.append(self._group["momentum"])
         elif self.key == "betas":

@@ -14,6 +14,7 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
+from itertools import chain, repeat
 from typing import Literal, cast
 
 from torch.optim import Optimizer
@@ -33,7 +34,7 @@ from trainwright.base.checks import check_choice, check_number
 from trainwright.base.contracts import Schedule
 from trainwright.base.errors import SettingError, message
 from trainwright.base.names import suggests
-from trainwright.base.plan import Plan
+from trainwright.base.plan import FAR, Plan
 from trainwright.base.spans import Epochs
 from trainwright.slots.rates import Recipe, TableRates
 from trainwright.slots.schedule_cycles import Cyclic, OneCycle
@@ -41,8 +42,10 @@ from trainwright.slots.schedule_lengths import (
     Length,
     check_length,
     check_warmup,
+    clock_after,
     end_of,
     every,
+    is_whole,
     no_schedule,
     settings_text,
     start_of,
@@ -118,17 +121,19 @@ class StepLR(Drawn):
 
     def bind(self, optimizer: Optimizer, plan: Plan) -> TableRates:
         """The rates of this optimizer over this plan."""
+        return TableRates(self._recipe, optimizer, plan)
+
+    def _recipe(self, plan: Plan) -> Recipe:
         warmup = warmup_updates(self.warmup, plan, "StepLR")
         # Between its steps torch's scheduler leaves the rate alone: stepping it only there gives the same bits.
-        recipe = Recipe(
+        return Recipe(
             text=settings_text(self),
-            total=plan.updates,
+            total=plan.planned.updates,
             build=lambda stand_in, _: TorchStepLR(stand_in, 1, gamma=self.gamma),
             warmup=warmup,
             ends=False,
-            steps=every(self.step, plan, start=warmup, asked_by="StepLR"),
+            steps=every(self.step, plan, warmup=self.warmup, start=warmup, asked_by="StepLR"),
         )
-        return TableRates(recipe, optimizer)
 
 
 @suggests
@@ -151,16 +156,18 @@ class Exponential(Drawn):
 
     def bind(self, optimizer: Optimizer, plan: Plan) -> TableRates:
         """The rates of this optimizer over this plan."""
+        return TableRates(self._recipe, optimizer, plan)
+
+    def _recipe(self, plan: Plan) -> Recipe:
         warmup = warmup_updates(self.warmup, plan, "Exponential")
-        recipe = Recipe(
+        return Recipe(
             text=settings_text(self),
-            total=plan.updates,
+            total=plan.planned.updates,
             build=lambda stand_in, _: ExponentialLR(stand_in, self.gamma),
             warmup=warmup,
             ends=False,
-            steps=every(self.every, plan, start=warmup, asked_by="Exponential"),
+            steps=every(self.every, plan, warmup=self.warmup, start=warmup, asked_by="Exponential"),
         )
-        return TableRates(recipe, optimizer)
 
 
 @suggests
@@ -189,23 +196,47 @@ class MultiStep(Drawn):
 
     def bind(self, optimizer: Optimizer, plan: Plan) -> TableRates:
         """The rates of this optimizer over this plan; milestones must rise and lie behind the warm-up."""
+        points = self._points(plan.quiet)
+        if points != sorted(points):
+            raise self._refused(points, warmup_updates(self.warmup, plan.quiet, "MultiStep"))
+        return TableRates(self._recipe, optimizer, plan)
+
+    def _points(self, plan: Plan) -> list[int]:
+        """The milestones in updates; whole epochs end with the epochs of the run, whatever their lengths."""
+        points = []
+        for milestone in self.milestones:
+            if isinstance(milestone, Epochs) and is_whole(milestone):
+                plan.quiet.in_updates(milestone, "MultiStep")  # raises where epochs have no length
+                points.append(clock_after(int(milestone.n), plan))
+            else:
+                points.append(plan.in_updates(milestone, "MultiStep"))
+        return points
+
+    def _recipe(self, plan: Plan) -> Recipe:
         warmup = warmup_updates(self.warmup, plan, "MultiStep")
-        points = [plan.in_updates(milestone, "MultiStep") for milestone in self.milestones]
-        if points != sorted(points) or points[0] < warmup:
-            raise SettingError(
-                message(
-                    f"{settings_text(self)}: the milestones are updates {points}, warm-up is over at {warmup}",
-                    want="milestones that rise, none of them inside the warm-up",
-                )
-            )
-        recipe = Recipe(
+        points = sorted(self._points(plan))
+        if points[0] < warmup:
+            raise self._refused(points, warmup)
+        after = sorted({at for at in points if at > warmup})
+        # Torch's scheduler is stepped at its milestones alone, as between them it leaves the rate as it is.
+        at_steps = tuple(0 if at == warmup else 1 + after.index(at) for at in points)
+        return Recipe(
             text=settings_text(self),
-            total=plan.updates,
-            build=lambda stand_in, _: MultiStepLR(stand_in, [at - warmup for at in points], gamma=self.gamma),
+            total=plan.planned.updates,
+            build=lambda stand_in, _: MultiStepLR(stand_in, at_steps, gamma=self.gamma),
             warmup=warmup,
             ends=False,
+            steps=lambda: chain(after, repeat(FAR)),
+            layout=at_steps,
         )
-        return TableRates(recipe, optimizer)
+
+    def _refused(self, points: list[int], warmup: int) -> SettingError:
+        return SettingError(
+            message(
+                f"{settings_text(self)}: the milestones are updates {points}, warm-up is over at {warmup}",
+                want="milestones that rise, none of them inside the warm-up",
+            )
+        )
 
 
 @suggests
@@ -232,19 +263,21 @@ class Linear(Drawn):
 
     def bind(self, optimizer: Optimizer, plan: Plan) -> TableRates:
         """The rates of this optimizer over this plan, whose number of updates must be known unless `over` is given."""
+        return TableRates(self._recipe, optimizer, plan)
+
+    def _recipe(self, plan: Plan) -> Recipe:
         warmup = warmup_updates(self.warmup, plan, "Linear")
         if self.over is None:
             length = _rest(plan, warmup, "Linear")
         else:
             length = end_of(self.over, plan, start=warmup, asked_by="Linear(over=)") - warmup
-        recipe = Recipe(
+        return Recipe(
             text=settings_text(self),
-            total=plan.updates,
+            total=(plan.quiet if self.over is None else plan.planned).updates,
             build=lambda stand_in, _: LinearLR(stand_in, self.start, end_factor=self.final, total_iters=length),
             warmup=warmup,
             ends=self.over is None,
         )
-        return TableRates(recipe, optimizer)
 
 
 @suggests
@@ -265,6 +298,9 @@ class Cosine(Drawn):
 
     def bind(self, optimizer: Optimizer, plan: Plan) -> TableRates:
         """The rates of this optimizer over this plan, whose number of updates must be known."""
+        return TableRates(self._recipe, optimizer, plan)
+
+    def _recipe(self, plan: Plan) -> Recipe:
         warmup = warmup_updates(self.warmup, plan, "Cosine")
         rest = _rest(plan, warmup, "Cosine")
 
@@ -272,8 +308,7 @@ class Cosine(Drawn):
             group = stand_in.param_groups[0]
             return CosineAnnealingLR(stand_in, rest, eta_min=self.final * group.get("initial_lr", group["lr"]))
 
-        recipe = Recipe(text=settings_text(self), total=plan.updates, build=build, warmup=warmup)
-        return TableRates(recipe, optimizer)
+        return Recipe(text=settings_text(self), total=plan.quiet.updates, build=build, warmup=warmup)
 
 
 @suggests
@@ -300,6 +335,9 @@ class WarmupStableDecay(Drawn):
 
     def bind(self, optimizer: Optimizer, plan: Plan) -> TableRates:
         """The rates of this optimizer over this plan, whose number of updates must be known."""
+        return TableRates(self._recipe, optimizer, plan)
+
+    def _recipe(self, plan: Plan) -> Recipe:
         total = plan.horizon("WarmupStableDecay")
         warmup = warmup_updates(self.warmup, plan, "WarmupStableDecay")
         falls = start_of(self.decay, plan, end=total, asked_by="WarmupStableDecay(decay=)")
@@ -317,13 +355,12 @@ class WarmupStableDecay(Drawn):
             progress = (after + warmup - falls) / (total - falls)
             return 1.0 if progress <= 0 else self.final + (1 - self.final) * shape(min(progress, 1.0))
 
-        recipe = Recipe(
+        return Recipe(
             text=settings_text(self),
             total=total,
             build=lambda stand_in, _: LambdaLR(stand_in, factor),
             warmup=warmup,
         )
-        return TableRates(recipe, optimizer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,6 +392,9 @@ class FunctionSchedule(Drawn):
 
     def bind(self, optimizer: Optimizer, plan: Plan) -> TableRates:
         """The rates of this optimizer over this plan, whose number of updates must be known."""
+        return TableRates(self._recipe, optimizer, plan)
+
+    def _recipe(self, plan: Plan) -> Recipe:
         warmup = warmup_updates(self.warmup, plan, "FunctionSchedule")
         rest = _rest(plan, warmup, "FunctionSchedule")
         text = settings_text(self)
@@ -370,13 +410,12 @@ class FunctionSchedule(Drawn):
                 raise SettingError(message(what, want="a factor of at least 0"))
             return value
 
-        recipe = Recipe(
+        return Recipe(
             text=text,
-            total=plan.updates,
+            total=plan.quiet.updates,
             build=lambda stand_in, _: LambdaLR(stand_in, factor),
             warmup=warmup,
         )
-        return TableRates(recipe, optimizer)
 
 
 _SHAPES: dict[str, Callable[[float], float]] = {

@@ -72,6 +72,10 @@ class OneCycle(Drawn):
 
     def bind(self, optimizer: Optimizer, plan: Plan) -> TableRates:
         """The rates of this optimizer over this plan, whose number of updates must be known."""
+        _check_lists(self, optimizer, ("max_lr", "base_momentum", "max_momentum"))
+        return TableRates(self._recipe, optimizer, plan)
+
+    def _recipe(self, plan: Plan) -> Recipe:
         total = plan.horizon("OneCycle")
         rise = self.warmup if isinstance(self.warmup, float) else plan.in_updates(self.warmup, "OneCycle") / total
         if self.three_phase and rise > 0.5:
@@ -100,8 +104,7 @@ class OneCycle(Drawn):
                 three_phase=self.three_phase,
             )
 
-        _check_lists(self, optimizer, ("max_lr", "base_momentum", "max_momentum"))
-        return TableRates(Recipe(text=settings_text(self), total=total, build=build, each_group=True), optimizer)
+        return Recipe(text=settings_text(self), total=total, build=build, each_group=True)
 
 
 @suggests
@@ -141,6 +144,10 @@ class Cyclic(Drawn):
 
     def bind(self, optimizer: Optimizer, plan: Plan) -> TableRates:
         """The rates of this optimizer over this plan."""
+        _check_lists(self, optimizer, ("base_lr", "max_lr", "base_momentum", "max_momentum"))
+        return TableRates(self._recipe, optimizer, plan)
+
+    def _recipe(self, plan: Plan) -> Recipe:
         up = constant(self.step_size_up, plan, "Cyclic(step_size_up=)")
         down = up if self.step_size_down is None else constant(self.step_size_down, plan, "Cyclic(step_size_down=)")
 
@@ -160,12 +167,15 @@ class Cyclic(Drawn):
                 max_momentum=_pick(self.max_momentum, index, "Cyclic(max_momentum)"),
             )
 
-        _check_lists(self, optimizer, ("base_lr", "max_lr", "base_momentum", "max_momentum"))
         warmup = warmup_updates(self.warmup, plan, "Cyclic")
-        recipe = Recipe(
-            text=settings_text(self), total=plan.updates, build=build, warmup=warmup, ends=False, each_group=True
+        return Recipe(
+            text=settings_text(self),
+            total=plan.planned.updates,
+            build=build,
+            warmup=warmup,
+            ends=False,
+            each_group=True,
         )
-        return TableRates(recipe, optimizer)
 
 
 def _cycles(setting: CycleMomentum, stand_in: Optimizer, index: int) -> bool:

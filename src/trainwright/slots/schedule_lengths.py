@@ -11,7 +11,7 @@ from itertools import count
 from typing import Any
 
 from trainwright.base.errors import SettingError, message
-from trainwright.base.plan import Plan
+from trainwright.base.plan import FAR, Need, Plan
 from trainwright.base.spans import Epochs, Seconds, Updates
 
 Length = Updates | Epochs | float
@@ -94,38 +94,71 @@ def end_of(length: Length, plan: Plan, *, start: int, asked_by: str) -> int:
     """
     if not isinstance(length, Epochs):
         return start + plan.in_updates(length, asked_by)
-    plan.in_updates(length, asked_by)
-    return plan.in_updates(Epochs(epoch_at(plan, start) + length.n), asked_by)
+
+    def end(plan: Plan) -> int:
+        plan.in_updates(length, asked_by)
+        return plan.in_updates(Epochs(epoch_at(plan, start) + length.n), asked_by)
+
+    plan.note(Need(asked_by, end))
+    return end(plan.quiet)
 
 
 def start_of(length: Length, plan: Plan, *, end: int, asked_by: str) -> int:
     """The update at which a length that is over at update `end` begins; below 0 where it is longer than that."""
     if not isinstance(length, Epochs):
         return end - plan.in_updates(length, asked_by)
-    plan.in_updates(length, asked_by)
-    first = epoch_at(plan, end) - length.n
-    return plan.in_updates(Epochs(first), asked_by) if first > 0 else (0 if first == 0 else -1)
+
+    def start(plan: Plan) -> int:
+        plan.in_updates(length, asked_by)
+        first = epoch_at(plan, end) - length.n
+        return plan.in_updates(Epochs(first), asked_by) if first > 0 else (0 if first == 0 else -1)
+
+    plan.note(Need(asked_by, start))
+    return start(plan.quiet)
 
 
-def every(length: Length, plan: Plan, *, start: int, asked_by: str) -> Callable[[], Iterator[int]]:
-    """Makes the endless, rising updates at which a length that is repeated from update `start` is over."""
-    updates = plan.in_updates(length, asked_by)
+def every(
+    length: Length, plan: Plan, *, warmup: Length | None, start: int, asked_by: str
+) -> Callable[[], Iterator[int]]:
+    """Makes the endless, rising updates at which a length is over that is repeated from the end of the warm-up.
+
+    `start`: the update at which the warm-up is over. Whole epochs that are counted from the end of an epoch end with
+    the epochs of the run, whatever their lengths; others are computed from the planned lengths.
+    """
     if not isinstance(length, Epochs):
+        updates = plan.in_updates(length, asked_by)
         return partial(count, start + updates, updates)
-    if length.n * (plan.updates_in(0) or 0) < 1:
+    quiet = plan.quiet
+    quiet.in_updates(length, asked_by)  # raises where epochs have no length
+    if length.n * (plan.planned.updates_in(0) or 0) < 1:
         raise SettingError(message(f"{asked_by}: {length} is shorter than one update", fix="use Updates(1)"))
-    first = epoch_at(plan, start)
+    if is_whole(length) and (start == 0 or is_whole(warmup)):
+        begun, n = int(warmup.n) if start and isinstance(warmup, Epochs) else 0, int(length.n)
+        return lambda: (clock_after(begun + k * n, quiet) for k in count(1))
+    plan.note(Need(asked_by, None))
+    first = epoch_at(quiet, start)
+    return lambda: (quiet.in_updates(Epochs(first + k * length.n), asked_by) for k in count(1))
 
-    def ends() -> Iterator[int]:
-        return (plan.in_updates(Epochs(first + k * length.n), asked_by) for k in count(1))
 
-    return ends
+def is_whole(length: Length | None) -> bool:
+    """Whether a length is a whole number of epochs, whose end is the end of an epoch."""
+    return isinstance(length, Epochs) and length.n == int(length.n)
+
+
+def clock_after(epochs: int, plan: Plan) -> int:
+    """The clock of applied updates when so many epochs are over."""
+    clock = plan.ends_until(epochs)
+    return FAR if clock is None else clock
 
 
 def constant(length: Length, plan: Plan, asked_by: str) -> int:
     """A length in updates that is the same wherever it begins; Epochs of different lengths are refused."""
-    updates = plan.in_updates(length, asked_by)
-    if isinstance(length, Epochs) and len({plan.updates_in(first) for first, _ in plan.accumulate}) > 1:
+    updates = plan.quiet.in_updates(length, asked_by)
+    if isinstance(length, Epochs):
+        plan.note(Need(asked_by, None))
+    elif isinstance(length, float):
+        plan.in_updates(length, asked_by)
+    if isinstance(length, Epochs) and len({plan.planned.updates_in(first) for first, _ in plan.accumulate}) > 1:
         raise SettingError(
             message(
                 f"{asked_by}: {length} is no fixed number of updates, for accumulate changes during the run",

@@ -17,7 +17,7 @@ from trainwright.base.checks import check_choice, check_number, check_whole
 from trainwright.base.contracts import Tree
 from trainwright.base.errors import CheckpointError, SettingError, message
 from trainwright.base.names import did_you_mean, suggests
-from trainwright.base.plan import Plan
+from trainwright.base.plan import Need, Plan
 from trainwright.base.spans import Epochs
 from trainwright.slots.rates import Base, Owned, StandIn, base_of, check_groups, check_keys, check_none_removed, said
 from trainwright.slots.schedule_lengths import epoch_at, settings_text
@@ -368,8 +368,13 @@ def _steps_in(plan: Plan, unit: Unit) -> int:
         return plan.horizon("TorchSchedule")
     if plan.max_updates is None and plan.epochs is not None:
         return plan.epochs
-    plan.in_updates(Epochs(1), "TorchSchedule")  # raises where epochs have no length
-    return math.ceil(epoch_at(plan, plan.horizon("TorchSchedule")))
+
+    def epochs(plan: Plan) -> int:
+        plan.in_updates(Epochs(1), "TorchSchedule")  # raises where epochs have no length
+        return math.ceil(epoch_at(plan, plan.horizon("TorchSchedule")))
+
+    plan.note(Need("TorchSchedule", epochs))
+    return epochs(plan.quiet)
 
 
 def _check_built(scheduler: object, stand_in: Optimizer, schedule: TorchSchedule) -> None:
