@@ -62,17 +62,23 @@ class Plan:
 
     def updates_in(self, epoch: int) -> int | None:
         """Updates of one epoch; None where it is not known."""
+        return self._planned_in(epoch)
+
+    def updates_until(self, epoch: int) -> int | None:
+        """Updates of all epochs before `epoch`; None where it is not known."""
+        return self._planned_until(epoch)
+
+    def _planned_in(self, epoch: int) -> int | None:
         if self.epoch_updates is not None:
             return self.epoch_updates
         return None if self.batches is None else ceil(self.batches / self.accumulated(epoch))
 
-    def updates_until(self, epoch: int) -> int | None:
-        """Updates of all epochs before `epoch`; None where it is not known."""
-        if self.updates_in(0) is None:
+    def _planned_until(self, epoch: int) -> int | None:
+        if self._planned_in(0) is None:
             return None
         starts = [first for first, _ in self.accumulate if first < epoch] + [epoch]
         lengths = [last - first for first, last in pairwise(starts)]
-        return sum(n * (self.updates_in(first) or 0) for first, n in zip(starts, lengths, strict=False))
+        return sum(n * (self._planned_in(first) or 0) for first, n in zip(starts, lengths, strict=False))
 
     def ends_until(self, epoch: int) -> int | None:
         """The clock of applied updates when `epoch` epochs are over; None where it is not known."""
@@ -167,7 +173,7 @@ class RunPlan(Plan):
         done = len(self.past)
         if epoch < done:
             return self.past[epoch][0] - (self.past[epoch - 1][0] if epoch else 0)
-        return self.now if epoch == done and self.now is not None else Plan.updates_in(self, epoch)
+        return self.now if epoch == done and self.now is not None else self._planned_in(epoch)
 
     def updates_until(self, epoch: int) -> int | None:
         """Windows of all epochs before `epoch`."""
@@ -177,13 +183,13 @@ class RunPlan(Plan):
         begun = self.past[-1][0] if done else 0
         if self.now is not None:
             begun, done = begun + self.now, done + 1
-        first, last = Plan.updates_until(self, done), Plan.updates_until(self, epoch)
+        first, last = self._planned_until(done), self._planned_until(epoch)
         return None if first is None or last is None else begun + last - first
 
     def ends_until(self, epoch: int) -> int | None:
         """The clock of applied updates when `epoch` epochs are over; updates that are held back do not move it."""
-        if 0 < epoch <= len(self.past):
-            return self.past[epoch - 1][1]
+        if epoch <= len(self.past):
+            return self.past[epoch - 1][1] if epoch else 0
         windows, clock = self.past[-1] if self.past else (0, 0)
         until = self.updates_until(epoch)
         return None if until is None else clock + until - windows
