@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trainwright import EMA, EarlyStopping, MixedPrecision, NonFiniteError, Trainer
+from trainwright import EMA, Cosine, DataError, EarlyStopping, Epochs, MixedPrecision, NonFiniteError, StepLR, Trainer
 from world.pool import pool
 
 from .own_updates import Scaled
@@ -264,3 +264,27 @@ def test_averaged_weights_are_those_of_one_process() -> None:
             mean = now if mean is None else 0.8 * mean + 0.2 * now
     for outcome in pool(3).run(averaged, seconds=90):
         assert apart(outcome["weights"], mean.tolist()) <= 1e-12
+
+
+# Epochs of unequal length.
+
+
+def unequal(kind: str) -> tuple[list[float], int, str]:
+    """Rates by epoch, updates and error of a run whose second epoch is longer than its first."""
+    schedule: Any = StepLR(Epochs(1), gamma=0.5) if kind == "counts" else Cosine()
+    trainer = Trainer(*start(), nn.CrossEntropyLoss(), schedule=schedule, console=False)
+    try:
+        trainer.fit(lambda epoch: data(rows=27 if epoch == 1 else 14), epochs=3)
+    except DataError as error:
+        return [], trainer.progress.updates, str(error).splitlines()[0]
+    return [row["lr"] for row in trainer.history], trainer.progress.updates, ""
+
+
+@pytest.mark.slow
+def test_all_processes_follow_epochs_of_unequal_length_or_refuse_them_at_one_update() -> None:
+    for outcome in pool(2).run(unequal, "counts", seconds=90):
+        assert outcome == ([0.2, 0.1, 0.05], 8, "") == unequal("counts")
+    for outcome in pool(2).run(unequal, "plans", seconds=90):
+        assert outcome == unequal("plans")
+        assert outcome[1] == 2
+        assert "epoch 2" in outcome[2]

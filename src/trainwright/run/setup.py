@@ -321,10 +321,10 @@ def _check_shapes(model: nn.Module) -> None:
 
 
 def _needs_a_closure(optimizer: Any) -> bool:
-    step, given = optimizer.step, ()
+    step, given = optimizer.step, []
     if inspect.unwrap(step) is inspect.unwrap(type(optimizer).step):
         # A torch scheduler puts a wrapper of the unbound function on the optimizer: `self` would count as missing.
-        step, given = type(optimizer).step, (optimizer,)
+        step, given = type(optimizer).step, [optimizer]
     try:
         inspect.signature(step).bind(*given)
     except TypeError:

@@ -322,7 +322,7 @@ class Keeper:
         self._place.let_go()
 
     def _note_whole(self, *, loaded: Path | None = None, without: Collection[Path] = ()) -> None:
-        """Find the checkpoints of this run that can be read; `loaded` is one, others do not count and stay as they are."""
+        """Find the checkpoints of this run that can be read: `loaded` is one; others do not count and stay."""
         whole = {}
         for path in storage.scan(self.directory):
             if path in without:

@@ -352,6 +352,8 @@ class _Column:
         stand_in.step()
         self.rates, self._momenta = array("d"), array("d")
         self._other_betas = base.get("betas", ())[1:]
+        self._steps: Iterator[int] | None = None
+        self._taken = self._due = 0
         self._stairs = array("d")
         """The rate after so many steps, where torch's scheduler does not step at each update."""
         self.cut(recipe, 0)
