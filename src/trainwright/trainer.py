@@ -163,8 +163,8 @@ class Trainer(Generic[M]):
             epoch_updates=epoch_updates,
             validate=validate,
         )
-        source, held_out = setup.open_data(self, train, val, ends=ends, batch_size=batch_size)
-        with running(self, source, held_out, ends=ends, resume=Resume(resume, resume_data)) as (run, pauses):
+        resuming = Resume(resume, resume_data)
+        with running(self, train, val, batch_size=batch_size, ends=ends, resume=resuming) as (run, pauses):
             counters = run.counters
             while not counters.stopped:
                 for window in run.windows():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import random
 import warnings
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from trainwright import EMA, SWA, Checkpoint, EarlyStopping, OneCycle, Trainer, Updates, batches
+from trainwright.base.errors import CheckpointError
 from trainwright.run.shown import Shown
 from trainwright.runtime import storage
 from trainwright.runtime.randomness import random_state
@@ -29,7 +31,7 @@ class Rows(Dataset):
         return torch.full((4,), float(row)) / 24 + 0.01 * noise, torch.tensor([row / 24])
 
 
-def trained(checkpoint, average=None, precision=None):
+def trained(checkpoint, average=None, precision=None, ends_in=None):
     """The weights, the optimizer's state, the history and the random state after a run."""
     random.seed(0)
     np.random.seed(0)
@@ -48,11 +50,12 @@ def trained(checkpoint, average=None, precision=None):
         console=False,
     )
     val = batches((torch.rand(8, 4, generator=torch.Generator().manual_seed(1)), torch.zeros(8, 1)), 4)
-    result = trainer.fit(DataLoader(Rows(), 4, shuffle=True), val, epochs=3, validate=Updates(2))
+    with nullcontext() if ends_in is None else pytest.raises(ends_in):
+        trainer.fit(DataLoader(Rows(), 4, shuffle=True), val, epochs=3, validate=Updates(2))
     optimizer = [value.tolist() for state in trainer.optimizer.state.values() for value in state.values()]
     weights = {name: value.tolist() for name, value in model.state_dict().items()}
     drawn = (random.random(), np.random.normal(), torch.rand(3).tolist())
-    return weights, optimizer, result.history, drawn
+    return weights, optimizer, trainer.result.history, drawn
 
 
 SLOTS = {"plain": {}, "EMA": {"average": EMA(0.5)}, "SWA": {"average": SWA()}, "fp16": {"precision": "fp16"}}
@@ -72,7 +75,7 @@ def test_a_run_whose_saves_all_fail_is_the_run_that_does_not_save(tmp_path, monk
 
     monkeypatch.setattr(storage, "write_file", full)
     with pytest.warns(UserWarning, match="the disk is full"):
-        saved = trained(Checkpoint(tmp_path, every=Updates(1), async_save=async_save))
+        saved = trained(Checkpoint(tmp_path, every=Updates(1), async_save=async_save), ends_in=CheckpointError)
     assert saved == trained(None)
     assert not list(tmp_path.glob("update-*")) and not list(tmp_path.glob(".tmp-*"))
 

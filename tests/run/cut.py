@@ -220,6 +220,14 @@ def data(cut, kind="loader"):
 
     if kind == "iterable":
         train = Endless(cut)
+    if kind == "data":  # opened by `fit`
+
+        class Opened(DataLoader):
+            def __len__(self):
+                cut.at("data")
+                return super().__len__()
+
+        train = Opened(Rows(cut, "row"), 3, shuffle=True)
     return train, DataLoader(Rows(cut, "val row", rows=7, seed=1, noise=False), 4)
 
 

@@ -12,6 +12,7 @@ import sys
 import threading
 import warnings
 import weakref
+from contextlib import suppress
 
 import pytest
 import torch
@@ -101,7 +102,7 @@ def test_nothing_of_the_trees_is_held_when_a_save_is_done(start, refuses):
         del tensor
         gc.collect()
         assert seen() is None
-    with pytest.warns(UserWarning, match="disk is full"):
+    with pytest.raises(CheckpointError, match="disk is full"):
         keeper.written(wait=True)
 
 
@@ -204,7 +205,8 @@ def test_the_same_are_kept_in_the_background_as_without(mode, saves, top, keep, 
                 keeper.save({"model": {}, "n": update}, update=update, epoch=0, metrics=metrics)
                 if asked:
                     keeper.written()
-            keeper.written(wait=True)
+            with suppress(CheckpointError):  # the last save may be one that is refused
+                keeper.written(wait=True)
         names = [path.name for path in keeper.saved]
         best = keeper.best and (keeper.best.update, keeper.best.path and keeper.best.path.name)
         assert names == [storage.update_name(update) for update in reversed(updates(directory))]

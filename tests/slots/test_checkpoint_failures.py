@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import shutil
 from pathlib import Path
 
@@ -24,6 +25,10 @@ ERRORS = {
     errno.ESTALE: "lost the directory",
     errno.ENAMETOOLONG: "name too long",
 }
+
+
+def updates_path(tmp_path, update):
+    return re.escape(str(tmp_path / "run" / storage.update_name(update)))
 
 
 def whole(keeper, update, **metrics):
@@ -58,9 +63,11 @@ def test_where_the_system_refuses_a_warning_says_why_and_the_next_save_is_whole(
     assert updates(tmp_path / "run") == [1, 4]
     refuses(number)
     begin(keeper, 5)
-    with pytest.warns(UserWarning, match="; updates after update-0000000004 are not saved") as caught:
+    with pytest.raises(
+        CheckpointError, match=f"; the newest complete checkpoint is {updates_path(tmp_path, 4)}"
+    ) as last:
         keeper.written(wait=True)
-    assert "in a row" not in str(caught[0].message)
+    assert "in a row" not in str(last.value)
 
 
 def test_a_run_that_is_over_can_tell_in_one_line_that_its_last_saves_failed(start, refuses):
@@ -70,7 +77,7 @@ def test_a_run_that_is_over_can_tell_in_one_line_that_its_last_saves_failed(star
     assert keeper.failing == ""
     refuses(errno.ENOSPC)
     for update, count in ((2, "the last save failed"), (3, "2 saves failed, the last for")):
-        with pytest.warns(UserWarning, match="could not be written"):
+        with pytest.raises(CheckpointError, match="could not be written"):
             whole(keeper, update)
         assert keeper.failing == f"{count}: the disk is full; the newest whole checkpoint is update-0000000001"
     refuses(0)
@@ -107,7 +114,7 @@ def test_the_newest_checkpoint_of_a_message_is_one_that_is_there_and_of_this_run
 def test_a_run_of_which_nothing_is_saved_tells_that(start, refuses):
     keeper = start()
     refuses(errno.EROFS)
-    with pytest.warns(UserWarning, match="could not be written"):
+    with pytest.raises(CheckpointError, match="could not be written"):
         whole(keeper, 1)
     assert keeper.failing == "the last save failed: the file system is read-only; nothing is saved"
 
@@ -120,7 +127,7 @@ def test_a_run_without_any_checkpoint_is_told_that_it_would_have_nothing_to_go_o
     with pytest.warns(UserWarning, match="would have nothing to go on from"):
         keeper.written()
     begin(keeper, 2)
-    with pytest.warns(UserWarning, match="; nothing of this run is saved"):
+    with pytest.raises(CheckpointError, match="; there is no complete checkpoint of this run"):
         keeper.written(wait=True)
 
 

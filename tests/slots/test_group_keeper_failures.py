@@ -109,8 +109,9 @@ def saves_with_a_fault(directory, name, rank, on_error):
                 fault.start()
             keeper.save(sharded_runs.tree_of(model, optimizer, update), update=update, epoch=0)
             began = time.monotonic()
+            keeper._keeper.wait()  # and not `written(wait=True)`: it is not the last save, which must succeed
             try:
-                said.append([one.update for one in keeper.written(wait=True)])
+                said.append([one.update for one in keeper.written()])
             except CheckpointError as error:
                 said.append((str(error), error.everywhere))
             took = time.monotonic() - began
@@ -193,11 +194,10 @@ def dies_in_a_save(directory, notes):
     keeper.save(sharded_runs.tree_of(model, optimizer, 2), update=2, epoch=0)
     begun.set()
     began = time.monotonic()
-    with warnings.catch_warnings(record=True) as heard:
-        warnings.simplefilter("always")
-        saved = keeper.written(wait=True, alone=True)
+    with pytest.raises(CheckpointError) as heard:
+        keeper.written(wait=True, alone=True)
     keeper.release()
-    said = [[one.update for one in saved], [str(one.message) for one in heard], time.monotonic() - began]
+    said = [str(heard.value), time.monotonic() - began]
     Path(notes).write_text(json.dumps(said))
 
 
@@ -205,9 +205,8 @@ def dies_in_a_save(directory, notes):
 def test_a_process_killed_in_a_save_leaves_the_checkpoint_before_and_the_others_do_not_wait_for_it(tmp_path):
     with pytest.raises(RankFailed, match="exit code 9"):
         on_all(2, dies_in_a_save, tmp_path / "run", str(tmp_path / "notes"))
-    saved, heard, seconds = json.loads((tmp_path / "notes").read_text())
-    assert saved == [] and seconds < 15
-    assert len(heard) == 1 and "a process has not written its part" in heard[0] and "process 1" in heard[0]
+    heard, seconds = json.loads((tmp_path / "notes").read_text())
+    assert seconds < 15 and "a process has not written its part" in heard and "process 1" in heard
     assert [storage.verify(path)["update"] for path in storage.scan(tmp_path / "run")] == [1]
 
 

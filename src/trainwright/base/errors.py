@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from types import FrameType
 
@@ -90,6 +91,14 @@ def user_line(frame: FrameType | None = None) -> str:
             break
         frame = frame.f_back
     return ""
+
+
+def warn_user(text: str) -> None:
+    """Warn at the user's line that has led here, such as the call of `fit`, however deep the call is nested."""
+    frame, depth = sys._getframe(1), 2
+    while frame.f_back is not None and not is_users(frame.f_code.co_filename):
+        frame, depth = frame.f_back, depth + 1
+    warnings.warn(text, stacklevel=depth)
 
 
 def is_ours(name: str) -> bool:

@@ -65,7 +65,6 @@ class Boundary:
 
     def fetch(self) -> None:
         """Keep what is to be kept: the next window is about to be fetched."""
-        self.place = FETCHING
         if self._tell_source is not None:
             self._tell_source()
         self._random.kept = random_state() if self._keeps_random else None
@@ -78,6 +77,7 @@ class Boundary:
                 "state": snapshot(self._owner.state),
                 "own": {name: snapshot(part.state_dict()) for name, part in self._own.items()},
             }
+        self.place = FETCHING  # last: a handler of the user's own may raise at any line before
 
     def put_back(self) -> dict[str, Tree]:
         """Go back to where the window in hand began; return the states of other parts as they were there."""

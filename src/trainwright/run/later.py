@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 def running(
-    owner: Owner, source: Source, val: Mapping[str, Source], *, ends: Ends, resume: Resume
+    owner: Owner, train: Any, val: Any, *, batch_size: int | None, ends: Ends, resume: Resume
 ) -> AbstractContextManager[tuple[Run, Pauses]]:
     """`run.running.running`: a run that is bound, checked and loaded, and undone at the end."""
     from trainwright.run.running import running
 
-    return running(owner, source, val, ends=ends, resume=resume)
+    return running(owner, train, val, batch_size=batch_size, ends=ends, resume=resume)
 
 
 def parts_of(run: Run, pauses: Pauses) -> dict[str, Part]:

@@ -7,11 +7,10 @@ from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from warnings import warn
 
 from torch import Tensor
 
-from trainwright.base.errors import CheckpointError
+from trainwright.base.errors import CheckpointError, warn_user
 from trainwright.base.records import Best, Result
 from trainwright.run.plan import Ends
 from trainwright.run.run import Run
@@ -37,6 +36,8 @@ class Leaving:
         """How this stage ended, where a checkpoint of a later one says that it has."""
         self.final: dict[str, float] | None = None
         """The numbers of an early end that no validation was due at."""
+        self.lost: CheckpointError | None = None
+        """The error of the save at the end, where the run has ended well and that save has failed."""
         self.could_save = False
         """Whether the state at the end, which was not saved, would have been with `on_error="save"`."""
 
@@ -97,7 +98,7 @@ class Leaving:
     def _warn_of(self, best: Best, why: str) -> None:
         if self.owner.is_main:  # of several processes all come to the same, and one says it
             what = f"the weights of the best {best.name} (update {best.update})"
-            warn(f"{what} {why}; the last ones stay", stacklevel=9)
+            warn_user(f"{what} {why}; the last ones stay")
 
     def result(self) -> Result:
         """Say how the run ended."""

@@ -310,7 +310,8 @@ class Pauses:
         validated = validated or (epoch_ended and not self.val)
         if self.saves.are_due(keep=keep, validated=validated, epoch_ended=epoch_ended):
             self.saves.save()
-            self.saves.hear()
+            if not self.counters.stopped:  # the one at the end is heard of there: it must not fail
+                self.saves.hear()
 
     def go_on(self) -> None:
         """Have the loop pause where something falls due next: at once, where it was woken in the pause that ends."""

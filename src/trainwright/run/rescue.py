@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from warnings import warn
-
 from trainwright.base.errors import CheckpointError, Stopped, first_line
 from trainwright.run.boundary import BETWEEN, FETCHING, OPENING, UPDATING
 from trainwright.run.pausing import Pauses
 from trainwright.runtime.signals import Interrupted
 
 
-def rescue(pauses: Pauses, error: BaseException) -> None:
+def rescue(pauses: Pauses, error: BaseException) -> list[str]:
     """Save the state of the boundary before the window in hand, where it is whole and somebody wants it.
 
-    A signal and an error of the data always do, another error of user code with `on_error="save"`. A save in flight
-    is waited for and told in any case, and so are updates that were to be told when several processes meet. What goes
-    wrong here is a warning: the error that ends the run is the other one.
+    A signal and an error of the data always do, another error of user code, KeyboardInterrupt and SystemExit included,
+    with `on_error="save"`. A save in flight is waited for and told in any case, and so are updates that were to be
+    told when several processes meet. Returns what has failed here, for notes on the error that ends the run.
     """
     at_once = pauses.run.signals.pending and isinstance(error, KeyboardInterrupt)  # a second Ctrl-C
     if at_once:
-        return
-    _tell_updates(pauses)
+        return []
+    failures = _tell_updates(pauses)
     if pauses.keeper is None:
-        return
+        return failures
     run, saves, counters = pauses.run, pauses.saves, pauses.counters
     # Of several processes only those save that have all agreed to end here: the others are somewhere else.
     alone = run.agreement is not None and not (isinstance(error, Interrupted) and not error.late)
@@ -43,19 +41,21 @@ def rescue(pauses: Pauses, error: BaseException) -> None:
             what = "an observer failed when it was told of the last save"
             saves.tell(written)
         except Exception as failed:
-            warn(f"{what}: {failed}", stacklevel=2)
+            failures.append(f"{what}: {failed}")
+    return failures
 
 
-def _tell_updates(pauses: Pauses) -> None:
-    """Tell the updates that have waited for other processes, which do not come any more."""
+def _tell_updates(pauses: Pauses) -> list[str]:
+    """Tell the updates that have waited for other processes, which do not come any more; what has failed in it."""
     run = pauses.run
     if run.teller is None:
-        return
+        return []
     with run.signals.held():
         try:
             run.teller.tell_alone()
         except Exception as failed:
-            warn(f"an observer failed when it was told of the last updates: {failed}", stacklevel=3)
+            return [f"an observer failed when it was told of the last updates: {failed}"]
+    return []
 
 
 def ends_in(error: BaseException, *, grace: float) -> tuple[BaseException, str]:
@@ -75,11 +75,11 @@ def _is_whole(pauses: Pauses, error: BaseException, *, asked: bool) -> bool:
     place = run.boundary.place
     if isinstance(error, Interrupted):
         return not error.late and place in (BETWEEN, OPENING, FETCHING)
-    if not isinstance(error, Exception) or isinstance(error, CheckpointError):
+    if not isinstance(error, Exception | KeyboardInterrupt | SystemExit) or isinstance(error, CheckpointError):
         return False
     is_validating = place == BETWEEN and pauses.counters.pause != ""
     if place in (OPENING, FETCHING) or (is_validating and run.signals.data_failed):
-        return True
+        return asked or isinstance(error, Exception)
     if not asked:
         return False
     if place == UPDATING:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from trainwright.base.contracts import Tree
-from trainwright.base.errors import CheckpointError, SettingError, message
+from trainwright.base.errors import CheckpointError, SettingError, message, warn_user
 from trainwright.run import state
 from trainwright.run.optimizers import has_scheduler, unfuse_spoiled
 from trainwright.run.owner import Owner, listening
@@ -85,7 +84,7 @@ class Found:
         reports += [*unfuse_spoiled(owner), *_unused(owner, given)]
         counters.stopped = pauses.ended() or ("" if pauses.watch is None or counters.pause else pauses.watch.stopped)
         for report in reports if owner.world.is_main and not counters.stopped else ():  # a finished run does not go on
-            warnings.warn(report, stacklevel=6)  # at the line that calls `fit`: it shall be heard without a console too
+            warn_user(report)  # it shall be heard without a console too
         random, settle = pauses.run.random, getattr(pauses.run.source, "settle", None)
         if counters.stopped and settle is not None:
             settle()  # no epoch will begin and take the state over; a next `fit` reads the same data

@@ -69,15 +69,15 @@ class Run:
     teller: Teller | None = None
     """Who watches updates; None where nobody does."""
 
-    def __init__(self, owner: Owner, source: Source, plan: Plan) -> None:
+    def __init__(self, owner: Owner, source: Source, plan: Plan, *, signals: Signals) -> None:
         self.owner, self.source = owner, source
         self.counters: Counters = owner.counters
         self.lengths = Lengths(plan, source, owner.counters)
         self.ledger: Ledger = owner.ledger
         self.random = Random()
         self.boundary = Boundary(owner, source, self.random, ledger=owner.ledger)
-        self.grace: float = getattr(owner.checkpoint, "grace", GRACE)
-        self.signals = Signals(grace=self.grace, wake=self.wake, alone=owner.world.size == 1)
+        self.signals = signals
+        signals.wake = self.wake
         self._bind_processes(owner)
         self._bind_slots(owner)
         self.after_update = None if owner.hooks.after_update is None else self._after_update

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,8 +12,9 @@ from typing import Any
 
 from torch import nn
 
-from trainwright.base.contracts import Part, Source, listeners
-from trainwright.base.errors import NonFiniteError, listed
+from trainwright.base.contracts import Observer, Part, Source
+from trainwright.base.errors import NOTE, CheckpointError, NonFiniteError, first_line, listed
+from trainwright.base.plan import Plan
 from trainwright.base.records import Result
 from trainwright.run import state
 from trainwright.run.alike import check_alike
@@ -28,16 +30,16 @@ from trainwright.run.ranks import align_buffers, beside_others
 from trainwright.run.rescue import ends_in, rescue
 from trainwright.run.residing import residing
 from trainwright.run.resuming import find
-from trainwright.run.run import Run
+from trainwright.run.run import GRACE, Run
 from trainwright.run.settings import settings_of
-from trainwright.run.setup import NOT_RUNNING
+from trainwright.run.setup import NOT_RUNNING, open_data
 from trainwright.run.speeding import Sped, sped_up
 from trainwright.run.stages import stage
 from trainwright.run.steppers import ONLY, NamedParts, monitors
 from trainwright.runtime.device import devices_of, homes, move
 from trainwright.runtime.modules import untrained, wake
 from trainwright.runtime.shards import is_sharded
-from trainwright.runtime.signals import Interrupted
+from trainwright.runtime.signals import Interrupted, Signals
 from trainwright.runtime.surroundings import training_afresh
 from trainwright.slots.checkpoint import Keeping
 from trainwright.slots.precision import switched
@@ -46,42 +48,78 @@ from trainwright.slots.saved import Loaded, dry_save, load_checkpoint, without_s
 
 @contextmanager
 def running(
-    owner: Owner, source: Source, val: Mapping[str, Source], *, ends: Ends, resume: Resume
+    owner: Owner, train: Any, val: Any, *, batch_size: int | None, ends: Ends, resume: Resume
 ) -> Iterator[tuple[Run, Pauses]]:
     """Yield a run that is bound, checked and loaded; afterwards the model holds the weights that `fit` promises.
 
-    Every error of a setting is raised here, before the first update. Observers hear of the end in any case.
+    Every error of a setting is raised here, before the first update. Observers hear of the end in any case, and
+    signals are handled from here to the end: one that comes while the run is made ready ends it before its first
+    window, with a Result.
     """
+    from trainwright.data.kept import workers_kept
+
+    signals = Signals(grace=getattr(owner.checkpoint, "grace", GRACE), alone=owner.world.size == 1)
+    before = owner.result
+    try:
+        with signals.installed(), ExitStack() as undo:
+            source, held_out = open_data(owner, train, val, ends=ends, batch_size=batch_size)
+            run, pauses, plan = _bound(owner, source, held_out, ends=ends, resume=resume, signals=signals, undo=undo)
+            undo.enter_context(workers_kept(source, *held_out.values()))
+            begun: list[Observer] = []
+            error: BaseException | None = None
+            try:
+                _begin(run, plan, begun)
+                with run.watching_steps():
+                    yield run, pauses
+                error = _leave(run, pauses)
+            except BaseException as raised:
+                error = _broken_off(run, pauses, raised)
+            _end(run, pauses, begun, error=error)
+    except Interrupted as interrupted:  # too long in making ready, or a signal that came after the end
+        ending, reason = ends_in(interrupted, grace=signals.grace)
+        if owner.result is not None and owner.result is not before:
+            owner.result = replace(owner.result, stopped=reason)
+        raise ending from None
+
+
+def _bound(
+    owner: Owner,
+    source: Source,
+    val: Mapping[str, Source],
+    *,
+    ends: Ends,
+    resume: Resume,
+    signals: Signals,
+    undo: ExitStack,
+) -> tuple[Run, Pauses, Plan]:
+    """Bind, check and load everything that one fit needs; `undo` gets what takes it back."""
     check_parameters(owner)
-    with ExitStack() as undo:
-        undo.enter_context(beside_others(owner))
-        check_alike(owner, source, val, ends=ends, resumes=resume.where is not None)
-        undo.enter_context(stage(owner, resumes=resume.where is not None, epochs=ends.epochs))
-        undo.enter_context(_ground(owner))
-        sped = undo.enter_context(_switched_on(owner, source, val))
-        plan = make_plan(owner, source, val, ends=ends, notes=sped.notes)
-        run = Run(owner, source, plan)
-        keeper, loaded = _open_directory(owner, resume.where, undo)
-        found = find(loaded, resume, stage=owner.counters.stage)
-        pauses = Pauses(run, val, ends, keeper=keeper)
-        owner.hold(run, pauses)
-        undo.callback(_let_go, owner, run)
-        run.shown.start()
-        found.begin_epochs(owner, run)
-        if not found.passes:
-            _rehearse(owner, run, val)
-        if found.path is not None:
-            reports = found.pass_stage(owner, pauses) if found.passes else found.load(owner, pauses)
-            sped.loaded()
-            finished = found.place if owner.counters.stopped else ""
-            plan = replace(plan, notes=(*plan.notes, *reports), finished=finished)
-        if keeper is not None:
-            told = [*found.go_on(owner, keeper), *_ready_to_save(owner, run, pauses)]
-            plan = replace(plan, notes=(*plan.notes, *told))
-        pauses.start()
-        for notify in listeners(listening(owner), "on_fit_start"):
-            notify(plan)
-        yield from _noting_the_end(owner, run, pauses, passed=found.passes)
+    undo.enter_context(beside_others(owner))
+    check_alike(owner, source, val, ends=ends, resumes=resume.where is not None)
+    undo.enter_context(stage(owner, resumes=resume.where is not None, epochs=ends.epochs))
+    undo.enter_context(_ground(owner))
+    sped = undo.enter_context(_switched_on(owner, source, val))
+    plan = make_plan(owner, source, val, ends=ends, notes=sped.notes)
+    run = Run(owner, source, plan, signals=signals)
+    keeper, loaded = _open_directory(owner, resume.where, undo)
+    found = find(loaded, resume, stage=owner.counters.stage)
+    pauses = Pauses(run, val, ends, keeper=keeper)
+    owner.hold(run, pauses)
+    undo.callback(_let_go, owner, run)
+    run.shown.start()
+    found.begin_epochs(owner, run)
+    if not found.passes:
+        _rehearse(owner, run, val)
+    if found.path is not None:
+        reports = found.pass_stage(owner, pauses) if found.passes else found.load(owner, pauses)
+        sped.loaded()
+        finished = found.place if owner.counters.stopped else ""
+        plan = replace(plan, notes=(*plan.notes, *reports), finished=finished)
+    if keeper is not None:
+        told = [*found.go_on(owner, keeper), *_ready_to_save(owner, run, pauses)]
+        plan = replace(plan, notes=(*plan.notes, *told))
+    pauses.start()
+    return run, pauses, plan
 
 
 def parts_of(run: Run, pauses: Pauses) -> dict[str, Part]:
@@ -129,31 +167,101 @@ def _ground(owner: Owner) -> Iterator[None]:
         yield
 
 
-def _until_the_end(owner: Owner, run: Run, pauses: Pauses, *, passed: bool) -> Iterator[tuple[Run, Pauses]]:
-    """The run, watched for signals, and its weights as `fit` promises them; where it ends early, a save."""
-    from trainwright.data.kept import workers_kept
-
-    with run.signals.installed(), workers_kept(run.source, *pauses.val.values()):
+def _begin(run: Run, plan: Plan, begun: list[Observer]) -> None:
+    """Tell every observer that the run begins; `begun` gets those that are to hear of its end."""
+    error: Exception | None = None
+    for observer in listening(run.owner):
         try:
-            with run.watching_steps():
-                yield run, pauses
-            run.boundary.place = ENDED
-            if not passed:
-                pauses.saves.hear(wait=True)
-                pauses.leaving.restore_best()
-            align_buffers(owner)
-            pauses.hear_signals()
-            owner.between.failed = False
-        except BaseException as raised:
-            error = _first_of(raised, run)
-            explain(error, owner)
-            caused = owner.world.blame(error) if isinstance(error, Exception) else error
-            if not isinstance(error, Exception) and not _is_agreed(error):
-                owner.world.failed(error)
-            rescue(pauses, caused)
-            if caused is raised:
+            observer.on_fit_start(plan)
+            begun.append(observer)
+        except Exception as failed:
+            if error is None:
+                error = failed
+            else:
+                error.add_note(f"{NOTE}{type(observer).__name__}.on_fit_start failed too: {_told_at(failed)}")
+    if error is not None:
+        raise error
+    # From here on the fit is not refused any more: what it leaves behind is what it has come to.
+    between = run.owner.between
+    between.shown, between.failed, between.refused_to = run.shown, True, None
+
+
+def _leave(run: Run, pauses: Pauses) -> CheckpointError | None:
+    """Leave the model with the weights that `fit` promises; return the error of the last save, where it failed."""
+    owner, lost = run.owner, None
+    run.boundary.place = ENDED
+    if pauses.leaving.passed is None:
+        try:
+            pauses.saves.hear(wait=True)
+        except CheckpointError as failed:
+            pauses.leaving.lost = lost = failed
+            pauses.saves.hear()  # of those before it that are complete
+        failing = getattr(pauses.keeper, "failing", "")
+        if lost is None and failing:  # a keeper of the user's own that does not raise
+            pauses.leaving.lost = lost = CheckpointError(failing)
+        pauses.leaving.restore_best()
+    align_buffers(owner)
+    pauses.hear_signals()
+    owner.between.failed = lost is not None
+    run.signals.check()
+    return lost
+
+
+def _broken_off(run: Run, pauses: Pauses, raised: BaseException) -> BaseException:
+    """Save what an error or a signal leaves complete, and return what `fit` raises."""
+    owner = run.owner
+    error = _first_of(raised, run)
+    explain(error, owner)
+    caused = owner.world.blame(error) if isinstance(error, Exception) else error
+    if not isinstance(error, Exception) and not _is_agreed(error):
+        owner.world.failed(error)
+    has_begun = owner.between.refused_to is None
+    try:
+        failures = rescue(pauses, caused) if has_begun else []
+    except BaseException as second:  # a second Ctrl-C
+        caused, failures = second, []
+    pauses.stop_clock()
+    if has_begun and owner.between.failed and pauses.leaving.lost is None:
+        owner.between.shown = None
+    ending, owner.counters.stopped = ends_in(caused, grace=run.signals.grace)
+    if pauses.leaving.lost is not None and pauses.leaving.lost is not caused:
+        failures.insert(0, f"the state at the end could not be saved: {pauses.leaving.lost}")
+    for failure in failures:
+        ending.add_note(f"{NOTE}{failure}")
+    if ending is not raised:
+        ending.__cause__ = None  # as `raise ending from None` does
+    return ending
+
+
+def _end(run: Run, pauses: Pauses, begun: Sequence[Observer], *, error: BaseException | None) -> None:
+    """Write the Result, tell every observer that has begun, and raise what the run has ended in.
+
+    An observer that fails is a note on that error; where there is none, the first failure is raised, after the others
+    have been told. A second Ctrl-C ends it at once.
+    """
+    owner = run.owner
+    between, result = owner.between, pauses.leaving.result()
+    if between.refused_to is None:
+        owner.result, between.begun = result, True
+        between.stages = [*between.stages[: owner.counters.stage], _ended(owner, result, pauses.leaving.left)]
+    for observer in begun:
+        try:
+            observer.on_fit_end(result)
+        except BaseException as failed:
+            if run.signals.pending and isinstance(failed, KeyboardInterrupt):
                 raise
-            raise caused from None
+            if error is None:
+                error = failed
+            else:
+                error.add_note(f"{NOTE}{type(observer).__name__}.on_fit_end failed too: {_told_at(failed)}")
+    if error is not None:
+        raise error
+
+
+def _told_at(failed: BaseException) -> str:
+    """An error in one line, with the place that raised it."""
+    place = traceback.extract_tb(failed.__traceback__)[-1]
+    return f"{first_line(failed)} ({Path(place.filename).name}:{place.lineno})"
 
 
 def _first_of(error: BaseException, run: Run) -> BaseException:
@@ -170,28 +278,6 @@ def _first_of(error: BaseException, run: Run) -> BaseException:
 def _is_agreed(error: BaseException) -> bool:
     """Whether all processes end in it together: a signal that they have agreed to obey."""
     return isinstance(error, Interrupted) and not error.late
-
-
-def _noting_the_end(owner: Owner, run: Run, pauses: Pauses, *, passed: bool) -> Iterator[tuple[Run, Pauses]]:
-    """The run, and in any case a Result and the word of its end to the observers."""
-    between, counters = owner.between, owner.counters
-    between.shown, between.failed, between.refused_to = run.shown, True, None
-    try:
-        yield from _until_the_end(owner, run, pauses, passed=passed)
-    except BaseException as error:
-        pauses.stop_clock()
-        if between.failed:
-            between.shown = None
-        ending, counters.stopped = ends_in(error, grace=run.grace)
-        if ending is error:
-            raise
-        raise ending from None
-    finally:
-        owner.result = pauses.leaving.result()
-        between.begun = True
-        between.stages = [*between.stages[: counters.stage], _ended(owner, owner.result, pauses.leaving.left)]
-        for notify in listeners(listening(owner), "on_fit_end"):
-            notify(owner.result)
 
 
 def _ended(owner: Owner, result: Result, left: int | None) -> dict[str, Any]:

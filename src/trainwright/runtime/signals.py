@@ -41,12 +41,13 @@ class Signals:
     has set before, or a signal that is ignored, stays as it is.
     """
 
-    def __init__(self, *, grace: float, wake: Callable[[], None], alone: bool = True) -> None:
+    def __init__(self, *, grace: float, wake: Callable[[], None] | None = None, alone: bool = True) -> None:
         self.pending = 0
         """The signal that has come; 0 while none has."""
         self.data_failed = False
         """Whether data that were waited for have raised an error."""
-        self._grace, self._wake = grace, wake
+        self.grace, self.wake = grace, wake
+        """Seconds that a signal waits for the end of the update in hand; what is called when one comes."""
         self._alone = alone
         """Whether it may be obeyed as soon as it comes here: several processes obey it together."""
         self._waiting = False
@@ -61,7 +62,10 @@ class Signals:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """The handlers inside; afterwards those that there were, and Interrupted for a signal that nobody has heard."""
+        """The handlers inside; afterwards those that there were, and Interrupted for a signal that nobody has heard.
+
+        Of several processes only this one ends by it then: nothing is asked of the others any more.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -73,7 +77,8 @@ class Signals:
             yield
         finally:
             self._restore()
-        self.check()
+        if self.pending:
+            raise Interrupted(self.pending)
 
     def batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """The items of `iterator`; a signal ends the run at once while one is waited for, and before it."""
@@ -160,7 +165,8 @@ class Signals:
                 raise KeyboardInterrupt
             return
         self.pending, self._came = number, now
-        self._wake()
+        if self.wake is not None:
+            self.wake()
         if self._waiting:
             self._waiting, self._ended = False, True
             raise Interrupted(number)
@@ -184,7 +190,7 @@ class Signals:
 
     def _start_timer(self) -> None:
         self._stop_timer()
-        self._timer = threading.Timer(self._grace, self._insist)
+        self._timer = threading.Timer(self.grace, self._insist)
         self._timer.daemon = True
         self._timer.start()
 

@@ -28,7 +28,8 @@ class Keeping(Part, Protocol):
     A keeper that writes in the background has more, and is asked for it where it is there:
     `news`: set to a function by the run; to be called, in whatever thread, when a save is done or has failed;
     `written(*, wait=False) -> list[Saved]`: what has become whole since it was last asked, oldest first; with `wait`
-    after all that is in flight. What went wrong is raised here, in the thread of training. `save` then returns None,
+    after all that is in flight, as the last time: CheckpointError where the last save has failed, which `fit` raises at
+    its end. What went wrong is raised here, in the thread of training. `save` then returns None,
     and takes `settings=`, a digest of what the run is set to, for the manifest;
     `expect(tree)`: a state like this one will be saved: time to have room for a copy of it;
     `blocked`: seconds that saving has kept the run waiting so far;
@@ -120,8 +121,9 @@ class Checkpoint:
 
     With `async_save` the state is copied and written by a thread while training goes on; else training waits. Where
     the system refuses (a full disk, a quota, an input/output error) training goes on with a warning and the next save
-    tries again, or with `on_save_error="raise"` it ends. `checksum="sha256"` costs more and also notices what somebody
-    has changed on purpose. `grace`: seconds that a signal waits for the update in hand.
+    tries again, or with `on_save_error="raise"` it ends; the save at the end must succeed, else `fit` raises.
+    `checksum="sha256"` costs more and also notices what somebody has changed on purpose. `grace`: seconds that a signal
+    waits for the update in hand.
     """
 
     directory: str | Path

@@ -162,8 +162,8 @@ class Keeper:
         """The checkpoints that have become whole since this was last asked, oldest first.
 
         With `wait` after the one in flight, and as the last time: no further save is due. A save that failed is told
-        here, once: a warning where the system refused, CheckpointError with `on_save_error="raise"` or for anything
-        else.
+        here, once: a warning where the system refused, CheckpointError with `on_save_error="raise"`, for anything
+        else, and with `wait` where it was the last one.
         """
         if wait:
             self.wait()
@@ -307,7 +307,8 @@ class Keeper:
             self._saved.append(replace(done.result.saved, blocked=self._handed.blocked))
 
     def _report(self, failure: Failure, *, ends: bool) -> None:
-        raises = self.settings.on_save_error == "raise" or not failure.is_of_the_system
+        is_last = ends and failure is self._failed
+        raises = self.settings.on_save_error == "raise" or not failure.is_of_the_system or is_last
         text = failure.text(self.directory, before=self._newest, ends=ends or raises)
         if raises:
             raise CheckpointError(text) from failure.error

@@ -187,7 +187,8 @@ class Failure:
         if before is not None and storage.is_name(before.name) and storage.update_of(before.name) > self.update:
             lost = f"{before.name} is whole meanwhile"
         elif ends:
-            lost = "nothing of this run is saved" if before is None else f"updates after {before.name} are not saved"
+            lost = "there is no complete checkpoint of this run"
+            lost = lost if before is None else f"the newest complete checkpoint is {before}"
         else:
             again = "have nothing to go on from" if before is None else f"go on from {before}"
             lost = f"training goes on, and the next save tries again; a run that dies before would {again}"

@@ -1,0 +1,188 @@
+"""The save at the end must succeed: else `fit` raises, after the Result is set and the model left as promised."""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+
+import pytest
+import torch
+from cut import BreaksError, Cut, breaks, go, send
+from torch import nn
+
+from trainwright import (
+    Checkpoint,
+    CheckpointError,
+    EarlyStopping,
+    Observer,
+    Stopped,
+    Trainer,
+    Updates,
+    latest_checkpoint,
+)
+
+
+class Disk:
+    """Refuses every fsync while it is full, and so every save."""
+
+    def __init__(self, monkeypatch):
+        self.full, fsync = False, os.fsync
+
+        def refuse(file):
+            if self.full:
+                raise OSError(28, "No space left on device")
+            fsync(file)
+
+        monkeypatch.setattr(os, "fsync", refuse)
+
+    def fill(self):
+        self.full = True
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    return Disk(monkeypatch)
+
+
+class Ends(Observer):
+    def __init__(self):
+        self.results = []
+
+    def on_fit_end(self, result):
+        self.results.append(result)
+
+
+def make(directory, **settings):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    saving = {name: settings.pop(name) for name in ("async_save", "every", "on_save_error") if name in settings}
+    slot = Checkpoint(directory, **saving)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Trainer(model, optimizer, nn.MSELoss(), checkpoint=slot, console=False, **settings)
+
+
+DATA = [(torch.ones(2, 3), torch.ones(2, 1))] * 4
+
+
+@pytest.mark.parametrize("every", ["auto", Updates(100)], ids=str)
+@pytest.mark.parametrize("async_save", [True, False])
+def test_a_run_of_which_no_save_succeeded_raises(async_save, every, tmp_path, disk):
+    disk.fill()
+    ends = Ends()
+    trainer = make(tmp_path, async_save=async_save, every=every, observers=[ends])
+    with pytest.raises(CheckpointError, match="there is no complete checkpoint of this run") as caught:
+        trainer.fit(DATA, epochs=1)
+    assert "the disk is full" in str(caught.value)
+    result = trainer.result
+    assert (result.stopped, result.updates, ends.results) == ("epochs=1 reached", 4, [result])
+    assert "the last save failed: the disk is full; nothing is saved" in result.notes
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_where_the_last_save_fails_the_error_names_the_newest_complete_checkpoint(async_save, tmp_path, disk):
+    class Fills(Observer):
+        def on_save(self, saved):
+            if saved.update == 2:
+                disk.fill()
+
+    trainer = make(tmp_path, async_save=async_save, every=Updates(2), observers=[Fills()])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the save at update 4 or 6, if it is heard of before the end
+        with pytest.raises(CheckpointError) as caught:
+            trainer.fit(DATA, epochs=2)
+    newest = latest_checkpoint(tmp_path)
+    assert newest.name != "update-0000000008"
+    assert f"the newest complete checkpoint is {newest}" in str(caught.value)
+    assert trainer.result.updates == 8
+
+    disk.full = False
+    resumed = make(tmp_path).fit(DATA, epochs=2, resume="auto")  # as a scheduler does that starts it again
+    whole = make(tmp_path / "whole")
+    assert resumed.history == whole.fit(DATA, epochs=2).history
+
+
+def test_a_save_before_the_last_that_fails_is_a_warning(tmp_path, disk):
+    class Empties(Observer):
+        def on_update(self, update):
+            disk.full = update.update < 4
+
+    trainer = make(tmp_path, every=Updates(1), async_save=False, observers=[Empties()])
+    with pytest.warns(UserWarning, match="training goes on"):
+        assert trainer.fit(DATA, epochs=1).stopped == "epochs=1 reached"
+    assert latest_checkpoint(tmp_path).name == "update-0000000004"
+
+
+def test_the_model_is_left_with_the_best_weights_before_the_error_is_raised(tmp_path, disk):
+    class Rises(Trainer):
+        def validation_step(self, batch):
+            seen[self.progress.updates] = self.model.weight.detach().clone()
+            return torch.tensor(float(self.progress.updates))  # the first is the best
+
+        def end_epoch(self, metrics):
+            if self.progress.epoch == 2:
+                disk.fill()
+
+    seen = {}
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    trainer = Rises(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        nn.MSELoss(),
+        early_stopping=EarlyStopping("val_loss"),
+        checkpoint=Checkpoint(tmp_path, async_save=False),
+        console=False,
+    )
+    with pytest.raises(CheckpointError):
+        trainer.fit(DATA, DATA[:1], epochs=2)
+    assert torch.equal(model.weight, seen[4]) and not torch.equal(model.weight, seen[8])
+    assert trainer.result.weights == "best of epoch 1"
+
+
+def test_a_fit_again_after_it_goes_on_as_the_same_stage(tmp_path, disk):
+    trainer = make(tmp_path, async_save=False)
+    disk.fill()
+    with pytest.raises(CheckpointError):
+        trainer.fit(DATA, epochs=1)
+    disk.full = False
+    result = trainer.fit(DATA, epochs=2, resume="auto")
+    assert (result.updates, result.epochs) == (8, 2)
+    assert latest_checkpoint(tmp_path).name == "update-0000000008"
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda one: one.name)
+def test_where_a_signal_ends_the_run_the_failed_save_is_a_note_on_it(number, async_save, tmp_path, disk):
+    def both():
+        disk.fill()
+        send(number)()
+
+    slot = Checkpoint(tmp_path, async_save=async_save)
+    trainer, _, error = go(None, Cut("training_step", 11, both), checkpoint=slot)
+    assert type(error) is (Stopped if number == signal.SIGTERM else KeyboardInterrupt)
+    (note,) = error.__notes__
+    assert "the state at the end could not be saved" in note and "the disk is full" in note
+    newest = latest_checkpoint(tmp_path)  # the save before may have been under way
+    assert ("there is no complete checkpoint" if newest is None else str(newest)) in note
+    assert trainer.result.stopped == ("SIGTERM" if number == signal.SIGTERM else "Ctrl-C")
+
+
+def test_a_signal_that_comes_after_a_last_save_that_failed_has_it_as_a_note(tmp_path, disk):
+    class Signals(Trainer):
+        def end_epoch(self, metrics):
+            disk.fill()
+            send(signal.SIGTERM)()
+
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    slot = Checkpoint(tmp_path, async_save=False)
+    trainer = Signals(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), checkpoint=slot, console=False)
+    with pytest.raises(Stopped) as caught:
+        trainer.fit(DATA, epochs=1)
+    assert "there is no complete checkpoint of this run" in caught.value.__notes__[0]
+
+
+def test_without_a_failed_save_an_error_has_no_note_of_one(tmp_path):
+    _, _, error = go(None, Cut("after_update", 3, breaks), checkpoint=Checkpoint(tmp_path))
+    assert type(error) is BreaksError and not hasattr(error, "__notes__")
