@@ -319,7 +319,7 @@ class Watch(TorchFunctionMode):
             used = [self._parts.pop(id(one), None) for one in _tensors(given)]
             self.seen.row_loops.update({mark[1] for mark in used if mark is not None})
         of = given[0] if given else None
-        if name not in _PICKS | _PARTS or not isinstance(of, Tensor) or not of.ndim:
+        if name not in _PICKS | _PARTS or not isinstance(of, Tensor) or not of.ndim or of.is_nested or of.is_sparse:
             return
         if len(of) not in self._rows or id(of) in self.seen.named:
             return
