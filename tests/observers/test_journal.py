@@ -123,6 +123,7 @@ def test_every_how_many_updates_is_a_whole_number(tmp_path, every):
 
 
 @pytest.mark.slow
+@pytest.mark.slow  # a process of its own
 def test_epochs_are_on_disk_after_a_hard_kill(tmp_path):
     path = tmp_path / "run.jsonl"
     code = f"""
