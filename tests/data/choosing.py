@@ -79,7 +79,14 @@ def check_same(make: Any, between: Any = lambda data: None, **settings: Any) -> 
     return given
 
 
+_others: set[int | None] = set()
+
+
+def ignore_those_that_run() -> None:
+    """Leave out of `pids` what runs now: what earlier tests have left, or what many of them share."""
+    _others.update(process.pid for process in multiprocessing.active_children())
+
+
 def pids() -> set[int | None]:
-    """The processes that this one has started, but for those that the tests of many processes share (`rank 0`)."""
-    started = multiprocessing.active_children()
-    return {process.pid for process in started if not process.name.startswith("rank ")}
+    """The processes that this one has started since `ignore_those_that_run`."""
+    return {process.pid for process in multiprocessing.active_children()} - _others

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from choosing import EPOCHS, ROWS, Augmented, Epochs, check_same, chose, passes, pids, source
+from choosing import EPOCHS, ROWS, Augmented, Epochs, check_same, chose, ignore_those_that_run, passes, pids, source
 from torch.utils.data import RandomSampler
 
 from trainwright.base.dealing import Part
@@ -22,6 +22,7 @@ from trainwright.data.bits import same_bits
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Choose after few batches, on a machine of two cores, whatever is gained; leave no process."""
+    ignore_those_that_run()
     for name, value in {"MEASURED": 0.0, "CHEAP": 0.0, "WORTH": 0.0, "GAIN": 1e9}.items():
         monkeypatch.setattr(chosen, name, value)
     monkeypatch.setattr(chosen, "usable_cores", lambda: 2)

@@ -43,6 +43,6 @@ def train(accumulate: int) -> tuple[list[float], list[float]]:
 @pytest.mark.parametrize("size", [2, 3])
 def test_processes_train_on_the_images_of_one(size: int, accumulate: int) -> None:
     wanted = train(accumulate)
-    for weights, losses in pool(size).run(train, accumulate, seconds=60):
+    for weights, losses in pool(size).run(train, accumulate):
         assert weights == pytest.approx(wanted[0], rel=EXACT, abs=EXACT)
         assert losses == pytest.approx(wanted[1], rel=EXACT)

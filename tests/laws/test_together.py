@@ -98,7 +98,7 @@ def test_weights_are_those_of_the_plain_loop(accumulate: int) -> None:
 def test_processes_give_what_one_gives(kind: str, size: int) -> None:
     """With `DataLoader`s too, both of which draw their orders from the process's random state."""
     alone = by_trainer(kind, 2)
-    for outcome in pool(size).run(by_trainer, kind, 2, seconds=60):
+    for outcome in pool(size).run(by_trainer, kind, 2):
         assert apart(outcome, alone) <= EXACT
 
 

@@ -150,7 +150,7 @@ def test_the_loss_of_an_evaluation_is_the_mean_over_all_tokens() -> None:
 @pytest.mark.parametrize("step", ["sum", "default"])
 def test_processes_give_what_one_gives(step: str, size: int) -> None:
     alone = by_trainer(step, 2)
-    for outcome in pool(size).run(by_trainer, step, 2, seconds=60):
+    for outcome in pool(size).run(by_trainer, step, 2):
         assert apart(outcome, alone) <= EXACT
 
 

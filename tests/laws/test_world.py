@@ -31,7 +31,7 @@ SINGLE = [
 def outcomes(size: int) -> list[dict[Case, dict[str, Any]]]:
     """What each process has at the end of each case: all of them in one call."""
     cases = [*CASES, *SINGLE]
-    return [dict(zip(cases, done, strict=True)) for done in pool(size).run(by_trainer_each, cases, seconds=150)]
+    return [dict(zip(cases, done, strict=True)) for done in pool(size).run(by_trainer_each, cases)]
 
 
 def check_case(run: Any, case: Case) -> None:

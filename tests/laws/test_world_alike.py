@@ -72,7 +72,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_one_process_was_given_otherwise_is_named_on_all(kind: str) -> None:
     name, have = KINDS[kind]
-    texts = pool(2).run(unlike, kind, seconds=90)
+    texts = pool(2).run(unlike, kind)
     assert all(f"not given the same {name}\n" in text and have in text for text in texts), texts[0]
 
 
@@ -85,4 +85,4 @@ def streams() -> int:
 
 
 def test_parts_of_a_stream_may_differ() -> None:
-    assert pool(2).run(streams, seconds=90) == [3, 3]
+    assert pool(2).run(streams) == [3, 3]

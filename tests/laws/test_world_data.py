@@ -188,13 +188,13 @@ def noisy(rows: int, same: bool) -> dict[str, Any]:
 
 
 def test_processes_draw_noise_of_their_own_and_go_on_alike() -> None:
-    first, second = pool(2).run(noisy, 16, False, seconds=90)
+    first, second = pool(2).run(noisy, 16, False)
     assert not set(first["states"]) & set(second["states"])
     assert first["after"] == second["after"]
 
 
 def test_processes_may_draw_the_same_noise() -> None:
-    first, second = pool(2).run(noisy, 16, True, seconds=90)
+    first, second = pool(2).run(noisy, 16, True)
     assert first["states"] == second["states"]
 
 

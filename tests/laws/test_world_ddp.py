@@ -161,7 +161,7 @@ def apart(one: list[float], other: list[float]) -> float:
 
 def check(size: int, called: str, accumulate: int = 1, freezes: bool = False, **settings: Any) -> list[dict[str, Any]]:
     """Weights and gradients of all processes are one's, also where there is none."""
-    outcomes = pool(size).run(on_rank, called, accumulate, freezes, settings, seconds=90)
+    outcomes = pool(size).run(on_rank, called, accumulate, freezes, settings)
     expected = by_hand(called, accumulate, freezes)
     for outcome in outcomes:
         assert apart(outcome["weights"], expected["weights"]) <= EXACT
@@ -230,7 +230,7 @@ def wane() -> tuple[list[float], list[float]]:
 
 
 def test_a_part_that_falls_out_of_use_inside_an_epoch_is_refused_before_weights_part() -> None:
-    for before, after in pool(2).run(wane, seconds=90):
+    for before, after in pool(2).run(wane):
         assert before == after
 
 
@@ -276,7 +276,7 @@ def refusal(settings: dict[str, Any], normalised: bool = False) -> str:
 
 
 def test_what_the_backend_or_the_device_cannot_do_is_refused_before_an_update() -> None:
-    for said in pool(2).run(refusal, {"compress": "bf16"}, seconds=90):
+    for said in pool(2).run(refusal, {"compress": "bf16"}):
         assert "gloo" in said and 'DDP(compress="fp16")' in said
-    for said in pool(2).run(refusal, {"sync_batchnorm": True}, True, seconds=90):
+    for said in pool(2).run(refusal, {"sync_batchnorm": True}, True):
         assert "SyncBatchNorm" in said and "cpu" in said

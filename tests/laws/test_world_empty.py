@@ -128,7 +128,7 @@ def by_hand(kind: str, accumulate: int) -> tuple[list[float], tuple[int, int, in
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_batch_without_a_row_is_what_it_is_on_one_process(kind: str, accumulate: int) -> None:
     weights, counts = by_hand(kind, accumulate)
-    alone, *outcomes = train(kind, accumulate), *pool(2).run(train, kind, accumulate, seconds=90)
+    alone, *outcomes = train(kind, accumulate), *pool(2).run(train, kind, accumulate)
     for outcome in (alone, *outcomes):
         assert outcome["counts"] == counts
         assert max(abs(a - b) for a, b in zip(outcome["weights"], weights, strict=True)) <= EXACT
@@ -136,7 +136,7 @@ def test_a_batch_without_a_row_is_what_it_is_on_one_process(kind: str, accumulat
 
 @pytest.mark.parametrize("kind", ["default", "plain"])
 def test_a_mean_over_no_row_is_refused_on_all_processes(kind: str) -> None:
-    alone, *outcomes = train(kind, 1, "raise"), *pool(2).run(train, kind, 1, "raise", seconds=90)
+    alone, *outcomes = train(kind, 1, "raise"), *pool(2).run(train, kind, 1, "raise")
     assert alone["error"].startswith("update 2: the loss is not finite")
     assert [outcome["error"] for outcome in outcomes] == 2 * [alone["error"]]
     assert [outcome["counts"] for outcome in outcomes] == 2 * [alone["counts"]]
@@ -164,7 +164,7 @@ def train_on_a_stream(kind: str) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", ["default", "by hand"])
 def test_a_stream_goes_on_after_a_window_without_a_row(kind: str) -> None:
     weights, counts = by_hand(kind, 1)
-    for outcome in pool(2).run(train_on_a_stream, kind, seconds=90):
+    for outcome in pool(2).run(train_on_a_stream, kind):
         assert outcome["counts"] == counts
         assert max(abs(a - b) for a, b in zip(outcome["weights"], weights, strict=True)) <= EXACT
 
@@ -213,6 +213,6 @@ def log(on_device: bool) -> tuple[list[float], float]:
 def test_a_number_that_is_logged_with_a_count_of_0_weighs_nothing_and_is_nan_over_nothing(on_device: bool) -> None:
     first = rows_above()[0][:, 0]
     means = [first[:4].mean().item(), first[12:16].mean().item()]
-    (told, mean), (nothing, mean_there) = pool(2).run(log, on_device, seconds=90)
+    (told, mean), (nothing, mean_there) = pool(2).run(log, on_device)
     assert told[:2] == pytest.approx(means, abs=EXACT) and math.isnan(told[2]) and nothing == []
     assert mean == mean_there == pytest.approx(sum(means) / 2, abs=EXACT)

@@ -71,14 +71,14 @@ def plain(batches: list[Any], left_out: int | None = None, epochs: int = 1) -> l
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_nan_in_the_rows_of_one_process_has_all_leave_the_update_out(size: int) -> None:
-    outcomes = pool(size).run(spoil, "skip", seconds=90)
+    outcomes = pool(size).run(spoil, "skip")
     for outcome in outcomes:
         assert (outcome["updates"], outcome["skipped"]) == (6, 2)
         assert apart(outcome["weights"], plain(data(), 1, epochs=2)) <= 1e-12
 
 
 def test_a_nan_in_the_rows_of_one_process_ends_all_with_the_same_error() -> None:
-    first, *others = pool(3).run(spoil, "raise", seconds=90)
+    first, *others = pool(3).run(spoil, "raise")
     assert "update 2: the loss is not finite" in first["error"]
     assert apart(first["weights"], plain(data()[:1])) <= 1e-12
     for other in others:
@@ -115,7 +115,7 @@ def test_an_overflow_in_the_rows_of_one_process_is_one_of_all() -> None:
             scaler.step(optimizer)
             scaler.update()
             steps += flat(model) != before
-    outcomes = pool(2).run(scale, seconds=90)
+    outcomes = pool(2).run(scale)
     assert steps == 9
     for outcome in outcomes:
         assert (outcome["updates"], outcome["skipped"]) == (steps, 12 - steps)
@@ -157,7 +157,7 @@ def test_a_loss_that_overflows_where_it_is_scaled_is_told_and_judged_as_it_is(lo
             scaled.backward()
             scaler.step(optimizer)
             scaler.update()
-    for outcome in pool(2).run(scale_far, loss, seconds=90):
+    for outcome in pool(2).run(scale_far, loss):
         assert outcome["error"] == "" and (outcome["updates"], outcome["skipped"]) == (8 - skipped, skipped)
         assert apart(outcome["weights"], flat(model)) <= 1e-4
         assert all(1e28 < abs(row["loss"]) < 1e33 for row in outcome["history"])
@@ -165,7 +165,7 @@ def test_a_loss_that_overflows_where_it_is_scaled_is_told_and_judged_as_it_is(lo
 
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
 def test_half_precision_is_that_of_one_process_but_for_its_rounding(kind: str) -> None:
-    (first, second), expected = pool(2).run(halved, kind, seconds=90), plain(data(), epochs=2)
+    (first, second), expected = pool(2).run(halved, kind), plain(data(), epochs=2)
     assert first["weights"] == second["weights"]
     assert 0 < apart(first["weights"], expected) < 2e-2
 
@@ -229,7 +229,7 @@ def asked() -> dict[str, Any]:
 
 
 def test_a_stop_that_one_process_asks_for_ends_all_at_the_same_update() -> None:
-    first, *others = pool(3).run(asked, seconds=60)
+    first, *others = pool(3).run(asked)
     assert first["stopped"] == "enough" and 3 <= first["updates"] < 20000
     assert all(other == first for other in others)
 
@@ -240,7 +240,7 @@ def limited(ends: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("ends", [{"max_updates": 6}, {"max_seconds": 0.5}], ids=str)
 def test_an_end_is_reached_by_all_at_the_same_update(ends: dict[str, Any]) -> None:
-    first, *others = pool(2).run(limited, ends, seconds=60)
+    first, *others = pool(2).run(limited, ends)
     assert first["updates"] == ends.get("max_updates", first["updates"]) > 0
     assert first["stopped"].startswith(next(iter(ends)))
     assert all(other == first for other in others)
@@ -262,7 +262,7 @@ def test_averaged_weights_are_those_of_one_process() -> None:
             optimizer.step()
             now = torch.tensor(flat(model), dtype=torch.float64)
             mean = now if mean is None else 0.8 * mean + 0.2 * now
-    for outcome in pool(3).run(averaged, seconds=90):
+    for outcome in pool(3).run(averaged):
         assert apart(outcome["weights"], mean.tolist()) <= 1e-12
 
 

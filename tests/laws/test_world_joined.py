@@ -68,7 +68,7 @@ def by_hand(rows: int, accumulate: int) -> dict[str, Any]:
 @pytest.mark.parametrize(("rows", "accumulate"), [(1, 1), (9, 1), (9, 3), (13, 2)])
 def test_rows_that_stand_in_are_no_rows_of_a_joined_window(rows: int, accumulate: int, size: int) -> None:
     expected = by_hand(rows, accumulate)
-    for outcome in pool(size).run(join, rows, accumulate, seconds=90):
+    for outcome in pool(size).run(join, rows, accumulate):
         assert apart(outcome, expected) <= EXACT
 
 
@@ -106,7 +106,7 @@ def test_a_loss_is_told_where_the_first_process_has_no_row(first: int) -> None:
         loss.backward()
         optimizer.step()
         told.append(loss.item())
-    assert pool(2).run(short, first, seconds=90)[0] == pytest.approx(told, abs=1e-12)
+    assert pool(2).run(short, first)[0] == pytest.approx(told, abs=1e-12)
 
 
 class Minimizing(Trainer[nn.Module]):
@@ -129,7 +129,7 @@ def synced(kind: type[Trainer[nn.Module]]) -> dict[str, Any]:
 
 def test_buffers_are_brought_together_before_a_forward_of_ones_own() -> None:
     expected = synced(Trainer)
-    for outcome in pool(2).run(synced, Minimizing, seconds=90):
+    for outcome in pool(2).run(synced, Minimizing):
         assert apart(outcome, expected) <= EXACT
 
 
@@ -151,7 +151,7 @@ def uneven(static: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("static", [False, True])
 def test_parts_of_a_stream_of_other_lengths_make_one_window(static: bool) -> None:
     expected = uneven(False)
-    for outcome in pool(2).run(uneven, static, seconds=90):
+    for outcome in pool(2).run(uneven, static):
         assert apart(outcome, expected) <= EXACT
 
 
@@ -190,5 +190,5 @@ def test_a_nan_in_rows_that_stand_in_reaches_no_gradient(
 ) -> None:
     expected = broken(kind, settings)
     assert expected["history"] == [{"skipped": 2, "updates": 6}]
-    for outcome in pool(2).run(broken, kind, settings, seconds=90):
+    for outcome in pool(2).run(broken, kind, settings):
         assert apart(outcome, expected) <= EXACT

@@ -46,7 +46,7 @@ def stages(kind: str, writes: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", AVERAGES)
 def test_a_second_stage_trains_on_from_the_weights_of_the_first_process(kind: str, writes: bool) -> None:
     expected = stages(kind, writes)
-    for outcome in pool(2).run(stages, kind, writes, seconds=90):
+    for outcome in pool(2).run(stages, kind, writes):
         assert apart(outcome, expected) <= EXACT
 
 
@@ -64,4 +64,4 @@ def ended() -> str:
 
 
 def test_a_hook_says_why_a_run_ends_where_it_ends_anyway() -> None:
-    assert [ended(), *pool(2).run(ended, seconds=90)] == 3 * ["enough"]
+    assert [ended(), *pool(2).run(ended)] == 3 * ["enough"]

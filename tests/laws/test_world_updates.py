@@ -129,7 +129,7 @@ def test_an_update_of_ones_own_is_that_of_one_process(
     kind: str, accumulate: int, clip: float | None, size: int
 ) -> None:
     expected = own_by_hand(kind, accumulate, clip)
-    outcomes = pool(size).run(own, kind, accumulate, clip, seconds=90)
+    outcomes = pool(size).run(own, kind, accumulate, clip)
     for outcome in outcomes:
         named = [{name: row[name] for name in expected["history"][0]} for row in outcome["history"]]
         assert apart({**outcome, "history": named}, expected) <= EXACT
@@ -193,7 +193,7 @@ def test_two_optimizers_that_minimize_in_turn_are_those_of_one_process(accumulat
         updates = (epoch + 1) * -(-len(batches) // accumulate)
         row = {"epoch": epoch + 1, "update": updates, **means, "loss": sum(means.values())}
         history.append({**row, "lr_G": 0.1, "lr_D": 0.1})
-    for outcome in pool(size).run(compete, accumulate, seconds=90):
+    for outcome in pool(size).run(compete, accumulate):
         same = [{name: row[name] for name in history[0]} for row in outcome["history"]]
         assert apart({**outcome, "history": same}, {"weights": flat(pair), "history": history}) <= EXACT
 
@@ -256,7 +256,7 @@ def numbers_of(module: nn.Module, x: Tensor, y: Tensor) -> dict[str, float]:
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_named_losses_logged_numbers_and_scores_are_over_the_rows_of_all_processes(accumulate: int, size: int) -> None:
     alone = tell(accumulate)
-    outcomes = pool(size).run(tell, accumulate, seconds=90)
+    outcomes = pool(size).run(tell, accumulate)
     for outcome in outcomes:
         assert apart(outcome, alone) <= EXACT
     module = model()

@@ -59,17 +59,17 @@ def average(missing: dict[int, list[int]]) -> dict[str, Any]:
 
 
 def test_gradients_that_all_processes_have_are_averaged_without_a_read() -> None:
-    for one in pool(2).run(average, {}, seconds=90):
+    for one in pool(2).run(average, {}):
         assert one["means"] == LAYERS * [[1.5]] and one["told"] == [1.0, 1.0]
         assert (one["sums"], one["reads"], one["all"], one["unused"]) == (LAYERS, 0, 1, False)
 
 
 def test_a_process_that_misses_gradients_reads_once_for_all_buckets() -> None:
-    first, second = pool(2).run(average, {0: [3], 1: [0, 2, 3]}, seconds=90)
+    first, second = pool(2).run(average, {0: [3], 1: [0, 2, 3]})
     assert first["means"] == second["means"] == [[0.5], [1.5], [0.5], None]
     assert (first["reads"], second["reads"], first["all"], second["all"]) == (1, 1, 1, 1)
     assert first["unused"] and second["unused"]
-    first, second = pool(2).run(average, {1: [1]}, seconds=90)
+    first, second = pool(2).run(average, {1: [1]})
     assert first["means"] == second["means"] == [[1.5], [0.5], [1.5], [1.5]]
     assert (first["reads"], second["reads"]) == (0, 1) and first["unused"] and second["unused"]
 
@@ -96,5 +96,5 @@ def update_by(settings: dict[str, Any]) -> tuple[int, ...]:
 
 
 def test_bucket_mb_holds_for_an_update_of_ones_own() -> None:
-    assert pool(2).run(update_by, {}, seconds=90) == 2 * [(1, 1, 1)]
-    assert pool(2).run(update_by, {"bucket_mb": SMALL}, seconds=90) == 2 * [3 * (LAYERS,)]
+    assert pool(2).run(update_by, {}) == 2 * [(1, 1, 1)]
+    assert pool(2).run(update_by, {"bucket_mb": SMALL}) == 2 * [3 * (LAYERS,)]

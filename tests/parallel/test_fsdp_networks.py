@@ -76,14 +76,14 @@ def adam(name: str) -> Any:
 @pytest.mark.parametrize("blocks", [set(), {Generator, Discriminator}], ids=["no blocks", "blocks"])
 @pytest.mark.parametrize("kind", ["dict", "list"])
 def test_a_container_of_networks_is_refused_with_what_to_write(kind: str, blocks: Any) -> None:
-    for text in pool(2).run(refused, kind, blocks, seconds=90):
+    for text in pool(2).run(refused, kind, blocks):
         assert text.startswith(f"the model is a Module{kind.title()}, which has no forward that gathers weights")
         assert "G: Generator, D: Discriminator" in text or kind == "list"
         assert "fix   class Nets(nn.Module) with self.G = ..., and FSDP(blocks={Generator, Discriminator})" in text
 
 
 def test_networks_outside_of_all_blocks_that_nothing_gathers_are_refused() -> None:
-    for text in pool(2).run(refused, "module", {Generator}, seconds=90):
+    for text in pool(2).run(refused, "module", {Generator}):
         assert text.startswith("the Nets has no forward, so that nothing gathers weights which lie in no block\n")
         assert "have  4 parameters outside of all blocks, such as D.0.weight" in text
 
@@ -95,11 +95,11 @@ def judged() -> bool:
 
 
 def test_a_method_that_gathers_is_as_good_as_a_forward() -> None:
-    assert pool(2).run(judged, seconds=90) == [True, True]
+    assert pool(2).run(judged) == [True, True]
 
 
 def test_networks_that_are_blocks_train_as_on_one_process() -> None:
     alone = trained(None)
-    for found in pool(2).run(trained, FSDP({Generator, Discriminator}), seconds=90):
+    for found in pool(2).run(trained, FSDP({Generator, Discriminator})):
         for row, expected in zip(found, alone, strict=True):
             assert row == pytest.approx(expected, abs=1e-12)

@@ -43,8 +43,8 @@ def trained(name: str, recomputes: bool, policy: Any = None) -> tuple[Any, dict[
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "kept"])
 @pytest.mark.parametrize("policy", [None, "matmuls"])
 def test_two_processes_recompute_to_the_same_bits(name: str, policy: str | None) -> None:
-    kept = pool(2).run(trained, name, False, seconds=90)
-    recomputed = pool(2).run(trained, name, True, policy, seconds=90)
+    kept = pool(2).run(trained, name, False)
+    recomputed = pool(2).run(trained, name, True, policy)
     alone, weights = trained("none", True)
     for rank in range(2):
         assert [e["loss"] for e in kept[rank][0]] == [e["loss"] for e in recomputed[rank][0]]

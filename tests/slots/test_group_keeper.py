@@ -27,7 +27,7 @@ from world.pool import pool
 
 def on_all(size, function, *given):
     """What each of `size` processes returns."""
-    return pool(size).run(function, *given, seconds=90)
+    return pool(size).run(function, *given)
 
 
 def keep(directory, *, resuming=False, **settings):

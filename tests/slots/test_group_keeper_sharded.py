@@ -15,7 +15,7 @@ from world.pool import pool
 
 
 def on_all(size, function, *given, **named):
-    return pool(size).run(function, *given, seconds=60)
+    return pool(size).run(function, *given)
 
 
 def equal(one, other):

@@ -17,8 +17,10 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-GROUP_SECONDS = 60  # after which a collective that a rank never joins is an error
-START_SECONDS = 120
+# Limits against hangs alone: a loaded machine may take ten times as long as an idle one, and no test fails for that.
+RUN_SECONDS = 300
+GROUP_SECONDS = 300  # after which a collective that a rank never joins is an error
+START_SECONDS = 600
 GRACE = 15  # after which the others of a rank that failed are ended too
 
 
@@ -34,7 +36,7 @@ class Pool:
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
-    def run(self, function: Callable[..., Any], *args: Any, seconds: float = 60) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, seconds: float = RUN_SECONDS) -> list[Any]:
         """Run a function of a module, the same one on every rank, and return what each returned, by rank.
 
         An error of one rank is raised with its traceback. After `seconds` all ranks are ended; the next call

@@ -45,11 +45,11 @@ def without_a_seed() -> str:
 
 def test_every_process_finds_what_one_process_finds() -> None:
     expected, outputs = by_each(3)
-    for told, predictions in pool(2).run(by_each, 3, seconds=60):
+    for told, predictions in pool(2).run(by_each, 3):
         assert told["rows"] == expected["rows"]
         assert told["mean"] == pytest.approx(expected["mean"]) and told["std"] == pytest.approx(expected["std"])
         torch.testing.assert_close(predictions, outputs)
 
 
 def test_without_a_seed_every_process_says_so() -> None:
-    assert all("each would draw its own" in told for told in pool(2).run(without_a_seed, seconds=60))
+    assert all("each would draw its own" in told for told in pool(2).run(without_a_seed))

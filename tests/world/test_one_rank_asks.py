@@ -188,7 +188,7 @@ def stop_at_the_start(knows: bool) -> tuple[str, int, int, int]:
 
 @pytest.mark.parametrize("knows", [False, True])
 def test_a_stop_of_one_process_before_an_epoch_ends_all_of_them_there(ranks2: Pool, knows: bool) -> None:
-    assert ranks2.run(stop_at_the_start, knows, seconds=90) == 2 * [("enough", 6, 2, 2)]
+    assert ranks2.run(stop_at_the_start, knows) == 2 * [("enough", 6, 2, 2)]
 
 
 class Grown(Trainer[nn.Module]):
@@ -212,37 +212,37 @@ def grow() -> list[str]:
 
 
 def test_what_holds_for_all_processes_is_warned_of_by_the_first(ranks2: Pool) -> None:
-    (said,), others = ranks2.run(grow, seconds=90)
+    (said,), others = ranks2.run(grow)
     assert said.startswith("test_one_rank_asks.py: the weights of the best val_loss") and "changed since" in said
     assert others == []
 
 
 def test_a_validation_is_finished_and_saved_when_one_process_is_signalled(ranks2: Pool, tmp_path: Path) -> None:
-    assert ranks2.run(signal_the_first_in_a_validation, str(tmp_path), seconds=90) == 2 * [("SIGTERM", 1)]
+    assert ranks2.run(signal_the_first_in_a_validation, str(tmp_path)) == 2 * [("SIGTERM", 1)]
 
 
 @pytest.mark.parametrize("logs", [LogsItself, LogsAfterwards])
 def test_observers_of_one_process_alone_hear_the_numbers_of_all(ranks2: Pool, logs: type[Trainer[nn.Module]]) -> None:
-    assert ranks2.run(watch_on_the_first, logs, seconds=90) == [3 * [(0.5, True)], []]
+    assert ranks2.run(watch_on_the_first, logs) == [3 * [(0.5, True)], []]
 
 
 def test_probes_of_one_process_alone_are_refused(ranks2: Pool) -> None:
-    assert all("rank 1: none" in told for told in ranks2.run(probe_on_the_first, seconds=90))
+    assert all("rank 1: none" in told for told in ranks2.run(probe_on_the_first))
 
 
 def test_layers_that_are_set_free_inside_an_epoch_are_refused(ranks2: Pool) -> None:
-    assert all("begin_epoch" in told for told in ranks2.run(set_free_inside_an_epoch, seconds=90))
+    assert all("begin_epoch" in told for told in ranks2.run(set_free_inside_an_epoch))
 
 
 def test_a_layer_that_one_process_alone_uses_is_averaged(ranks2: Pool) -> None:
-    first, second = ranks2.run(use_at_times, seconds=90)
+    first, second = ranks2.run(use_at_times)
     assert first == second
 
 
 def test_a_save_that_one_process_asks_for_at_an_epochs_end_is_made_by_all(ranks2: Pool, tmp_path: Path) -> None:
-    kept = ranks2.run(save_on_the_first, str(tmp_path / "run"), seconds=90)
+    kept = ranks2.run(save_on_the_first, str(tmp_path / "run"))
     assert len(kept[0]) == 3, kept
 
 
 def test_a_signal_after_the_last_agreement_ends_all_processes(ranks2: Pool) -> None:
-    assert ranks2.run(signal_the_second_at_the_end, seconds=90) == 2 * [(128 + signal.SIGTERM, "SIGTERM")]
+    assert ranks2.run(signal_the_second_at_the_end) == 2 * [(128 + signal.SIGTERM, "SIGTERM")]

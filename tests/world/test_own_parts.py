@@ -15,7 +15,7 @@ def test_each_process_gets_its_own_part_back(ranks2: Pool, tmp_path: Path) -> No
 
 
 def test_a_plan_needs_no_other_process(ranks2: Pool) -> None:
-    assert ranks2.run(own_runs.planned_alone, seconds=90) == [8, None]
+    assert ranks2.run(own_runs.planned_alone) == [8, None]
 
 
 def test_a_compression_beside_an_update_of_your_own_is_refused(ranks2: Pool) -> None:

@@ -40,7 +40,7 @@ def paths() -> list[str]:
 
 
 def test_the_path_says_how_the_gradients_of_several_processes_are_averaged(ranks2: Pool) -> None:
-    for alone, default, rounded, own, shards in ranks2.run(paths, seconds=60):
+    for alone, default, rounded, own, shards in ranks2.run(paths):
         assert alone.startswith("L0, eager on cpu: ") and "processes" not in alone
         assert default == f"{alone}; gradients of 2 processes are averaged during backward"
         assert rounded == f"{default} and one small sum more"

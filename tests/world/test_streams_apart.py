@@ -51,12 +51,12 @@ def cut_into_epochs() -> list[tuple[float, float]]:
 
 
 def test_a_resume_inside_an_epoch_goes_on_where_each_process_stood(ranks2: Pool, tmp_path: Path) -> None:
-    whole = ranks2.run(in_legs, str(tmp_path / "whole"), 7, seconds=90)
-    resumed = ranks2.run(in_legs, str(tmp_path / "legs"), 4, 7, seconds=90)
+    whole = ranks2.run(in_legs, str(tmp_path / "whole"), 7)
+    resumed = ranks2.run(in_legs, str(tmp_path / "legs"), 4, 7)
     assert whole[0] == whole[1] == resumed[0] == resumed[1]
 
 
 def test_an_epoch_ends_at_the_same_update_on_all_processes(ranks2: Pool) -> None:
-    first, second = ranks2.run(cut_into_epochs, seconds=90)
+    first, second = ranks2.run(cut_into_epochs)
     assert first == second
     assert first[-1] == (1, 7)

@@ -70,7 +70,7 @@ def end(how: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("how", ["stop", "signal"])
 def test_a_stop_and_a_signal_lose_no_update_and_tell_the_numbers_of_all(ranks2: Pool, how: str) -> None:
-    first, second = ranks2.run(end, how, seconds=60)
+    first, second = ranks2.run(end, how)
     assert UPDATES <= first["made"] == second["made"] < 10_000
     assert first["told"] == [(update, 0.5) for update in range(1, first["made"] + 1)]
     assert first["at_end"] == first["made"] and second["told"] == []
@@ -89,7 +89,7 @@ def check_told_alone(first: dict[str, Any], error: str) -> None:
 
 
 def test_an_error_of_all_has_the_waiting_updates_told_with_the_first_processs_numbers(ranks2: Pool) -> None:
-    first, second = ranks2.run(end, "error on both", seconds=60)
+    first, second = ranks2.run(end, "error on both")
     check_told_alone(first, "ValueError")
     assert second["notes"] == () and second["told"] == []
 
@@ -104,5 +104,5 @@ def end_and_leave(path: str) -> None:
 
 def test_an_error_of_another_has_the_waiting_updates_told_too(ranks2: Pool, tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match="rank 1 of 2"):
-        ranks2.run(end_and_leave, str(tmp_path / "told"), seconds=60)
+        ranks2.run(end_and_leave, str(tmp_path / "told"))
     check_told_alone(json.loads((tmp_path / "told").read_text()), "ProcessError")
