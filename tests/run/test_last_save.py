@@ -186,3 +186,31 @@ def test_a_signal_that_comes_after_a_last_save_that_failed_has_it_as_a_note(tmp_
 def test_without_a_failed_save_an_error_has_no_note_of_one(tmp_path):
     _, _, error = go(None, Cut("after_update", 3, breaks), checkpoint=Checkpoint(tmp_path))
     assert type(error) is BreaksError and not hasattr(error, "__notes__")
+
+
+@pytest.mark.parametrize("saves", [1, 2])
+def test_a_state_that_cannot_be_stored_at_the_end_is_raised_after_all_is_left_right(saves, tmp_path):
+    class Grown(Trainer):
+        def end_epoch(self, metrics):
+            if self.progress.epoch == saves:
+                self.state["open"] = object()
+
+    ends = Ends()
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    trainer = Grown(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        nn.MSELoss(),
+        checkpoint=Checkpoint(tmp_path),
+        early_stopping=EarlyStopping("val_loss"),
+        observers=[ends],
+        console=False,
+    )
+    with pytest.raises(CheckpointError, match="open") as caught:
+        trainer.fit(DATA, DATA[:1], epochs=saves)
+    newest = latest_checkpoint(tmp_path)
+    known = "there is no complete checkpoint of this run" if saves == 1 else f"the newest is {newest}"
+    assert known in caught.value.__notes__[-1]
+    assert trainer.result.stopped == f"epochs={saves} reached" and ends.results == [trainer.result]
+    assert trainer.result.weights == f"best of epoch {saves}"

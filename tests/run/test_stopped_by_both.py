@@ -5,18 +5,20 @@ from __future__ import annotations
 import signal
 from contextlib import suppress
 
+import pytest
 import torch
 from torch import nn
 
 from trainwright import Checkpoint, Stopped, Trainer, batches
 
 
-def test_a_run_that_was_told_to_stop_stops_where_a_signal_came_before_it_could(tmp_path):
+@pytest.mark.parametrize("n", [5, 8])  # inside an epoch, and at its end
+def test_a_run_that_was_told_to_stop_stops_where_a_signal_came_before_it_could(n, tmp_path):
     class Stops(Trainer):
         cut = False
 
         def after_update(self):
-            if self.progress.updates == 5:
+            if self.progress.updates == n:
                 self.stop("enough")
                 if self.cut:
                     signal.raise_signal(signal.SIGTERM)
@@ -34,6 +36,6 @@ def test_a_run_that_was_told_to_stop_stops_where_a_signal_came_before_it_could(t
         return trainer.result.updates, trainer.result.stopped, trainer.result.history
 
     whole = run(tmp_path / "whole")
-    assert whole[:2] == (5, "enough")
-    assert run(tmp_path / "cut", cut=True)[:2] == (5, "SIGTERM")
+    assert whole[:2] == (n, "enough")
+    assert run(tmp_path / "cut", cut=True)[:2] == (n, "SIGTERM")
     assert run(tmp_path / "cut") == whole

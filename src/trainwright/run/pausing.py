@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from trainwright.base.contracts import Source, listeners
-from trainwright.base.errors import SettingError, message
+from trainwright.base.errors import CheckpointError, SettingError, message
 from trainwright.base.records import Validation
 from trainwright.observers.probe import Inspecting, Probe
 from trainwright.observers.throughput import Throughput
@@ -309,9 +309,18 @@ class Pauses:
         self.stop_clock()
         validated = validated or (epoch_ended and not self.val)
         if self.saves.are_due(keep=keep, validated=validated, epoch_ended=epoch_ended):
-            self.saves.save()
-            if not self.counters.stopped:  # the one at the end is heard of there: it must not fail
+            if self.counters.stopped:
+                self._save_at_the_end()
+            else:
+                self.saves.save()
                 self.saves.hear()
+
+    def _save_at_the_end(self) -> None:
+        """Begin the save that must succeed; `fit` raises what fails in it when the model is left as promised."""
+        try:
+            self.saves.save()
+        except CheckpointError as failed:  # the state cannot be encoded
+            self.leaving.lost = failed
 
     def go_on(self) -> None:
         """Have the loop pause where something falls due next: at once, where it was woken in the pause that ends."""

@@ -174,7 +174,7 @@ class Run:
             asked = self.agreement.join().stop  # all join, or none does
             if asked:
                 self.stop_now(asked)
-        self.stopped_between = counters.stopped != ""
+        self.stopped_between = counters.stopped != "" and not self.at_end
         if self.stopped_between:
             return
         begun = clock()
@@ -219,9 +219,9 @@ class Run:
     def _owes_pause(self) -> bool:
         """Whether a pause comes first that was due, or broken off, where the run was left that is resumed."""
         owed, self.owed = self.owed, ""
-        owed = "" if owed == "update" and not self.counters.pause and self.at_end else owed  # the epoch's end does it
         if owed:
             self.counters.stopped = self.asked  # ends of `fit` are looked at anew: they may be other ones now
+        owed = "" if owed == "update" and not self.counters.pause and self.at_end else owed  # the epoch's end does it
         self.epoch_over, self.stopped_between = owed == "epoch", owed in ("update", "final")
         if owed:
             self.random.stand()

@@ -188,23 +188,32 @@ def _begin(run: Run, plan: Plan, begun: list[Observer]) -> None:
 
 def _leave(run: Run, pauses: Pauses) -> CheckpointError | None:
     """Leave the model with the weights that `fit` promises; return the error of the last save, where it failed."""
-    owner, lost = run.owner, None
+    owner = run.owner
     run.boundary.place = ENDED
     if pauses.leaving.passed is None:
-        try:
-            pauses.saves.hear(wait=True)
-        except CheckpointError as failed:
-            pauses.leaving.lost = lost = failed
-            pauses.saves.hear()  # of those before it that are complete
-        failing = getattr(pauses.keeper, "failing", "")
-        if lost is None and failing:  # a keeper of the user's own that does not raise
-            pauses.leaving.lost = lost = CheckpointError(failing)
+        pauses.leaving.lost = _lost(pauses)
         pauses.leaving.restore_best()
     align_buffers(owner)
     pauses.hear_signals()
-    owner.between.failed = lost is not None
+    owner.between.failed = pauses.leaving.lost is not None
     run.signals.check()
-    return lost
+    return pauses.leaving.lost
+
+
+def _lost(pauses: Pauses) -> CheckpointError | None:
+    """Wait for the save at the end, which must succeed; return its error where it has failed."""
+    keeper, lost = pauses.keeper, pauses.leaving.lost
+    try:
+        pauses.saves.hear(wait=True)
+    except CheckpointError as failed:
+        pauses.saves.hear()  # of those before it that are complete
+        return lost or failed
+    if lost is not None and keeper is not None:  # it could not be encoded, and says nothing of those before
+        newest = next(iter(keeper.saved), None)
+        known = "there is no complete checkpoint of this run" if newest is None else f"the newest is {newest}"
+        lost.add_note(f"{NOTE}the state at the end is not saved; {known}")
+    failing = getattr(keeper, "failing", "")  # a keeper of the user's own that does not raise
+    return lost or (CheckpointError(failing) if failing else None)
 
 
 def _broken_off(run: Run, pauses: Pauses, raised: BaseException) -> BaseException:
