@@ -146,6 +146,7 @@ class Trainer(Generic[M]):
         validate: Span = EACH_EPOCH,
         resume: str | Path | None = None,
         resume_data: bool = True,
+        resume_fresh: Sequence[str] = (),
     ) -> Result:
         """Train until one of the ends is reached or something asks to stop; return how it went.
 
@@ -153,9 +154,9 @@ class Trainer(Generic[M]):
         an iterable of batches, or a function of the epoch. At least one of `epochs`, `max_updates`, `max_seconds`
         ends it; `epoch_updates` cuts an endless stream into epochs. `validate` says when `val` is evaluated, besides
         at the end. `resume`: "auto" goes on with the newest checkpoint, a path with that one; `resume_data=False`:
-        with other data. A signal ends it after the update in hand and a save: KeyboardInterrupt, or Stopped.
+        with other data; `resume_fresh=("schedule", "average")` starts the named parts anew. A signal ends it after the
+        update in hand and a save: KeyboardInterrupt, or Stopped.
         """
-        setup.check_val(train, val)
         ends = Ends(
             epochs=epochs,
             max_updates=max_updates,
@@ -163,7 +164,7 @@ class Trainer(Generic[M]):
             epoch_updates=epoch_updates,
             validate=validate,
         )
-        resuming = Resume(resume, resume_data)
+        resuming = Resume(resume, resume_data, resume_fresh)
         with running(self, train, val, batch_size=batch_size, ends=ends, resume=resuming) as (run, pauses):
             counters = run.counters
             while not counters.stopped:
@@ -346,7 +347,6 @@ class Trainer(Generic[M]):
         batch_size: int | None = None,
     ) -> Plan:
         """Return the arithmetic of such a `fit`, without doing any of it; contradictions in it are raised."""
-        setup.check_val(train, val)
         ends = Ends(epochs=epochs, max_updates=max_updates, max_seconds=max_seconds, epoch_updates=epoch_updates)
         with unmoved():
             source, held_out = setup.open_data(self, train, val, ends=ends, batch_size=batch_size, meets=False)

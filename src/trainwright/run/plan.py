@@ -20,6 +20,7 @@ from trainwright.run.brief import in_brief
 from trainwright.run.optimizers import fused_hint
 from trainwright.run.owner import Owner
 from trainwright.run.ranks import shared_out
+from trainwright.run.state import NEVER_FRESH
 
 EACH_EPOCH = Epochs(1)
 
@@ -42,6 +43,9 @@ class Ends:
                 check_whole(value, f"{name}={value!r}")
         if self.max_seconds is not None:
             check_number(self.max_seconds, f"max_seconds={self.max_seconds!r}", above=0, what="a number of seconds")
+
+    def check_given(self) -> None:
+        """Refuse a `fit` without an end. Called after the check of the data: `fit(data, 5)` has one there."""
         if self.epochs is None and self.max_updates is None and self.max_seconds is None:
             raise SettingError(
                 message("fit() was not told when to end", want="epochs, max_updates or max_seconds", fix="epochs=10")
@@ -55,13 +59,29 @@ class Resume:
     where: str | Path | None = None
     data: bool = True
     """Whether the data are those that it was saved with, and go on where they were."""
+    fresh: Sequence[str] = ()
+    """Parts that start anew in place of being loaded."""
 
     def __post_init__(self) -> None:
         check_flag(self.data, f"fit(resume_data={self.data!r})")
         if not self.data and self.where is None:
             raise SettingError(message("fit(resume_data=False) without resume", fix='resume="auto"'))
+        self._check_fresh()
         if isinstance(self.where, str | Path):
             local_path(self.where, "resume={}", reads=True)
+
+    def _check_fresh(self) -> None:
+        given = f"fit(resume_fresh={self.fresh!r})"
+        if isinstance(self.fresh, str):
+            raise SettingError(message(given, want="a tuple of names of parts", fix=f"resume_fresh=({self.fresh!r},)"))
+        if not all(isinstance(name, str) for name in self.fresh):
+            raise SettingError(message(given, want="names of parts", fix='resume_fresh=("schedule",)'))
+        if self.fresh and self.where is None:
+            raise SettingError(message(f"{given} without resume", fix='resume="auto"'))
+        for name in self.fresh:
+            if name in NEVER_FRESH:
+                what = f"{given}: {name!r} is what a resume goes on with"
+                raise SettingError(message(what, want="another part", fix=NEVER_FRESH[name]))
 
 
 def make_plan(

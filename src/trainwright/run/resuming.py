@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from trainwright.base.contracts import Tree
 from trainwright.base.errors import CheckpointError, SettingError, message, warn_user
+from trainwright.base.names import did_you_mean
 from trainwright.run import state
 from trainwright.run.optimizers import has_scheduler, unfuse_spoiled
 from trainwright.run.owner import Owner, listening
@@ -33,6 +37,7 @@ class Found:
         self.tree: dict[str, Tree] = {} if loaded is None else loaded.tree
         self.manifest: dict[str, Any] = {} if loaded is None else loaded.manifest
         self._takes_data, self._asked = resume.data, resume.where is not None
+        self._fresh = tuple(resume.fresh)
         self._passed = {} if loaded is None or not loaded.passed_over else {"passed_over": loaded.passed_over}
         self.passes = False
         """Whether the `fit` in hand was over when it was saved, and a later one under way."""
@@ -76,7 +81,8 @@ class Found:
         """Load it into everything bound; return the lines that the header says about it."""
         assert self.path is not None
         keeper, counters = pauses.keeper, owner.counters
-        self._check_optimizer(owner)
+        if "optimizer" not in self._fresh:
+            self._check_optimizer(owner)
         if keeper is not None:
             self.adopted_by(keeper)
         given = _settings(owner)
@@ -98,7 +104,9 @@ class Found:
                 resume_at(at, counters.skipped, goes_on=not counters.stopped)
         told = changed(self._progress.get("settings", {}), settings_of(owner))
         anew = f"resume_data=False: epoch {counters.earlier_epochs + counters.epoch + 1} begins anew, with other data"
-        lines = [f"resumed from {self.path} at update {at}", *lines, *reports, "" if self._takes_data else anew, told]
+        fresh = f"resume_fresh: {' and '.join(self._fresh)} started anew" if self._fresh else ""
+        anew = "" if self._takes_data else anew
+        lines = [f"resumed from {self.path} at update {at}", *lines, *reports, fresh, anew, told]
         return [line for line in lines if line]
 
     def _check_optimizer(self, owner: Owner) -> None:
@@ -110,8 +118,8 @@ class Found:
                 message(
                     f"{self.path} was saved with {saved}; this Trainer has {now}",
                     want="the same optimizer: its state is of no use to another",
-                    fix="build it as it was; or give Checkpoint() a new directory and begin with the weights alone: "
-                    f"load_weights({str(self.path)!r}, model)",
+                    fix=f"build it as it was; or {state.fresh_line(['optimizer'])}; or give Checkpoint() a new "
+                    f"directory and begin with the weights alone: load_weights({str(self.path)!r}, model)",
                     where=False,
                 )
             )
@@ -126,6 +134,8 @@ class Found:
             parts.pop(name, None)
             tree.pop(name, None)
         saved, origin = tree.pop(state.PARAMETERS, None), str(self.path)
+        rates = _rates(owner) if "schedule" in self._fresh else []
+        self._start_anew(owner, parts, tree)
         state.check(parts, tree, origin=origin)
         tree, matched = state.in_order(parts, tree, saved, origin=origin)
         if is_sharded(*owner.model.parameters()):
@@ -133,10 +143,24 @@ class Found:
 
             tree = place(tree, parts, likes=pauses.leaving.sharding_of_best(), world=owner.world)
         reports = state.restore(parts, tree, origin=origin)
+        for optimizer, before in rates:
+            _set_rates(optimizer, before)
         if not self._takes_data:
             owner.counters.batch = 0
         reports += take_own(owner, own, number=number, source=source if self._takes_data else None)
         return reports, matched
+
+    def _start_anew(self, owner: Owner, parts: dict[str, Any], tree: dict[str, Tree]) -> None:
+        """Take the parts of `resume_fresh` out of both: they stay as they were built."""
+        known = sorted({*SLOTS_WITH_STATE, *parts, *tree} - set(state.NEVER_FRESH))
+        for name in self._fresh:
+            if name not in known:
+                what = f"fit(resume_fresh={self._fresh!r}): there is no part {name!r}.{did_you_mean(name, known)}"
+                raise SettingError(message(what, want=f"some of {', '.join(known)}"))
+            parts.pop(name, None)
+            dropped = tree.pop(name, None)
+            if name == "average" and dropped is not None:
+                tree["model"] = _trained_weights(owner.model, tree["model"], dropped)
 
     def pass_stage(self, owner: Owner, pauses: Pauses) -> list[str]:
         """Take the counters and the history that this stage ended with: a later one is loaded by its own `fit`."""
@@ -193,6 +217,47 @@ def find(loaded: Loaded | None, resume: Resume, *, stage: int) -> Found:
             fix='resume="auto", which starts this fit where there is none of it',
         )
     )
+
+
+SLOTS_WITH_STATE = ("schedule", "average", "early_stopping", "precision", "checkpoint", "loss", "state", "optimizer")
+"""Parts that a run may have: no mistake in `resume_fresh`, though neither the checkpoint nor the Trainer has them."""
+_RATES = ("lr", "initial_lr", "momentum", "betas")
+"""What a schedule sets in a parameter group."""
+
+
+def _trained_weights(model: nn.Module, shown: Mapping[str, Any], average: Any) -> dict[str, Any]:
+    """The weights that were trained, of a checkpoint whose model holds the averaged ones."""
+    if "taken" not in average:
+        what = 'resume_fresh=("average",): the optimizer of the checkpoint averages by itself, and is loaded'
+        raise SettingError(message(what, fix="build the Trainer as when it was saved"))
+    raw = {**(average["raw"] or {}), **average["statistics"]}
+    first: dict[int, str] = {}
+    trained = dict(shown)
+    for name, tensor in chain(
+        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    ):
+        value = raw.get(first.setdefault(id(tensor), name))  # a tied tensor has its first name alone
+        if name in trained and value is not None:
+            trained[name] = value
+    return trained
+
+
+def _rates(owner: Owner) -> list[tuple[Optimizer, list[dict[str, Any]]]]:
+    """What schedules set, as every group of every optimizer has it now."""
+    return [
+        (optimizer, [{key: group[key] for key in _RATES if key in group} for group in optimizer.param_groups])
+        for optimizer in owner.optimizers.values()
+    ]
+
+
+def _set_rates(optimizer: Optimizer, rates: list[dict[str, Any]]) -> None:
+    """Give the groups the rates that they had; a rate in a tensor is filled, since the optimizer may refer to it."""
+    for group, before in zip(optimizer.param_groups, rates, strict=True):
+        for key, value in before.items():
+            if isinstance(group.get(key), Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = value
 
 
 def _settings(owner: Owner) -> list[dict[str, Any]]:

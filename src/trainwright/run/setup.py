@@ -258,6 +258,7 @@ def open_data(
     check_schedulers(owner)
     _check_shapes(owner.model)
     check_val(train, val)
+    ends.check_given()
     # A function of the epoch may draw. Here the processes meet first: who calls `fit` alone is to hear of it.
     with _met(owner) if meets else nullcontext():
         source = open_source(train, batch_size=batch_size, shuffle=True, role="train")

@@ -17,6 +17,13 @@ from trainwright.runtime.randomness import random_state, set_random_state
 
 PARAMETERS = "optimizer_parameters"
 """The part of a checkpoint that holds the names and shapes of the parameters of each optimizer, group by group."""
+_ANEW = "leave resume out, and give Checkpoint() a new directory, to begin a new run"
+NEVER_FRESH = {
+    "model": 'load_weights("weights.safetensors", model) before a new run',
+    "data": "resume_data=False, for other data",
+    **dict.fromkeys(("progress", "totals", "random"), _ANEW),
+}
+"""Parts that no resume starts anew, and what to write instead."""
 OTHER_SHAPES = ("LBFGS", "Adafactor")
 """Optimizers of torch whose state tensors need not have the shapes of their parameters."""
 
@@ -88,18 +95,29 @@ def check(parts: Mapping[str, Part], tree: Mapping[str, Tree], *, origin: str) -
     """Raise CheckpointError where a part is missing or not used, or where a module has other tensors."""
     missing, unused = sorted(set(parts) - set(tree)), sorted(set(tree) - set(parts))
     if missing or unused:
+        fresh = fresh_line([*missing, *unused])
         raise CheckpointError(
             message(
                 f"{origin} does not fit this Trainer",
                 have=f"missing {missing}, not used {unused}",
                 want=f"the parts {sorted(parts)}",
-                fix="build the Trainer as when it was saved",
+                fix=f"{fresh}, which starts them anew; or build the Trainer as when it was saved"
+                if fresh
+                else "build the Trainer as when it was saved",
                 where=False,
             )
         )
     for name, part in parts.items():
         if isinstance(part, nn.Module):
             _check_tensors(name, part, tree[name], origin=origin)
+
+
+def fresh_line(names: Sequence[str]) -> str:
+    """The line that starts the parts of these names anew; empty where one of them cannot be."""
+    if not NEVER_FRESH.keys().isdisjoint(names):
+        return ""
+    quoted = ", ".join(f'"{name}"' for name in names)
+    return f"fit(..., resume_fresh=({quoted}{',' * (len(names) == 1)}))"
 
 
 def in_order(

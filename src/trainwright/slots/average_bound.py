@@ -267,7 +267,8 @@ class Average:
         """Refuse the state of another kind of average, or of another model, before anything is changed."""
         if tree["name"] != self.name:
             have, want = f"{tree['settings']} in the checkpoint", self.text
-            what, fix = "the checkpoint has another kind of average", "resume with the one of the checkpoint"
+            what = "the checkpoint has another kind of average"
+            fix = 'fit(..., resume_fresh=("average",)), or resume with the one of the checkpoint'
             raise CheckpointError(message(what, have=have, want=want, fix=fix))
         if tree["raw"] is None:
             return

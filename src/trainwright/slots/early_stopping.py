@@ -148,7 +148,7 @@ class Watch:
                     "the checkpoint stopped early by another number",
                     have="EarlyStopping({!r}, mode={!r}) in the checkpoint".format(*saved),
                     want="EarlyStopping({!r}, mode={!r})".format(*mine),
-                    fix="resume with the one of the checkpoint",
+                    fix='fit(..., resume_fresh=("early_stopping",)), or resume with the one of the checkpoint',
                 )
             )
         self.best = None if tree["best"] is None else Best(**tree["best"])

@@ -297,7 +297,7 @@ def check_keys(tree: Tree, text: str, keys: tuple[str, ...]) -> None:
                 f"the saved state of the schedule does not fit {text}",
                 have=f"{saved or type(tree).__name__} with {', '.join(map(str, found)) or 'nothing'}",
                 want=", ".join(keys),
-                fix="give the schedule that was saved, or start a new run",
+                fix='fit(..., resume_fresh=("schedule",)), or give the schedule that was saved',
             )
         )
 
