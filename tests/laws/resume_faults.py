@@ -181,7 +181,7 @@ def the_sums_of_the_epoch_are_forgotten(patch):
 
 
 def the_history_starts_anew(patch):
-    around(patch, running, "_take_progress", after=lambda owner, tree: owner.history.clear())
+    around(patch, running, "_take_progress", after=lambda run, *_: run.owner.history.clear())
 
 
 def the_users_state_is_forgotten(patch):

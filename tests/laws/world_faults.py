@@ -123,11 +123,11 @@ def each_evaluates_all_rows(patch: Patch) -> None:
 def each_judges_by_its_own_numbers(patch: Patch) -> None:
     validate = Pauses.validate
 
-    def alone(self: Pauses, evaluate: Callable[..., Mapping[str, float]]) -> dict[str, float]:
+    def alone(self: Pauses, evaluate: Callable[..., Mapping[str, float]], **how: bool) -> dict[str, float]:
         with pytest.MonkeyPatch.context() as inside:
             inside.setattr(Ledger, "merge", lambda self, world: None)
             inside.setattr(Group, "same", lambda self, value: value)
             inside.setattr(self.owner, "is_main", True)
-            return validate(self, evaluate)
+            return validate(self, evaluate, **how)
 
     patch.setattr(Pauses, "validate", alone)
