@@ -9,7 +9,7 @@ from refusals import entry, make, noted, pieces, settings, with_method
 from torch import nn
 from torch.utils.data import DataLoader
 
-from trainwright import Step, Trainer
+from trainwright import Mean, Step, Trainer, accuracy
 
 X, Y = pieces(1)[0]
 
@@ -201,6 +201,48 @@ CASES = {
         "target.long() in update(self, window)",
     ),
 }
+
+
+WEIGHED = {
+    "classes": (nn.CrossEntropyLoss(), lambda: nn.Linear(4, 3), (X,), Y),
+    "a function": (F.cross_entropy, lambda: nn.Linear(4, 3), (X,), Y),
+    "values": (nn.MSELoss(), lambda: nn.Linear(4, 2), (X,), X[:, :2].clone()),
+    "two inputs": (nn.CrossEntropyLoss(), lambda: nn.Bilinear(4, 4, 3), (X, X.flip(0)), Y),
+}
+
+
+@pytest.mark.parametrize("metrics", [None, {"accuracy": accuracy}])
+@pytest.mark.parametrize("case", WEIGHED)
+def test_a_batch_that_ends_in_weights_gets_the_step_to_write(case, metrics):
+    loss, model, inputs, target = WEIGHED[case]
+    metrics = None if case == "values" else metrics
+    weight = torch.tensor([1.0, 0.0, 2.5, 0.5])
+    rows = [(*inputs, target, weight), (*(one[:2] for one in inputs), target[:2], weight[:2])]
+    torch.manual_seed(0)
+    fix = entry(noted(make(model=model(), loss=loss, metrics=metrics), rows, TypeError), "fix")
+    assert "Mean(loss, weight.sum())" in fix
+    names = {"Trainer": Trainer, "nn": nn, "F": F, "Mean": Mean, "Step": Step}
+    exec(f"class Fixed(Trainer):\n    {fix}\n", names)
+    torch.manual_seed(0)
+    fixed = make(names["Fixed"], model=model(), loss=loss, metrics=metrics, accumulate=2)
+    torch.manual_seed(0)
+    plain = model()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    each = nn.functional.mse_loss if case == "values" else nn.functional.cross_entropy
+    total = 0.0
+    for *x, y, w in rows:  # one update over both: the mean over all rows, each by its weight
+        total = total + (each(plain(*x), y, reduction="none").reshape(len(w), -1).mean(1) * w).sum()
+    (total / 5.0).backward()
+    optimizer.step()
+    fixed.fit(rows, epochs=1)
+    torch.testing.assert_close(fixed.model.weight, plain.weight, rtol=1e-5, atol=1e-6)
+
+
+def test_a_third_item_that_is_no_weight_gets_the_split_as_before():
+    note = noted(make(), [(X, X, Y)], TypeError)
+    assert entry(note, "fix") == "def split(self, batch): return (batch[0],), batch[-1]"
+    note = noted(make(loss=nn.MSELoss()), [(X, X, X, X[:, :3])], TypeError)
+    assert "Mean(" not in entry(note, "fix")
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -270,8 +270,40 @@ def _arguments(site: Site) -> Cause | None:
     why = (
         f"{type(model).__name__}.forward takes ({', '.join(names)}); the batch without its last item has {len(inputs)}"
     )
+    if _ends_in_weights(site):
+        return f"{why}: its last item, a number for each row, is taken as the target", _weighed_step(site)
     taken = ", ".join(f"batch[{index}]" for index in range(min(len(names), len(inputs))))
     return why, f"def split(self, batch): return ({taken},), batch[-1]"
+
+
+def _ends_in_weights(site: Site) -> bool:
+    """Whether a batch is (inputs ..., target, weight), with a weight for each row."""
+    items = site.batch
+    if not isinstance(items, tuple | list) or len(items) < 3 or not all(isinstance(one, Tensor) for one in items):
+        return False
+    *inputs, target, weight = items
+    per_row = weight.ndim == 1 and weight.is_floating_point() and target.ndim > 0 and len(weight) == len(target)
+    return per_row and _binds(site.owner.model.forward, tuple(inputs))
+
+
+def _weighed_step(site: Site) -> str:
+    """The training step that takes the mean of the loss over the rows, each by its weight."""
+    loss, metrics = site.owner.loss, bool(site.owner.metrics)
+    takes, calls = ("x", "x") if len(site.batch) == 3 else ("*x", "*x")
+    name = getattr(loss, "__name__", "")
+    each = "loss_of_rows({0})"
+    if isinstance(loss, nn.Module):
+        each = f"nn.{type(loss).__name__}(reduction='none')({{0}})"
+    elif name and hasattr(nn.functional, name):
+        each = f"F.{name}({{0}}, reduction='none')"
+    lines = [
+        f"{takes}, y, weight = batch",
+        f"output = self.model({calls})",
+        f"each = {each.format('output, y')}.reshape(len(weight), -1).mean(1)",
+        "loss = (each * weight).sum() / weight.sum()",
+        f"return {'Step(Mean(loss, weight.sum()), output, y)' if metrics else 'Mean(loss, weight.sum())'}",
+    ]
+    return f"def training_step(self, batch): {'; '.join(lines)}"
 
 
 def _binds(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bool:
