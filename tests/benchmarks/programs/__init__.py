@@ -1,0 +1,4 @@
+"""Small training programs, each written once per library in the way that the library's documentation shows."""
+
+NAMES = ("trainwright", "plain", "lightning", "accelerate", "transformers")
+"""The libraries in the order of the tables; the module of each is `of_<name>`."""
