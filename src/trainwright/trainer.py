@@ -119,7 +119,8 @@ class Trainer(Generic[M]):
         self.observers: Sequence[Observer] = (*console_observers(console), *setup.checked_observers(observers))
         self.hooks = read_hooks(self, overridden(type(self), Trainer, HOOKS))
         self.between = Between()
-        self.ledger = Ledger(Meters(self.metrics) if self.metrics else None, self.hooks)
+        self.between.looked_at = looked_at = set() if self.is_main else set(self.metrics)
+        self.ledger = Ledger(Meters(self.metrics, looked_at=looked_at) if self.metrics else None, self.hooks)
         self.counters, self.history = Counters(), list[dict[str, float]]()
         self.state: dict[str, Any] = {}
         self.result: Result | None = None

@@ -247,7 +247,7 @@ def _meters(owner: Owner, spread: str | None) -> Meters | None:
                 )
             )
         metrics[_HIDDEN] = owner.hooks.known.each_row
-    return Meters(metrics, spread=spread is not None) if metrics else None
+    return Meters(metrics, spread=spread is not None, looked_at=owner.between.looked_at) if metrics else None
 
 
 def _without_hidden(

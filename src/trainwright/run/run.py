@@ -18,6 +18,7 @@ from trainwright.run.boundary import BETWEEN, COUNTING, UPDATING, Boundary
 from trainwright.run.epochs import Lengths
 from trainwright.run.evaluating import check_passes, feed
 from trainwright.run.fetching import fetched
+from trainwright.run.first_batch import FirstBatch, is_compiled
 from trainwright.run.judging import applies_anyway, bind_late, read_numbers
 from trainwright.run.ledger import Ledger
 from trainwright.run.optimizers import check_parameters
@@ -100,6 +101,8 @@ class Run:
         """What becomes of the update in hand."""
         self._begun = -1
         self._buffers = Buffers()
+        self.first_batch = FirstBatch(looks=owner.is_main and not owner.between.begun and not is_compiled(owner.model))
+        """What looks at the losses of the first update of the first stage."""
         self._kept_state: dict[str, Any] = {}
         self.update: Callable[[Window], Any] = owner.update
         """What a window's update is made by: the trainer's own method, or a replay of what it did."""
@@ -211,6 +214,8 @@ class Run:
             self._unjudged = False
         if self.statistics.keeps:
             self.statistics.keep()
+        if not self.counters.rows:
+            self.first_batch.open()
         if self._keeps_state:
             self._kept_state = snapshot(self.owner.state, into=self._kept_state)
         if self.behind is not None:
@@ -282,6 +287,8 @@ class Run:
         """Count the update and close its numbers; return whether a step was applied in it."""
         ledger, counters, outcome = self.ledger, self.counters, self.outcome
         self.boundary.place = COUNTING
+        if not counters.rows:
+            self.first_batch.warn()
         if outcome.left_out:
             self._put_back()
         if returned is not None and (not ledger.noted or type(returned) is dict) and not self._is_told:

@@ -219,6 +219,7 @@ def _lost(pauses: Pauses) -> CheckpointError | None:
 def _broken_off(run: Run, pauses: Pauses, raised: BaseException) -> BaseException:
     """Save what an error or a signal leaves complete, and return what `fit` raises."""
     owner = run.owner
+    run.first_batch.close()
     error = _first_of(raised, run)
     explain(error, owner)
     caused = owner.world.blame(error) if isinstance(error, Exception) else error

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from numbers import Real
 from typing import TYPE_CHECKING, Any
+from warnings import warn
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from trainwright.base.contracts import Metric
 from trainwright.base.errors import CheckpointError, SettingError, message
 from trainwright.base.names import check_name, did_you_mean
 from trainwright.base.records import Sum
+from trainwright.runtime.randomness import unmoved
 from trainwright.runtime.walking import detached, tensors_in
 from trainwright.slots.hits import Hits
 from trainwright.slots.losses import shapes_of
@@ -93,7 +95,15 @@ class Meters:
     Metric objects run on a copy of their own. With `spread=True` squares are summed too, for `errors`.
     """
 
-    def __init__(self, metrics: Mapping[str, MetricFunction | Metric | Derived], *, spread: bool = False) -> None:
+    def __init__(
+        self,
+        metrics: Mapping[str, MetricFunction | Metric | Derived],
+        *,
+        spread: bool = False,
+        looked_at: set[str] | None = None,
+    ) -> None:
+        """`looked_at`: the metrics whose first batch is no longer looked at for a count in the place of a mean."""
+        self._looked_at = set(metrics) if looked_at is None else looked_at
         self._functions: list[tuple[str, MetricFunction, Total]] = []
         self._objects: dict[str, Any] = {}
         self._derived: dict[str, Derived] = {}
@@ -246,7 +256,11 @@ class Meters:
             self._place(output)
         self._rows += rows
         for name, function, total in self._functions:
-            total.take(function(output, target), rows, self._labels[name])
+            result = function(output, target)
+            if name not in self._looked_at:
+                self._looked_at.add(name)
+                _warn_of_count(name, function, result, (output, target))
+            total.take(result, rows, self._labels[name])
         for name, metric in self._objects.items():  # noqa: B007  (the note of an error reads `name` from this frame)
             metric.update(output, target)
 
@@ -350,6 +364,47 @@ def _checked_function(name: str, metric: Any) -> MetricFunction:
             )
         ) from None
     return metric  # type: ignore[no-any-return]
+
+
+def _warn_of_count(name: str, function: MetricFunction, result: Any, given: tuple[Any, Any]) -> None:
+    """Warn of a metric that returns a count for a batch: a whole number above 1 that adds up over its rows.
+
+    A mean, such as a perplexity or an absolute error, may be a whole number too; it does not add up.
+    """
+    value = _whole_number(result)
+    if value is None or not all(isinstance(one, Tensor) and one.ndim and len(one) > 1 for one in given):
+        return
+    rows = len(given[0])
+    if len(given[1]) != rows:
+        return
+    splits = [(slice(rows // 2), slice(rows // 2, None)), (slice(0, None, 2), slice(1, None, 2))]
+    try:
+        with unmoved():
+            parts = [[float(function(*(one[part] for one in given))) for part in split] for split in splits]
+    except Exception:  # a metric of the user's own may ask for the whole batch: that is no mistake
+        return
+    # Both parts count something in one split at least: a maximum would add up where the other part is 0.
+    if all(sum(pair) == value for pair in parts) and any(min(pair) > 0 for pair in parts):
+        warn(
+            message(
+                f"metric {name!r} returned {value:g} for a batch of {rows} rows: a count or a sum, not a mean",
+                have="numbers that are averaged over the batches, by their rows",
+                want="a mean over the rows, one value per row, Mean(value, count) or Sum(total, count)",
+                fix="return Sum(total, len(target)), or the mean",
+            ),
+            stacklevel=2,
+        )
+
+
+def _whole_number(result: Any) -> float | None:
+    """A result of one number that is whole and above 1, read back; else None."""
+    if isinstance(result, Tensor):
+        if result.numel() != 1 or result.dtype is torch.bool or result.is_meta or result.is_complex():
+            return None
+    elif not isinstance(result, Real):
+        return None
+    value = float(result)
+    return value if value > 1 and value.is_integer() else None
 
 
 def _counted(hits: Tensor, target: Tensor) -> Sum:
