@@ -20,6 +20,11 @@ Y = torch.randint(0, 3, (16,), generator=G)
 YES = torch.randint(0, 2, (16, 1), generator=G).float()
 
 
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
 def warned(model, loss, target=Y, cls=Trainer, *, epochs=2, batch_size=8, x=X, **settings):
     """The first lines of what a fit warns of."""
     trainer = cls(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, console=False, **settings)

@@ -14,6 +14,11 @@ GENERATOR = torch.Generator().manual_seed(0)
 X, Y = torch.randn(4, 3, generator=GENERATOR), torch.randn(4, 1, generator=GENERATOR)
 
 
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
 def made(model, cls=Trainer, loss=None, **settings):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return cls(

@@ -259,7 +259,7 @@ class Meters:
             result = function(output, target)
             if name not in self._looked_at:
                 self._looked_at.add(name)
-                _warn_of_count(name, function, result, (output, target))
+                _warn_of_count(name, function, result, output, target)
             total.take(result, rows, self._labels[name])
         for name, metric in self._objects.items():  # noqa: B007  (the note of an error reads `name` from this frame)
             metric.update(output, target)
@@ -366,7 +366,7 @@ def _checked_function(name: str, metric: Any) -> MetricFunction:
     return metric  # type: ignore[no-any-return]
 
 
-def _warn_of_count(name: str, function: MetricFunction, result: Any, given: tuple[Any, Any]) -> None:
+def _warn_of_count(name: str, function: MetricFunction, result: Any, *given: Any) -> None:
     """Warn of a metric that returns a count for a batch: a whole number above 1 that adds up over its rows.
 
     A mean, such as a perplexity or an absolute error, may be a whole number too; it does not add up.
