@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import random
 import time
-from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,6 +27,7 @@ from trainwright import (
     batches,
     read_journal,
 )
+from trainwright.run import due, pausing
 
 x = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
 y = torch.arange(12) % 3
@@ -87,16 +88,26 @@ def test_a_probe_of_a_class_of_ones_own_is_called_too():
     assert seen == list(range(1, 7))
 
 
-def test_a_probe_is_called_after_so_many_seconds():
-    class Slow(Trainer):
+@pytest.fixture
+def a_second_a_step(monkeypatch):
+    """A class of Trainer whose steps take a second each, by the clock that spans in seconds read."""
+    clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
+    for module in (due, pausing):
+        monkeypatch.setattr(module, "time", clock)
+
+    class Timed(Trainer):
         def training_step(self, batch):
-            time.sleep(0.01)
+            clock.now += 1.0
             return super().training_step(batch)
 
+    return Timed
+
+
+def test_a_probe_is_called_after_so_many_seconds(a_second_a_step):
     seen = []
-    probe = Probe(lambda trainer: seen.append(trainer.progress.updates), every=Seconds(0.025))
-    made(Slow, observers=[probe]).fit(train(), epochs=2)
-    assert 3 <= len(seen) <= 5 and min(b - a for a, b in pairwise(seen)) >= 1
+    probe = Probe(lambda trainer: seen.append(trainer.progress.updates), every=Seconds(2.5))
+    made(a_second_a_step, observers=[probe]).fit(train(), epochs=2)
+    assert seen == [3, 6, 9, 12]
 
 
 def test_a_probe_leaves_no_trace():
@@ -263,15 +274,10 @@ def test_an_observer_is_told_every_nth_update():
     assert [update.update for update in told.updates] == [4, 8, 12]
 
 
-def test_an_observer_is_told_after_so_many_seconds():
-    class Slow(Trainer):
-        def training_step(self, batch):
-            time.sleep(0.01)
-            return super().training_step(batch)
-
-    told = Told(Seconds(0.025))
-    made(Slow, observers=[told]).fit(train(), epochs=2)
-    assert 3 <= len(told.updates) <= 5
+def test_an_observer_is_told_after_so_many_seconds(a_second_a_step):
+    told = Told(Seconds(2.5))
+    made(a_second_a_step, observers=[told]).fit(train(), epochs=2)
+    assert [update.update for update in told.updates] == [3, 6, 9, 12]
 
 
 @pytest.mark.parametrize("every", [Epochs(1), 5, "epoch"])

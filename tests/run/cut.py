@@ -47,7 +47,7 @@ def send(number):
     return lambda: os.kill(os.getpid(), number)
 
 
-def send_while_waiting(number, after=0.05, most=5.0):
+def send_while_waiting(number, after=0.05, most=60.0):
     """Send it from beside, while this thread waits for data that do not come."""
 
     def wait():

@@ -101,7 +101,7 @@ def test_a_signal_ends_a_wait_for_data_at_once(number, which, place, n, director
     began = time.monotonic()
     cut = Cut(place, n, send_while_waiting(number))
     check_ended(OTHERS.get(which, USUAL).ended_and_resumed(directory, cut), number)
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 40  # the data would have come after 60 s
 
 
 def test_a_signal_in_a_save_waits_for_it(directory, monkeypatch):
@@ -220,7 +220,7 @@ def test_processes_that_were_forked_inside_a_run_die_of_signals_as_usual(directo
     _, _, error = go(directory, Cut("training_step", 5, fork))
     assert error is None
     assert codes == [-signal.SIGTERM, -signal.SIGUSR1]
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 40  # the children sleep for 60 s
 
 
 def test_a_run_inside_a_hook_of_another_leaves_the_outer_ones_signals(directory):

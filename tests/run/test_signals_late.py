@@ -15,6 +15,7 @@ from cut import USUAL, Cut, Other, check_ended, check_equal, go, send
 
 from trainwright import Checkpoint, EarlyStopping
 from trainwright.base.errors import Stopped
+from trainwright.runtime import signals
 
 
 def saved_in(directory):
@@ -24,11 +25,11 @@ def saved_in(directory):
 def test_an_update_that_takes_longer_than_its_grace_is_cut_off_and_not_saved(directory):
     def hang():
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(5)
+        time.sleep(60)
 
     began = time.monotonic()
     trainer, _, error = go(directory, Cut("training_step", 8, hang), grace=0.2)
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 40
     assert type(error) is Stopped and error.code == 143
     assert trainer.result.stopped == "SIGTERM, and the update did not end within grace=0.2 seconds"
     assert saved_in(directory) == ["update-0000000003"]
@@ -40,7 +41,7 @@ def test_an_update_that_takes_longer_than_its_grace_is_cut_off_and_not_saved(dir
 def test_what_is_cut_off_in_the_midst_of_a_pause_is_not_saved(directory):
     def hang():
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(5)
+        time.sleep(60)
 
     trainer, _, _ = go(directory, Cut("on_validate", 2, hang), grace=0.2)
     assert "within grace=0.2 seconds" in trainer.result.stopped
@@ -75,7 +76,7 @@ def twice(between):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(between)
         os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(5 if between > 0.1 else 0)
+        time.sleep(60 if between > 0.1 else 0)
 
     return interrupt
 
@@ -83,7 +84,7 @@ def twice(between):
 def test_a_second_ctrl_c_ends_an_update_at_once(directory):
     began = time.monotonic()
     trainer, _, error = go(directory, Cut("training_step", 10, twice(0.15)))
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 40
     assert type(error) is KeyboardInterrupt
     assert trainer.result.stopped == "KeyboardInterrupt"
     assert trainer.result.updates == 5 and "update-0000000005" not in saved_in(directory)
@@ -93,19 +94,21 @@ def test_a_second_ctrl_c_ends_an_update_at_once(directory):
 
 @pytest.mark.parametrize("async_save", [True, False])
 def test_a_second_ctrl_c_ends_the_last_save_at_once(async_save, directory, monkeypatch):
-    fsync, hung = os.fsync, []
+    fsync, hung, ended = os.fsync, [], threading.Event()
 
     def slow(file):
         if not hung:
             hung.append(time.monotonic())
             threading.Timer(0.15, send(signal.SIGINT)).start()
-            time.sleep(3)
+            ended.wait(60)
         fsync(file)
 
     monkeypatch.setattr(os, "fsync", slow)
     slot = Checkpoint(directory, async_save=async_save)
     trainer, _, error = go(directory, Cut("training_step", 3, send(signal.SIGINT)), checkpoint=slot)
-    assert time.monotonic() - hung[0] < 2
+    took = time.monotonic() - hung[0]
+    ended.set()
+    assert took < 40
     assert type(error) is KeyboardInterrupt
     assert trainer.result.stopped == "KeyboardInterrupt"
 
@@ -114,7 +117,7 @@ def test_a_second_ctrl_c_in_an_update_does_not_wait_for_a_save_in_flight(directo
     fsync, ended = os.fsync, threading.Event()
 
     def slow(file):
-        ended.wait(5)
+        ended.wait(60)
         fsync(file)
 
     monkeypatch.setattr(os, "fsync", slow)
@@ -122,10 +125,11 @@ def test_a_second_ctrl_c_in_an_update_does_not_wait_for_a_save_in_flight(directo
     _, _, error = go(directory, Cut("training_step", 8, twice(0.15)))
     took = time.monotonic() - began
     ended.set()
-    assert type(error) is KeyboardInterrupt and took < 4
+    assert type(error) is KeyboardInterrupt and took < 40
 
 
-def test_two_ctrl_c_at_the_same_time_are_one(directory):
+def test_two_ctrl_c_at_the_same_time_are_one(directory, monkeypatch):
+    monkeypatch.setattr(signals, "ONE_CTRL_C", 60.0)  # a busy machine may take long between the two
     check_ended(USUAL.ended_and_resumed(directory, Cut("training_step", 10, twice(0.03))), signal.SIGINT)
 
 

@@ -131,11 +131,11 @@ def test_after_its_grace_a_signal_cuts_off_what_is_under_way():
     def block():
         with signals.installed():
             send(signal.SIGTERM)
-            time.sleep(4)
+            time.sleep(60)
 
     began = time.monotonic()
     assert raised(block).late
-    assert GRACE <= time.monotonic() - began < 3
+    assert GRACE <= time.monotonic() - began < 40
 
 
 def test_what_is_held_is_not_cut_off_and_the_grace_begins_anew_after_it():
@@ -148,10 +148,10 @@ def test_what_is_held_is_not_cut_off_and_the_grace_begins_anew_after_it():
             with signals.held(), signals.held():
                 time.sleep(3 * GRACE)
                 held.append(time.monotonic())
-            time.sleep(4)
+            time.sleep(60)
 
     assert raised(block).late
-    assert GRACE <= time.monotonic() - held[0] < 3
+    assert GRACE <= time.monotonic() - held[0] < 40
 
 
 def test_a_boundary_right_after_what_was_held_is_in_time():
