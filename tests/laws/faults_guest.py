@@ -223,7 +223,7 @@ def leaves_a_frozen_module_changed(patch):
 
 
 def seeds_the_process(patch):
-    around(patch, Run, "__init__", after=lambda *_: torch.manual_seed(0))
+    around(patch, Run, "__init__", after=lambda *_, **__: torch.manual_seed(0))
 
 
 def draws_when_it_is_built(patch):
