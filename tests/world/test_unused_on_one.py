@@ -61,7 +61,7 @@ def test_a_parameter_that_one_process_alone_does_not_use_ends_all_and_names_the_
     assert "DDP(find_unused_parameters=True)" in second["error"]
     assert first["error"].startswith("ProcessError: rank 1 has failed: StepError: parameters without a gradient")
     assert first["updates"] == second["updates"] == 1 and first["weights"] == second["weights"]
-    assert max(first["seconds"], second["seconds"]) < 20  # and not the 300 of a process that does not answer
+    assert max(first["seconds"], second["seconds"]) < 150  # and not the 300 of a process that does not answer
 
 
 def test_the_cure_holds(ranks2: Pool, tmp_path: Path) -> None:

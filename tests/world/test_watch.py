@@ -20,7 +20,9 @@ from world import programs
 from world.pool import Pool
 from world.programs_run import free_port
 
-SECONDS = 40
+SECONDS = 120
+PROMPT = 50
+"""Seconds that a loaded machine has; who waits for a time-out of the group takes 60 and more."""
 
 
 @pytest.fixture
@@ -69,7 +71,7 @@ def test_an_error_of_one_process_ends_all_and_the_others_name_it(ended) -> None:
     assert "at update 3, programs.py:" in said[0]
     assert "Connection closed" not in said[0], "the error that only follows is not shown"
     assert error == "rank 1 of 2 has failed: ValueError: bad row 17"
-    assert seconds < 15
+    assert seconds < PROMPT
 
 
 def test_a_killed_process_is_named_by_the_others(ended) -> None:
@@ -78,7 +80,7 @@ def test_a_killed_process_is_named_by_the_others(ended) -> None:
     assert "at update 3, programs.py:" in said[0]
     assert "a word from every process" not in said[0], "nobody has waited for the time-out"
     assert error == "rank 1 of 2 has failed: it was ended by SIGKILL (no memory?)"
-    assert seconds < 15
+    assert seconds < PROMPT
 
 
 @pytest.mark.parametrize("in_group", [False, True], ids=["group of ours", "group with a long time-out of its own"])
@@ -90,7 +92,7 @@ def test_a_stopped_process_ends_the_run_after_the_time_out(ended, on: int, in_gr
     assert "a word from every process within 1.5 s" in said[1 - on]
     assert said[1 - on].startswith("last words") == in_group  # nothing wakes a wait in a group whose time-out is long
     assert f"rank {on} does not answer\n" in error
-    assert seconds < 20
+    assert seconds < PROMPT
 
 
 def test_a_process_that_is_stuck_in_its_own_code_is_named_with_its_line(ended) -> None:
@@ -99,7 +101,7 @@ def test_a_process_that_is_stuck_in_its_own_code_is_named_with_its_line(ended) -
     line = next(n for n, text in enumerate(Path(programs.__file__).read_text().splitlines(), 1) if "sleep(100)" in text)
     assert f"at update 3, programs.py:{line}" in said[0]
     assert "rank 1 has not come to where rank 0 waits for it" in error
-    assert seconds < 15
+    assert seconds < PROMPT
 
 
 def watching() -> int:
