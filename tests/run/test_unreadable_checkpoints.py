@@ -4,15 +4,32 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import random
 import shutil
 import warnings
+from collections import Counter
 from contextlib import redirect_stdout
 
 import pytest
 import torch
 from torch import nn
 
-from trainwright import Checkpoint, CheckpointError, Trainer, Updates, batches, latest_checkpoint, load_weights
+from trainwright import (
+    EMA,
+    Checkpoint,
+    CheckpointError,
+    DataError,
+    EarlyStopping,
+    MixedPrecision,
+    OneCycle,
+    Trainer,
+    Updates,
+    accuracy,
+    batches,
+    latest_checkpoint,
+    load_weights,
+)
 from trainwright.runtime import storage
 from trainwright.runtime.files import write_file
 
@@ -20,11 +37,11 @@ generator = torch.Generator().manual_seed(1)
 x, y = torch.randn(16, 4, generator=generator), torch.randint(3, (16,), generator=generator)
 
 
-def trained(directory, *, epochs, resume="auto", keep=3, **slots):
+def trained(directory, *, epochs, resume="auto", keep=3, kind=Trainer, **slots):
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
     checkpoint = Checkpoint(directory, every=Updates(2), keep=keep)
-    trainer = Trainer(
+    trainer = kind(
         model, torch.optim.Adam(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), checkpoint=checkpoint, **slots
     )
     with redirect_stdout(io.StringIO()):
@@ -122,3 +139,209 @@ def test_where_none_can_be_decoded_the_run_is_refused_with_every_reason(run):
         with pytest.raises(CheckpointError, match="no whole checkpoint") as refused:
             trained(directory, epochs=3)
     assert str(refused.value).count("'$later'") == 3
+
+
+# Edited by hand, with every checksum made right again
+
+HUGE = (-1, 10**30, 1 << 62, 1e308, float("nan"), "", "x" * 5000, "\ud800", None, True, [], [[]], {}, {"$later": 1})
+"""Values that take the place of others."""
+
+
+def places(node, way=()):
+    """The way to each value in nested data."""
+    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for key, value in items:
+        yield (*way, key)
+        yield from places(value, (*way, key))
+
+
+def mutated(generator, node):
+    """Nested data with one value replaced, removed or given another key, and how."""
+    # the hundreds of words of the random generators are one place each, else hardly anything else is ever changed
+    ways = [way for way in places(node) if len(way) < 7 or not isinstance(way[-1], int)]
+    *way, key = generator.choice(ways)
+    parent = node
+    for step in way:
+        parent = parent[step]
+    how = generator.choice(("put", "put", "put", "remove", "rename"))
+    if how == "put":
+        parent[key] = generator.choice(HUGE)
+        return f"{[*way, key]} = {parent[key]!r:.40}"
+    value = parent.pop(key)
+    if how == "rename" and isinstance(parent, dict):
+        parent[f"{key}x"] = value
+    return f"{how} {[*way, key]}"
+
+
+def fuzz_header(generator, data):
+    """The bytes of a safetensors file with something else in its header, and how."""
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    how = mutated(generator, header)
+    text = json.dumps(header).encode()
+    size = generator.choice((len(text), len(text), len(text) + 1, 1 << 40))
+    return size.to_bytes(8, "little") + text + data[8 + length :], f"{how}, length {size}"
+
+
+def every_slot(directory, epochs):
+    """A run with most slots in use."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    trainer = Trainer(
+        model,
+        torch.optim.Adam(model.parameters(), lr=0.01),
+        nn.CrossEntropyLoss(),
+        metrics={"accuracy": accuracy},
+        precision=MixedPrecision("fp16"),
+        schedule=OneCycle(0.03),
+        early_stopping=EarlyStopping("val_loss", patience=9),
+        average=EMA(0.9),
+        checkpoint=Checkpoint(directory, best="val_loss", every=Updates(3)),
+        console=False,
+    )
+    trainer.fit(batches((x, y), 4, shuffle=True, seed=1), batches((x, y), 16), epochs=epochs, resume="auto")
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The checkpoints of a run with most slots in use."""
+    directory = tmp_path_factory.mktemp("saved") / "run"
+    every_slot(directory, 2)
+    return directory
+
+
+MISFIT = ("does not fit this Trainer", "state of other parameters", "of another model", "from another model")
+"""What is said of a checkpoint that is consistent in itself, and of another run: no older one is looked for."""
+
+
+def fuzzed(saved, directory, seed):
+    """Edit one place of the newest checkpoint and resume: it is loaded, passed over, or an error of ours."""
+    generator = random.Random(seed)
+    shutil.copytree(saved, directory)
+    newest = storage.scan(directory)[0]
+    what, said = generator.choice(("state.json",) * 6 + ("manifest", "model.safetensors", "state.safetensors")), []
+
+    def change(files, manifest):
+        if what == "manifest":
+            said.append(mutated(generator, manifest))
+        elif what == "state.json":
+            state = json.loads(files[what])
+            said.append(mutated(generator, state))
+            files[what] = json.dumps(state).encode()
+        else:
+            files[what], how = fuzz_header(generator, files[what])
+            said.append(how)
+
+    rewrite(newest, change)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            trained = every_slot(directory, 3)
+        except DataError as error:
+            assert "data" in said[0] and "dealt" in str(error), said
+            return "refused"
+        except CheckpointError as error:
+            assert any(text in str(error) for text in MISFIT), (said, error)
+            return "refused"
+    assert trained.progress.epoch == 3, said
+    return "passed over" if any("passed over" in str(one.message) for one in warned) else "loaded"
+
+
+def test_one_edited_place_under_right_sums_is_harmless_or_named_and_the_older_checkpoint_is_taken(saved, tmp_path):
+    outcomes = Counter(fuzzed(saved, tmp_path / str(seed), seed) for seed in range(8))
+    assert outcomes["passed over"] >= 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", range(1000, 1160, 20))
+def test_edited_places_under_right_sums_at_length(saved, tmp_path, start):
+    outcomes = Counter(fuzzed(saved, tmp_path / str(seed), seed) for seed in range(start, start + 20))
+    assert outcomes["passed over"] >= 10
+
+
+def at(*way, value):
+    """Put a value in one place of state.json."""
+
+    def change(state):
+        *rest, last = way
+        for step in rest:
+            state = state[step]
+        state[last] = value
+
+    return edit(change)
+
+
+def in_manifest(**fields):
+    return lambda files, manifest: manifest.update(fields)
+
+
+def renamed_file(name):
+    def change(files, manifest):
+        manifest["files"][name] = manifest["files"].pop("state.safetensors")
+
+    return change
+
+
+EDITED = {
+    "a negative counter": (at("progress", "counters", "updates", value=-4), "'updates' is -4"),
+    "an absurd epoch": (at("progress", "counters", "epoch", value=10**12), "epochs and .* cannot be of"),
+    "an absurd batch": (at("progress", "counters", "batch", value=10**12), "cannot be of"),
+    "a counter that is a text": (at("progress", "counters", "rows", value="8"), "'rows' is a str"),
+    "counters of another update": (at("progress", "counters", "updates", value=7), "counters say update 7 .* manifest"),
+    "a history of texts": (at("progress", "history", value=["x"]), "'history' is a list"),
+    "no counters": (edit(lambda state: state["progress"].pop("counters")), "'counters' is missing"),
+    "no progress": (edit(lambda state: state.pop("progress")), "part 'progress' it is a NoneType"),
+    "random numbers that are none": (at("random", "now", value={}), "'now' is a dict"),
+    "sums that are texts": (at("totals", "sums", value={"loss": "x"}), "'sums' is a dict"),
+    "a moment that is a text": (at("optimizer", "state", "$dict", 0, 1, "exp_avg", value="x"), "'exp_avg' of a param"),
+    "a negative rate": (at("optimizer", "param_groups", 0, "lr", value=-1.0), "'lr' is a float"),
+    "a manifest of another update": (in_manifest(update=-1), "update is missing or of another type"),
+    "a number no float can hold": (in_manifest(metrics={"loss": 10**400}), "metrics"),
+    "a run of control characters": (in_manifest(run="\x1b[2J"), "run is missing or of another type"),
+    "a name that no file system takes": (renamed_file("\ud800"), "no plain name"),
+    "a name that leaves the directory": (renamed_file("../../x"), "no plain name"),
+    "a manifest over 1 MiB": (in_manifest(versions={"x": "y" * (1 << 20)}), "1048576 at most"),
+    "a header larger than its tensors": (
+        put("model.safetensors", (2 << 20).to_bytes(8, "little") + b"{" + b" " * ((2 << 20) - 2) + b"}"),
+        "header has 2097152 bytes, for 0 bytes of tensors",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", EDITED)
+def test_an_edited_checkpoint_with_right_sums_is_named_and_the_older_one_is_taken(kind, run):
+    directory, whole = run
+    change, says = EDITED[kind]
+    rewrite(directory / storage.update_name(8), change)
+    with pytest.raises(CheckpointError, match=says):
+        trained(directory, epochs=3, resume=directory / storage.update_name(8))
+    with pytest.warns(UserWarning, match=f"{says}(.|\n)*passed over for an older checkpoint"):
+        resumed = trained(directory, epochs=3)
+    assert resumed.progress.updates == 12
+    for name, value in whole.items():
+        assert torch.equal(value, resumed.model.state_dict()[name]), name
+
+
+def test_state_that_no_part_takes_is_an_error_where_begin_epoch_would_run_twice(run):
+    class Hooked(Trainer):
+        def begin_epoch(self, epoch):
+            pass
+
+    directory, _ = run
+    rewrite(directory / storage.update_name(8), EDITED["sums that are texts"][0])
+    with pytest.raises(CheckpointError, match="part 'totals' cannot be loaded"):
+        trained(directory, epochs=3, kind=Hooked)
+    rewrite(directory / storage.update_name(8), EDITED["a negative counter"][0])
+    with pytest.warns(UserWarning, match="passed over"):
+        assert trained(directory, epochs=3, kind=Hooked).progress.updates == 12
+
+
+def test_weights_of_other_shapes_are_refused_before_the_tensors_are_read(tmp_path):
+    size = 1 << 40
+    header = json.dumps({"weight": {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}}).encode()
+    path = tmp_path / "large.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    os.truncate(path, 8 + len(header) + size)  # a terabyte of holes
+    with pytest.raises(CheckpointError, match=r"weight \(274877906944,\), the model's is \(3, 4\)"):
+        load_weights(path, nn.Linear(4, 3))

@@ -1,6 +1,6 @@
-"""Checks of single settings: whole numbers, numbers between bounds, flags, choices.
+"""Checks of single settings (whole numbers, numbers between bounds, flags, choices), and of the form of saved state.
 
-`written` is the setting as the user wrote it, `fix` what to write instead; all raise SettingError.
+`written` is the setting as the user wrote it, `fix` what to write instead; those raise SettingError.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import math
 import operator
 import os
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from trainwright.base.errors import SettingError, message
@@ -92,3 +93,60 @@ def check_choice(value: object, owner: str, name: str, *, choices: tuple[object,
         *others, last = [f'"{choice}"' if isinstance(choice, str) else repr(choice) for choice in choices]
         want = f"{', '.join(others)} or {last}"
         raise SettingError(message(f"{owner}({name}={value!r})", want=want, fix=fix))
+
+
+class FormError(ValueError):
+    """Saved state that has not the form in which it is written; the message says what is wrong, not where."""
+
+
+def check_form(tree: object, /, **forms: Callable[[object], bool]) -> None:
+    """Raise FormError where saved state is no dict with these keys, or where a value has not its form."""
+    if not isinstance(tree, Mapping):
+        raise FormError(f"it is a {type(tree).__name__} and no dict")
+    for key, fits in forms.items():
+        if key not in tree:
+            raise FormError(f"{key!r} is missing")
+        if not fits(tree[key]):
+            value = tree[key]
+            is_plain = value is None or isinstance(value, float | bool) or (isinstance(value, int) and is_number(value))
+            raise FormError(f"{key!r} is {value!r}" if is_plain else f"{key!r} is a {type(value).__name__}")
+
+
+def is_count(value: object) -> bool:
+    """Whether a value is a whole number that counts something: 0 or more, and below 2**62."""
+    return type(value) is int and 0 <= value < 1 << 62
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a number that a float can hold; NaN and the infinities are."""
+    return type(value) is float or (type(value) is int and -(1 << 62) < value < 1 << 62)
+
+
+def is_amount(value: object) -> bool:
+    """Whether a value is a finite number, 0 or more."""
+    return isinstance(value, int | float) and is_number(value) and 0 <= value < math.inf
+
+
+def is_text(value: object) -> bool:
+    """Whether a value is a text that can be written and printed."""
+    return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)
+
+
+def is_flag(value: object) -> bool:
+    """Whether a value is True or False."""
+    return type(value) is bool
+
+
+def is_numbers(value: object) -> bool:
+    """Whether a value is a dict of numbers by name."""
+    return isinstance(value, Mapping) and all(is_text(name) and is_number(one) for name, one in value.items())
+
+
+def is_none_or(fits: Callable[[object], bool]) -> Callable[[object], bool]:
+    """A form that allows None as well."""
+    return lambda value: value is None or fits(value)
+
+
+def is_dict(value: object) -> bool:
+    """Whether a value is a dict."""
+    return isinstance(value, Mapping)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Any
+
+from trainwright.base.checks import FormError, check_form, is_amount, is_count, is_flag, is_text
 
 
 @dataclass(slots=True)
@@ -44,9 +47,24 @@ class Counters:
         return asdict(self)
 
     def load_state_dict(self, tree: dict[str, Any]) -> None:
-        """Take over the saved counters."""
+        """Take over the saved counters. FormError where one is missing, of another type, negative or absurd."""
+        check_form(tree, **{field.name: _FORMS.get(field.name, is_count) for field in fields(self)})
+        trained = tree["rows"] + tree["updates"] + tree["skipped"]
+        if tree["epoch"] > trained or tree["batch"] > trained:
+            have = f"{tree['epoch']} epochs and {tree['batch']} batches of the next one"
+            raise FormError(f"{have} cannot be of {tree['rows']} rows and {tree['updates']} updates")
         for field in fields(self):
             setattr(self, field.name, tree[field.name])
+
+
+_FORMS: dict[str, Callable[[object], bool]] = {
+    "begun": is_flag,
+    "seconds": is_amount,
+    "validated": lambda value: value == -1 or is_count(value),
+    "pause": lambda value: value in ("", "update", "epoch"),
+    "stopped": is_text,
+}
+"""Those that are no counts."""
 
 
 class Progress:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from trainwright.base.checks import check_flag
+from trainwright.base.checks import check_flag, check_form, is_count, is_dict, is_none_or
 from trainwright.base.dealing import Part
 from trainwright.base.errors import DataError, SettingError, message
 from trainwright.base.names import suggests
@@ -259,6 +259,7 @@ class Batches:
         if self._dealing.per_rank is not None and have["processes"] != saved.get("processes", have["processes"]):
             fix = f"{saved['processes']} processes, as when it was saved: per_rank counts the rows of each"
         check_facts(have, saved, what=what, fix=fix)
+        check_form(tree, seed=is_none_or(lambda seed: type(seed) is int), passes=is_count, generators=is_dict)
         self._generators.load_state_dict(tree["generators"])
         self._seed, self._passes, self._loaded = tree["seed"], tree["passes"], tree
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
+from trainwright.base.checks import FormError, check_form, is_numbers
 from trainwright.base.errors import SettingError, message
 from trainwright.base.records import Count
 from trainwright.runtime import late
@@ -157,6 +158,9 @@ class Numbers:
 
     def load_state_dict(self, tree: dict[str, Any]) -> None:
         """Take over saved sums."""
+        check_form(tree, sums=is_numbers, counts=is_numbers, meters=lambda meters: True)
+        if negative := [name for name, number in tree["counts"].items() if number < 0]:
+            raise FormError(f"the count of {negative[0]!r} is negative")
         self._sums, self._counts = dict(tree["sums"]), dict(tree["counts"])
         if self.meters is not None and tree["meters"] is not None:
             self.meters.load_state_dict(tree["meters"])

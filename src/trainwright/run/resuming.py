@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import fields
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from trainwright.base.checks import (
+    FormError,
+    check_form,
+    is_count,
+    is_dict,
+    is_none_or,
+    is_number,
+    is_numbers,
+    is_text,
+)
 from trainwright.base.contracts import Tree
 from trainwright.base.errors import CheckpointError, SettingError, message, warn_user
 from trainwright.base.names import did_you_mean
+from trainwright.base.progress import Counters
+from trainwright.base.records import Best
 from trainwright.run import state
 from trainwright.run.optimizers import has_scheduler, unfuse_spoiled
 from trainwright.run.owner import Owner, listening
@@ -45,8 +58,13 @@ class Found:
         """The checkpoint of an earlier `fit`, where there is none of the one in hand."""
         if loaded is None:
             return
-        self._progress = self.tree.get("progress") or {}
-        self.saved_stage = int(self._progress.get("counters", {}).get("stage", 0))
+        self._progress = cast(Any, self.tree.get("progress"))
+        try:
+            _check_progress(self._progress, self.manifest)
+        except FormError as error:
+            what = f"{loaded.path} is damaged: in part 'progress' {error}"
+            raise state.DamagedError(what, str(loaded.path), early=True) from error
+        self.saved_stage: int = self._progress["counters"]["stage"]
         self.passes = self.saved_stage > stage
 
     def begin_epochs(self, owner: Owner, run: Run) -> None:
@@ -187,6 +205,47 @@ class Found:
     def _ended(self, stage: int) -> dict[str, Any]:
         ended: dict[str, Any] = self._progress["stages"][stage]
         return ended
+
+
+def _check_progress(progress: Any, manifest: Mapping[str, Any]) -> None:
+    """Raise FormError where the counters, history and stages of a checkpoint are not as a run writes them."""
+    check_form(progress, counters=is_dict, history=_is_history, stages=lambda stages: isinstance(stages, list))
+    check_form(progress, settings=_are_texts)
+    optional: dict[str, Any] = {"split_at": None, "final": None, "used_rates": {}}
+    check_form(optional | progress, split_at=is_none_or(is_number), final=is_none_or(is_dict), used_rates=_are_rates)
+    counters, stages = Counters(), progress["stages"]
+    for one in stages:
+        check_form(one, counters=is_dict, weights=is_text, rows=is_count, left=is_count, best=is_none_or(is_dict))
+        check_form(one, notes=lambda notes: isinstance(notes, list) and all(map(is_text, notes)))
+        check_form(one, final=is_none_or(is_dict))
+        if one["best"] is not None:
+            check_form(one["best"], name=is_text, value=is_number, epoch=is_count, update=is_count)
+            if set(one["best"]) != {field.name for field in fields(Best)}:
+                raise FormError("'best' of an earlier stage cannot be read")
+        counters.load_state_dict(one["counters"])
+    counters.load_state_dict(progress["counters"])
+    if len(stages) < counters.stage:
+        raise FormError(f"{len(stages)} stages are listed, and it is of stage {counters.stage}")
+    said = (counters.earlier_updates + counters.updates, counters.earlier_epochs + counters.epoch)
+    if said != (manifest["update"], manifest["epoch"]):
+        listed = f"update {manifest['update']} of epoch {manifest['epoch']}"
+        raise FormError(f"the counters say update {said[0]} of epoch {said[1]}, and the manifest {listed}")
+
+
+def _are_texts(value: object) -> bool:
+    """Whether a value is a dict of texts by name."""
+    return isinstance(value, Mapping) and all(map(is_text, (*value, *value.values())))
+
+
+def _are_rates(value: object) -> bool:
+    """Whether a value is a dict of lists of rates."""
+    lists = value.values() if isinstance(value, Mapping) else [None]
+    return all(isinstance(one, list | tuple) and all(map(is_number, one)) for one in lists)
+
+
+def _is_history(value: object) -> bool:
+    """Whether a value is a list of rows, each with the number of its epoch and of its update."""
+    return isinstance(value, list) and all(is_numbers(row) and {"epoch", "update"} <= set(row) for row in value)
 
 
 def _holds(owner: Owner, path: Path) -> bool:

@@ -35,6 +35,7 @@ from trainwright.run.settings import settings_of
 from trainwright.run.setup import NOT_RUNNING, open_data
 from trainwright.run.speeding import Sped, sped_up
 from trainwright.run.stages import stage
+from trainwright.run.state import DamagedError
 from trainwright.run.steppers import ONLY, NamedParts, monitors
 from trainwright.runtime.device import devices_of, homes, move
 from trainwright.runtime.modules import untrained, wake
@@ -63,7 +64,9 @@ def running(
     try:
         with signals.installed(), ExitStack() as undo:
             source, held_out = open_data(owner, train, val, ends=ends, batch_size=batch_size)
-            run, pauses, plan = _bound(owner, source, held_out, ends=ends, resume=resume, signals=signals, undo=undo)
+            run, pauses, plan = _bound_to_newest(
+                owner, source, held_out, ends=ends, resume=resume, signals=signals, undo=undo
+            )
             undo.enter_context(workers_kept(source, *held_out.values()))
             begun: list[Observer] = []
             error: BaseException | None = None
@@ -82,6 +85,34 @@ def running(
         raise ending from None
 
 
+def _bound_to_newest(
+    owner: Owner,
+    source: Source,
+    val: Mapping[str, Source],
+    *,
+    resume: Resume,
+    undo: ExitStack,
+    ends: Ends,
+    signals: Signals,
+) -> tuple[Run, Pauses, Plan]:
+    """What `_bound` gives; with `resume="auto"` a checkpoint that no part can load is passed over for an older one."""
+    refused: dict[Path, str] = {}
+    while True:
+        try:
+            with ExitStack() as trial:
+                bound = _bound(
+                    owner, source, val, ends=ends, resume=resume, signals=signals, undo=trial, refused=refused
+                )
+                undo.push(trial.pop_all())
+                return bound
+        except DamagedError as error:
+            path = Path(error.origin)
+            again = error.early or owner.hooks.begin_epoch is None  # that hook may not run twice for an epoch
+            if resume.where != "auto" or path in refused or owner.world.size > 1 or not again:
+                raise CheckpointError(str(error)) from error.__cause__
+            refused[path] = str(error)
+
+
 def _bound(
     owner: Owner,
     source: Source,
@@ -91,6 +122,7 @@ def _bound(
     resume: Resume,
     signals: Signals,
     undo: ExitStack,
+    refused: Mapping[Path, str],
 ) -> tuple[Run, Pauses, Plan]:
     """Bind, check and load everything that one fit needs; `undo` gets what takes it back."""
     check_parameters(owner)
@@ -101,7 +133,7 @@ def _bound(
     sped = undo.enter_context(_switched_on(owner, source, val))
     plan = make_plan(owner, source, val, ends=ends, notes=sped.notes)
     run = Run(owner, source, plan, signals=signals)
-    keeper, loaded = _open_directory(owner, resume.where, undo)
+    keeper, loaded = _open_directory(owner, resume.where, undo, refused=refused)
     found = find(loaded, resume, stage=owner.counters.stage)
     pauses = Pauses(run, val, ends, keeper=keeper)
     owner.hold(run, pauses)
@@ -349,7 +381,9 @@ def _ready_to_save(owner: Owner, run: Run, pauses: Pauses) -> list[str]:
     return [line for line in [getattr(source, "resumes", "")] if line]
 
 
-def _open_directory(owner: Owner, resume: str | Path | None, undo: ExitStack) -> tuple[Keeping | None, Loaded | None]:
+def _open_directory(
+    owner: Owner, resume: str | Path | None, undo: ExitStack, *, refused: Mapping[Path, str]
+) -> tuple[Keeping | None, Loaded | None]:
     """Bind the checkpoint slot, and find what is to be resumed."""
     settings, places, world = owner.checkpoint, homes(owner.model, owner.device), owner.world
     shards = is_sharded(*owner.model.parameters())
@@ -362,7 +396,7 @@ def _open_directory(owner: Owner, resume: str | Path | None, undo: ExitStack) ->
     keeper: Keeping = bind(run_id) if world.size == 1 and not shards else bind(run_id, world=world)
     undo.push(lambda kind, *_: _release(keeper, at_once=kind is KeyboardInterrupt))
     keeper.prepare(resuming=resume is not None)
-    how: dict[str, Any] = {"device": places, "world": world, "later": shards}
+    how: dict[str, Any] = {"device": places, "world": world, "later": shards, "refused": refused}
     return keeper, load_checkpoint(resume, settings.directory, run=keeper.run_id, **how)
 
 

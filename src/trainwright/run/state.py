@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from math import prod
+from math import isnan, prod
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from trainwright.base.checks import FormError, check_form, is_number
 from trainwright.base.contracts import Part, Tree
-from trainwright.base.errors import CheckpointError, DataError, listed, message
+from trainwright.base.errors import CheckpointError, TrainwrightError, first_line, listed, message
 from trainwright.runtime.device import keep_dtypes
 from trainwright.runtime.pieces import Stored
-from trainwright.runtime.randomness import random_state, set_random_state
+from trainwright.runtime.randomness import is_random_state, random_state, set_random_state
 
 PARAMETERS = "optimizer_parameters"
 """The part of a checkpoint that holds the names and shapes of the parameters of each optimizer, group by group."""
@@ -24,8 +25,21 @@ NEVER_FRESH = {
     **dict.fromkeys(("progress", "totals", "random"), _ANEW),
 }
 """Parts that no resume starts anew, and what to write instead."""
+ALWAYS = frozenset({"model", "progress", "totals", "data", "state", "random"})
+"""Parts of every run."""
 OTHER_SHAPES = ("LBFGS", "Adafactor")
 """Optimizers of torch whose state tensors need not have the shapes of their parameters."""
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint of which every byte could be read, and that cannot be loaded: changed, or saved by other code."""
+
+    def __init__(self, text: str, origin: str, *, early: bool = False) -> None:
+        super().__init__(text)
+        self.origin = origin
+        """The path of the checkpoint."""
+        self.early = early
+        """Whether it was found before any hook of the user ran."""
 
 
 class Random:
@@ -50,6 +64,7 @@ class Random:
 
     def load_state_dict(self, tree: Tree) -> None:
         """Keep both states; the iterator of the epoch is made between setting the one and the other."""
+        check_form(tree, epoch_start=lambda state: state == {} or is_random_state(state), now=is_random_state)
         self.epoch_start, self.loaded = tree["epoch_start"], tree["now"]
 
     def stand(self) -> None:
@@ -93,7 +108,9 @@ def parameters_of_optimizers(parts: Mapping[str, Part]) -> dict[str, Tree]:
 
 def check(parts: Mapping[str, Part], tree: Mapping[str, Tree], *, origin: str) -> None:
     """Raise CheckpointError where a part is missing or not used, or where a module has other tensors."""
-    missing, unused = sorted(set(parts) - set(tree)), sorted(set(tree) - set(parts))
+    missing, unused = sorted(set(parts) - set(tree)), sorted(map(str, set(tree) - set(parts)))
+    if lost := ALWAYS.intersection(missing):
+        raise DamagedError(f"{origin} is damaged: it has no part {min(lost)!r}", origin)
     if missing or unused:
         fresh = fresh_line([*missing, *unused])
         raise CheckpointError(
@@ -142,7 +159,7 @@ def in_order(
         return state
 
     if saved is not None and not isinstance(saved, Mapping):
-        raise CheckpointError(f"{origin} is damaged: its {PARAMETERS!r} cannot be read")
+        raise DamagedError(f"{origin} is damaged: its {PARAMETERS!r} cannot be read", origin)
     return {name: ordered(parts.get(name), state, name) for name, state in tree.items()}, lines
 
 
@@ -157,11 +174,14 @@ def restore(parts: Mapping[str, Part], tree: Mapping[str, Tree], *, origin: str)
         part = parts[name]
         try:
             said = part.load_state_dict(tree[name])
-        except DataError:
+        except TrainwrightError:
             raise  # it says what differs, and what to do
-        except (KeyError, ValueError) as error:
-            why = f"its saved state has no {error}" if isinstance(error, KeyError) else str(error)
-            raise CheckpointError(message(f"{origin}: part {name!r} cannot be loaded: {why}", where=False)) from error
+        except (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, MemoryError, FormError) as error:
+            why = str(error) if isinstance(error, FormError) else first_line(error)
+            why = f"its saved state has no {error}" if isinstance(error, KeyError) else why
+            raise DamagedError(f"{origin}: part {name!r} cannot be loaded: {why}", origin) from error
+        except ValueError as error:
+            raise CheckpointError(message(f"{origin}: part {name!r} cannot be loaded: {error}", where=False)) from error
         if name == "optimizer" and _are_of_their_dtypes(parts, tree):
             for path, optimizer in _optimizers(part, name):
                 keep_dtypes(optimizer, tree[name] if path == name else tree[name][path.removeprefix(f"{name}.")])
@@ -217,13 +237,16 @@ class _Matching:
         """The state in the order of now; lines for the header are added to `lines`."""
         if saved is None:
             lines.append(f"resumed: no parameter names of part {self.path!r} are saved: matched by position and shape")
+            self._check_form()
             self._check_shapes(self.state)
             return self.state
         if not self._is_list(saved):
-            raise CheckpointError(f"{self.origin} is damaged: the parameters of part {self.path!r} cannot be read")
+            what = f"{self.origin} is damaged: the parameters of part {self.path!r} cannot be read"
+            raise DamagedError(what, self.origin)
         if nameless := sum(name is None for group in saved for name, _ in group):
             what = "parameter of part" if nameless == 1 else "parameters of part"
             lines.append(f"resumed: {nameless} {what} {self.path!r} without a name: matched by position and shape")
+        self._check_form()
         orders = self._orders(saved)
         state = self.state
         if any(order != sorted(order) for order in orders):
@@ -285,11 +308,32 @@ class _Matching:
             fix = "build the optimizer with its parameters in that order"
             raise CheckpointError(message(what, have=reason, want=want, fix=fix, where=False))
 
+    @property
+    def _is_known(self) -> bool:
+        """Whether the optimizer is one of torch's, or of this package."""
+        return type(self.optimizer).__module__.startswith(("torch.optim.", "trainwright."))
+
+    def _check_form(self) -> None:
+        """Raise DamagedError for state that no step could use, where it is known what a step needs."""
+        if not self._is_known:
+            return
+        wrong = "" if self.is_usual else "it has no groups or no state"
+        if self.is_usual:
+            numbers = _numbers(self.state)
+            if numbers != list(range(len(numbers))) or not set(self.state["state"]) <= set(numbers):
+                wrong = "the numbers of the parameters are not those of the state"
+        alike = type(self.optimizer).__name__ not in OTHER_SHAPES
+        groups = zip(self.optimizer.param_groups, self.state["param_groups"] if self.is_usual else (), strict=False)
+        for group, saved in groups:
+            options = {name: group[name] for name in self.optimizer.defaults if name in group}
+            wrong = wrong or _wrong_option(options, saved) or _wrong_state(saved, self.state["state"], alike=alike)
+        if wrong:
+            raise DamagedError(f"{self.origin} is damaged: in part {self.path!r} {wrong}", self.origin)
+
     def _check_shapes(self, state: Any) -> None:
         """Refuse state of other shapes than the parameters', where torch keeps it in their shapes."""
         kind = type(self.optimizer)
-        is_known = kind.__module__.startswith(("torch.optim.", "trainwright."))
-        if not self.is_usual or not is_known or kind.__name__ in OTHER_SHAPES:
+        if not self.is_usual or not self._is_known or kind.__name__ in OTHER_SHAPES:
             return
         parameters = [parameter for group in self.groups for parameter in group]
         names = first_names(self.known)
@@ -315,6 +359,56 @@ class _Matching:
         return named and shaped and (sizes is None or sizes == [len(group) for group in saved])
 
 
+def _wrong_option(group: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
+    """What is wrong with the settings of a saved group, given those of the group that it is loaded into."""
+    for name, mine in group.items():
+        if name not in saved:
+            if isinstance(mine, int | float) and not isinstance(mine, bool):
+                return f"{name!r} is missing"
+        elif not _is_alike(mine, saved[name]):
+            return f"{name!r} is a {type(saved[name]).__name__}, or of another size or sign"
+    return ""
+
+
+def _is_alike(mine: Any, saved: Any) -> bool:
+    """Whether a saved setting can stand for the one that an optimizer has."""
+    if isinstance(mine, Tensor) or isinstance(saved, Tensor):
+        return isinstance(saved, Tensor) or is_number(saved)
+    if isinstance(mine, bool):
+        return saved is None or isinstance(saved, bool)
+    if isinstance(mine, int | float):
+        return is_number(saved) and not isnan(saved) and (saved >= 0 or mine < 0)
+    if isinstance(mine, tuple | list):
+        return isinstance(saved, tuple | list) and len(mine) == len(saved) and all(map(_is_alike, mine, saved))
+    return saved is None or mine is None or type(saved) is type(mine)
+
+
+def _wrong_state(group: Mapping[str, Any], state: Mapping[Any, Any], *, alike: bool) -> str:
+    """What is wrong with the state of the parameters of a saved group; `alike`: what one of them has all have."""
+    states = [state[number] for number in group["params"] if number in state]
+    if not all(isinstance(one, Mapping) for one in states):
+        return "the state of a parameter is no dict"
+    filled = [one for one in states if one and alike]
+    if any(one.keys() != filled[0].keys() for one in filled):
+        return "the parameters of a group have different state"
+    for name in filled[0] if filled else ():
+        kinds = {_kind_of(one[name]) for one in filled} - {None}
+        if len(kinds) > 1 or "" in kinds:
+            return f"{name!r} of a parameter is neither a number nor a tensor, or not as that of the others"
+    needed = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg"}
+    lost = [name for option, name in needed.items() if group.get(option) and filled and name not in filled[0]]
+    return f"the parameters of a group have no {lost[0]!r}" if lost else ""
+
+
+def _kind_of(value: Any) -> str | None:
+    """Of which kind a value in the state of a parameter is; an empty text where it is of none that is written."""
+    if isinstance(value, Tensor | Stored):
+        return "tensor"
+    if isinstance(value, list | tuple | Mapping):
+        return "nested"
+    return None if value is None else "number" if is_number(value) else ""
+
+
 def _is_usual(state: Any) -> bool:
     """Whether a state has the form of `torch.optim.Optimizer.state_dict`."""
     if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
@@ -323,7 +417,7 @@ def _is_usual(state: Any) -> bool:
     if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
         return False
     numbers = [group.get("params") for group in groups]
-    return all(isinstance(one, list) and all(isinstance(n, int) for n in one) for one in numbers)
+    return all(isinstance(one, list) and all(type(n) is int for n in one) for one in numbers)
 
 
 def _numbers(state: Mapping[str, Any]) -> list[int]:
@@ -357,11 +451,13 @@ def _shapes(value: Any) -> Iterator[tuple[int, ...]]:
 
 
 def _check_tensors(name: str, module: nn.Module, saved: Mapping[str, Any], *, origin: str) -> None:
+    if not isinstance(saved, Mapping):
+        raise DamagedError(f"{origin} is damaged: part {name!r} is a {type(saved).__name__}", origin)
     own = module.state_dict()
     wrong = [
         f"{key} checkpoint {tuple(saved[key].shape)} model {tuple(value.shape)}"
         for key, value in own.items()
-        if key in saved and hasattr(value, "shape") and saved[key].shape != value.shape
+        if key in saved and hasattr(value, "shape") and hasattr(saved[key], "shape") and saved[key].shape != value.shape
     ]
     missing, unexpected = sorted(set(own) - set(saved)), sorted(set(saved) - set(own))
     found = {"of another shape": wrong, "missing in the checkpoint": missing, f"not in the {name}": unexpected}

@@ -53,6 +53,18 @@ def set_random_state(state: dict[str, Any]) -> None:
         torch.mps.set_rng_state(state["mps"])
 
 
+def is_random_state(value: object) -> bool:
+    """Whether a value is what `random_state` gives, so that `set_random_state` takes it; nothing is set."""
+    state: Any = value
+    try:
+        random.Random().setstate(state["python"])
+        np.random.RandomState(type(np.random.mtrand._rand._bit_generator)()).set_state(state["numpy"])
+        torch.Generator().set_state(state["torch"])
+        return all(isinstance(one, torch.Tensor) and one.dtype is torch.uint8 for one in state.get("cuda", ()))
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError):
+        return False
+
+
 def seed(number: int, generators: Iterable[torch.Generator] = ()) -> None:
     """Start every global random state, and that of `generators`, from one number."""
     random.seed(number)

@@ -10,7 +10,8 @@ from threading import Thread
 from typing import Literal, Protocol
 
 Checksum = Literal["crc32", "sha256"]
-"""crc32 notices what breaks by itself, and is cheap; sha256 also what somebody means to pass off as it was."""
+"""Both detect accidents: crc32 is cheap and misses one random change in 2**32, sha256 misses none. Neither proves
+anything about intent: who can change a file can change its sum in the manifest too."""
 PIECE = 1 << 22
 """Bytes that are handed to the thread at a time: many enough for its waking up not to count."""
 

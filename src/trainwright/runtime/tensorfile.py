@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol
@@ -19,6 +19,8 @@ from trainwright.base.errors import CheckpointError, message
 
 MAX_HEADER = 100_000_000
 """Bytes of a header that any reader of the format accepts."""
+SPARE_HEADER, ENTRY = 1 << 20, 1 << 10
+"""Bytes that a header may have in any case, and for each byte of the tensors; a larger one is not parsed."""
 CHUNK = 1 << 24
 """Bytes that are fetched from a device at a time."""
 
@@ -100,9 +102,12 @@ def lies_ready(contents: Contents) -> bool:
     return all(t.device.type == "cpu" and t.is_contiguous() and not (t.is_conj() or t.is_neg()) for t in tensors)
 
 
-def read(source: Source) -> Contents:
-    """Read a whole file into fresh memory; CheckpointError for every header that does not fit the file exactly."""
-    return _contents(source, fill=True)
+def read(source: Source, check: Callable[[Mapping[str, tuple[int, ...]]], None] | None = None) -> Contents:
+    """Read a whole file into fresh memory; CheckpointError for every header that does not fit the file exactly.
+
+    `check` is called with the shapes, before any memory is allocated.
+    """
+    return _contents(source, fill=True, check=check)
 
 
 def outline(source: Source) -> Contents:
@@ -110,7 +115,9 @@ def outline(source: Source) -> Contents:
     return _contents(source, fill=False)
 
 
-def _contents(source: Source, *, fill: bool) -> Contents:
+def _contents(
+    source: Source, *, fill: bool, check: Callable[[Mapping[str, tuple[int, ...]]], None] | None = None
+) -> Contents:
     _require_little_endian()
     header, data_size = _read_header(source)
     metadata = header.pop("__metadata__", {})
@@ -125,6 +132,8 @@ def _contents(source: Source, *, fill: bool) -> Contents:
         at = entry.stop
     if at != data_size:
         raise _defect(source, f"its tensors take {at} bytes and {data_size} are there")
+    if check is not None:
+        check({name: entry.shape for name, entry in entries.items()})
     read = {name: _read_tensor(source, name, entry, fill=fill) for name, entry in in_file}
     return Contents({name: read[name] for name in entries}, metadata)
 
@@ -180,6 +189,8 @@ def _read_header(source: Source) -> tuple[dict[str, Any], int]:
         if prefix.startswith(b"\x80") and prefix[1] in range(2, 6):
             raise _defect(source, f"it is a pickle, as torch.save wrote before torch 1.6: {reads}")
         raise _defect(source, "it does not begin as a safetensors file does")
+    if length > SPARE_HEADER + ENTRY * (source.size - 8 - length):
+        raise _defect(source, f"its header has {length} bytes, for {source.size - 8 - length} bytes of tensors")
     text = bytearray(length)
     source.readinto(memoryview(text))
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -47,12 +48,14 @@ def weights_contents(state: Mapping[str, Any]) -> tensorfile.Contents:
     return tensorfile.Contents(kept, metadata)
 
 
-def read_weights(file: Reading, *, fill: bool = True) -> OrderedDict[str, Any]:
+def read_weights(file: Reading, *, fill: bool = True, model: nn.Module | None = None) -> OrderedDict[str, Any]:
     """The `state_dict` that a file of weights holds, on the CPU; files of other writers are read too.
 
-    Without `fill` its tensors have no values.
+    Without `fill` its tensors have no values. `model`: CheckpointError where a shape is not that of this model, before
+    the tensors are read.
     """
-    contents = tensorfile.read(file) if fill else tensorfile.outline(file)
+    check = None if model is None else partial(_check_shapes, model, file.label)
+    contents = tensorfile.read(file, check) if fill else tensorfile.outline(file)
     weights: OrderedDict[str, Any] = OrderedDict(contents.tensors)
     try:
         ties = json.loads(contents.metadata.get(TIED, "{}"))
@@ -91,8 +94,7 @@ def load_into(model: nn.Module, weights: Mapping[str, Any], *, source: str) -> N
     }
     wrong = {label: [name for name in names if name] for label, names in lines.items()}
     if any(wrong.values()):
-        text = "\n".join(f"  {label:<9}{listed(names, LISTED)}" for label, names in wrong.items() if names)
-        raise CheckpointError(message(f"{source} does not fit this {type(model).__name__}; nothing was loaded\n{text}"))
+        raise _misfit(model, source, wrong)
     for name, tensor in tensors.items():
         if is_sharded(tensor) and not is_sharded(given[name]):
             whole, given[name] = given[name], torch.empty_like(tensor)
@@ -155,6 +157,29 @@ def _same_bytes(one: Tensor, other: Tensor) -> bool:
         return everywhere(_same_bytes(*local([one, other])), [one])
     raw = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
     return torch.equal(*raw)
+
+
+def _check_shapes(model: nn.Module, source: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise CheckpointError where tensors of a file have other shapes than those of their names in a model."""
+    have = model.state_dict()
+    tensors = {name: value for name, value in have.items() if isinstance(value, Tensor)}
+    given = {name: torch.empty(shape, device="meta") for name, shape in shapes.items() if name in have}
+    wrong = [text for name, one in given.items() if (text := _shapes(name, one, have[name]))]
+    if not wrong:
+        return
+    ties = _ties_of(model, tensors)
+    lines = {
+        "missing": [name for name in tensors if name not in shapes and ties.get(name, name) not in shapes],
+        "not used": [name for name in shapes if name not in have],
+        "shape": wrong,
+    }
+    raise _misfit(model, source, lines)
+
+
+def _misfit(model: nn.Module, source: str, lines: Mapping[str, list[str]]) -> CheckpointError:
+    """Say which tensors of a file do not fit a model."""
+    text = "\n".join(f"  {label:<9}{listed(names, LISTED)}" for label, names in lines.items() if names)
+    return CheckpointError(message(f"{source} does not fit this {type(model).__name__}; nothing was loaded\n{text}"))
 
 
 def _shapes(name: str, given: Any, have: Any) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainwright.base.checks import check_form, is_count, is_none_or, is_text
 from trainwright.base.errors import CheckpointError, SettingError, message
 from trainwright.runtime.shards import everywhere, is_sharded, local, put, reshard
 from trainwright.slots.average_norms import Forward, estimable, estimate, statistics_of
@@ -265,6 +266,8 @@ class Average:
 
     def _check(self, tree: Mapping[str, Any]) -> None:
         """Refuse the state of another kind of average, or of another model, before anything is changed."""
+        check_form(tree, name=is_text, settings=is_text, taken=is_count, raw=is_none_or(_are_tensors))
+        check_form(tree, statistics=_are_tensors, asleep=lambda names: isinstance(names, list))
         if tree["name"] != self.name:
             have, want = f"{tree['settings']} in the checkpoint", self.text
             what = "the checkpoint has another kind of average"
@@ -347,6 +350,11 @@ def _grouped(model: nn.Module, known: Mapping[int, Tensor]) -> list[_Group]:
         group.weights.append(weight)
         group.averages.append(average.to(weight.device, weight.dtype))
     return list(groups.values())
+
+
+def _are_tensors(value: object) -> bool:
+    """Whether a value is a dict of tensors."""
+    return isinstance(value, Mapping) and all(isinstance(one, Tensor) for one in value.values())
 
 
 def _copy(into: list[Tensor], values: list[Tensor]) -> None:

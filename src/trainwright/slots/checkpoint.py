@@ -122,8 +122,8 @@ class Checkpoint:
     With `async_save` the state is copied and written by a thread while training goes on; else training waits. Where
     the system refuses (a full disk, a quota, an input/output error) training goes on with a warning and the next save
     tries again, or with `on_save_error="raise"` it ends; the save at the end must succeed, else `fit` raises.
-    `checksum="sha256"` costs more and also notices what somebody has changed on purpose. `grace`: seconds that a signal
-    waits for the update in hand.
+    `checksum="sha256"` costs more than crc32 and misses no accident; neither proves anything about intent, since the
+    sums lie beside the files. `grace`: seconds that a signal waits for the update in hand.
     """
 
     directory: str | Path

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
-from trainwright.base.checks import check_whole
+from trainwright.base.checks import check_form, check_whole, is_count, is_none_or, is_number, is_text
 from trainwright.base.contracts import Part
 from trainwright.base.errors import CheckpointError, SettingError, message
 from trainwright.base.names import did_you_mean, suggests
@@ -141,6 +141,8 @@ class Watch:
 
     def load_state_dict(self, tree: Mapping[str, Any]) -> None:
         """Take over a saved watch of the same number."""
+        check_form(tree, monitor=is_text, mode=is_text, error=is_none_or(is_number), waited=is_count)
+        check_form(tree, weights=is_none_or(lambda value: isinstance(value, Mapping)), best=is_none_or(_is_best))
         saved, mine = (tree["monitor"], tree["mode"]), (self.settings.monitor, self.mode)
         if saved != mine:
             raise CheckpointError(
@@ -236,3 +238,9 @@ def _without_error(monitor: str, errors: Mapping[str, float]) -> SettingError:
             fix="return a 1-dim tensor with one value per row from the metric, or give min_delta a number",
         )
     )
+
+
+def _is_best(value: object) -> bool:
+    """Whether a value is a Best as it is saved."""
+    forms = {"name": is_text, "value": is_number, "epoch": is_count, "update": is_count}
+    return isinstance(value, Mapping) and set(value) == set(forms) and all(forms[key](value[key]) for key in forms)

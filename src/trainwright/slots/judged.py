@@ -9,6 +9,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 from warnings import warn
 
+from trainwright.base.checks import FormError, check_form, is_count, is_none_or, is_number, is_text
 from trainwright.base.errors import SettingError, message
 from trainwright.base.names import did_you_mean
 
@@ -50,6 +51,11 @@ class Judged:
 
     def load_state_dict(self, tree: dict[str, Any]) -> None:
         """Take over what was judged best; a best of another number is forgotten, with a warning."""
+        check_form(tree, best=is_none_or(is_text), mode=is_text, top=lambda top: type(top) is list)
+        for one in tree["top"]:
+            check_form(one, value=is_number, epoch=is_count, update=is_count)
+            if len(one) > 3:
+                raise FormError(f"one of 'top' has {', '.join(map(repr, one))}")
         if (tree["best"], tree["mode"]) == (self.settings.best, self.mode):
             self.top = [One(**judged) for judged in tree["top"]][: self.settings.top]
             return

@@ -15,7 +15,7 @@ from warnings import warn
 import torch
 from torch import Tensor
 
-from trainwright.base.checks import check_whole
+from trainwright.base.checks import check_form, check_whole, is_dict, is_number
 from trainwright.base.contracts import Metric
 from trainwright.base.errors import CheckpointError, SettingError, message
 from trainwright.base.names import check_name, did_you_mean
@@ -185,6 +185,7 @@ class Meters:
 
     def load_state_dict(self, tree: Mapping[str, Any]) -> None:
         """Take over saved sums of the same metrics."""
+        check_form(tree, rows=is_number, totals=is_dict, objects=is_dict)
         mine = ({name for name, _, _ in self._functions}, set(self._objects))
         saved = (set(tree["totals"]), set(tree["objects"]))
         if mine != saved:

@@ -12,6 +12,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
+from trainwright.base.checks import check_form, is_amount, is_count
 from trainwright.base.contracts import Precision, Scaler
 from trainwright.base.errors import SettingError, message
 from trainwright.base.names import suggests
@@ -125,6 +126,7 @@ class LossScaler:
 
     def load_state_dict(self, tree: dict[str, Any]) -> None:
         """Take over a saved scale."""
+        check_form(tree, scale=lambda value: is_amount(value) and value != 0, good=is_count)
         self.value, self._good = float(tree["scale"]), int(tree["good"])
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LinearLR, LRScheduler, OneCycleLR, SequentialLR
 
+from trainwright.base.checks import FormError, check_form, is_amount, is_count, is_none_or, is_text
 from trainwright.base.contracts import Tree
 from trainwright.base.errors import CheckpointError, SettingError, message
 from trainwright.base.plan import Plan
@@ -131,6 +132,7 @@ class TableRates:
         The table is that of this run's plan: with another total the schedule is re-planned.
         """
         check_keys(tree, self._recipe.text, ("schedule", "total", "base"))
+        check_form(tree, **FORMS, base=_are_bases)
         check_groups(tree["base"], self._optimizer)
         self._owned.adopt()
         self._fill([dict(base) for base in tree["base"]])
@@ -282,6 +284,25 @@ def base_of(group: Mapping[str, Any]) -> Base:
     return base | {"betas": tuple(map(float, group["betas"]))} if "betas" in group else base
 
 
+def _are_bases(value: object) -> bool:
+    """Whether a value is a list of what groups start from, as `base_of` gives it."""
+    return isinstance(value, list) and all(
+        isinstance(base, Mapping)
+        and "lr" in base
+        and all(
+            isinstance(one, tuple) and all(is_amount(beta) and beta <= 1 for beta in one)
+            if key == "betas"
+            else is_amount(one)
+            for key, one in base.items()
+        )
+        for base in value
+    )
+
+
+FORMS = {"schedule": is_text, "total": is_none_or(is_count)}
+"""What the state of every schedule holds."""
+
+
 def group_name(index: int, group: Mapping[str, Any]) -> str:
     """`group 1`, with its name where it has one."""
     return f"group {index} ({group['name']!r})" if "name" in group else f"group {index}"
@@ -312,6 +333,9 @@ def check_groups(base: list[Base], optimizer: Optimizer) -> None:
                 want=f"{len(base)}, as when it was saved",
             )
         )
+    for saved, group in zip(base, optimizer.param_groups, strict=True):
+        if "betas" in saved and len(saved["betas"]) != len(group.get("betas", ())):
+            raise FormError(f"'betas' has {len(saved['betas'])} numbers")
 
 
 def check_none_removed(groups: list[Any], known: int) -> None:

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 MODEL, STATE, DATA = "model.safetensors", "state.safetensors", "state.json"
 """The files of a checkpoint: the weights, the tensors of all other parts, and their plain data."""
+LARGEST_DATA = 1 << 28
+"""Bytes of the plain data; more are neither written nor read: to parse them takes twenty times their memory."""
 _LOOKS = 100
 """How often a directory is looked at anew where a run saves and removes while it is read."""
 
@@ -49,6 +51,11 @@ def encode(tree: Mapping[str, Tree]) -> dict[str, Content]:
         files[MODEL] = weights_contents(parts.pop("model"))
     jsonable, tensors = flatten(parts)
     text = json.dumps(jsonable, allow_nan=False, separators=(",", ":")).encode("ascii")
+    if len(text) > LARGEST_DATA:
+        largest = max(parts, key=lambda name: len(json.dumps(jsonable[name])))
+        what = f"the plain data of a checkpoint would have {len(text)} bytes, most of them in part {largest!r}"
+        fix = "store long lists of numbers as tensors or arrays"
+        raise CheckpointError(message(what, want=f"{LARGEST_DATA} bytes at most", fix=fix, where=False))
     return files | {STATE: tensorfile.Contents(tensors, {}), DATA: text}
 
 
@@ -98,7 +105,7 @@ def _load_parts(
     fill: bool = True,
 ) -> dict[str, Tree]:
     """The parts of a checkpoint that have no file of their own; or one `only`."""
-    text = read_file(path / DATA, lambda file: file.read_all(), expected=files[DATA])
+    text = read_file(path / DATA, lambda file: file.read_all(limit=LARGEST_DATA), expected=files[DATA])
     use = tensorfile.read if fill else tensorfile.outline
     tensors = read_file(path / STATE, use, expected=files[STATE]).tensors
     try:
@@ -207,12 +214,12 @@ def load_weights(
         raise TypeError(message(what, want="a torch.nn.Module, or none", fix=fix))
     found = _existing(local_path(path, "load_weights({}, ...)", reads=True))
     if not found.is_dir():
-        weights = read_file(found, read_weights)
+        weights = read_file(found, partial(read_weights, model=model))
     elif _is_checkpoint(found):
-        found, weights = _weights_of(found)
+        found, weights = _weights_of(found, model)
     else:
         choose = _best if which == "best" else _last
-        found, weights = _steadily(found, lambda: _weights_of(choose(found)))
+        found, weights = _steadily(found, lambda: _weights_of(choose(found), model))
     if model is not None:
         load_into(model, weights, source=str(found))
     return weights
@@ -358,14 +365,14 @@ def _identity(path: Path) -> int | None:
         return None
 
 
-def _weights_of(path: Path) -> tuple[Path, OrderedDict[str, Any]]:
+def _weights_of(path: Path, model: nn.Module | None) -> tuple[Path, OrderedDict[str, Any]]:
     """The file of the weights of a checkpoint, or where it has several all of it, and what it holds."""
     files = storage.read_manifest(path)["files"]
     if MODEL not in files and INDEX in files:
         return path, _load_parts(path, files, device=None, only="model")["model"]
     if MODEL not in files:
         raise CheckpointError(f"{path} holds no {MODEL}")
-    return path / MODEL, read_file(path / MODEL, read_weights, expected=files[MODEL])
+    return path / MODEL, read_file(path / MODEL, partial(read_weights, model=model), expected=files[MODEL])
 
 
 def _readable(path: Path) -> Path:

@@ -13,13 +13,32 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from trainwright.base.checks import check_choice, check_number, check_whole
+from trainwright.base.checks import (
+    check_choice,
+    check_form,
+    check_number,
+    check_whole,
+    is_amount,
+    is_count,
+    is_dict,
+    is_text,
+)
 from trainwright.base.contracts import Tree
 from trainwright.base.errors import CheckpointError, SettingError, message
 from trainwright.base.names import did_you_mean, suggests
 from trainwright.base.plan import Need, Plan
 from trainwright.base.spans import Epochs
-from trainwright.slots.rates import Base, Owned, StandIn, base_of, check_groups, check_keys, check_none_removed, said
+from trainwright.slots.rates import (
+    FORMS,
+    Base,
+    Owned,
+    StandIn,
+    base_of,
+    check_groups,
+    check_keys,
+    check_none_removed,
+    said,
+)
 from trainwright.slots.schedule_lengths import epoch_at, settings_text
 from trainwright.slots.schedule_plot import Drawn
 
@@ -219,6 +238,12 @@ class SteppedRates:
         mode the rates go on, and what was the best so far is forgotten: it says nothing about the new number.
         """
         check_keys(tree, self._setup.text, _KEYS)
+        check_form(tree, **FORMS, steps=is_count, torch=is_dict)
+        check_form(tree, keys=lambda keys: isinstance(keys, list) and all(map(is_text, keys)))
+        for name in ("base", "groups"):
+            check_form(tree, **{name: lambda groups: isinstance(groups, list)})
+            for group in tree[name]:
+                check_form(group, lr=is_amount)
         check_groups(tree["base"], self._optimizer)
         self._owned.adopt()
         self._start([dict(base) for base in tree["base"]])

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from trainwright.base.checks import check_form, is_flag, is_number
 from trainwright.base.errors import SettingError, message
 from trainwright.base.records import Count, Mean, Sum
 from trainwright.runtime.device import widest_float
@@ -172,6 +173,8 @@ class Total:
 
     def load_state_dict(self, tree: Mapping[str, Any]) -> None:
         """Take over saved sums; they move to the device of what is added next."""
+        sums = dict.fromkeys(self._sums, _are_scalars)
+        check_form(tree, host_sum=is_number, host_count=is_number, by_row=is_flag, **sums)
         self._host_sum, self._host_count = tree["host_sum"], tree["host_count"]
         self._by_row = tree["by_row"]
         self._flags = None
@@ -384,3 +387,10 @@ def _shown(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     return f"a {type(value).__name__}"
+
+
+def _are_scalars(value: object) -> bool:
+    """Whether a value is a list of one or two scalar tensors, or an empty one."""
+    return (
+        isinstance(value, list) and len(value) <= 2 and all(isinstance(one, Tensor) and not one.dim() for one in value)
+    )
