@@ -107,6 +107,10 @@ CLAUSES: dict[str, dict[str, tuple[str, str]]] = {
             "runtime/test_damage.py::test_a_pickle_in_place_of_any_file_is_never_executed",
             "runtime/test_damage.py::test_the_law_sees_a_loader_that_unpickles",
         ),
+        "a run whose last save failed does not end as a success": (
+            "run/test_last_save.py::test_a_run_of_which_no_save_succeeded_raises",
+            "run/test_last_save.py::test_the_law_sees_a_last_save_that_only_warns",
+        ),
     },
     "Schedule": {
         "bit-equal to torch's scheduler": (
@@ -120,6 +124,10 @@ CLAUSES: dict[str, dict[str, tuple[str, str]]] = {
         "ends exactly at its end": (
             "laws/test_schedule.py::test_one_cycle_ends_exactly_at_the_last_update_whatever_the_accumulation",
             f"{NUMBERS}::the_total_forgets_short_windows",
+        ),
+        "or the run refuses to go on": (
+            "laws/test_schedule_epochs.py::test_what_was_planned_by_the_length_is_refused_before_another_update",
+            "laws/test_schedule_epochs.py::test_the_law_sees_a_length_that_is_never_compared",
         ),
         "the logged rate is the used one": (
             "laws/test_numbers.py::test_the_learning_rate_of_a_row_is_the_one_its_last_update_used",

@@ -32,6 +32,7 @@ from trainwright import (
     WarmupStableDecay,
 )
 from trainwright.base.plan import Plan, RunPlan
+from trainwright.run.epochs import Lengths
 from trainwright.slots.device_side import DeviceRates
 
 generator = torch.Generator().manual_seed(0)
@@ -278,6 +279,12 @@ def test_what_was_planned_by_the_length_is_refused_before_another_update(planned
     assert f"epoch {first + 1} of the training data is not as long as planned" in str(error)
     assert f"{lengths[0]} batches" in str(error)
     assert "max_updates=" in str(error) or "Updates(n)" in str(error)
+
+
+def test_the_law_sees_a_length_that_is_never_compared(monkeypatch):
+    monkeypatch.setattr(Lengths, "_found", lambda *_, **__: None)
+    with pytest.raises(AssertionError):
+        test_what_was_planned_by_the_length_is_refused_before_another_update("Cosine", "function", RISING)
 
 
 @pytest.mark.parametrize(("name", "lengths"), CASES)

@@ -21,6 +21,7 @@ from trainwright import (
     Updates,
     latest_checkpoint,
 )
+from trainwright.run import running
 
 
 class Disk:
@@ -65,9 +66,8 @@ def make(directory, **settings):
 DATA = [(torch.ones(2, 3), torch.ones(2, 1))] * 4
 
 
-@pytest.mark.parametrize("every", ["auto", Updates(100)], ids=str)
-@pytest.mark.parametrize("async_save", [True, False])
-def test_a_run_of_which_no_save_succeeded_raises(async_save, every, tmp_path, disk):
+def check_no_save_succeeds(async_save, every, tmp_path, disk):
+    """A run of which no save succeeds raises, after its Result is set."""
     disk.fill()
     ends = Ends()
     trainer = make(tmp_path, async_save=async_save, every=every, observers=[ends])
@@ -77,6 +77,19 @@ def test_a_run_of_which_no_save_succeeded_raises(async_save, every, tmp_path, di
     result = trainer.result
     assert (result.stopped, result.updates, ends.results) == ("epochs=1 reached", 4, [result])
     assert "the last save failed: the disk is full; nothing is saved" in result.notes
+
+
+@pytest.mark.parametrize("every", ["auto", Updates(100)], ids=str)
+@pytest.mark.parametrize("async_save", [True, False])
+def test_a_run_of_which_no_save_succeeded_raises(async_save, every, tmp_path, disk):
+    check_no_save_succeeds(async_save, every, tmp_path, disk)
+
+
+def test_the_law_sees_a_last_save_that_only_warns(tmp_path, disk, monkeypatch):
+    monkeypatch.setattr(running, "_lost", lambda _: None)
+    with warnings.catch_warnings(), pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
+        warnings.simplefilter("ignore")
+        check_no_save_succeeds(True, "auto", tmp_path, disk)
 
 
 @pytest.mark.parametrize("async_save", [True, False])
