@@ -31,8 +31,8 @@ from trainwright import (
     Updates,
     WarmupStableDecay,
 )
-from trainwright.base.plan import Plan, RunPlan
-from trainwright.run.epochs import Lengths
+from trainwright.base.plan import Plan
+from trainwright.run.epochs import Lengths, RunPlan
 from trainwright.slots.device_side import DeviceRates
 
 generator = torch.Generator().manual_seed(0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil
 from typing import NamedTuple
@@ -155,62 +155,3 @@ class Plan:
                 )
             )
         return before + round((span.n - whole) * inside)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunPlan(Plan):
-    """The plan as a run knows it: the epochs that are over as they were, those to come as planned."""
-
-    past: tuple[tuple[int, int], ...] = ()
-    """For each finished epoch, the windows of all epochs up to its end, and the clock of applied updates there."""
-    now: int | None = None
-    """Windows of the epoch in hand, where they are known to be other than planned; FAR: more than planned."""
-    needs: list[Need] | None = None
-    """What was computed from the lengths of epochs, where that is noted."""
-
-    def updates_in(self, epoch: int) -> int | None:
-        """Windows of one epoch, which are its updates where none is held back."""
-        done = len(self.past)
-        if epoch < done:
-            return self.past[epoch][0] - (self.past[epoch - 1][0] if epoch else 0)
-        return self.now if epoch == done and self.now is not None else self._planned_in(epoch)
-
-    def updates_until(self, epoch: int) -> int | None:
-        """Windows of all epochs before `epoch`."""
-        done = len(self.past)
-        if epoch <= done:
-            return self.past[epoch - 1][0] if epoch else 0
-        begun = self.past[-1][0] if done else 0
-        if self.now is not None:
-            begun, done = begun + self.now, done + 1
-        first, last = self._planned_until(done), self._planned_until(epoch)
-        return None if first is None or last is None else begun + last - first
-
-    def ends_until(self, epoch: int) -> int | None:
-        """The clock of applied updates when `epoch` epochs are over; updates that are held back do not move it."""
-        if epoch <= len(self.past):
-            return self.past[epoch - 1][1] if epoch else 0
-        windows, clock = self.past[-1] if self.past else (0, 0)
-        until = self.updates_until(epoch)
-        return None if until is None else clock + until - windows
-
-    def note(self, need: Need) -> None:
-        """Note what is computed from the lengths of epochs: it is compared when one has another length."""
-        if self.needs is not None:
-            self.needs.append(need)
-
-    @property
-    def quiet(self) -> Plan:
-        """The same plan, which notes nothing."""
-        return replace(self, needs=None)
-
-    @property
-    def planned(self) -> Plan:
-        """The plan as it was before any epoch had run."""
-        return replace(self, past=(), now=None, needs=None)
-
-    @property
-    def updates(self) -> int | None:
-        """Updates of the whole stage; whoever reads it while a schedule is bound depends on it."""
-        self.note(Need("the schedule", lambda plan: plan.updates, is_total=True))
-        return self._total()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,9 @@ from trainwright.runtime.kernels import step_of
 from trainwright.runtime.shards import is_sharded, whole
 from trainwright.runtime.walking import parameters_in, parameters_of
 from trainwright.slots.clip import ClipNorm
-from trainwright.slots.rates import TableRates
+
+if TYPE_CHECKING:
+    from trainwright.slots.rates import TableRates
 
 _BESIDE_ZERO = 1e-6
 """What torch's `clip_grad_norm_` adds to the norm that it divides by."""
@@ -269,6 +271,8 @@ class NamedRates:
 
 def tables_of(rates: Rates | None) -> list[TableRates]:
     """The schedules among these that are tables, which another plan makes others."""
+    from trainwright.slots.rates import TableRates  # only runs need it, and an import must stay quick
+
     each = rates.rates.values() if isinstance(rates, NamedRates) else [rates]
     return [one for one in each if isinstance(one, TableRates)]
 
