@@ -18,6 +18,7 @@ def snapshot(tree: Any, *at: Any, into: Any = None) -> Any:
     """
     if isinstance(tree, Tensor):
         return into.copy_(tree.detach()) if _is_alike(tree, into) else tree.detach().clone()
+    spare: Any
     if type(tree) is dict:
         spare = into if type(into) is dict else {}
         return {key: snapshot(value, *at, key, into=spare.get(key)) for key, value in tree.items()}
