@@ -181,6 +181,8 @@ def restore(parts: Mapping[str, Part], tree: Mapping[str, Tree], *, origin: str)
             why = f"its saved state has no {error}" if isinstance(error, KeyError) else why
             raise DamagedError(f"{origin}: part {name!r} cannot be loaded: {why}", origin) from error
         except ValueError as error:
+            if name in ("progress", "totals", "random"):  # no user's code, and no mismatch of settings
+                raise DamagedError(f"{origin}: part {name!r} cannot be loaded: {error}", origin) from error
             raise CheckpointError(message(f"{origin}: part {name!r} cannot be loaded: {error}", where=False)) from error
         if name == "optimizer" and _are_of_their_dtypes(parts, tree):
             for path, optimizer in _optimizers(part, name):
@@ -392,7 +394,7 @@ def _wrong_state(group: Mapping[str, Any], state: Mapping[Any, Any], *, alike: b
     if any(one.keys() != filled[0].keys() for one in filled):
         return "the parameters of a group have different state"
     for name in filled[0] if filled else ():
-        kinds = {_kind_of(one[name]) for one in filled} - {None}
+        kinds = {_kind_of(one[name]) for one in filled}
         if len(kinds) > 1 or "" in kinds:
             return f"{name!r} of a parameter is neither a number nor a tensor, or not as that of the others"
     needed = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg"}
