@@ -31,8 +31,9 @@ SEEN_BY = {
     faults.the_state_after_the_skipping_is_kept: PLAIN,
     faults.a_pause_after_the_resume_draws_from_anywhere: DUE,
     faults.what_the_fetch_has_drawn_is_saved: WAITING,
-    faults.a_batch_is_lost: PLAIN,
-    faults.a_batch_is_trained_on_twice: SHUFFLED,
+    # OneCycle would refuse both by the length of the epoch, before the comparison sees them.
+    faults.a_batch_is_lost: cell(schedule="StepLR"),
+    faults.a_batch_is_trained_on_twice: cell(data="shuffle", schedule="StepLR"),
     faults.a_loaders_own_generator_is_forgotten: cell(data="generator", place="epoch boundary"),
     faults.the_workers_random_states_are_forgotten: cell(data="shuffle", workers="2"),
     faults.the_window_is_cut_where_it_was_left: WINDOWS,

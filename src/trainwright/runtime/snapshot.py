@@ -23,8 +23,10 @@ def snapshot(tree: Any, *at: Any, into: Any = None) -> Any:
         spare = into if type(into) is dict else {}
         return {key: snapshot(value, *at, key, into=spare.get(key)) for key, value in tree.items()}
     if type(tree) in (list, tuple):
-        spare = into if type(into) in (list, tuple) and len(into) == len(tree) else (None,) * len(tree)
-        return type(tree)(snapshot(value, *at, index, into=spare[index]) for index, value in enumerate(tree))
+        alike = type(into) in (list, tuple) and len(into) == len(tree)
+        return type(tree)(
+            snapshot(value, *at, index, into=into[index] if alike else None) for index, value in enumerate(tree)
+        )
     try:
         return deepcopy(tree)
     except TypeError as error:
