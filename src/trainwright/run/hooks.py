@@ -95,6 +95,8 @@ class Between:
     """What splits the windows of the last `fit` where memory runs out; None where that is not asked for."""
     judged_at_once: tuple[str, ...] | None = None
     """Why the last `fit` judged each update at once; empty where it had not to, None before the first."""
+    looks: bool = True
+    """Whether mistakes of the first batch are warned of; a trial of a tool, one of many first batches, does not."""
     looked_at: set[str] = field(default_factory=set)
     """The metrics whose first batch was looked at for a count in the place of a mean."""
     failed: bool = False

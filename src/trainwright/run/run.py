@@ -101,7 +101,9 @@ class Run:
         """What becomes of the update in hand."""
         self._begun = -1
         self._buffers = Buffers()
-        self.first_batch = FirstBatch(looks=owner.is_main and not owner.between.begun and not is_compiled(owner.model))
+        between = owner.between
+        looks = owner.is_main and between.looks and not between.begun and not is_compiled(owner.model)
+        self.first_batch = FirstBatch(looks=looks)
         """What looks at the losses of the first update of the first stage."""
         self._kept_state: dict[str, Any] = {}
         self.update: Callable[[Window], Any] = owner.update

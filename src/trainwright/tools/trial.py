@@ -93,7 +93,7 @@ def variant(trainer: T, **settings: Any) -> T:
             raise SettingError(message(f"variant({name}=...)", want=f"one of {', '.join(sorted(_SETTINGS))}"))
         setattr(twin, name, _SETTINGS[name](twin, value))
     twin.hooks = read_hooks(twin, overridden(type(twin), Trainer, HOOKS))
-    twin.between, twin.counters, twin.history = Between(), Counters(), []
+    twin.between, twin.counters, twin.history = Between(looks=False), Counters(), []
     twin.ledger = Ledger(Meters(twin.metrics) if twin.metrics else None, twin.hooks)
     twin.result = None
     twin.hold(setup.NOT_RUNNING, setup.NOT_RUNNING)
