@@ -72,14 +72,17 @@ def test_a_stream_is_asked_only_when_a_batch_is_asked_for() -> None:
 @pytest.mark.parametrize(
     "data", [X, X.numpy(), (X, Y), {"x": X}, TensorDataset(X, Y), Noisy()], ids=lambda data: type(data).__name__
 )
-def test_a_data_set_takes_the_batch_size_and_the_shuffle(data: Any) -> None:
+def test_a_data_set_takes_the_batch_size_and_the_shuffle_and_only_training_needs_a_batch_size(data: Any) -> None:
     assert takes_batch_size(data)
     source = open_source(data, batch_size=8, shuffle=True)
     assert (source.length, source.rows, source.batch_size) == (3, 20, 8)
     assert "shuffled" in source.describe()
     assert "in order" in open_source(data, batch_size=8).describe()
-    with pytest.raises(DataError, match=r"val data: an? \w+ is a data set of rows(.|\n)*batches\(data, 64\)"):
-        open_source(data, role="val")
+    with pytest.raises(DataError, match=r"train data: an? \w+ is a data set of rows(.|\n)*batches\(data, 64\)"):
+        open_source(data, shuffle=True)
+    evaluated = open_source(data, role="val")
+    assert (evaluated.length, evaluated.batch_size) == (1, 256)
+    assert "in order" in evaluated.describe()
 
 
 def test_batches_are_their_own_source() -> None:

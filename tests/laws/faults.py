@@ -161,8 +161,8 @@ def reports_the_mean_of_batch_means(patch):
 
 
 def sees_the_first_group_only(patch):
-    def first(self, optimizer):
-        self.parameters = list(optimizer.param_groups[0]["params"])
+    def first(self, *optimizers, order=()):
+        self.parameters = [p for optimizer in optimizers for p in optimizer.param_groups[0]["params"]]
 
     around(patch, Gradients, "__init__", after=first)
 
