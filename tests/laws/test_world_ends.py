@@ -82,7 +82,9 @@ def test_a_nan_in_the_rows_of_one_process_ends_all_with_the_same_error() -> None
     assert "update 2: the loss is not finite" in first["error"]
     assert apart(first["weights"], plain(data()[:1])) <= 1e-12
     for other in others:
-        assert (other["error"], other["weights"]) == (first["error"], first["weights"])
+        # the rank whose rows hold the NaN names them
+        assert other["error"].splitlines()[0] == first["error"].splitlines()[0]
+        assert other["weights"] == first["weights"]
 
 
 def scale() -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainwright.base.errors import SettingError, message
+from trainwright.base.errors import CheckpointError, SettingError, message
 from trainwright.runtime.packing import packed
 
 
@@ -27,9 +27,9 @@ def check_mergeable(name: str, metric: Any, state: Callable[[], Any]) -> None:
             raise _unmergeable(what, metric)
     try:
         packed(state())
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
+    except (pickle.PicklingError, TypeError, AttributeError, CheckpointError) as error:
         fix = "give it state_dict() and load_state_dict(tree), of plain data and tensors"
-        what = f"metric {name!r}: {_kind(metric)} cannot be sent to another process: {error}"
+        what = f"metric {name!r}: {_kind(metric)} cannot be sent to another process: {str(error).splitlines()[0]}"
         raise SettingError(message(what, fix=fix)) from error
 
 
