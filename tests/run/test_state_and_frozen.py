@@ -176,3 +176,18 @@ def test_a_part_of_the_model_as_a_frozen_module_is_refused():
 def test_what_is_no_dict_of_modules_is_refused(frozen):
     with pytest.raises(TypeError, match="frozen"):
         Trainer(nn.Linear(1, 1), frozen=frozen)
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [lambda ours: {}, lambda ours: None, lambda ours: {name: ours[name] for name in ours if name != "model"}],
+)
+def test_parts_without_those_of_the_trainer_are_refused_before_the_first_update(returned, tmp_path):
+    class Alone(Trainer):
+        def parts(self):
+            return returned(super().parts())
+
+    trainer = made(Alone, checkpoint=Checkpoint(tmp_path))
+    with pytest.raises(SettingError, match=r"parts\(\) of Alone leaves out .*model(.|\n)*super\(\)\.parts\(\)"):
+        trainer.fit(batches((x, y), 4), epochs=1)
+    assert trainer.progress.updates == 0

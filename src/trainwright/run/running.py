@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from trainwright.base.contracts import Observer, Part, Source
-from trainwright.base.errors import NOTE, CheckpointError, NonFiniteError, first_line, listed
+from trainwright.base.errors import NOTE, CheckpointError, NonFiniteError, SettingError, first_line, listed, message
 from trainwright.base.plan import Plan
 from trainwright.base.records import Result
 from trainwright.run import state
@@ -372,6 +372,14 @@ def _ready_to_save(owner: Owner, run: Run, pauses: Pauses) -> list[str]:
     if hasattr(source, "must_resume"):
         source.must_resume = True
     parts, ours = owner.parts(), parts_of(run, pauses)
+    if lost := sorted(ours.keys() - (parts or {}).keys()):
+        raise SettingError(
+            message(
+                f"parts() of {type(owner).__name__} leaves out {listed(lost, 5)}: no checkpoint would hold them",
+                want="the parts of the Trainer, and your own beside them",
+                fix="def parts(self): return super().parts() | {...}",
+            )
+        )
     own = {name: part for name, part in parts.items() if name not in ours}
     run.boundary.bind(own)
     with run.shown.evaluated():
