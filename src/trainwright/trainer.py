@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.base.contracts import Clip, Observer, Part, Precision, Schedule
-from trainwright.base.names import FOREIGN_ATTRIBUTES, point_elsewhere, refuse_near_names, suggests
+from trainwright.base.names import FOREIGN_ATTRIBUTES, point_elsewhere, refuse_near_names, refuse_unused_helpers, suggests
 from trainwright.base.plan import Plan
 from trainwright.base.progress import Counters, Progress
 from trainwright.base.records import Count, Result, Step
@@ -96,6 +96,7 @@ class Trainer(Generic[M]):
         on_oom: str | None = None,
         fast: Fast | None = None,
     ) -> None:
+        refuse_unused_helpers(type(self), [*HOOKS, *METHODS], base=Trainer)
         self.fast = setup.checked_fast(fast)
         self.world, self.parallel, self.device = setup.processes(parallel, device, setup.checked_model(model))
         self.is_main = self.world.is_main

@@ -52,7 +52,7 @@ EVENTS = {
 
 def refusal_of(name, *bases):
     with pytest.raises(TypeError) as caught:
-        type("Mine", bases or (Trainer,), {name: lambda self, *given: None})
+        make(type("Mine", bases or (Trainer,), {name: lambda self, *given: None}))
     text = str(caught.value)
     assert text.startswith(f"Mine.{name} is a method of other libraries, and is never called here\n")
     return text.rpartition("  fix   ")[2]
@@ -124,8 +124,25 @@ def by_an_inner_function(self):
     return inner()
 
 
+def decorated(function):
+    def called(self):
+        return function(self)
+
+    return called
+
+
+@decorated
+def by_a_decorator_that_wraps(self):
+    return self.setup()
+
+
+def by_one_of_several_names(self):
+    return [getattr(self, name)() for name in ("prepare", "setup")]
+
+
 class Reads:
     uses = property(lambda self: self.setup)
+    table = {"train": "setup", "test": None}
 
 
 class Decorated:
@@ -135,10 +152,64 @@ class Decorated:
         return trainer.setup()
 
 
-@pytest.mark.parametrize("uses", [by_a_call, by_its_name, by_an_inner_function, vars(Reads)["uses"], Decorated.uses])
+WAYS = [
+    *(by_a_call, by_its_name, by_an_inner_function, by_a_decorator_that_wraps, by_one_of_several_names),
+    *(vars(Reads)["uses"], Reads.table, Decorated.uses),
+]
+
+
+@pytest.mark.parametrize("uses", WAYS)
 def test_a_method_that_the_class_itself_uses_is_the_users_helper(uses):
-    assert type("Mine", (Trainer,), {"setup": lambda self: 7, "uses": uses})
-    assert type("Child", (type("Mine", (Trainer,), {"uses": uses}),), {"setup": lambda self: 7})
+    assert make(type("Mine", (Trainer,), {"setup": lambda self: 7, "uses": uses})).setup() == 7
+    assert make(type("Child", (type("Mine", (Trainer,), {"uses": uses}),), {"setup": lambda self: 7}))
+
+
+def test_a_class_that_others_are_derived_from_may_leave_the_use_of_its_helper_to_them():
+    class Common(Trainer):
+        def compute_loss(self, batch):
+            return self.loss(self.model(batch[0]), batch[1])
+
+    class Child(Common):
+        def training_step(self, batch):
+            return self.compute_loss(batch)
+
+    assert make(Child).fit(pieces(), epochs=1).updates == 4
+    with pytest.raises(TypeError, match=r"Common\.compute_loss is a method of other libraries"):
+        make(Common)
+
+
+def test_another_name_for_the_same_method_uses_it():
+    class Mine(Trainer):
+        def compute_loss(self, batch, scale=1.0):
+            return scale * self.loss(self.model(batch[0]), batch[1])
+
+        training_step = compute_loss
+        doubled = functools.partialmethod(compute_loss, scale=2.0)
+
+    assert make(Mine).fit(pieces(), epochs=1).updates == 4
+
+
+def test_a_variable_that_is_set_after_the_class_is_no_hindrance():
+    class Mine(Trainer):
+        def compute_loss(self, batch):
+            return self.loss(self.model(batch[0]), batch[1])
+
+        def training_step(self, batch):
+            seen.append(len(batch))
+            return self.compute_loss(batch)
+
+    made = make(Mine)
+    seen = []
+    assert made.fit(pieces(), epochs=1).updates == 4 and seen
+
+
+@pytest.mark.parametrize("name", ["on_plateau", "forward", "val_step"])
+def test_a_method_by_the_name_of_an_event_that_the_class_itself_calls_is_the_users_helper(name):
+    called = []
+
+    hook = {"end_epoch": eval(f"lambda self, metrics: self.{name}()"), name: lambda self: called.append(name)}
+    make(type("Mine", (Trainer,), hook)).fit(pieces(), epochs=1)
+    assert called == [name]
 
 
 def test_a_method_that_only_calls_itself_is_refused():
@@ -146,7 +217,7 @@ def test_a_method_that_only_calls_itself_is_refused():
         return super(Trainer, self).setup()
 
     with pytest.raises(TypeError, match=r"Mine\.setup is a method of other libraries"):
-        type("Mine", (Trainer,), {"setup": setup})
+        make(type("Mine", (Trainer,), {"setup": setup}))
 
 
 def test_what_is_no_method_may_have_any_name():

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from difflib import get_close_matches
 from types import CodeType
 from typing import Any, TypeVar, cast
@@ -307,12 +308,8 @@ def refuse_near_names(
     for name, value in [item for one in own for item in vars(one).items()]:
         if name in known or name.startswith("_") or not callable(value):
             continue
-        if not prefix and (instead := _instead_of(name) or _unused_helper(name, own)):
-            raise TypeError(
-                f"{cls.__name__}.{name} is a method of other libraries, and is never called here\n"
-                f"  want  one of {', '.join(sorted(known))}\n"
-                f"  fix   {instead}"
-            )
+        if not prefix and (instead := _instead_of(name)) and not _is_used(name, own):
+            raise _foreign(cls, name, known, instead)
         if not prefix:
             _refuse_kept(cls, name)
         if base is not None and name in arguments:
@@ -329,6 +326,29 @@ def refuse_near_names(
                 f"  want  one of {', '.join(sorted(known))}\n"
                 f"  fix   rename it; a helper of your own may start with an underscore"
             )
+
+
+def refuse_unused_helpers(cls: type, known: Collection[str], *, base: type) -> None:
+    """Raise TypeError where `cls` has a method of `FOREIGN_HELPERS` that no other code of it uses.
+
+    For the class of an object that is made: a class that only others are derived from may leave the use to them.
+    """
+    if cls is base:
+        return
+    inherited = set(base.__mro__)
+    own = [one for one in cls.__mro__ if one not in inherited]
+    defined = dict.fromkeys(name for one in own for name, value in vars(one).items() if callable(value))
+    for name in defined:
+        if name in FOREIGN_HELPERS and not _is_used(name, own):
+            raise _foreign(cls, name, known, FOREIGN_HELPERS[name])
+
+
+def _foreign(cls: type, name: str, known: Collection[str], instead: str) -> TypeError:
+    return TypeError(
+        f"{cls.__name__}.{name} is a method of other libraries, and is never called here\n"
+        f"  want  one of {', '.join(sorted(known))}\n"
+        f"  fix   {instead}"
+    )
 
 
 def _refuse_kept(cls: type, name: str) -> None:
@@ -387,24 +407,42 @@ def point_elsewhere(cls: type) -> None:
             setattr(cls, name, _Elsewhere(name, instead))
 
 
-def _unused_helper(name: str, classes: Collection[type]) -> str:
-    """What to write instead of a method of `FOREIGN_HELPERS` that no other code of the classes uses, or ""."""
-    if name not in FOREIGN_HELPERS:
-        return ""
-    others = (value for one in classes for key, value in vars(one).items() if key != name)
-    return "" if any(name in _names_in(value) for value in others) else FOREIGN_HELPERS[name]
+def _is_used(name: str, classes: Collection[type]) -> bool:
+    """Whether other code of the classes uses a method: by its name, or by another name for the same function."""
+    itself = [vars(one)[name] for one in classes if name in vars(one)]
+    others = [value for one in classes for key, value in vars(one).items() if key != name and _may_use(key, value)]
+    return any(found == name or found in itself for found in _reached(others))
 
 
-def _names_in(value: Any) -> set[str]:
-    """The names and strings that the code of a function, a method or a property uses, inner functions included."""
-    inner = [getattr(value, name, None) for name in ("__func__", "__wrapped__", "fget", "fset", "func")]
-    codes = [code for one in (value, *inner) if (code := getattr(one, "__code__", None)) is not None]
-    found: set[str] = set()
-    while codes:
-        code = codes.pop()
-        found |= {*code.co_names, *(constant for constant in code.co_consts if isinstance(constant, str))}
-        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return found
+def _may_use(key: str, value: Any) -> bool:
+    return callable(value) or not key.startswith("__")  # not a docstring, the module's name or annotations
+
+
+def _reached(values: Collection[Any]) -> Iterator[Any]:
+    """The names, strings and functions that code uses: that of methods, properties, decorators and inner functions."""
+    waiting, seen = list(values), set[int]()
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, CodeType):
+            waiting += [*one.co_names, *one.co_consts]
+        elif isinstance(one, Mapping):
+            waiting += [*one.keys(), *one.values()]
+        elif isinstance(one, tuple | list | set | frozenset):
+            waiting += one
+        elif isinstance(one, str) or inspect.isfunction(one):
+            yield one
+        if not isinstance(one, type):
+            waiting += [found for part in _PARTS if (found := getattr(one, part, None)) is not None]
+        for cell in getattr(one, "__closure__", None) or ():  # what a decorator has wrapped
+            with suppress(ValueError):  # a variable that is set later
+                waiting += [cell.cell_contents] if inspect.isroutine(cell.cell_contents) else []
+
+
+_PARTS = ("__code__", "__func__", "__wrapped__", "fget", "fset", "func")
+"""Attributes of functions, methods, properties and partials that lead to their code."""
 
 
 def _instead_of(name: str) -> str:
