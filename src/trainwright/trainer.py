@@ -12,7 +12,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.base.contracts import Clip, Observer, Part, Precision, Schedule
-from trainwright.base.names import FOREIGN_ATTRIBUTES, point_elsewhere, refuse_near_names, refuse_unused_helpers, suggests
+from trainwright.base.names import (
+    FOREIGN_ATTRIBUTES,
+    point_elsewhere,
+    refuse_near_names,
+    refuse_unused_helpers,
+    suggests,
+)
 from trainwright.base.plan import Plan
 from trainwright.base.progress import Counters, Progress
 from trainwright.base.records import Count, Result, Step

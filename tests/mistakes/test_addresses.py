@@ -81,6 +81,12 @@ def test_the_fix_of_what_is_read_copies_it_first():
     assert fix_of(load_weights, "https://host/w.safetensors").startswith("curl --location --output runs/w.safetensors ")
 
 
+def test_a_file_of_weights_is_copied_as_a_file_and_no_download_is_an_upload():
+    fix = fix_of(load_weights, "s3://bucket/w.safetensors")
+    assert fix == 'aws s3 cp s3://bucket/w.safetensors runs/w.safetensors, then load_weights("runs/w.safetensors", ...)'
+    assert fix_of(Checkpoint, "https://host/1").endswith("every few minutes beside it: copy runs/1 to https://host/1")
+
+
 def test_a_file_address_names_the_path_in_it(tmp_path):
     assert fix_of(Checkpoint, f"file://{tmp_path}") == f'Checkpoint("{tmp_path}")'
 

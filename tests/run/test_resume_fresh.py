@@ -176,6 +176,15 @@ def test_a_schedule_that_is_added_gives_the_rates_of_the_updates_that_are_left(t
     assert all(torch.equal(a, b) for a, b in zip(again.model.parameters(), expected, strict=True))
 
 
+def test_the_line_names_the_parts_that_start_anew_already(tmp_path):
+    halfway(tmp_path)
+    with pytest.raises(CheckpointError) as caught:
+        goes_on(tmp_path, fresh=("optimizer",), schedule=Cosine())
+    assert 'resume_fresh=("optimizer", "schedule")' in str(caught.value)
+    _, result = goes_on(tmp_path, fresh=("optimizer", "schedule"), schedule=Cosine())
+    assert result.updates == 16
+
+
 def test_a_schedule_of_another_kind_is_refused_with_the_line_and_replaced_by_it(tmp_path):
     halfway(tmp_path, schedule=Plateau("loss"))
     with pytest.raises(CheckpointError, match=r'resume_fresh=\("schedule",\)'):

@@ -22,10 +22,11 @@ _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
 _COPY = {
     "s3": ("aws s3 sync {0} {1}", "aws s3 cp {0} {1}"),
     "gs": ("gcloud storage rsync --recursive {0} {1}", "gcloud storage cp {0} {1}"),
-    "http": ("curl --location --output {1} {0}",) * 2,
-    "https": ("curl --location --output {1} {0}",) * 2,
 }
 """By the scheme of an address: how a directory and how a file is copied from the first to the second."""
+_DOWNLOADS = ("http", "https")
+_FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".tar")
+"""Ends of the names of files with weights: where weights are read, either a directory or a file may be given."""
 
 
 def local_path(given: str | os.PathLike[str], written: str, *, reads: bool = False, file: bool = False) -> Path:
@@ -45,7 +46,10 @@ def local_path(given: str | os.PathLike[str], written: str, *, reads: bool = Fal
     else:
         ends = (url, local) if reads else (local, url)
         tools = _COPY.get(scheme.lower(), ("copy {0} to {1}",) * 2)
-        command, here = tools[file].format(*ends), written.format(f'"{local}"')
+        if reads and scheme.lower() in _DOWNLOADS:
+            tools = ("curl --location --output {1} {0}",) * 2
+        command = tools[file or (reads and rest.endswith(_FILES))].format(*ends)
+        here = written.format(f'"{local}"')
         fix = f"{command}, then {here}" if reads else f"{here}, and every few minutes beside it: {command}"
     what = f"{written.format(repr(url))}: an address, not a path of this machine's file system"
     raise SettingError(message(what, want=f"a local {'file' if file else 'directory'}", fix=fix))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from types import CodeType
@@ -76,6 +76,7 @@ FOREIGN_ATTRIBUTES = {
     **dict.fromkeys(("callback_metrics", "logged_metrics"), "trainer.history[-1]"),
     **dict.fromkeys(("backward", "manual_backward"), "self.minimize(loss), in update(self, window)"),
     **dict.fromkeys(("hparams", "save_hyperparameters"), _STATE),
+    "estimated_stepping_batches": "trainer.plan(train, epochs=10).updates",
     "should_stop": 'trainer.stop("reason"), in a hook',
     **dict.fromkeys(("is_global_zero", "is_world_process_zero", "is_local_process_zero"), "trainer.is_main"),
     **dict.fromkeys(("global_rank", "local_rank", "rank"), _RANK),
@@ -104,8 +105,10 @@ FOREIGN_ARGUMENTS = {
     "shuffle": "fit(batches(data, 64, shuffle=True), ...)",
     **dict.fromkeys(("lr", "learning_rate", "weight_decay"), "Trainer(model, torch.optim.AdamW(parameters, lr=1e-3))"),
     **dict.fromkeys(("criterion", "loss_fn", "loss_function"), "Trainer(model, optimizer, loss)"),
-    **dict.fromkeys(("train_dataloader", "train_dataloaders", "train_dataset"), "fit(train, ...)"),
-    **dict.fromkeys(("val_dataloader", "val_dataloaders", "validation_data", "valid_data", "eval_dataset"), _VAL),
+    **dict.fromkeys(("train_dataloader", "train_dataloaders", "train_loader", "train_dataset"), "fit(train, ...)"),
+    **dict.fromkeys(
+        ("val_dataloader", "val_dataloaders", "val_loader", "validation_data", "valid_data", "eval_dataset"), _VAL
+    ),
     **dict.fromkeys(("verbose", "enable_progress_bar", "progress_bar"), "Trainer(..., console=False)"),
     **dict.fromkeys(("logger", "log_every_n_steps", "logging_steps"), "Trainer(..., observers=[Journal(...)])"),
     "profiler": "Trainer(..., observers=[Profile(...)])",
@@ -128,7 +131,7 @@ FOREIGN_ARGUMENTS = {
     **dict.fromkeys(("validation_split", "val_split"), "fit(train, val, ...)   # " + _SPLIT),
     "datamodule": _VAL,
     **dict.fromkeys(("amp", "fp16", "bf16", "mixed_precision"), 'Trainer(..., precision="auto")'),
-    **dict.fromkeys(("accelerator", "gpus"), "Trainer(..., device=...)"),
+    **dict.fromkeys(("accelerator", "gpus", "use_cpu", "no_cuda"), "Trainer(..., device=...)"),
     **dict.fromkeys(("ckpt_path", "resume_from_checkpoint"), 'fit(..., resume="auto")'),
     **dict.fromkeys(("dirpath", "output_dir", "save_dir", "default_root_dir"), 'Checkpoint("runs/1", ...)'),
     **dict.fromkeys(("monitor", "metric_for_best_model", "save_best_only"), _BEST),
@@ -154,6 +157,15 @@ _SCHEDULES = {
     **dict.fromkeys(("eta_min", "min_lr", "end_factor"), "final=0.01   # a share of the rate"),
 }
 _WORKERS = "batches(data, 64, workers=4)"
+_ESTIMATORS = {
+    **dict.fromkeys(("max_epochs", "max_iter", "n_epochs", "num_epochs"), "epochs=50"),
+    **dict.fromkeys(("learning_rate", "learning_rate_init"), "lr=1e-3"),
+    **dict.fromkeys(("seed", "manual_seed"), "random_state=0"),
+    **dict.fromkeys(("criterion", "loss_fn"), "loss=nn.CrossEntropyLoss()"),
+    **dict.fromkeys(("validation_fraction", "validation_split"), "validation=0.1"),
+    **dict.fromkeys(("compile", "torch_compile"), 'trainer_params={"fast": Fast(compile="regional")}'),
+    "callbacks": 'trainer_params={"observers": [...]}',
+}
 FOREIGN_ARGUMENTS_OF: dict[str, dict[str, str]] = {
     **dict.fromkeys(("Trainer.predict", "Trainer.evaluate", "Trainer.report"), _PASSES),
     "Trainer.fit": {
@@ -192,7 +204,9 @@ FOREIGN_ARGUMENTS_OF: dict[str, dict[str, str]] = {
     },
     "Cosine": _SCHEDULES | dict.fromkeys(("T_0", "T_mult"), "TorchSchedule(lambda optimizer: ...)"),
     "Plateau": {"optimizer": _FROM_FIT, "last_epoch": 'fit(..., resume="auto")'},
-    **dict.fromkeys(("OneCycle", "MultiStep", "Exponential", "Cyclic", "WarmupStableDecay"), _SCHEDULES),
+    "OneCycle": _SCHEDULES | {"lr": "OneCycle(max_lr=1e-2)"},
+    **dict.fromkeys(("MultiStep", "Exponential", "Cyclic", "WarmupStableDecay"), _SCHEDULES),
+    **dict.fromkeys(("SklearnClassifier", "SklearnRegressor"), _ESTIMATORS),
     "EMA": dict.fromkeys(("beta", "momentum", "alpha"), "EMA(decay=0.999)"),
     "SWA": dict.fromkeys(("swa_start", "start_epoch"), "SWA(start=0.75)"),
     "MixedPrecision": dict.fromkeys(("dtype", "precision"), 'MixedPrecision("fp16")'),
@@ -280,7 +294,7 @@ def suggests(given: C) -> C:
             return given(*args, **kwargs)
         except TypeError as error:
             if error.__traceback__ is not None and error.__traceback__.tb_next is None:  # no frame of the function
-                _suggest(error, given, kwargs)
+                _suggest(error, given, kwargs, args)
             raise
         except AttributeError as error:
             if args and error.obj is args[0] and _is_unmade(error.obj, error.name):
@@ -360,11 +374,13 @@ def _refuse_kept(cls: type, name: str) -> None:
         )
 
 
-def _suggest(error: TypeError, function: Callable[..., Any], given: Mapping[str, Any]) -> None:
+def _suggest(error: TypeError, function: Callable[..., Any], given: Mapping[str, Any], args: Sequence[Any]) -> None:
     parameters = [one for name, one in inspect.signature(function).parameters.items() if name != "self"]
     if any(one.kind is one.VAR_KEYWORD for one in parameters):
         return
     name = function.__qualname__.removesuffix(".__init__")
+    if name.startswith("_") and args:  # a base of the class that is made
+        name = type(args[0]).__name__
     known = {one.name for one in parameters}
     unknown = [f"{name} takes no {wrong!r}.{_meant(wrong, known, name)}" for wrong in given if wrong not in known]
     by_name = ", ".join(one.name for one in parameters if one.kind is one.KEYWORD_ONLY)

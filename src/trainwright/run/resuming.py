@@ -136,7 +136,7 @@ class Found:
                 message(
                     f"{self.path} was saved with {saved}; this Trainer has {now}",
                     want="the same optimizer: its state is of no use to another",
-                    fix=f"build it as it was; or {state.fresh_line(['optimizer'])}; or give Checkpoint() a new "
+                    fix=f"build it as it was; or {state.fresh_line([*self._fresh, 'optimizer'])}; or give Checkpoint() a new "
                     f"directory and begin with the weights alone: load_weights({str(self.path)!r}, model)",
                     where=False,
                 )
@@ -154,7 +154,7 @@ class Found:
         saved, origin = tree.pop(state.PARAMETERS, None), str(self.path)
         rates = _rates(owner) if "schedule" in self._fresh else []
         self._start_anew(owner, parts, tree)
-        state.check(parts, tree, origin=origin)
+        state.check(parts, tree, origin=origin, fresh=self._fresh)
         tree, matched = state.in_order(parts, tree, saved, origin=origin)
         if is_sharded(*owner.model.parameters()):
             from trainwright.parallel.sharded import place

@@ -106,20 +106,23 @@ def parameters_of_optimizers(parts: Mapping[str, Part]) -> dict[str, Tree]:
     }
 
 
-def check(parts: Mapping[str, Part], tree: Mapping[str, Tree], *, origin: str) -> None:
-    """Raise CheckpointError where a part is missing or not used, or where a module has other tensors."""
+def check(parts: Mapping[str, Part], tree: Mapping[str, Tree], *, origin: str, fresh: Sequence[str] = ()) -> None:
+    """Raise CheckpointError where a part is missing or not used, or where a module has other tensors.
+
+    `fresh`: parts that start anew already; the line to write names them too.
+    """
     missing, unused = sorted(set(parts) - set(tree)), sorted(map(str, set(tree) - set(parts)))
     if lost := ALWAYS.intersection(missing):
         raise DamagedError(f"{origin} is damaged: it has no part {min(lost)!r}", origin)
     if missing or unused:
-        fresh = fresh_line([*missing, *unused])
+        line = fresh_line([*fresh, *missing, *unused])
         raise CheckpointError(
             message(
                 f"{origin} does not fit this Trainer",
                 have=f"missing {missing}, not used {unused}",
                 want=f"the parts {sorted(parts)}",
-                fix=f"{fresh}, which starts them anew; or build the Trainer as when it was saved"
-                if fresh
+                fix=f"{line}, which starts them anew; or build the Trainer as when it was saved"
+                if line
                 else "build the Trainer as when it was saved",
                 where=False,
             )

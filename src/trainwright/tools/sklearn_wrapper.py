@@ -20,6 +20,7 @@ from sklearn.utils.validation import _check_sample_weight, check_is_fitted, colu
 from torch import Tensor, nn
 
 from trainwright.base.errors import SettingError, message
+from trainwright.base.names import suggests
 from trainwright.base.records import Step, Sum
 from trainwright.data.own import batches
 from trainwright.runtime.randomness import seed as start_random_state
@@ -42,6 +43,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
 
     _is_classifier = False
 
+    @suggests
     def __init__(
         self,
         module: Callable[..., nn.Module] | Literal["auto"] = "auto",
