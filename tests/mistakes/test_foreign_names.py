@@ -142,7 +142,9 @@ def by_one_of_several_names(self):
 
 class Reads:
     uses = property(lambda self: self.setup)
-    table = {"train": "setup", "test": None}
+
+
+TABLE = {"train": "setup", "test": None}
 
 
 class Decorated:
@@ -154,7 +156,7 @@ class Decorated:
 
 WAYS = [
     *(by_a_call, by_its_name, by_an_inner_function, by_a_decorator_that_wraps, by_one_of_several_names),
-    *(vars(Reads)["uses"], Reads.table, Decorated.uses),
+    *(vars(Reads)["uses"], TABLE, Decorated.uses),
 ]
 
 

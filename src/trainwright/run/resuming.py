@@ -132,11 +132,12 @@ class Found:
         now = settings_of(owner)["optimizer"]
         saved = self._progress.get("settings", {}).get("optimizer", now)
         if saved != now:
+            line = state.fresh_line([*self._fresh, "optimizer"])
             raise CheckpointError(
                 message(
                     f"{self.path} was saved with {saved}; this Trainer has {now}",
                     want="the same optimizer: its state is of no use to another",
-                    fix=f"build it as it was; or {state.fresh_line([*self._fresh, 'optimizer'])}; or give Checkpoint() a new "
+                    fix=f"build it as it was; or {line}; or give Checkpoint() a new "
                     f"directory and begin with the weights alone: load_weights({str(self.path)!r}, model)",
                     where=False,
                 )
