@@ -291,6 +291,15 @@ def test_an_argument_of_another_librarys_function_says_what_to_write(of, name):
     assert note.startswith(f"trainwright: {of} takes no '{name}'. {said}\n")
 
 
+@pytest.mark.parametrize("estimator", [trainwright.SklearnClassifier, trainwright.SklearnRegressor])
+def test_an_estimator_says_its_own_name_and_what_to_write(estimator):
+    for name, instead in {"devices": "Trainer(..., parallel=", "max_epochs": "epochs=50", "lrr": "'lr'?"}.items():
+        with pytest.raises(TypeError) as caught:
+            estimator(**{name: 2})
+        first = caught.value.__notes__[0].splitlines()[0]
+        assert f"{estimator.__name__} takes no {name!r}" in first and instead in first
+
+
 @pytest.mark.parametrize("name", OWN_ARGUMENTS)
 def test_an_argument_of_ours_given_elsewhere_says_where_it_belongs(name):
     with pytest.raises(TypeError) as caught:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from difflib import get_close_matches
 from types import CodeType
@@ -294,7 +294,7 @@ def suggests(given: C) -> C:
             return given(*args, **kwargs)
         except TypeError as error:
             if error.__traceback__ is not None and error.__traceback__.tb_next is None:  # no frame of the function
-                _suggest(error, given, kwargs, args)
+                _suggest(error, given, kwargs, owner=args[0] if args else None)
             raise
         except AttributeError as error:
             if args and error.obj is args[0] and _is_unmade(error.obj, error.name):
@@ -374,13 +374,13 @@ def _refuse_kept(cls: type, name: str) -> None:
         )
 
 
-def _suggest(error: TypeError, function: Callable[..., Any], given: Mapping[str, Any], args: Sequence[Any]) -> None:
+def _suggest(error: TypeError, function: Callable[..., Any], given: Mapping[str, Any], *, owner: object = None) -> None:
     parameters = [one for name, one in inspect.signature(function).parameters.items() if name != "self"]
     if any(one.kind is one.VAR_KEYWORD for one in parameters):
         return
     name = function.__qualname__.removesuffix(".__init__")
-    if name.startswith("_") and args:  # a base of the class that is made
-        name = type(args[0]).__name__
+    if name.startswith("_") and owner is not None:  # a base of the class that is made
+        name = type(owner).__name__
     known = {one.name for one in parameters}
     unknown = [f"{name} takes no {wrong!r}.{_meant(wrong, known, name)}" for wrong in given if wrong not in known]
     by_name = ", ".join(one.name for one in parameters if one.kind is one.KEYWORD_ONLY)
