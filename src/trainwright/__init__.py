@@ -21,7 +21,6 @@ from trainwright.base.spans import Epochs, Seconds, Updates
 from trainwright.data.own import Batches, batches
 from trainwright.observers.console import Console
 from trainwright.parallel.ddp import DDP
-from trainwright.parallel.fsdp import FSDP
 from trainwright.runtime.freezing import freeze, unfreeze
 from trainwright.runtime.gradients import Gradients
 from trainwright.runtime.modules import mode
@@ -48,6 +47,7 @@ if TYPE_CHECKING:
     from trainwright.observers.statistics import Statistics
     from trainwright.observers.tensorboard import TensorBoard
     from trainwright.observers.throughput import Throughput
+    from trainwright.parallel.fsdp import FSDP
     from trainwright.parallel.launch import launch
     from trainwright.run.report import Report
     from trainwright.runtime.activations import checkpoint_activations
@@ -108,6 +108,7 @@ else:
         "observers.statistics": ("Statistics",),
         "observers.tensorboard": ("TensorBoard",),
         "observers.throughput": ("Throughput",),
+        "parallel.fsdp": ("FSDP",),
         "parallel.launch": ("launch",),
         "run.report": ("Report",),
         "runtime.activations": ("checkpoint_activations",),

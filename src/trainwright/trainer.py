@@ -26,14 +26,12 @@ from trainwright.base.spans import Span
 from trainwright.observers.console import Console, console_observers
 from trainwright.observers.live import write_line
 from trainwright.parallel.ddp import DDP
-from trainwright.parallel.fsdp import FSDP
 from trainwright.run import batches, evaluating, own_updates, setup
 from trainwright.run.hooks import Between, overridden, read_hooks
-from trainwright.run.later import as_schedule, fast_path, parts_of, report, running, save_weights
+from trainwright.run.later import as_schedule, bind_rates, fast_path, parts_of, report, running, save_weights
 from trainwright.run.ledger import Ledger
 from trainwright.run.optimizers import by_name, check_schedulers, make_optimizers
 from trainwright.run.plan import EACH_EPOCH, Ends, Resume, make_plan
-from trainwright.run.steppers import bind_rates
 from trainwright.runtime.device import move
 from trainwright.runtime.randomness import unmoved
 from trainwright.slots.clip import as_clip
@@ -43,6 +41,7 @@ from trainwright.slots.precision import as_precision
 from trainwright.slots.window import Window, accumulation, rows_of
 
 if TYPE_CHECKING:
+    from trainwright.parallel.fsdp import FSDP
     from trainwright.run.pausing import Pauses
     from trainwright.run.report import Asked, Report
     from trainwright.run.run import Run

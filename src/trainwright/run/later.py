@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,10 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
 
-    from trainwright.base.contracts import Part, Schedule, Source
+    from torch.optim import Optimizer
+
+    from trainwright.base.contracts import Part, Rates, Schedule, Source
+    from trainwright.base.plan import Plan
     from trainwright.run.owner import Owner
     from trainwright.run.pausing import Pauses
     from trainwright.run.plan import Ends, Resume
@@ -32,6 +35,13 @@ def parts_of(run: Run, pauses: Pauses) -> dict[str, Part]:
     from trainwright.run.running import parts_of
 
     return parts_of(run, pauses)
+
+
+def bind_rates(schedule: Any, optimizers: Mapping[str, Optimizer], plan: Plan) -> Rates | None:
+    """`run.steppers.bind_rates`: the schedule of a run, or one for each of its optimizers."""
+    from trainwright.run.steppers import bind_rates
+
+    return bind_rates(schedule, optimizers, plan)
 
 
 def fast_path(owner: Owner) -> str:

@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 from trainwright.base.errors import SettingError, message
 from trainwright.base.names import did_you_mean
 from trainwright.run.owner import Owner
-from trainwright.run.steppers import ONLY
 from trainwright.runtime.device import place_state
-from trainwright.runtime.fused import spoiled
 from trainwright.runtime.walking import parameters_in
 
 T = TypeVar("T")
+ONLY = "optimizer"
+"""The name of an optimizer that was given without one."""
 CLEARED = "a new optimizer clears it"
 HINTED = 1000
 """Updates of a run below which nothing is said of what could be faster."""
@@ -155,6 +155,8 @@ def _scheduler_states(tree: Any) -> int:
 
 def unfuse_spoiled(owner: Owner) -> list[str]:
     """Switch off a fused kernel that a checkpoint has switched on, and that is wrong here; what to say about it."""
+    from trainwright.runtime.fused import spoiled
+
     said = []
     for optimizer in owner.optimizers.values():
         dtype = spoiled(optimizer)
@@ -202,6 +204,8 @@ def _make(optimizer: Any, model: nn.Module, what: str, *, root: nn.Module | None
 
 
 def _check_kernel(optimizer: Optimizer) -> None:
+    from trainwright.runtime.fused import spoiled  # the kernels of updates: an import must stay quick
+
     dtype = spoiled(optimizer)
     if dtype is None:
         return

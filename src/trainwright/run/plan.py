@@ -20,7 +20,6 @@ from trainwright.run.brief import in_brief
 from trainwright.run.optimizers import fused_hint
 from trainwright.run.owner import Owner
 from trainwright.run.ranks import shared_out
-from trainwright.run.state import NEVER_FRESH
 
 EACH_EPOCH = Epochs(1)
 
@@ -78,6 +77,12 @@ class Resume:
             raise SettingError(message(given, want="names of parts", fix='resume_fresh=("schedule",)'))
         if self.fresh and self.where is None:
             raise SettingError(message(f"{given} without resume", fix='resume="auto"'))
+        if self.fresh:
+            self._check_names(given)
+
+    def _check_names(self, given: str) -> None:
+        from trainwright.run.state import NEVER_FRESH  # with the files of checkpoints: only a resume reads them
+
         for name in self.fresh:
             if name in NEVER_FRESH:
                 what = f"{given}: {name!r} is what a resume goes on with"

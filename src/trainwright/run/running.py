@@ -22,7 +22,7 @@ from trainwright.run.before import buffers_stay
 from trainwright.run.boundary import ENDED
 from trainwright.run.evaluating import evaluate
 from trainwright.run.failure import explain
-from trainwright.run.optimizers import check_parameters, check_saved_schedulers
+from trainwright.run.optimizers import ONLY, check_parameters, check_saved_schedulers
 from trainwright.run.owner import Owner, listening
 from trainwright.run.pausing import Pauses
 from trainwright.run.plan import Ends, Resume, check_monitors, make_plan
@@ -36,7 +36,7 @@ from trainwright.run.setup import NOT_RUNNING, open_data
 from trainwright.run.speeding import Sped, sped_up
 from trainwright.run.stages import stage
 from trainwright.run.state import DamagedError
-from trainwright.run.steppers import ONLY, NamedParts, monitors
+from trainwright.run.steppers import NamedParts, monitors
 from trainwright.runtime.device import devices_of, homes, move
 from trainwright.runtime.modules import untrained, wake
 from trainwright.runtime.shards import is_sharded

@@ -21,15 +21,13 @@ from trainwright.base.records import Result
 from trainwright.data.own import Batches
 from trainwright.data.source import is_function, open_source, takes_batch_size
 from trainwright.parallel.ddp import DDP, in_sync
-from trainwright.parallel.fsdp import FSDP
 from trainwright.parallel.world import World
 from trainwright.run.hooks import Between, Hooks, check_arguments, overridden
 from trainwright.run.ledger import Ledger
-from trainwright.run.optimizers import check_schedulers
+from trainwright.run.optimizers import ONLY, check_schedulers
 from trainwright.run.owner import Owner
 from trainwright.run.plan import Ends
 from trainwright.run.ranks import as_on_the_first, deal, standing
-from trainwright.run.steppers import ONLY
 from trainwright.run.telling import check_every
 from trainwright.runtime.device import choose_device, devices_of, place, refuse_meta
 from trainwright.runtime.shards import is_sharded
@@ -38,6 +36,7 @@ from trainwright.slots.metrics import Meters
 from trainwright.slots.precision import MixedPrecision
 
 if TYPE_CHECKING:
+    from trainwright.parallel.fsdp import FSDP
     from trainwright.slots.fast import Fast
 
 T = TypeVar("T")

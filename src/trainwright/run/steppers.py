@@ -13,7 +13,7 @@ from trainwright.base.contracts import Clip, Rates, Schedule, Tree
 from trainwright.base.errors import SettingError, message
 from trainwright.base.names import did_you_mean
 from trainwright.base.plan import Plan
-from trainwright.run.state import gather
+from trainwright.run.optimizers import ONLY
 from trainwright.runtime.fused import why_not_masked
 from trainwright.runtime.gradients import Gradients
 from trainwright.runtime.kernels import step_of
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 _BESIDE_ZERO = 1e-6
 """What torch's `clip_grad_norm_` adds to the norm that it divides by."""
 _FOLDED = {torch.float32, torch.float16, torch.bfloat16}
-ONLY = "optimizer"
-"""The name of an optimizer that was given without one."""
 
 
 class Stepper:
@@ -261,7 +259,7 @@ class NamedRates:
 
     def state_dict(self) -> Tree:
         """Each schedule's state by name."""
-        return gather(self.rates)
+        return {name: rates.state_dict() for name, rates in self.rates.items()}
 
     def load_state_dict(self, tree: Tree, /) -> str | None:
         """Take each schedule's state; returns what they report."""
@@ -293,7 +291,7 @@ class NamedParts:
 
     def state_dict(self) -> Tree:
         """Each part's state by name."""
-        return gather(self.parts)
+        return {name: part.state_dict() for name, part in self.parts.items()}
 
     def load_state_dict(self, tree: Tree, /) -> None:
         """Give each part its state; ValueError where the names are others."""

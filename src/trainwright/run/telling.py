@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from trainwright.base.contracts import Observer
 from trainwright.base.errors import SettingError, message
@@ -13,8 +14,10 @@ from trainwright.base.records import Update
 from trainwright.base.spans import Epochs, Seconds, check_span
 from trainwright.run.due import Bell, Timer
 from trainwright.run.owner import Owner
-from trainwright.run.steppers import Steppers
 from trainwright.slots.window import Window
+
+if TYPE_CHECKING:
+    from trainwright.run.steppers import Steppers
 
 Late = tuple[Update, dict[str, tuple[float, float]]]
 """The record of an update, and the sum and count of each number of this process in it."""

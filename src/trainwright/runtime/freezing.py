@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from trainwright.base.errors import SettingError, listed, message
 from trainwright.base.names import suggests
-from trainwright.runtime.matching import Found, find
+
+if TYPE_CHECKING:
+    from trainwright.runtime.matching import Found
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -29,7 +31,7 @@ def freeze(module: M, pattern: str | None = None, *, norm: Literal["eval", "trai
     _check_module("freeze", module)
     if norm not in ("eval", "train"):
         raise SettingError(message(f"freeze(norm={norm!r})", want='"eval" or "train"', fix='freeze(..., norm="eval")'))
-    found = find(module, pattern, f"freeze(..., {pattern!r})")
+    found = _find(module, pattern, f"freeze(..., {pattern!r})")
     for parameter in found.parameters.values():
         parameter.requires_grad_(False)
         # An optimizer steps whatever has a gradient: one that is left over would move the weight once more.
@@ -51,7 +53,7 @@ def unfreeze(module: M, pattern: str | None = None) -> M:
     named. SettingError where nothing has such a name, and where all that has can hold no gradient (integers).
     """
     _check_module("unfreeze", module)
-    found = find(module, pattern, f"unfreeze(..., {pattern!r})")
+    found = _find(module, pattern, f"unfreeze(..., {pattern!r})")
     trained = {
         name: parameter
         for name, parameter in found.parameters.items()
@@ -90,6 +92,12 @@ def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
     """
     type(module).train(module, False)
     return module
+
+
+def _find(module: nn.Module, pattern: str | None, asked_by: str) -> Found:
+    from trainwright.runtime.matching import find  # only a call reads patterns, and an import must stay quick
+
+    return find(module, pattern, asked_by)
 
 
 def _without_training(module: nn.Module, found: Found) -> list[nn.Module]:

@@ -19,8 +19,7 @@ from trainwright.base.errors import SettingError, message
 from trainwright.base.names import suggests
 from trainwright.base.records import Update
 from trainwright.data.source import beside
-from trainwright.run.optimizers import CLEARED, has_scheduler
-from trainwright.run.steppers import ONLY
+from trainwright.run.optimizers import CLEARED, ONLY, has_scheduler
 from trainwright.runtime.randomness import unmoved
 from trainwright.tools.trial import check_trainer, data_kept, open_afresh, traceless, variant
 from trainwright.trainer import Trainer
