@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from trainwright.base.records import Update
+from trainwright.run.judging import trace
 from trainwright.run.numbers import Entry
 from trainwright.run.steppers import Chosen, Steppers
 from trainwright.run.telling import Teller
@@ -45,6 +46,8 @@ class _Told:
     """How often statistics had been kept when it was made."""
     norms: tuple[str, ...]
     """The optimizers whose norms are among its numbers."""
+    window: Window
+    """Its micro-batches as the data gave them, for an error that looks at them."""
 
 
 class Behind(Teller):
@@ -154,6 +157,7 @@ class Behind(Teller):
             after=(run.counters.batch, run.counters.rows),
             kept=run.statistics.kept,
             norms=tuple(norms),
+            window=Window(window.batches, window.rows, move=window.mover),  # a new one: no batch stays on the device
         )
         together, self.counted = self.counted, None
         if together is None:
@@ -253,12 +257,14 @@ class Behind(Teller):
         run.statistics.put_back(ago=run.statistics.kept - told.kept)
         run.gradients.lower_flags()
         self._go_back(told.place)
+        run.ledger.window = told.window
         raise nonfinite.error(
             update=counters.earlier_updates + counters.updates + 1,
             loss=run.ledger.loss,
             lr=told.update.lr if self._rates is None else self._rates.of(self._known)[0],
             norm=norms[0] if norms else None,
             counted=run.ledger.counted,
+            trace=partial(trace, run),
         )
 
     def _go_back(self, place: tuple[int, int]) -> None:
