@@ -251,6 +251,7 @@ class Batches:
     def load_state_dict(self, tree: dict[str, Any]) -> None:
         """Go on with a saved seed; DataError where the data are dealt otherwise than when it was saved."""
         check_kind(tree, BATCHES)
+        check_form(tree, facts=is_dict)
         have, saved = self.facts(), dict(tree["facts"])
         if self._dealing.seed is not None:
             have["seed"], saved["seed"] = self._dealing.seed, tree["seed"]

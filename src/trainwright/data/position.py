@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from typing import Any
 
+from trainwright.base.checks import check_form, is_dict
 from trainwright.base.errors import DataError, message
 
 
@@ -71,6 +72,7 @@ def check_kind(tree: Any, kind: str) -> None:
 
 def check_facts(have: dict[str, Any], saved: dict[str, Any], *, what: str, fix: str) -> None:
     """Raise DataError with the difference where the data are not what they were when a state was saved."""
+    check_form({"facts": saved}, facts=is_dict)
     differing = [name for name in saved if have.get(name) != saved[name]]
     if differing:
         raise DataError(
