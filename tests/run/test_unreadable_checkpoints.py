@@ -297,6 +297,10 @@ EDITED = {
     "a moment that is a text": (at("optimizer", "state", "$dict", 0, 1, "exp_avg", value="x"), "'exp_avg' of a param"),
     "facts of the data that are a text": (at("data", "facts", value="x"), "part 'data'.* 'facts' is a str"),
     "facts of the data that are a list": (at("data", "facts", value=[]), "part 'data'.* 'facts' is a list"),
+    "more finished epochs than memory holds": (
+        at("progress", "epochs", 0, 0, value=10**15),
+        "part 'progress' .* 'epochs' are more than the counters say",
+    ),
     "a negative rate": (at("optimizer", "param_groups", 0, "lr", value=-1.0), "'lr' is a float"),
     "a manifest of another update": (in_manifest(update=-1), "update is missing or of another type"),
     "a number no float can hold": (in_manifest(metrics={"loss": 10**400}), "metrics"),

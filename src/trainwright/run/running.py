@@ -446,7 +446,10 @@ def _split_at(owner: Owner) -> dict[str, float]:
 def _take_progress(run: Run, pauses: Pauses, tree: Any) -> None:
     owner = run.owner
     run.steppers.take_used_rates(tree)
-    run.lengths.load_state_dict(tree.get("epochs", []))
+    epochs, counters = tree.get("epochs", []), tree["counters"]
+    if sum(one[0] for one in epochs) > counters["earlier_epochs"] + counters["epoch"] + 1:
+        raise RuntimeError("'epochs' are more than the counters say")  # before a list of that length is made
+    run.lengths.load_state_dict(epochs)
     if owner.between.splits is not None:
         owner.between.splits.limit = tree.get("split_at")
     owner.counters.load_state_dict(tree["counters"])
