@@ -61,7 +61,7 @@ _FORMS: dict[str, Callable[[object], bool]] = {
     "begun": is_flag,
     "seconds": is_amount,
     "validated": lambda value: value == -1 or is_count(value),
-    "pause": lambda value: value in ("", "update", "epoch"),
+    "pause": lambda value: value in ("", "update", "epoch", "final"),
     "stopped": is_text,
 }
 """Those that are no counts."""
