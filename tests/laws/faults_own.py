@@ -176,7 +176,7 @@ def each_step_counts_as_an_update(patch):
 
 
 def only_the_first_schedule_is_applied(patch):
-    patch.setattr(NamedRates, "apply", lambda self, updates: next(iter(self._rates.values())).apply(updates))
+    patch.setattr(NamedRates, "apply", lambda self, updates: next(iter(self.rates.values())).apply(updates))
 
 
 def each_optimizer_gets_the_clip_of_the_other(patch):

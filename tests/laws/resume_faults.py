@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -136,10 +137,12 @@ def the_buffers_are_forgotten(patch):
 def the_average_starts_anew(patch):
     whole = trainer.parts_of
 
-    def but_the_average(run, pauses):
-        return {name: part for name, part in whole(run, pauses).items() if name != "average"}
+    def forgets(run, pauses):
+        parts = whole(run, pauses)
+        average = {"state_dict": parts["average"].state_dict, "load_state_dict": lambda tree: None}
+        return parts | {"average": SimpleNamespace(**average)}
 
-    patch.setattr(trainer, "parts_of", but_the_average)
+    patch.setattr(trainer, "parts_of", forgets)
 
 
 def the_average_forgets_how_many_it_has_taken(patch):

@@ -223,12 +223,12 @@ def the_schedule_is_one_update_ahead(patch):
 
 @fault(schedule.check_rates_are_torchs, "one cycle", "adam", "accumulate")
 def the_total_counts_micro_batches(patch):
-    patch.setattr(Plan, "updates_in", lambda self, epoch: self.batches)
+    patch.setattr(Plan, "_planned_in", lambda self, epoch: self.batches)
 
 
 @fault(schedule.check_rates_are_torchs, "one cycle", "two", "accumulate")
 def the_total_forgets_short_windows(patch):
-    patch.setattr(Plan, "updates_in", lambda self, epoch: self.batches // self.accumulated(epoch))
+    patch.setattr(Plan, "_planned_in", lambda self, epoch: self.batches // self.accumulated(epoch))
 
 
 @fault(schedule.check_rates_are_torchs, "cosine, warmup", "two", "drop last")
@@ -237,6 +237,7 @@ def the_rate_that_is_told_is_the_next_one(patch):
 
     def late(self, window, *, skipped):
         self._owner._run.rates.apply(self._counters.updates)
+        self._steppers.forget_rates()
         whole(self, window, skipped=skipped)
 
     patch.setattr(Teller, "tell", late)
