@@ -86,6 +86,7 @@ def test_training_ends_the_same_with_both(example, in_python, built):
     assert example.train(epochs=1) == in_python[1] > 0.1
 
 
+@pytest.mark.slow
 def test_gradients_pass_gradcheck(example, built):
     assert torch.autograd.gradcheck(example.scan, inputs())
 

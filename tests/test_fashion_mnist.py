@@ -110,6 +110,7 @@ def test_what_the_files_hold_is_learned(example, tmp_path):
     assert example.train(pictures, epochs=6) >= 0.9
 
 
+@pytest.mark.slow
 def test_the_promised_share_of_digits_is_right(example):
     assert example.train(example.digits(), epochs=10) >= 0.98
 
@@ -118,6 +119,7 @@ def test_no_convolution_has_a_bias_before_its_batch_norm(example):
     assert not [one for one in example.network().modules() if isinstance(one, nn.Conv2d) and one.bias is not None]
 
 
+@pytest.mark.slow
 def test_a_directory_without_the_files_ends_with_their_names(tmp_path):
     command = [sys.executable, str(EXAMPLE), "--data", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

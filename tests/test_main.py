@@ -42,6 +42,7 @@ def test_the_demo_gives_the_same_numbers_each_time_and_moves_no_state_of_the_pro
     assert numbers[0] == numbers[1]
 
 
+@pytest.mark.slow
 def test_the_demo_writes_no_file_and_no_control_characters_where_there_is_no_terminal(tmp_path):
     command = [sys.executable, "-W", "error", "-m", "trainwright", "--epochs", "1"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)

@@ -1,7 +1,7 @@
 """The two tiers of tests: which test is quick, and which runs with `--full` alone.
 
-A test is quick unless it is marked `slow`, lies in a folder of FULL_FOLDERS, or is a case of a grid that the pairwise
-cover of the grid does not need.
+A test is quick unless it is marked `slow`, lies in a folder of FULL_FOLDERS, is a case that the pairwise cover of its
+grid does not need, or is left out by a marker `sample(n)`: n cases of a long list, evenly spread.
 """
 
 from __future__ import annotations
@@ -34,11 +34,23 @@ def slow(items: Iterable[Any]) -> dict[Any, None]:
         elif hasattr(item, "callspec"):
             grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in grids.values():
+        quick = quick_cases(cases)
+        found |= dict.fromkeys(case for place, case in enumerate(cases) if place not in quick)
+    return found
+
+
+def quick_cases(cases: Sequence[Any]) -> set[int]:
+    """Return the positions of the quick cases of one test: all, the pairwise cover of a grid, or a sample of these."""
+    chosen = list(range(len(cases)))
+    if len(cases) > LARGE_GRID:
         # A value is known by its identity: the cases of a grid share the objects that the decorators list.
         cover = pairwise([tuple((axis, id(one)) for axis, one in item.callspec.params.items()) for item in cases])
-        if len(cases) > LARGE_GRID:
-            found |= dict.fromkeys(case for place, case in enumerate(cases) if place not in cover)
-    return found
+        chosen = sorted(cover)
+    sample = cases[0].get_closest_marker("sample")
+    if sample is None or sample.args[0] >= len(chosen):
+        return set(chosen)
+    (number,) = sample.args
+    return {chosen[place * len(chosen) // number] for place in range(number)}
 
 
 def pairwise(cases: Sequence[tuple[Hashable, ...]]) -> set[int]:

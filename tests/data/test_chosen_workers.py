@@ -30,6 +30,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert pids() == set()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("make", [Augmented, Epochs, lambda: torch.utils.data.Subset(Augmented(), range(3, 50))])
 @pytest.mark.parametrize("settings", [{}, {"shuffle": False}, {"shuffle": False, "sampler": [5, 3, 9, 0] * 12}])
 def test_neither_the_order_nor_a_number_depends_on_the_choice(make: Any, settings: dict[str, Any]) -> None:

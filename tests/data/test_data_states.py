@@ -96,6 +96,7 @@ MAKES = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", MAKES)
 def test_data_go_on_from_their_own_state_or_are_read_past(name: str) -> None:
     seeded()
@@ -127,6 +128,7 @@ def test_a_stateful_loader_of_torchdata_is_asked_for_its_position(workers: int) 
         assert alike(resumed(opened(make()), saved[at], *at), rest(table, *at)), at
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("at", [3, 4, 5, 6, 9])
 def test_a_window_over_the_end_of_a_pass_goes_back_to_its_start(workers: int, at: int) -> None:

@@ -18,6 +18,7 @@ CASES = [(name, size) for name in ALL for size in (2, 3, 4) if size == 2 or ("2"
 """Workers take their time, and know nothing of how many processes there are."""
 
 
+@pytest.mark.sample(24)
 @pytest.mark.parametrize(("name", "size"), CASES)
 def test_slices_of_all_processes_are_the_batch_of_one(name: str, size: int) -> None:
     alone = Alone(ALL[name])
@@ -42,6 +43,7 @@ def test_what_a_dealt_source_tells_of_the_whole_is_as_on_one_process(name: str) 
     assert set(dealt.state_dict()) == set(alone.state_dict())
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize(("skip", "size"), [(1, 3), (2, 2)])
 @pytest.mark.parametrize("name", [name for name in ALL if "persistent" not in name])
 def test_a_resume_goes_on_with_the_batches_of_one_process(name: str, skip: int, size: int) -> None:

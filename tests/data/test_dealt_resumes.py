@@ -50,6 +50,7 @@ class OfProcess:
         self.source.at_boundary()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_workers_of_each_process_go_on_where_they_were(kind: str) -> None:
     def make() -> Any:

@@ -22,6 +22,7 @@ CASES += [
 ]
 
 
+@pytest.mark.sample(10)
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker")
 @pytest.mark.parametrize(("order", "workers"), CASES)
 def test_a_loader_resumes_with_the_same_rows_and_the_same_augmentation(order: str, workers: str) -> None:

@@ -144,6 +144,7 @@ def started(make: Callable[[], Any]) -> Any:
     return source
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", CASES)
 def test_a_resume_goes_on_as_if_never_cut(name: str) -> None:
     make = CASES[name]

@@ -234,6 +234,7 @@ PAIRS += [(outer, inner, place) for outer, inner in (("bf16", "plain"), ("fp16",
 PAIRS += [("plain", "bf16", "begin_epoch"), ("tf32", "fp16", "begin_epoch")]
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(("outer", "inner", "place"), PAIRS)
 def test_a_fit_inside_a_hook_of_another_is_both_of_them_alone(outer, inner, place):
     check_inside(outer, inner, place)

@@ -21,6 +21,7 @@ def checked():
         pool.shutdown(cancel_futures=True)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("cell", CELLS)
 def test_an_interrupted_and_resumed_run_is_the_run_that_never_was(cell, checked):
     (found,) = checked[0][cell].result()

@@ -104,6 +104,7 @@ def compiles(regions, **options):
     return Fast(compile={"backend": "aot_eager", "regions": regions, **options})
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("regions", ["regional", "full"])
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 def test_compiled_is_eager_bit_for_bit(case, regions):

@@ -135,6 +135,7 @@ def trained(directory: Path, kind: str, *, at: int = 0, resume: str | None = Non
     return (flat(model), result.history), seen.losses
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", ["batches", "loaders"])
 @pytest.mark.parametrize("at", [1, 2, 3, 5, 7])
 def test_a_run_that_was_cut_goes_on_bit_for_bit(tmp_path: Path, kind: str, at: int) -> None:

@@ -40,6 +40,7 @@ FULLY = ("accumulate", "bf16, EMA")
 IN_STEPS = ("before the loss", "after the loss", "between gradients and step")
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(
     ("settings", "place"),
     [(settings, place) for settings in SETTINGS for place in (PLACES if settings in FULLY else IN_STEPS)],

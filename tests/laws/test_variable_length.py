@@ -146,6 +146,7 @@ def test_the_loss_of_an_evaluation_is_the_mean_over_all_tokens() -> None:
     assert numbers["val_loss"] == pytest.approx(loss.item() / tokens, abs=EXACT)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("step", ["sum", "default"])
 def test_processes_give_what_one_gives(step: str, size: int) -> None:

@@ -45,6 +45,7 @@ def one_process(case: Case) -> dict[str, Any]:
     return by_hand(case)
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_weights_and_history_are_those_of_one_process(case: Case, size: int) -> None:

@@ -69,6 +69,7 @@ KINDS = {
 }
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_one_process_was_given_otherwise_is_named_on_all(kind: str) -> None:
     name, have = KINDS[kind]

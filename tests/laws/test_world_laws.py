@@ -82,6 +82,7 @@ NUMBERS = [
 ]
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("check", [*WINDOWS, *OWN_UPDATES, *NUMBERS])
 def test_the_law_of_one_process_holds_on_several(check: Callable[[], None]) -> None:
     first, *others = pool(PROCESSES).run(holding, check)

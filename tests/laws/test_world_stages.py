@@ -42,6 +42,7 @@ def stages(kind: str, writes: bool) -> dict[str, Any]:
     return {"weights": shown + flat(module), "history": result.history}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("writes", [False, True])
 @pytest.mark.parametrize("kind", AVERAGES)
 def test_a_second_stage_trains_on_from_the_weights_of_the_first_process(kind: str, writes: bool) -> None:

@@ -121,6 +121,7 @@ def own_by_hand(kind: str, accumulate: int, clip: float | None) -> dict[str, Any
     return {"weights": flat(module), "history": history}
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("clip", [None, 0.2])
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -252,6 +253,7 @@ def numbers_of(module: nn.Module, x: Tensor, y: Tensor) -> dict[str, float]:
     return said | {"some": x[:, 0][x[:, 0] > -0.5].mean().item()}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_named_losses_logged_numbers_and_scores_are_over_the_rows_of_all_processes(accumulate: int, size: int) -> None:

@@ -37,6 +37,7 @@ def run(only_first: bool) -> list[Any]:
     return [(one.update, one.rows, one.flops_per_row, one.peak, one.note) for one in told.speeds]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("only_first", [False, True])
 def test_the_first_process_tells_the_rows_of_all(only_first: bool) -> None:
     first, second = pool(2).run(run, only_first)

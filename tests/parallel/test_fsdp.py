@@ -49,6 +49,7 @@ CLIPS = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", CLIPS)
 def test_shards_make_the_updates_of_one_process(name: str, size: int) -> None:

@@ -82,6 +82,7 @@ def cut(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return base / "cut", undisturbed, request.param
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("size", "shards"), [(2, True), (3, True), (2, False), (1, True), (1, False)])
 def test_a_run_of_a_sharded_model_goes_on_as_if_it_had_not_ended(
     cut: tuple[Path, dict[str, Any], bool], tmp_path: Path, size: int, shards: bool

@@ -76,6 +76,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "number"), [*((name, 13) for name in CASES), ("accumulated and clipped", 1)])
 def test_two_processes_that_share_a_model_train_as_one(name: str, number: int, tmp_path: Path) -> None:
     one, two = str(tmp_path / "one.safetensors"), str(tmp_path / "two.safetensors")

@@ -40,6 +40,7 @@ def trained(name: str, recomputes: bool, policy: Any = None) -> tuple[Any, dict[
     return result.history, {key: whole(value).clone() for key, value in model.state_dict().items()}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "kept"])
 @pytest.mark.parametrize("policy", [None, "matmuls"])
 def test_two_processes_recompute_to_the_same_bits(name: str, policy: str | None) -> None:

@@ -59,6 +59,7 @@ def test_weights_that_were_loaded_between_two_stages_are_trained():
     assert torch.equal(trainer.first, left)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("average", EACH)
 @pytest.mark.parametrize("cut", [4, 7, 13])
 def test_a_run_that_was_cut_ends_with_the_same_averages_to_the_bit(average, cut, tmp_path):

@@ -129,6 +129,7 @@ def check_stopped(which, place, n, tmp_path, wholes):
         assert all(row["update"] < update or "val_loss" not in row for row in stopped[0].result.history)
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(("which", "place", "n"), EVERY)
 def test_a_run_that_was_stopped_and_is_resumed_is_the_run_that_never_stopped(which, place, n, tmp_path, wholes):
     check_stopped(which, place, n, tmp_path, wholes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 import traceback
 from pathlib import Path
 
@@ -89,6 +90,7 @@ PLACES = [
 EVERY = [(which, place, n) for which in SETTINGS for place, n in PLACES if which != "swa" or n < 6]
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(("which", "place", "n"), EVERY)
 def test_an_error_inside_an_update_is_as_if_it_had_never_come(which, place, n, directory):
     trainer, _, error = broken_and_resumed(directory, which, Cut(place, n, breaks))
@@ -299,6 +301,14 @@ def test_it_needs_a_checkpoint_slot_and_a_known_value(directory):
         go(directory, on_error="keep")
 
 
+def until_saved(path):
+    """Wait until a background save is complete."""
+    end = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
 def refuse(file):
     raise OSError(28, "No space left on device")
 
@@ -308,6 +318,7 @@ def test_a_save_that_fails_too_is_a_note_on_the_error_which_stays(async_save, di
     fsync = os.fsync
 
     def breaks_with_a_full_disk():
+        until_saved(directory / "update-0000000003")
         monkeypatch.setattr(os, "fsync", refuse)
         breaks()
 

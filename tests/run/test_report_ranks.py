@@ -49,6 +49,7 @@ def numbers(value: Any) -> list[float]:
     return [number for inner in value for number in numbers(inner)] if isinstance(value, list) else [float(value)]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("kind", ["classes", "values"])
 def test_every_process_has_the_report_of_one(ranks: int, kind: str) -> None:

@@ -273,6 +273,7 @@ class Dies(Observer):
             raise ZeroDivisionError
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("at", [2, 4, 6, 8, 11])
 @pytest.mark.parametrize("early", [False, True])
 def test_a_schedule_free_script_killed_and_run_again_is_never_killed(at, early, tmp_path):

@@ -62,6 +62,7 @@ OTHERS = {
 # Every place.
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(("number", "place", "n"), EVERY, ids=lambda one: getattr(one, "name", one))
 def test_a_signal_at_any_place_ends_the_run_and_a_resume_makes_it_whole(number, place, n, directory):
     cut = Cut(place, n, send(number))
@@ -76,6 +77,7 @@ def test_a_signal_at_any_place_ends_the_run_and_a_resume_makes_it_whole(number, 
         assert note == f'saved at update {ended[0].result.updates}: fit(..., resume="auto") goes on from there'
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("which", OTHERS)
 @pytest.mark.parametrize(("place", "n"), [("step", 3), ("row", 4), ("val row", 7), ("on_update", 7), ("end_epoch", 1)])
 def test_a_signal_ends_runs_of_other_settings_as_exactly(which, place, n, directory):

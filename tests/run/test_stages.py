@@ -210,6 +210,7 @@ def whole(request, tmp_path_factory):
 
 
 # An epoch has 5 updates: where none stops early, the first stage ends at 10, the second at 25, the third at 35.
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("at", [6, 10, 11, 13, 26, 34])
 def test_a_script_killed_at_any_update_and_run_again_is_never_killed(whole, at, tmp_path):
     assert len(whole.results) == 3

@@ -315,6 +315,7 @@ EDITED = {
 }
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("kind", EDITED)
 def test_an_edited_checkpoint_with_right_sums_is_named_and_the_older_one_is_taken(kind, run):
     directory, whole = run
