@@ -14,18 +14,15 @@ from gpu_cases import cases, report, tasks
 from gpu_cases.entry import Bench, Case, Clock, Contestant, Runs, Task, ratio
 from gpu_cases.loops import GRAPH, TUNED, train_tuned
 from gpu_cases.measuring import Rounds
-from gpu_cases.ours import REQUIRED
 from torch import nn
 
 import gpu
-from laws import emulated_graph
-from trainwright.run import judging
 
 DRY = ["--tiny", "--device", "cpu", "--rounds", "1", "--without-peers"]
 BENCH = Bench(torch.device("cpu"), tiny=True, rounds=1)
 ON_GPU = Bench(torch.device("cuda", 0), tiny=False, rounds=1)
 TARGETS = {
-    "B1": ["trainwright-graph / graph | <= 1.05", "trainwright-eager / trainwright-graph | >= 3"],
+    "B1": ["trainwright / tuned | <= 1.05", "tuned / graph | >= 3"],
     "B2": ["trainwright / tuned | <= 1.01"],
     "B3": ["trainwright / tuned | <= 1.01"],
     "B4": [
@@ -33,7 +30,7 @@ TARGETS = {
         "trainwright-compile / compile | <= 1.01",
         "MFU of trainwright-compile | >= 0.45",
     ],
-    "B5": ["trainwright-graph / graph | <= 1.05", "trainwright-eager / trainwright-graph | >= 3"],
+    "B5": ["trainwright / tuned | <= 1.05", "tuned / graph | >= 3"],
     "B6": ["tuned-padded / trainwright | >= 1.5", "graphs compiled by trainwright-compile | <= 4"],
     "B7": ["trainwright / resident | <= 1.01"],
     "B8": ["update of trainwright / of tuned | <= 0.8", "trainwright / tuned | <= 1.01"],
@@ -162,16 +159,6 @@ def test_the_fastest_peer_is_the_one_with_the_least_median() -> None:
     assert beside.values(found) == [0.25] * 3
     assert faster.values(found) == [4.0] * 3
     assert lightning.values(found) == [0.5, 8.0, 8.0]
-
-
-@pytest.mark.parametrize("make", [tasks.perceptron, tasks.small_language, tasks.small_images])
-def test_whole_updates_are_recorded_where_that_is_demanded(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    emulated_graph.emulate(monkeypatch)
-    monkeypatch.setattr(judging, "LATE", {"cpu"})  # or there is nothing to be gained, and nothing is recorded
-    task = replace(make(BENCH), epochs=2)
-    found = run(task, [TUNED, replace(REQUIRED, needs_cuda=False)])["trainwright-graph"]
-    assert found.differs is not None and report.agrees(task, found), found.failed
-    assert "CUDA graphs of whole updates: 1 recorded, 9 updates replayed" in found.note
 
 
 def test_a_cpu_is_for_dry_runs_alone(capsys: pytest.CaptureFixture[str]) -> None:

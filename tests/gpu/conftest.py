@@ -7,9 +7,6 @@ import torch
 
 # cuBLAS gives the same bits each time only where its workspace is fixed, which it reads when it starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-# The profiler must not be taken down and started anew beside recorded graphs.
-os.environ.setdefault("TEARDOWN_CUPTI", "0")
-os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
 
 # Torch's compiler, Triton and their like warn on a GPU of what the library can do nothing about, in code that no run
 # without a GPU comes to. What the library's own modules are warned of stays an error: the last that fits counts.

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from trainwright import Fast, MixedPrecision, Observer, OneCycle, StepLR, Trainer, Updates
+from trainwright import MixedPrecision, Observer, OneCycle, StepLR, Trainer, Updates
+from trainwright.run import judging
 
 UPDATES = 50
 SIZE, FEATURES, CLASSES = 16, 20, 5
@@ -37,12 +40,7 @@ class Case:
 
     @property
     def level(self) -> str:
-        """How its updates are made where graphs are wanted: momentum that cycles is no rate, and changes each time."""
-        return "L2" if self.schedule == "cycled" else "L3"
-
-    @property
-    def level_without(self) -> str:
-        """And where they are not: under a loss scale it must be known what was applied before the next momentum is."""
+        """The level of its updates: a momentum that cycles depends on what a loss scale has left out before."""
         return "L0" if self.schedule == "cycled" and self.precision == "fp16" else "L1"
 
     @property
@@ -187,17 +185,18 @@ def precision_of(case: Case) -> Any:
     return MixedPrecision("fp16", init_scale=SCALE) if case.precision == "fp16" else case.precision
 
 
-def fast_for(device: torch.device, graphs: Any, **others: Any) -> Fast:
-    """`graphs`: what `cuda_graphs` is on a GPU; on the CPU, where a test is only tried, none are."""
-    return Fast(cuda_graphs=graphs if device.type == "cuda" else False, **others)
+@contextmanager
+def checked_at_once() -> Iterator[None]:
+    """Have runs inside read the numbers of each update before its step, as on the CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(judging, "LATE", set())
+        yield
 
 
-def make(
-    case: Case, device: torch.device, *, graphs: Any = False, build: Any = net, kind: Any = Trainer, **slots: Any
-) -> Any:
+def make(case: Case, device: torch.device, *, build: Any = net, kind: Any = Trainer, **slots: Any) -> Any:
     """A Trainer for a case, with a `Watch` first among its observers, as `watch_of(trainer)`."""
     model = build().to(device)
-    watch, fast = Watch(), slots.pop("fast", None) or fast_for(device, graphs)
+    watch = Watch()
     observers = [watch, *slots.pop("observers", ())]
     slots = {
         "precision": precision_of(case),
@@ -211,7 +210,6 @@ def make(
         lambda placed: OPTIMIZERS[case.optimizer](placed.parameters()),
         loss,
         device=device,
-        fast=fast,
         console=False,
         observers=observers,
         **slots,
@@ -221,7 +219,7 @@ def make(
 
 
 def watch_of(trainer: Any) -> Watch:
-    """The watch of a trainer: not an attribute of it, which a step could read, and which so would be compared."""
+    """The watch of a trainer."""
     watch = trainer.observers[0]
     assert isinstance(watch, Watch)
     return watch
@@ -279,7 +277,7 @@ def path_of(trainer: Any) -> str:
 
 
 def cases() -> Iterator[Case]:
-    """All combinations that captured, eager and hand-written updates are compared for."""
+    """All combinations that deferred, immediate and hand-written updates are compared for."""
     for optimizer in OPTIMIZERS:
         for clip in (None, 0.25):
             for accumulate in ("one", "four", "ragged"):

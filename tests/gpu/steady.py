@@ -18,13 +18,12 @@ from trainwright import Observer
 from trainwright.runtime.lagging import AHEAD
 
 WARM, STEADY = 10, 20
-"""Updates that may go by, three eager ones and what is recorded then among them; updates that are looked at."""
+"""Updates that may go by, and updates that are looked at."""
 WHOLE = WARM + STEADY + 2 * AHEAD + 4
 """Updates of a run that is looked at: so many that it pauses for nothing while it is."""
 WAITS = re.compile(r"cuda(StreamSynchronize|DeviceSynchronize|Memcpy|Memset)(_v\d+)?|cu(Stream|Ctx)Synchronize")
 ALLOCATES = re.compile(r"cuda(Malloc\w*|Free\w*|Host(Alloc|Register|Unregister))|cuMem(Alloc|Free|Create|Map|Unmap)\w*")
-REPLAYS = re.compile(r"cudaGraphLaunch\w*")
-LAUNCHES = re.compile(r"cuda(LaunchKernel\w*|GraphLaunch\w*)|cuLaunchKernel\w*")
+LAUNCHES = re.compile(r"cudaLaunchKernel\w*|cuLaunchKernel\w*")
 
 Opens = Callable[[], AbstractContextManager[Any]]
 

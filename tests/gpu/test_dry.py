@@ -1,4 +1,4 @@
-"""The tests on a GPU, tried on the CPU: each of their helpers and cases runs for a few updates, without recordings."""
+"""The tests on a GPU, tried on the CPU: each of their helpers and cases runs for a few updates."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from functools import partial
 from typing import Any
 
 import pytest
-import test_capture_cuda as capture
 import test_fast_cuda as fast
 import test_feeding_cuda as feeding
 import test_processes_cuda as processes
+import test_runs_cuda as runs_cuda
 import test_same_cuda as same_cuda
 import test_silence_cuda as silence
 import torch
@@ -22,7 +22,6 @@ from gpu_runs import (
     distance,
     fitted,
     host_batches,
-    losses,
     make,
     same,
     state_of,
@@ -32,7 +31,7 @@ from gpu_runs import (
 from steady import ALLOCATES, LAUNCHES, WAITS, blocked, calls_in, counting_memory, matching, no_sync, profiled, steady
 from torch import nn
 
-from trainwright import Trainer, accuracy
+from trainwright import Checkpoint, Trainer, Updates, accuracy
 from trainwright.run import judging
 
 pytestmark = pytest.mark.slow
@@ -44,8 +43,27 @@ FEEDS = [feed for feed in feeding.FEEDS if feed != "pinned"]
 
 def test_every_case_has_the_weights_of_the_loop_by_hand() -> None:
     for case in cases():
-        by, eager, captured = same_cuda.three_ways(case, CPU, updates=2)
-        same_cuda.check_three(case, (by, eager, captured))
+        same_cuda.check_three(case, same_cuda.three_ways(case, CPU, updates=2))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case("adamw", 0.25, "ragged", None, "step"), Case("sgd", None, "four", "bf16", "one cycle"),
+     Case("adamw", 0.25, "one", "fp16", "one cycle"), Case("sgd", 0.25, "ragged", "bf16", "cycled"),
+     Case("adamw", None, "one", "fp16", "cycled")],
+    ids=str,
+)  # fmt: skip
+def test_a_deferred_check_is_an_immediate_one(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judging, "LATE", {"cpu"})
+    same_cuda.test_a_deferred_check_is_an_immediate_one_is_the_loop_by_hand(case, CPU)
+
+
+def test_evaluations_noise_and_changes_between_updates_that_are_checked_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judging, "LATE", {"cpu"})
+    same_cuda.test_dropout_and_batchnorm_advance_as_in_the_loop_by_hand("rows", "four", None, CPU)
+    same_cuda.test_evaluations_between_updates_see_the_weights_of_their_time("metrics", CPU)
+    same_cuda.test_what_a_step_logs_is_in_the_record_of_its_update(CPU)
+    same_cuda.test_what_is_changed_between_epochs_reaches_the_updates_after("adamw", CPU)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +117,6 @@ def test_calls_are_counted_between_the_marks_and_in_the_threads_that_compute() -
         event("cudaStreamSynchronize", 4.0),
         event("cudaMalloc", 5.0, tid=2),
         event("cudaHostAlloc", 6.0, tid=3),
-        event("cudaGraphLaunch", 7.0),
         event("steady ends", 8.0, cat="user_annotation"),
         event("cudaDeviceSynchronize", 9.0),
         {"name": "process_name", "ph": "M"},
@@ -107,7 +124,7 @@ def test_calls_are_counted_between_the_marks_and_in_the_threads_that_compute() -
     calls = calls_in(events)
     assert matching(calls, WAITS) == {"cudaStreamSynchronize": 1}
     assert matching(calls, ALLOCATES) == {"cudaMalloc": 1}
-    assert matching(calls, LAUNCHES) == {"cudaLaunchKernel": 1, "cudaGraphLaunch": 1}
+    assert matching(calls, LAUNCHES) == {"cudaLaunchKernel": 1}
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -115,7 +132,7 @@ def test_calls_are_counted_between_the_marks_and_in_the_threads_that_compute() -
 def test_overflows_are_those_of_torchs_scale(micro_batches: str, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if late:
         monkeypatch.setattr(judging, "LATE", {"cpu"})
-    trainer, data, model, scales = silence.overflowing(False, CPU, micro_batches=micro_batches)
+    trainer, data, model, scales = silence.overflowing(CPU, micro_batches=micro_batches)
     fitted(trainer, data, updates=1000, epochs=1)
     silence.check_overflows(trainer, model, scales)
     assert any(record.skipped for record in watch_of(trainer).records[silence.WARM :])
@@ -132,46 +149,32 @@ def test_noise_and_counters(kind: str, precision: str | None) -> None:
     case = Case("adamw", 0.25, "four", precision, "step")
     noises, counted = same_cuda.noises_of(case, kind, CPU, updates=4)
     assert all(torch.equal(noise, noises[0]) for noise in noises)
-    assert counted == [[16, 16]] * 3
+    assert counted == [[16, 16]] * 2
 
 
 @pytest.mark.parametrize("slots", same_cuda.SLOTS)
 def test_evaluations(slots: str) -> None:
-    eager, captured = same_cuda.evaluated(slots, CPU, updates=15)
-    assert len(eager.history) >= 3
-    assert eager.history == captured.history
+    at_once, later = same_cuda.evaluated(slots, CPU, updates=15)
+    assert len(at_once.history) >= 3
+    assert at_once.history == later.history
 
 
 def test_what_changes_and_what_is_logged() -> None:
     case = Case("adamw", 0.25, "one", None, "step")
     assert distance(trained(case, CPU).model, trained(case, CPU, kind=same_cuda.Changes).model) > 1e-3
     assert "spread" in watch_of(trained(case, CPU, kind=same_cuda.Own, updates=2)).records[-1].values
-    assert {len(x) for x, _ in same_cuda.shapes()} == {16, 24, 5}
-    trained(case, CPU, data=same_cuda.shapes(), updates=14)
 
 
-@pytest.mark.parametrize("build", capture.HINDERED)
-def test_what_hinders_recordings_alone_does_nothing_here(build: Any) -> None:
-    eager, tried = capture.both_ways(build, CPU, updates=2)
-    assert same(state_of(eager), state_of(tried))
-    assert losses(eager) == losses(tried)
-    assert torch.equal(*[capture.noise_after(build, CPU, graphs=graphs, updates=2) for graphs in (False, "auto")])
-
-
-def test_runs_of_capturing(tmp_path: Any) -> None:
-    capture.check_usable(CPU, graphs=False)
-    for kind in (capture.Keeps, capture.Turns):
-        trained(capture.CASE, CPU, kind=kind, updates=2)
-    capture.test_two_trainers_take_turns(CPU)
-    capture.test_a_hook_of_a_module_is_called_for_each_batch(CPU)
-    assert capture.interrupted(CPU, graphs=False, at=2).progress.updates in (2, 3)
-    capture.check_resumed(*capture.resumed(CPU, tmp_path, graphs=False, cut=5, updates=8))
-    trained(capture.CASE, CPU, updates=4, checkpoint=capture.Checkpoint(tmp_path / "run", every=capture.Updates(2)))
-    capture.check_saved(CPU, tmp_path / "run", graphs=False, updates=(2, 4))
+def test_runs_that_end_early_and_take_turns(tmp_path: Any) -> None:
+    runs_cuda.test_two_trainers_take_turns(CPU)
+    assert runs_cuda.interrupted(CPU, at=2).progress.updates in (2, 3)
+    runs_cuda.check_resumed(*runs_cuda.resumed(CPU, tmp_path, cut=5, updates=8))
+    trained(runs_cuda.CASE, CPU, updates=4, checkpoint=Checkpoint(tmp_path / "run", every=Updates(2)))
+    runs_cuda.check_saved(CPU, tmp_path / "run", updates=(2, 4))
 
 
 def test_a_worker_feeds() -> None:
-    trained(capture.CASE, CPU, data=capture.with_workers(CPU, 2), updates=2)
+    trained(runs_cuda.CASE, CPU, data=runs_cuda.with_workers(CPU, 2), updates=2)
 
 
 @pytest.mark.parametrize("kind", fast.LATE)
@@ -179,7 +182,7 @@ def test_late_errors(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(judging, "LATE", {"cpu"})
         late, said_late = fast.refused(fast.LATE[kind], CPU, 6, build=fast.noisy_net)
-    at_once, said = fast.refused(fast.LATE[kind], CPU, 6, build=fast.noisy_net, graphs="require")
+    at_once, said = fast.refused(fast.LATE[kind], CPU, 6, build=fast.noisy_net)
     assert said == said_late
     assert f"update {6 // fast.LATE[kind].micro_batches + 1}" in said
     assert [int(norm.num_batches_tracked) for norm in fast.norms(late)] == [late.progress.batch] * 2
@@ -202,7 +205,7 @@ def test_precisions_memory_and_compiled_runs() -> None:
     assert before == torch.get_float32_matmul_precision()
     assert trained(Case(), CPU, precision="auto", updates=2).precision is None
     for kind in ("host", "device"):
-        assert fast.held_at((1, 2), CPU, graphs=False, kind=kind) == []
+        assert fast.held_at((1, 2), CPU, kind=kind) == []
     there, here, _ = fast.copied(CPU)
     assert all(torch.equal(one, here[name]) for name, one in there.items())
     eager, compiled = fast.compiled_too("aot_eager", CPU, updates=4)
@@ -230,7 +233,7 @@ def test_feeds(feed: str) -> None:
 
 
 def test_data_that_fail_and_data_that_reside() -> None:
-    assert [record.update for record in watch_of(feeding.broken(CPU, graphs=False)).records] == list(range(1, 13))
+    assert [record.update for record in watch_of(feeding.broken(CPU)).records] == list(range(1, 13))
     for shuffle in (False, True):
         runs = feeding.residing(CPU, shuffle=shuffle, updates=3)
         assert same(state_of(runs[0]), state_of(runs[1]))

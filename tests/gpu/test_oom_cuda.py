@@ -32,7 +32,7 @@ def make(device: torch.device, **settings: object) -> Trainer[nn.Module]:
     """A model of 128 MiB, and as much of gradients, that takes about 100 KiB a row."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 4096), nn.Tanh(), nn.Linear(4096, 4096), nn.Tanh(), nn.Linear(4096, 4)).double()
-    optimizer, fast = torch.optim.SGD(model.parameters(), lr=0.01), Fast(cuda_graphs=False)
+    optimizer, fast = torch.optim.SGD(model.parameters(), lr=0.01), Fast()
     return Trainer(model, optimizer, nn.CrossEntropyLoss(), device=device, console=False, fast=fast, **settings)  # type: ignore[arg-type]
 
 

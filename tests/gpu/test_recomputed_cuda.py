@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import Trainer, checkpoint_activations
+from trainwright import checkpoint_activations
 
 pytestmark = pytest.mark.gpu
 
@@ -45,11 +45,3 @@ def test_gradients_statistics_and_draws_are_the_same(device, deterministic, poli
     ours, less = passed(recomputed, x, autocast=autocast)
     assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
     assert less < (0.2 if policy is None else 0.8) * kept
-
-
-def test_updates_with_recomputed_blocks_are_not_recorded_and_the_reason_is_told(device) -> None:
-    model = net()
-    checkpoint_activations(model, nn.Sequential)
-    trainer = Trainer(model, torch.optim.AdamW(model.parameters()), nn.CrossEntropyLoss(), console=False, device=device)
-    trainer.fit([(torch.randn(32, 64), torch.randint(10, (32,))) for _ in range(6)], epochs=1)
-    assert "blocks are recomputed" in trainer.fast_path

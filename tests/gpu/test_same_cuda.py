@@ -1,7 +1,8 @@
-"""Law Same on a real GPU: captured updates are the eager ones, and both those of the loop that people write."""
+"""Law Same on a real GPU: updates that are checked later are those checked at once, and the loop that people write."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from gpu_runs import (
     Case,
     by_hand,
     cases,
+    checked_at_once,
     conv_net,
     data_of,
     distance,
@@ -47,30 +49,32 @@ autocast such a weight rounds to its neighbour now and then, 2^-8 away in bf16, 
 
 
 def three_ways(case: Case, device: torch.device, **settings: Any) -> tuple[nn.Module, Any, Any]:
-    """The model of the loop by hand, the trainer of the eager run, and that of the captured one."""
+    """The model of the loop by hand, and the trainers of runs that are checked at once and later."""
     given = {key: value for key, value in settings.items() if key in ("updates", "build", "data")}
     by = by_hand(case, device, **given)
-    return by, trained(case, device, **settings), trained(case, device, graphs="require", **settings)
+    with checked_at_once():
+        at_once = trained(case, device, **settings)
+    return by, at_once, trained(case, device, **settings)
 
 
 def check_three(case: Case, runs: tuple[nn.Module, Any, Any], *, build: Any = net) -> None:
     """They have trained, nothing was held back, and they have the same weights and losses."""
-    by, eager, captured = runs
+    by, at_once, later = runs
     assert moved(by, build)
-    assert eager.result.skipped == captured.result.skipped == 0
-    assert distance(by, eager.model) <= CLOSE[case.precision]
-    assert distance(eager.model, captured.model) <= CLOSE[case.precision]
-    assert losses(captured) == pytest.approx(losses(eager), rel=1e-2 if case.precision else 1e-4)
+    assert at_once.result.skipped == later.result.skipped == 0
+    assert distance(by, at_once.model) <= CLOSE[case.precision]
+    assert distance(at_once.model, later.model) <= CLOSE[case.precision]
+    assert losses(later) == pytest.approx(losses(at_once), rel=1e-2 if case.precision else 1e-4)
 
 
 @pytest.mark.parametrize("case", list(cases()), ids=str)
-def test_captured_is_eager_is_the_loop_by_hand(case: Case, device: torch.device) -> None:
-    by, eager, captured = three_ways(case, device)
-    check_three(case, (by, eager, captured))
-    assert path_of(eager).startswith(case.level_without)
-    assert path_of(captured).startswith(case.level)
-    if case.level != "L3":  # its steps are the eager ones
-        assert same(state_of(eager), state_of(captured))
+def test_a_deferred_check_is_an_immediate_one_is_the_loop_by_hand(case: Case, device: torch.device) -> None:
+    by, at_once, later = three_ways(case, device)
+    check_three(case, (by, at_once, later))
+    assert path_of(at_once).startswith("L0")
+    assert path_of(later).startswith(case.level)
+    if case.level == "L0":
+        assert same(state_of(at_once), state_of(later))
 
 
 NOISY = {"rows": (noisy_net, (20,)), "images": (conv_net, (3, 8, 8))}
@@ -87,7 +91,7 @@ def test_dropout_and_batchnorm_advance_as_in_the_loop_by_hand(
         case = Case("adamw", 0.25, micro_batches, precision)  # statistics are put back where an update is held back
     noises, counted = noises_of(case, kind, device)
     assert all(torch.equal(noise, noises[0]) for noise in noises)
-    assert counted == [[50 * case.micro_batches] * 2] * 3
+    assert counted == [[50 * case.micro_batches] * 2] * 2
 
 
 def noises_of(case: Case, kind: str, device: torch.device, *, updates: int = 50) -> tuple[list[Any], list[Any]]:
@@ -95,9 +99,9 @@ def noises_of(case: Case, kind: str, device: torch.device, *, updates: int = 50)
     build, shape = NOISY[kind]
     data = data_of(case, shape)
     noises, counted, models = [], [], []
-    for way in ("hand", False, "require" if case.precision != "fp16" else "auto"):
+    for way in ("hand", "ours"):
         settings = {"updates": updates, "build": build, "data": data}
-        made = by_hand(case, device, **settings) if way == "hand" else trained(case, device, graphs=way, **settings)
+        made = by_hand(case, device, **settings) if way == "hand" else trained(case, device, **settings)
         models.append(made if way == "hand" else made.model)
         noises.append(torch.rand(8, device=device).cpu())
         norms = [one for one in models[-1].modules() if isinstance(one, nn.modules.batchnorm._BatchNorm)]
@@ -119,22 +123,23 @@ SLOTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("slots", SLOTS)
-def test_evaluations_between_replays_see_the_weights_of_their_time(slots: str, device: torch.device) -> None:
-    eager, captured = evaluated(slots, device)
-    assert len(eager.history) >= 5
-    assert distance(eager.model, captured.model) <= 1e-5
-    for ours, theirs in zip(captured.history, eager.history, strict=True):
+def test_evaluations_between_updates_see_the_weights_of_their_time(slots: str, device: torch.device) -> None:
+    at_once, later = evaluated(slots, device)
+    assert len(at_once.history) >= 5
+    assert distance(at_once.model, later.model) <= 1e-5
+    for ours, theirs in zip(later.history, at_once.history, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4)
-    assert path_of(captured).startswith("L3")
+    assert path_of(later).startswith("L1")
 
 
 def evaluated(slots: str, device: torch.device, *, updates: int = 50) -> tuple[Any, Any]:
-    """An eager and a captured run that validate each seven updates, and predict when they are over."""
+    """Runs checked at once and later that validate each seven updates, and predict when they are over."""
     case = Case("adamw", 0.25, "four", None, "step")
     runs = []
-    for graphs in (False, "require"):
-        trainer = make(case, device, graphs=graphs, **SLOTS[slots])
-        fitted(trainer, data_of(case), batches(rows(40, seed=3), SIZE), updates=updates, validate=Updates(7))
+    for check in (checked_at_once, nullcontext):
+        trainer = make(case, device, **SLOTS[slots])
+        with check():
+            fitted(trainer, data_of(case), batches(rows(40, seed=3), SIZE), updates=updates, validate=Updates(7))
         before = tensors(trainer.model)
         outputs = trainer.predict(batches(rows(40, seed=3), SIZE))
         assert torch.isfinite(outputs).all()
@@ -153,18 +158,17 @@ class Own(Trainer[nn.Module]):
         return nn.functional.cross_entropy(output, target)
 
 
-def test_what_a_step_logs_is_told_for_each_replay(device: torch.device) -> None:
-    case = Case("adamw", 0.25, "four", None, "step")
-    told = [
-        [record.values["spread"] for record in watch_of(trained(case, device, graphs=graphs, kind=Own)).records]
-        for graphs in (False, "auto")
-    ]
-    assert len(set(told[0])) == len(told[0]) == 50
-    assert told[1] == pytest.approx(told[0], rel=1e-4)
+def test_what_a_step_logs_is_in_the_record_of_its_update(device: torch.device) -> None:
+    case, logged = Case("adamw", 0.25, "four", None, "step"), []
+    for check in (checked_at_once, nullcontext):
+        with check():
+            logged.append([one.values["spread"] for one in watch_of(trained(case, device, kind=Own)).records])
+    assert len(set(logged[0])) == len(logged[0]) == 50
+    assert logged[1] == pytest.approx(logged[0], rel=1e-4)
 
 
 class Changes(Trainer[nn.Module]):
-    """Changes what a recording has baked in, between two epochs."""
+    """Changes settings of the optimizer, and what is trained, between two epochs."""
 
     def begin_epoch(self, epoch: int) -> None:
         for group in self.optimizer.param_groups:
@@ -180,32 +184,8 @@ class Changes(Trainer[nn.Module]):
 def test_what_is_changed_between_epochs_reaches_the_updates_after(optimizer: str, device: torch.device) -> None:
     case = Case(optimizer, 0.25, "one", None, "step")
     plain = trained(case, device)
-    eager = trained(case, device, kind=Changes)
-    captured = trained(case, device, kind=Changes, graphs="auto")
-    assert distance(plain.model, eager.model) > 1e-3
-    assert distance(eager.model, captured.model) <= 1e-5
-
-
-def test_batches_of_several_shapes_are_each_trained_on(device: torch.device) -> None:
-    case = Case("adamw", 0.25, "one", None, "step")
-    data = shapes()
-    runs = [trained(case, device, graphs=graphs, data=data, updates=60) for graphs in (False, "require")]
-    assert distance(runs[0].model, runs[1].model) <= 1e-5
-    assert losses(runs[1]) == pytest.approx(losses(runs[0]), rel=1e-4)
-
-
-def test_recordings_of_several_shapes_draw_from_one_stream_of_random_numbers(device: torch.device) -> None:
-    case = Case("adamw", 0.25, "one", None, "step")
-    noises, models = [], []
-    for graphs in (False, "require"):
-        models.append(trained(case, device, graphs=graphs, data=shapes(), build=noisy_net, updates=60).model)
-        noises.append(torch.rand(8, device=device).cpu())
-    assert torch.equal(*noises)
-    assert distance(*models) <= 1e-5
-
-
-def shapes() -> list[Any]:
-    """Batches of 16, 16 and 24 rows in turn, and at the end one of 5."""
-    x, y = rows(4 * 56 + 5)
-    sizes = [16, 16, 24] * 4 + [5]
-    return list(zip(x.split(sizes), y.split(sizes), strict=True))
+    with checked_at_once():
+        at_once = trained(case, device, kind=Changes)
+    later = trained(case, device, kind=Changes)
+    assert distance(plain.model, at_once.model) > 1e-3
+    assert distance(at_once.model, later.model) <= 1e-5

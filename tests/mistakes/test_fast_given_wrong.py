@@ -20,7 +20,6 @@ from trainwright import Checkpoint, Fast, SettingError, Trainer
         (lambda: Fast(compile="default"), SettingError, 'Fast(compile="regional")'),
         (lambda: Fast(compile="reduce-overhead"), SettingError, 'Fast(compile="regional")'),
         (lambda: Fast(compile={"regions": "Block"}), SettingError, "Fast(compile={'regions': {Block}})"),
-        (lambda: Fast(cuda_graphs=True), SettingError, 'Fast(cuda_graphs="auto")'),
         (lambda: Fast(channels_last="yes"), SettingError, 'Fast(channels_last="auto")'),
     ],
 )

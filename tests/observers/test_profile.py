@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-from laws.graph_runs import check_same, fitted
 from trainwright import ClipNorm, Profile, SettingError, Trainer, Updates, batches
 
 x = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
@@ -99,13 +98,6 @@ def test_the_run_is_the_same_one_without_it(tmp_path: Path) -> None:
     other_rows, other_weights = trained()
     assert rows == other_rows
     assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
-
-
-def test_updates_that_are_replayed_are_the_same_with_a_profile(tmp_path: Path) -> None:
-    profile = Profile(tmp_path, after=8, updates=3, rows=0)
-    profiled, alone = fitted("require", observers=[profile]), fitted("require")
-    check_same(profiled, alone)
-    assert profile.path is not None and profiled.replays and sum(profiled.replays) == sum(alone.replays)
 
 
 def test_on_cuda_the_table_is_by_the_time_of_the_device(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from laws.graph_runs import fitted
 from trainwright import (
     EMA,
     ClipNorm,
@@ -108,18 +107,6 @@ def test_the_run_is_the_same_one_without_it() -> None:
     other_rows, other_weights = trained()
     assert rows == other_rows
     assert all(torch.equal(a, b) for a, b in zip(weights, other_weights, strict=True))
-
-
-def test_updates_that_are_replayed_tell_the_same_as_those_that_are_not() -> None:
-    seen = []
-    for graphs in ("require", False):
-        told = Told()
-        ran = fitted(graphs, observers=[Statistics(every=Updates(2)), told], clip=0.1)
-        assert ran.error is None and bool(sum(ran.replays)) == bool(graphs)
-        seen.append(told.seen)
-    assert seen[0] == seen[1] and len(seen[0]) > 4
-    for one in seen[0]:  # as the kernels of the step have clipped them
-        assert math.hypot(*[each.grad_norm or 0.0 for each in one.parameters.values()]) == pytest.approx(0.1, rel=1e-4)
 
 
 def test_a_nan_is_a_nan_and_is_counted() -> None:

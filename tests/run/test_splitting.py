@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from laws.oom_cases import FULL, Noisy, Scarce, numbers, scarce
-from trainwright import EMA, Console, Fast, Mean, SettingError, Trainer, freeze
+from trainwright import EMA, Console, Mean, SettingError, Trainer, freeze
 from trainwright.parallel.world import World
 from trainwright.run.setup import checked_on_oom
 from trainwright.runtime.memory import is_out_of_memory
@@ -221,11 +221,6 @@ def test_several_processes_are_refused():
     with pytest.raises(SettingError, match='on_oom="split" with 2 processes'):
         checked_on_oom("split", several)
     assert checked_on_oom("split", World()) == "split" and checked_on_oom(None, several) is None
-
-
-def test_graphs_that_are_required_are_refused():
-    with pytest.raises(SettingError, match="on_oom='split' may run an update again"):
-        fit(make(scarce()[0], fast=Fast(cuda_graphs="require")))
 
 
 # What is caught.

@@ -8,10 +8,9 @@ from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
 
 import pytest
-import torch
 from torch import nn
 
-from trainwright import Fast, SettingError, Trainer
+from trainwright import Fast, SettingError
 from trainwright.slots.fast import as_fast
 
 
@@ -39,7 +38,6 @@ class Block(nn.Module):
         ({"compile": {"cache": ""}}, "want  the path of a directory"),
         ({"channels_last": 1}, 'want  True, False or "auto"'),
         ({"channels_last": None}, 'want  True, False or "auto"'),
-        ({"cuda_graphs": True}, 'want  "auto", False or "require"'),
         ({"device_data": "yes"}, 'want  True, False or "auto"'),
         ({"defaults": "auto"}, "want  True or False"),
     ],
@@ -49,14 +47,6 @@ def test_what_a_setting_cannot_be_is_refused_when_it_is_given(given, said):
         Fast(**given)
     name = next(iter(given))
     assert said in str(caught.value) and name in str(caught.value)
-
-
-def test_required_graphs_are_refused_where_there_are_none():
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer = Trainer(model, optimizer, nn.MSELoss(), fast=Fast(cuda_graphs="require"), device="cpu", console=False)
-    with pytest.raises(SettingError, match="have  there are none on cpu"):
-        trainer.fit([(torch.zeros(2, 2), torch.zeros(2, 1))], epochs=1)
 
 
 def test_a_misspelt_setting_is_told():

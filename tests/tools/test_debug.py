@@ -9,9 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from laws.graph_runs import fitted
 from trainwright import Fast, NonFiniteError, Trainer, anomaly, batches, deterministic
-from trainwright.runtime.graphs import LAUNCH_BOUND, Timed
 from trainwright.runtime.timing import may_time
 from trainwright.tools.debug import WORKSPACE
 
@@ -135,23 +133,6 @@ def test_cudnn_is_not_timed_inside() -> None:
     with deterministic():
         assert torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark
         assert not may_time(model)
-
-
-def test_no_update_is_recorded_while_every_gradient_is_looked_at() -> None:
-    with anomaly():
-        ran = fitted("auto")
-    assert ran.error is None and not ran.replays
-    assert "anomaly mode looks at every gradient" in ran.trainer.fast_path
-    with anomaly():
-        required = fitted("require")
-    assert "anomaly mode looks at every gradient" in str(required.error)
-
-
-def test_no_clock_decides_what_is_recorded_where_the_run_is_to_repeat_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Timed, "share", property(lambda self: LAUNCH_BOUND / 2))
-    assert not fitted("auto").replays
-    with deterministic():
-        assert sum(fitted("auto").replays) > 0
 
 
 def test_compiled_code_is_named_as_a_whole() -> None:

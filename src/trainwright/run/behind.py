@@ -66,9 +66,6 @@ class Behind(Teller):
         self._run, self._ring = run, Lagging(device)
         self.flag: Tensor | None = None
         """What tells that an update had something in it that is not finite; None where nothing is judged."""
-        self.counted: Tensor | None = None
-        """The numbers of the update in hand, where it was counted and they were put together already."""
-        self._recorded = 0
         self._place = (0, 0)
         self._known = 0
         """Updates of this stage that are known to be applied."""
@@ -99,24 +96,6 @@ class Behind(Teller):
             stepper.folds = self._run.folds
             scale = {"scale": partial(getattr, stepper, "scale")} if stepper.folds else {}
             stepper.step = step_of(stepper.optimizer, flag, rates, **scale)
-
-    @property
-    def reads_rates(self) -> bool:
-        """Whether steps read their rates from the device."""
-        return self._rates is not None
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """What lies on the device of the judging itself, to be kept and put back around an update that is tried."""
-        return [*self._run.steppers.flags, *([] if self._judge is None else self._judge.tensors)]
-
-    def follow(self) -> None:
-        """From now on have the clock lie on the device, and the rates of a table; what is under way is heard before."""
-        if self._judge is None:
-            self.drain()
-            self._judge_there()
-            self.bind(self._run.steppers)
-            self.begin()
 
     def begin(self) -> None:
         """Turn to the next update, on the host."""
@@ -150,7 +129,7 @@ class Behind(Teller):
         norms = {one.name: one.norm for one in run.steppers.all.steppers if one.norm is not None}
         told = _Told(
             update=self._record(window, skipped=False, loss=nan, norm=None, values=run.steppers.numbers()),
-            # Their graphs would keep what autograd has made on the stream of this update, which no recording can join.
+            # A graph of autograd would keep the memory of an update until its numbers are heard.
             entries=[(name, _let_go(value), count, summed) for name, value, count, summed in ledger.collect()],
             values=ledger.values,
             place=self._place,
@@ -159,24 +138,9 @@ class Behind(Teller):
             norms=tuple(norms),
             window=Window(window.batches, window.rows, move=window.mover),  # a new one: no batch stays on the device
         )
-        together, self.counted = self.counted, None
-        if together is None:
-            self._count_there()
-        values = self._values(told.entries, list(norms.values()))
-        if together is not None and len(values) != self._recorded:  # `after_update` has logged something
-            together = None
-        self._ring.push(values, partial(self._hear, told), together=together)
-
-    def count(self, entries: list[Entry]) -> Tensor | None:
-        """Count an update on the device, and put its numbers together there: what a recording does for `tell`."""
-        self._count_there()
-        norms = [one.norm for one in self._run.steppers.all.steppers if one.norm is not None]
-        return self._ring.together(self._values(entries, norms))
-
-    def recorded(self, together: Tensor | None, entries: list[Entry]) -> None:
-        """Take over what `count` has given in a recording that was replayed."""
-        norms = sum(stepper.norm is not None for stepper in self._run.steppers.all.steppers)
-        self.counted, self._recorded = together, 2 * len(entries) + 2 + norms
+        if self._judge is not None:
+            self._judge.count()
+        self._ring.push(self._values(told.entries, list(norms.values())), partial(self._hear, told))
 
     def drain(self) -> None:
         """Wait for all updates that were made, and hear of them; the host's rates are then those of the last one."""
@@ -190,10 +154,6 @@ class Behind(Teller):
         self._known = updates
         if self._judge is not None:
             self._judge.set_clock(updates)
-
-    def _count_there(self) -> None:
-        if self._judge is not None:
-            self._judge.count()
 
     def _values(self, entries: list[Entry], norms: Sequence[float | Tensor]) -> list[float | Tensor]:
         """All numbers of an update, in the order in which they are heard."""

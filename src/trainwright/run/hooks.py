@@ -89,8 +89,6 @@ class Between:
     """What an evaluation reads its batches through: a validation of a run is ended by a signal while it waits."""
     compiled: Any = None
     """What the last `fit` has compiled, in counts and words; None where it compiles nothing."""
-    graphs: Any = None
-    """What the last `fit` has recorded and replayed, or why it did not, in words; None where there are no graphs."""
     splits: Any = None
     """What splits the windows of the last `fit` where memory runs out; None where that is not asked for."""
     judged_at_once: tuple[str, ...] | None = None

@@ -39,7 +39,12 @@ def why_judged_at_once(
     hooks, why = owner.hooks, list[str]()
     if owner.device.type not in LATE:
         why.append("a read waits for nothing here")
-    why += why_made_by_the_host(owner)
+    if owner.world.size > 1:
+        why.append("several processes judge an update together")
+    if owner.on_error == "save":
+        why.append('on_error="save" keeps the update before an error')
+    if hooks.updates_itself or hooks.computes_itself:
+        why.append("an `update` of your own reads what it has done")
     if checks and hooks.after_update is not None:
         why.append("`after_update` runs after applied updates alone")
     if checks:
@@ -47,16 +52,6 @@ def why_judged_at_once(
     if scaler is not None or owner.nonfinite == "skip":
         why += _why_not_held_back(owner, scaler, rates)
     return tuple(why)
-
-
-def why_made_by_the_host(owner: Owner) -> Iterator[str]:
-    """Why the host must make each update by itself, and hear of it."""
-    if owner.world.size > 1:
-        yield "several processes judge an update together"
-    if owner.on_error == "save":
-        yield 'on_error="save" keeps the update before an error'
-    if owner.hooks.updates_itself or owner.hooks.computes_itself:
-        yield "an `update` of your own reads what it has done"
 
 
 def _why_not_held_back(owner: Owner, scaler: Scaler | None, rates: Rates | None) -> Iterator[str]:
@@ -92,11 +87,6 @@ def bind_late(run: Run) -> None:
 
         run.behind = Behind(run)
     run.teller = run.behind or Teller(owner, run.steppers) or None
-    if owner.device.type in LATE or owner.fast.cuda_graphs == "require":
-        from trainwright.run.graphed import graphed
-
-        run.graphed = graphed(run, run.behind)
-        run.update = owner.update if run.graphed is None else run.graphed.update
     owner.between.splits = None
     if owner.on_oom is not None:
         from trainwright.run.splitting import Splitting

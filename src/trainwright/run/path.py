@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from trainwright.run.judging import LATE, why_judged_at_once
+from trainwright.run import judging
 from trainwright.run.owner import Owner
 from trainwright.runtime.lagging import AHEAD
 from trainwright.slots.precision import LossScaler
 
 
 def fast_path(owner: Owner) -> str:
-    """Name the path of the updates, with its cost on this device."""
+    """Name the path of the updates, with its cost on this device: L1 for silent ones, L0 where each is read at once."""
     why = owner.between.judged_at_once
     if why is None:  # no run yet, and so no schedule that is bound
         scaler = LossScaler() if getattr(owner.precision, "kind", "") == "fp16" else None
-        why = why_judged_at_once(owner, checks=owner.nonfinite != "ignore" or scaler is not None, scaler=scaler)
+        why = judging.why_judged_at_once(owner, checks=owner.nonfinite != "ignore" or scaler is not None, scaler=scaler)
     reads = "one read per update, of loss, flag and norm together: " + "; ".join(why)
     if not why:
         reads = f"nothing is read before its time, which is up to {AHEAD} updates later"
-    elif owner.device.type not in LATE:
+    elif owner.device.type not in judging.LATE:
         reads = "its numbers are read at once, which waits for nothing"
-    compiled, graphs = owner.between.compiled, owner.between.graphs
+    compiled = owner.between.compiled
     how = "eager" if compiled is None else f"compiled ({compiled})"
-    beside = "" if graphs is None else f"; {graphs}"
-    beside += "" if owner.between.splits is None else f"; {owner.between.splits}"
-    return f"{_level(owner, why)}, {how} on {owner.device.type}: {reads}{beside}{_together(owner)}"
-
-
-def _level(owner: Owner, why: Sequence[str]) -> str:
-    """L3 and L2 for updates that are replayed, L1 for silent ones, L0 for those that are read before their step."""
-    level = str(getattr(owner.between.graphs, "level", "L1"))
-    return "L0" if why and level == "L1" else level
+    beside = "" if owner.between.splits is None else f"; {owner.between.splits}"
+    return f"{'L0' if why else 'L1'}, {how} on {owner.device.type}: {reads}{beside}{_together(owner)}"
 
 
 def _together(owner: Owner) -> str:

@@ -332,8 +332,6 @@ class Pauses:
             run.due = 0
         for meter in reversed(self._meters):  # clocks come first and go last
             meter.go_on()
-        if run.graphed is not None:
-            run.graphed.pause()
 
     def _next_due(self) -> float:
         """Return the update at which the loop must pause next, ends of epochs apart."""

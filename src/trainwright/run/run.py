@@ -44,7 +44,6 @@ from trainwright.slots.window import Window
 if TYPE_CHECKING:
     from trainwright.run.agreeing import Agreement
     from trainwright.run.behind import Behind
-    from trainwright.run.graphed import Graphed
     from trainwright.run.spread import Spread
     from trainwright.run.telling import Teller
 
@@ -65,8 +64,6 @@ class Run:
     """Whether the steps do to the gradients what is owed, and what clipping asks for."""
     behind: Behind | None = None
     """What judges updates where the host does not wait to hear of them; None where each is judged at once."""
-    graphed: Graphed | None = None
-    """What replays updates; None where none is recorded."""
     teller: Teller | None = None
     """Who watches updates; None where nobody does."""
 
@@ -107,7 +104,7 @@ class Run:
         """What looks at the losses of the first update of the first stage."""
         self._kept_state: dict[str, Any] = {}
         self.update: Callable[[Window], Any] = owner.update
-        """What a window's update is made by: the trainer's own method, or a replay of what it did."""
+        """What a window's update is made by: the trainer's own method, or what splits windows for want of memory."""
         bind_late(self)
         self._plan_epoch()
 
@@ -367,8 +364,6 @@ class Run:
         self.gradients = self.steppers.all.gradients
         if self.behind is not None:
             self.behind.bind(self.steppers)
-        if self.graphed is not None:
-            self.graphed.pause()
 
     def _feed(self) -> None:
         """Run the training data once through the model: an average estimates its BatchNorm statistics by it."""

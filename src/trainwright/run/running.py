@@ -334,8 +334,6 @@ def _ended(owner: Owner, result: Result, left: int | None) -> dict[str, Any]:
 def _let_go(owner: Owner, run: Run) -> None:
     """Take the run from its owner, but for what the next stage needs."""
     owner.between.rates = run.rates
-    if run.graphed is not None:
-        run.graphed.let_go()
     if owner.between.splits is not None:
         owner.between.splits = owner.between.splits.let_go()
     owner.hold(NOT_RUNNING, NOT_RUNNING)

@@ -30,18 +30,11 @@ class Lagging:
         self._turn = 0
         self._under_way: deque[tuple[Any, Tensor, list[Any], Deliver]] = deque()
 
-    def together(self, values: Sequence[float | Tensor]) -> Tensor | None:
-        """The scalars of these that only the device has, as one tensor there; None where there are none."""
+    def push(self, values: Sequence[float | Tensor], deliver: Deliver) -> None:
+        """Send numbers on their way: scalars, on this device or the host; `deliver` gets them as floats, in order."""
         there = [value for value in values if _is_under_way(value, self._device)]
         kind = widest_float(self._device)
-        return torch.stack([one.detach().reshape(()).to(self._device, kind) for one in there]) if there else None
-
-    def push(self, values: Sequence[float | Tensor], deliver: Deliver, *, together: Tensor | None = None) -> None:
-        """Send numbers on their way: scalars, on this device or the host; `deliver` gets them as floats, in order.
-
-        `together`: what the method of this name has given for these values, where that was computed before.
-        """
-        together = self.together(values) if together is None else together
+        together = torch.stack([one.detach().reshape(()).to(self._device, kind) for one in there]) if there else None
         slot = self._slot(0 if together is None else len(together))
         arrived = None if together is None else fetch(together, slot)
         told = [_HERE if _is_under_way(value, self._device) else float(value) for value in values]

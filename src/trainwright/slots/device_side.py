@@ -50,11 +50,6 @@ class DeviceScale:
         self._scale.clamp_(min=settings.min_scale)
 
     @property
-    def tensors(self) -> list[Tensor]:
-        """All that it is."""
-        return [self._scale, self._good]
-
-    @property
     def at_floor(self) -> Any:
         """1.0 where the scale cannot be lowered any more, a 0-dim tensor."""
         return (self._scale <= self.settings.min_scale).float()
@@ -95,11 +90,6 @@ class DeviceJudge:
         """1.0 from the update on that ends the run."""
         self.clock = torch.zeros((), dtype=torch.int64, device=device)
         """Updates of this stage that were applied."""
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All that it is, the scale included."""
-        return [self.held_back, self.ends, self.clock, *([] if self._scale is None else self._scale.tensors)]
 
     def judge(self, gradient: Tensor, loss: Tensor) -> None:
         """Take the flags of an update, 1.0 where its gradient, or its loss, is not finite."""

@@ -31,10 +31,8 @@ class Fast:
     whole model. A dict goes to `torch.compile` (`backend`, `dynamic`, `fullgraph`, `mode`, `options`), with two keys
     beside: `"regions"`: "regional", "full" or module classes, and `"cache"`: a directory for what was compiled.
     `channels_last`: "auto" lays the weights of convolutional models so on CUDA under bf16 or fp16; True wherever they
-    run. `cuda_graphs`: "auto" records updates and replays them where the host is what they wait for; "require" wherever
-    it can be done, else SettingError; False never. `device_data`: "auto" copies data in memory to a CUDA device where
-    they take at most a quarter of what is free there; True copies them to whatever device the run is on, or refuses;
-    False keeps them on the host.
+    run. `device_data`: "auto" copies data in memory to a CUDA device where they take at most a quarter of what is free
+    there; True copies them to whatever device the run is on, or refuses; False keeps them on the host.
     `defaults=False` switches off what else a run does by itself: fused optimizers where the trainer makes them,
     "auto" of `channels_last`, cuDNN's choice by timing, and rest for the garbage collector.
     """
@@ -42,7 +40,6 @@ class Fast:
     _: KW_ONLY
     compile: Literal["regional", "full"] | Mapping[str, Any] | None = None
     channels_last: bool | Literal["auto"] = "auto"
-    cuda_graphs: Literal["auto", False, "require"] = "auto"
     device_data: bool | Literal["auto"] = "auto"
     defaults: bool = True
 
@@ -52,8 +49,6 @@ class Fast:
         _check_compile(self.compile)
         for name in ("channels_last", "device_data"):
             check_choice(getattr(self, name), "Fast", name, choices=(True, False, "auto"), fix=f'Fast({name}="auto")')
-        graphs = self.cuda_graphs
-        check_choice(graphs, "Fast", "cuda_graphs", choices=("auto", False, "require"), fix='Fast(cuda_graphs="auto")')
         check_flag(self.defaults, f"Fast(defaults={self.defaults!r})")
 
     @property

@@ -161,7 +161,7 @@ def effect_of(effect: Effect, ratios: Sequence[float], *, wall: Sequence[float],
 
 _CURES: dict[str, tuple[str, ...]] = {
     "tiny batch": ("batch size x2",),
-    "small batches on a big GPU": ("batch size x2", "CUDA graphs"),
+    "small batches on a big GPU": ("batch size x2",),
 }
 """The techniques that mend what was found; those that read the data are the cures of a slow loader."""
 _ELSE = {

@@ -30,7 +30,7 @@ BLOCK = 0.15
 WARM = 2
 """Updates before the clock is read."""
 WARM_SLOWLY = 8
-"""The same where something is compiled or recorded first."""
+"""The same where something is compiled first."""
 PLANNED = 0.9
 """Share of the seconds that trials are planned for: what has begun is finished, and the last word takes time."""
 ENOUGH = 120.0
@@ -69,7 +69,7 @@ def advise(
         source = open_afresh(train, batch_size=batch_size)
         trial = _Trial(trainer, kept, budget)
         first = ready(trainer, train, updates=2, batch_size=batch_size)
-        trial.calibrate(as_it_is(trainer, open_afresh(first)))
+        trial.calibrate(as_it_is(open_afresh(first)))
         drawn = ready(trainer, train, updates=trial.updates + WARM, batch_size=batch_size)
         batches = [compact(batch) for batch in drawn]
         found = findings(trainer, batches, train=train, val=val, batch_size=batch_size)
@@ -79,7 +79,7 @@ def advise(
         wanted = techniques(trainer, batches)
         patience = min(0.1 * seconds, budget.left)
         wanted += loader_techniques(trainer, train, seconds_per_row=_reading(phases, row), patience=patience)
-        bases = {"ready": as_it_is(trainer, open_afresh(batches)), "loader": as_it_is(trainer, source)}
+        bases = {"ready": as_it_is(open_afresh(batches)), "loader": as_it_is(source)}
         memory, noise, tried = trial.all(wanted, bases)
         whole = run_block(trainer, kept, bases["loader"], updates=trial.updates, warm=1)
     found = [*([] if phases.finding is None else [phases.finding]), *found]

@@ -23,9 +23,9 @@ def anomaly(*, check_nan: bool = True) -> Iterator[None]:
     """Have torch name the line of the forward where a backward inside raises or gives a NaN.
 
     `with anomaly(): trainer.fit(...)`. This is torch's anomaly mode, put back at the end. It keeps a traceback of
-    every operation, and with `check_nan` reads each gradient as it is made: on CUDA a wait for each, so that no update
-    is recorded as a graph. A NaN raises at once, also where `nonfinite="skip"` or an fp16 loss scale would have left
-    the update out. Of compiled code it names the call alone: `Fast(compile=None)` shows the line.
+    every operation, and with `check_nan` reads each gradient as it is made: on CUDA a wait for each. A NaN raises at
+    once, also where `nonfinite="skip"` or an fp16 loss scale would have left the update out. Of compiled code it names
+    the call alone: `Fast(compile=None)` shows the line.
     """
     with torch.autograd.set_detect_anomaly(True, check_nan):
         yield
@@ -39,9 +39,8 @@ def deterministic(*, warn_only: bool = False, fill: bool = True) -> Iterator[Non
     `with deterministic(): trainer.fit(...)`. Operations that cannot raise (`warn_only=True`: warn). Switched on, and
     put back at the end, are torch's deterministic algorithms, cuDNN's, no choice among them by timing, and
     `CUBLAS_WORKSPACE_CONFIG`, which is read once, at the first matrix product on CUDA. `fill`: new memory is filled
-    with NaN, which shows who reads what nobody wrote. Inside, the Trainer has nothing chosen by a clock: neither
-    cuDNN's algorithms nor whether CUDA graphs pay, which are then recorded wherever they can be. Seeds are yours to
-    set. SettingError where CUDA multiplies already by a workspace that is not fixed.
+    with NaN, which shows who reads what nobody wrote. Inside, cuDNN's algorithms are not chosen by a clock. Seeds are
+    yours to set. SettingError where CUDA multiplies already by a workspace that is not fixed.
     """
     with ExitStack() as undo:
         undo.enter_context(_workspace())

@@ -36,6 +36,6 @@ class Finding:
 
 
 def silent(trainer: Trainer[Any], **settings: Any) -> Trainer[Any]:
-    """A trainer for a trial that compiles and records nothing, and goes on where a number is not finite."""
-    fast = replace(trainer.fast, compile=None, cuda_graphs=False)
+    """A trainer for a trial that compiles nothing, and goes on where a number is not finite."""
+    fast = replace(trainer.fast, compile=None)
     return variant(trainer, fast=fast, nonfinite="ignore", **settings)

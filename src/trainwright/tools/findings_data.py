@@ -173,7 +173,7 @@ def small_batch(facts: DeviceFacts) -> Finding | None:
         "small batches on a big GPU",
         f"{facts.device} had no work left at {facts.looks - facts.busy} of {facts.looks} looks, and used {memory}",
         "the host starts kernels more slowly than the device finishes them: more rows would cost little",
-        f"batch_size={2 * facts.rows}  # and twice the learning rate (linear rule); or Fast(cuda_graphs='auto')",
+        f"batch_size={2 * facts.rows}  # and twice the learning rate (linear rule)",
         (f"{facts.rows} rows",),
     )
 

@@ -27,7 +27,7 @@ def loader_techniques(trainer: Trainer[Any], train: Any, *, seconds_per_row: flo
     """What may be switched for these data; `patience`: the most seconds that reading them whole may take."""
     found = [*_workers(train), _pinned(trainer, train), _ahead(train)]
     found.append(_in_memory(train, seconds_per_row=seconds_per_row, patience=patience))
-    return [bound(trainer, technique) for technique in found]
+    return [bound(technique) for technique in found]
 
 
 def _workers(train: Any) -> Iterator[Technique]:

@@ -98,11 +98,9 @@ class Phases:
 def measure_phases(trainer: Trainer[Any], kept: Kept, data: Source, *, updates: int, warm: int) -> Phases:
     """Make a few updates from the user's data with a clock around each phase; the state is put back afterwards.
 
-    On a device that works on its own each phase is waited for, so that they do not overlap as they do in a run, and
-    nothing is replayed.
+    On a device that works on its own each phase is waited for, so that they do not overlap as they do in a run.
     """
-    fast = replace(trainer.fast, cuda_graphs=False) if trainer.device.type == "cuda" else trainer.fast
-    twin = variant(trainer, average=trainer.average, fast=fast)
+    twin = variant(trainer, average=trainer.average, fast=trainer.fast)
     spans = _Spans(twin, after=warm)
     clock = Clock(twin, warm=warm, updates=updates, segments=1)
     try:

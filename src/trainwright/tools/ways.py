@@ -16,13 +16,12 @@ from trainwright.base.errors import TrainwrightError
 from trainwright.data.source import open_source
 from trainwright.runtime.compile import find_regions
 from trainwright.runtime.walking import parameters_in
-from trainwright.slots.fast import Fast
 from trainwright.tools.batching import halved, joined
 from trainwright.tools.measuring import Way
 from trainwright.trainer import Trainer
 
-COMPILING, RECORDING = 40.0, 5.0
-"""Seconds that compiling, and recording a graph, may take before updates are as fast as they will be."""
+COMPILING = 40.0
+"""Seconds that compiling may take before updates are as fast as they will be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,26 +50,19 @@ def techniques(trainer: Trainer[Any], ready: list[Any]) -> list[Technique]:
     source = open_source(ready)
     made = (_precisions, _optimizers, _compile, _layouts, _for_cuda, _memory, _batches)
     found = [technique for make in made for technique in make(trainer, ready)]
-    return [bound(trainer, technique, source) for technique in found]
+    return [bound(technique, source) for technique in found]
 
 
-def as_it_is(trainer: Trainer[Any], data: Any) -> Way:
-    """The updates that techniques are compared with; without graphs, which would be recorded anew in each block."""
-    return Way(name="as it is", settings={"fast": _eager(trainer)}, data=data)
+def as_it_is(data: Any) -> Way:
+    """The updates that techniques are compared with."""
+    return Way(name="as it is", data=data)
 
 
-def bound(trainer: Trainer[Any], technique: Technique, source: Any = None) -> Technique:
-    """The technique on these batches where it has none of its own, and without graphs but where it is about them."""
+def bound(technique: Technique, source: Any = None) -> Technique:
+    """The technique on these batches where it has none of its own."""
     if technique.way is None:
         return technique
-    settings = {"fast": _eager(trainer), **technique.way.settings}
-    way = replace(technique.way, settings=settings, data=technique.way.data or source)
-    return replace(technique, way=way)
-
-
-def _eager(trainer: Trainer[Any]) -> Fast:
-    """What is fast in the trainer, but that no graph is recorded on a device that has them."""
-    return replace(trainer.fast, cuda_graphs=False) if trainer.device.type == "cuda" else trainer.fast
+    return replace(technique, way=replace(technique.way, data=technique.way.data or source))
 
 
 def _precisions(trainer: Trainer[Any], _: list[Any]) -> Iterator[Technique]:
@@ -127,7 +119,7 @@ def _rebuilt(trainer: Trainer[Any], *, kind: str) -> Iterator[None]:
 def _compile(trainer: Trainer[Any], _: list[Any]) -> Iterator[Technique]:
     how = 'Trainer(..., fast=Fast(compile="regional"))'
     why_not = "" if trainer.fast.compile is None else "it is on"
-    way = None if why_not else Way(name="compile", settings={"fast": replace(_eager(trainer), compile="regional")})
+    way = None if why_not else Way(name="compile", settings={"fast": replace(trainer.fast, compile="regional")})
     yield Technique(name="compile", how=how, way=way, why_not=why_not, start=COMPILING)
 
 
@@ -137,18 +129,13 @@ def _layouts(trainer: Trainer[Any], _: list[Any]) -> Iterator[Technique]:
         why_not = "the model has no convolution over images"
     elif trainer.fast.channels_last is True:
         why_not = "it is on"
-    way = None if why_not else Way(name="layout", settings={"fast": replace(_eager(trainer), channels_last=True)})
+    way = None if why_not else Way(name="layout", settings={"fast": replace(trainer.fast, channels_last=True)})
     yield Technique(name="channels-last", how=how, way=way, why_not=why_not)
 
 
 def _for_cuda(trainer: Trainer[Any], _: list[Any]) -> Iterator[Technique]:
     """What only a CUDA device has."""
     why_not = "" if trainer.device.type == "cuda" else "it needs a CUDA device"
-    graphs = Technique(
-        name="CUDA graphs", how='Fast(cuda_graphs="auto"), the default: recorded where it helps', start=RECORDING
-    )
-    settings = {"fast": replace(trainer.fast, cuda_graphs="require")}
-    yield replace(graphs, why_not=why_not) if why_not else replace(graphs, way=Way(name="graph", settings=settings))
     how = "torch.backends.cudnn.benchmark = True"
     if why_not or torch.backends.cudnn.benchmark or trainer.fast.defaults:
         yield Technique(name="cudnn.benchmark", how=how, why_not=why_not or "it is on")

@@ -13,7 +13,7 @@ from gpu_cases.entry import Case, Found, Runs, Target, Task, ratio, ratios
 from gpu_cases.loops import COMPILED, GRAPH, PLAIN, TUNED
 
 LARGE, LAUNCHES, GRAPHS, PEER, LIGHTNING = 1.01, 1.05, 3.0, 3.0, 8.0
-"""Beside loops by hand, where kernels fill the device and where the host is slower; what graphs give, peers lose."""
+"""Beside loops by hand, where kernels fill the device and where the host is slower; by what graphs would pay; peers."""
 MFU, FOLDED, UNPADDED = 0.45, 0.8, 1.5
 BUCKETS = 4
 
@@ -23,13 +23,8 @@ def large(_: Task) -> list[Target]:
 
 
 def launch_bound(_: Task) -> list[Target]:
-    return [
-        ratio("trainwright-graph", "graph", at_most=LAUNCHES),
-        ratio("trainwright", "graph", at_most=LAUNCHES),
-        ratio("trainwright-eager", "tuned", at_most=LAUNCHES),
-        ratio("tuned", "trainwright-graph", at_least=GRAPHS),
-        ratio("trainwright-eager", "trainwright-graph", at_least=GRAPHS),
-    ]
+    # The package replays no CUDA graphs at present. Where the hand-written one is this much faster, they may return.
+    return [ratio("trainwright", "tuned", at_most=LAUNCHES), ratio("tuned", "graph", at_least=GRAPHS)]
 
 
 def language(task: Task) -> list[Target]:
@@ -118,7 +113,7 @@ def _fastest(found: Found, *, over: bool) -> list[float] | None:
     return ratios(own, fastest) if over else ratios(fastest, own)
 
 
-LAUNCH_BOUND = (TUNED, PLAIN, GRAPH, ours.OURS, ours.REQUIRED, ours.EAGER)
+LAUNCH_BOUND = (TUNED, PLAIN, GRAPH, ours.OURS)
 BESIDE_PEERS = (TUNED, PLAIN, ours.OURS, *peers.PEERS)
 LENGTHS = (
     replace(TUNED, note="each batch padded to its bucket"),
@@ -144,7 +139,7 @@ CASES = [
     Case(
         "B8",
         tasks.update_alone,
-        (TUNED, special.GRADIENTS, special.FOLDED, replace(ours.EAGER, name="trainwright")),
+        (TUNED, special.GRADIENTS, special.FOLDED, ours.OURS),
         folded,
     ),
     Case("B8", tasks.with_fp16, (TUNED, ours.OURS), large),

@@ -1,4 +1,4 @@
-"""This package by its public API: with CUDA graphs as it chooses, demanded and left out, and compiled."""
+"""This package by its public API: with its defaults, and compiled."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from torch import Tensor, nn
 from gpu_cases.entry import Batch, Clock, Contestant, Task
 
 
-def train(
-    task: Task, clock: Clock, *, graphs: Any = "auto", compiles: str | None = None, device_data: bool = True
-) -> nn.Module:
+def train(task: Task, clock: Clock, *, compiles: str | None = None, device_data: bool = True) -> nn.Module:
     """Train from ready batches; where the task has rows on the host, from these."""
     from trainwright import Fast, Mean, Observer, Trainer, Validation
 
@@ -37,7 +35,7 @@ def train(
         device=task.device,
         console=False,
         observers=[EpochEnds()],
-        fast=Fast(cuda_graphs=graphs, compile=compile_, **more),
+        fast=Fast(compile=compile_, **more),
     )
     trainer.fit(data_of(task), epochs=1 + task.epochs)
     clock.note = trainer.fast_path
@@ -66,10 +64,6 @@ def order(task: Task) -> list[list[Tensor]]:
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 OURS = Contestant("trainwright", train, note="its defaults")
-REQUIRED = Contestant(
-    "trainwright-graph", partial(train, graphs="require"), note='Fast(cuda_graphs="require")', needs_cuda=True
-)
-EAGER = Contestant("trainwright-eager", partial(train, graphs=False), note="Fast(cuda_graphs=False)")
 COMPILED = Contestant(
     "trainwright-compile", partial(train, compiles="full"), note='Fast(compile="full")', equals="compile"
 )
