@@ -23,7 +23,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import KNeighborsClassifier
 from torch import Tensor, nn
 
-from trainwright import Batches, Step, Trainer, Window, accuracy, batches
+from trainwright import Batches, StepOutput, Trainer, Window, accuracy, batches
 
 Pair = tuple[Tensor, Tensor]
 NOISE, PENALTY, HEAT, RADIUS = 32, 1e-3, 3.0, 0.2
@@ -62,11 +62,11 @@ class Penalized(Trainer[nn.Linear]):
 
 
 class Student(Trainer[nn.Module]):
-    def training_step(self, batch: Pair) -> Step:
+    def training_step(self, batch: Pair) -> StepOutput:
         images, classes = batch
         output, hints = self.model(images), self.frozen["teacher"](images)
         soft = F.kl_div((output / HEAT).log_softmax(1), (hints / HEAT).softmax(1), reduction="batchmean")
-        return Step({"hard": F.cross_entropy(output, classes), "soft": HEAT**2 * soft}, output, classes)
+        return StepOutput({"hard": F.cross_entropy(output, classes), "soft": HEAT**2 * soft}, output, classes)
 
 
 class SharpnessAware(Trainer[nn.Module]):

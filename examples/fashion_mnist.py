@@ -25,7 +25,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from trainwright import Augment, Fast, Normalise, OneCycle, Trainer, accuracy, batches
+from trainwright import Augment, Fast, Normalize, OneCycle, Trainer, accuracy, batches
 
 FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 WHERE = f"""no --data, so this trains on scikit-learn's digits. It may name a directory with the files of Fashion-MNIST:
@@ -115,7 +115,7 @@ def train(pictures: Pictures, *, epochs: int, bf16: bool = False, compiled: bool
     order = torch.randperm(len(images))
     val, training = order[: len(order) // 8], order[len(order) // 8 :]
     scaled = images[training] / 255
-    normalise = Normalise(mean=[scaled.mean().item()], std=[scaled.std().item()])
+    normalise = Normalize(mean=[scaled.mean().item()], std=[scaled.std().item()])
     augment = [pictures.augment, normalise]
     trainer = Trainer(
         network(),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trainwright import OneCycle, Step, Sum, Trainer, accuracy, bucketed, pad
+from trainwright import OneCycle, StepOutput, SumLoss, Trainer, accuracy, bucketed, pad
 
 MODULES = ("_pydecimal", "typing", "argparse", "difflib", "enum", "ipaddress", "pickle", "mailbox")
 LONGEST = 128
@@ -77,13 +77,13 @@ class Reader(nn.Module):
 class Lines(Trainer[Reader]):
     """A line counts by its bytes: the loss is the mean over all bytes of an update, however many lines a batch has."""
 
-    def training_step(self, batch: tuple[Tensor, Tensor, Tensor]) -> Step:
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor]) -> StepOutput:
         line, mask, module = batch
         classes = self.model(line, mask)
         tokens = mask.sum(1)
         losses = F.cross_entropy(classes, module, reduction="none")
         self.log("padding", 1 - mask.float().mean(), count=mask.numel())
-        return Step(Sum((losses * tokens).sum(), tokens.sum()), classes, module)
+        return StepOutput(SumLoss((losses * tokens).sum(), tokens.sum()), classes, module)
 
 
 if __name__ == "__main__":

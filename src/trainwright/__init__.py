@@ -3,65 +3,65 @@
 from importlib import import_module as _module
 from typing import TYPE_CHECKING
 
-from trainwright.base.contracts import Clip, Metric, Observer, Part, Precision, Rates, Scaler, Schedule, Source
-from trainwright.base.errors import (
+from trainwright.core.durations import Epochs, Seconds, Updates
+from trainwright.core.errors import (
     CheckpointError,
     DataError,
+    DistributedError,
     NonFiniteError,
-    ProcessError,
     SettingError,
     StepError,
     Stopped,
     TrainwrightError,
 )
-from trainwright.base.plan import Plan
-from trainwright.base.progress import Progress
-from trainwright.base.records import Best, Mean, Result, Saved, Step, Sum, Update, Validation
-from trainwright.base.spans import Epochs, Seconds, Updates
-from trainwright.data.own import Batches, batches
+from trainwright.core.plan import Plan
+from trainwright.core.progress import Progress
+from trainwright.core.records import Best, MeanLoss, Result, Saved, StepOutput, SumLoss, Update, Validation
+from trainwright.data.batches import Batches, batches
+from trainwright.distributed.ddp import DDP
+from trainwright.metrics.metrics import Derived, accuracy, top_k
+from trainwright.modules.freezing import freeze, unfreeze
+from trainwright.modules.modes import mode
 from trainwright.observers.console import Console
-from trainwright.parallel.ddp import DDP
-from trainwright.runtime.freezing import freeze, unfreeze
-from trainwright.runtime.gradients import Gradients
-from trainwright.runtime.modules import mode
-from trainwright.slots.clip import ClipNorm, ClipValue
-from trainwright.slots.metrics import Derived, accuracy, top_k
-from trainwright.slots.precision import LossScaler, MixedPrecision
-from trainwright.slots.window import Window, windows
+from trainwright.optim.clip import ClipNorm, ClipValue
+from trainwright.optim.gradients import Gradients
+from trainwright.precision.mixed_precision import LossScaler, MixedPrecision
+from trainwright.protocols import Clip, Metric, Observer, Precision, Rates, Scaler, Schedule, Source, Stateful
 from trainwright.trainer import Trainer
+from trainwright.update.window import Window, windows
 
 if TYPE_CHECKING:
-    from trainwright.base.dealing import Slice
-    from trainwright.base.model_statistics import ModelStatistics, ParameterStatistics
-    from trainwright.base.speed import Speed
-    from trainwright.data.augment import Augment, Draws, Normalise
-    from trainwright.data.bucketed import Bucketed, bucketed
-    from trainwright.data.padding import Nest, Pack, Pad, nest, pack, pad
-    from trainwright.data.prefetch import prefetch
-    from trainwright.data.sharded import shard, sharded
-    from trainwright.data.together import Together, together
+    from trainwright.acceleration.fast import Fast
+    from trainwright.checkpointing.checkpoint import Checkpoint, Keeping, Saving
+    from trainwright.checkpointing.load import latest_checkpoint, load_weights, save_weights
+    from trainwright.core.model_statistics import ModelStatistics, ParameterStatistics
+    from trainwright.core.speed import Speed
+    from trainwright.data.sharding import shard, sharded
+    from trainwright.data.transforms.augment import Augment, Draws, Normalize
+    from trainwright.data.transforms.bucketing import Bucketed, bucketed
+    from trainwright.data.transforms.padding import Nest, Pack, Pad, nest, pack, pad
+    from trainwright.data.transforms.prefetching import prefetch
+    from trainwright.data.transforms.zipped import Together, together
+    from trainwright.distributed.batch_layout import Slice
+    from trainwright.distributed.fsdp import FSDP
+    from trainwright.distributed.launcher import launch
+    from trainwright.evaluation.reports import Report
+    from trainwright.fit.early_stopping import EarlyStopping, Stopping, Watching
+    from trainwright.metrics.scores import F1, MAE, R2, RMSE
+    from trainwright.modules.activations import checkpoint_activations
+    from trainwright.modules.flops import count_flops
     from trainwright.observers.journal import Journal, journal_to_csv, read_journal
-    from trainwright.observers.probe import Probe
-    from trainwright.observers.profile import Profile
+    from trainwright.observers.loggers.tensorboard import TensorBoardLogger
+    from trainwright.observers.probes import Probe
+    from trainwright.observers.profiler import Profile
     from trainwright.observers.pruning import Pruning
     from trainwright.observers.statistics import Statistics
-    from trainwright.observers.tensorboard import TensorBoard
     from trainwright.observers.throughput import Throughput
-    from trainwright.parallel.fsdp import FSDP
-    from trainwright.parallel.launch import launch
-    from trainwright.run.report import Report
-    from trainwright.runtime.activations import checkpoint_activations
-    from trainwright.runtime.flops import count_flops
-    from trainwright.slots.average import EMA, SWA, Average, Averaging
-    from trainwright.slots.checkpoint import Checkpoint, Keeping, Saving
-    from trainwright.slots.early_stopping import EarlyStopping, Stopping, Watching
-    from trainwright.slots.fast import Fast
-    from trainwright.slots.groups import param_groups
-    from trainwright.slots.lamb import Lamb
-    from trainwright.slots.lars import Lars
-    from trainwright.slots.optimizers import adamw, muon, sgd
-    from trainwright.slots.saved import latest_checkpoint, load_weights, save_weights
-    from trainwright.slots.schedule import (
+    from trainwright.optim.averaging import EMA, SWA, Average, Averaging
+    from trainwright.optim.groups import param_groups
+    from trainwright.optim.layerwise import Lamb, Lars
+    from trainwright.optim.optimizers import adamw, muon, sgd
+    from trainwright.schedules.standard import (
         Cosine,
         Cyclic,
         Exponential,
@@ -73,68 +73,66 @@ if TYPE_CHECKING:
         TorchSchedule,
         WarmupStableDecay,
     )
-    from trainwright.slots.scores import F1, MAE, R2, RMSE
     from trainwright.tools.advice import Advice, Effect
     from trainwright.tools.advise import advise
+    from trainwright.tools.batch_search import LargestBatch, find_batch_size
     from trainwright.tools.cross_validate import cross_validate
     from trainwright.tools.debug import anomaly, deterministic
-    from trainwright.tools.fast_run import FastRun, fast_run
     from trainwright.tools.folds import CrossValidation, Fold
-    from trainwright.tools.largest_batch import LargestBatch, largest_batch
-    from trainwright.tools.lr_range import LRRange, lr_range
+    from trainwright.tools.lr_search import LRRange, find_lr
     from trainwright.tools.masking import mask_weights
     from trainwright.tools.overfit import Overfit, overfit_batches
     from trainwright.tools.pruning import remove_channels, shrink
     from trainwright.tools.scaling import linear_scaled, sqrt_scaled
     from trainwright.tools.sklearn_wrapper import SklearnClassifier, SklearnRegressor
+    from trainwright.tools.smoke import FastRun, smoke_run
     from trainwright.tools.summary import summary
     from trainwright.tools.tried import Tried, Tuned
     from trainwright.tools.tune import constrain, tune
 else:
     _LATER = {
-        "base.dealing": ("Slice",),
-        "base.model_statistics": ("ModelStatistics", "ParameterStatistics"),
-        "base.speed": ("Speed",),
-        "data.augment": ("Augment", "Draws", "Normalise"),
-        "data.bucketed": ("Bucketed", "bucketed"),
-        "data.padding": ("Nest", "Pack", "Pad", "nest", "pack", "pad"),
-        "data.prefetch": ("prefetch",),
-        "data.sharded": ("shard", "sharded"),
-        "data.together": ("Together", "together"),
+        "distributed.batch_layout": ("Slice",),
+        "core.model_statistics": ("ModelStatistics", "ParameterStatistics"),
+        "core.speed": ("Speed",),
+        "data.transforms.augment": ("Augment", "Draws", "Normalize"),
+        "data.transforms.bucketing": ("Bucketed", "bucketed"),
+        "data.transforms.padding": ("Nest", "Pack", "Pad", "nest", "pack", "pad"),
+        "data.transforms.prefetching": ("prefetch",),
+        "data.sharding": ("shard", "sharded"),
+        "data.transforms.zipped": ("Together", "together"),
         "observers.journal": ("Journal", "journal_to_csv", "read_journal"),
-        "observers.probe": ("Probe",),
-        "observers.profile": ("Profile",),
+        "observers.probes": ("Probe",),
+        "observers.profiler": ("Profile",),
         "observers.pruning": ("Pruning",),
         "observers.statistics": ("Statistics",),
-        "observers.tensorboard": ("TensorBoard",),
+        "observers.loggers.tensorboard": ("TensorBoardLogger",),
         "observers.throughput": ("Throughput",),
-        "parallel.fsdp": ("FSDP",),
-        "parallel.launch": ("launch",),
-        "run.report": ("Report",),
-        "runtime.activations": ("checkpoint_activations",),
-        "runtime.flops": ("count_flops",),
-        "slots.average": ("EMA", "SWA", "Average", "Averaging"),
-        "slots.checkpoint": ("Checkpoint", "Keeping", "Saving"),
-        "slots.early_stopping": ("EarlyStopping", "Stopping", "Watching"),
-        "slots.fast": ("Fast",),
-        "slots.groups": ("param_groups",),
-        "slots.lamb": ("Lamb",),
-        "slots.lars": ("Lars",),
-        "slots.optimizers": ("adamw", "muon", "sgd"),
-        "slots.saved": ("latest_checkpoint", "load_weights", "save_weights"),
-        "slots.schedule": (
+        "distributed.fsdp": ("FSDP",),
+        "distributed.launcher": ("launch",),
+        "evaluation.reports": ("Report",),
+        "modules.activations": ("checkpoint_activations",),
+        "modules.flops": ("count_flops",),
+        "optim.averaging": ("EMA", "SWA", "Average", "Averaging"),
+        "checkpointing.checkpoint": ("Checkpoint", "Keeping", "Saving"),
+        "fit.early_stopping": ("EarlyStopping", "Stopping", "Watching"),
+        "acceleration.fast": ("Fast",),
+        "optim.groups": ("param_groups",),
+        "optim.layerwise": ("Lamb", "Lars"),
+        "optim.optimizers": ("adamw", "muon", "sgd"),
+        "checkpointing.load": ("latest_checkpoint", "load_weights", "save_weights"),
+        "schedules.standard": (
             *("Cosine", "Cyclic", "Exponential", "Linear", "MultiStep", "OneCycle", "Plateau", "StepLR"),
             *("TorchSchedule", "WarmupStableDecay"),
         ),
-        "slots.scores": ("F1", "MAE", "R2", "RMSE"),
+        "metrics.scores": ("F1", "MAE", "R2", "RMSE"),
         "tools.advice": ("Advice", "Effect"),
         "tools.advise": ("advise",),
         "tools.cross_validate": ("cross_validate",),
         "tools.debug": ("anomaly", "deterministic"),
-        "tools.fast_run": ("FastRun", "fast_run"),
+        "tools.smoke": ("FastRun", "smoke_run"),
         "tools.folds": ("CrossValidation", "Fold"),
-        "tools.largest_batch": ("LargestBatch", "largest_batch"),
-        "tools.lr_range": ("LRRange", "lr_range"),
+        "tools.batch_search": ("LargestBatch", "find_batch_size"),
+        "tools.lr_search": ("LRRange", "find_lr"),
         "tools.masking": ("mask_weights",),
         "tools.overfit": ("Overfit", "overfit_batches"),
         "tools.pruning": ("remove_channels", "shrink"),
@@ -184,6 +182,7 @@ __all__ = [
     "Cyclic",
     "DataError",
     "Derived",
+    "DistributedError",
     "Draws",
     "EarlyStopping",
     "Effect",
@@ -201,26 +200,24 @@ __all__ = [
     "Lars",
     "Linear",
     "LossScaler",
-    "Mean",
+    "MeanLoss",
     "Metric",
     "MixedPrecision",
     "ModelStatistics",
     "MultiStep",
     "Nest",
     "NonFiniteError",
-    "Normalise",
+    "Normalize",
     "Observer",
     "OneCycle",
     "Overfit",
     "Pack",
     "Pad",
     "ParameterStatistics",
-    "Part",
     "Plan",
     "Plateau",
     "Precision",
     "Probe",
-    "ProcessError",
     "Profile",
     "Progress",
     "Pruning",
@@ -238,14 +235,15 @@ __all__ = [
     "Slice",
     "Source",
     "Speed",
+    "Stateful",
     "Statistics",
-    "Step",
     "StepError",
     "StepLR",
+    "StepOutput",
     "Stopped",
     "Stopping",
-    "Sum",
-    "TensorBoard",
+    "SumLoss",
+    "TensorBoardLogger",
     "Throughput",
     "Together",
     "TorchSchedule",
@@ -271,15 +269,14 @@ __all__ = [
     "count_flops",
     "cross_validate",
     "deterministic",
-    "fast_run",
+    "find_batch_size",
+    "find_lr",
     "freeze",
     "journal_to_csv",
-    "largest_batch",
     "latest_checkpoint",
     "launch",
     "linear_scaled",
     "load_weights",
-    "lr_range",
     "mask_weights",
     "mode",
     "muon",
@@ -296,6 +293,7 @@ __all__ = [
     "shard",
     "sharded",
     "shrink",
+    "smoke_run",
     "sqrt_scaled",
     "summary",
     "together",

@@ -11,44 +11,46 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainwright.base.contracts import Clip, Observer, Part, Precision, Schedule
-from trainwright.base.names import (
+from trainwright.core.device import move
+from trainwright.core.durations import Span
+from trainwright.core.plan import Plan
+from trainwright.core.progress import Counters, Progress
+from trainwright.core.records import Count, Result, StepOutput
+from trainwright.core.rng import unmoved
+from trainwright.core.suggestions import (
     FOREIGN_ATTRIBUTES,
     point_elsewhere,
     refuse_near_names,
     refuse_unused_helpers,
     suggests,
 )
-from trainwright.base.plan import Plan
-from trainwright.base.progress import Counters, Progress
-from trainwright.base.records import Count, Result, Step
-from trainwright.base.spans import Span
+from trainwright.distributed.ddp import DDP
+from trainwright.evaluation import passes
+from trainwright.fit import setup
+from trainwright.fit.lazy import as_schedule, bind_rates, fast_path, parts_of, report, running, save_weights
+from trainwright.fit.plan import EACH_EPOCH, Ends, Resume, make_plan
+from trainwright.metrics.metrics import Meters
 from trainwright.observers.console import Console, console_observers
 from trainwright.observers.live import write_line
-from trainwright.parallel.ddp import DDP
-from trainwright.run import batches, evaluating, own_updates, setup
-from trainwright.run.hooks import Between, overridden, read_hooks
-from trainwright.run.later import as_schedule, bind_rates, fast_path, parts_of, report, running, save_weights
-from trainwright.run.ledger import Ledger
-from trainwright.run.optimizers import by_name, check_schedulers, make_optimizers
-from trainwright.run.plan import EACH_EPOCH, Ends, Resume, make_plan
-from trainwright.runtime.device import move
-from trainwright.runtime.randomness import unmoved
-from trainwright.slots.clip import as_clip
-from trainwright.slots.metrics import Meters
-from trainwright.slots.nonfinite import Policy, as_policy
-from trainwright.slots.precision import as_precision
-from trainwright.slots.window import Window, accumulation, rows_of
+from trainwright.optim.clip import as_clip
+from trainwright.optim.named import by_name, check_schedulers, make_optimizers
+from trainwright.precision.mixed_precision import as_precision
+from trainwright.protocols import Clip, Observer, Precision, Schedule, Stateful
+from trainwright.update import batches, manual_optimization
+from trainwright.update.hooks import Between, overridden, read_hooks
+from trainwright.update.loss_tracker import Ledger
+from trainwright.update.nonfinite_policy import Policy, as_policy
+from trainwright.update.window import Window, accumulation, rows_of
 
 if TYPE_CHECKING:
-    from trainwright.parallel.fsdp import FSDP
-    from trainwright.run.pausing import Pauses
-    from trainwright.run.report import Asked, Report
-    from trainwright.run.run import Run
-    from trainwright.slots.average import Averaging
-    from trainwright.slots.checkpoint import Saving
-    from trainwright.slots.early_stopping import Stopping
-    from trainwright.slots.fast import Fast
+    from trainwright.acceleration.fast import Fast
+    from trainwright.checkpointing.checkpoint import Saving
+    from trainwright.distributed.fsdp import FSDP
+    from trainwright.evaluation.reports import Asked, Report
+    from trainwright.fit.between_updates import Pauses
+    from trainwright.fit.early_stopping import Stopping
+    from trainwright.fit.run import Run
+    from trainwright.optim.averaging import Averaging
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -70,8 +72,8 @@ class Trainer(Generic[M]):
     "tf32", "auto" or `MixedPrecision`. `accumulate`: micro-batches per update, or `{first epoch: micro-batches}`.
     `clip`: a norm, `ClipNorm`, `ClipValue` or a function of the parameters; with several optimizers it and `schedule`
     are dicts by their names. `average`: `EMA(...)` or `SWA(...)`. `frozen`: modules by name that are not trained.
-    `nonfinite`: "raise", "skip" or "ignore" an update whose loss or gradient is not finite. `on_error="save"`: save the
-    last whole update where your code raises; `on_oom="split"`: smaller micro-batches where memory runs out.
+    `on_nonfinite`: "raise", "skip" or "ignore" an update whose loss or gradient is not finite. `on_error="save"`: save
+    the last complete update where your code raises; `on_oom="split"`: smaller micro-batches where memory runs out.
     `parallel`: "auto" takes the processes that there are, `DDP(...)` and `FSDP(...)` say how; None: one. `device`:
     "auto": the model's or the best. `console`: or False. `fast`: `Fast()`. SettingError for what cannot work together.
     """
@@ -92,7 +94,7 @@ class Trainer(Generic[M]):
         checkpoint: Saving | None = None,
         average: Averaging | None = None,
         frozen: Mapping[str, nn.Module] | None = None,
-        nonfinite: str = "raise",
+        on_nonfinite: str = "raise",
         parallel: str | DDP | FSDP | None = "auto",
         device: str | torch.device = "auto",
         console: bool | Console = True,
@@ -120,7 +122,7 @@ class Trainer(Generic[M]):
         self.early_stopping = setup.checked_slot("early_stopping", early_stopping, 'EarlyStopping("val_loss")')
         self.checkpoint = setup.checked_slot("checkpoint", checkpoint, 'Checkpoint("runs/1")')
         self.average = setup.checked_slot("average", average, "EMA(0.999)")
-        self.nonfinite: Policy = as_policy(nonfinite)
+        self.on_nonfinite: Policy = as_policy(on_nonfinite)
         self.on_error, self.on_oom = setup.checked_rescues(on_error, on_oom, checkpoint=checkpoint, world=self.world)
         self.observers: Sequence[Observer] = (*console_observers(console), *setup.checked_observers(observers))
         self.hooks = read_hooks(self, overridden(type(self), Trainer, HOOKS))
@@ -229,7 +231,7 @@ class Trainer(Generic[M]):
         """
         run = self._run
         if closure is not None:
-            return own_updates.step_by_closure(run, closure, name)
+            return manual_optimization.step_by_closure(run, closure, name)
         chosen = run.steppers.all if name is None else run.steppers.choose(name)
         flag = run.settle(chosen.gradients)
         for stepper in chosen.steppers:
@@ -247,7 +249,7 @@ class Trainer(Generic[M]):
         `loss` is whatever a step may return; a tensor counts the window's rows. Returns whether it was applied.
         """
         run = self._run
-        run.outcome.losing = own_updates.backward_of(run, loss, name)
+        run.outcome.losing = manual_optimization.backward_of(run, loss, name)
         return self.apply_gradients(name)
 
     def _pause(self, pauses: Pauses, *, epoch_ended: bool = False) -> None:
@@ -270,13 +272,13 @@ class Trainer(Generic[M]):
     # The hooks.
 
     def training_step(self, batch: Any) -> Any:
-        """Return the loss of one micro-batch: a tensor (a mean), `Mean`, `Sum`, `Step`, or a dict of named losses."""
+        """Return the loss of one micro-batch: a tensor (a mean), MeanLoss, SumLoss, StepOutput, or a dict of losses."""
         if self.loss is None:
             return batches.own_loss(self, batch)
         inputs, target = self.hooks.split(batch)
         output = self.model(*inputs) if type(inputs) is tuple else batches.call(self.model, inputs)
         loss = batches.loss_of(self, output, target)
-        return Step(loss, output, target) if self.metrics else loss
+        return StepOutput(loss, output, target) if self.metrics else loss
 
     def validation_step(self, batch: Any) -> Any:
         """Return what `training_step` may return; by default its own loss, or the class's own `training_step`."""
@@ -286,7 +288,7 @@ class Trainer(Generic[M]):
         inputs, target = hooks.split(batch)
         output = self.model(*inputs) if type(inputs) is tuple else batches.call(self.model, inputs)
         loss = batches.exact_loss_of(self, output, target) if hooks.summed is None else hooks.summed(output, target)
-        return Step(loss, output, target) if self.metrics or hooks.spread else loss
+        return StepOutput(loss, output, target) if self.metrics or hooks.spread else loss
 
     def predict_step(self, batch: Any) -> Any:
         """Return the output for one batch."""
@@ -315,7 +317,7 @@ class Trainer(Generic[M]):
     def after_update(self) -> None:
         """Run after each update that was applied: the weights are the new ones, `.grad` is what they were moved by."""
 
-    def parts(self) -> dict[str, Part]:
+    def parts(self) -> dict[str, Stateful]:
         """Return everything that belongs in a checkpoint, by name; add to `super().parts()` what is your own."""
         return parts_of(self._run, self._pauses)
 
@@ -327,12 +329,12 @@ class Trainer(Generic[M]):
 
         A dict of several sets gives `<name>_<key>_loss` for each.
         """
-        return evaluating.evaluate_sets(self, setup.open_sets(self, data, name, batch_size=batch_size))
+        return passes.evaluate_sets(self, setup.open_sets(self, data, name, batch_size=batch_size))
 
     @suggests
     def predict(self, data: Any, *, batch_size: int | None = None) -> Any:
         """Return the outputs for all rows of `data`, in order, joined, on the CPU; leaves no trace."""
-        return evaluating.predict(self, setup.open_one(self, data, "predict", batch_size=batch_size))
+        return passes.predict(self, setup.open_one(self, data, "predict", batch_size=batch_size))
 
     @suggests
     def report(
@@ -369,7 +371,7 @@ class Trainer(Generic[M]):
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return a context that computes as steps do, for an `update` of your own."""
-        return evaluating.autocast(self)
+        return passes.autocast(self)
 
     def print(self, *values: object) -> None:
         """Print a line, on the main process only, without tearing the live bar."""

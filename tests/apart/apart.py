@@ -83,7 +83,7 @@ def _in_place(apply: Any) -> Any:
 
 def _prefer(device: torch.device) -> None:
     """Have `device="auto"` be this device where it would be the CPU."""
-    from trainwright.run import setup
+    from trainwright.fit import setup
 
     choose = setup.choose_device
 

@@ -10,23 +10,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "trainwright"
-LAYERS = {
-    "base": 1,
-    "runtime": 2,
-    "parallel": 3,
-    "slots": 4,
-    "data": 4,
-    "observers": 4,
-    "run": 5,
-    "trainer.py": 6,
-    "tools": 7,
-    "__init__.py": 8,
-    "__main__.py": 9,
-}
-"""The number of every folder and top-level file: a file imports only what has a smaller one, or its own folder.
+ORDER = (
+    *("protocols.py", "core", "modules", "distributed", "metrics", "schedules", "precision", "optim", "update"),
+    *("data", "checkpointing", "observers", "diagnostics", "evaluation", "acceleration", "fit"),
+    *("trainer.py", "tools", "__init__.py", "__main__.py"),
+)
+"""Every package and top-level file: each imports only those that stand before it, and its own files.
 
-The demo uses the public names, as any program of a user's does, and so lies above them.
+The demo uses the public names, as any program of a user's does, and so stands last.
 """
+LAYERS = {name: number for number, name in enumerate(ORDER, 1)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +31,8 @@ class Import:
     target: str
     relative: bool
     inside_function: bool
+    annotation: bool = False
+    """Whether it stands under TYPE_CHECKING: for annotations alone."""
 
     @property
     def where(self) -> str:
@@ -75,7 +70,7 @@ def folder_imports() -> dict[tuple[str, str], int]:
     for path in files():
         for found in imports(path):
             there = target_place(found.target)
-            if there is not None and there != place(path):
+            if there is not None and there != place(path) and not found.annotation:
                 seen.setdefault((place(path), there), set()).add((path, module_of(found.target)))
     return {edge: len(names) for edge, names in sorted(seen.items())}
 
@@ -100,13 +95,51 @@ def _exists(*parts: str) -> bool:
     return path.is_dir() or path.with_name(path.name + ".py").is_file()
 
 
-def _imports(node: ast.AST, path: Path, *, inside: bool) -> Iterator[Import]:
+def _imports(node: ast.AST, path: Path, *, inside: bool, typing: bool = False) -> Iterator[Import]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import):
             for alias in child.names:
-                yield Import(path, child.lineno, alias.name, False, inside)
+                yield Import(path, child.lineno, alias.name, False, inside, typing)
         elif isinstance(child, ast.ImportFrom):
             for alias in child.names:
-                yield Import(path, child.lineno, f"{child.module}.{alias.name}", child.level > 0, inside)
+                yield Import(path, child.lineno, f"{child.module}.{alias.name}", child.level > 0, inside, typing)
         within = inside or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        yield from _imports(child, path, inside=within)
+        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+            for each in child.body:
+                yield from _imports(ast.Module([each], []), path, inside=within, typing=True)
+            for each in child.orelse:
+                yield from _imports(ast.Module([each], []), path, inside=within, typing=typing)
+        else:
+            yield from _imports(child, path, inside=within, typing=typing)
+
+
+def name_of(path: Path) -> str:
+    """The dotted name of a file's module, without the package: `update.window`."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def circles() -> list[list[str]]:
+    """The files that import each other in a circle, imports for annotations alone left out: one list for each."""
+    graph = {name_of(path): {*_of_package(path)} for path in files()}
+    reached = {name: _reach(name, graph) for name in graph}
+    groups = {frozenset(other for other in reached[name] if name in reached[other]) for name in graph}
+    return sorted(sorted(group) for group in groups if group)
+
+
+def _of_package(path: Path) -> Iterator[str]:
+    for found in imports(path):
+        module = module_of(found.target)
+        if module.startswith("trainwright.") and not found.annotation:
+            yield module.removeprefix("trainwright.")
+
+
+def _reach(start: str, graph: dict[str, set[str]]) -> set[str]:
+    seen: set[str] = set()
+    ahead = list(graph.get(start, ()))
+    while ahead:
+        name = ahead.pop()
+        if name not in seen:
+            seen.add(name)
+            ahead += graph.get(name, ())
+    return seen

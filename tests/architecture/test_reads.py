@@ -1,4 +1,4 @@
-"""The step reads no number back from a tensor outside `runtime/late.py`."""
+"""The step reads no number back from a tensor outside `core/host_reads.py`."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainwright import MixedPrecision, Observer, OneCycle, Trainer, Update, accuracy
 
 PATH = (
-    *("trainer.py", "run/run.py", "run/steppers.py", "run/telling.py", "run/ledger.py"),
-    *("slots/window.py", "runtime/gradients.py", "slots/precision.py", "slots/nonfinite.py"),
+    *("trainer.py", "fit/run.py", "update/optimizer_steps.py", "update/reporter.py", "update/loss_tracker.py"),
+    *("update/window.py", "optim/gradients.py", "precision/mixed_precision.py", "update/nonfinite_policy.py"),
 )
 READERS = {"item", "tolist", "cpu", "numpy"}
 CASTS = {"float", "bool", "int"}
 OFF_THE_PATH = {"__init__", "state_dict", "load_state_dict"}
 ALLOWED = {
-    ("run/steppers.py", "rates"): "the rates of the parameter groups are plain numbers",
-    ("run/steppers.py", "norms"): "numbers that were read already",
-    ("run/run.py", "judge"): "whether an update was applied, as the host knows it",
-    ("run/ledger.py", "waiting"): "a list",
-    ("slots/window.py", "find_rows"): "the sizes of a PackedSequence, which lie on the host",
+    ("update/optimizer_steps.py", "rates"): "the rates of the parameter groups are plain numbers",
+    ("update/optimizer_steps.py", "norms"): "numbers that were read already",
+    ("fit/run.py", "judge"): "whether an update was applied, as the host knows it",
+    ("update/loss_tracker.py", "waiting"): "a list",
+    ("update/window.py", "find_rows"): "the sizes of a PackedSequence, which lie on the host",
     ("trainer.py", "_rows_or_count"): "the count of a host batch whose rows nothing tells",
 }
 """Casts on the path that touch no tensor of the device, each with its reason."""
 HOST = {
-    ("slots/losses.py", "count"): "targets on the host are counted with numpy, before the batch is moved",
-    ("slots/hits.py", "counted"): "right guesses on the host are counted with numpy: half of the time",
+    ("update/losses.py", "count"): "targets on the host are counted with numpy, before the batch is moved",
+    ("metrics/flags.py", "counted"): "right guesses on the host are counted with numpy: half of the time",
 }
 READS = {"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::item"}
 
@@ -146,13 +146,13 @@ def test_only_late_reads_in_a_fit_with_everything_on(reads: Reads, precision: An
     data = [(torch.randn(n, 4), torch.randint(0, 3, (n,))) for n in (8, 8, 5, 8, 8, 8, 3)]
     result = trainer.fit(data, epochs=2)
     assert result.updates == 2 * -(-len(data) // accumulate)
-    assert ("runtime/late.py", "read") in reads.seen
-    assert {read for read in reads.seen if read[0] != "runtime/late.py"} - set(HOST) == set()
+    assert ("core/host_reads.py", "read") in reads.seen
+    assert {read for read in reads.seen if read[0] != "core/host_reads.py"} - set(HOST) == set()
 
 
 @pytest.mark.parametrize("how", ["item", "float", "bool", "tolist", "numpy", "cpu"])
 def test_a_read_in_the_step_would_be_noted(reads: Reads, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trainwright.runtime.gradients import Gradients
+    from trainwright.optim.gradients import Gradients
 
     real = Gradients.zero
     namespace: dict[str, Any] = {"real": real}
@@ -163,4 +163,4 @@ def test_a_read_in_the_step_would_be_noted(reads: Reads, how: str, monkeypatch: 
     model = nn.Linear(4, 3)
     trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), console=False)
     trainer.fit([(torch.randn(8, 4), torch.randint(0, 3, (8,)))], epochs=1)
-    assert ("runtime/gradients.py", "zero") in reads.seen
+    assert ("optim/gradients.py", "zero") in reads.seen

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from trainwright.base.checks import check_choice, check_flag, check_number, check_whole
-from trainwright.base.errors import SettingError
+from trainwright.core.checks import check_choice, check_flag, check_number, check_whole
+from trainwright.core.errors import SettingError
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.0, True, "1", None])

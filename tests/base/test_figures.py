@@ -30,8 +30,8 @@ from trainwright import (
     Updates,
     WarmupStableDecay,
 )
-from trainwright.base.errors import SettingError
-from trainwright.base.figures import confusion_figure, history_figure, values_figure
+from trainwright.core.errors import SettingError
+from trainwright.core.figures import confusion_figure, history_figure, values_figure
 
 
 def lines(axes):
@@ -214,8 +214,8 @@ def test_epochs_are_those_that_were_given():
     ids=lambda schedule: type(schedule).__name__,
 )
 def test_every_schedule_of_the_clock_draws_what_bind_gives(schedule):
-    from trainwright.base.plan import Plan
-    from trainwright.slots.rates import StandIn
+    from trainwright.core.plan import Plan
+    from trainwright.schedules.table import StandIn
 
     optimizer = StandIn([{"lr": 0.2}])
     rates = schedule.bind(optimizer, Plan(max_updates=20, epoch_updates=4))

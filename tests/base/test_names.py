@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import pytest
 
 import trainwright
-from trainwright.base.names import suggests
+from trainwright.core.suggestions import suggests
 
 M = TypeVar("M")
 

@@ -32,9 +32,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from trainwright import Checkpoint
-from trainwright.runtime import storage
-from trainwright.runtime.tensorfile import Contents
-from trainwright.slots.saved import encode, load_tree
+from trainwright.checkpointing import commits
+from trainwright.checkpointing.load import encode, load_tree
+from trainwright.checkpointing.tensorfile import Contents
 
 MANIFEST = {"run": "benchmark", "update": 1, "epoch": 0, "metrics": {}}
 SHARES = (300, 200, 100, 100, 80, 60, 60, 40, 30, 20, 6, 3, 1, 0.01)
@@ -84,8 +84,8 @@ def save_raw(tree: dict[str, Any]) -> Case:
 
 
 def save_ours(tree: dict[str, Any], checksum: Any = "crc32") -> Case:
-    return lambda folder: storage.commit(
-        folder, storage.update_name(1), encode(tree), manifest=MANIFEST, checksum=checksum
+    return lambda folder: commits.commit(
+        folder, commits.update_name(1), encode(tree), manifest=MANIFEST, checksum=checksum
     )
 
 
@@ -120,7 +120,7 @@ def save_dcp(tree: dict[str, Any]) -> Case:
 
 def load_raw(folder: Path) -> list[Tensor]:
     held = []
-    for path in sorted((folder / storage.update_name(1)).iterdir()):
+    for path in sorted((folder / commits.update_name(1)).iterdir()):
         held.append(torch.empty(path.stat().st_size, dtype=torch.uint8))
         with open(path, "rb", buffering=0) as file:
             data, at = held[-1].numpy().data, 0
@@ -130,7 +130,7 @@ def load_raw(folder: Path) -> list[Tensor]:
 
 
 def load_ours(folder: Path) -> object:
-    return load_tree(folder / storage.update_name(1))
+    return load_tree(folder / commits.update_name(1))
 
 
 def load_torch(folder: Path) -> object:

@@ -21,7 +21,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-from trainwright import Profile, Statistics, TensorBoard, Trainer, Updates, anomaly, batches, deterministic
+from trainwright import Profile, Statistics, TensorBoardLogger, Trainer, Updates, anomaly, batches, deterministic
 
 EPOCHS = 3
 Way = tuple[Callable[[], AbstractContextManager[Any]], Callable[[], list[Any]]]
@@ -55,8 +55,8 @@ def ways(directory: Path) -> dict[str, Way]:
         "deterministic()": (deterministic, list),
         "Statistics, each update": (nullcontext, lambda: [Statistics(every=Updates(1))]),
         "Statistics, each 100th": (nullcontext, lambda: [Statistics(every=Updates(100))]),
-        "TensorBoard, each update": (nullcontext, lambda: [TensorBoard(directory, every=Updates(1))]),
-        "TensorBoard, each 10th": (nullcontext, lambda: [TensorBoard(directory)]),
+        "TensorBoard, each update": (nullcontext, lambda: [TensorBoardLogger(directory, every=Updates(1))]),
+        "TensorBoard, each 10th": (nullcontext, lambda: [TensorBoardLogger(directory)]),
         "Profile, not yet": (nullcontext, lambda: [profile(after=10**6)]),
         "Profile, recording and writing": (nullcontext, lambda: [profile(after=1, updates=44 * EPOCHS - 1)]),
     }

@@ -206,7 +206,7 @@ def lost(n: int, model: Model, *, sharded: bool) -> float:
 
 
 def pause(n: int) -> float:
-    """Seconds between two words of a process under watch (parallel/watch.py)."""
+    """Seconds between two words of a process under watch (distributed/peer_watch.py)."""
     return max(0.5, n / 500)
 
 

@@ -28,7 +28,7 @@ from technique_measuring import (
 from torch import Tensor, nn
 
 from trainwright import checkpoint_activations
-from trainwright.runtime.living import Living
+from trainwright.modules.tensor_memory import Living
 from trainwright.tools.cpu import cpu_facts
 
 SCRIPT = """

@@ -12,7 +12,7 @@ import scaling_model as model
 from scaling_measured import SIZES, fitted
 from scaling_model import GPUS, LARGE, SMALL, Link
 
-from trainwright.runtime.randomness import random_state
+from trainwright.core.rng import random_state
 
 PAGE = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text(encoding="utf-8")
 LINK = Link(1e-5, 1e9)

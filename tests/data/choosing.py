@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from trainwright.data.batches import Batches, batches
 from trainwright.data.bits import same_bits
-from trainwright.data.own import Batches, batches
 
 ROWS, SIZE, EPOCHS = 60, 4, 3
 

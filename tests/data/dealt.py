@@ -22,10 +22,10 @@ from torch.utils.data import (
 )
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
-from trainwright.base.dealing import Part
-from trainwright.data.own import batches
-from trainwright.data.source import open_source
-from trainwright.runtime.randomness import random_state, set_random_state
+from trainwright.core.rng import random_state, set_random_state
+from trainwright.data.batches import batches
+from trainwright.data.sources import open_source
+from trainwright.distributed.batch_layout import Shard
 
 Pair = namedtuple("Pair", ["rows", "twice"])
 
@@ -116,7 +116,7 @@ class Stream(IterableDataset):
         self.rows = rows
 
     def __iter__(self) -> Iterator[Any]:
-        from trainwright.data.sharded import shard
+        from trainwright.data.sharding import shard
 
         index, total = shard()
         yield from torch.randperm(self.rows)[index::total]
@@ -126,7 +126,7 @@ class Ordered(Stream):
     """The same in their own order."""
 
     def __iter__(self) -> Iterator[int]:
-        from trainwright.data.sharded import shard
+        from trainwright.data.sharding import shard
 
         index, total = shard()
         return iter(range(index, self.rows, total))
@@ -213,7 +213,7 @@ def generators_of(source: Any) -> list[Any]:
     return list(getattr(source, "generators", ()))
 
 
-def opened(make: Callable[[], Any], part: Part) -> Any:
+def opened(make: Callable[[], Any], part: Shard) -> Any:
     starts()
     source: Any = open_source(make())
     source.deal(part)

@@ -17,9 +17,9 @@ import torch
 from sources import Noisy, generator, text
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SubsetRandomSampler, get_worker_info
 
-from trainwright.data.source import open_source
-from trainwright.runtime import tree
-from trainwright.runtime.randomness import random_state, set_random_state
+from trainwright.checkpointing import tree
+from trainwright.core.rng import random_state, set_random_state
+from trainwright.data.sources import open_source
 
 EPOCHS = 3
 END = object()

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from trainwright import Augment, Checkpoint, DataError, Normalise, SettingError, Trainer, Updates, batches
-from trainwright.base.dealing import Part
-from trainwright.data.augment import Draws
+from trainwright import Augment, Checkpoint, DataError, Normalize, SettingError, Trainer, Updates, batches
+from trainwright.data.transforms.augment import Draws
+from trainwright.distributed.batch_layout import Shard
 
 MEAN, STD = (0.5, 0.4), (0.2, 0.3)
 
@@ -70,7 +70,7 @@ def test_normalise_gives_the_bits_of_torchvisions_two_steps():
     given = images()
     mean, std = (torch.tensor(one).reshape(-1, 1, 1) for one in (MEAN, STD))
     wanted = given.float().div(255).sub(mean).div(std)
-    normalise = Normalise(MEAN, STD)
+    normalise = Normalize(MEAN, STD)
     for _unused in range(2):
         assert torch.equal(normalise(given, Noted(20)), wanted)
     floats = given.double() / 255
@@ -120,7 +120,7 @@ def test_processes_draw_together_what_one_draws(size):
     parts = []
     for rank in range(size):
         source = given_batches()
-        source.deal(Part(rank, size))
+        source.deal(Shard(rank, size))
         parts.append(all_of(source))
     for number, whole in enumerate(plain):
         own = [slices[number].batch for slices in parts if slices[number].rows]
@@ -159,7 +159,7 @@ class Pair(NamedTuple):
 )
 def test_a_batch_keeps_its_form_and_everything_but_its_images(data):
     plain = all_of(batches(data, 6))
-    changed = all_of(batches(data, 6, seed=1, augment=[Augment(flip=True), Normalise(MEAN, STD)]))
+    changed = all_of(batches(data, 6, seed=1, augment=[Augment(flip=True), Normalize(MEAN, STD)]))
     for one, other in zip(plain, changed, strict=True):
         assert type(one) is type(other)
         if isinstance(one, torch.Tensor):
@@ -214,7 +214,7 @@ def trainer(kind=Seen, **settings):
     return kind(model, torch.optim.SGD(model.parameters(), lr=1e-4), nn.CrossEntropyLoss(), console=False, **settings)
 
 
-BOTH = [Augment(flip=True, crop=2), Normalise(MEAN, STD)]
+BOTH = [Augment(flip=True, crop=2), Normalize(MEAN, STD)]
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -223,7 +223,7 @@ def test_a_run_trains_on_changed_images_and_evaluates_those_that_are_there(accum
     made.fit(given_batches(augment=BOTH), given_batches(augment=BOTH), epochs=2)
     wanted = [one for epoch in range(2) for one in all_of(given_batches(augment=BOTH), epoch)]
     assert same(made.trained, wanted)
-    plain = all_of(given_batches(augment=Normalise(MEAN, STD)))
+    plain = all_of(given_batches(augment=Normalize(MEAN, STD)))
     assert same(made.validated[1:], plain * 2)  # the first is the rehearsal
     made.validated.clear()
     made.evaluate(given_batches(augment=BOTH))
@@ -284,10 +284,10 @@ def test_a_run_that_is_resumed_goes_on_with_the_images_of_one_that_never_stopped
         lambda: Augment(flip=1),
         lambda: Augment(crop=-1),
         lambda: Augment(crop=2.0),
-        lambda: Normalise(0.5, 0.2),
-        lambda: Normalise((0.5,), (0.2, 0.2)),
-        lambda: Normalise((0.5,), (0.0,)),
-        lambda: Normalise((), ()),
+        lambda: Normalize(0.5, 0.2),
+        lambda: Normalize((0.5,), (0.2, 0.2)),
+        lambda: Normalize((0.5,), (0.0,)),
+        lambda: Normalize((), ()),
         lambda: given_batches(augment=Augment),
         lambda: given_batches(augment=[]),
         lambda: given_batches(augment="flip"),
@@ -303,8 +303,8 @@ def test_what_cannot_be_is_refused_when_it_is_given(make):
     [
         ((torch.zeros(4, 3), torch.zeros(4)), Augment(flip=True), "finds no images"),
         ({"a": torch.zeros(4, 5, 5)}, Augment(flip=True), "finds no images"),
-        (images(4), Normalise((0.5,), (0.2,)), "of 1 channels"),
-        (images(4).long(), Normalise(MEAN, STD), "uint8, or floating point"),
+        (images(4), Normalize((0.5,), (0.2,)), "of 1 channels"),
+        (images(4).long(), Normalize(MEAN, STD), "uint8, or floating point"),
     ],
 )
 def test_batches_without_such_images_are_refused_at_the_first(data, augment, said):

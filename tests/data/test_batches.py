@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Subset, TensorDataset, random_split
 
-from trainwright.base.errors import DataError, SettingError
-from trainwright.data.own import batches
+from trainwright.core.errors import DataError, SettingError
+from trainwright.data.batches import batches
 from trainwright.data.seeded import mixed
 
 X = torch.arange(40.0).reshape(20, 2)

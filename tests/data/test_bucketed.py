@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from trainwright import batches, bucketed, pad, sharded
-from trainwright.base.dealing import Part
-from trainwright.base.errors import DataError, SettingError
-from trainwright.data.bucketed import Bucketed
-from trainwright.data.source import open_source
+from trainwright.core.errors import DataError, SettingError
+from trainwright.data.sources import open_source
+from trainwright.data.transforms.bucketing import Bucketed
+from trainwright.distributed.batch_layout import Shard
 
 DRAWN = torch.Generator().manual_seed(5)
 LENGTHS = (torch.rand(300, generator=DRAWN) ** 2 * 60).long().tolist()
@@ -150,7 +150,7 @@ def test_processes_share_every_batch(how: dict[str, Any], size: int) -> None:
     ranks = []
     for rank in range(size):
         source: Any = open_source(made(**settings))
-        source.deal(Part(rank, size))
+        source.deal(Shard(rank, size))
         ranks.append([one._replace(batch=one.batch[-1]) for one in source.epoch(1)])
     assert [joined(list(slices)) for slices in zip(*ranks, strict=True)] == whole
     assert all(len(rows_of(one.batch)) == (one.rows or len(rows_of(one.batch))) for rank in ranks for one in rank)
@@ -181,7 +181,7 @@ def test_lengths_may_come_from_the_rows_and_draw_nothing() -> None:
 
 def test_rows_of_this_process_s_own_have_no_length_for_all() -> None:
     source: Any = open_source(sharded(made()))
-    source.deal(Part(1, 2))
+    source.deal(Shard(1, 2))
     one = next(source.epoch(0))
     assert (source.length, source.rows, source.batch_size, one.whole) == (None, None, None, None)
 

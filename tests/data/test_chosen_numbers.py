@@ -12,7 +12,7 @@ from choosing import EPOCHS, Augmented, check_same, chose, ignore_those_that_run
 from torch import nn
 
 from trainwright import Console, Trainer
-from trainwright.data import chosen
+from trainwright.data import auto_workers
 
 
 @pytest.fixture(autouse=True)
@@ -20,8 +20,8 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Choose after few batches, on a machine of two cores, whatever is gained; leave no process."""
     ignore_those_that_run()
     for name, value in {"MEASURED": 0.0, "CHEAP": 0.0, "WORTH": 0.0, "GAIN": 1e9}.items():
-        monkeypatch.setattr(chosen, name, value)
-    monkeypatch.setattr(chosen, "usable_cores", lambda: 2)
+        monkeypatch.setattr(auto_workers, name, value)
+    monkeypatch.setattr(auto_workers, "usable_cores", lambda: 2)
     yield
     assert pids() == set()
 
@@ -38,7 +38,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ],
 )
 def test_none_is_taken_where_they_are_of_no_use(monkeypatch: Any, name: str, value: Any, said: str) -> None:
-    monkeypatch.setattr(chosen, name, value)
+    monkeypatch.setattr(auto_workers, name, value)
     given = check_same(Augmented)
     assert chose(given) == 0
     news = given.take_news()
@@ -70,10 +70,10 @@ def test_as_many_are_taken_as_keep_up_and_as_there_are_cores_for_each_process(
     monkeypatch: Any, local: str, share: int, fetching: float, training: float, cores: int, number: int
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
-    monkeypatch.setattr(chosen, "usable_cores", lambda: cores * share)
+    monkeypatch.setattr(auto_workers, "usable_cores", lambda: cores * share)
     given = source(Augmented())
     given._chosen._times = [(fetching, training)] * 5
-    what = chosen.Pass(0, 0, iter(()), asks_ahead=True, keeps=False, name="", processes=4)
+    what = auto_workers.Pass(0, 0, iter(()), asks_ahead=True, keeps=False, name="", processes=4)
     assert given._chosen._best(what) == number
 
 

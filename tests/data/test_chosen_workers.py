@@ -14,9 +14,9 @@ import torch
 from choosing import EPOCHS, ROWS, Augmented, Epochs, check_same, chose, ignore_those_that_run, passes, pids, source
 from torch.utils.data import RandomSampler
 
-from trainwright.base.dealing import Part
-from trainwright.data import chosen
+from trainwright.data import auto_workers
 from trainwright.data.bits import same_bits
+from trainwright.distributed.batch_layout import Shard
 
 
 @pytest.fixture(autouse=True)
@@ -24,8 +24,8 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Choose after few batches, on a machine of two cores, whatever is gained; leave no process."""
     ignore_those_that_run()
     for name, value in {"MEASURED": 0.0, "CHEAP": 0.0, "WORTH": 0.0, "GAIN": 1e9}.items():
-        monkeypatch.setattr(chosen, name, value)
-    monkeypatch.setattr(chosen, "usable_cores", lambda: 2)
+        monkeypatch.setattr(auto_workers, name, value)
+    monkeypatch.setattr(auto_workers, "usable_cores", lambda: 2)
     yield
     assert pids() == set()
 
@@ -42,9 +42,11 @@ def test_neither_the_order_nor_a_number_depends_on_the_choice(make: Any, setting
 
 
 def test_a_fault_in_the_rows_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun = chosen.ChosenWorkers._begun
+    begun = auto_workers.ChosenWorkers._begun
     monkeypatch.setattr(
-        chosen.ChosenWorkers, "_begun", lambda self, what, *rest: begun(self, what._replace(epoch=7), rest[0], None)
+        auto_workers.ChosenWorkers,
+        "_begun",
+        lambda self, what, *rest: begun(self, what._replace(epoch=7), rest[0], None),
     )
     with pytest.raises(AssertionError):
         check_same(Augmented)
@@ -72,7 +74,7 @@ def test_each_of_several_processes_has_its_part_whatever_it_chose() -> None:
         tables = []
         for workers in (0, "auto"):
             given = source(Augmented(), workers)
-            given.deal(Part(rank, 2))
+            given.deal(Shard(rank, 2))
             tables.append([(one.batch, one.rows, one.whole) for epoch in range(2) for one in given.epoch(epoch)])
         assert same_bits(*tables)
         assert chose(given) == 0  # one core for each
@@ -182,7 +184,7 @@ class Hidden(Augmented):
     ],
 )
 def test_what_no_other_process_could_give_is_fetched_here(make: Any, named: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(chosen, "HANGS_AFTER", 5 if make is not Hanging else 0.5)
+    monkeypatch.setattr(auto_workers, "HANGS_AFTER", 5 if make is not Hanging else 0.5)
     given = check_same(make)
     assert chose(given) == 0
     news = given.take_news()
@@ -305,10 +307,15 @@ def reversed_at_the_end(data: Any) -> Any:
 
 
 FAULTS = {
-    "workers are not tried": (chosen, "same_bits", lambda *_: True, (Hidden,)),
-    "a change is not looked for": (chosen.Seen, "is_same", lambda *_, **__: True, (Augmented, shifted_under_way)),
-    "workers keep an old copy": (chosen.ChosenWorkers, "_is_surely", lambda *_: True, (Augmented, reversed_at_the_end)),
-    "rows asked ahead are lost": (chosen, "_noting", lambda rows, _: rows, (Augmented, shifted_under_way)),
+    "workers are not tried": (auto_workers, "same_bits", lambda *_: True, (Hidden,)),
+    "a change is not looked for": (auto_workers.Seen, "is_same", lambda *_, **__: True, (Augmented, shifted_under_way)),
+    "workers keep an old copy": (
+        auto_workers.ChosenWorkers,
+        "_is_surely",
+        lambda *_: True,
+        (Augmented, reversed_at_the_end),
+    ),
+    "rows asked ahead are lost": (auto_workers, "_noting", lambda rows, _: rows, (Augmented, shifted_under_way)),
 }
 
 
@@ -319,6 +326,6 @@ def test_a_planted_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(owner, name, instead)
     with pytest.raises((AssertionError, IndexError)):
         check_same(*case)
-    for pool in list(chosen._POOLS):
+    for pool in list(auto_workers._POOLS):
         pool.end()
-    chosen._POOLS.clear()
+    auto_workers._POOLS.clear()

@@ -13,10 +13,10 @@ from passes import Augmented, Globally, Passing, alike, rest, resumed, trained
 from sources import READY, Noisy, Stream, X, Y, seeded
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
 
-from trainwright.base.errors import DataError
-from trainwright.data.own import batches
-from trainwright.data.source import open_source
-from trainwright.data.stream import Continuing
+from trainwright.core.errors import DataError
+from trainwright.data.batches import batches
+from trainwright.data.sources import open_source
+from trainwright.data.streams import Continuing
 
 
 class Remembers:

@@ -10,9 +10,9 @@ from dealt import ALL, LOADERS, Alone, joined, opened, read, rows_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainwright.base.dealing import Part, Slice
-from trainwright.data.own import batches
-from trainwright.data.source import beside, open_source
+from trainwright.data.batches import batches
+from trainwright.data.sources import beside, open_source
+from trainwright.distributed.batch_layout import Shard, Slice
 
 CASES = [(name, size) for name in ALL for size in (2, 3, 4) if size == 2 or ("2" not in name and "workers" not in name)]
 """Workers take their time, and know nothing of how many processes there are."""
@@ -22,7 +22,7 @@ CASES = [(name, size) for name in ALL for size in (2, 3, 4) if size == 2 or ("2"
 @pytest.mark.parametrize(("name", "size"), CASES)
 def test_slices_of_all_processes_are_the_batch_of_one(name: str, size: int) -> None:
     alone = Alone(ALL[name])
-    sources = [opened(ALL[name], Part(rank, size)) for rank in range(size)]
+    sources = [opened(ALL[name], Shard(rank, size)) for rank in range(size)]
     for epoch, whole in enumerate(alone.table):
         ranks = [read(one, alone.begun[epoch], epoch=epoch, rank=rank) for rank, one in enumerate(sources)]
         assert [joined(list(slices)) for slices in zip(*ranks, strict=True)] == whole
@@ -36,7 +36,7 @@ def test_slices_of_all_processes_are_the_batch_of_one(name: str, size: int) -> N
 
 @pytest.mark.parametrize("name", ALL)
 def test_what_a_dealt_source_tells_of_the_whole_is_as_on_one_process(name: str) -> None:
-    alone, dealt = open_source(ALL[name]()), opened(ALL[name], Part(1, 3))
+    alone, dealt = open_source(ALL[name]()), opened(ALL[name], Shard(1, 3))
     for told in ("length", "rows", "batch_size", "repeatable", "draws_global_rng"):
         assert getattr(dealt, told) == getattr(alone, told), told
     assert dealt.facts() == alone.facts()
@@ -57,7 +57,7 @@ def test_a_resume_goes_on_with_the_batches_of_one_process(name: str, skip: int, 
     saved = source.state_dict()
     ranks = []
     for rank in range(size):
-        source = opened(ALL[name], Part(rank, size))
+        source = opened(ALL[name], Shard(rank, size))
         source.load_state_dict(saved)
         source.load_process_state(None)
         ranks.append(read(source, alone.begun[1], epoch=1, rank=rank, skip=skip))
@@ -69,7 +69,7 @@ def test_a_pass_beside_stays_dealt(name: str) -> None:
     alone = Alone(ALL[name])
     ranks = []
     for rank in range(2):
-        source = opened(ALL[name], Part(rank, 2))
+        source = opened(ALL[name], Shard(rank, 2))
         training = source.epoch(0)
         next(training)
         ranks.append(read(beside(source), alone.begun[0], epoch=0, rank=rank))
@@ -80,7 +80,7 @@ def test_a_pass_beside_stays_dealt(name: str) -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 70), st.integers(1, 6), st.integers(1, 3))
 def test_parts_are_even_slices_in_order_without_a_gap(rows: int, size: int, least: int) -> None:
-    parts = [Part(rank, size, least) for rank in range(size)]
+    parts = [Shard(rank, size, least) for rank in range(size)]
     slices = [part.of(rows) for part in parts]
     assert [row for one in slices for row in one] == list(range(rows))
     served = [len(one) for one in slices if one]
@@ -102,7 +102,7 @@ def test_any_table_is_dealt_without_a_row_twice(
 
     whole = [rows_of(one) for one in open_source(make()).epoch(3)]
     for skip in range(len(whole)):
-        ranks = [list(opened(make, Part(rank, size, least)).epoch(3, skip)) for rank in range(size)]
+        ranks = [list(opened(make, Shard(rank, size, least)).epoch(3, skip)) for rank in range(size)]
         assert [joined(list(slices)) for slices in zip(*ranks, strict=True)] == whole[skip:]
 
 
@@ -118,7 +118,7 @@ def test_rows_draw_the_same_on_any_number_of_processes() -> None:
         return batches(Noisy(), 8, shuffle=True, seed=1)
 
     whole = [noise for _, noise in open_source(make()).epoch(0)]
-    ranks = [list(opened(make, Part(rank, 3)).epoch(0)) for rank in range(3)]
+    ranks = [list(opened(make, Shard(rank, 3)).epoch(0)) for rank in range(3)]
     for slices, noise in zip(zip(*ranks, strict=True), whole, strict=True):
         assert torch.equal(torch.cat([one.batch[1][: one.rows] for one in slices]), noise)
 
@@ -138,7 +138,7 @@ def test_the_workers_of_each_process_draw_for_themselves_and_those_of_the_first_
     alone = next(open_source(make()).epoch(0))[1]
     drawn = []
     for rank in range(3):
-        source = opened(make, Part(rank, 3))
+        source = opened(make, Shard(rank, 3))
         torch.manual_seed(1)
         drawn.append(next(source.epoch(0)).batch[1])
     assert drawn[0].tolist() == alone[:1].tolist()
@@ -147,16 +147,16 @@ def test_the_workers_of_each_process_draw_for_themselves_and_those_of_the_first_
 
 def test_who_iterates_dealt_batches_by_hand_gets_whole_ones() -> None:
     made = batches((torch.arange(10),), 4)
-    opened(lambda: made, Part(1, 2))
+    opened(lambda: made, Shard(1, 2))
     assert [rows_of(batch) for batch in made] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert not isinstance(next(open_source(made).epoch(0)), Slice)  # a later run of one process
 
 
 def test_the_header_says_how_a_batch_is_shared() -> None:
     for size, told in ((2, "64 = 2 x 32"), (3, "64 = 22 + 21 + 21"), (5, "64 = 4 x 13 + 1 x 12")):
-        source = opened(lambda: batches((torch.arange(1000),), 64, shuffle=True), Part(0, size))
+        source = opened(lambda: batches((torch.arange(1000),), 64, shuffle=True), Shard(0, size))
         assert source.describe() == f"1,000 rows in batches of {told} from memory, shuffled"
-    source = opened(LOADERS["dropped"], Part(1, 2))
+    source = opened(LOADERS["dropped"], Shard(1, 2))
     assert source.describe() == "20 rows in batches of 4 = 2 x 2 from a DataLoader"
 
 
@@ -166,7 +166,7 @@ def test_per_rank_counts_the_rows_of_each_process() -> None:
 
     alone = open_source(make())
     assert (alone.batch_size, alone.length, alone.facts()["processes"]) == (4, 5, 1)
-    ranks = [opened(make, Part(rank, 2)) for rank in range(2)]
+    ranks = [opened(make, Shard(rank, 2)) for rank in range(2)]
     assert (ranks[0].batch_size, ranks[0].length, ranks[0].rows) == (8, 3, 20)
     assert ranks[0].describe() == "20 rows in batches of 8 = 2 x 4 from memory, in order"
     assert [[one.rows for one in source.epoch(0)] for source in ranks] == [[4, 4, 2], [4, 4, 2]]
@@ -177,4 +177,4 @@ def test_per_rank_counts_the_rows_of_each_process() -> None:
 def test_per_rank_that_leaves_no_batch_is_refused_when_it_is_dealt() -> None:
     made = batches((torch.arange(10),), per_rank=4, drop_last=True)
     with pytest.raises(ValueError, match="drop_last=True leaves 0 batches"):
-        made.deal(Part(0, 3))
+        made.deal(Shard(0, 3))

@@ -12,10 +12,10 @@ from sources import generator
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from trainwright.base.dealing import Part
-from trainwright.data.own import batches
-from trainwright.data.sharded import shard, sharded
-from trainwright.runtime.randomness import random_state
+from trainwright.core.rng import random_state
+from trainwright.data.batches import batches
+from trainwright.data.sharding import shard, sharded
+from trainwright.distributed.batch_layout import Shard
 
 CUTS = [(0, 0), (0, 2), (1, 1), (1, 3), (2, 0)]
 KINDS: dict[str, dict[str, Any]] = {
@@ -30,7 +30,7 @@ class OfProcess:
     """A dealt source as its own run saves it: the common state, and beside it what is this process's own."""
 
     def __init__(self, make: Any, *, rank: int = 1, size: int = 2) -> None:
-        self.source = opened(make, Part(rank, size))
+        self.source = opened(make, Shard(rank, size))
         self.source.must_resume = True
 
     def state_dict(self) -> Any:
@@ -69,24 +69,24 @@ def test_on_another_number_of_processes_the_rows_are_the_same_and_a_line_says_wh
     def make() -> Any:
         return DataLoader(Augmented(), batch_size=4, shuffle=True, num_workers=1)
 
-    source = opened(make, Part(0, 2))
+    source = opened(make, Shard(0, 2))
     source.must_resume = True
     start = random_state()
     iterator = source.epoch(0)
     next(iterator)
     saved, rows = source.state_dict(), [one.batch[0].tolist() for one in iterator]
     assert saved["workers"]["seed"] is not None
-    again = opened(make, Part(0, 1))
+    again = opened(make, Shard(0, 1))
     again.load_state_dict(saved)
     assert "the random draws of workers are not" in again.load_process_state(None)
     assert again.state_dict()["workers"]["seed"] is None
     torch.set_rng_state(start["torch"])
     assert [one.batch[0].tolist()[:2] for one in again.epoch(0, 1)] == rows
-    assert opened(make, Part(0, 1)).load_process_state(None) is None  # nothing was loaded
+    assert opened(make, Shard(0, 1)).load_process_state(None) is None  # nothing was loaded
 
 
 def test_a_line_says_it_for_a_function_of_the_epoch_too() -> None:
-    source = opened(lambda: lambda epoch: DataLoader(Augmented(), batch_size=4, num_workers=1), Part(0, 2))
+    source = opened(lambda: lambda epoch: DataLoader(Augmented(), batch_size=4, num_workers=1), Shard(0, 2))
     source.load_state_dict(source.state_dict())
     assert "the random draws of workers are not" in source.load_process_state(None)
 
@@ -118,7 +118,7 @@ def test_a_data_set_that_tells_its_state_is_asked_on_each_process(of: str) -> No
 
     trees = []
     for rank in range(2):
-        source = opened(make, Part(rank, 2, least=4))  # six rows: all of them the first one's
+        source = opened(make, Shard(rank, 2, least=4))  # six rows: all of them the first one's
         source.must_resume = True
         iterator = source.epoch(0)
         source.at_boundary()
@@ -126,7 +126,7 @@ def test_a_data_set_that_tells_its_state_is_asked_on_each_process(of: str) -> No
         trees.append((source.state_dict(), source.process_state()))
     assert trees[0][1]["asked"]["now"]["state"] == {"asked": 6}
     assert trees[1][1]["asked"]["now"]["state"] == {"asked": 12}
-    again = opened(make, Part(1, 2, least=4))
+    again = opened(make, Shard(1, 2, least=4))
     again.load_state_dict(trees[0][0])
     again.load_process_state(trees[1][1])
     assert next(again.epoch(1)).batch[1].tolist() == [13, 14, 15, 16, 17, 18]
@@ -158,10 +158,10 @@ def test_a_stream_that_tells_its_position_goes_on_there_on_each_process() -> Non
         return sharded(DataLoader(Stateful(), batch_size=2))
 
     for rank, left in ((0, [[4, 6], [8, 10]]), (1, [[5, 7], [9, 11]])):
-        source = opened(make, Part(rank, 2))
+        source = opened(make, Shard(rank, 2))
         next(source.epoch(0))
-        again = opened(make, Part(rank, 2))
-        again.load_state_dict(opened(make, Part(0, 2)).state_dict())
+        again = opened(make, Shard(rank, 2))
+        again.load_state_dict(opened(make, Shard(0, 2)).state_dict())
         again.load_process_state(source.process_state())
         assert [one.batch.tolist() for one in again.epoch(0, 1)] == left
 
@@ -170,7 +170,7 @@ def test_samplers_hear_the_epoch_on_every_process() -> None:
     data = list(range(20))
     for rank in range(2):
         sampler = DistributedSampler(data, 1, 0, seed=5)
-        source = opened(lambda sampler=sampler: DataLoader(data, batch_size=10, sampler=sampler), Part(rank, 2))
+        source = opened(lambda sampler=sampler: DataLoader(data, batch_size=10, sampler=sampler), Shard(rank, 2))
         for epoch in (0, 3):
             rows = [row for one in source.epoch(epoch) for row in one.batch.tolist()]
             reference = DistributedSampler(data, 1, 0, seed=5)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from trainwright.base.errors import DataError, SettingError
+from trainwright.core.errors import DataError, SettingError
 from trainwright.data import reading
-from trainwright.data.own import batches
-from trainwright.data.source import open_source
+from trainwright.data.batches import batches
+from trainwright.data.sources import open_source
 
 ROWS = 600
 X = torch.randn(ROWS, 2, 3, generator=torch.Generator().manual_seed(0))

@@ -14,9 +14,9 @@ import torch
 from sources import Noisy
 from torch.utils.data import DataLoader, _utils, get_worker_info
 
-from trainwright.data import pool
-from trainwright.data.own import batches
-from trainwright.data.source import open_source
+from trainwright.data.batches import batches
+from trainwright.data.dataloader import pool
+from trainwright.data.sources import open_source
 
 
 class Faulty(Noisy):

@@ -13,7 +13,7 @@ import torch
 from passes import ORDERS, WORKERS, alike, opened, rest, resumed, trained
 from sources import seeded
 
-from trainwright.base.errors import DataError
+from trainwright.core.errors import DataError
 
 CUTS = [(0, 1), (0, 3), (1, 2), (2, 0), (2, 4)]
 CASES = [(order, workers) for order in ORDERS for workers in ("0", "2 persistent")]

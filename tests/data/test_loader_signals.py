@@ -16,8 +16,8 @@ import torch
 from sources import Noisy
 from torch.utils.data import DataLoader
 
-from trainwright.data.own import batches
-from trainwright.data.source import open_source
+from trainwright.data.batches import batches
+from trainwright.data.sources import open_source
 
 PROMPT = 60.0
 """Seconds that a loaded machine has for what an idle one does at once."""

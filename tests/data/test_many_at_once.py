@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from trainwright.base.errors import DataError
-from trainwright.data.own import batches
+from trainwright.core.errors import DataError
+from trainwright.data.batches import batches
 
 X = torch.arange(40.0).reshape(20, 2)
 Y = torch.arange(20)

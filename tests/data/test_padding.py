@@ -13,10 +13,10 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from trainwright import batches, nest, pack, pad
-from trainwright.base.errors import DataError, SettingError
-from trainwright.data import padding
-from trainwright.run.batches import TARGETS
-from trainwright.slots.window import rows_of
+from trainwright.core.errors import DataError, SettingError
+from trainwright.data.transforms import padding
+from trainwright.update.batches import TARGETS
+from trainwright.update.window import rows_of
 
 Pair = namedtuple("Pair", ["tokens", "label"])
 KINDS: dict[str, Callable[[list[int]], Any]] = {

@@ -261,10 +261,10 @@ def test_a_shard_is_told_in_the_thread_as_outside():
             for _ in range(4):
                 yield shard()
 
-    from trainwright.base.dealing import Part
-    from trainwright.data.sharded import standing
+    from trainwright.data.sharding import standing
+    from trainwright.distributed.batch_layout import Shard
 
-    with standing(Part(2, 5)):
+    with standing(Shard(2, 5)):
         read = iter(prefetch(Stream(), 3))
         assert next(read) == (2, 5)
     assert list(read) == [(2, 5)] * 3

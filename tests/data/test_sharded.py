@@ -15,20 +15,20 @@ from dealt import Lists, Ordered, Pair, Rows, Sized, Stream, opened, rows_of, st
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from trainwright.base.dealing import Part, Slice
-from trainwright.base.errors import DataError, SettingError
+from trainwright.core.errors import DataError, SettingError
+from trainwright.core.rng import random_state, set_random_state
+from trainwright.data.batches import batches
 from trainwright.data.cutting import cut
 from trainwright.data.cutting import rows_of as counted
-from trainwright.data.own import batches
-from trainwright.data.sharded import shard, sharded
-from trainwright.data.source import open_source
-from trainwright.data.stream import Continuing
-from trainwright.runtime.randomness import random_state, set_random_state
+from trainwright.data.sharding import shard, sharded
+from trainwright.data.sources import open_source
+from trainwright.data.streams import Continuing
+from trainwright.distributed.batch_layout import Shard, Slice
 
 
 def of_one_process(make: Callable[[], Any], rank: int, *, size: int = 2, epoch: int = 0) -> list[Any]:
     """An epoch of a process: begun with the random state of the first, gone on with its own."""
-    source = opened(lambda: sharded(make()), Part(rank, size))
+    source = opened(lambda: sharded(make()), Shard(rank, size))
     starts()
     iterator = source.epoch(epoch)
     torch.manual_seed(50 + rank)
@@ -98,7 +98,7 @@ def test_a_process_whose_part_is_empty_gives_no_batch_and_no_error() -> None:
 def test_lengths_of_parts_are_not_those_of_the_whole() -> None:
     made = batches(torch.arange(10), 2)
     for data, own in ((made, 5), ([torch.arange(3)] * 4, 4), (DataLoader(Rows(9), batch_size=2), 5)):
-        source: Any = opened(lambda data=data: sharded(data), Part(0, 2))
+        source: Any = opened(lambda data=data: sharded(data), Shard(0, 2))
         assert (source.length, source.rows, source.own_length) == (None, None, own)
         source.deal(None)
         assert source.length == own
@@ -107,13 +107,13 @@ def test_lengths_of_parts_are_not_those_of_the_whole() -> None:
 
 def test_a_stream_goes_on_only_on_as_many_processes_inside_an_epoch() -> None:
     for name in ("batches", "iterable"):
-        source = opened(lambda name=name: sharded(STREAMS[name]()), Part(0, 2))
+        source = opened(lambda name=name: sharded(STREAMS[name]()), Shard(0, 2))
         expected = [rows_of(one.batch) for one in of_one_process(STREAMS[name], 0)]
         starts()
         next(source.epoch(0))
         saved, own = source.state_dict(), source.process_state()
         for tree, skip in ((own, 1), (None, 0), (None, 1)):
-            again = opened(lambda name=name: sharded(STREAMS[name]()), Part(0, 2))
+            again = opened(lambda name=name: sharded(STREAMS[name]()), Shard(0, 2))
             again.load_state_dict(saved)
             again.load_process_state(tree)
             starts()
@@ -128,7 +128,7 @@ def test_an_endless_stream_begins_each_pass_alike_on_all_processes() -> None:
     ranks = []
     for rank in range(2):
         source = Continuing(open_source(sharded(DataLoader(Stream(12), batch_size=1))))
-        source.deal(Part(rank, 2))
+        source.deal(Shard(rank, 2))
         starts()
         given = []
         for epoch in range(3):
@@ -144,7 +144,7 @@ def test_an_endless_stream_begins_each_pass_alike_on_all_processes() -> None:
 def test_an_endless_stream_resumes_on_as_many_processes_where_each_of_them_was() -> None:
     def made(rank: int) -> Any:
         source = Continuing(open_source(sharded(DataLoader(Stream(12), batch_size=1))))
-        source.deal(Part(rank, 2))
+        source.deal(Shard(rank, 2))
         return source
 
     source = made(1)
@@ -200,7 +200,7 @@ class Unmeasured(Lists):
 )
 def test_what_cannot_be_dealt_is_refused_with_what_to_write(data: Any, named: str) -> None:
     with pytest.raises(DataError, match=named):
-        open_source(data()).deal(Part(0, 2))  # type: ignore[attr-defined]
+        open_source(data()).deal(Shard(0, 2))  # type: ignore[attr-defined]
 
 
 def test_a_loader_that_deals_itself_is_read_as_it_is_where_it_is_marked_or_deals_to_one() -> None:
@@ -211,11 +211,11 @@ def test_a_loader_that_deals_itself_is_read_as_it_is_where_it_is_marked_or_deals
         rows += [row for one in slices for row in rows_of(one.batch)]
     assert sorted(rows) == list(range(10))
     alone = DistributedSampler(Rows(10), 1, 0)
-    opened(lambda: DataLoader(Rows(10), batch_size=2, sampler=alone), Part(1, 2))
+    opened(lambda: DataLoader(Rows(10), batch_size=2, sampler=alone), Shard(1, 2))
 
 
 def test_an_order_without_an_end_is_refused_when_it_is_drawn() -> None:
-    source = opened(lambda: DataLoader(Rows(9), batch_sampler=Endless()), Part(0, 2))
+    source = opened(lambda: DataLoader(Rows(9), batch_sampler=Endless()), Shard(0, 2))
     with pytest.raises(DataError, match="has no end"):
         source.epoch(0)
 
@@ -238,7 +238,7 @@ def test_a_source_of_the_users_own_that_cannot_deal_is_refused() -> None:
             pass
 
     with pytest.raises(DataError, match=r"Own does not deal(.|\n)*def deal\(self, part\)"):
-        Continuing(open_source(Own())).deal(Part(0, 2))
+        Continuing(open_source(Own())).deal(Shard(0, 2))
     with pytest.raises(DataError, match="a source of your own"):
         open_source(sharded(Own()))
 
@@ -270,7 +270,7 @@ def test_a_ready_batch_keeps_its_types_when_it_is_cut() -> None:
     ],
 )
 def test_a_ready_batch_of_unknown_rows_is_refused(batch: Any, named: str) -> None:
-    source = opened(lambda: [batch], Part(0, 2))
+    source = opened(lambda: [batch], Shard(0, 2))
     with pytest.raises(DataError, match=named):
         list(source.epoch(0))
 

@@ -10,10 +10,10 @@ import torch
 from sources import READY, Noisy, X, Y, generator, text
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
 
-from trainwright.base.errors import DataError
-from trainwright.data.own import batches
-from trainwright.data.source import beside, open_source, takes_batch_size
-from trainwright.runtime.randomness import unmoved
+from trainwright.core.errors import DataError
+from trainwright.core.rng import unmoved
+from trainwright.data.batches import batches
+from trainwright.data.sources import beside, open_source, takes_batch_size
 
 
 class Sized:

@@ -11,10 +11,10 @@ import pytest
 import torch
 from sources import LOADERS, Noisy, X, seeded, text
 
-from trainwright.base.errors import DataError
-from trainwright.data.own import batches
-from trainwright.data.source import open_source
-from trainwright.data.stream import Continuing
+from trainwright.core.errors import DataError
+from trainwright.data.batches import batches
+from trainwright.data.sources import open_source
+from trainwright.data.streams import Continuing
 
 
 def test_epochs_cut_from_a_stream_go_on_where_the_last_one_stopped() -> None:

@@ -11,9 +11,9 @@ import torch
 from sources import LOADERS, Noisy, seeded, text
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from trainwright.base.errors import DataError
-from trainwright.data.source import open_source
-from trainwright.runtime.randomness import random_state, set_random_state
+from trainwright.core.errors import DataError
+from trainwright.core.rng import random_state, set_random_state
+from trainwright.data.sources import open_source
 
 
 def state() -> str:

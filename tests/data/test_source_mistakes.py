@@ -10,9 +10,9 @@ from sources import READY, Noisy, Stream, X
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
 
-from trainwright.base.errors import DataError
-from trainwright.data.own import batches
-from trainwright.data.source import open_source
+from trainwright.core.errors import DataError
+from trainwright.data.batches import batches
+from trainwright.data.sources import open_source
 
 
 class OneTime(IterableDataset):

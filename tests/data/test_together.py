@@ -15,10 +15,10 @@ from sources import generator, seeded
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainwright import batches, sharded, together
-from trainwright.base.dealing import Part
-from trainwright.base.errors import DataError
-from trainwright.data.source import beside, open_source
-from trainwright.runtime.randomness import random_state, set_random_state
+from trainwright.core.errors import DataError
+from trainwright.core.rng import random_state, set_random_state
+from trainwright.data.sources import beside, open_source
+from trainwright.distributed.batch_layout import Shard
 
 
 def numbers(batch: dict[str, Any]) -> dict[str, list[int]]:
@@ -306,7 +306,7 @@ def test_processes_share_the_rows_of_every_loader(name: str, size: int) -> None:
     for rank in range(size):
         starts()
         source: Any = open_source(FULL[name]())
-        source.deal(Part(rank, size))
+        source.deal(Shard(rank, size))
         ranks.append([of_rank(source, begun[epoch], epoch=epoch, rank=rank) for epoch in range(3)])
     for epoch, expected in enumerate(whole):
         shared = [
@@ -337,7 +337,7 @@ def test_a_state_of_one_process_goes_on_over_two_and_back(name: str, cut: tuple[
     for rank in range(2):
         starts()
         source: Any = open_source(FULL[name]())
-        source.deal(Part(rank, 2))
+        source.deal(Shard(rank, 2))
         source.load_state_dict(saved)
         source.load_process_state(None)
         set_random_state(begun[0])
@@ -368,9 +368,9 @@ def of_rank(source: Any, begun: tuple[Any, list[Any]], *, epoch: int, rank: int)
 def test_a_short_batch_that_leaves_a_process_without_rows_of_one_loader_is_refused() -> None:
     source: Any = open_source(together(a=batches(table(20), 4), b=batches(table(7), 3)))
     with pytest.raises(DataError, match=r"rows for some of 2 processes only(.|\n)*1 rows of b(.|\n)*drop_last=True"):
-        source.deal(Part(0, 2))
+        source.deal(Shard(0, 2))
     source = open_source(together(a=batches(table(20), 4), b=[torch.arange(3), torch.arange(1)]))
-    source.deal(Part(0, 2))
+    source.deal(Shard(0, 2))
     with pytest.raises(DataError, match=r"4 rows of a, 1 rows of b"):
         list(source.epoch(0))
 
@@ -378,10 +378,10 @@ def test_a_short_batch_that_leaves_a_process_without_rows_of_one_loader_is_refus
 def test_parts_of_ones_own_are_marked_for_all_or_none() -> None:
     source: Any = open_source(together(a=sharded(batches(table(20), 4)), b=batches(table(8), 4)))
     with pytest.raises(DataError, match=r"a: its own, b: dealt(.|\n)*together\(a=sharded"):
-        source.deal(Part(0, 2))
+        source.deal(Shard(0, 2))
     for data in (together(a=sharded(table_batches()), b=sharded(table_batches())), sharded(two())):
         source = open_source(data)
-        source.deal(Part(1, 2))
+        source.deal(Shard(1, 2))
         one = next(source.epoch(0))
         assert (one.rows, one.whole, source.length, source.sharded) == (None, None, None, True)
 

@@ -9,8 +9,8 @@ import pytest
 from dealt import Sized, table
 
 from trainwright import batches, prefetch, together
-from trainwright.base.errors import DataError, SettingError
-from trainwright.data.source import open_source
+from trainwright.core.errors import DataError, SettingError
+from trainwright.data.sources import open_source
 
 
 def two(**how: Any) -> Any:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from trainwright.data.bits import same_bits
-from trainwright.data.unchanged import Seen, why_not_sent
+from trainwright.data.dataset_fingerprint import Seen, why_not_sent
 
 
 class Held:

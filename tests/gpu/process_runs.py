@@ -15,9 +15,9 @@ from gpu_runs import Case, data_of, distance, trained, watch_of
 from torch import nn
 
 from trainwright import DDP, FSDP
-from trainwright.parallel.averaging import Buckets
-from trainwright.parallel.ddp import Wrapped
-from trainwright.parallel.world import Group
+from trainwright.distributed.ddp import Wrapped
+from trainwright.distributed.gradient_averaging import Buckets
+from trainwright.distributed.world import Group
 
 
 class Block(nn.Module):

@@ -32,10 +32,9 @@ from gpu_runs import (
 from torch import nn
 
 from trainwright import Fast, NonFiniteError, Observer, Throughput, Trainer, Updates, batches
-from trainwright.runtime.fused import ready_to_mask
-from trainwright.runtime.kernels import step_of
-from trainwright.runtime.staging import Arena, needs
-from trainwright.runtime.tensorfile import Contents
+from trainwright.checkpointing.staging import Arena, needs
+from trainwright.checkpointing.tensorfile import Contents
+from trainwright.optim.fused import ready_to_mask, step_of
 
 pytestmark = pytest.mark.gpu
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from trainwright import Fast, Observer, Trainer, batches
-from trainwright.runtime.moving import Moving
+from trainwright.acceleration.transfer import Moving
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import Augment, Fast, Normalise, Trainer, accuracy, batches
-from trainwright.runtime.device import move
-from trainwright.runtime.moving import SLOTS, Moving
+from trainwright import Augment, Fast, Normalize, Trainer, accuracy, batches
+from trainwright.acceleration.transfer import SLOTS, Moving
+from trainwright.core.device import move
 
 pytestmark = [
     pytest.mark.gpu,
@@ -138,7 +138,7 @@ def trained(data, val, **settings):
     return [one.detach().cpu() for one in model.parameters()], result.history
 
 
-CHANGES = [Augment(flip=True, crop=2), Normalise((0.5, 0.4, 0.3), (0.2, 0.3, 0.4))]
+CHANGES = [Augment(flip=True, crop=2), Normalize((0.5, 0.4, 0.3), (0.2, 0.3, 0.4))]
 
 
 def test_data_that_lie_on_the_device_train_what_data_on_the_host_do():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import Fast, Trainer, largest_batch
+from trainwright import Fast, Trainer, find_batch_size
 
 pytestmark = pytest.mark.gpu
 
@@ -64,7 +64,7 @@ def test_a_window_that_does_not_fit_is_split(device: torch.device, small: int) -
 def test_the_largest_batch_fits_and_is_found_in_four_trials(device: torch.device, small: int) -> None:
     trainer = make(device)
     before = [p.detach().cpu() for p in trainer.model.parameters()]
-    found = largest_batch(trainer, data(), budget=small, most=4096)
+    found = find_batch_size(trainer, data(), budget=small, most=4096)
     assert 64 <= found.rows < 4096 and len(found.trials) <= 4
     assert found.how == "torch.cuda.max_memory_allocated" and found.fixed is not None and found.fixed > 64 * MIB
     assert all(torch.equal(a, b.cpu()) for a, b in zip(before, trainer.model.parameters(), strict=True))

@@ -117,8 +117,8 @@ SLOTS: dict[str, dict[str, Any]] = {
     "average": {"average": EMA(0.9)},
     "late average": {"average": SWA(start=Updates(10), every=Updates(5))},
     "metrics": {"metrics": {"accuracy": accuracy}},
-    "ignored": {"nonfinite": "ignore"},
-    "skipped": {"nonfinite": "skip"},
+    "ignored": {"on_nonfinite": "ignore"},
+    "skipped": {"on_nonfinite": "skip"},
 }
 
 

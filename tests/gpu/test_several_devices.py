@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from trainwright import EMA, Checkpoint, ClipNorm, ClipValue, MixedPrecision, SettingError, Trainer, accuracy, batches
-from trainwright.runtime.device import devices_of
+from trainwright.core.device import devices_of
 
 COUNT = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(COUNT < 2, reason=f"needs two CUDA devices, and there are {COUNT}")]
@@ -57,9 +57,9 @@ def tensors(model):
         {},
         {"clip": ClipNorm(0.1), "accumulate": 3},
         {"clip": ClipNorm(0.1, norm_type=math.inf)},
-        {"clip": ClipValue(0.01), "nonfinite": "ignore"},
+        {"clip": ClipValue(0.01), "on_nonfinite": "ignore"},
         {"precision": MixedPrecision("fp16", init_scale=8.0), "clip": 0.1, "accumulate": 3},
-        {"average": EMA(0.9), "metrics": {"accuracy": accuracy}, "nonfinite": "skip"},
+        {"average": EMA(0.9), "metrics": {"accuracy": accuracy}, "on_nonfinite": "skip"},
     ],
     ids=lambda settings: " ".join(settings) or "nothing",
 )
@@ -106,7 +106,7 @@ def test_an_overflow_on_one_device_holds_back_both(half):
         torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True),
         nn.CrossEntropyLoss(),
         precision=MixedPrecision("fp16", init_scale=8.0),
-        nonfinite="skip",
+        on_nonfinite="skip",
         console=False,
     )
     result = trainer.fit(data(torch.float32), epochs=1)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
-from trainwright import Sum, Trainer, batches, bucketed, nest, pack, pad, together
+from trainwright import SumLoss, Trainer, batches, bucketed, nest, pack, pad, together
 
 pytestmark = [
     pytest.mark.gpu,
@@ -86,7 +86,7 @@ def test_batches_of_unequal_rows_train_as_on_the_cpu(kind: type[nn.Module], coll
 class Both(Trainer[nn.Module]):
     def training_step(self, batch: Any) -> Any:
         a, b = (self.model(one).square().sum() for one in batch.values())
-        return Sum(a + b, sum(map(len, batch.values())))
+        return SumLoss(a + b, sum(map(len, batch.values())))
 
 
 def test_batches_read_together_are_moved_together() -> None:

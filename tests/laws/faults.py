@@ -9,16 +9,18 @@ from itertools import chain
 import torch
 from torch import nn
 
-from trainwright import LossScaler, MixedPrecision, Plan, Sum, Trainer, Window
-from trainwright.data.foreign import LoaderBatches
-from trainwright.run import batches, evaluating, fetching, ledger, run
-from trainwright.run.ledger import Ledger
-from trainwright.run.run import Run
-from trainwright.runtime import gradients, modules
-from trainwright.runtime.gradients import Gradients
-from trainwright.slots import nonfinite, window
-from trainwright.slots.losses import KnownLoss
-from trainwright.slots.rates import TableRates
+from trainwright import LossScaler, MixedPrecision, Plan, SumLoss, Trainer, Window
+from trainwright.data.dataloader.loader import LoaderBatches
+from trainwright.evaluation import passes
+from trainwright.fit import fetching, run
+from trainwright.fit.run import Run
+from trainwright.modules import modes
+from trainwright.optim import gradients
+from trainwright.optim.gradients import Gradients
+from trainwright.schedules.table import TableRates
+from trainwright.update import batches, loss_tracker, nonfinite_policy, window
+from trainwright.update.loss_tracker import Ledger
+from trainwright.update.losses import KnownLoss
 
 
 def around(patch, owner, name, *, before=None, after=None):
@@ -53,19 +55,19 @@ def draws_before_the_loader(patch):
 
 
 def evaluation_moves_the_rng(patch):
-    patch.setattr(evaluating, "unmoved", nullcontext)
+    patch.setattr(passes, "unmoved", nullcontext)
 
 
 def evaluation_leaves_eval_mode_behind(patch):
-    patch.setattr(modules, "evaluating", lambda *roots: nullcontext([root.eval() for root in roots]))
+    patch.setattr(modes, "evaluating", lambda *roots: nullcontext([root.eval() for root in roots]))
 
 
 def evaluation_in_train_mode(patch):
-    patch.setattr(modules, "evaluating", lambda *roots: nullcontext())
+    patch.setattr(modes, "evaluating", lambda *roots: nullcontext())
 
 
 def evaluation_wakes_what_was_in_eval_mode(patch):
-    around(patch, evaluating, "evaluate", after=lambda owner, *_, **__: owner.model.train())
+    around(patch, passes, "evaluate", after=lambda owner, *_, **__: owner.model.train())
 
 
 def gradients_are_rounded(patch):
@@ -137,12 +139,12 @@ def rates_are_one_update_late(patch):
 
 
 def a_sum_is_divided_by_its_rows(patch):
-    patch.setattr(batches, "loss_of", lambda owner, output, target: Sum(owner.loss(output, target), len(target)))
+    patch.setattr(batches, "loss_of", lambda owner, output, target: SumLoss(owner.loss(output, target), len(target)))
 
 
 def a_mean_is_made_of_a_sum(patch):
     def loss_of(owner, output, target):
-        return Sum(owner.hooks.known.total(output, target), owner.ledger.count)
+        return SumLoss(owner.hooks.known.total(output, target), owner.ledger.count)
 
     patch.setattr(batches, "loss_of", loss_of)
 
@@ -156,7 +158,7 @@ def sparse_rows_are_added_up_first(patch):
 
 
 def reports_the_mean_of_batch_means(patch):
-    without(patch, ledger, "counted_by_torch")
+    without(patch, loss_tracker, "counted_by_torch")
     without(patch, Ledger, "_default_count", 1)
 
 
@@ -302,7 +304,7 @@ def returns_the_loss_before_it_is_weighed(patch):
 
 
 def adds_the_nan_of_a_mean_over_nothing(patch):
-    for module in (ledger, window):
+    for module in (loss_tracker, window):
         patch.setattr(module, "without_nothing", lambda loss, count: loss)
 
 
@@ -324,4 +326,4 @@ def a_users_count_is_not_asked(patch):
 
 
 def applies_a_window_that_counts_nothing(patch):
-    without(patch, nonfinite, "judge", "apply")
+    without(patch, nonfinite_policy, "judge", "apply")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch.utils.data import RandomSampler
 
-from trainwright.data import recognised
+from trainwright.data.dataloader import recognized
 
 from .same_data import ROWS
 
 
 def skips_the_base_seed(patch):
-    whole = recognised.from_memory
+    whole = recognized.from_memory
 
     def unseeded(loader, iterator):
         generator = torch.default_generator if loader.generator is None else loader.generator
@@ -26,43 +26,43 @@ def skips_the_base_seed(patch):
         begin(self, loader)
 
     patch.setattr(torch.utils.data.dataloader._SingleProcessDataLoaderIter, "__init__", noted)
-    patch.setattr(recognised, "from_memory", unseeded)
+    patch.setattr(recognized, "from_memory", unseeded)
 
 
 def draws_an_order_of_its_own(patch):
-    drawn = recognised._drawn
-    recognised._draws_alike(RandomSampler)
+    drawn = recognized._drawn
+    recognized._draws_alike(RandomSampler)
     order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(9))
-    patch.setattr(recognised, "_drawn", lambda sampler: drawn(sampler)._replace(order=order))
+    patch.setattr(recognized, "_drawn", lambda sampler: drawn(sampler)._replace(order=order))
 
 
 def gives_the_rows_of_a_batch_in_another_order(patch):
-    take, whole = recognised.Table.take, recognised.Table.batches
-    patch.setattr(recognised.Table, "take", lambda self, rows: take(self, rows.sort().values))
+    take, whole = recognized.Table.take, recognized.Table.batches
+    patch.setattr(recognized.Table, "take", lambda self, rows: take(self, rows.sort().values))
 
     def batches(self, order, size, rows, *, only=None):
         flipped = None if order is None else torch.cat([part.flip(0) for part in order.split(size)])
         return whole(self, flipped, size, rows, only=only)
 
-    patch.setattr(recognised.Table, "batches", batches)
+    patch.setattr(recognized.Table, "batches", batches)
 
 
 def forgets_what_is_drawn_at_the_end(patch):
-    recognised._draws_alike(RandomSampler)
-    drawn = recognised._drawn
-    patch.setattr(recognised, "_drawn", lambda sampler: drawn(sampler)._replace(generator=None))
+    recognized._draws_alike(RandomSampler)
+    drawn = recognized._drawn
+    patch.setattr(recognized, "_drawn", lambda sampler: drawn(sampler)._replace(generator=None))
 
 
 def gives_tuples(patch):
-    whole = recognised.Table.__init__
-    patch.setattr(recognised.Table, "__init__", lambda self, columns, pack, at=None: whole(self, columns, None, at))
+    whole = recognized.Table.__init__
+    patch.setattr(recognized.Table, "__init__", lambda self, columns, pack, at=None: whole(self, columns, None, at))
 
 
 def leaves_out_the_short_batch(patch):
-    passed = recognised._passed
-    patch.setattr(recognised, "_passed", lambda table, given: list(passed(table, given))[:1])
+    passed = recognized._passed
+    patch.setattr(recognized, "_passed", lambda table, given: list(passed(table, given))[:1])
 
 
 def gathers_a_row_late(patch):
-    whole = recognised.Table._at_once
-    patch.setattr(recognised.Table, "_at_once", lambda self, order, size, rows: whole(self, order.roll(1), size, rows))
+    whole = recognized.Table._at_once
+    patch.setattr(recognized.Table, "_at_once", lambda self, order, size, rows: whole(self, order.roll(1), size, rows))

@@ -16,15 +16,17 @@ import torch
 from torch import nn
 
 from trainwright import Trainer, Window, trainer
-from trainwright.data.foreign import LoaderBatches
-from trainwright.run import evaluating, pausing, running, shown, stages
-from trainwright.run.run import Run
-from trainwright.run.shown import Shown
-from trainwright.runtime import modules, randomness, surroundings
-from trainwright.runtime.modules import wake
-from trainwright.runtime.switches import matmul_precisions
-from trainwright.slots import precision
-from trainwright.slots.average_bound import Average
+from trainwright.core import process_state, rng
+from trainwright.core.process_state import matmul_precisions
+from trainwright.data.dataloader.loader import LoaderBatches
+from trainwright.evaluation import passes, shown_weights
+from trainwright.evaluation.shown_weights import Shown
+from trainwright.fit import between_updates, running, stages
+from trainwright.fit.run import Run
+from trainwright.modules import modes
+from trainwright.modules.modes import wake
+from trainwright.optim.averaged_weights import Average
+from trainwright.precision import mixed_precision
 
 from .faults import around, without
 
@@ -74,7 +76,7 @@ def leaves_a_matmul_precision(patch):
 
 
 def leaves_the_precision_of_a_backend(patch):
-    without(patch, precision, "matmul_precisions", [])
+    without(patch, mixed_precision, "matmul_precisions", [])
 
 
 def leaves_gc_off(patch):
@@ -231,7 +233,7 @@ def draws_when_it_is_built(patch):
 
 
 def passes_move_the_generators(patch):
-    patch.setattr(evaluating, "unmoved", nothing)
+    patch.setattr(passes, "unmoved", nothing)
 
 
 def plans_draw(patch):
@@ -247,7 +249,7 @@ def trains_in_what_surrounds_it(patch):
 
 
 def computes_in_the_autocast_around(patch):
-    patch.setattr(surroundings, "_own_autocast", nothing)
+    patch.setattr(process_state, "_own_autocast", nothing)
 
 
 def all_trainers_share_what_they_know(patch):
@@ -272,53 +274,53 @@ def a_refused_fit_takes_the_rates(patch):
 
 
 def a_pass_settles_the_seed(patch):
-    patch.setattr(evaluating, "beside", lambda source: source)
+    patch.setattr(passes, "beside", lambda source: source)
 
 
 def a_pass_moves_gradients_and_statistics(patch):
-    patch.setattr(modules, "untouched", nothing)
+    patch.setattr(modes, "untouched", nothing)
 
 
 def a_pass_adds_to_gradients(patch):
-    whole = modules.untouched
-    patch.setattr(modules, "untouched", lambda *roots, shows_gradients: whole(*roots, shows_gradients=True))
+    whole = modes.untouched
+    patch.setattr(modes, "untouched", lambda *roots, shows_gradients: whole(*roots, shows_gradients=True))
 
 
 def a_pass_moves_statistics(patch):
-    patch.setattr(modules, "has_running_statistics", lambda module: False)
+    patch.setattr(modes, "has_running_statistics", lambda module: False)
 
 
 def a_pass_leaves_merged_weights_rounded(patch):
-    patch.setattr(modules, "_moved_by_mode", lambda module: [])
+    patch.setattr(modes, "_moved_by_mode", lambda module: [])
 
 
 def a_pass_freezes(patch):
-    around(patch, evaluating, "predict", after=lambda owner, *_: owner.model.last.requires_grad_(False))
+    around(patch, passes, "predict", after=lambda owner, *_: owner.model.last.requires_grad_(False))
 
 
 def a_pass_is_noticed_by_a_backward(patch):
-    for module in (modules, shown):
+    for module in (modes, shown_weights):
         patch.setattr(module, "unnoticed", nothing)
 
 
 def a_pass_reads_casts_of_training(patch):
-    patch.setattr(evaluating, "beside_training", nothing)
+    patch.setattr(passes, "beside_training", nothing)
 
 
 def a_pass_changes_the_state(patch):
-    patch.setattr(evaluating, "_state_aside", nothing)
+    patch.setattr(passes, "_state_aside", nothing)
 
 
 def a_pass_moves_the_generator_of_the_loader(patch):
-    patch.setattr(evaluating, "unmoved", lambda generators=(): randomness.unmoved())
+    patch.setattr(passes, "unmoved", lambda generators=(): rng.unmoved())
 
 
 def a_pass_logs_in_training(patch):
-    patch.setattr(evaluating, "ledger_aside", nothing)
+    patch.setattr(passes, "ledger_aside", nothing)
 
 
 def a_pass_wakes_what_is_in_eval_mode(patch):
-    around(patch, evaluating, "predict", after=lambda owner, *_: owner.model.train())
+    around(patch, passes, "predict", after=lambda owner, *_: owner.model.train())
 
 
 def a_pass_leaves_averaged_weights(patch):
@@ -333,14 +335,14 @@ def a_pass_leaves_weights_rounded(patch):
 
 
 def a_pass_adapts_the_scale(patch):
-    around(patch, evaluating, "evaluate", after=lambda owner, *_, **__: owner._run.scaler.adapt(True))
+    around(patch, passes, "evaluate", after=lambda owner, *_, **__: owner._run.scaler.adapt(True))
 
 
 def a_pass_counts_its_rows(patch):
     def count(owner, *_):
         owner.counters.rows += 1
 
-    around(patch, evaluating, "predict", after=count)
+    around(patch, passes, "predict", after=count)
 
 
 def a_plan_sets_the_rates(patch):
@@ -355,7 +357,7 @@ def a_plan_sets_the_rates(patch):
 
 
 def a_probe_is_a_callback(patch):
-    patch.setattr(pausing, "probing", nothing)
+    patch.setattr(between_updates, "probing", nothing)
 
 
 def a_pass_takes_over_the_workers(patch):

@@ -7,14 +7,15 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
-from trainwright import Step, Sum, Trainer
-from trainwright.run import batches, ledger, own_updates, run
-from trainwright.run.ledger import Ledger
-from trainwright.run.run import Run
-from trainwright.run.statistics import Buffers, Statistics
-from trainwright.run.steppers import NamedParts, NamedRates, Stepper, Steppers
-from trainwright.runtime.gradients import Gradients
-from trainwright.slots.rates import TableRates
+from trainwright import StepOutput, SumLoss, Trainer
+from trainwright.fit import run
+from trainwright.fit.run import Run
+from trainwright.optim.gradients import Gradients
+from trainwright.schedules.table import TableRates
+from trainwright.update import batches, loss_tracker, manual_optimization
+from trainwright.update.buffers import Buffers, Statistics
+from trainwright.update.loss_tracker import Ledger
+from trainwright.update.optimizer_steps import NamedParts, NamedRates, Stepper, Steppers
 
 from .faults import around, without
 
@@ -89,7 +90,7 @@ def a_scaled_gradient_is_what_the_update_reads(patch):
 
 
 def the_closure_is_called_once(patch):
-    whole = own_updates.step_by_closure
+    whole = manual_optimization.step_by_closure
 
     def once(run, closure, name):
         found = []
@@ -101,7 +102,7 @@ def the_closure_is_called_once(patch):
 
         return whole(run, first, name)
 
-    patch.setattr(own_updates, "step_by_closure", once)
+    patch.setattr(manual_optimization, "step_by_closure", once)
 
 
 def the_norm_of_the_last_trial_is_told(patch):
@@ -118,7 +119,7 @@ def the_norm_of_the_last_trial_is_told(patch):
 
 
 def trials_are_never_judged(patch):
-    patch.setattr(own_updates, "_all_finite", lambda weights: True)
+    patch.setattr(manual_optimization, "_all_finite", lambda weights: True)
 
 
 def a_bad_step_is_applied(patch):
@@ -151,7 +152,7 @@ def minimize_zeroes_nothing(patch):
 def minimize_applies_to_all(patch):
     def minimize(self, loss, name=None):
         run = self._run
-        run.outcome.losing = own_updates.backward_of(run, loss, name)
+        run.outcome.losing = manual_optimization.backward_of(run, loss, name)
         applied = self.apply_gradients(name)
         for stepper in run.steppers.all.steppers if name == "G" else ():
             stepper.step()
@@ -285,13 +286,13 @@ def a_backward_by_hand_is_unscaled(patch):
 
 
 def a_scaled_minimize_speaks_for_the_update(patch):
-    whole = own_updates.backward_of
+    whole = manual_optimization.backward_of
 
     def backward_of(run, loss, name):
         run.outcome.scaled = True
         return whole(run, loss, name)
 
-    patch.setattr(own_updates, "backward_of", backward_of)
+    patch.setattr(manual_optimization, "backward_of", backward_of)
 
 
 def an_unjudged_step_is_let_pass(patch):
@@ -304,14 +305,14 @@ def steps_by_hand_are_not_noticed(patch):
 
 def metrics_are_not_fed(patch):
     whole = Ledger.alone
-    strip = lambda returned: returned.loss if type(returned) is Step else returned  # noqa: E731
+    strip = lambda returned: returned.loss if type(returned) is StepOutput else returned  # noqa: E731
     patch.setattr(Ledger, "alone", lambda self, returned: whole(self, strip(returned)))
 
 
 def a_step_that_is_called_weighs_by_the_window(patch):
     def loss_of(owner, output, target):
         known, window = owner.hooks.known, owner.ledger.window
-        return owner.loss(output, target) if window.alone else Sum(known.total(output, target), owner.ledger.count)
+        return owner.loss(output, target) if window.alone else SumLoss(known.total(output, target), owner.ledger.count)
 
     patch.setattr(batches, "loss_of", loss_of)
 
@@ -321,7 +322,7 @@ def unfed_metrics_are_left_out(patch):
 
 
 def a_metric_is_weighed_by_the_window(patch):
-    patch.setattr(ledger, "find_rows", lambda output: None)
+    patch.setattr(loss_tracker, "find_rows", lambda output: None)
 
 
 def logged_numbers_count_windows(patch):

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from trainwright import Observer, Trainer
-from trainwright.run import judging
+from trainwright.update import finite_check
 
 ROWS, SIZE = 22, 4
 
 
 def on_the_cpu(patch: pytest.MonkeyPatch) -> None:
     """Have updates be judged late on the CPU too."""
-    patch.setattr(judging, "LATE", {"cpu", "meta", "cuda"})
+    patch.setattr(finite_check, "LATE", {"cpu", "meta", "cuda"})
 
 
 def data(seed: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import EarlyStopping, Mean, Observer, Step, Trainer
+from trainwright import EarlyStopping, MeanLoss, Observer, StepOutput, Trainer
 
 
 def close(value, expected, rel=1e-6):
@@ -82,7 +82,9 @@ class Planned(Trainer):
     planned = ()
 
     def validation_step(self, batch):
-        return Step(Mean(torch.tensor(self.planned[self.progress.epoch - 1], dtype=torch.float64), 1), None, None)
+        return StepOutput(
+            MeanLoss(torch.tensor(self.planned[self.progress.epoch - 1], dtype=torch.float64), 1), None, None
+        )
 
 
 def run_planned(values, patience, min_delta, mode):

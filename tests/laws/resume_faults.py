@@ -10,23 +10,25 @@ import torch
 from torch import nn
 
 from trainwright import Trainer, trainer
-from trainwright.base.progress import Counters
-from trainwright.data import worker
-from trainwright.data.foreign import LoaderBatches
-from trainwright.data.own import Batches
+from trainwright.checkpointing import state
+from trainwright.checkpointing.manager import Keeper
+from trainwright.checkpointing.state import Random
+from trainwright.core.progress import Counters
+from trainwright.core.rng import set_random_state
+from trainwright.data.batches import Batches
+from trainwright.data.dataloader import worker
+from trainwright.data.dataloader.loader import LoaderBatches
+from trainwright.fit import running
+from trainwright.fit.between_updates import Pauses
+from trainwright.fit.early_stopping import Watch
 from trainwright.observers.journal import Journal
-from trainwright.run import boundary, running, state
-from trainwright.run.boundary import Boundary
-from trainwright.run.ledger import Ledger
-from trainwright.run.pausing import Pauses
-from trainwright.run.state import Random
-from trainwright.runtime.randomness import set_random_state
-from trainwright.slots.average_bound import Average
-from trainwright.slots.early_stopping import Watch
-from trainwright.slots.keeper import Keeper
-from trainwright.slots.precision import LossScaler
-from trainwright.slots.rates import TableRates
-from trainwright.slots.schedule_stepped import SteppedRates
+from trainwright.optim.averaged_weights import Average
+from trainwright.precision.mixed_precision import LossScaler
+from trainwright.schedules.stepped import SteppedRates
+from trainwright.schedules.table import TableRates
+from trainwright.update import rollback
+from trainwright.update.loss_tracker import Ledger
+from trainwright.update.rollback import Boundary
 
 from .faults import around, without
 
@@ -34,14 +36,14 @@ from .faults import around, without
 
 
 def _not_put_back(patch, get, put):
-    whole = boundary.set_random_state
+    whole = rollback.set_random_state
 
     def changed(saved):
         now = get()
         whole(saved)
         put(now)
 
-    for module in (boundary, state):
+    for module in (rollback, state):
         patch.setattr(module, "set_random_state", changed)
 
 

@@ -25,7 +25,7 @@ from laws.resume_cells import Cell, drawn, name, uninterrupted
 from laws.resume_data import BATCHES
 from laws.resume_run import ERROR, SIGNALS, Interrupt, flattened, train
 from trainwright import latest_checkpoint, read_journal
-from trainwright.slots.saved import load_tree
+from trainwright.checkpointing.load import load_tree
 
 LIMIT = 120
 """Seconds after which a phase hangs."""

@@ -43,8 +43,8 @@ from trainwright import (
     batches,
     latest_checkpoint,
 )
-from trainwright.base.errors import CheckpointError
-from trainwright.slots.saved import load_tree
+from trainwright.checkpointing.load import load_tree
+from trainwright.core.errors import CheckpointError
 
 EPOCHS = 3
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)

@@ -231,8 +231,9 @@ SEEDED = re.compile(
 FAULTS = 336
 """Their cases, at least; a smaller number needs a list of those that went, and why.
 
-Of 364 cases 25 went with CUDA graphs (docs/decisions.md, 100): every fault of `laws/test_same_graphs_faults.py` of
-commit 471508e, each of which broke the recording or the replay of updates. They return with the graphs.
+Of 364 cases 25 went with CUDA graphs (docs/development/decisions.md, 100): every fault of
+`laws/test_same_graphs_faults.py` of commit 471508e, each of which broke the recording or the replay of updates.
+They return with the graphs.
 """
 
 

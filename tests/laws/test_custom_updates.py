@@ -168,7 +168,7 @@ def check_step_beside_held_back():
             self.optimizers["D"].step()
             self.minimize(generator_loss(self.model, fake) * torch.nan, "G")
 
-    _, result, updates = run(Own, ours, points(), nonfinite="skip")
+    _, result, updates = run(Own, ours, points(), on_nonfinite="skip")
     assert (result.updates, result.skipped) == (7, 0) and not any(update.skipped for update in updates)
 
 

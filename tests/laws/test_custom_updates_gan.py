@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from trainwright import Mean, NonFiniteError, OneCycle, StepLR, Trainer, Updates
+from trainwright import MeanLoss, NonFiniteError, OneCycle, StepLR, Trainer, Updates
 
 from .models import assert_equal, distance
 from .own_updates import (
@@ -195,7 +195,10 @@ class Named(Each):
 
     def training_step(self, batch):
         output, target = self.model(batch[0]), batch[1]
-        return {"fit": Mean(masked(output, target), valid(target)), "size": Mean(sizes(output, target), valid(target))}
+        return {
+            "fit": MeanLoss(masked(output, target), valid(target)),
+            "size": MeanLoss(sizes(output, target), valid(target)),
+        }
 
 
 def sizes(output, target):
@@ -249,7 +252,7 @@ def check_bad_gan(policy):
     gan_by_hand(*theirs, data[4:])
     data[3] = data[3] * torch.nan
     torch.manual_seed(3)
-    made = Counted(*ours, nonfinite=policy, console=False)
+    made = Counted(*ours, on_nonfinite=policy, console=False)
     if policy == "raise":
         with pytest.raises(NonFiniteError, match=r"^update 4: the loss"):
             made.fit(data, epochs=1)
@@ -284,7 +287,7 @@ def check_held_back(bad):
         gan_by_hand(*theirs, [real])
         theirs[1][bad].step = held[bad]
     torch.manual_seed(3)
-    _, result, updates = run(Own, ours, data, nonfinite="skip")
+    _, result, updates = run(Own, ours, data, on_nonfinite="skip")
     assert_pairs(ours, theirs)
     assert (result.updates, result.skipped, len(updates)) == (len(data), 0, len(data))
     assert updates[torn].values[f"loss_{bad}"] != updates[torn].values[f"loss_{bad}"] and not updates[torn].skipped

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from trainwright import Mean, Observer, SettingError, Step, Sum, Trainer, accuracy
+from trainwright import MeanLoss, Observer, SettingError, StepOutput, SumLoss, Trainer, accuracy
 
 from .models import assert_equal
 from .own_updates import GAN, Scaled, gan_by_hand, numbers, pairs, points, run
@@ -23,7 +23,7 @@ class Measured(Trainer):
         y = torch.cat([y for _, y in window])
         output = self.model(x)
         self.log("before", float(len(y)))
-        self.minimize(Step(F.cross_entropy(output, y), output, y))
+        self.minimize(StepOutput(F.cross_entropy(output, y), output, y))
         self.log("size", output.detach().abs().mean(), count=len(y))
         return {"gap": float(y.sum())}
 
@@ -148,7 +148,7 @@ def check_unfed_is_refused():
     """Metrics that no update ever feeds are refused by name, where no validation feeds them."""
     _, ours = twins()
     with pytest.raises(
-        SettingError, match=r"metric 'accuracy' is never fed(.|\n)*minimize\(Step\(loss, output, target\)\)"
+        SettingError, match=r"metric 'accuracy' is never fed(.|\n)*minimize\(StepOutput\(loss, output, target\)\)"
     ):
         run(Unfed, ours, classes(), metrics={"accuracy": accuracy})
 
@@ -217,13 +217,13 @@ def check_wanted_norms():
 
 COUNTS = {
     "a tensor": (lambda o, y, n: F.mse_loss(o, y), lambda o, y, n: (F.mse_loss(o, y) * len(y), len(y))),
-    "a mean": (lambda o, y, n: Mean(F.mse_loss(o, y), n), lambda o, y, n: (F.mse_loss(o, y) * n, n)),
+    "a mean": (lambda o, y, n: MeanLoss(F.mse_loss(o, y), n), lambda o, y, n: (F.mse_loss(o, y) * n, n)),
     "a mean over a tensor": (
-        lambda o, y, n: Mean(F.mse_loss(o, y), torch.tensor(n)),
+        lambda o, y, n: MeanLoss(F.mse_loss(o, y), torch.tensor(n)),
         lambda o, y, n: (F.mse_loss(o, y) * n, n),
     ),
-    "a sum": (lambda o, y, n: Sum(o.sum(), n), lambda o, y, n: (o.sum(), n)),
-    "a sum over rows": (lambda o, y, n: Sum(o.sum()), lambda o, y, n: (o.sum(), len(y))),
+    "a sum": (lambda o, y, n: SumLoss(o.sum(), n), lambda o, y, n: (o.sum(), n)),
+    "a sum over rows": (lambda o, y, n: SumLoss(o.sum()), lambda o, y, n: (o.sum(), len(y))),
 }
 
 

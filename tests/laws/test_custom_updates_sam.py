@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from trainwright import Mean, NonFiniteError, OneCycle, Trainer
+from trainwright import MeanLoss, NonFiniteError, OneCycle, Trainer
 
 from .models import assert_equal, distance
 from .own_updates import Closed, Scaled, Sharp, closed_by_hand, run, sharp_by_hand
@@ -51,7 +51,7 @@ class Counted(Sharp):
 
     def training_step(self, batch):
         x, y = batch
-        return Mean(masked(self.model(x), y), valid(y))
+        return MeanLoss(masked(self.model(x), y), valid(y))
 
 
 def check_sharp(
@@ -140,7 +140,7 @@ def check_bad(trainer, by_hand, make, policy):
     data = drawn()
     data[3][0][0, 0] = torch.nan
     own = type("Own", (Counts, trainer), {})
-    made = own(*ours, nn.CrossEntropyLoss(), nonfinite=policy, console=False)
+    made = own(*ours, nn.CrossEntropyLoss(), on_nonfinite=policy, console=False)
     if policy == "raise":
         with pytest.raises(NonFiniteError, match=r"^update 4: "):
             made.fit(data, epochs=1)
@@ -166,7 +166,7 @@ def check_state_put_back():
     _, ours = twins()
     data = drawn()
     data[3][0][0, 0] = torch.nan
-    made, _, _ = run(Own, ours, data, nonfinite="skip", loss=nn.CrossEntropyLoss())
+    made, _, _ = run(Own, ours, data, on_nonfinite="skip", loss=nn.CrossEntropyLoss())
     assert (made.state["windows"], float(made.state["sums"])) == (6, 6.0)
 
 
@@ -180,7 +180,7 @@ def check_trial_is_put_back(policy):
             calls.append(self.progress.batch)
             return super().training_step(batch) * (torch.nan if calls[-1] == 1 and calls.count(1) == 2 else 1.0)
 
-    made = Own(*ours, nn.CrossEntropyLoss(), nonfinite=policy, console=False)
+    made = Own(*ours, nn.CrossEntropyLoss(), on_nonfinite=policy, console=False)
     if policy == "raise":
         with pytest.raises(NonFiniteError, match=r"^update 2: "):
             made.fit(data, epochs=1)

@@ -30,7 +30,7 @@ from trainwright import (
     accuracy,
     freeze,
 )
-from trainwright.runtime.switches import matmul_precisions
+from trainwright.core.process_state import matmul_precisions
 
 from .guest_cases import (
     adamw,

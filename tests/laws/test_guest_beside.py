@@ -188,7 +188,7 @@ class Noisy(Trainer):
 KINDS = {
     "plain": {},
     "bf16": {"precision": "bf16", "average": EMA(0.9)},
-    "fp16": {"precision": MixedPrecision("fp16", init_scale=2.0**20), "accumulate": 2, "nonfinite": "skip"},
+    "fp16": {"precision": MixedPrecision("fp16", init_scale=2.0**20), "accumulate": 2, "on_nonfinite": "skip"},
     "tf32": {"precision": "tf32", "average": SWA(Updates(1), Updates(1))},
 }
 

@@ -10,8 +10,8 @@ import torch
 
 from laws.late_runs import data, on_the_cpu, trained
 from trainwright import accuracy
-from trainwright.run.ledger import Ledger
-from trainwright.runtime.gradients import Gradients
+from trainwright.optim.gradients import Gradients
+from trainwright.update.loss_tracker import Ledger
 
 
 class Mark:

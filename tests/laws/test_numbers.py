@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainwright import Derived, Mean, SettingError, Sum, Trainer, accuracy
+from trainwright import Derived, MeanLoss, SettingError, SumLoss, Trainer, accuracy
 
 from .numbers_runs import UNEVEN, Errors, Seen, close, cut, distance, linear, rows_of_data, trainer
 
@@ -21,7 +21,7 @@ class Fixed(Trainer):
 
     def training_step(self, batch):
         values, counts = batch
-        return Mean(values.float().mean() + 0 * self.model.weight.sum(), int(counts[0]))
+        return MeanLoss(values.float().mean() + 0 * self.model.weight.sum(), int(counts[0]))
 
 
 def fixed(losses, counts, cls=Fixed, **settings):
@@ -147,7 +147,7 @@ def test_a_count_of_the_steps_own_weighs_its_loss():
 def test_a_sum_without_count_is_reported_per_row():
     class Summed(Trainer):
         def training_step(self, batch):
-            return Sum(F.mse_loss(self.model(batch[0]), batch[1], reduction="sum"))
+            return SumLoss(F.mse_loss(self.model(batch[0]), batch[1], reduction="sum"))
 
     torch.manual_seed(0)
     pieces = [(torch.randn(n, 4), torch.randn(n, 3)) for n in (5, 2)]
@@ -164,7 +164,7 @@ def test_a_sum_over_nothing_leaves_the_mean_of_the_others_even_where_it_is_nan(c
     class Masked(Trainer):
         def training_step(self, batch):
             total = batch[0].sum() + 0 * self.model.weight.sum()
-            return Sum(total, count_as(len(batch[0]) if batch[0].isfinite().all() else 0))
+            return SumLoss(total, count_as(len(batch[0]) if batch[0].isfinite().all() else 0))
 
     pieces = [(torch.ones(3),), (torch.full((4,), math.nan),), (torch.full((1,), 5.0),)]
     assert trainer(cls=Masked).evaluate(pieces)["val_loss"] == 8 / 4
@@ -201,8 +201,8 @@ def test_named_losses_are_reported_each_and_their_sum_as_the_loss(accumulate):
 METRICS = {
     "by_mean": lambda output, target: distance(output, target).mean(),
     "by_row": distance,
-    "by_mean_record": lambda output, target: Mean(distance(output, target).mean(), len(target)),
-    "by_sum": lambda output, target: Sum(distance(output, target).sum(), len(target)),
+    "by_mean_record": lambda output, target: MeanLoss(distance(output, target).mean(), len(target)),
+    "by_sum": lambda output, target: SumLoss(distance(output, target).sum(), len(target)),
     "by_object": Errors(),
     "accuracy": accuracy,
     "doubled": Derived(lambda numbers: 2 * numbers["by_row"]),

@@ -12,17 +12,17 @@ import pytest
 import torch
 
 from trainwright import TrainwrightError
-from trainwright.base.plan import Plan
-from trainwright.data.foreign import LoaderBatches
-from trainwright.run import evaluating
-from trainwright.run.ledger import Ledger
-from trainwright.run.telling import Teller
-from trainwright.runtime import modules
-from trainwright.slots.early_stopping import Watch
-from trainwright.slots.losses import KnownLoss
-from trainwright.slots.rates import TableRates
-from trainwright.slots.schedule_stepped import SteppedRates
-from trainwright.slots.totals import Total
+from trainwright.core.plan import Plan
+from trainwright.data.dataloader.loader import LoaderBatches
+from trainwright.evaluation import passes
+from trainwright.fit.early_stopping import Watch
+from trainwright.metrics.totals import Total
+from trainwright.modules import modes
+from trainwright.schedules.stepped import SteppedRates
+from trainwright.schedules.table import TableRates
+from trainwright.update.loss_tracker import Ledger
+from trainwright.update.losses import KnownLoss
+from trainwright.update.reporter import Teller
 
 from . import test_numbers as numbers
 from . import test_numbers_early_stopping as early_stopping
@@ -267,21 +267,21 @@ def evaluation_moves_the_random_state(patch):
     def moved(generators=()):
         yield
 
-    patch.setattr(evaluating, "unmoved", moved)
+    patch.setattr(passes, "unmoved", moved)
 
 
 @fault(traceless.check_evaluation_leaves_everything_as_it_was, "batches")
 def evaluation_ends_with_train_mode_for_every_module(patch):
     def put_back(each):
-        for modes in each:
-            modes[0][0].train()  # the root
+        for kept in each:
+            kept[0][0].train()  # the root
 
-    patch.setattr(modules, "_put_back", put_back)
+    patch.setattr(modes, "_put_back", put_back)
 
 
 @fault(traceless.check_a_run_with_validation_is_the_run_without, "batches")
 def the_model_stays_in_eval_mode_after_validation(patch):
-    patch.setattr(modules, "_put_back", lambda each: None)
+    patch.setattr(modes, "_put_back", lambda each: None)
 
 
 @fault(traceless.check_evaluating_inside_an_epoch_changes_nothing, traceless.TRAIN["generator"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainwright import Mean, Step, Sum, Trainer, accuracy
+from trainwright import MeanLoss, StepOutput, SumLoss, Trainer, accuracy
 
 from .numbers_runs import trainer
 
@@ -17,7 +17,7 @@ class Constant(Trainer):
 
     def training_step(self, batch):
         loss = batch[0][0] + 0 * self.model.weight.sum()
-        return Step(Mean(loss, self.count_as(len(batch[0]))), batch[0], batch[0])
+        return StepOutput(MeanLoss(loss, self.count_as(len(batch[0]))), batch[0], batch[0])
 
 
 def check_more_rows_than_a_float32_counts(count_as=int):
@@ -30,8 +30,8 @@ def check_more_rows_than_a_float32_counts(count_as=int):
     Counted.count_as = staticmethod(count_as)
     metrics = {
         "mean": lambda output, target: output[0],
-        "counted": lambda output, target: Mean(output[0], count_as(len(output))),
-        "summed": lambda output, target: Sum(output[0] * len(output), len(output)),
+        "counted": lambda output, target: MeanLoss(output[0], count_as(len(output))),
+        "summed": lambda output, target: SumLoss(output[0] * len(output), len(output)),
     }
     made = trainer(cls=Counted, metrics=metrics, lr=0.0)
     row = made.fit(many, many, epochs=1).history[0]
@@ -47,7 +47,7 @@ def test_rows_beyond_two_to_the_24_are_all_counted(count_as):
 def test_a_metric_of_one_value_per_row_counts_beyond_two_to_the_24():
     class One(Trainer):
         def validation_step(self, batch):
-            return Step(None, batch[0], batch[0])
+            return StepOutput(None, batch[0], batch[0])
 
     hits = [(torch.ones(1, dtype=torch.bool).expand(2**24),), (torch.zeros(1, dtype=torch.bool),)]
     made = trainer(cls=One, metrics={"hit": lambda output, target: output})

@@ -31,7 +31,7 @@ def check_a_nan_row_shows_in_training(policy, accumulate):
     x, y = rows_of_data()
     x[13, 2] = math.nan
     seen = Seen()
-    made = trainer(nonfinite=policy, accumulate=accumulate, observers=[seen])
+    made = trainer(on_nonfinite=policy, accumulate=accumulate, observers=[seen])
     assert math.isnan(made.fit(cut(x, y, UNEVEN), epochs=1).history[0]["loss"])
     assert math.isnan(seen.updates[2 // accumulate].loss)
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainwright import Mean, Step, Trainer
-from trainwright.run import evaluating
+from trainwright import MeanLoss, StepOutput, Trainer
+from trainwright.evaluation import passes
 
 CLASSES = 5
 WEIGHT = torch.tensor([1.0, 2.0, 0.5, 1.5, 3.0])
@@ -48,7 +48,7 @@ def trainer_of(kind, loss):
     class Own(Trainer):
         def training_step(self, batch):
             output = self.model(batch[0])
-            return Step(loss(output, batch[1]), output, batch[1]) if kind == "step" else loss(output, batch[1])
+            return StepOutput(loss(output, batch[1]), output, batch[1]) if kind == "step" else loss(output, batch[1])
 
     class Returns(nn.Embedding):
         def forward(self, x, y):
@@ -78,7 +78,7 @@ def test_validation_counts_what_training_counts(kind, loss):
 
 
 def test_the_law_sees_that_rows_are_counted(monkeypatch):
-    monkeypatch.setattr(evaluating, "_counted", lambda owner, ledger, step: step)
+    monkeypatch.setattr(passes, "_counted", lambda owner, ledger, step: step)
     with pytest.raises(AssertionError):
         check("bare", "function")
 
@@ -98,7 +98,7 @@ def test_a_count_of_the_users_own_wins():
     assert trainer.evaluate(data)["val_loss"] == pytest.approx(sum(losses) / 2, rel=1e-6)
 
 
-@pytest.mark.parametrize("changed", [lambda loss: 2 * loss, lambda loss: Mean(loss, 7)])
+@pytest.mark.parametrize("changed", [lambda loss: 2 * loss, lambda loss: MeanLoss(loss, 7)])
 def test_a_loss_that_is_not_torchs_own_any_more_is_weighed_as_before(changed):
     class Own(Trainer):
         def training_step(self, batch):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainwright import ClipNorm, ClipValue, Epochs, MixedPrecision, Step, StepLR, Sum, Trainer
+from trainwright import ClipNorm, ClipValue, Epochs, MixedPrecision, StepLR, StepOutput, SumLoss, Trainer
 
 from .models import Tied, assert_twins, build, ready, tensors
 from .plain_loops import EPOCHS, by_hand, by_trainer, cast
@@ -56,7 +56,7 @@ class OwnStep(Trainer):
         x, y = batch
         output = self.model(x)
         loss = penalised(output, y) + 0.1 * self.model(x).square().mean()
-        return Step(loss, output, y)
+        return StepOutput(loss, output, y)
 
 
 def penalised(output, y):
@@ -317,7 +317,7 @@ def test_a_step_that_returns_a_sum_with_a_count_trains_the_quotient():
     class Summed(Trainer):
         def training_step(self, batch):
             x, y = batch
-            return Sum(F.cross_entropy(self.model(x), y, reduction="sum"), y.numel())
+            return SumLoss(F.cross_entropy(self.model(x), y, reduction="sum"), y.numel())
 
     theirs, ours = build("mlp"), build("mlp")
     expected, _ = by_hand(*theirs, lambda output, y: F.cross_entropy(output, y, reduction="sum") / y.numel(), data)

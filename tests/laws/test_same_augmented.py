@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainwright import Augment, Normalise, Trainer, batches
+from trainwright import Augment, Normalize, Trainer, batches
 from world.pool import pool
 
 EXACT = 1e-12
@@ -23,7 +23,7 @@ def changed() -> Any:
     generator = torch.Generator().manual_seed(6)
     images = torch.randint(0, 256, (26, 2, 5, 5), generator=generator, dtype=torch.uint8)
     labels = torch.randint(0, 3, (26,), generator=generator)
-    pieces = [Augment(flip=True, crop=2), Normalise((0.5, 0.4), (0.2, 0.3)), as_double]
+    pieces = [Augment(flip=True, crop=2), Normalize((0.5, 0.4), (0.2, 0.3)), as_double]
     return batches((images, labels), 7, shuffle=True, seed=3, augment=pieces)
 
 

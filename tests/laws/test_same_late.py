@@ -11,10 +11,10 @@ from torch import nn
 
 from laws.late_runs import OPTIMIZERS, Watches, data, net, on_the_cpu, same, state, trained
 from trainwright import EMA, ClipNorm, MixedPrecision, OneCycle, StepLR, Trainer, Update, Updates
-from trainwright.base.errors import NonFiniteError
-from trainwright.runtime.fused import DirectStep
-from trainwright.slots import device_side
-from trainwright.slots.device_side import DeviceRates
+from trainwright.core.errors import NonFiniteError
+from trainwright.optim.fused import DirectStep
+from trainwright.update import device_side
+from trainwright.update.device_side import DeviceRates
 
 SLOTS: dict[str, dict[str, Any]] = {
     "nothing": {},
@@ -42,8 +42,8 @@ def test_late_is_at_once(optimizer: str, slots: str, monkeypatch: pytest.MonkeyP
 
 
 HELD_BACK: dict[str, dict[str, Any]] = {
-    "skip": {"nonfinite": "skip"},
-    "skip and steps": {"nonfinite": "skip", "schedule": StepLR(Updates(2), gamma=0.5), "clip": 0.1},
+    "skip": {"on_nonfinite": "skip"},
+    "skip and steps": {"on_nonfinite": "skip", "schedule": StepLR(Updates(2), gamma=0.5), "clip": 0.1},
     "fp16": {"precision": MixedPrecision("fp16", init_scale=2.0**20, growth_interval=3)},
     "fp16 and one cycle": {
         "precision": MixedPrecision("fp16", init_scale=2.0**20, growth_interval=2),
@@ -51,8 +51,8 @@ HELD_BACK: dict[str, dict[str, Any]] = {
         "clip": 0.5,
         "accumulate": 2,
     },
-    "fp16 and skip": {"precision": MixedPrecision("fp16", init_scale=2.0**20), "nonfinite": "skip"},
-    "fp16 and ignore": {"precision": MixedPrecision("fp16", init_scale=2.0**20), "nonfinite": "ignore"},
+    "fp16 and skip": {"precision": MixedPrecision("fp16", init_scale=2.0**20), "on_nonfinite": "skip"},
+    "fp16 and ignore": {"precision": MixedPrecision("fp16", init_scale=2.0**20), "on_nonfinite": "ignore"},
 }
 
 
@@ -63,7 +63,7 @@ def test_what_is_held_back_late_is_held_back_at_once(
     bad: int | None, optimizer: str, parts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slots = HELD_BACK[parts]
-    bad = bad if slots.get("nonfinite") == "skip" else None
+    bad = bad if slots.get("on_nonfinite") == "skip" else None
 
     def run() -> Any:
         trainer, told, error = trained(data() if bad is None else poisoned(bad), optimizer=optimizer, **slots)
@@ -92,9 +92,9 @@ def test_a_table_of_rates_goes_on_where_it_ends(rows: int, monkeypatch: pytest.M
     monkeypatch.setattr(device_side, "ROWS", rows)
     schedule = StepLR(Updates(3), gamma=0.8)
     batches = poisoned(2) * 4
-    at_once, told, _ = trained(batches, nonfinite="skip", schedule=schedule, epochs=2)
+    at_once, told, _ = trained(batches, on_nonfinite="skip", schedule=schedule, epochs=2)
     on_the_cpu(monkeypatch)
-    late, told_late, error = trained(batches, nonfinite="skip", schedule=schedule, epochs=2)
+    late, told_late, error = trained(batches, on_nonfinite="skip", schedule=schedule, epochs=2)
     assert error is None
     assert [record.lrs for record in told.records] == [record.lrs for record in told_late.records]
     close(masked(state(at_once)), masked(state(late)))
@@ -107,7 +107,7 @@ def test_a_table_of_rates_is_sent_once_and_not_at_each_pause(monkeypatch: pytest
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     schedule = StepLR(Updates(3), gamma=0.5)
-    trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), nonfinite="skip", schedule=schedule, console=False)
+    trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), on_nonfinite="skip", schedule=schedule, console=False)
     trainer.fit(data(), data(), epochs=2, validate=Updates(1))
     assert sent == [0]
 
@@ -168,7 +168,7 @@ def test_a_record_is_told_three_updates_late_and_all_are_told_before_a_pause(mon
 
 
 def test_numbers_on_their_way_keep_no_autograd_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    from trainwright.runtime.lagging import Lagging
+    from trainwright.core.async_reads import Lagging
 
     on_the_cpu(monkeypatch)
     real, sent = Lagging.push, list[Any]()
@@ -293,18 +293,18 @@ def forgets_the_flag(patch: pytest.MonkeyPatch) -> None:
 
 
 def keeps_no_statistics(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("trainwright.run.statistics.Statistics.put_back", lambda self, *, ago=0: None)
+    patch.setattr("trainwright.update.buffers.Statistics.put_back", lambda self, *, ago=0: None)
 
 
 def puts_back_the_last(patch: pytest.MonkeyPatch) -> None:
-    from trainwright.run.statistics import Statistics
+    from trainwright.update.buffers import Statistics
 
     real = Statistics.put_back
     patch.setattr(Statistics, "put_back", lambda self, *, ago=0: real(self, ago=0 * ago))
 
 
 def lets_the_clock_run_on(patch: pytest.MonkeyPatch) -> None:
-    from trainwright.run.behind import Behind
+    from trainwright.update.deferred_check import Behind
 
     real = Behind.judge
 
@@ -325,7 +325,7 @@ def test_a_fault_is_noticed(fault: Any) -> None:
 
 
 def stops_the_clock(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("trainwright.slots.device_side.DeviceJudge.count", lambda self: None)
+    patch.setattr("trainwright.update.device_side.DeviceJudge.count", lambda self: None)
 
 
 def bakes_the_rates(patch: pytest.MonkeyPatch) -> None:
@@ -334,11 +334,11 @@ def bakes_the_rates(patch: pytest.MonkeyPatch) -> None:
 
 
 def adapts_no_scale(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("trainwright.slots.device_side.DeviceScale.adapt", lambda self, overflowed: None)
+    patch.setattr("trainwright.update.device_side.DeviceScale.adapt", lambda self, overflowed: None)
 
 
 def takes_none_back(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("trainwright.run.behind.Behind._count", lambda self, *, held_back: None)
+    patch.setattr("trainwright.update.deferred_check.Behind._count", lambda self, *, held_back: None)
 
 
 @pytest.mark.parametrize("fault", [stops_the_clock, bakes_the_rates, adapts_no_scale, takes_none_back])

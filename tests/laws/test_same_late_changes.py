@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from laws.late_runs import Watches, data, net, on_the_cpu, same, state
 from laws.test_same_late import masked, poisoned
 from trainwright import Checkpoint, Observer, StepLR, Trainer, Updates
-from trainwright.base.errors import NonFiniteError
+from trainwright.core.errors import NonFiniteError
 
 
 def padded(*empty: int) -> list[Any]:
@@ -113,7 +113,7 @@ def test_groups_that_change_in_a_run_are_held_back_too(
     def run() -> Any:
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
-        trainer = Changes(model, optimizer, nn.CrossEntropyLoss(), console=False, nonfinite=policy)
+        trainer = Changes(model, optimizer, nn.CrossEntropyLoss(), console=False, on_nonfinite=policy)
         trainer.change = change
         error = None
         try:
@@ -137,7 +137,7 @@ def test_a_run_goes_on_from_a_checkpoint_of_an_optimizer_that_was_not_fused(
         model = net()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=fused)
         slot = Checkpoint(tmp_path / folder)
-        trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), console=False, checkpoint=slot, nonfinite="skip")
+        trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), console=False, checkpoint=slot, on_nonfinite="skip")
         trainer.fit(data() if epochs == 1 else poisoned(3), epochs=epochs, resume="auto", resume_data=epochs == 1)
         return state(trainer)
 
@@ -182,7 +182,7 @@ def test_a_run_that_applies_nothing_any_more_ends_at_the_same_clock(monkeypatch:
     def run() -> Any:
         model = net()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
-        slots: dict[str, Any] = {"nonfinite": "skip", "schedule": StepLR(Updates(1), gamma=0.5)}
+        slots: dict[str, Any] = {"on_nonfinite": "skip", "schedule": StepLR(Updates(1), gamma=0.5)}
         trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), console=False, **slots)
         with pytest.raises(NonFiniteError, match="5 updates in a row"):
             trainer.fit(lambda epoch: [*data()[:3], *(poisoned(0)[:1] * 20)], epochs=1)

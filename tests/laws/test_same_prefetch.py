@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from trainwright import EMA, Checkpoint, Trainer, Updates, accuracy, batches, prefetch
-from trainwright.run.hooks import read_hooks
-from trainwright.runtime.moving import SLOTS, Moving
+from trainwright.acceleration.transfer import SLOTS, Moving
+from trainwright.update.hooks import read_hooks
 
 from .models import assert_twins, build, ready
 from .plain_loops import EPOCHS, by_hand, by_trainer

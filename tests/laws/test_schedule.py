@@ -10,9 +10,9 @@ import torch
 from torch.optim import SGD, AdamW
 from torch.optim import lr_scheduler as torchs
 
-from trainwright.base.plan import Plan
-from trainwright.base.spans import Epochs, Updates
-from trainwright.slots.schedule import (
+from trainwright.core.durations import Epochs, Updates
+from trainwright.core.plan import Plan
+from trainwright.schedules.standard import (
     Cosine,
     Cyclic,
     Exponential,

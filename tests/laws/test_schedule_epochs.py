@@ -31,9 +31,9 @@ from trainwright import (
     Updates,
     WarmupStableDecay,
 )
-from trainwright.base.plan import Plan
-from trainwright.run.epochs import Lengths, RunPlan
-from trainwright.slots.device_side import DeviceRates
+from trainwright.core.plan import Plan
+from trainwright.fit.epochs import Lengths, RunPlan
+from trainwright.update.device_side import DeviceRates
 
 generator = torch.Generator().manual_seed(0)
 X = torch.randn(40, 3, generator=generator)
@@ -203,7 +203,7 @@ class Skips(Trainer):
 
 
 def test_an_epoch_in_which_an_update_is_held_back_ends_where_it_ends():
-    _, rates, _ = trained(COUNTING["StepLR"][0], BATCHES[:3], kind=Skips, nonfinite="skip", fit={"epochs": 2})
+    _, rates, _ = trained(COUNTING["StepLR"][0], BATCHES[:3], kind=Skips, on_nonfinite="skip", fit={"epochs": 2})
     assert rates == [0.1, 0.1, 0.1, 0.05, 0.05, 0.05]  # the second, which is held back, is among them
 
 

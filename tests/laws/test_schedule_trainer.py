@@ -11,7 +11,7 @@ from torch.optim import lr_scheduler as torchs
 from trainwright import (
     Epochs,
     Exponential,
-    Mean,
+    MeanLoss,
     MixedPrecision,
     Plateau,
     StepLR,
@@ -91,8 +91,8 @@ def test_steps_of_epochs_are_torchs_scheduler_stepped_once_per_epoch(accumulate)
 SKIPS = {
     "fp16": {"precision": MixedPrecision("fp16", init_scale=1024.0)},
     "fp16, accumulate": {"precision": MixedPrecision("fp16", init_scale=1024.0), "accumulate": 2},
-    "skip": {"nonfinite": "skip"},
-    "skip, accumulate": {"nonfinite": "skip", "accumulate": 2},
+    "skip": {"on_nonfinite": "skip"},
+    "skip, accumulate": {"on_nonfinite": "skip", "accumulate": 2},
 }
 
 
@@ -130,7 +130,7 @@ class Planned(Watched):
     planned = (3.0, 2.0, 2.5, 2.6, 1.0, 1.1, 1.2, math.nan, 1.3, 1.4)
 
     def validation_step(self, batch):
-        return Mean(torch.tensor(self.planned[self.progress.epoch - 1], dtype=torch.float64), 1)
+        return MeanLoss(torch.tensor(self.planned[self.progress.epoch - 1], dtype=torch.float64), 1)
 
 
 def check_plateau_is_torchs(schedule):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from trainwright import (
     EMA,
     ClipNorm,
-    Mean,
+    MeanLoss,
     MixedPrecision,
     Observer,
     OneCycle,
@@ -22,8 +22,8 @@ from trainwright import (
     Updates,
     accuracy,
 )
-from trainwright.run.ledger import Ledger
-from trainwright.runtime import lagging, late
+from trainwright.core import async_reads, host_reads
+from trainwright.update.loss_tracker import Ledger
 
 UPDATES_IN_EPOCH = 5
 
@@ -33,8 +33,8 @@ class Gates:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.arrivals = self.reads = 0
-        patch.setattr(lagging, "fetch", self._fetch)
-        patch.setattr(late, "_read_together", self._read)
+        patch.setattr(async_reads, "fetch", self._fetch)
+        patch.setattr(host_reads, "_read_together", self._read)
         patch.setattr(torch, "allclose", lambda *_, **__: True)  # compares the weights when the fit has ended
 
     def _fetch(self, numbers: Tensor, slot: Tensor) -> None:
@@ -100,7 +100,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "average": {"average": EMA(0.9)},
     "windows": {"accumulate": 4},
     "rate": {"schedule": StepLR(Updates(2), gamma=0.5)},
-    "ignored": {"nonfinite": "ignore"},
+    "ignored": {"on_nonfinite": "ignore"},
     "all": {
         "clip": 1.0,
         "metrics": {"accuracy": accuracy},
@@ -125,11 +125,11 @@ def test_a_fit_reads_between_updates_alone(parts: str, gates: Gates) -> None:
 
 
 HELD_BACK: dict[str, dict[str, Any]] = {
-    "skip": {"nonfinite": "skip"},
+    "skip": {"on_nonfinite": "skip"},
     "scale": {"precision": Scaled()},
     "scale, skip, clip, rates, windows": {
         "precision": Scaled(),
-        "nonfinite": "skip",
+        "on_nonfinite": "skip",
         "clip": 1.0,
         "schedule": OneCycle(max_lr=0.1, cycle_momentum=False),
         "accumulate": 4,
@@ -161,7 +161,7 @@ class Own(Trainer[nn.Module]):
         valid = (target != 2).sum()
         self.log("spread", output.std())
         each = nn.functional.cross_entropy(output, target, reduction="none")
-        return Mean((each * (target != 2)).sum() / valid, valid)
+        return MeanLoss((each * (target != 2)).sum() / valid, valid)
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
@@ -177,7 +177,7 @@ def test_a_step_of_ones_own_is_as_silent(accumulate: int, gates: Gates) -> None:
 NOT_SILENT: dict[str, tuple[dict[str, Any], str]] = {
     "an optimizer without a fused kernel": ({"optimizer": torch.optim.RMSprop}, "RMSprop has no fused kernel"),
     "one that was not built fused": ({"optimizer": torch.optim.AdamW}, "AdamW was not built with fused=True"),
-    "a policy that skips, and BatchNorm": ({"nonfinite": "skip"}, "BatchNorm statistics are put back"),
+    "a policy that skips, and BatchNorm": ({"on_nonfinite": "skip"}, "BatchNorm statistics are put back"),
 }
 
 
@@ -212,7 +212,7 @@ def test_the_path_knows_the_schedule_of_the_run(gates: Gates) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     schedule = OneCycle(max_lr=0.1, cycle_momentum=True)
     trainer = Trainer(
-        model, optimizer, nn.CrossEntropyLoss(), device="meta", console=False, nonfinite="skip", schedule=schedule
+        model, optimizer, nn.CrossEntropyLoss(), device="meta", console=False, on_nonfinite="skip", schedule=schedule
     )
     trainer.fit(data(1), epochs=1)
     assert "the schedule sets more than rates" in trainer.fast_path
@@ -232,6 +232,6 @@ def test_an_item_in_the_step_is_noticed(gates: Gates, monkeypatch: pytest.Monkey
 
 
 def test_a_read_for_each_update_is_noticed(gates: Gates, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainwright.run.judging.why_judged_at_once", lambda *_, **__: ("so",))
+    monkeypatch.setattr("trainwright.update.finite_check.why_judged_at_once", lambda *_, **__: ("so",))
     with pytest.raises(AssertionError):
         test_a_fit_reads_between_updates_alone("bare", gates)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainwright import Checkpoint, Observer, Step, Sum, Trainer, Update, Updates, batches, together
+from trainwright import Checkpoint, Observer, StepOutput, SumLoss, Trainer, Update, Updates, batches, together
 from world.pool import pool
 
 from .world_runs import apart, flat, rows_of_classes
@@ -28,7 +28,7 @@ class Both(Trainer[nn.Module]):
     def training_step(self, batch: Any) -> Any:
         x, y = batch["labelled"]
         (u,) = batch["unlabelled"]
-        return Sum(*total(self.model, x, y, u))
+        return SumLoss(*total(self.model, x, y, u))
 
 
 def total(model: nn.Module, x: Tensor, y: Tensor, u: Tensor) -> tuple[Tensor, int]:
@@ -167,7 +167,7 @@ def test_steps_may_say_what_a_loss_is_a_mean_over() -> None:
         def training_step(self, batch: Any) -> Any:
             x, y = batch["labelled"]
             (u,) = batch["unlabelled"]
-            return Step(Sum(self.model(u).square().sum(), len(u)), self.model(x), y)
+            return StepOutput(SumLoss(self.model(u).square().sum(), len(u)), self.model(x), y)
 
     model = network()
     x, _ = rows_of_classes(18, seed=9)

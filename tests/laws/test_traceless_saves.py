@@ -14,10 +14,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from trainwright import EMA, SWA, Checkpoint, EarlyStopping, OneCycle, Trainer, Updates, batches
-from trainwright.base.errors import CheckpointError
-from trainwright.run.shown import Shown
-from trainwright.runtime import storage
-from trainwright.runtime.randomness import random_state
+from trainwright.checkpointing import commits
+from trainwright.core.errors import CheckpointError
+from trainwright.core.rng import random_state
+from trainwright.evaluation.shown_weights import Shown
 
 
 class Rows(Dataset):
@@ -73,7 +73,7 @@ def test_a_run_whose_saves_all_fail_is_the_run_that_does_not_save(tmp_path, monk
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(storage, "write_file", full)
+    monkeypatch.setattr(commits, "write_file", full)
     with pytest.warns(UserWarning, match="the disk is full"):
         saved = trained(Checkpoint(tmp_path, every=Updates(1), async_save=async_save), ends_in=CheckpointError)
     assert saved == trained(None)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
-from trainwright import Checkpoint, Mean, Sum, Trainer, Updates, bucketed, nest, pack, pad
+from trainwright import Checkpoint, MeanLoss, SumLoss, Trainer, Updates, bucketed, nest, pack, pad
 from world.pool import pool
 
 from .world_runs import apart, flat
@@ -63,7 +63,7 @@ class Sums(Trainer[Tagger]):
     """The sum over tokens, and how many there are."""
 
     def training_step(self, batch: Any) -> Any:
-        return Sum(*summed(self.model, batch))
+        return SumLoss(*summed(self.model, batch))
 
 
 class Means(Trainer[Tagger]):
@@ -71,7 +71,7 @@ class Means(Trainer[Tagger]):
 
     def training_step(self, batch: Any) -> Any:
         loss, tokens = summed(self.model, batch)
-        return Mean(loss / max(tokens, 1), tokens)
+        return MeanLoss(loss / max(tokens, 1), tokens)
 
 
 class Default(Trainer[Tagger]):

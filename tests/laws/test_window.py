@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from trainwright import Mean, Sum, Trainer
+from trainwright import MeanLoss, SumLoss, Trainer
 
 from .models import Losses, assert_twins, distance
 from .window_cases import (
@@ -111,19 +111,19 @@ def check_own_count_wins(shape):
     """A step's own count wins over that of a known loss, also where the first of the window are the same number."""
 
     def mean_over_rows(output, y):
-        return Mean(summed(output, y) / y.shape[0], y.shape[0])
+        return MeanLoss(summed(output, y) / y.shape[0], y.shape[0])
 
     reference = RETURNED["a mean over rows"][1]
     check(shape, nn.CrossEntropyLoss(), trainer=stepping(mean_over_rows), reference=reference)
 
 
 def check_plain_sum(shape=UNEVEN):
-    """`Sum(total)` and a loss with reduction="sum": the plain sum over the window; the loss is told per row."""
+    """`SumLoss(total)` and a loss with reduction="sum": the plain sum over the window; the loss is told per row."""
     data = draw(shape, "classes")
     rows = [sum(y.shape[0] for _, y in group) for group in shape.grouped(data)] * 9
     for loss, trainer in (
         (nn.CrossEntropyLoss(reduction="sum"), Trainer),
-        (None, stepping(lambda o, y: Sum(summed(o, y)))),
+        (None, stepping(lambda o, y: SumLoss(summed(o, y)))),
     ):
         theirs, ours = twins()
         expected = by_hand(*theirs, summed, shape.grouped(data), 0.1, 9)

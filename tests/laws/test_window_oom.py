@@ -10,10 +10,22 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from trainwright import Augment, Checkpoint, Mean, NonFiniteError, Step, Sum, Trainer, accuracy, batches, freeze
-from trainwright.run import before, path
-from trainwright.runtime.randomness import random_state
-from trainwright.slots.window import Window
+from trainwright import (
+    Augment,
+    Checkpoint,
+    MeanLoss,
+    NonFiniteError,
+    StepOutput,
+    SumLoss,
+    Trainer,
+    accuracy,
+    batches,
+    freeze,
+)
+from trainwright.acceleration import path
+from trainwright.core.rng import random_state
+from trainwright.update import window_snapshot
+from trainwright.update.window import Window
 
 from .late_runs import on_the_cpu
 from .models import Losses, assert_equal, distance
@@ -26,10 +38,10 @@ LOSSES = {
     "tokens": (nn.CrossEntropyLoss(), None, "tokens"),
     "weights": (nn.CrossEntropyLoss(weight=torch.tensor([0.5, 2.0, 0.1, 1.7], dtype=torch.float64)), None, "tokens"),
     "shares": (nn.CrossEntropyLoss(), None, "shares"),
-    "a mean": (F.cross_entropy, lambda o, y: Mean(masked(o, y), valid(y)), "classes"),
-    "a mean over a tensor": (F.cross_entropy, lambda o, y: Mean(masked(o, y), tensor_count(y)), "classes"),
-    "a sum": (F.cross_entropy, lambda o, y: Step(Sum(summed(o, y), valid(y)), o, y), "classes"),
-    "a sum alone": (summed, lambda o, y: Sum(summed(o, y)), "classes"),
+    "a mean": (F.cross_entropy, lambda o, y: MeanLoss(masked(o, y), valid(y)), "classes"),
+    "a mean over a tensor": (F.cross_entropy, lambda o, y: MeanLoss(masked(o, y), tensor_count(y)), "classes"),
+    "a sum": (F.cross_entropy, lambda o, y: StepOutput(SumLoss(summed(o, y), valid(y)), o, y), "classes"),
+    "a sum alone": (summed, lambda o, y: SumLoss(summed(o, y)), "classes"),
     "torch's own": (F.cross_entropy, F.cross_entropy, "classes"),
 }
 
@@ -159,26 +171,26 @@ def test_a_loss_that_is_not_finite_is_told_late_of_the_update_that_had_it(monkey
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Draws, Counting])
 def test_random_states_and_buffers_are_as_if_nothing_had_failed(kind):
-    check_bitwise(kind, metrics={"accuracy": accuracy}, nonfinite="skip")
+    check_bitwise(kind, metrics={"accuracy": accuracy}, on_nonfinite="skip")
 
 
 @pytest.mark.slow
 def test_the_law_sees_a_random_state_that_is_not_put_back(monkeypatch):
-    monkeypatch.setattr(before, "set_random_state", lambda state: None)
+    monkeypatch.setattr(window_snapshot, "set_random_state", lambda state: None)
     with pytest.raises(AssertionError):
         check_bitwise(metrics={"accuracy": accuracy})
 
 
 @pytest.mark.slow
 def test_the_law_sees_a_buffer_that_is_not_put_back(monkeypatch):
-    monkeypatch.setattr(before._Buffer, "put_back", lambda self: None)
+    monkeypatch.setattr(window_snapshot._Buffer, "put_back", lambda self: None)
     with pytest.raises(AssertionError):
         check_bitwise(Counting, metrics={"accuracy": accuracy})
 
 
 @pytest.mark.slow
 def test_the_law_sees_numbers_that_count_twice(monkeypatch):
-    from trainwright.run.ledger import Ledger
+    from trainwright.update.loss_tracker import Ledger
 
     monkeypatch.setattr(Ledger, "go_back", lambda self, kept, window: None)
     with pytest.raises(AssertionError):
@@ -215,7 +227,7 @@ class Logs(Trainer):
         self.log("target", batch[1].double().mean())
         output = self.model(batch[0])
         loss = F.cross_entropy(output, batch[1])
-        return Step({"a": loss, "b": 0.5 * loss}, output, batch[1])
+        return StepOutput({"a": loss, "b": 0.5 * loss}, output, batch[1])
 
 
 @pytest.mark.slow

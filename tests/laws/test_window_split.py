@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from trainwright import Trainer
-from trainwright.slots.losses import KnownLoss
+from trainwright.update.losses import KnownLoss
 
 ROWS = [7, 3, 5, 2]
 

@@ -132,7 +132,7 @@ def check_empty_window(k, policy, count=None):
         data[index][1].fill_(IGNORED)
     theirs, ours = twins()
     loss = nn.CrossEntropyLoss() if count is None else None
-    made = trainer(*ours, loss, accumulate=k, nonfinite=policy, console=False)
+    made = trainer(*ours, loss, accumulate=k, on_nonfinite=policy, console=False)
     if policy == "raise":
         with pytest.raises(NonFiniteError, match=rf"update {2 // k + 1}: [\s\S]*counts nothing"):
             made.fit(data, epochs=1)

@@ -12,8 +12,8 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainwright import Mean, Trainer, batches, sharded
-from trainwright.parallel.ddp import DDP
+from trainwright import MeanLoss, Trainer, batches, sharded
+from trainwright.distributed.ddp import DDP
 from world.pool import pool
 
 from .world_runs import apart, flat, perceptron, rows_of_classes
@@ -130,7 +130,7 @@ class Valid(Trainer[nn.Sequential]):
     def training_step(self, batch: Any) -> Any:
         x, y = batch
         valid = (y != -100).sum()
-        return Mean(F.cross_entropy(self.model(x), y, reduction="sum") / valid.clamp(min=1), valid)
+        return MeanLoss(F.cross_entropy(self.model(x), y, reduction="sum") / valid.clamp(min=1), valid)
 
 
 def stream(accumulate: int, own_counts: bool) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn import functional as F
 
 from trainwright import SettingError, StepError, Trainer
-from trainwright.parallel.ddp import DDP, Wrapped
+from trainwright.distributed.ddp import DDP, Wrapped
 from world.pool import pool
 
 from .world_runs import flat, perceptron, rows_of_classes

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trainwright import NonFiniteError, Observer, Sum, Trainer, Update, sharded
+from trainwright import NonFiniteError, Observer, SumLoss, Trainer, Update, sharded
 from world.pool import pool
 
 from .world_runs import flat, rows_of_classes
@@ -35,7 +35,7 @@ class Plain(Trainer[nn.Linear]):
     """A loss that is a plain sum."""
 
     def training_step(self, batch: Any) -> Any:
-        return Sum(F.cross_entropy(self.model(batch[0]), batch[1], reduction="sum"))
+        return SumLoss(F.cross_entropy(self.model(batch[0]), batch[1], reduction="sum"))
 
 
 class PlainUpdate(Trainer[nn.Linear]):
@@ -43,7 +43,7 @@ class PlainUpdate(Trainer[nn.Linear]):
 
     def update(self, window: Any) -> None:
         x, y = (torch.cat(parts) for parts in zip(*window, strict=True))
-        self.minimize(Sum(F.cross_entropy(self.model(x), y, reduction="sum")))
+        self.minimize(SumLoss(F.cross_entropy(self.model(x), y, reduction="sum")))
 
 
 class ByHand(Trainer[nn.Linear]):
@@ -90,7 +90,7 @@ KINDS: dict[str, type[Trainer[Any]]] = {
 def train(kind: str, accumulate: int, policy: str = "skip") -> dict[str, Any]:
     model, optimizer = start()
     loss = nn.CrossEntropyLoss() if kind == "default" else None
-    settings = {"accumulate": accumulate, "nonfinite": policy, "console": False}
+    settings = {"accumulate": accumulate, "on_nonfinite": policy, "console": False}
     trainer = KINDS[kind](model, optimizer, loss, **settings)
     error = ""
     try:
@@ -155,7 +155,7 @@ def stream(rank: int) -> Iterator[tuple[Tensor, Tensor]]:
 def train_on_a_stream(kind: str) -> dict[str, Any]:
     model, optimizer = start()
     loss = nn.CrossEntropyLoss() if kind == "default" else None
-    trainer = KINDS[kind](model, optimizer, loss, nonfinite="skip", console=False)
+    trainer = KINDS[kind](model, optimizer, loss, on_nonfinite="skip", console=False)
     rank = trainer.world.rank
     result = trainer.fit(sharded(lambda epoch: stream(rank)), epochs=2)
     return {"weights": flat(model), "counts": (result.updates, result.skipped, trainer.progress.rows)}

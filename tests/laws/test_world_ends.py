@@ -54,7 +54,7 @@ def ended(trainer: Trainer[Any], *given: Any, **ends: Any) -> dict[str, Any]:
 
 
 def spoil(policy: str) -> dict[str, Any]:
-    trainer = Trainer(*start(), nn.CrossEntropyLoss(), nonfinite=policy, console=False)
+    trainer = Trainer(*start(), nn.CrossEntropyLoss(), on_nonfinite=policy, console=False)
     return ended(trainer, data(spoiled=torch.nan), epochs=2)
 
 

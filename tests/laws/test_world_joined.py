@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trainwright import Observer, Step, Sum, Trainer, Update, accuracy, batches, sharded
-from trainwright.parallel.ddp import DDP
+from trainwright import Observer, StepOutput, SumLoss, Trainer, Update, accuracy, batches, sharded
+from trainwright.distributed.ddp import DDP
 from world.pool import pool
 
 from .world_runs import apart, flat, perceptron, rows_of_classes
@@ -31,7 +31,7 @@ class Joined(Trainer[nn.Module]):
     def update(self, window: Any) -> None:
         x, y = (torch.cat(parts) for parts in zip(*window, strict=True))
         output = self.model(x)
-        self.minimize(Step(Sum(F.cross_entropy(output, y, reduction="sum"), len(y)), output, y))
+        self.minimize(StepOutput(SumLoss(F.cross_entropy(output, y, reduction="sum"), len(y)), output, y))
 
 
 def join(rows: int, accumulate: int) -> dict[str, Any]:
@@ -177,7 +177,7 @@ def broken(kind: type[Trainer[nn.Module]], settings: dict[str, Any]) -> dict[str
     mine = [[0, 1], [2, 3], [6, 7], [8, 9]] if rank else [[4], [5]]
     whole = [[4, 0, 1], [5, 2, 3], [6, 7], [8, 9]]
     part = [(x[rows], y[rows]) for rows in (mine if group else whole)]
-    trainer = kind(model, optimizer, nn.CrossEntropyLoss(), nonfinite="skip", console=False, **settings)
+    trainer = kind(model, optimizer, nn.CrossEntropyLoss(), on_nonfinite="skip", console=False, **settings)
     result = trainer.fit(sharded(lambda epoch: iter(part)), epochs=2)
     return {"weights": flat(model), "history": [{"skipped": result.skipped, "updates": result.updates}]}
 

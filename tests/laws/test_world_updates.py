@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trainwright import F1, R2, Mean, Observer, Step, Trainer, accuracy
+from trainwright import F1, R2, MeanLoss, Observer, StepOutput, Trainer, accuracy
 from world.pool import pool
 
 from .own_updates import Pair
@@ -222,7 +222,7 @@ class Telling(Trainer[nn.Module]):
         some = x[:, 0][x[:, 0] > -0.5]
         self.log("some", some.sum() / max(1, len(some)), len(some))
         first, second = F.cross_entropy(output, y), output.square().sum(1).mean()
-        return Step({"fit": Mean(first, len(x)), "size": Mean(0.1 * second, len(x))}, output, y)
+        return StepOutput({"fit": MeanLoss(first, len(x)), "size": MeanLoss(0.1 * second, len(x))}, output, y)
 
 
 def shape(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from trainwright import (
     MixedPrecision,
     Observer,
     Probe,
-    Step,
+    StepOutput,
     Trainer,
     Updates,
     accuracy,
@@ -157,7 +157,7 @@ class Looks(Trainer):
         loss = F.cross_entropy(self.model(x) + output, y) + 0.1 * F.mse_loss(output, taught)
         self.log("logged", loss)
         self.at("after the loss")
-        return Step(loss, output, y)
+        return StepOutput(loss, output, y)
 
     def validation_step(self, batch):
         """Draws, changes the state, moves statistics and gradients, as code that does not know better."""
@@ -171,7 +171,7 @@ class Looks(Trainer):
         self.model.first.requires_grad_(False)
         self.model.norm.train()
         output = self.model(x)
-        return Step(F.cross_entropy(output, y), output, y)
+        return StepOutput(F.cross_entropy(output, y), output, y)
 
     def predict_step(self, batch):
         random.random(), np.random.rand(), torch.rand(3)
@@ -217,7 +217,7 @@ SETTINGS = {
     "bf16, SWA": {"precision": "bf16", "average": SWA(Updates(1), Updates(1))},
     "bf16, schedule-free": {"precision": "bf16", "optimizer": ScheduleFree, "schedule": None},
     "fp16": {"precision": MixedPrecision("fp16", init_scale=2.0**18, growth_interval=3), "accumulate": 2},
-    "skip": {"nonfinite": "skip", "accumulate": 2, "clip": 0.5},
+    "skip": {"on_nonfinite": "skip", "accumulate": 2, "clip": 0.5},
 }
 
 

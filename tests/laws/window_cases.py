@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from trainwright import Mean, Step, Sum, Trainer
+from trainwright import MeanLoss, StepOutput, SumLoss, Trainer
 
 from .models import OPTIMIZERS, Smooth
 
@@ -119,7 +119,7 @@ def tensor_count(y):
 
 
 def named(output, y):
-    return {"a": Mean(masked(output, y), valid(y)), "b": Mean(0.5 * masked(2 * output, y), valid(y))}
+    return {"a": MeanLoss(masked(output, y), valid(y)), "b": MeanLoss(0.5 * masked(2 * output, y), valid(y))}
 
 
 def named_by_hand(output, y):
@@ -128,13 +128,13 @@ def named_by_hand(output, y):
 
 RETURNED = {
     "a mean by torch": (F.cross_entropy, F.cross_entropy),
-    "a step": (lambda o, y: Step(F.cross_entropy(o, y), o, y), F.cross_entropy),
-    "a mean": (lambda o, y: Mean(masked(o, y), valid(y)), masked),
-    "a mean over a float": (lambda o, y: Mean(masked(o, y), 0.3 * valid(y)), masked),
-    "a mean over a tensor": (lambda o, y: Mean(masked(o, y), tensor_count(y)), masked),
-    "a sum": (lambda o, y: Sum(summed(o, y), valid(y)), masked),
-    "a sum over a tensor": (lambda o, y: Sum(summed(o, y), tensor_count(y)), masked),
-    "a sum over rows": (lambda o, y: Sum(summed(o, y), y.shape[0]), lambda o, y: summed(o, y) / y.shape[0]),
+    "a step": (lambda o, y: StepOutput(F.cross_entropy(o, y), o, y), F.cross_entropy),
+    "a mean": (lambda o, y: MeanLoss(masked(o, y), valid(y)), masked),
+    "a mean over a float": (lambda o, y: MeanLoss(masked(o, y), 0.3 * valid(y)), masked),
+    "a mean over a tensor": (lambda o, y: MeanLoss(masked(o, y), tensor_count(y)), masked),
+    "a sum": (lambda o, y: SumLoss(summed(o, y), valid(y)), masked),
+    "a sum over a tensor": (lambda o, y: SumLoss(summed(o, y), tensor_count(y)), masked),
+    "a sum over rows": (lambda o, y: SumLoss(summed(o, y), y.shape[0]), lambda o, y: summed(o, y) / y.shape[0]),
     "a mean over rows": (lambda o, y: summed(o, y) / y.shape[0], lambda o, y: summed(o, y) / y.shape[0]),
     "named losses": (named, named_by_hand),
     "named rows": (

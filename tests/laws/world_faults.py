@@ -11,17 +11,18 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from trainwright.base.dealing import Part
-from trainwright.data.own import Batches
-from trainwright.parallel.ddp import Wrapped
-from trainwright.parallel.world import Group
-from trainwright.run import boundary, evaluating, spread
-from trainwright.run.ledger import Ledger
-from trainwright.run.pausing import Pauses
-from trainwright.run.ranks import opened
-from trainwright.slots.dealt import DealtWindow
-from trainwright.slots.losses import Outcome
-from trainwright.slots.rates import TableRates
+from trainwright.data.batches import Batches
+from trainwright.distributed.batch_layout import Shard
+from trainwright.distributed.ddp import Wrapped
+from trainwright.distributed.world import Group
+from trainwright.evaluation import passes
+from trainwright.fit.between_updates import Pauses
+from trainwright.fit.per_rank_state import opened
+from trainwright.schedules.table import TableRates
+from trainwright.update import distributed_step, rollback
+from trainwright.update.loss_tracker import Ledger
+from trainwright.update.losses import Outcome
+from trainwright.update.sharded_window import DealtWindow
 
 Patch = pytest.MonkeyPatch
 
@@ -60,12 +61,12 @@ def what_counts_elsewhere_is_not_known(patch: Patch) -> None:
 
 
 def what_stands_in_counts(patch: Patch) -> None:
-    patch.setattr(Part, "of", lambda self, rows, of=Part.of: of(self, rows) or self.run(rows))
-    patch.setattr(Part, "run", lambda self, rows: range(rows // self.served(rows)))
+    patch.setattr(Shard, "of", lambda self, rows, of=Shard.of: of(self, rows) or self.run(rows))
+    patch.setattr(Shard, "run", lambda self, rows: range(rows // self.served(rows)))
 
 
 def noise_of_what_stands_in_stays(patch: Patch) -> None:
-    patch.setattr(spread, "unmoved", nullcontext)
+    patch.setattr(distributed_step, "unmoved", nullcontext)
 
 
 def numbers_of_what_stands_in_stay(patch: Patch) -> None:
@@ -88,7 +89,7 @@ def every_epoch_has_the_order_of_the_first(patch: Patch) -> None:
 
 
 def each_process_shuffles_by_itself(patch: Patch) -> None:
-    patch.setattr(boundary, "opened", lambda world, source, epoch, *, skip=0: iter(source.epoch(epoch)))
+    patch.setattr(rollback, "opened", lambda world, source, epoch, *, skip=0: iter(source.epoch(epoch)))
 
 
 def the_schedule_steps_on_each_process(patch: Patch) -> None:
@@ -105,7 +106,7 @@ def the_schedule_steps_on_each_process(patch: Patch) -> None:
 
 
 def statistics_stay_apart(patch: Patch) -> None:
-    patch.setattr(evaluating, "same_buffers", lambda owner: nullcontext())
+    patch.setattr(passes, "same_buffers", lambda owner: nullcontext())
 
 
 def the_first_ones_numbers_are_told(patch: Patch) -> None:
@@ -117,7 +118,7 @@ def each_evaluates_all_rows(patch: Patch) -> None:
         ledger.noting = True
         return (one.batch for one in opened(owner.world, source, 0))
 
-    patch.setattr(evaluating, "own_batches", all_rows)
+    patch.setattr(passes, "own_batches", all_rows)
 
 
 def each_judges_by_its_own_numbers(patch: Patch) -> None:

@@ -15,7 +15,7 @@ from trainwright import (
     OneCycle,
     Profile,
     SettingError,
-    TensorBoard,
+    TensorBoardLogger,
     journal_to_csv,
     latest_checkpoint,
     load_weights,
@@ -26,7 +26,7 @@ from trainwright import (
 WRITES = {
     "Checkpoint": Checkpoint,
     "Journal": Journal,
-    "TensorBoard": TensorBoard,
+    "TensorBoard": TensorBoardLogger,
     "Profile": Profile,
     "Fast": lambda path: Fast(compile={"cache": path}),
     "save_weights": lambda path: save_weights(path, network().state_dict()),

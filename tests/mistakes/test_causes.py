@@ -9,7 +9,7 @@ from refusals import entry, make, noted, pieces, settings, with_method
 from torch import nn
 from torch.utils.data import DataLoader
 
-from trainwright import Mean, Step, Trainer, accuracy
+from trainwright import MeanLoss, StepOutput, Trainer, accuracy
 
 X, Y = pieces(1)[0]
 
@@ -36,7 +36,7 @@ class Returns(Trainer):
 
     def training_step(self, batch):
         output = self.model(batch[0])
-        return Step(torch.tensor(self.loss(output, batch[1]).item()), output, batch[1])
+        return StepOutput(torch.tensor(self.loss(output, batch[1]).item()), output, batch[1])
 
 
 class Detached(Trainer):
@@ -220,8 +220,8 @@ def test_a_batch_that_ends_in_weights_gets_the_step_to_write(case, metrics):
     rows = [(*inputs, target, weight), (*(one[:2] for one in inputs), target[:2], weight[:2])]
     torch.manual_seed(0)
     fix = entry(noted(make(model=model(), loss=loss, metrics=metrics), rows, TypeError), "fix")
-    assert "Mean(loss, weight.sum())" in fix
-    names = {"Trainer": Trainer, "nn": nn, "F": F, "Mean": Mean, "Step": Step}
+    assert "MeanLoss(loss, weight.sum())" in fix
+    names = {"Trainer": Trainer, "nn": nn, "F": F, "MeanLoss": MeanLoss, "StepOutput": StepOutput}
     exec(f"class Fixed(Trainer):\n    {fix}\n", names)
     torch.manual_seed(0)
     fixed = make(names["Fixed"], model=model(), loss=loss, metrics=metrics, accumulate=2)
@@ -242,7 +242,7 @@ def test_a_third_item_that_is_no_weight_gets_the_split_as_before():
     note = noted(make(), [(X, X, Y)], TypeError)
     assert entry(note, "fix") == "def split(self, batch): return (batch[0],), batch[-1]"
     note = noted(make(loss=nn.MSELoss()), [(X, X, X, X[:, :3])], TypeError)
-    assert "Mean(" not in entry(note, "fix")
+    assert "MeanLoss(" not in entry(note, "fix")
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -23,7 +23,7 @@ from trainwright import (
     accuracy,
     batches,
 )
-from trainwright.run import plan
+from trainwright.fit import plan
 
 
 def test_a_batch_that_is_a_dict_the_model_cannot_take():
@@ -176,7 +176,7 @@ def test_a_step_that_returns_nothing(accumulate):
 
     trainer = make(Forgets, accumulate=accumulate)
     call = lambda: trainer.fit(pieces(), epochs=1)  # noqa: E731
-    want = "a loss tensor, Mean(loss, count), Sum(total, count), Step(loss, output, target)"
+    want = "a loss tensor, MeanLoss(loss, count), SumLoss(total, count), StepOutput(loss, output, target)"
     fix = refused(call, StepError, first="a step returned None", want=want, trainer=trainer, where=False)
     assert fix == "return loss"
     trainer = make(Forgets)

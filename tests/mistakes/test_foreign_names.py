@@ -31,7 +31,7 @@ from trainwright import (
     Trainer,
     Updates,
 )
-from trainwright.base.names import (
+from trainwright.core.suggestions import (
     FOREIGN_ARGUMENTS,
     FOREIGN_ARGUMENTS_OF,
     FOREIGN_ATTRIBUTES,

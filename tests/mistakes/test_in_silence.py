@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import _get_current_function_mode
 
-from trainwright import Mean, NonFiniteError, Step, Sum, Trainer, accuracy
+from trainwright import MeanLoss, NonFiniteError, StepOutput, SumLoss, Trainer, accuracy
 from trainwright.tools.sklearn_wrapper import SklearnClassifier
 
 G = torch.Generator().manual_seed(0)
@@ -140,7 +140,9 @@ COUNTS = {
 def test_a_metric_that_counts_is_told_once_by_its_name(metric):
     (text,) = warned(net(), nn.CrossEntropyLoss(), metrics={"right": metric}, batch_size=16)
     assert (
-        text.startswith("metric 'right' returned ") and "a count or a sum, not a mean" in text and "Sum(total" in text
+        text.startswith("metric 'right' returned ")
+        and "a count or a sum, not a mean" in text
+        and "SumLoss(total" in text
     )
 
 
@@ -151,7 +153,7 @@ def test_a_metric_that_only_validation_feeds_is_told_too():
 
         def validation_step(self, batch):
             output = self.model(batch[0])
-            return Step(self.loss(output, batch[1]), output, batch[1])
+            return StepOutput(self.loss(output, batch[1]), output, batch[1])
 
     (text,) = warned(net(), nn.CrossEntropyLoss(), cls=Validates, metrics={"right": hits})
     assert text.startswith("metric 'right'")
@@ -251,8 +253,8 @@ MEANS = {
     "an absolute error of exactly 2": lambda output, target: (target - (target + 2)).abs().float().mean(),
     "a number of classes": lambda output, target: output.shape[1],
     "one value per row": lambda output, target: target.float() + 2,
-    "Sum": lambda output, target: Sum((output.argmax(1) == target).sum(), len(target)),
-    "Mean": lambda output, target: Mean(torch.tensor(4.0), len(target)),
+    "SumLoss": lambda output, target: SumLoss((output.argmax(1) == target).sum(), len(target)),
+    "MeanLoss": lambda output, target: MeanLoss(torch.tensor(4.0), len(target)),
     "only of whole batches": lambda output, target: {8: 5.0}[len(target)],
 }
 

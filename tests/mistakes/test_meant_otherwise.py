@@ -9,7 +9,17 @@ from refusals import entry, make, network, pieces, refused, with_method
 from torch import nn
 from torch.utils.data import DataLoader
 
-from trainwright import Mean, SettingError, StepError, Sum, Throughput, Trainer, batches, param_groups, save_weights
+from trainwright import (
+    MeanLoss,
+    SettingError,
+    StepError,
+    SumLoss,
+    Throughput,
+    Trainer,
+    batches,
+    param_groups,
+    save_weights,
+)
 
 X, Y = torch.cat([x for x, _ in pieces()]), torch.cat([y for _, y in pieces()])
 
@@ -116,17 +126,17 @@ def test_seconds_that_are_no_number_above_zero(seconds):
 
 
 @pytest.mark.parametrize(
-    "given", [lambda loss: Mean(loss, -1), lambda loss: Mean(loss, "4"), lambda loss: Sum(loss, -2.0)]
+    "given", [lambda loss: MeanLoss(loss, -1), lambda loss: MeanLoss(loss, "4"), lambda loss: SumLoss(loss, -2.0)]
 )
 def test_a_count_that_is_none(given):
     trainer = make(with_method("def training_step(self, batch): return self.given(super().training_step(batch))"))
     trainer.given = given
     call = lambda: trainer.fit(pieces(), epochs=1)  # noqa: E731
-    first = r"a step returned (Mean|Sum)\(\.\.\., count=.*\)"
+    first = r"a step returned (MeanLoss|SumLoss)\(\.\.\., count=.*\)"
     fix = refused(call, StepError, first=first, want="at least 0", trainer=trainer, where=False)
     name, _, inside = fix.partition("(")
     assert inside.endswith(", len(target))")
-    trainer.given = lambda loss: {"Mean": Mean, "Sum": Sum}[name](loss, np.int64(4))
+    trainer.given = lambda loss: {"MeanLoss": MeanLoss, "SumLoss": SumLoss}[name](loss, np.int64(4))
     assert trainer.fit(pieces(), epochs=1).updates == 4
 
 

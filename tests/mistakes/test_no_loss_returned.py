@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import Mean, SettingError, StepError, Trainer
+from trainwright import MeanLoss, SettingError, StepError, Trainer
 
 
 class Forgets(Trainer):
@@ -67,7 +67,11 @@ def test_a_model_that_returns_its_losses_in_another_form_is_told_the_step_to_wri
     ("losses", "says", "fix"),
     [
         (lambda loss: {"a": loss, "b": 0.5}, "returned float as its loss 'b'", r"self\.log\('b', value\)"),
-        (lambda loss: {"a": Mean(loss, 3), "b": loss}, "a, b are not of one form", r"return Mean\(a \+ b, count\)"),
+        (
+            lambda loss: {"a": MeanLoss(loss, 3), "b": loss},
+            "a, b are not of one form",
+            r"return MeanLoss\(a \+ b, count\)",
+        ),
     ],
 )
 def test_named_losses_that_are_none_or_of_different_counts_say_what_to_write(losses, says, fix):

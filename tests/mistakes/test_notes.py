@@ -7,7 +7,7 @@ import torch
 from refusals import entry, make, noted, pieces
 from torch.utils.data import DataLoader, Dataset
 
-from trainwright import DataError, Mean, MixedPrecision, SettingError, Trainer
+from trainwright import DataError, MeanLoss, MixedPrecision, SettingError, Trainer
 
 X, Y = pieces(1)[0]
 
@@ -171,10 +171,10 @@ def test_a_batch_that_cannot_be_shown_does_not_replace_the_error():
 
 
 def test_nothing_is_noted_where_nothing_fails(monkeypatch):
-    monkeypatch.setattr("trainwright.run.notes._note", lambda site: pytest.fail("nothing has failed"))
+    monkeypatch.setattr("trainwright.diagnostics.explain._note", lambda site: pytest.fail("nothing has failed"))
 
     class Fine(Trainer):
         def training_step(self, batch):
-            return Mean(self.loss(self.model(batch[0]), batch[1]), 4)
+            return MeanLoss(self.loss(self.model(batch[0]), batch[1]), 4)
 
     assert make(Fine).fit(pieces(), pieces(1), epochs=1).updates == 4

@@ -10,7 +10,7 @@ from refusals import make, network, pieces, refused, settings, with_method
 from torch import nn
 
 from trainwright import DataError, Epochs, SettingError, Trainer, accuracy
-from trainwright.runtime.fused import spoiled_by_sgd
+from trainwright.optim.fused import spoiled_by_sgd
 
 PRECISIONS = {"bf61": "bf16", "bfloat16": "bf16", "bf16-mixed": "bf16", "BF16": "bf16", "float16": "fp16", "16": "fp16"}
 PRECISIONS |= {"16-mixed": "fp16", "half": "fp16", "amp": "fp16", "tf3": "tf32"}

@@ -15,13 +15,13 @@ from trainwright import (
     Cosine,
     DataError,
     EarlyStopping,
-    Mean,
+    MeanLoss,
     Observer,
     OneCycle,
     Plateau,
     SettingError,
-    Step,
     StepError,
+    StepOutput,
     Trainer,
     accuracy,
 )
@@ -122,7 +122,7 @@ def test_a_wrong_type_is_refused_when_the_trainer_is_built(build, match):
         ({"accumulate": 0}, "accumulate=0"),
         ({"accumulate": {1: 2}}, "epoch 0"),
         ({"clip": -1.0}, "max_norm"),
-        ({"nonfinite": "skp"}, "Did you mean 'skip'"),
+        ({"on_nonfinite": "skp"}, "Did you mean 'skip'"),
         ({"precision": "bf61"}, "Did you mean 'bf16'"),
         ({"schedule": OneCycle}, r"OneCycle\(\)"),
         ({"schedule": torch.optim.lr_scheduler.StepLR}, "TorchSchedule"),
@@ -202,7 +202,7 @@ def test_metrics_that_are_never_fed(val):
 
     trainer = make(Bare, metrics={"accuracy": accuracy})
     text = refused(trainer, SettingError, "^metric 'accuracy' is never fed", val=pieces(1) if val else None)
-    assert "return Step(loss, output, target)" in text
+    assert "return StepOutput(loss, output, target)" in text
 
 
 def test_metrics_that_only_validation_feeds_are_fed():
@@ -212,7 +212,7 @@ def test_metrics_that_only_validation_feeds_are_fed():
 
         def validation_step(self, batch):
             output = self.model(batch[0])
-            return Step(self.loss(output, batch[1]), output, batch[1])
+            return StepOutput(self.loss(output, batch[1]), output, batch[1])
 
     row = make(Bare, metrics={"accuracy": accuracy}).fit(pieces(), pieces(1), epochs=1).history[0]
     assert "val_accuracy" in row
@@ -278,9 +278,9 @@ def test_what_parallel_cannot_be_is_refused(monkeypatch):
         (lambda loss: (loss, loss), "tuple"),
         (lambda loss: torch.stack([loss, loss]), r"shape \(2,\)"),
         (lambda loss: {}, "dict"),
-        (lambda loss: {"a": loss, "b": Mean(loss, 4)}, "not of one form"),
-        (lambda loss: {"a": Mean(loss, 4), "b": Mean(loss, 3)}, "one and the same count"),
-        (lambda loss: Step(Step(loss)), "Step"),
+        (lambda loss: {"a": loss, "b": MeanLoss(loss, 4)}, "not of one form"),
+        (lambda loss: {"a": MeanLoss(loss, 4), "b": MeanLoss(loss, 3)}, "one and the same count"),
+        (lambda loss: StepOutput(StepOutput(loss)), "StepOutput"),
     ],
 )
 def test_what_is_no_loss_is_refused_with_what_a_step_may_return(returned, match):

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from observers.test_console import PLAN, Terminal, printed, record, result, update
-from trainwright.base.plan import Plan
+from trainwright.core.plan import Plan
 from trainwright.observers.console import Console, console_observers
 from trainwright.observers.live import LiveBar
 from trainwright.observers.table import printable

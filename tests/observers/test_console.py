@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from trainwright.base.contracts import Observer, listeners
-from trainwright.base.errors import SettingError
-from trainwright.base.plan import Plan
-from trainwright.base.records import Best, Result, Update, Validation
+from trainwright.core.errors import SettingError
+from trainwright.core.plan import Plan
+from trainwright.core.records import Best, Result, Update, Validation
 from trainwright.observers.console import Console, console_observers, footer, header
+from trainwright.protocols import Observer, listeners
 
 PLAN = Plan(
     model="SmallCNN",

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from trainwright import ModelStatistics, Observer, Profile, SettingError, Statistics, Trainer, Updates, batches
-from trainwright.parallel.ddp import DDP
+from trainwright.distributed.ddp import DDP
 from world.pool import pool
 
 

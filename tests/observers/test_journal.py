@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from trainwright import Checkpoint, Trainer
-from trainwright.base.contracts import listeners
-from trainwright.base.errors import DataError, SettingError
-from trainwright.base.plan import Plan
-from trainwright.base.records import Best, Result, Saved, Update, Validation
-from trainwright.base.spans import Updates
+from trainwright.core.durations import Updates
+from trainwright.core.errors import DataError, SettingError
+from trainwright.core.plan import Plan
+from trainwright.core.records import Best, Result, Saved, Update, Validation
 from trainwright.observers.journal import Journal, journal_to_csv, read_journal
+from trainwright.protocols import listeners
 
 
 def update(n, loss=0.5, **fields):

@@ -18,13 +18,13 @@ from trainwright import (
     Observer,
     SettingError,
     Statistics,
-    TensorBoard,
+    TensorBoardLogger,
     Trainer,
     Updates,
     batches,
     read_journal,
 )
-from trainwright.runtime import late
+from trainwright.core import host_reads
 
 x = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
 y = torch.arange(40) % 3
@@ -165,13 +165,13 @@ def test_frozen_parameters_have_no_gradient_and_sparse_ones_count_what_they_leav
 
 
 def test_all_numbers_of_a_turn_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    reads, real = [], late.read
+    reads, real = [], host_reads.read
 
     def read(values: Any) -> Any:
         reads.append(len(values))
         return real(values)
 
-    monkeypatch.setattr(late, "read", read)
+    monkeypatch.setattr(host_reads, "read", read)
     made(Statistics(every=Updates(5))).fit(data(), epochs=1)
     assert [size for size in reads if size == 4 * 10] == [40, 40]
 
@@ -188,7 +188,7 @@ def test_updates_that_were_held_back_are_no_turn() -> None:
     bad = x.clone()
     bad[[9, 10, 25]] = math.nan
     told = Told()
-    trainer = made(Statistics(every=Updates(3)), told, nonfinite="skip")
+    trainer = made(Statistics(every=Updates(3)), told, on_nonfinite="skip")
     # With an end by the clock the loop pauses after each update, also after those that were held back.
     trainer.fit(batches((bad, y), 4, shuffle=False), epochs=2, max_seconds=1000.0)
     assert [one.update for one in told.seen] == [3, 6, 9, 12, 15]
@@ -203,7 +203,7 @@ def test_settings_are_checked_when_they_are_given(setting: dict[str, Any]) -> No
 
 
 def test_the_journal_and_tensorboard_write_them(tmp_path: Path) -> None:
-    journal, board = Journal(tmp_path / "run.jsonl"), TensorBoard(tmp_path / "board")
+    journal, board = Journal(tmp_path / "run.jsonl"), TensorBoardLogger(tmp_path / "board")
     asked = Statistics(every=Updates(5))
     made(asked, journal, board).fit(data(), epochs=1)
     written = [one for one in read_journal(tmp_path / "run.jsonl") if one["event"] == "statistics"]

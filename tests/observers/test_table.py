@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from trainwright.base.records import Validation
+from trainwright.core.records import Validation
 from trainwright.observers.table import Table, amount, duration, joined, number, printable, rate, sparkline
 
 

@@ -15,7 +15,7 @@ from trainwright import (
     Observer,
     Seconds,
     SettingError,
-    TensorBoard,
+    TensorBoardLogger,
     Throughput,
     Trainer,
     Updates,
@@ -68,7 +68,7 @@ def read(directory: Path) -> dict[str, list[tuple[int, float]]]:
 
 def test_every_number_of_a_run_is_in_the_files(tmp_path: Path) -> None:
     told = Told()
-    trainer = made(TensorBoard(tmp_path, every=Updates(1)), told, clip=1.0, metrics={"right": hits})
+    trainer = made(TensorBoardLogger(tmp_path, every=Updates(1)), told, clip=1.0, metrics={"right": hits})
     result = trainer.fit(data(), batches((x, y), 20), epochs=2)
     shown = read(tmp_path)
     assert set(shown) == {"loss", "lr", "grad_norm", "val_loss", "val_right", "epoch/loss", "epoch/right"}
@@ -84,7 +84,7 @@ def hits(output, target):
 
 
 def test_every_is_kept_to_and_nothing_is_made_for_the_updates_between(tmp_path: Path) -> None:
-    class Watched(TensorBoard):
+    class Watched(TensorBoardLogger):
         calls = 0
 
         def on_update(self, update):
@@ -100,7 +100,7 @@ def test_every_is_kept_to_and_nothing_is_made_for_the_updates_between(tmp_path: 
 def test_a_resumed_run_goes_on_in_the_same_directory_without_doubled_steps(tmp_path: Path) -> None:
     def run(cls, name):
         checkpoint = Checkpoint(tmp_path / name / "kept", every=Updates(10))
-        board = TensorBoard(tmp_path / name, every=Updates(1))
+        board = TensorBoardLogger(tmp_path / name, every=Updates(1))
         made(board, cls=cls, checkpoint=checkpoint).fit(data(), data(), epochs=2, validate=Updates(3), resume="auto")
 
     with pytest.raises(OSError, match="gone"):
@@ -114,15 +114,15 @@ def test_a_resumed_run_goes_on_in_the_same_directory_without_doubled_steps(tmp_p
 
 
 def test_a_run_that_begins_anew_in_a_directory_hides_the_one_before(tmp_path: Path) -> None:
-    made(TensorBoard(tmp_path, every=Updates(1))).fit(data(), epochs=2)
-    made(TensorBoard(tmp_path, every=Updates(2))).fit(data(), epochs=1)
+    made(TensorBoardLogger(tmp_path, every=Updates(1))).fit(data(), epochs=2)
+    made(TensorBoardLogger(tmp_path, every=Updates(2))).fit(data(), epochs=1)
     shown = read(tmp_path)
     assert [step for step, _ in shown["loss"]] == [2, 4, 6, 8, 10]
     assert [step for step, _ in shown["epoch/loss"]] == [10]
 
 
 def test_the_stages_of_a_run_follow_one_another(tmp_path: Path) -> None:
-    trainer = made(TensorBoard(tmp_path, every=Updates(1)))
+    trainer = made(TensorBoardLogger(tmp_path, every=Updates(1)))
     trainer.fit(data(), epochs=1)
     trainer.fit(data(), epochs=1)
     assert [step for step, _ in read(tmp_path)["loss"]] == list(range(1, 21))
@@ -138,7 +138,7 @@ def test_numbers_of_groups_optimizers_and_logs_have_tags_of_their_own(tmp_path: 
     model = nn.Linear(4, 3)
     groups = [{"params": [model.weight], "lr": 0.1}, {"params": [model.bias], "lr": 0.2}]
     optimizer = torch.optim.SGD(groups)
-    board = TensorBoard(tmp_path, every=Updates(1))
+    board = TensorBoardLogger(tmp_path, every=Updates(1))
     Logs(model, {"all": optimizer}, nn.CrossEntropyLoss(), console=False, observers=[board]).fit(data(), epochs=1)
     shown = read(tmp_path)
     assert shown["seen"] == [(step, step - 1) for step in range(1, 11)]
@@ -152,31 +152,31 @@ def test_nan_is_written_as_nan_and_an_update_that_was_held_back_has_no_step(tmp_
     bad = x.clone()
     bad[9] = math.nan
     source = batches((bad, y), 4, shuffle=False)
-    made(TensorBoard(tmp_path / "skips", every=Seconds(1e-9)), nonfinite="skip").fit(source, epochs=1)
+    made(TensorBoardLogger(tmp_path / "skips", every=Seconds(1e-9)), on_nonfinite="skip").fit(source, epochs=1)
     shown = read(tmp_path / "skips")
     assert [step for step, _ in shown["loss"]] == list(range(1, 10))
     assert shown["skipped"] == [(9, 1)]
-    made(TensorBoard(tmp_path / "ignores", every=Updates(1)), nonfinite="ignore").fit(source, epochs=1)
+    made(TensorBoardLogger(tmp_path / "ignores", every=Updates(1)), on_nonfinite="ignore").fit(source, epochs=1)
     losses = [value for _, value in read(tmp_path / "ignores")["loss"]]
     assert [math.isnan(loss) for loss in losses] == [False, False, *[True] * 8]
 
 
 def test_speeds_are_written_where_they_are_asked_for(tmp_path: Path) -> None:
-    made(TensorBoard(tmp_path), Throughput(every=Updates(5))).fit(data(), epochs=1)
+    made(TensorBoardLogger(tmp_path), Throughput(every=Updates(5))).fit(data(), epochs=1)
     shown = read(tmp_path)
     assert [step for step, _ in shown["speed/rows_per_second"]] == [5, 10]
     assert shown["memory/parameters"][0] == (5, 60)
 
 
 def test_the_run_is_the_same_one_without_it(tmp_path: Path) -> None:
-    watched, alone = made(TensorBoard(tmp_path, every=Updates(1))), made()
+    watched, alone = made(TensorBoardLogger(tmp_path, every=Updates(1))), made()
     rows = [trainer.fit(data(), data(), epochs=2).history for trainer in (watched, alone)]
     assert rows[0] == rows[1]
     assert torch.equal(watched.model.weight, alone.model.weight)
 
 
 def test_a_run_that_ends_in_an_error_has_closed_its_file(tmp_path: Path) -> None:
-    board = TensorBoard(tmp_path, every=Updates(1))
+    board = TensorBoardLogger(tmp_path, every=Updates(1))
     with pytest.raises(OSError, match="gone"):
         made(board, cls=Killed).fit(data(), epochs=2)
     assert board._writer is None
@@ -185,13 +185,13 @@ def test_a_run_that_ends_in_an_error_has_closed_its_file(tmp_path: Path) -> None
 
 def test_without_the_package_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
-    name = "trainwright.observers.tensorboard.find_spec"
+    name = "trainwright.observers.loggers.tensorboard.find_spec"
     monkeypatch.setattr(name, lambda package: None if package == "tensorboard" else found(package))
     with pytest.raises(SettingError, match=r'pip install "trainwright\[tensorboard\]"'):
-        TensorBoard(tmp_path)
+        TensorBoardLogger(tmp_path)
 
 
 @pytest.mark.parametrize("every", [5, 0.5, None, "10"])
 def test_every_is_a_span_between_updates(tmp_path: Path, every) -> None:
     with pytest.raises(SettingError, match=r"Updates\(n\) or Seconds\(n\)"):
-        TensorBoard(tmp_path, every=every)
+        TensorBoardLogger(tmp_path, every=every)

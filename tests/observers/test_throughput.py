@@ -26,7 +26,7 @@ from trainwright import (
     batches,
     read_journal,
 )
-from trainwright.base.speed import Speed, together
+from trainwright.core.speed import Speed, together
 
 x = torch.randn(48, 4, generator=torch.Generator().manual_seed(0))
 y = torch.arange(48) % 3

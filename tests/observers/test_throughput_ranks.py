@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trainwright import Observer, Speed, Throughput, Trainer, Updates, batches
-from trainwright.parallel.ddp import DDP
+from trainwright.distributed.ddp import DDP
 from world.pool import pool
 
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright import Gradients
-from trainwright.parallel.fsdp import FSDP, set_sync, shard
-from trainwright.parallel.whole import full_state_dict
-from trainwright.parallel.world import Group
-from trainwright.runtime.kernels import step_of
+from trainwright.distributed.fsdp import FSDP, set_sync, shard
+from trainwright.distributed.gathered_weights import full_state_dict
+from trainwright.distributed.world import Group
+from trainwright.optim.fused import step_of
 
 CPU = torch.device("cpu")
 State = dict[str, Tensor]

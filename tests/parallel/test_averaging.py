@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainwright import Trainer
-from trainwright.parallel.averaging import Buckets
-from trainwright.parallel.ddp import DDP
-from trainwright.parallel.world import Group
+from trainwright.distributed.ddp import DDP
+from trainwright.distributed.gradient_averaging import Buckets
+from trainwright.distributed.world import Group
 from world.pool import pool
 
 LAYERS = 4

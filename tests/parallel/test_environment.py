@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from trainwright import DDP, launch
-from trainwright.base.errors import ProcessError, SettingError
-from trainwright.parallel.environment import Place, first_host, read_environment
-from trainwright.parallel.start import as_world
+from trainwright.core.errors import DistributedError, SettingError
+from trainwright.distributed.environment import Place, first_host, read_environment
+from trainwright.distributed.start import as_world
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
 SRUN = {
@@ -208,7 +208,9 @@ def test_a_class_in_place_of_settings_is_told_its_parentheses(says) -> None:
 
 def test_processes_that_never_come_are_an_error_and_no_hang(says) -> None:
     says({**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})
-    with pytest.raises(ProcessError, match=r"rank 0: not all of the 2 processes .*\n.*missing: rank 1\n.*within 1 s"):
+    with pytest.raises(
+        DistributedError, match=r"rank 0: not all of the 2 processes .*\n.*missing: rank 1\n.*within 1 s"
+    ):
         as_world(SimpleNamespace(timeout=1.0, backend=None))
 
 

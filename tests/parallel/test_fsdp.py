@@ -28,9 +28,9 @@ from fsdp_cases import (
 from torch import nn
 
 from trainwright import ClipNorm, ClipValue, Gradients
-from trainwright.parallel.fsdp import FSDP, follow, recover, retake, set_sync, shard
-from trainwright.parallel.whole import full_state_dict
-from trainwright.runtime.shards import is_sharded, whole
+from trainwright.distributed.fsdp import FSDP, follow, recover, retake, set_sync, shard
+from trainwright.distributed.gathered_weights import full_state_dict
+from trainwright.modules.dtensors import is_sharded, whole
 from world.pool import pool
 
 EXACT = 1e-12

@@ -11,11 +11,11 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from trainwright import EMA, SWA
-from trainwright.base.spans import Updates
-from trainwright.parallel.fsdp import FSDP, shard
-from trainwright.parallel.whole import full_state_dict
-from trainwright.runtime.modules import evaluating, untouched
-from trainwright.runtime.shards import is_sharded
+from trainwright.core.durations import Updates
+from trainwright.distributed.fsdp import FSDP, shard
+from trainwright.distributed.gathered_weights import full_state_dict
+from trainwright.modules.dtensors import is_sharded
+from trainwright.modules.modes import evaluating, untouched
 from world.pool import pool
 
 EXACT = 1e-12
@@ -122,7 +122,7 @@ def kept_on_the_host() -> Any:
     world = group()
     model = sharded_net(world)
     best = full_state_dict(model, world)
-    from trainwright.run.leaving import _copied
+    from trainwright.fit.result import _copied
 
     kept = _copied(model, None)
     _copied(model, kept)  # into the same tensors

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright import EMA, Checkpoint, EarlyStopping, Trainer, batches, latest_checkpoint, load_weights
-from trainwright.parallel.fsdp import FSDP
+from trainwright.distributed.fsdp import FSDP
 from world.pool import pool
 
 UPDATES, CUT = 14, 7

@@ -10,7 +10,7 @@ from fsdp_cases import CPU, group
 from torch import nn
 
 from trainwright import SettingError, Trainer, Window, batches
-from trainwright.parallel.fsdp import FSDP, shard
+from trainwright.distributed.fsdp import FSDP, shard
 from world.pool import pool
 
 

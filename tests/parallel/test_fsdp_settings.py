@@ -13,7 +13,7 @@ from fsdp_cases import CPU, Block, Net, group, net
 from torch import nn
 
 from trainwright import MixedPrecision, SettingError
-from trainwright.parallel.fsdp import FSDP, check_optimizers, check_precision, shard
+from trainwright.distributed.fsdp import FSDP, check_optimizers, check_precision, shard
 from world.pool import pool
 
 
@@ -57,7 +57,7 @@ def test_settings_are_kept_as_what_they_mean() -> None:
 
 @pytest.mark.slow
 def test_the_settings_are_imported_without_torchs_own_module_of_it() -> None:
-    code = "import trainwright.parallel.fsdp, sys; trainwright.parallel.fsdp.FSDP(set())"
+    code = "import trainwright.distributed.fsdp, sys; trainwright.distributed.fsdp.FSDP(set())"
     code += "; assert not {'torch.distributed.fsdp', 'torch.distributed.tensor'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 

@@ -21,7 +21,7 @@ from trainwright import (
     Trainer,
     load_weights,
 )
-from trainwright.parallel.fsdp import FSDP
+from trainwright.distributed.fsdp import FSDP
 from world.pool import pool
 
 EXACT = 1e-12
@@ -72,7 +72,7 @@ CASES: dict[str, dict[str, Any]] = {
     "averaged": {"average": EMA(0.5), "accumulate": 2},
     "the best": {"early_stopping": EarlyStopping("val_loss", patience=1, restore_best=True)},
     "scaled": {"precision": MixedPrecision("fp16", init_scale=2.0**10, growth_interval=2), "clip": ClipNorm(0.05)},
-    "skipping": {"nonfinite": "skip", "clip": 0.1},
+    "skipping": {"on_nonfinite": "skip", "clip": 0.1},
 }
 
 
@@ -117,7 +117,7 @@ def spoilt(policy: str) -> Any:
     """One row that makes the loss NaN on the process that runs it."""
     x, y = rows(12)
     y[5] = float("nan")
-    trainer = made(FSDP({Block}), nonfinite=policy)
+    trainer = made(FSDP({Block}), on_nonfinite=policy)
     try:
         result = trainer.fit((x, y), batch_size=4, epochs=1)
     except NonFiniteError as error:

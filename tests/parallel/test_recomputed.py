@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright import DDP, FSDP, Trainer, batches, checkpoint_activations
-from trainwright.runtime.shards import whole
+from trainwright.modules.dtensors import whole
 from world.pool import pool
 
 

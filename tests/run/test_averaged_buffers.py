@@ -80,7 +80,7 @@ def test_a_batch_that_training_skips_does_not_enter_the_statistics_of_averaged_w
         model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         average = SWA(Updates(1), every=Updates(1))
-        trainer = Trainer(model, optimizer, nn.MSELoss(), average=average, nonfinite="skip", console=False)
+        trainer = Trainer(model, optimizer, nn.MSELoss(), average=average, on_nonfinite="skip", console=False)
         result = trainer.fit(train, batches(rows, 8), epochs=2)
         assert result.updates == 6
         return [row["val_loss"] for row in result.history], model.state_dict()

@@ -11,8 +11,8 @@ from compiling import BACKEND, Block, Net, build, by, data, leftovers, same, wei
 from torch import nn
 from torch.nn import functional as F
 
-from trainwright import Checkpoint, Fast, Mean, SettingError, StepError, Trainer
-from trainwright.runtime.compile import find_regions
+from trainwright import Checkpoint, Fast, MeanLoss, SettingError, StepError, Trainer
+from trainwright.acceleration.compilation import find_regions
 
 
 @pytest.fixture(autouse=True)
@@ -179,7 +179,7 @@ def test_a_loss_inside_a_compiled_region_is_weighed_by_a_count_that_is_told():
 
     class Means(Trainer):
         def training_step(self, batch):
-            return Mean(self.model(*batch), len(batch[1]))
+            return MeanLoss(self.model(*batch), len(batch[1]))
 
     for kind, regions in ((Counts, "full"), (Means, "full"), (Trainer, {Block})):
         torch._dynamo.reset()
@@ -198,7 +198,7 @@ def test_an_evaluation_counts_tokens_inside_a_compiled_region_as_without_it():
             return self.model(*batch)
 
         def training_step(self, batch):
-            return Mean(self.model(*batch), len(batch[1]))
+            return MeanLoss(self.model(*batch), len(batch[1]))
 
     x, y = torch.randn(20, 4), torch.randint(0, 3, (20,))
     y[:7] = -100

@@ -23,8 +23,8 @@ from trainwright import (
     load_weights,
     read_journal,
 )
-from trainwright.run import pausing
-from trainwright.slots.saved import load_tree
+from trainwright.checkpointing.load import load_tree
+from trainwright.fit import between_updates
 
 BY_VALIDATION = {"early_stopping": EarlyStopping("val_loss", patience=3), "schedule": Plateau("val_loss", patience=0)}
 BY_TRAINING = {"early_stopping": EarlyStopping("loss", patience=3), "schedule": Plateau("loss", patience=0)}
@@ -136,14 +136,14 @@ def test_a_run_that_was_stopped_and_is_resumed_is_the_run_that_never_stopped(whi
 
 
 def test_the_law_sees_a_final_validation_that_counts(tmp_path, wholes, monkeypatch):
-    measure = pausing.Pauses.measure_early_end
+    measure = between_updates.Pauses.measure_early_end
 
     def counts(self, *args, **settings):
         measure(self, *args, **settings)
         self.history.extend([self.leaving.final] if self.leaving.final is not None else [])
 
     wholes("validated inside the epoch")  # made without the fault
-    monkeypatch.setattr(pausing.Pauses, "measure_early_end", counts)
+    monkeypatch.setattr(between_updates.Pauses, "measure_early_end", counts)
     with pytest.raises(AssertionError):
         check_stopped("validated inside the epoch", "after_update", 2, tmp_path, wholes)
 
@@ -174,7 +174,7 @@ class Clock:
 def test_a_run_whose_time_was_over_goes_on_with_more_time_as_if_it_never_ended(which, n, tmp_path, wholes, monkeypatch):
     directory, whole = wholes(which)
     clock = Clock()
-    monkeypatch.setattr(pausing, "time", SimpleNamespace(perf_counter=clock.perf_counter))
+    monkeypatch.setattr(between_updates, "time", SimpleNamespace(perf_counter=clock.perf_counter))
 
     def pass_time():
         clock.now += 100

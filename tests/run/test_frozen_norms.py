@@ -41,7 +41,7 @@ RUNS = {
     "an average": {"average": EMA(0.5)},
     "averages with statistics of their own": {"average": SWA(start=0.5)},
     "windows": {"accumulate": 2},
-    "skipped updates": {"nonfinite": "skip"},
+    "skipped updates": {"on_nonfinite": "skip"},
     "bf16": {"precision": "bf16"},
     "fp16": {"precision": "fp16"},
     "compiled": {"fast": Fast(compile={"backend": "eager", "regions": "full"})},
@@ -72,7 +72,7 @@ def test_a_batch_that_is_skipped_puts_back_what_is_trained_and_touches_nothing_e
     model = Net()
     freeze(model, "stem")
     start = copy.deepcopy(model.state_dict())
-    trainer = Once(model, adamw(lr=0.05), nn.CrossEntropyLoss(), nonfinite="skip", console=False)
+    trainer = Once(model, adamw(lr=0.05), nn.CrossEntropyLoss(), on_nonfinite="skip", console=False)
     trainer.fit(batches(rows(), 8), epochs=2)
     assert stem(changed(model, start)) == set()
 

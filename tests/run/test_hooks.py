@@ -131,7 +131,7 @@ def test_begin_epoch_freezes_and_sets_free():
 
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
     start = model[0].weight.detach().clone()
-    made(Thaws, model, clip=1.0, nonfinite="skip").fit(data(), epochs=3)
+    made(Thaws, model, clip=1.0, on_nonfinite="skip").fit(data(), epochs=3)
     assert all(torch.equal(one, start) for one in seen[:3])
     moved = [not torch.equal(a, b) for a, b in itertools.pairwise(seen[2:6])]
     assert moved == [True] * 3
@@ -268,7 +268,7 @@ def test_after_update_comes_for_applied_updates_only():
         def after_update(self):
             seen.append(self.progress.updates)
 
-    trainer = made(Sees, nonfinite="skip")
+    trainer = made(Sees, on_nonfinite="skip")
     bad = [(x[:4], y[:4]), (x[:4] / 0, y[:4]), (x[4:8], y[4:8])]
     assert trainer.fit(bad, epochs=1).skipped == 1
     assert seen == [1, 2]

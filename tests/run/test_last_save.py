@@ -21,7 +21,7 @@ from trainwright import (
     Updates,
     latest_checkpoint,
 )
-from trainwright.run import running
+from trainwright.fit import running
 
 
 class Disk:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from trainwright import Mean, SettingError, Step, StepError, Sum, TrainwrightError, Window
-from trainwright.run.ledger import Ledger
-from trainwright.slots.window import rows_of
+from trainwright import MeanLoss, SettingError, StepError, StepOutput, SumLoss, TrainwrightError, Window
+from trainwright.update.loss_tracker import Ledger
+from trainwright.update.window import rows_of
 
 
 def told(count, counts_itself=False):
@@ -58,7 +58,7 @@ def test_a_count_of_the_steps_own_comes_first_then_the_users_then_torchs_then_ro
         return ledger.counted
 
     trusting = Ledger(hooks=told(9, counts_itself=True))
-    assert counted(trusting, Mean(by_torch, 2), [9]) == 2
+    assert counted(trusting, MeanLoss(by_torch, 2), [9]) == 2
     assert counted(trusting, by_torch, [9]) == 9
     assert counted(Ledger(hooks=told(5)), by_torch) == 4
     assert counted(Ledger(hooks=told(5)), number(1.0)) == 5
@@ -83,22 +83,22 @@ def test_means_are_weighted_over_windows_and_start_anew_after_a_reset():
 
 def test_a_sum_without_a_count_is_trained_whole_and_told_per_row():
     ledger = begun(Ledger(), [1, 3])
-    assert taken(ledger, Sum(number(2.0)), Sum(number(6.0))) == [2.0, 6.0]
+    assert taken(ledger, SumLoss(number(2.0)), SumLoss(number(6.0))) == [2.0, 6.0]
     assert ledger.loss == 2.0
 
 
 @pytest.mark.parametrize("nothing", [0, torch.tensor(0)])
 def test_a_nan_over_nothing_is_left_out_and_one_over_something_is_not(nothing):
     ledger = begun(Ledger(), [2, 2])
-    weighed = taken(ledger, Mean(number(math.nan), nothing), Mean(number(3.0), 2))
+    weighed = taken(ledger, MeanLoss(number(math.nan), nothing), MeanLoss(number(3.0), 2))
     assert weighed[0] == 0.0 and ledger.loss == 3.0
-    taken(begun(ledger, [2, 2]), Mean(number(math.nan), 1), Mean(number(3.0), 2))
+    taken(begun(ledger, [2, 2]), MeanLoss(number(math.nan), 1), MeanLoss(number(3.0), 2))
     assert math.isnan(ledger.loss) and math.isnan(ledger.means()["loss"])
 
 
 def test_a_window_over_nothing_is_nan():
     ledger = begun(Ledger(), [2, 2])
-    taken(ledger, Sum(number(0.0), 0), Sum(number(0.0), 0))
+    taken(ledger, SumLoss(number(0.0), 0), SumLoss(number(0.0), 0))
     assert math.isnan(ledger.loss) and ledger.counted == 0
 
 
@@ -159,6 +159,6 @@ def test_the_running_sums_go_on_after_a_resume():
 
 
 def test_a_step_that_returns_no_loss_is_refused():
-    for returned in (None, torch.zeros(3), Step(None)):
+    for returned in (None, torch.zeros(3), StepOutput(None)):
         with pytest.raises(StepError, match="a step returned"):
             begun(Ledger(), [2]).weigh(returned)

@@ -25,7 +25,7 @@ from trainwright import (
     batches,
     latest_checkpoint,
 )
-from trainwright.slots.saved import load_tree
+from trainwright.checkpointing.load import load_tree
 
 NOTHING = 'nothing is saved: fit(..., resume="auto") begins anew'
 
@@ -53,7 +53,7 @@ SETTINGS = {
     "usual": dict(cls=Kept),
     "fp16": dict(precision=MixedPrecision("fp16", init_scale=2.0**20, growth_interval=2), average=None),
     "swa": dict(average=SWA(Updates(2), Updates(1))),
-    "skips": dict(nonfinite="skip", average=None),
+    "skips": dict(on_nonfinite="skip", average=None),
     "generator": dict(kind="generator", cls=Kept, ends=dict(epochs=None, max_updates=8)),
 }
 _wholes = {}

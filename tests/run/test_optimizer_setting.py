@@ -22,7 +22,7 @@ from trainwright import (
     adamw,
     batches,
 )
-from trainwright.runtime.fused import spoiled_by_sgd
+from trainwright.optim.fused import spoiled_by_sgd
 
 x = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
 y = torch.arange(12) % 3

@@ -36,7 +36,9 @@ def test_an_overflow_under_sam_leaves_no_nan_in_batchnorm(policy):
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     precision = MixedPrecision("fp16", init_scale=2.0**24)
-    trainer = Sharp(model, optimizer, nn.MSELoss(), precision=precision, nonfinite=policy, device="cpu", console=False)
+    trainer = Sharp(
+        model, optimizer, nn.MSELoss(), precision=precision, on_nonfinite=policy, device="cpu", console=False
+    )
     result = trainer.fit(data, data, epochs=4)
     assert result.skipped and result.updates
     assert all(value.isfinite().all() for value in model.state_dict().values())

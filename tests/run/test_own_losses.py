@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainwright import Mean, SettingError, Trainer, accuracy, batches
+from trainwright import MeanLoss, SettingError, Trainer, accuracy, batches
 
 x = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
 y = torch.arange(12) % 3
@@ -84,7 +84,7 @@ def test_metrics_read_the_logits(form):
 
 def test_metrics_beside_a_scalar_are_refused_before_the_first_update():
     trainer = made("scalar", metrics={"accuracy": accuracy})
-    with pytest.raises(SettingError, match=r"metric 'accuracy' is never fed(.|\n)*Step\(loss, output, target\)"):
+    with pytest.raises(SettingError, match=r"metric 'accuracy' is never fed(.|\n)*StepOutput\(loss, output, target\)"):
         trainer.fit(dicts(), dicts(), epochs=1)
     assert trainer.progress.updates == 0
 
@@ -239,7 +239,7 @@ def test_a_loss_module_with_parameters_in_no_optimizer_is_refused():
 def test_a_step_that_returns_a_mean_needs_no_loss():
     class Steps(Trainer):
         def training_step(self, batch):
-            return Mean(nn.functional.cross_entropy(self.model(batch[0]), batch[1]), len(batch[0]))
+            return MeanLoss(nn.functional.cross_entropy(self.model(batch[0]), batch[1]), len(batch[0]))
 
     model = nn.Linear(4, 3)
     trainer = Steps(model, torch.optim.SGD(model.parameters(), lr=0.1), console=False)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import Step, StepError, Trainer, batches
+from trainwright import StepError, StepOutput, Trainer, batches
 
 x = torch.randn(22, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 y = torch.arange(22) % 3
@@ -94,7 +94,7 @@ def test_a_logged_value_that_is_no_number_is_refused_where_it_is_logged(value, k
 
 def loss_and_share(trainer, batch):
     loss = nn.functional.cross_entropy(trainer.model(batch[0]), batch[1])
-    return Step({"share": loss, "rest": 0 * loss}, batch[0], batch[1])
+    return StepOutput({"share": loss, "rest": 0 * loss}, batch[0], batch[1])
 
 
 def test_one_name_for_a_logged_number_and_a_named_loss_is_refused():

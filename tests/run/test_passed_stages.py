@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from trainwright import Checkpoint, Observer, Trainer, batches
-from trainwright.run import running
-from trainwright.slots.saved import load_checkpoint
+from trainwright.checkpointing.load import load_checkpoint
+from trainwright.fit import running
 
 GONE = "as built (those of this stage are gone)"
 

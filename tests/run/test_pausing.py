@@ -15,7 +15,7 @@ from trainwright import (
     CheckpointError,
     EarlyStopping,
     Epochs,
-    Mean,
+    MeanLoss,
     Observer,
     Seconds,
     SettingError,
@@ -57,7 +57,7 @@ class Planned(Trainer):
 
     def validation_step(self, batch):
         self.weights = {**getattr(self, "weights", {}), self.progress.updates: self.model.weight.detach().clone()}
-        return Mean(torch.tensor(self.planned[max(self.progress.updates // 6 - 1, 0)]), 1)
+        return MeanLoss(torch.tensor(self.planned[max(self.progress.updates // 6 - 1, 0)]), 1)
 
 
 def make(cls=Trainer, **settings):

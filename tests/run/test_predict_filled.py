@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import Step, Trainer, batches
-from trainwright.run import predicting
-from trainwright.run.predicting import Filled, join
+from trainwright import StepOutput, Trainer, batches
+from trainwright.evaluation import predictions
+from trainwright.evaluation.predictions import Filled, join
 
 x = torch.randn(50, 4, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(predicting, "PIECE", 64)
+    monkeypatch.setattr(predictions, "PIECE", 64)
 
 
 def predicted(step=None):
@@ -31,13 +31,13 @@ def predicted(step=None):
 
 
 def test_outputs_are_put_into_one_tensor_of_all_rows(monkeypatch) -> None:
-    made, given = [], predicting.torch.empty
+    made, given = [], predictions.torch.empty
 
     def noted(*args, **named):
         made.append(given(*args, **named))
         return made[-1]
 
-    monkeypatch.setattr(predicting.torch, "empty", noted)
+    monkeypatch.setattr(predictions.torch, "empty", noted)
     outputs, wanted = predicted()
     assert torch.equal(outputs, wanted)
     assert [one.data_ptr() for one in made if one.shape == (50, 3)] == [outputs.data_ptr()]
@@ -46,7 +46,7 @@ def test_outputs_are_put_into_one_tensor_of_all_rows(monkeypatch) -> None:
 
 @pytest.mark.parametrize("size", [1, 63, 64, 200, 10_000])
 def test_a_piece_of_any_size_gives_the_same(size, monkeypatch) -> None:
-    monkeypatch.setattr(predicting, "PIECE", size)
+    monkeypatch.setattr(predictions, "PIECE", size)
     outputs, wanted = predicted()
     assert torch.equal(outputs, wanted)
 
@@ -63,7 +63,7 @@ def test_more_rows_than_were_told_are_all_there() -> None:
 
 
 def test_outputs_of_a_step_with_its_loss_are_its_outputs() -> None:
-    outputs, wanted = predicted(lambda output: Step(None, output))
+    outputs, wanted = predicted(lambda output: StepOutput(None, output))
     assert torch.equal(outputs, wanted)
 
 

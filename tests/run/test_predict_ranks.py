@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from trainwright import Step, Trainer, batches
-from trainwright.base.dealing import Slice
-from trainwright.data.sharded import sharded
-from trainwright.parallel.world import World
-from trainwright.run import predicting
-from trainwright.run.predicting import OutputsOfAll, _laid_together
+from trainwright import StepOutput, Trainer, batches
+from trainwright.data.sharding import sharded
+from trainwright.distributed.batch_layout import Slice
+from trainwright.distributed.world import World
+from trainwright.evaluation import predictions
+from trainwright.evaluation.predictions import OutputsOfAll, _laid_together
 from world.pool import RankFailed, pool
 
 SIZES = (1, 7, 51, 64)
@@ -45,7 +45,7 @@ FORMS: dict[str, Any] = {
     "dicts of rows": lambda y, x: [{"box": row.repeat(1 + int(row[0] > 0), 1), "name": str(len(row))} for row in y],
     "words": lambda y, x: [f"{float(row[0]):.6f}" for row in y],
     "rows of tensors": lambda y, x: [row[: 1 + int(row[0] > 0)] for row in y],
-    "step": lambda y, x: Step(None, y, x),
+    "step": lambda y, x: StepOutput(None, y, x),
     "nothing": lambda y, x: None,
     "view": lambda y, x: y.T[1],
 }
@@ -210,7 +210,7 @@ class Two(World):
 
 
 def test_small_outputs_are_gathered_many_at_once_and_large_ones_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(predicting, "AT_ONCE", 2**14)
+    monkeypatch.setattr(predictions, "AT_ONCE", 2**14)
     for size, most in ((1, 12), (2**10, 110)):
         world = Two()
         outputs = OutputsOfAll(world)

@@ -13,9 +13,9 @@ from sklearn.datasets import load_diabetes, load_digits
 from sklearn.metrics import classification_report, confusion_matrix, r2_score
 from torch import nn
 
-from trainwright import NonFiniteError, SettingError, Step, Trainer
-from trainwright.data.source import open_source
-from trainwright.run.report import report
+from trainwright import NonFiniteError, SettingError, StepOutput, Trainer
+from trainwright.data.sources import open_source
+from trainwright.evaluation.reports import report
 
 
 class Given(nn.Module):
@@ -262,7 +262,7 @@ def test_a_split_of_the_users_own_is_asked_once_per_batch():
 class Whole(Trainer):
     def predict_step(self, batch):
         x, y = batch
-        return Step(None, self.model(x) * 2, y - 1)
+        return StepOutput(None, self.model(x) * 2, y - 1)
 
 
 def test_a_step_tells_output_and_target():
@@ -296,7 +296,7 @@ class PredictsNodes(OnNodes):
 class TellsNodes(OnNodes):
     def predict_step(self, batch):
         x, adjacency, y, nodes = batch
-        return Step(None, self.model(x, adjacency)[nodes], y[nodes])
+        return StepOutput(None, self.model(x, adjacency)[nodes], y[nodes])
 
 
 class OnNodesBySplit(PredictsNodes):
@@ -309,7 +309,7 @@ NODES = [(normal(6, 4), torch.eye(6), whole(3, 6), torch.tensor([5, 1, 4]))]
 
 
 @pytest.mark.parametrize(
-    ("role", "fix"), [("report", "return Step(None, output, target)"), ("predict", "return output")]
+    ("role", "fix"), [("report", "return StepOutput(None, output, target)"), ("predict", "return output")]
 )
 def test_a_step_that_selects_rows_is_no_ground_to_call_the_last_item_the_target(role, fix):
     trainer = OnNodes(Graph(), None, nn.CrossEntropyLoss(), console=False)
@@ -324,7 +324,7 @@ def test_a_step_that_selects_rows_is_no_ground_to_call_the_last_item_the_target(
 def test_predictions_of_selected_rows_are_not_compared_with_the_last_item_of_the_batch():
     trainer = PredictsNodes(Graph(), None, nn.CrossEntropyLoss(), console=False)
     with pytest.raises(
-        SettingError, match=r"which of the 4 items(.|\n)*Step\(None, output, target\) from predict_step"
+        SettingError, match=r"which of the 4 items(.|\n)*StepOutput\(None, output, target\) from predict_step"
     ):
         trainer.report(NODES)
     assert trainer.predict(NODES).shape == (3, 3)
@@ -343,7 +343,7 @@ class InADict(Trainer):
 
 
 def test_an_output_that_is_no_tensor_is_refused_with_what_to_write():
-    with pytest.raises(SettingError, match=r"the output of a batch is a dict(.|\n)*Step\(None, output, target\)"):
+    with pytest.raises(SettingError, match=r"the output of a batch is a dict(.|\n)*StepOutput\(None, output, target\)"):
         of(normal(9, 3), whole(3, 9), cls=InADict)
 
 

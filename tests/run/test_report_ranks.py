@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import Step, Trainer, batches
-from trainwright.run.report import Report
+from trainwright import StepOutput, Trainer, batches
+from trainwright.evaluation.reports import Report
 from world.pool import RankFailed, pool
 
 SIZES = (1, 7, 51, 64)
@@ -72,7 +72,7 @@ class Splitting(Trainer[nn.Module]):
     def predict_step(self, batch: Any) -> Any:
         (x,), target = self.split(batch)
         longest = int(target.max()) + 1
-        return Step(None, self.model(x)[:, :1].expand(-1, longest), target[:, None].expand(-1, longest))
+        return StepOutput(None, self.model(x)[:, :1].expand(-1, longest), target[:, None].expand(-1, longest))
 
 
 def ragged() -> Report:

@@ -9,10 +9,10 @@ import torch
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from trainwright import Fast, SettingError, batches
-from trainwright.base.dealing import Part
+from trainwright.acceleration import device_dataset
+from trainwright.acceleration.transfer import Moving
 from trainwright.data.arrays import Table
-from trainwright.run import residing
-from trainwright.runtime.moving import Moving
+from trainwright.distributed.batch_layout import Shard
 
 META = torch.device("meta")
 X, Y = torch.arange(60.0).reshape(20, 3), torch.arange(20)
@@ -41,7 +41,7 @@ TABLE_ON = Table.on
     "given", [None, Subset(TensorDataset(X, Y), [3, 9, -1, 4, 4, 0, 11, 7])], ids=["all", "subset"]
 )
 @pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("part", [None, Part(0, 2), Part(1, 3)])
+@pytest.mark.parametrize("part", [None, Shard(0, 2), Shard(1, 3)])
 @pytest.mark.usefixtures("elsewhere")
 def test_batches_of_a_copy_have_the_rows_and_the_order_of_the_data(given, shuffle, part):
     settings = {"shuffle": shuffle, **({} if shuffle else {"seed": None})}
@@ -95,9 +95,9 @@ def owner(device_data="auto", *, device=META, move=None, counts=False, accumulat
 
 def lines(monkeypatch, one, source, val=None, *, free=None):
     """What is told, and who resides meanwhile."""
-    monkeypatch.setattr(residing, "free_memory", lambda device: free)
+    monkeypatch.setattr(device_dataset, "free_memory", lambda device: free)
     sets = {"training": source, **(val or {})}
-    with residing.residing(one, source, val or {}) as told:
+    with device_dataset.residing(one, source, val or {}) as told:
         placed = [name for name, each in sets.items() if getattr(each, "_resident", None) is not None]
     assert all(getattr(each, "_resident", None) is None for each in sets.values())
     return told, placed

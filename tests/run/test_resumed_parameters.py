@@ -12,10 +12,10 @@ from torch import nn
 from torch.optim import LBFGS, SGD, Adam, AdamW
 
 from trainwright import EMA, Checkpoint, CheckpointError, Trainer, Updates, batches, latest_checkpoint
-from trainwright.run.ranks import own_state, take_own
-from trainwright.run.state import PARAMETERS
-from trainwright.runtime import storage
-from trainwright.slots.saved import encode, load_tree
+from trainwright.checkpointing import commits
+from trainwright.checkpointing.load import encode, load_tree
+from trainwright.checkpointing.state import PARAMETERS
+from trainwright.fit.per_rank_state import own_state, take_own
 
 generator = torch.Generator().manual_seed(1)
 x, y = torch.randn(16, 4, generator=generator), torch.randint(3, (16,), generator=generator)
@@ -320,7 +320,7 @@ def nameless(directory):
     tree, manifest = load_tree(path)
     del tree[PARAMETERS]
     fields = {key: manifest[key] for key in ("run", "update", "epoch", "metrics", "settings", "monitor", "mode")}
-    storage.commit(directory, path.name, encode(tree), manifest=fields)
+    commits.commit(directory, path.name, encode(tree), manifest=fields)
 
 
 def test_a_checkpoint_without_names_is_matched_by_position_and_shape_with_one_line(tmp_path):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from trainwright import Checkpoint, Cosine, Observer, OneCycle, Trainer, latest_checkpoint
-from trainwright.run.settings import changed, digest, settings_of
+from trainwright.fit.setup import changed, digest, settings_of
 
 
 class Header(Observer):
@@ -40,7 +40,7 @@ def test_equal_settings_have_one_digest_and_others_another():
     assert (told["model"], told["optimizer"], told["accumulate"]) == ("Linear", "SGD", "1")
     assert one == digest(settings_of(make(clip=1.0)))
     others = [make(), make(clip=2.0), make(clip=1.0, accumulate=2), make(clip=1.0, schedule=Cosine())]
-    others += [make(clip=1.0, loss=functional.mse_loss), make(clip=1.0, nonfinite="skip")]
+    others += [make(clip=1.0, loss=functional.mse_loss), make(clip=1.0, on_nonfinite="skip")]
     model = nn.Linear(2, 1)
     others.append(Trainer(model, torch.optim.Adam(model.parameters()), nn.MSELoss(), clip=1.0, console=False))
     assert len({one, *(digest(settings_of(trainer)) for trainer in others)}) == len(others) + 1

@@ -15,7 +15,7 @@ from cut import ENDING, USUAL, Cut, Other, check_ended, check_equal, go, send, s
 from torch import nn
 
 from trainwright import SWA, Checkpoint, Epochs, Plateau, Trainer, Updates
-from trainwright.base.errors import Stopped
+from trainwright.core.errors import Stopped
 
 AT = [
     ("training_step", 5),  # in the middle of a window

@@ -12,7 +12,7 @@ from cut import ENDING, USUAL, Cut, Cuttable, check_ended, check_equal, go, send
 from torch import nn
 
 from trainwright import Observer, Stopped, Trainer, batches, latest_checkpoint
-from trainwright.run import running as running_module
+from trainwright.fit import running as running_module
 
 
 class Told(Observer):

@@ -1,4 +1,4 @@
-"""`nonfinite="skip"` leaves an update out as if its batch were not there: buffers of any make and `state` included."""
+"""`on_nonfinite="skip"` leaves an update out as if its batch were not there, buffers and `state` included."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def same(one, other):
 def test_a_skipped_update_restores_every_buffer_that_its_forward_has_changed(cls):
     model, optimizer = built(cls)
     loss = Centred()
-    trainer = Trainer(model, optimizer, loss, nonfinite="skip", console=False)
+    trainer = Trainer(model, optimizer, loss, on_nonfinite="skip", console=False)
     result = trainer.fit(POISONED, epochs=1)
     assert (result.updates, result.skipped) == (6, 1)
     expected, other = built(cls)
@@ -187,7 +187,7 @@ def test_one_bad_row_costs_one_update_and_no_later_one(accumulate):
     data = [(x.clone(), y) for x, y in DATA]
     data[BAD][0][1, 2] = math.nan
     model, optimizer = built(Scaled)
-    result = Trainer(model, optimizer, nn.MSELoss(), nonfinite="skip", accumulate=accumulate, console=False).fit(
+    result = Trainer(model, optimizer, nn.MSELoss(), on_nonfinite="skip", accumulate=accumulate, console=False).fit(
         data, epochs=2
     )
     assert result.skipped == 2 and result.updates == 2 * math.ceil(7 / accumulate) - 2
@@ -206,7 +206,7 @@ def test_buffers_of_layers_that_begin_epoch_adds_are_restored():
     model = nn.Sequential(nn.Linear(3, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     data = [(x, x) for x, _ in POISONED]
-    result = GrowsAtEpochOne(model, optimizer, nn.MSELoss(), nonfinite="skip", console=False).fit(data, epochs=2)
+    result = GrowsAtEpochOne(model, optimizer, nn.MSELoss(), on_nonfinite="skip", console=False).fit(data, epochs=2)
     assert result.skipped == 2
     assert all(tensor.isfinite().all() for _, tensor in tensors(model))
 
@@ -232,7 +232,7 @@ def test_an_overflow_of_the_loss_scale_moves_buffers_on_but_leaves_none_that_is_
     model, optimizer = built(OfGradients)
     precision = MixedPrecision("fp16", init_scale=2.0**24)
     result = Trainer(
-        model, optimizer, nn.MSELoss(), precision=precision, nonfinite="skip", device="cpu", console=False
+        model, optimizer, nn.MSELoss(), precision=precision, on_nonfinite="skip", device="cpu", console=False
     ).fit(DATA, epochs=4)
     assert result.skipped and result.updates
     assert model.largest.isfinite() and model.scale.isfinite().all()
@@ -269,7 +269,7 @@ class Remembers(Trainer):
 def test_the_storage_for_buffers_and_state_is_allocated_once(cls):
     def made(batches):
         model, optimizer = built(cls)
-        trainer = Remembers(model, optimizer, nn.MSELoss(), nonfinite="skip", console=False)
+        trainer = Remembers(model, optimizer, nn.MSELoss(), on_nonfinite="skip", console=False)
         with Allocations() as counted:
             trainer.fit(DATA[:1] * batches, epochs=1)
         return counted.copies
@@ -288,7 +288,7 @@ def test_state_comes_back_as_it_was_and_shares_nothing_with_the_copy():
 
     model, optimizer = built(Scaled)
     data = [POISONED[i] for i in (0, BAD, 1, BAD, BAD, 2)]
-    assert Sees(model, optimizer, nn.MSELoss(), nonfinite="skip", console=False).fit(data, epochs=1).skipped == 3
+    assert Sees(model, optimizer, nn.MSELoss(), on_nonfinite="skip", console=False).fit(data, epochs=1).skipped == 3
     for before, after in ((1, 2), (3, 4), (4, 5)):
         assert all(torch.equal(a, b) for a, b in zip(seen[before], seen[after], strict=True))
     assert all(tensor.isfinite().all() for pair in seen for tensor in pair)

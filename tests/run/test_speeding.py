@@ -10,10 +10,9 @@ from compiling import Net, build, by, data, same, weights
 from torch import nn
 
 from trainwright import Checkpoint, Fast, Observer, SettingError, Trainer, adamw, batches
-from trainwright.run.optimizers import fused_hint
-from trainwright.runtime.fused import spoiled_by_sgd
-from trainwright.runtime.layout import is_convolutional
-from trainwright.runtime.timing import SHAPES, may_time, timed_by_cudnn
+from trainwright.acceleration.layout import SHAPES, is_convolutional, may_time, timed_by_cudnn
+from trainwright.optim.fused import spoiled_by_sgd
+from trainwright.optim.named import fused_hint
 
 
 class Header(Observer):

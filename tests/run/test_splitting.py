@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from laws.oom_cases import FULL, Noisy, Scarce, numbers, scarce
-from trainwright import EMA, Console, Mean, SettingError, Trainer, freeze
-from trainwright.parallel.world import World
-from trainwright.run.setup import checked_on_oom
-from trainwright.runtime.memory import is_out_of_memory
+from trainwright import EMA, Console, MeanLoss, SettingError, Trainer, freeze
+from trainwright.core.memory import is_out_of_memory
+from trainwright.distributed.world import World
+from trainwright.fit.setup import checked_on_oom
 
 X, Y = numbers()
 
@@ -360,7 +360,7 @@ def test_an_average_and_a_mean_of_ones_own_go_on():
     class Own(Trainer):
         def training_step(self, batch):
             loss = F.cross_entropy(self.model(batch[0]), batch[1], reduction="sum")
-            return Mean(loss / len(batch[1]), len(batch[1]))
+            return MeanLoss(loss / len(batch[1]), len(batch[1]))
 
     models = [scarce(most)[0] for most in (10**6, 3)]
     for model, on_oom in zip(models, (None, "split"), strict=True):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trainwright import Checkpoint, CheckpointError, Probe, SettingError, Trainer, Updates, batches
-from trainwright.runtime.storage import read_manifest
+from trainwright.checkpointing.commits import read_manifest
 
 x = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
 y = torch.arange(12) % 3
@@ -68,7 +68,7 @@ def test_state_is_put_back_where_an_update_is_skipped():
             return super().training_step(batch)
 
     data = [(x[:4], y[:4]), (x[4:8] / 0, y[4:8]), (x[8:], y[8:])]
-    trainer = made(Sees, nonfinite="skip")
+    trainer = made(Sees, on_nonfinite="skip")
     assert trainer.fit(data, epochs=1).skipped == 1
     assert seen[1][0] == seen[2][0] == 1 and torch.equal(seen[1][1], seen[2][1]) and seen[1][2] == seen[2][2]
     assert trainer.state["n"] == 2 and trainer.state["h"].isfinite().all()

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainwright import Trainer, batches
-from trainwright.run import summing
+from trainwright.evaluation import summing
 
 ROWS = 64
 INPUTS = torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(0))

@@ -11,10 +11,10 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
 
-from trainwright import Checkpoint, CheckpointError, Cosine, Observer, SettingError, Trainer, Updates, lr_range
-from trainwright.run.setup import _needs_a_closure
-from trainwright.runtime.kernels import step_of
-from trainwright.tools.fast_run import fast_run
+from trainwright import Checkpoint, CheckpointError, Cosine, Observer, SettingError, Trainer, Updates, find_lr
+from trainwright.fit.setup import _needs_a_closure
+from trainwright.optim.fused import step_of
+from trainwright.tools.smoke import smoke_run
 
 SCHEDULERS = {
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 0.9**epoch),
@@ -180,7 +180,7 @@ class Skips(Stepped):
 
 def test_an_update_that_is_skipped_is_logged_with_its_own_rate():
     seen = Rates()
-    trained(Skips, observers=[seen], nonfinite="skip", epochs=1)
+    trained(Skips, observers=[seen], on_nonfinite="skip", epochs=1)
     assert seen.seen == pytest.approx([0.1, 0.09, 0.09, 0.081])
 
 
@@ -347,15 +347,15 @@ def test_a_scheduler_that_fits_another_is_an_error_of_the_checkpoint(tmp_path):
 def test_a_trial_leaves_the_scheduler_as_it_was():
     trainer = trained(epochs=1)
     before = copy.deepcopy(trainer.scheduler.state_dict()), trainer.optimizer.param_groups[0]["lr"]
-    fast_run(trainer, data())
+    smoke_run(trainer, data())
     assert (trainer.scheduler.state_dict(), trainer.optimizer.param_groups[0]["lr"]) == before
     assert trainer.fit(data(), epochs=1).updates == 4
 
 
 def test_a_sweep_of_rates_is_refused_where_a_scheduler_sets_them():
     trainer = trained(epochs=1)
-    with pytest.raises(SettingError, match="lr_range"):
-        lr_range(trainer, data())
+    with pytest.raises(SettingError, match="find_lr"):
+        find_lr(trainer, data())
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

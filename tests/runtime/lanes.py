@@ -8,7 +8,7 @@ from collections import deque
 import numpy as np
 import torch
 
-from trainwright.runtime.moving import Moving
+from trainwright.acceleration.transfer import Moving
 
 
 class Stream:

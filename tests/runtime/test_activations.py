@@ -15,7 +15,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 from trainwright import SettingError, StepError, checkpoint_activations, count_flops
-from trainwright.runtime import activations
+from trainwright.modules import activations
 
 
 class Block(nn.Module):

@@ -12,7 +12,7 @@ import weakref
 
 import pytest
 
-from trainwright.runtime.background import Background
+from trainwright.checkpointing.background import Background
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ def test_ctrl_c_ends_every_wait_at_once_and_the_job_goes_on(waits):
 def test_a_process_ends_though_a_job_hangs():
     code = """
 import threading
-from trainwright.runtime.background import Background
+from trainwright.checkpointing.background import Background
 background, begun = Background("test"), threading.Event()
 background.hand(lambda: (begun.set(), threading.Event().wait()))
 begun.wait()

@@ -20,13 +20,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainwright.base.errors import CheckpointError
-from trainwright.runtime import files, storage
-from trainwright.runtime.storage import commit, update_name
-from trainwright.runtime.tensorfile import Contents, write
-from trainwright.runtime.tree import flatten, unflatten
-from trainwright.slots import saved
-from trainwright.slots.saved import encode, find_checkpoint, latest_checkpoint, load_checkpoint, load_tree, load_weights
+from trainwright.checkpointing import commits, files, load
+from trainwright.checkpointing.commits import commit, update_name
+from trainwright.checkpointing.load import (
+    encode,
+    find_checkpoint,
+    latest_checkpoint,
+    load_checkpoint,
+    load_tree,
+    load_weights,
+)
+from trainwright.checkpointing.tensorfile import Contents, write
+from trainwright.checkpointing.tree import flatten, unflatten
+from trainwright.core.errors import CheckpointError
 
 FILES = ["model.safetensors", "state.safetensors", "state.json", "manifest.json"]
 
@@ -114,7 +120,7 @@ def test_every_cut_every_torn_end_and_a_flipped_bit_of_every_byte_are_found(name
 
 def test_a_checkpoint_of_a_later_format_is_passed_over_by_its_version(run, monkeypatch):
     root = run[0]
-    monkeypatch.setattr(storage, "FORMAT_VERSION", 2)
+    monkeypatch.setattr(commits, "FORMAT_VERSION", 2)
     put(root, 2)
     monkeypatch.undo()
     passed_over(run, "format version 2, and this trainwright reads 1")
@@ -270,7 +276,7 @@ def test_the_law_sees_a_loader_that_unpickles(run, tmp_path, monkeypatch):
                 return pickle.loads(text if isinstance(text, bytes) else text.encode("latin-1"))
             return json.loads(text)
 
-    monkeypatch.setattr(saved, "json", Unpickles)
+    monkeypatch.setattr(load, "json", Unpickles)
     with pytest.raises((AssertionError, pytest.fail.Exception)):
         check_nothing_is_executed("state.json", run, tmp_path, monkeypatch)
     assert (tmp_path / "ran").exists()

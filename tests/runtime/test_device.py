@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from trainwright import SettingError
-from trainwright.runtime.device import choose_device, move, place, place_state
+from trainwright.core.device import choose_device, move, place, place_state
 
 META = torch.device("meta")
 Pair = namedtuple("Pair", "x y")

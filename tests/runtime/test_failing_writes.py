@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainwright.base.errors import CheckpointError
-from trainwright.runtime import storage
-from trainwright.runtime.storage import commit, lock, make_root, read_manifest, remove, scan, update_name, verify
-from trainwright.runtime.tensorfile import Contents
-from trainwright.slots.saved import save_weights
+from trainwright.checkpointing import commits
+from trainwright.checkpointing.commits import commit, lock, make_root, read_manifest, remove, scan, update_name, verify
+from trainwright.checkpointing.load import save_weights
+from trainwright.checkpointing.tensorfile import Contents
+from trainwright.core.errors import CheckpointError
 
 CALLS = ("open", "write", "fsync", "rename", "mkdir", "close")
 REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ENOENT)
@@ -150,7 +150,7 @@ def test_leftovers_that_cannot_be_seen_to_are_told_of(tmp_path, monkeypatch):
             pass
         patch.setattr(os, "rename", real)
         patch.setattr(
-            storage, "sync_directory", lambda _: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error"))
+            commits, "sync_directory", lambda _: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error"))
         )
         with pytest.raises(CheckpointError, match=r"could not be cleaned(.|\n)*Input/output"), lock(tmp_path):
             pass
@@ -201,9 +201,9 @@ def test_a_weights_file_that_cannot_be_written_leaves_the_old_one(tmp_path):
 LIMITED = """
 import os, resource, sys, torch
 from pathlib import Path
-from trainwright.base.errors import CheckpointError
-from trainwright.runtime.storage import commit
-from trainwright.runtime.tensorfile import Contents
+from trainwright.core.errors import CheckpointError
+from trainwright.checkpointing.commits import commit
+from trainwright.checkpointing.tensorfile import Contents
 resource.setrlimit(resource.RLIMIT_FSIZE, (20 << 20,) * 2)
 files = {"model": Contents({"w": torch.ones(8 << 20)}, {})}
 try:

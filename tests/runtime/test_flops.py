@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from trainwright import count_flops
-from trainwright.runtime.flops import peak_of
+from trainwright.modules.flops import peak_of
 
 
 def mlp():

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from trainwright import ClipNorm, ClipValue
-from trainwright.run.steppers import Stepper
-from trainwright.runtime.kernels import step_of
+from trainwright.optim.fused import step_of
+from trainwright.update.optimizer_steps import Stepper
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1, fused=True),

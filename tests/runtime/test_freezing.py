@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright.base.errors import SettingError
-from trainwright.runtime.freezing import freeze, held, unfreeze
-from trainwright.runtime.modules import evaluating, mode, wake
+from trainwright.core.errors import SettingError
+from trainwright.modules.freezing import freeze, held, unfreeze
+from trainwright.modules.modes import evaluating, mode, wake
 
 
 class Net(nn.Module):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright.runtime import fused
-from trainwright.runtime.kernels import step_of
+from trainwright.optim import fused
+from trainwright.optim.fused import step_of
 
 FORMS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from trainwright import ClipNorm, ClipValue, Gradients
-from trainwright.runtime import late
-from trainwright.runtime.shards import everywhere, is_sharded, local, put, whole
+from trainwright.core import host_reads
+from trainwright.modules.dtensors import everywhere, is_sharded, local, put, whole
 from world.pool import pool
 
 SHAPES = [(5, 2), (1, 3), (4,)]
@@ -148,7 +148,7 @@ def clipped_by_hand() -> list[float]:
     ClipValue(0.1)(list(parameters))
     nn.utils.clip_grad_value_(plain, 0.1)
     found = [float((whole(p.grad) - q.grad).abs().max()) for p, q in zip(parameters, plain, strict=True)]
-    return [late.read([norm])[0] - float(expected), *found]
+    return [host_reads.read([norm])[0] - float(expected), *found]
 
 
 def test_the_slots_clip_shards_without_a_trainer() -> None:

@@ -6,7 +6,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.profiler import profile
 
-from trainwright.runtime.kernels import step_of
+from trainwright.optim.fused import step_of
 
 FORMS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from trainwright.runtime.late import finite, read
+from trainwright.core.host_reads import finite, read
 
 
 def test_numbers_and_tensors_come_back_as_floats_in_their_order():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainwright.runtime.memory import left_on
+from trainwright.core.memory import left_on
 
 DEVICE = torch.device("cuda", 0)
 

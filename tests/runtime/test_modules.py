@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright.runtime.modules import evaluating, running_statistics, wake
-from trainwright.runtime.walking import inside, parameters_of
+from trainwright.core.trees import inside, parameters_of
+from trainwright.modules.modes import evaluating, running_statistics, wake
 
 
 def network():

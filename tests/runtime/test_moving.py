@@ -12,7 +12,7 @@ import torch
 from lanes import Stream, moving
 from torch import Tensor, nn
 
-from trainwright.runtime.moving import SLOTS, SPECS, Moving
+from trainwright.acceleration.transfer import SLOTS, SPECS, Moving
 
 SEEDS = range(8)
 

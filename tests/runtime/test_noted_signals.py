@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from trainwright.runtime.signals import ENDING, Interrupted, Signals
+from trainwright.fit.signals import ENDING, Interrupted, Signals
 
 GRACE = 0.15
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from trainwright.parallel.world import World
-from trainwright.runtime.packing import packed, unpacked
-from trainwright.slots.metrics import Meters, accuracy
-from trainwright.slots.scores import F1, R2
+from trainwright.distributed.packing import packed, unpacked
+from trainwright.distributed.world import World
+from trainwright.metrics.metrics import Meters, accuracy
+from trainwright.metrics.scores import F1, R2
 
 
 @dataclass

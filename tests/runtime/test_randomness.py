@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from trainwright.runtime import randomness
-from trainwright.runtime.randomness import random_state, set_random_state, unmoved
+from trainwright.core import rng
+from trainwright.core.rng import random_state, set_random_state, unmoved
 
 
 def draw():
@@ -88,11 +88,11 @@ def test_a_second_normal_deviate_that_was_put_back_is_told() -> None:
     assert np.random.get_state()[3] == 1
 
 
-@pytest.mark.parametrize("head", [None, randomness._HEAD + 8, 10**6], ids=["known", "elsewhere", "too long"])
+@pytest.mark.parametrize("head", [None, rng._HEAD + 8, 10**6], ids=["known", "elsewhere", "too long"])
 def test_pythons_state_is_that_of_getstate_whatever_was_drawn(head, monkeypatch) -> None:
     if head is not None:
-        monkeypatch.setattr(randomness, "_HEAD", head if head < 10**6 else randomness._Twister.__basicsize__)
-    looking = randomness._Python()
+        monkeypatch.setattr(rng, "_HEAD", head if head < 10**6 else rng._Twister.__basicsize__)
+    looking = rng._Python()
     draws = [
         lambda: None,
         random.random,
@@ -103,7 +103,7 @@ def test_pythons_state_is_that_of_getstate_whatever_was_drawn(head, monkeypatch)
         lambda: random.shuffle([1, 2, 3]),
         lambda: random.setstate(before),
     ]
-    with randomness.unmoved():
+    with rng.unmoved():
         before = random.getstate()
         for draw in draws:
             found = looking.state()
@@ -116,7 +116,7 @@ def test_pythons_state_is_that_of_getstate_whatever_was_drawn(head, monkeypatch)
 
 
 def test_pythons_state_is_asked_for_only_where_it_has_moved(monkeypatch) -> None:
-    looking, asked, ask = randomness._Python(), [], random.getstate
+    looking, asked, ask = rng._Python(), [], random.getstate
 
     class Counting:
         __self__ = ask.__self__
@@ -125,7 +125,7 @@ def test_pythons_state_is_asked_for_only_where_it_has_moved(monkeypatch) -> None
             asked.append(1)
             return ask()
 
-    with randomness.unmoved():
+    with rng.unmoved():
         monkeypatch.setattr(random, "getstate", Counting())
         first = looking.state()
         assert looking.state() is first and len(asked) == 1

@@ -17,7 +17,7 @@ from trainwright import (
     Checkpoint,
     ClipNorm,
     ClipValue,
-    Mean,
+    MeanLoss,
     MixedPrecision,
     Observer,
     SettingError,
@@ -25,8 +25,8 @@ from trainwright import (
     accuracy,
     batches,
 )
-from trainwright.runtime.device import choose_device, devices_of, homes, place
-from trainwright.runtime.tree import flatten, unflatten
+from trainwright.checkpointing.tree import flatten, unflatten
+from trainwright.core.device import choose_device, devices_of, homes, place
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ SETTINGS = {
         "precision": MixedPrecision("fp16", init_scale=8.0),
         "average": EMA(0.9),
         "metrics": {"accuracy": accuracy},
-        "nonfinite": "skip",
+        "on_nonfinite": "skip",
     },
 }
 
@@ -195,7 +195,7 @@ def test_a_gradient_that_is_not_finite_on_one_device_holds_back_both(devices, ha
                 kept.append([tensor.clone() for tensor in plain(self.model)])
             return loss
 
-    kept, trainer = [], make(Halves(dtype=torch.float32), Poisoned, nonfinite="skip", precision=precision)
+    kept, trainer = [], make(Halves(dtype=torch.float32), Poisoned, on_nonfinite="skip", precision=precision)
     result = trainer.fit(data(torch.float32), epochs=1)
     assert result.updates == 2 and result.skipped == len(kept) == 5
     parameters = len(list(trainer.model.parameters()))
@@ -217,8 +217,8 @@ def test_the_norm_that_clips_is_that_over_both_devices(devices):
         assert all(part.norm() > 0 for part in clipped)
 
 
-@pytest.mark.parametrize("nonfinite", ["raise", "ignore"])
-def test_numbers_and_counts_may_lie_on_either_device(devices, nonfinite):
+@pytest.mark.parametrize("on_nonfinite", ["raise", "ignore"])
+def test_numbers_and_counts_may_lie_on_either_device(devices, on_nonfinite):
     class Telling(Placing):
         def training_step(self, batch):
             x, y = batch
@@ -226,7 +226,7 @@ def test_numbers_and_counts_may_lie_on_either_device(devices, nonfinite):
             loss = nn.functional.cross_entropy(output, y.to(SECOND))
             self.log("first", x.sum())
             self.log("second", output.sum(), count=(y >= 0).sum())
-            return Mean(loss, (y >= 0).sum())
+            return MeanLoss(loss, (y >= 0).sum())
 
     class Alone(Telling):
         def training_step(self, batch):
@@ -234,9 +234,9 @@ def test_numbers_and_counts_may_lie_on_either_device(devices, nonfinite):
             output = self.model(x)
             self.log("first", x.sum())
             self.log("second", output.sum(), count=(y >= 0).sum())
-            return Mean(nn.functional.cross_entropy(output, y), (y >= 0).sum())
+            return MeanLoss(nn.functional.cross_entropy(output, y), (y >= 0).sum())
 
-    settings = {"accumulate": 3, "nonfinite": nonfinite}
+    settings = {"accumulate": 3, "on_nonfinite": on_nonfinite}
     two, one = make(Halves(), Telling, **settings), make(Halves(apart=False), Alone, **settings)
     numbers, wanted = (trainer.fit(data(), epochs=2).history for trainer in (two, one))
     assert numbers == [pytest.approx(row, rel=1e-12) for row in wanted]

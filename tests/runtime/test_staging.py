@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright.runtime import staging, storage
-from trainwright.runtime.staging import ALIGNED, Arena, needs
-from trainwright.runtime.tensorfile import TAGS, Contents
-from trainwright.slots.saved import encode, load_tree
+from trainwright.checkpointing import commits, staging
+from trainwright.checkpointing.load import encode, load_tree
+from trainwright.checkpointing.staging import ALIGNED, Arena, needs
+from trainwright.checkpointing.tensorfile import TAGS, Contents
 
 MIB = 1 << 20
 
@@ -79,8 +79,8 @@ def test_ties_and_views_come_back_shared_out_of_the_copies(tmp_path):
         "state": {"base": base, "view": base[2:8].view(2, 3), "turned": base.view(3, 4).t()},
     }
     arena = Arena()
-    path = storage.commit(
-        tmp_path, storage.update_name(1), arena.copy(encode(tree)),
+    path = commits.commit(
+        tmp_path, commits.update_name(1), arena.copy(encode(tree)),
         manifest={"run": "r", "update": 1, "epoch": 0, "metrics": {}},
     )  # fmt: skip
     back, _ = load_tree(path)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from trainwright.base.errors import CheckpointError
-from trainwright.runtime import files, storage
-from trainwright.runtime.storage import commit, lock, make_root, read_manifest, remove, scan, update_name, verify
+from trainwright.checkpointing import commits, files
+from trainwright.checkpointing.commits import commit, lock, make_root, read_manifest, remove, scan, update_name, verify
+from trainwright.core.errors import CheckpointError
 
 MANIFEST = {"run": "r", "update": 3, "epoch": 1, "metrics": {"loss": 0.5}}
 
@@ -265,7 +265,7 @@ def test_reading_the_manifest_alone_notices_files_of_another_size(tmp_path):
 def test_a_victim_loses_its_name_before_its_files(tmp_path, monkeypatch):
     path = put(tmp_path)
     seen = []
-    monkeypatch.setattr(storage.shutil, "rmtree", lambda victim, **_: seen.append((Path(victim).name, path.exists())))
+    monkeypatch.setattr(commits.shutil, "rmtree", lambda victim, **_: seen.append((Path(victim).name, path.exists())))
     remove(path)
     assert len(seen) == 1 and seen[0][0].startswith(".trash-update-0000000003-") and seen[0][1] is False
 
@@ -372,7 +372,7 @@ def test_a_planted_link_is_replaced_and_not_written_through(tmp_path):
 
 
 def test_a_system_without_locks_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(storage, "fcntl", None)
+    monkeypatch.setattr(commits, "fcntl", None)
     with pytest.warns(UserWarning, match="no flock"), lock(tmp_path):
         pass
     assert os.listdir(tmp_path) == []

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from trainwright.runtime.switches import kept_switches
+from trainwright.core.process_state import kept_switches
 
 NEW = hasattr(torch.backends.cudnn, "conv") and hasattr(torch.backends.cudnn.conv, "fp32_precision")
 

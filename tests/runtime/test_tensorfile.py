@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainwright.base.errors import CheckpointError
-from trainwright.runtime.files import read_file, replace_file
-from trainwright.runtime.tensorfile import DTYPES, read, write
-from trainwright.runtime.weights import load_into, read_weights, weights_contents
+from trainwright.checkpointing.files import read_file, replace_file
+from trainwright.checkpointing.tensorfile import DTYPES, read, write
+from trainwright.checkpointing.weights import load_into, read_weights, weights_contents
+from trainwright.core.errors import CheckpointError
 
 FOREIGN = {name: dtype for name, dtype in DTYPES.items() if name in safetensors.torch._TYPES}
 

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from torch import nn
 
-from trainwright.base.errors import CheckpointError
-from trainwright.runtime.files import read_file, replace_file
-from trainwright.runtime.tensorfile import Contents, read
-from trainwright.runtime.tree import MAX_DEPTH, flatten, unflatten, where
+from trainwright.checkpointing.files import read_file, replace_file
+from trainwright.checkpointing.tensorfile import Contents, read
+from trainwright.checkpointing.tree import MAX_DEPTH, flatten, unflatten, where
+from trainwright.core.errors import CheckpointError
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.uint8, torch.bool]
 DTYPES += [torch.complex64, torch.complex128, torch.uint16]

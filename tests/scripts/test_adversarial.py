@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainwright import Step, Trainer, accuracy
+from trainwright import StepOutput, Trainer, accuracy
 
 
 def start():
@@ -59,7 +59,7 @@ def by_trainer(model, train, val, epochs):
         def training_step(self, batch):
             x, y = batch
             output = self.model(attacked(self.model, x, y))
-            return Step(F.cross_entropy(output, y), output, y)
+            return StepOutput(F.cross_entropy(output, y), output, y)
 
     trainer = Adversarial(model, adam(model), metrics={"accuracy": accuracy}, console=False)
     return trainer.fit(train, val, epochs=epochs).history

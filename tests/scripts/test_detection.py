@@ -16,7 +16,7 @@ from plain_scripts import (
 from torch import nn
 from torch.nn import functional as F
 
-from trainwright import Step, StepError, Trainer, batches
+from trainwright import StepError, StepOutput, Trainer, batches
 
 EPOCHS, BOXES = 3, 3
 
@@ -70,7 +70,7 @@ class DetectionTrainer(Trainer):
 
     def validation_step(self, batch):
         images, targets = batch
-        return Step(None, self.model(images), targets)
+        return StepOutput(None, self.model(images), targets)
 
 
 def by_trainer(model, train, val, accumulate=1):
@@ -156,7 +156,7 @@ def test_a_detector_without_a_validation_step_is_told_to_have_one():
     (note,) = caught.value.__notes__
     why, fix = (line.split(maxsplit=1)[1] for line in note.splitlines()[1:])
     assert "validation runs training_step" in why
-    exec(fix, namespace := {"Step": Step})
+    exec(fix, namespace := {"StepOutput": StepOutput})
     mended = type("Mended", (Forgets,), {"validation_step": namespace["validation_step"]})
     assert mended(model, **settings, metrics={"found": BoxesFound()}).fit(*data(), epochs=1).updates == 8
 

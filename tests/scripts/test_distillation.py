@@ -7,7 +7,7 @@ from plain_scripts import assert_no_longer, assert_same_history, assert_same_wei
 from torch import nn
 from torch.nn import functional as F
 
-from trainwright import Checkpoint, Step, Trainer, accuracy, batches, load_weights
+from trainwright import Checkpoint, StepOutput, Trainer, accuracy, batches, load_weights
 
 EPOCHS = 3
 
@@ -30,7 +30,7 @@ class Distillation(Trainer):
         x, y = batch
         output = self.model(x)
         soft = imitation(output, self.frozen["teacher"](x))
-        return Step({"hard": F.cross_entropy(output, y), "soft": soft}, output, y)
+        return StepOutput({"hard": F.cross_entropy(output, y), "soft": soft}, output, y)
 
 
 def by_trainer(model, teacher, train, val, **settings):

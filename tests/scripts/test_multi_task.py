@@ -7,7 +7,7 @@ from plain_scripts import assert_no_longer, assert_same_history, assert_same_wei
 from torch import nn
 from torch.nn import functional as F
 
-from trainwright import Step, Trainer, accuracy, batches
+from trainwright import StepOutput, Trainer, accuracy, batches
 
 EPOCHS = 3
 
@@ -27,7 +27,7 @@ class TwoTasks(Trainer):
     def training_step(self, batch):
         output = self.model(batch["x"])
         digit, ink = F.cross_entropy(output["digit"], batch["digit"]), F.mse_loss(output["ink"], batch["ink"])
-        return Step({"digit_loss": digit, "ink_loss": 0.1 * ink}, output, batch)
+        return StepOutput({"digit_loss": digit, "ink_loss": 0.1 * ink}, output, batch)
 
 
 def by_trainer(model, train, val):

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from trainwright import Mean, Trainer, batches
+from trainwright import MeanLoss, Trainer, batches
 
 EPOCHS = 2
 
@@ -45,7 +45,7 @@ def masked_loss(model, batch):
 class TokenTrainer(Trainer):
     def training_step(self, batch):
         loss, tokens = masked_loss(self.model, batch)
-        return Mean(loss, tokens)
+        return MeanLoss(loss, tokens)
 
 
 def by_trainer(model, train, val, accumulate):

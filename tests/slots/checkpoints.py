@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from trainwright.runtime import storage
+from trainwright.checkpointing import commits
 
 NAN, INF = float("nan"), float("inf")
 
@@ -39,7 +39,7 @@ def begin(keeper, update, **metrics):
 
 
 def updates(directory):
-    return sorted(int(path.name.removeprefix("update-")) for path in storage.scan(Path(directory)))
+    return sorted(int(path.name.removeprefix("update-")) for path in commits.scan(Path(directory)))
 
 
 def flip(path):

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from trainwright.runtime import storage
-from trainwright.slots.checkpoint import Checkpoint
+from trainwright.checkpointing import commits
+from trainwright.checkpointing.checkpoint import Checkpoint
 
 
 @pytest.fixture
@@ -32,8 +32,8 @@ class Slow:
 
     def __init__(self, monkeypatch):
         self.begun, self.through, self.threads = threading.Event(), threading.Event(), []
-        self._commit = storage.commit
-        monkeypatch.setattr(storage, "commit", self)
+        self._commit = commits.commit
+        monkeypatch.setattr(commits, "commit", self)
 
     def __call__(self, *args, **fields):
         self.threads.append(threading.current_thread())
@@ -52,12 +52,12 @@ def slow(monkeypatch):
 @pytest.fixture
 def refuses(monkeypatch):
     """A function after which the system refuses to write, with an error number; 0 ends that."""
-    write = storage.write_file
+    write = commits.write_file
 
     def refuse(number):
         def refused(*args, **fields):
             raise OSError(number, os.strerror(number), "there")
 
-        monkeypatch.setattr(storage, "write_file", refused if number else write)
+        monkeypatch.setattr(commits, "write_file", refused if number else write)
 
     return refuse

@@ -7,11 +7,11 @@ import threading
 import torch
 from torch import nn
 
-from trainwright.parallel.sharded import place
-from trainwright.parallel.world import Group
-from trainwright.runtime import files, tensorfile
-from trainwright.slots.checkpoint import Checkpoint
-from trainwright.slots.saved import load_checkpoint, load_weights
+from trainwright.checkpointing import files, tensorfile
+from trainwright.checkpointing.checkpoint import Checkpoint
+from trainwright.checkpointing.load import load_checkpoint, load_weights
+from trainwright.distributed.resharding import place
+from trainwright.distributed.world import Group
 
 
 class Model(nn.Module):

@@ -10,10 +10,10 @@ from averages import X, normed, same, train, values, weights
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
-from trainwright.base.errors import DataError, SettingError
-from trainwright.base.plan import Plan
-from trainwright.base.spans import Epochs, Seconds, Updates
-from trainwright.slots.average import EMA, SWA
+from trainwright.core.durations import Epochs, Seconds, Updates
+from trainwright.core.errors import DataError, SettingError
+from trainwright.core.plan import Plan
+from trainwright.optim.averaging import EMA, SWA
 
 
 class Tied(nn.Module):

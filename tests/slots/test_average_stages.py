@@ -9,12 +9,12 @@ import torch
 from averages import X, normed, same, train, values, weights
 from torch import nn
 
-from trainwright.base.contracts import Part
-from trainwright.base.errors import CheckpointError
-from trainwright.base.plan import Plan
-from trainwright.base.spans import Epochs, Updates
-from trainwright.runtime.tree import flatten, unflatten
-from trainwright.slots.average import EMA, SWA
+from trainwright.checkpointing.tree import flatten, unflatten
+from trainwright.core.durations import Epochs, Updates
+from trainwright.core.errors import CheckpointError
+from trainwright.core.plan import Plan
+from trainwright.optim.averaging import EMA, SWA
+from trainwright.protocols import Stateful
 
 HALF = EMA(0.5)
 
@@ -208,7 +208,7 @@ def test_resumed_is_never_interrupted_to_the_bit(settings, cut):
 
 def test_the_state_goes_with_the_averaged_weights():
     model, average = averaged()
-    assert isinstance(average, Part)
+    assert isinstance(average, Stateful)
     with pytest.raises(CheckpointError, match=r"with average.swapped\(\): save"):
         average.state_dict()
     raw = weights(model)

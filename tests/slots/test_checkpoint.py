@@ -15,11 +15,18 @@ import torch
 from checkpoints import NAN, Tied, flip, save, tree_of
 from torch import nn
 
-from trainwright.base.errors import CheckpointError, SettingError
-from trainwright.base.spans import Updates
-from trainwright.runtime import storage
-from trainwright.slots.checkpoint import Checkpoint
-from trainwright.slots.saved import encode, find_checkpoint, latest_checkpoint, load_tree, load_weights, save_weights
+from trainwright.checkpointing import commits
+from trainwright.checkpointing.checkpoint import Checkpoint
+from trainwright.checkpointing.load import (
+    encode,
+    find_checkpoint,
+    latest_checkpoint,
+    load_tree,
+    load_weights,
+    save_weights,
+)
+from trainwright.core.durations import Updates
+from trainwright.core.errors import CheckpointError, SettingError
 
 # What is written and read
 
@@ -60,7 +67,7 @@ def test_a_state_that_cannot_be_saved_is_named_and_nothing_is_left(start, tmp_pa
         keeper.save({"model": {}, "state": {"queue": [1, {2}]}}, update=1, epoch=0)
     with pytest.raises(CheckpointError, match="queue"):
         encode({"state": {"queue": {2}}})
-    assert storage.scan(tmp_path / "run") == []
+    assert commits.scan(tmp_path / "run") == []
 
 
 def test_extra_state_of_modules_comes_back(tmp_path):
@@ -117,9 +124,9 @@ def test_a_damaged_file_is_named_and_the_next_older_checkpoint_is_used(name, dam
 
 
 def test_a_manifest_that_leaves_a_file_out_is_refused(tmp_path):
-    path = storage.commit(
+    path = commits.commit(
         tmp_path,
-        storage.update_name(1),
+        commits.update_name(1),
         {"state.json": b"{}"},
         manifest={"run": "r", "update": 1, "epoch": 0, "metrics": {}},
     )

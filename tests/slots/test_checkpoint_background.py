@@ -21,10 +21,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from trainwright.base.errors import CheckpointError
-from trainwright.runtime import storage
-from trainwright.slots.checkpoint import Checkpoint
-from trainwright.slots.saved import latest_checkpoint, load_tree
+from trainwright.checkpointing import commits
+from trainwright.checkpointing.checkpoint import Checkpoint
+from trainwright.checkpointing.load import latest_checkpoint, load_tree
+from trainwright.core.errors import CheckpointError
 
 # The copy
 
@@ -59,7 +59,7 @@ def test_the_next_save_waits_until_the_last_is_whole(start, slow):
     assert slow.begun.wait(10)
     threading.Timer(0.1, slow.through.set).start()
     begin(keeper, 2)
-    assert keeper.saved[-1].name == storage.update_name(1)  # whole before the second was copied
+    assert keeper.saved[-1].name == commits.update_name(1)  # whole before the second was copied
     one, two = keeper.written(wait=True)
     assert (one.update, two.update) == (1, 2) and keeper.written() == []
     assert one.blocked < 0.1 <= two.blocked and two.seconds < 10
@@ -183,7 +183,7 @@ def test_the_checksum_that_is_asked_for_is_written(start):
 def test_the_same_are_kept_in_the_background_as_without(mode, saves, top, keep, tmp_path_factory):
     """Each save: its number, whether the system refuses it, whether `written` is asked after it."""
     kept = []
-    commit = storage.commit
+    commit = commits.commit
     for async_save in (True, False):
         directory, refused = tmp_path_factory.mktemp("run"), set()
 
@@ -196,9 +196,9 @@ def test_the_same_are_kept_in_the_background_as_without(mode, saves, top, keep, 
         keeper.prepare(resuming=False)
         with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            patch.setattr(storage, "commit", refusing)
+            patch.setattr(commits, "commit", refusing)
             for update, (value, refuses, asked) in enumerate(saves, start=1):
-                refused |= {storage.update_name(update)} if refuses else set()
+                refused |= {commits.update_name(update)} if refuses else set()
                 metrics = {} if value is None else {"n": value}
                 if metrics:
                     keeper.judge(metrics, epoch=0, update=update)
@@ -209,7 +209,7 @@ def test_the_same_are_kept_in_the_background_as_without(mode, saves, top, keep, 
                 keeper.written(wait=True)
         names = [path.name for path in keeper.saved]
         best = keeper.best and (keeper.best.update, keeper.best.path and keeper.best.path.name)
-        assert names == [storage.update_name(update) for update in reversed(updates(directory))]
+        assert names == [commits.update_name(update) for update in reversed(updates(directory))]
         kept.append((names, best))
         keeper.release()
         shutil.rmtree(directory)
@@ -244,7 +244,7 @@ def test_a_victim_that_cannot_be_removed_is_told_in_training_and_the_save_is_who
     def refuse(_):
         raise OSError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(storage, "remove", refuse)
+    monkeypatch.setattr(commits, "remove", refuse)
     begin(keeper, 2)
     with pytest.warns(UserWarning, match="update-0000000001 is no longer needed and could not be removed"):
         assert [saved.update for saved in keeper.written(wait=True)] == [2]
@@ -295,7 +295,7 @@ def test_a_process_that_is_killed_while_its_thread_writes_has_lost_nothing_that_
 import os, signal, sys, threading
 import torch
 from trainwright.runtime import storage
-from trainwright.slots.checkpoint import Checkpoint
+from trainwright.checkpointing.checkpoint import Checkpoint
 keeper = Checkpoint({str(tmp_path)!r}).bind("one")
 keeper.prepare(resuming=False)
 for update in (1, 2):
@@ -305,14 +305,14 @@ inside = threading.Event()
 def hang(*_, **__):
     inside.set()
     threading.Event().wait()
-storage.sync_directory = hang
+commits.sync_directory = hang
 keeper.save({{"model": {{"w": torch.ones(1000)}}}}, update=3, epoch=0)
 inside.wait()
 os.kill(os.getpid(), signal.SIGKILL)
 """
     run = subprocess.run([sys.executable, "-c", code], check=False, timeout=60, capture_output=True, text=True)
     assert run.returncode == -signal.SIGKILL, run.stderr
-    assert latest_checkpoint(tmp_path).name == storage.update_name(2)
+    assert latest_checkpoint(tmp_path).name == commits.update_name(2)
     assert any(name.startswith(".tmp") for name in os.listdir(tmp_path))
 
 

@@ -8,9 +8,9 @@ from functools import partial
 import pytest
 from checkpoints import Tied, save, updates
 
-from trainwright.base.errors import CheckpointError, SettingError
-from trainwright.runtime import files, storage
-from trainwright.slots.saved import find_checkpoint, latest_checkpoint, load_tree, load_weights
+from trainwright.checkpointing import commits, files
+from trainwright.checkpointing.load import find_checkpoint, latest_checkpoint, load_tree, load_weights
+from trainwright.core.errors import CheckpointError, SettingError
 
 
 def test_a_directory_of_another_run_is_refused_with_both_cures(start, tmp_path):
@@ -119,7 +119,7 @@ def test_who_reads_while_a_run_saves_and_removes_finds_a_whole_checkpoint(look, 
             save(keeper, 6, loss=1.0)  # 5 is removed
         return open_file(path, **given)
 
-    for module in (files, storage):
+    for module in (files, commits):
         monkeypatch.setattr(module, "open_file", slow)
     found = look(tmp_path / "run")
     assert updates(tmp_path / "run") == ([6] if len(opened) >= nth else [5])

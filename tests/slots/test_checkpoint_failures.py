@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from checkpoints import begin, save, updates
 
-from trainwright.base.errors import CheckpointError
-from trainwright.runtime import storage
-from trainwright.slots.writing import Failure
+from trainwright.checkpointing import commits
+from trainwright.checkpointing.writer import Failure
+from trainwright.core.errors import CheckpointError
 
 ERRORS = {
     errno.ENOSPC: "the disk is full",
@@ -28,7 +28,7 @@ ERRORS = {
 
 
 def updates_path(tmp_path, update):
-    return re.escape(str(tmp_path / "run" / storage.update_name(update)))
+    return re.escape(str(tmp_path / "run" / commits.update_name(update)))
 
 
 def whole(keeper, update, **metrics):
@@ -54,8 +54,8 @@ def test_where_the_system_refuses_a_warning_says_why_and_the_next_save_is_whole(
         with pytest.warns(UserWarning, match="could not be written") as caught:
             assert keeper.written() == []
         (text,) = [str(one.message) for one in caught]
-        assert ERRORS[number] in text.lower() and storage.update_name(update) in text and str(tmp_path / "run") in text
-        assert f"would go on from {tmp_path / 'run' / storage.update_name(1)}" in text and "next save tries" in text
+        assert ERRORS[number] in text.lower() and commits.update_name(update) in text and str(tmp_path / "run") in text
+        assert f"would go on from {tmp_path / 'run' / commits.update_name(1)}" in text and "next save tries" in text
         assert ("number 2 that failed in a row" in text) == (update == 3)
         assert keeper.written() == []  # told once
     refuses(0)
@@ -91,19 +91,19 @@ def test_the_newest_checkpoint_of_a_message_is_one_that_is_there_and_of_this_run
     keeper = start()
     save(keeper, 1)
     save(keeper, 2)
-    newest = tmp_path / "run" / storage.update_name(2)
+    newest = tmp_path / "run" / commits.update_name(2)
     shutil.rmtree(newest)
     if replaced:
         other = start("other", "another")
         save(other, 2)
-        shutil.copytree(tmp_path / "other" / storage.update_name(2), newest)
+        shutil.copytree(tmp_path / "other" / commits.update_name(2), newest)
     refuses(errno.EIO)
     begin(keeper, 3)
     keeper._background.wait()
     with pytest.warns(UserWarning, match="would go on from .*/update-0000000001\n"):
         keeper.written()
     assert keeper.failing.endswith("the newest whole checkpoint is update-0000000001")
-    shutil.rmtree(tmp_path / "run" / storage.update_name(1))
+    shutil.rmtree(tmp_path / "run" / commits.update_name(1))
     begin(keeper, 4)
     keeper._background.wait()
     with pytest.warns(UserWarning, match="would have nothing to go on from"):
@@ -161,7 +161,7 @@ def test_what_is_no_failure_of_the_system_is_an_error_always(start, monkeypatch)
     def broken(*_, **__):
         raise ValueError("a mistake of ours")
 
-    monkeypatch.setattr(storage, "commit", broken)
+    monkeypatch.setattr(commits, "commit", broken)
     begin(keeper, 1)
     with pytest.raises(CheckpointError, match="ValueError: a mistake of ours"):
         keeper.written(wait=True)
@@ -175,7 +175,7 @@ def test_several_failures_are_all_told_and_what_is_whole_is_not_lost_with_them(s
     begin(keeper, 2)
     begin(keeper, 3)
     for update in (2, 3):
-        with pytest.raises(CheckpointError, match=storage.update_name(update)):
+        with pytest.raises(CheckpointError, match=commits.update_name(update)):
             keeper.written(wait=True)
     assert [saved.update for saved in keeper.written(wait=True)] == [1]
 

@@ -9,10 +9,10 @@ import shutil
 import pytest
 from checkpoints import INF, NAN, flip, save, updates
 
-from trainwright.base.errors import CheckpointError, SettingError
-from trainwright.runtime import storage
-from trainwright.slots.checkpoint import Checkpoint
-from trainwright.slots.saved import find_checkpoint, load_tree
+from trainwright.checkpointing import commits
+from trainwright.checkpointing.checkpoint import Checkpoint
+from trainwright.checkpointing.load import find_checkpoint, load_tree
+from trainwright.core.errors import CheckpointError, SettingError
 
 # Judging
 
@@ -87,7 +87,7 @@ def test_the_last_and_the_best_are_kept(start, tmp_path):
         assert saved.path.is_dir() and saved.best == (update in (1, 2))
     assert updates(tmp_path / "run") == [2, 4, 6, 7] == sorted(int(p.name[7:]) for p in keeper.saved)
     assert keeper.best.path == tmp_path / "run" / "update-0000000002"
-    assert sorted(os.listdir(tmp_path / "run")) == [".lock", *(storage.update_name(n) for n in (2, 4, 6, 7))]
+    assert sorted(os.listdir(tmp_path / "run")) == [".lock", *(commits.update_name(n) for n in (2, 4, 6, 7))]
 
 
 def test_all_are_kept_where_that_is_asked_and_after_a_resume_too(start, tmp_path):
@@ -98,7 +98,7 @@ def test_all_are_kept_where_that_is_asked_and_after_a_resume_too(start, tmp_path
     keeper.release()
     again = start(keep="all")
     again.adopt(
-        find_checkpoint("auto", tmp_path / "run"), storage.read_manifest(tmp_path / "run" / "update-0000000006")
+        find_checkpoint("auto", tmp_path / "run"), commits.read_manifest(tmp_path / "run" / "update-0000000006")
     )
     save(again, 7)
     assert updates(tmp_path / "run") == [1, 2, 3, 4, 5, 6, 7]

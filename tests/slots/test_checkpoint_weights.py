@@ -10,8 +10,8 @@ import torch
 from checkpoints import NAN, Tied, flip, save, tree_of
 from torch import nn
 
-from trainwright.base.errors import CheckpointError, SettingError
-from trainwright.slots.saved import encode, load_weights, save_weights
+from trainwright.checkpointing.load import encode, load_weights, save_weights
+from trainwright.core.errors import CheckpointError, SettingError
 
 
 def test_saved_weights_come_back_into_a_model_tied_ones_too(tmp_path):

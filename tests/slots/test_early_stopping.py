@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from trainwright.base.contracts import Part
-from trainwright.base.errors import CheckpointError, SettingError
-from trainwright.slots.early_stopping import EarlyStopping, require_monitor, resolve_mode
+from trainwright.core.errors import CheckpointError, SettingError
+from trainwright.fit.early_stopping import EarlyStopping, require_monitor, resolve_mode
+from trainwright.protocols import Stateful
 
 NAN = math.nan
 
@@ -106,7 +106,7 @@ def test_a_resumed_watch_ends_where_the_whole_one_does(cut):
 
 def test_the_weights_of_the_best_are_part_of_the_state():
     first, second = EarlyStopping("val_loss").bind(), EarlyStopping("val_loss").bind()
-    assert isinstance(first, Part)
+    assert isinstance(first, Stateful)
     second.load_state_dict(first.state_dict())
     assert second.weights is None
     first.weights = {"weight": torch.ones(2)}

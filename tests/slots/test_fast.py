@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 
 from trainwright import Fast, SettingError
-from trainwright.slots.fast import as_fast
+from trainwright.acceleration.fast import as_fast
 
 
 class Block(nn.Module):

@@ -15,13 +15,12 @@ import torch
 from checkpoints import flip, tree_of, updates
 from torch import nn
 
-from trainwright.base.errors import CheckpointError, SettingError
-from trainwright.parallel.world import Group, World
-from trainwright.runtime import storage
-from trainwright.slots import keeper_group, saved, together
-from trainwright.slots.checkpoint import Checkpoint
-from trainwright.slots.keeper import Keeper
-from trainwright.slots.saved import load_checkpoint
+from trainwright.checkpointing import commits, distributed_manager, load, rank0
+from trainwright.checkpointing.checkpoint import Checkpoint
+from trainwright.checkpointing.load import load_checkpoint
+from trainwright.checkpointing.manager import Keeper
+from trainwright.core.errors import CheckpointError, SettingError
+from trainwright.distributed.world import Group, World
 from world.pool import pool
 
 
@@ -82,10 +81,10 @@ def test_the_first_process_writes_and_all_know_what_is_whole_and_best(tmp_path, 
     said = on_all(size, three_saves, tmp_path / "run")
     assert said == [said[0]] * size
     names, best, failing, run = said[0][0]
-    assert (names, best, failing) == ([storage.update_name(3), storage.update_name(2)], (2, storage.update_name(2)), "")
+    assert (names, best, failing) == ([commits.update_name(3), commits.update_name(2)], (2, commits.update_name(2)), "")
     assert run == "run-0" and said[0][1] == [1, 2, 3]
     assert updates(tmp_path / "run") == [2, 3]
-    assert {storage.read_manifest(path)["run"] for path in storage.scan(tmp_path / "run")} == {"run-0"}
+    assert {commits.read_manifest(path)["run"] for path in commits.scan(tmp_path / "run")} == {"run-0"}
 
 
 def count_collectives(directory):
@@ -119,15 +118,15 @@ def test_one_process_gets_the_keeper_of_one_process(tmp_path):
 
 def slow_write(directory):
     world, keeper = keep(directory)
-    beats, commit, same = [], storage.commit, world.same
-    together.BEAT = 0.05
+    beats, commit, same = [], commits.commit, world.same
+    rank0.BEAT = 0.05
     world.same = lambda value: (beats.append(value), same(value))[1]
-    storage.commit = lambda *given, **named: (time.sleep(0.5), commit(*given, **named))[1]
+    commits.commit = lambda *given, **named: (time.sleep(0.5), commit(*given, **named))[1]
     try:
         save(keeper, 1)
         (one,) = keeper.written(wait=True)
     finally:
-        storage.commit, together.BEAT = commit, 5.0
+        commits.commit, rank0.BEAT = commit, 5.0
         keeper.release()
     return one.update, len(beats)
 
@@ -163,11 +162,11 @@ def on_drives_of_their_own(directory):
     world, lexists = Group(), os.path.lexists
     if world.rank == 1:
         os.path.lexists = lambda path: False
-        keeper_group._LOOKS_FOR = 0.2
+        distributed_manager._LOOKS_FOR = 0.2
     try:
         return error_of(keep, directory)
     finally:
-        os.path.lexists, keeper_group._LOOKS_FOR = lexists, 5.0
+        os.path.lexists, distributed_manager._LOOKS_FOR = lexists, 5.0
 
 
 def test_a_process_that_sees_another_directory_is_named_with_the_cure(tmp_path):
@@ -175,7 +174,7 @@ def test_a_process_that_sees_another_directory_is_named_with_the_cure(tmp_path):
     assert first == second and first[2]
     assert "process 1 on " in first[1] and "process 0 on" not in first[1].partition("cannot see")[0]
     assert "a directory that all processes share" in first[1]
-    with storage.lock(tmp_path / "run"):
+    with commits.lock(tmp_path / "run"):
         pass  # it was let go of
     assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
 
@@ -199,23 +198,23 @@ def test_a_relative_directory_is_that_of_the_first_process(tmp_path):
     for rank in ("0", "1"):
         (tmp_path / rank).mkdir()
     run = tmp_path / "0/runs/x"
-    assert on_all(2, started_elsewhere, tmp_path) == [([run / storage.update_name(1)], run)] * 2
+    assert on_all(2, started_elsewhere, tmp_path) == [([run / commits.update_name(1)], run)] * 2
 
 
 def full_disk(directory, on_error):
     world, keeper = keep(directory, on_save_error=on_error)
     save(keeper, 1)
     keeper.written(wait=True)
-    write = storage.write_file
+    write = commits.write_file
     if world.is_main:
-        storage.write_file = partial(_refuse, errno.ENOSPC)
+        commits.write_file = partial(_refuse, errno.ENOSPC)
     try:
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
             save(keeper, 2)
             error = error_of(partial(keeper.written, wait=True))
     finally:
-        storage.write_file = write
+        commits.write_file = write
     said = error, [str(one.message) for one in heard], told(keeper)
     keeper.release()
     return said
@@ -229,7 +228,7 @@ def test_a_save_that_fails_ends_all_processes_where_that_is_asked_for(tmp_path):
     (first, heard, state), second = on_all(2, full_disk, tmp_path / "run", "raise")
     assert first[0] == "CheckpointError" and "the disk is full" in first[1] and first[2]
     assert second == (first, [], state) and heard == []
-    assert state[0] == [storage.update_name(1)] and "the last save failed" in state[2]
+    assert state[0] == [commits.update_name(1)] and "the last save failed" in state[2]
 
 
 def test_the_last_save_must_succeed_on_all_processes_whatever_was_asked_for(tmp_path):
@@ -292,7 +291,7 @@ def saved_run(directory, *at):
         keeper.save(tree_of(nn.Linear(3, 2), update), update=update, epoch=0)
     keeper.written(wait=True)
     keeper.release()
-    return storage.scan(directory)
+    return commits.scan(directory)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -325,7 +324,7 @@ def test_a_path_that_is_missing_is_the_same_error_on_all(tmp_path):
 
 def reading_that_fails_on_the_second(directory):
     world = Group()
-    read, newest = storage.read_manifest, storage.scan(directory)[0]
+    read, newest = commits.read_manifest, commits.scan(directory)[0]
 
     def refuses(path):
         if path == newest and threading.current_thread() is threading.main_thread():
@@ -333,29 +332,29 @@ def reading_that_fails_on_the_second(directory):
         return read(path)
 
     if world.rank == 1:
-        storage.read_manifest = refuses
+        commits.read_manifest = refuses
     try:
         return resume(directory)
     finally:
-        storage.read_manifest = read
+        commits.read_manifest = read
 
 
 def test_one_that_any_process_cannot_read_is_passed_over_by_all(tmp_path):
     saved_run(tmp_path, 1, 2)
     first, second = on_all(2, reading_that_fails_on_the_second, tmp_path)
-    assert first[0] == second[0] and first[0][0] == storage.update_name(1)
+    assert first[0] == second[0] and first[0][0] == commits.update_name(1)
     assert "Input/output error" in first[2][0] and "read by process 1 on " in first[2][0]
 
 
 def resume_on_own_drive(directory):
     """As on two machines: one name, two drives."""
-    world, read = Group(), saved.load_tree
+    world, read = Group(), load.load_tree
     own = directory.with_name(f"drive{world.rank}")
-    saved.load_tree = lambda path, **given: read(own / path.name, **given)
+    load.load_tree = lambda path, **given: read(own / path.name, **given)
     try:
         return resume(directory)
     finally:
-        saved.load_tree = read
+        load.load_tree = read
 
 
 def test_another_run_under_the_same_name_on_a_drive_of_its_own_is_noticed(tmp_path):
@@ -382,5 +381,5 @@ def test_a_resumed_run_knows_its_earlier_checkpoints_on_every_process(tmp_path):
     saved_run(tmp_path, 1, 2)
     first, second = on_all(2, resume_and_go_on, tmp_path)
     assert first == second
-    assert first[0][0] == [storage.update_name(2), storage.update_name(1)] and first[0][3] == "one"
-    assert first[1][0] == [storage.update_name(3), storage.update_name(2)]
+    assert first[0][0] == [commits.update_name(2), commits.update_name(1)] and first[0][3] == "one"
+    assert first[1][0] == [commits.update_name(3), commits.update_name(2)]

@@ -17,11 +17,10 @@ import pytest
 import sharded_runs
 
 from durability.tear import _all_damages
-from trainwright.base.errors import CheckpointError
-from trainwright.parallel.world import Group
-from trainwright.runtime import files, storage
-from trainwright.slots import shards
-from trainwright.slots.saved import latest_checkpoint, load_checkpoint, load_tree, load_weights
+from trainwright.checkpointing import commits, files, sharded_save
+from trainwright.checkpointing.load import latest_checkpoint, load_checkpoint, load_tree, load_weights
+from trainwright.core.errors import CheckpointError
+from trainwright.distributed.world import Group
 from world.pool import RankFailed, pool
 
 
@@ -37,19 +36,19 @@ class Fault:
 
     def __init__(self, name, rank):
         self.name, self.rank = name, rank
-        self._write, self._os_write, self._report = shards.write_file, os.write, shards.Contribution._report
-        self._storage_write = storage.write_file
-        self._patience = shards.PATIENCE
+        self._write, self._os_write, self._report = sharded_save.write_file, os.write, sharded_save.Contribution._report
+        self._storage_write = commits.write_file
+        self._patience = sharded_save.PATIENCE
 
     def start(self):
         if self.name == "slow":
-            shards.PATIENCE = 0.3  # on all, as it is set
+            sharded_save.PATIENCE = 0.3  # on all, as it is set
         if Group().rank == self.rank:
             getattr(self, self.name.replace(" ", "_"))()
 
     def mend(self):
-        shards.write_file, os.write, shards.Contribution._report = self._write, self._os_write, self._report
-        shards.PATIENCE, storage.write_file = self._patience, self._storage_write
+        sharded_save.write_file, os.write, sharded_save.Contribution._report = self._write, self._os_write, self._report
+        sharded_save.PATIENCE, commits.write_file = self._patience, self._storage_write
 
     def full_disk(self):
         def write(fd, data):
@@ -70,7 +69,7 @@ class Fault:
             time.sleep(1.0)
             return self._write(path, *given, **named)
 
-        shards.write_file = write
+        sharded_save.write_file = write
 
     def torn(self):
         def write(path, *given, **named):
@@ -79,7 +78,7 @@ class Fault:
                 os.truncate(path, entry["size"] - 1)
             return entry
 
-        shards.write_file = write
+        sharded_save.write_file = write
 
     def mistake(self):
         def write(path, *given, **named):
@@ -87,13 +86,13 @@ class Fault:
                 raise ZeroDivisionError("a mistake")
             return self._write(path, *given, **named)
 
-        shards.write_file = write
+        sharded_save.write_file = write
 
     def first_refused(self):
         def write(path, *given, **named):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        storage.write_file = write
+        commits.write_file = write
 
 
 def saves_with_a_fault(directory, name, rank, on_error):
@@ -139,10 +138,10 @@ def test_a_process_that_cannot_write_its_part_makes_it_no_save_for_anybody(tmp_p
     assert len(heard) == 1 and reason in heard[0] and "update-0000000002" in heard[0] and silent == []
     if rank:
         assert "process 1" in heard[0]
-    assert names == [storage.update_name(3), storage.update_name(1)]
+    assert names == [commits.update_name(3), commits.update_name(1)]
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", *reversed(names)]
-    for path in storage.scan(tmp_path):
-        storage.verify(path)
+    for path in commits.scan(tmp_path):
+        commits.verify(path)
 
 
 def test_it_ends_all_of_them_where_that_is_asked_for(tmp_path):
@@ -157,7 +156,7 @@ def test_what_is_no_fault_of_the_system_ends_all_of_them_in_any_case(tmp_path):
 
 def slow_but_seen(directory):
     """A process that takes longer than the patience lasts, and is seen to write."""
-    shards.PATIENCE, write = 0.4, shards.write_file
+    sharded_save.PATIENCE, write = 0.4, sharded_save.write_file
 
     def by_and_by(path, *given, **named):
         for n in range(6):
@@ -168,16 +167,16 @@ def slow_but_seen(directory):
 
     try:
         if Group().rank == 1:
-            shards.write_file = by_and_by
+            sharded_save.write_file = by_and_by
         return sharded_runs.run(directory, (1,)) is not None
     finally:
-        shards.PATIENCE, shards.write_file = 300.0, write
+        sharded_save.PATIENCE, sharded_save.write_file = 300.0, write
 
 
 @pytest.mark.slow
 def test_a_process_that_is_slow_and_seen_to_write_is_waited_for(tmp_path):
     assert on_all(2, slow_but_seen, tmp_path) == [True, True]
-    assert [storage.verify(path)["update"] for path in storage.scan(tmp_path)] == [1]
+    assert [commits.verify(path)["update"] for path in commits.scan(tmp_path)] == [1]
 
 
 def dies_in_a_save(directory, notes):
@@ -187,7 +186,7 @@ def dies_in_a_save(directory, notes):
     sharded_runs.train(model, optimizer, 1)
     keeper.save(sharded_runs.tree_of(model, optimizer, 1), update=1, epoch=0)
     keeper.written(wait=True)
-    shards.HURRY = 0.5
+    sharded_save.HURRY = 0.5
     begun = threading.Event()
     if world.rank == 1:
         files.tensorfile.write = lambda *given: (begun.wait(10), os._exit(9))
@@ -207,7 +206,7 @@ def test_a_process_killed_in_a_save_leaves_the_checkpoint_before_and_the_others_
         on_all(2, dies_in_a_save, tmp_path / "run", str(tmp_path / "notes"))
     heard, seconds = json.loads((tmp_path / "notes").read_text())
     assert seconds < 15 and "a process has not written its part" in heard and "process 1" in heard
-    assert [storage.verify(path)["update"] for path in storage.scan(tmp_path / "run")] == [1]
+    assert [commits.verify(path)["update"] for path in commits.scan(tmp_path / "run")] == [1]
 
 
 def killed_first(directory):
@@ -218,7 +217,7 @@ def killed_first(directory):
     keeper.save(sharded_runs.tree_of(model, optimizer, 1), update=1, epoch=0)
     keeper.written(wait=True)
     if world.is_main:
-        storage._manifest_text = lambda *given: os._exit(9)
+        commits._manifest_text = lambda *given: os._exit(9)
     keeper.save(sharded_runs.tree_of(model, optimizer, 2), update=2, epoch=0)
     time.sleep(3.0)
 
@@ -229,7 +228,7 @@ def test_what_a_killed_first_process_leaves_is_cleaned_up_by_the_next_run(tmp_pa
         on_all(2, killed_first, tmp_path)
     assert len([path for path in tmp_path.iterdir() if path.name.startswith(".tmp")]) == 1
     answers = on_all(2, sharded_runs.resume_and_save, tmp_path)
-    assert answers == [[storage.update_name(3), storage.update_name(1)]] * 2
+    assert answers == [[commits.update_name(3), commits.update_name(1)]] * 2
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".tmp")]
 
 
@@ -244,7 +243,7 @@ def written(tmp_path_factory):
 
 
 def test_every_damage_to_any_file_is_noticed_named_and_passed_over(written, tmp_path):
-    newest, older = storage.scan(written)
+    newest, older = commits.scan(written)
     tried = set()
     for n, (name, file, damage) in enumerate(_all_damages(newest, random.Random(0))):
         copy = tmp_path / str(n)
@@ -271,7 +270,7 @@ def found(directory, later):
 
 @pytest.mark.parametrize("name", ["shard-00000.safetensors", "shard-00001.safetensors", "shards.json", "state.json"])
 def test_processes_that_check_a_share_of_the_files_each_agree_on_the_older_one(written, tmp_path, name):
-    newest, older = storage.scan(written)
+    newest, older = commits.scan(written)
     copy = tmp_path / "run"
     shutil.copytree(written, copy)
     data = bytearray((copy / newest.name / name).read_bytes())
@@ -294,13 +293,13 @@ class Payload:
 
 def planted(directory, name, payload):
     """Put bytes in the place of a file, and have the manifest vouch for them."""
-    manifest = storage.read_manifest(directory)
+    manifest = commits.read_manifest(directory)
     (directory / name).unlink(missing_ok=True)
-    entry = storage.write_file(directory / name, payload)
+    entry = commits.write_file(directory / name, payload)
     fields = {key: value for key, value in manifest.items() if key not in ("format", "version", "versions", "crc32")}
-    (directory / storage.MANIFEST).unlink()
-    text = storage._manifest_text({**fields, "files": {**fields["files"], name: entry}}, "crc32")
-    storage.write_file(directory / storage.MANIFEST, text)
+    (directory / commits.MANIFEST).unlink()
+    text = commits._manifest_text({**fields, "files": {**fields["files"], name: entry}}, "crc32")
+    commits.write_file(directory / commits.MANIFEST, text)
 
 
 @pytest.mark.parametrize(
@@ -315,7 +314,7 @@ def planted(directory, name, payload):
     ],
 )
 def test_a_pickle_in_the_place_of_any_file_runs_nothing(written, tmp_path, name):
-    newest = storage.scan(written)[0]
+    newest = commits.scan(written)[0]
     copy = tmp_path / "run" / newest.name
     shutil.copytree(newest, copy)
     ran = tmp_path / "it-ran"
@@ -323,7 +322,7 @@ def test_a_pickle_in_the_place_of_any_file_runs_nothing(written, tmp_path, name)
     ran.rmdir()  # the payload works
     planted(copy, name, pickle.dumps(Payload(ran)))
     if name != ".metadata":  # that one is no name of a file that a checkpoint has
-        storage.verify(copy)  # its checksums are right
+        commits.verify(copy)  # its checksums are right
     with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
         load_tree(copy)
     with pytest.warns(UserWarning, match=name.replace(".", r"\.")):
@@ -357,7 +356,7 @@ def error_of_all(directory):
     ],
 )
 def test_a_list_of_pieces_that_do_not_make_up_their_tensor_is_refused(written, tmp_path, change):
-    newest = storage.scan(written)[0]
+    newest = commits.scan(written)[0]
     copy = tmp_path / newest.name
     shutil.copytree(newest, copy)
     listed = json.loads((copy / "shards.json").read_text())

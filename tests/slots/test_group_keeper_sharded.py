@@ -9,8 +9,8 @@ import pytest
 import sharded_runs
 import torch
 
-from trainwright.runtime import storage
-from trainwright.slots.saved import latest_checkpoint, load_tree, load_weights
+from trainwright.checkpointing import commits
+from trainwright.checkpointing.load import latest_checkpoint, load_tree, load_weights
 from world.pool import pool
 
 
@@ -39,8 +39,8 @@ def written(tmp_path_factory):
 
 def test_what_two_processes_write_is_a_checkpoint_like_any_other(written):
     directory, _ = written
-    (newest, _) = storage.scan(directory)
-    manifest = storage.verify(newest)
+    (newest, _) = commits.scan(directory)
+    manifest = commits.verify(newest)
     shards = {"shard-00000.safetensors", "shard-00001.safetensors"}
     assert set(manifest["files"]) == {"state.json", "state.safetensors", "shards.json", *shards}
     assert {path.name for path in newest.iterdir()} == {*manifest["files"], "manifest.json"}
@@ -57,7 +57,7 @@ def test_it_goes_on_exactly_on_any_number_of_processes_sharded_or_not(written, s
     directory, (model, optimizer) = written
     answers = on_all(size, resume, directory, shards)
     name, first, later, plain = answers[0]
-    assert name == storage.update_name(4) and plain == [0, 1, 2]
+    assert name == commits.update_name(4) and plain == [0, 1, 2]
     assert equal(first, (model, optimizer))
     assert all(equal(answer[1:3], answers[0][1:3]) for answer in answers)
     (_, _, undisturbed, _) = on_all(2, resume, directory, True)[0]
@@ -86,7 +86,7 @@ def test_weights_are_loaded_into_a_sharded_model(written):
 
 
 def plain_into_shards(directory):
-    from trainwright.slots.checkpoint import Checkpoint
+    from trainwright.checkpointing.checkpoint import Checkpoint
 
     world = sharded_runs.Group()
     model, optimizer = sharded_runs.made(shards=False)
@@ -113,9 +113,9 @@ def test_a_plain_checkpoint_goes_on_in_a_sharded_model(tmp_path):
 def test_only_what_is_to_be_kept_stays_and_nothing_is_left_beside_it(tmp_path, async_save):
     on_all(2, three_saves, tmp_path, async_save)
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == [".lock", storage.update_name(2), storage.update_name(3)]
-    for path in storage.scan(tmp_path):
-        storage.verify(path)
+    assert names == [".lock", commits.update_name(2), commits.update_name(3)]
+    for path in commits.scan(tmp_path):
+        commits.verify(path)
 
 
 def three_saves(directory, async_save):

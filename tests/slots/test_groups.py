@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from trainwright import Lamb, SettingError, Trainer, adamw, param_groups, sgd
-from trainwright.runtime.fused import spoiled_by_sgd
+from trainwright.optim.fused import spoiled_by_sgd
 
 
 class Net(nn.Module):

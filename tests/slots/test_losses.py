@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from trainwright import Mean, Step, StepError, Sum
-from trainwright.slots.losses import counted_by_torch, known_loss, read_outcome
+from trainwright import MeanLoss, StepError, StepOutput, SumLoss
+from trainwright.update.losses import counted_by_torch, known_loss, read_outcome
 
 WEIGHT = torch.tensor([0.5, 2.0, 0.25, 1.5], dtype=torch.float64)
 
@@ -134,15 +134,15 @@ def test_torch_tells_what_it_divided_by(shape):
 
 def test_every_form_of_a_loss_is_read():
     loss = torch.tensor(3.0)
-    mean, total = read_outcome(Mean(loss, 5)), read_outcome(Sum(loss, 5))
+    mean, total = read_outcome(MeanLoss(loss, 5)), read_outcome(SumLoss(loss, 5))
     assert (mean.loss, mean.count, mean.summed) == (loss, 5, False)
     assert (total.loss, total.count, total.summed) == (loss, 5, True)
     assert read_outcome(loss).count is None and read_outcome(loss.reshape(1, 1)).loss.ndim == 0
-    assert read_outcome(Sum(loss)).count is None and read_outcome(Sum(loss)).summed
+    assert read_outcome(SumLoss(loss)).count is None and read_outcome(SumLoss(loss)).summed
 
 
 def test_named_losses_are_added_and_share_a_count():
-    read = read_outcome({"a": Mean(torch.tensor(1.0), 4), "b": Mean(torch.tensor(2.0), 4)})
+    read = read_outcome({"a": MeanLoss(torch.tensor(1.0), 4), "b": MeanLoss(torch.tensor(2.0), 4)})
     assert float(read.loss) == 3.0 and read.count == 4
     assert {name: float(value) for name, value in read.named.items()} == {"a": 1.0, "b": 2.0}
 
@@ -154,12 +154,12 @@ def test_named_losses_are_added_and_share_a_count():
         1.5,
         {},
         torch.zeros(3),
-        Mean(torch.zeros(2), 2),
+        MeanLoss(torch.zeros(2), 2),
         (torch.tensor(1.0), 3),
-        {"a": torch.tensor(1.0), "b": Sum(torch.tensor(1.0), 2)},
+        {"a": torch.tensor(1.0), "b": SumLoss(torch.tensor(1.0), 2)},
         {"a": {"b": torch.tensor(1.0)}},
-        {"a": Step(torch.tensor(1.0))},
-        Step(Step(torch.tensor(1.0))).loss,
+        {"a": StepOutput(torch.tensor(1.0))},
+        StepOutput(StepOutput(torch.tensor(1.0))).loss,
     ],
 )
 def test_what_is_no_loss_is_refused_with_what_a_step_may_return(returned):

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainwright import Derived, Mean, SettingError, Step, Sum, Trainer
-from trainwright.base.dealing import Part
-from trainwright.parallel.world import Group, World
-from trainwright.run.ledger import Ledger
-from trainwright.slots.metrics import Meters, accuracy, top_k
-from trainwright.slots.scores import F1, MAE, R2, RMSE
+from trainwright import Derived, MeanLoss, SettingError, StepOutput, SumLoss, Trainer
+from trainwright.distributed.batch_layout import Shard
+from trainwright.distributed.world import Group, World
+from trainwright.metrics.metrics import Meters, accuracy, top_k
+from trainwright.metrics.scores import F1, MAE, R2, RMSE
+from trainwright.update.loss_tracker import Ledger
 from world.pool import RankFailed, pool
 
 SIZES = (1, 7, 51, 64)
@@ -76,8 +76,8 @@ def metrics() -> dict[str, Any]:
         "top_2": top_k(2),
         "each": loss_of_each,
         "whole": lambda output, target: output.mean(),
-        "of_known": lambda output, target: Sum((target * (target != -100)).sum(), (target != -100).sum()),
-        "nothing": lambda output, target: Mean(torch.tensor(math.nan), 0),
+        "of_known": lambda output, target: SumLoss((target * (target != -100)).sum(), (target != -100).sum()),
+        "nothing": lambda output, target: MeanLoss(torch.tensor(math.nan), 0),
         "mae": lambda output, target: MAE()(*values(output)),
         "rmse": of_values(RMSE()),
         "r2": of_values(R2()),
@@ -92,7 +92,7 @@ def evaluated(world: World, rows: int, *, twice: bool = False) -> dict[str, Any]
     """The numbers of an evaluation of `rows` rows, of which each process takes in its own."""
     output, target = classes(rows)
     meters = Meters(metrics(), spread=True)
-    ledger, part = Ledger(meters), Part(world.rank, world.size)
+    ledger, part = Ledger(meters), Shard(world.rank, world.size)
     for index, start in enumerate(range(0, rows, BATCH)):
         size = min(BATCH, rows - start)
         run, own = part.run(size), part.of(size)
@@ -101,7 +101,7 @@ def evaluated(world: World, rows: int, *, twice: bool = False) -> dict[str, Any]
             ledger.batch = (x, y)
             kept = y != -100
             loss = loss_of_each(x, y)[kept].mean() if kept.any() else torch.tensor(math.nan)
-            ledger.note(Step(Mean(loss, int(kept.sum())), x, y))
+            ledger.note(StepOutput(MeanLoss(loss, int(kept.sum())), x, y))
             if index == 1 and own.start == 0:
                 ledger.log("sometimes", float(x[0, 0]), 1)
         if twice:
@@ -146,11 +146,11 @@ def resumed() -> dict[str, Any]:
     output, target = classes(51)
 
     def take(ledger: Ledger, start: int, end: int) -> None:
-        own = Part(world.rank, world.size).of(end - start)
+        own = Shard(world.rank, world.size).of(end - start)
         x, y = output[start:end][own.start : own.stop], target[start:end][own.start : own.stop]
         ledger.batch = (x, y)
         kept = y != -100
-        ledger.note(Step(Mean(loss_of_each(x, y)[kept].mean(), int(kept.sum())), x, y))
+        ledger.note(StepOutput(MeanLoss(loss_of_each(x, y)[kept].mean(), int(kept.sum())), x, y))
         if start == 16 and own.start == 0:
             ledger.log("sometimes", float(x[0, 0]), 1)
 

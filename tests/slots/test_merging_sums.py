@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from trainwright import SettingError
-from trainwright.slots.merging import merge_objects
-from trainwright.slots.metrics import Meters
-from trainwright.slots.scores import F1, R2, RMSE
-from trainwright.slots.totals import Total
+from trainwright.metrics.metrics import Meters
+from trainwright.metrics.reduce import merge_objects
+from trainwright.metrics.scores import F1, R2, RMSE
+from trainwright.metrics.totals import Total
 
 
 def total(*values: Any, wide: bool | None = None, spread: bool = False, count: Any = 1) -> Total:

@@ -11,10 +11,10 @@ from torch import nn
 from torch.optim import SGD
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainwright import Checkpoint, Step, Trainer, Updates
-from trainwright.base.errors import CheckpointError, SettingError
-from trainwright.runtime.walking import tensors_in
-from trainwright.slots.metrics import Derived, Meters, Total, accuracy, top_k
+from trainwright import Checkpoint, StepOutput, Trainer, Updates
+from trainwright.core.errors import CheckpointError, SettingError
+from trainwright.core.trees import tensors_in
+from trainwright.metrics.metrics import Derived, Meters, Total, accuracy, top_k
 
 
 def scores(*shape, seed=0):
@@ -260,7 +260,7 @@ def test_a_metric_that_stores_outputs_holds_no_graph_and_can_be_saved(own, tmp_p
         def validation_step(self, batch):
             with torch.enable_grad():
                 output = self.model(batch[0])
-                return Step(self.loss(output, batch[1]), output, batch[1])
+                return StepOutput(self.loss(output, batch[1]), output, batch[1])
 
     Stores.had_a_graph.clear()
     model, data = nn.Linear(4, 3), (scores(8, 4), classes(3, 8))
@@ -412,7 +412,7 @@ def test_a_factory_that_takes_two_is_refused_at_the_first_batch():
 
 
 def test_metrics_that_are_not_fed_are_refused_with_the_line_to_write():
-    with pytest.raises(SettingError, match=r"no output(.|\n)*Step\(loss, output, target\)"):
+    with pytest.raises(SettingError, match=r"no output(.|\n)*StepOutput\(loss, output, target\)"):
         Meters({"accuracy": accuracy}).update(None, None, 4)
     with pytest.raises(SettingError, match="no target"):
         Meters({"accuracy": accuracy}).update(scores(4, 3), None, 4)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from trainwright import MixedPrecision, NonFiniteError, Observer, SettingError, Trainer
-from trainwright.slots.nonfinite import judge
+from trainwright.update.nonfinite_policy import judge
 
 
 class Told(Observer):
@@ -98,7 +98,7 @@ def test_without_clip_the_error_has_no_norm():
 @pytest.mark.parametrize("cls", [Poisoned, GradientOnly])
 def test_skip_holds_back_one_update_and_trains_on_as_if_its_batch_were_not_there(cls):
     told = Told()
-    trainer = make(cls, nonfinite="skip", observers=[told])
+    trainer = make(cls, on_nonfinite="skip", observers=[told])
     result = trainer.fit(data(), epochs=1)
     assert (result.updates, result.skipped) == (5, 1)
     assert [update.skipped for update in told.updates] == [False, False, False, True, False, False]
@@ -115,7 +115,7 @@ def test_skip_holds_back_one_update_and_trains_on_as_if_its_batch_were_not_there
 
 
 def test_ignore_lets_it_pass():
-    trainer = make(nonfinite="ignore")
+    trainer = make(on_nonfinite="ignore")
     result = trainer.fit(data(), epochs=1)
     assert (result.updates, result.skipped) == (6, 0)
     assert not torch.isfinite(trainer.model[0].weight).any()
@@ -138,13 +138,13 @@ def test_a_window_that_counts_nothing_says_so():
 
 
 def test_a_mean_of_the_users_own_is_told_of_sum():
-    with pytest.raises(NonFiniteError, match=r"return Sum\(total, count\)"):
+    with pytest.raises(NonFiniteError, match=r"return SumLoss\(total, count\)"):
         make().fit(data(), epochs=1)
 
 
 def test_an_unknown_policy_is_refused_with_the_nearest():
     with pytest.raises(SettingError, match="Did you mean 'raise'"):
-        make(nonfinite="raises")
+        make(on_nonfinite="raises")
 
 
 FP16 = MixedPrecision("fp16", init_scale=1024.0)
@@ -152,7 +152,7 @@ FP16 = MixedPrecision("fp16", init_scale=1024.0)
 
 def test_an_fp16_overflow_belongs_to_the_scaler_under_every_policy():
     for policy in ("raise", "skip", "ignore"):
-        trainer = make(GradientOnly, precision=FP16, nonfinite=policy)
+        trainer = make(GradientOnly, precision=FP16, on_nonfinite=policy)
         result = trainer.fit(data(), epochs=1)
         assert (result.updates, result.skipped) == (5, 1)
         assert all(torch.isfinite(p).all() for p in trainer.model.parameters())

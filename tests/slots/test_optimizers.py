@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from trainwright import Cosine, SettingError, Trainer
-from trainwright.base.plan import Plan
-from trainwright.runtime.freezing import freeze, unfreeze
-from trainwright.slots.optimizers import adamw
-from trainwright.slots.rates import group_name
+from trainwright.core.plan import Plan
+from trainwright.modules.freezing import freeze, unfreeze
+from trainwright.optim.optimizers import adamw
+from trainwright.schedules.table import group_name
 
 
 def groups(model, **settings):

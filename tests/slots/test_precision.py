@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from trainwright import LossScaler, MixedPrecision, SettingError, Trainer
-from trainwright.slots.precision import as_precision
+from trainwright.precision.mixed_precision import as_precision
 
 CPU = torch.device("cpu")
 

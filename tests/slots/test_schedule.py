@@ -9,11 +9,11 @@ import torch
 from torch.optim import SGD
 from torch.optim import lr_scheduler as torchs
 
-from trainwright.base.errors import SettingError
-from trainwright.base.plan import Plan
-from trainwright.base.spans import Epochs, Seconds, Updates
-from trainwright.slots import schedule_cycles
-from trainwright.slots.schedule import (
+from trainwright.core.durations import Epochs, Seconds, Updates
+from trainwright.core.errors import SettingError
+from trainwright.core.plan import Plan
+from trainwright.schedules import cycles
+from trainwright.schedules.standard import (
     Cosine,
     Cyclic,
     Exponential,
@@ -183,8 +183,8 @@ def test_what_is_no_schedule_is_refused_with_the_line_to_write(value, named):
 
 
 def test_the_example_in_the_docstring_runs():
-    assert doctest.testmod(schedule_cycles).attempted >= 5
-    assert doctest.testmod(schedule_cycles).failed == 0
+    assert doctest.testmod(cycles).attempted >= 5
+    assert doctest.testmod(cycles).failed == 0
 
 
 # --- lengths --------------------------------------------------------------------------------------------------------

@@ -11,17 +11,10 @@ from torch.optim import SGD, Adam, AdamW
 from torch.optim import lr_scheduler as torchs
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from trainwright.base.errors import SettingError
-from trainwright.base.plan import Plan
-from trainwright.base.spans import Updates
-from trainwright.slots.schedule import (
-    Cosine,
-    Cyclic,
-    FunctionSchedule,
-    OneCycle,
-    Plateau,
-    TorchSchedule,
-)
+from trainwright.core.durations import Updates
+from trainwright.core.errors import SettingError
+from trainwright.core.plan import Plan
+from trainwright.schedules.standard import Cosine, Cyclic, FunctionSchedule, OneCycle, Plateau, TorchSchedule
 
 
 def parameter():

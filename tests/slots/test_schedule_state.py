@@ -9,17 +9,10 @@ import torch
 from torch.optim import SGD
 from torch.optim import lr_scheduler as torchs
 
-from trainwright.base.errors import CheckpointError, SettingError
-from trainwright.base.plan import Plan
-from trainwright.base.spans import Updates
-from trainwright.slots.schedule import (
-    Cosine,
-    FunctionSchedule,
-    OneCycle,
-    Plateau,
-    StepLR,
-    TorchSchedule,
-)
+from trainwright.core.durations import Updates
+from trainwright.core.errors import CheckpointError, SettingError
+from trainwright.core.plan import Plan
+from trainwright.schedules.standard import Cosine, FunctionSchedule, OneCycle, Plateau, StepLR, TorchSchedule
 
 
 def parameter():

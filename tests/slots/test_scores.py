@@ -13,10 +13,10 @@ from sklearn.metrics import f1_score, mean_absolute_error, r2_score, root_mean_s
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainwright import EarlyStopping, Step, Trainer
-from trainwright.base.errors import DataError, SettingError
-from trainwright.slots.metrics import Meters
-from trainwright.slots.scores import F1, MAE, R2, RMSE
+from trainwright import EarlyStopping, StepOutput, Trainer
+from trainwright.core.errors import DataError, SettingError
+from trainwright.metrics.metrics import Meters
+from trainwright.metrics.scores import F1, MAE, R2, RMSE
 
 NEAR = pytest.approx
 UNEVEN = [1, 7, 2, 30, 3]
@@ -287,7 +287,7 @@ class Regression(Trainer):
     def training_step(self, batch):
         x, y = batch
         output = self.model(x)
-        return Step(nn.functional.mse_loss(output, y), output, y)
+        return StepOutput(nn.functional.mse_loss(output, y), output, y)
 
 
 def test_scores_are_numbers_of_a_run_and_can_be_watched():

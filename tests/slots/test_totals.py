@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainwright.base.errors import SettingError
-from trainwright.base.records import Mean, Sum
-from trainwright.slots import flags as flag
-from trainwright.slots.hits import Hits
-from trainwright.slots.totals import Reading, Total, read_totals
+from trainwright.core.errors import SettingError
+from trainwright.core.records import MeanLoss, SumLoss
+from trainwright.metrics import flags as flag
+from trainwright.metrics.flags import Hits
+from trainwright.metrics.totals import Reading, Total, read_totals
 
 
 class Ops(TorchDispatchMode):
@@ -220,11 +220,11 @@ def test_saved_sums_go_on_bit_for_bit(wide):
         (0.5, 4, 0.5, 4),
         (torch.tensor(0.5), 4, 0.5, 4),
         (torch.tensor([1.0, 2.0]), 2, 1.5, 2),
-        (Mean(torch.tensor(3.0), 7), 4, 3.0, 7),
-        (Mean(torch.tensor(3.0), torch.tensor(7)), 4, 3.0, 7),
-        (Sum(torch.tensor(6.0), 3), 4, 2.0, 3),
-        (Sum(torch.tensor(6.0)), 4, 1.5, 4),
-        (Sum(torch.tensor([6.0, 2.0]), torch.tensor([1, 3])), 2, 2.0, 4),
+        (MeanLoss(torch.tensor(3.0), 7), 4, 3.0, 7),
+        (MeanLoss(torch.tensor(3.0), torch.tensor(7)), 4, 3.0, 7),
+        (SumLoss(torch.tensor(6.0), 3), 4, 2.0, 3),
+        (SumLoss(torch.tensor(6.0)), 4, 1.5, 4),
+        (SumLoss(torch.tensor([6.0, 2.0]), torch.tensor([1, 3])), 2, 2.0, 4),
     ],
 )
 def test_a_metric_may_return_any_of_these(result, rows, value, count):
@@ -241,8 +241,8 @@ def test_a_metric_may_return_any_of_these(result, rows, value, count):
         "0.5",
         None,
         [0.5],
-        Sum(torch.tensor(1.0), torch.rand(4)),
-        Mean(torch.rand(4), 4),
+        SumLoss(torch.tensor(1.0), torch.rand(4)),
+        MeanLoss(torch.rand(4), 4),
     ],
 )
 def test_anything_else_is_refused_by_name(result):
@@ -262,7 +262,7 @@ def test_right_guesses_are_counted_as_whole_numbers_over_the_rows_that_count():
     by_name, by_flags = Total(), Total()
     for _ in range(3):
         by_name.take(Hits(guess, target, ignored=-100), len(guess))
-        by_flags.take(Sum(guess == target, target != -100), len(guess))
+        by_flags.take(SumLoss(guess == target, target != -100), len(guess))
     right, counted = int((guess == target).sum()), int((target != -100).sum())
     assert by_name.read() == by_flags.read() == Reading(right / counted, 3 * counted, None)
     assert by_name.tensors() == []  # nothing is left to be read back
@@ -280,11 +280,11 @@ def test_right_guesses_are_a_sum_like_any_other():
 
 def test_flags_and_other_numbers_add_up():
     total = Total()
-    total.take(Sum(torch.tensor([True, False, True]), 3), 3)
+    total.take(SumLoss(torch.tensor([True, False, True]), 3), 3)
     total.take(torch.tensor([0.5, 0.25]), 2)
-    total.take(Sum(torch.tensor([True, True]), torch.tensor([True, False])), 2)
+    total.take(SumLoss(torch.tensor([True, True]), torch.tensor([True, False])), 2)
     assert (total.value, total.count) == ((2 + 0.75 + 2) / 6, 6)
-    total.take(Sum(torch.tensor([True]), torch.tensor([False])), 1)  # a row that does not count is no row
+    total.take(SumLoss(torch.tensor([True]), torch.tensor([False])), 1)  # a row that does not count is no row
     assert total.count == 6
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trainwright import DataError, SettingError, Window, windows
-from trainwright.slots.window import accumulation, ratio, rows_of
+from trainwright.update.window import accumulation, ratio, rows_of
 
 
 def batch(rows):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from trainwright import Augment, Normalise, Trainer, advise, batches
+from trainwright import Augment, Normalize, Trainer, advise, batches
 
 
 def test_a_trial_that_goes_round_changes_each_image_of_each_pass() -> None:
     torch.manual_seed(0)
     pixels, labels = torch.randint(0, 256, (40, 1, 4, 4), dtype=torch.uint8), torch.arange(40) % 3
-    changes = [Augment(flip=True), Normalise(mean=(0.5,), std=(0.29,))]
+    changes = [Augment(flip=True), Normalize(mean=(0.5,), std=(0.29,))]
     seen: list[torch.dtype] = []
 
     class Looks(nn.Flatten):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from trainwright.runtime import cores
+from trainwright.core import device
 from trainwright.tools.cpu import CpuFacts, cpu_facts, settings_to_try
 
 FACTS = CpuFacts(
@@ -28,9 +28,9 @@ def test_facts_are_those_of_this_process(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_limit_of_the_control_group_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
-    monkeypatch.setattr(cores, "_quota", lambda: 2.5)
+    monkeypatch.setattr(device, "_quota", lambda: 2.5)
     assert cpu_facts().cores == 2
-    monkeypatch.setattr(cores, "_quota", lambda: None)
+    monkeypatch.setattr(device, "_quota", lambda: None)
     assert cpu_facts().cores == 8
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from trainwright import Fast, NonFiniteError, Trainer, anomaly, batches, deterministic
-from trainwright.runtime.timing import may_time
+from trainwright.acceleration.layout import may_time
 from trainwright.tools.debug import WORKSPACE
 
 x = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))

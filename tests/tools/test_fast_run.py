@@ -25,7 +25,7 @@ from trainwright import (
     WarmupStableDecay,
     accuracy,
     batches,
-    fast_run,
+    smoke_run,
 )
 
 x = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
@@ -82,7 +82,7 @@ def test_everything_is_run_and_nothing_is_left(tmp_path: Path) -> None:
         checkpoint=Checkpoint(tmp_path / "kept"),
     )
     before = traces(trainer)
-    told = fast_run(trainer, data(), data(20))
+    told = smoke_run(trainer, data(), data(20))
     assert same(before, traces(trainer))
     assert Own.called == ["begin", "update", "update", "update", "end"]
     assert told.updates == 3 and len(told.losses) == 3 and not told.skipped
@@ -98,7 +98,7 @@ def test_everything_is_run_and_nothing_is_left(tmp_path: Path) -> None:
 
 def test_the_fit_after_it_is_the_one_without_it() -> None:
     looked, alone = made(), made()
-    fast_run(looked, data(), data(20))
+    smoke_run(looked, data(), data(20))
     rows = []
     for trainer in (looked, alone):
         torch.manual_seed(1)
@@ -115,7 +115,7 @@ def test_a_mistake_in_validation_shows_at_once_and_leaves_nothing() -> None:
     trainer = made(Wrong)
     before = traces(trainer)
     with pytest.raises(KeyError, match="many hours"):
-        fast_run(trainer, data())
+        smoke_run(trainer, data())
     assert same(before, traces(trainer))
 
 
@@ -124,18 +124,18 @@ def test_state_that_no_checkpoint_can_hold_shows_at_once(tmp_path: Path) -> None
         def after_update(self) -> None:
             self.state["lock"] = object()
 
-    assert fast_run(made(Holds), data()).updates == 3
+    assert smoke_run(made(Holds), data()).updates == 3
     with pytest.raises(CheckpointError, match="lock"):
-        fast_run(made(Holds, checkpoint=Checkpoint(tmp_path)), data())
+        smoke_run(made(Holds, checkpoint=Checkpoint(tmp_path)), data())
 
 
 def test_what_needs_a_longer_run_is_told_and_left_out() -> None:
-    told = fast_run(made(schedule=WarmupStableDecay(warmup=Updates(100), decay=Updates(100))), data())
+    told = smoke_run(made(schedule=WarmupStableDecay(warmup=Updates(100), decay=Updates(100))), data())
     assert told.updates == 3
     assert told.left_out[0].startswith("schedule, in so short a run: ")
     with pytest.raises(SettingError, match="val_los"):
-        fast_run(made(early_stopping=EarlyStopping("val_los", mode="min", patience=2)), data(), data())
-    watches = fast_run(made(early_stopping=EarlyStopping("val_loss", patience=2)), data())
+        smoke_run(made(early_stopping=EarlyStopping("val_los", mode="min", patience=2)), data(), data())
+    watches = smoke_run(made(early_stopping=EarlyStopping("val_loss", patience=2)), data())
     assert "early stopping: it watches val_loss" in watches.left_out
 
 
@@ -147,16 +147,16 @@ def test_several_sets_observers_and_what_is_missing_are_told() -> None:
             self.seen += 1
 
     mine = Mine()
-    told = fast_run(made(observers=[mine]), (x, y), {"a": data(20), "b": (x, y)}, batch_size=8, updates=2)
+    told = smoke_run(made(observers=[mine]), (x, y), {"a": data(20), "b": (x, y)}, batch_size=8, updates=2)
     assert "validation of 2 sets" in str(told) and {"val_a_loss", "val_b_loss"} <= set(told.numbers)
     assert told.left_out == ("saving: there is no checkpoint slot", "observers Mine")
     assert not mine.seen and told.updates == 2
-    assert "validation: fast_run(trainer, train, val) runs it" in fast_run(made(), data()).left_out
+    assert "validation: smoke_run(trainer, train, val) runs it" in smoke_run(made(), data()).left_out
 
 
 def test_a_stream_and_a_wrong_number_are_refused() -> None:
     with pytest.raises(DataError, match="a list of ready batches"):
-        fast_run(made(), iter([(x, y)]))
+        smoke_run(made(), iter([(x, y)]))
     for updates in (0, 1.5, True):
         with pytest.raises(SettingError, match="a whole number, at least 1"):
-            fast_run(made(), data(), updates=updates)
+            smoke_run(made(), data(), updates=updates)

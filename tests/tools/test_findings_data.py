@@ -10,7 +10,7 @@ from looked_at import CLASSES, convolutional, found, perceptron, rows, trainer_o
 from sklearn.datasets import load_breast_cancer, load_digits
 from torch import Tensor, nn
 
-from trainwright import Normalise, Trainer, batches
+from trainwright import Normalize, Trainer, batches
 from trainwright.tools import findings_data
 from trainwright.tools.findings_data import DeviceFacts, small_batch, tiny_batch, update_seconds
 
@@ -91,7 +91,7 @@ def test_images_get_a_line_with_normalise_and_what_was_seen_by_which_nothing_is_
     trainer = trainer_of(Bytes())
     one = found(trainer, list(zip(pixels.split(32), y.split(32), strict=True)))[NAME]
     call = one.fix.replace("...", "(pixels, y), 32")
-    mended = eval(call, {"batches": batches, "Normalise": Normalise, "pixels": pixels, "y": y})
+    mended = eval(call, {"batches": batches, "Normalize": Normalize, "pixels": pixels, "y": y})
     ready = list(mended)
     assert abs(float(ready[0][0].mean())) < 0.1 and NAME not in found(trainer, ready)
 

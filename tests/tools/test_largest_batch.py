@@ -12,9 +12,9 @@ from test_trial import everything, make, rows
 from torch import nn
 
 from laws.oom_cases import Scarce
-from trainwright import EMA, DataError, Fast, SettingError, Trainer, accuracy, batches, largest_batch
-from trainwright.runtime import peaks as runtime_peaks
-from trainwright.tools.largest_batch import MOST_TRIALS, LargestBatch
+from trainwright import EMA, DataError, Fast, SettingError, Trainer, accuracy, batches, find_batch_size
+from trainwright.modules import peak_memory as runtime_peaks
+from trainwright.tools.batch_search import MOST_TRIALS, LargestBatch
 
 X, Y = torch.randn(4000, 5), torch.randint(4, (4000,))
 
@@ -58,7 +58,7 @@ def scarce(most=10**6, optimizer=torch.optim.SGD, lr=0.1, **settings):
 
 def found(monkeypatch, trainer, formula=straight, free=10_000, data=None, **how):
     monkeypatch.setitem(runtime_peaks.PEAKS, "cpu", lambda device, known: Formula(trainer.model, formula, free))
-    made = largest_batch(trainer, (X, Y) if data is None else data, **{"batch_size": 8, **how})
+    made = find_batch_size(trainer, (X, Y) if data is None else data, **{"batch_size": 8, **how})
     assert isinstance(made, LargestBatch) and len(made.trials) <= MOST_TRIALS
     assert made.rows in [one.rows for one in made.trials if one.fits]  # what is told was tried
     return made
@@ -107,7 +107,7 @@ def test_other_errors_of_a_trial_come_out_and_leave_no_trace(monkeypatch):
     trainer.loss = nn.CrossEntropyLoss(reduction="none")
     before = everything(trainer)
     with pytest.raises(Exception, match="one element"):
-        largest_batch(trainer, rows(), batch_size=8, budget=2**20)
+        find_batch_size(trainer, rows(), batch_size=8, budget=2**20)
     assert everything(trainer) == before
 
 
@@ -117,7 +117,7 @@ def test_nothing_is_left_of_the_trials(optimizer):
     data = batches(rows(), 8, shuffle=True, seed=1)
     trainer.fit(data, epochs=1)
     before = everything(trainer)
-    made = largest_batch(trainer, data, budget=2**20, most=64)
+    made = find_batch_size(trainer, data, budget=2**20, most=64)
     assert made.rows == 64 and made.why == "`most` rows: 64"
     assert everything(trainer) == before
 
@@ -127,19 +127,19 @@ def test_bytes_of_tensors_grow_by_what_a_row_takes():
     width = 256
     model = nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 4))
     trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), console=False)
-    made = largest_batch(trainer, (X, Y), batch_size=64, budget=2**21)
+    made = find_batch_size(trainer, (X, Y), batch_size=64, budget=2**21)
     assert made.how == "the bytes of tensors that were alive at once"
     weights = sum(p.nbytes for p in model.parameters())
     assert made.per_row == pytest.approx(4 * 4 * width, rel=0.3)  # both outputs, their gradient, what is made of it
     assert weights / 2 < made.fixed < 4 * weights
     assert max(one.bytes for one in made.trials if one.fits) <= 2**21 == made.budget
     assert all(one.fits == (one.bytes <= made.budget) for one in made.trials)
-    wider = largest_batch(trainer, (X, Y), batch_size=64, budget=2**21, effective=2048)
+    wider = find_batch_size(trainer, (X, Y), batch_size=64, budget=2**21, effective=2048)
     assert wider.fixed > made.fixed  # gradients are there while the second micro-batch is run
 
 
 def test_without_a_budget_half_of_the_memory_is_taken_and_no_more_rows_than_there_are():
-    made = largest_batch(scarce(), (X[:50], Y[:50]), batch_size=8)
+    made = find_batch_size(scarce(), (X[:50], Y[:50]), batch_size=8)
     assert made.rows == 50 and made.why == "all rows of the data: 50"
     assert 2**20 < made.budget < 2**50
 
@@ -204,7 +204,7 @@ def test_the_longest_rows_of_the_data_are_measured(monkeypatch):
 )
 def test_settings_that_cannot_be_are_refused(how, match):
     with pytest.raises(SettingError, match=match):
-        largest_batch(scarce(), (X, Y), batch_size=8, **how)
+        find_batch_size(scarce(), (X, Y), batch_size=8, **how)
 
 
 def test_a_budget_that_not_one_row_fits_into_is_said_to_be_one(monkeypatch):
@@ -214,9 +214,9 @@ def test_a_budget_that_not_one_row_fits_into_is_said_to_be_one(monkeypatch):
 
 def test_a_stream_that_is_read_once_is_refused_with_the_cure():
     with pytest.raises(DataError, match="a list of ready batches"):
-        largest_batch(scarce(), iter([(X[:8], Y[:8])]), budget=2**20)
+        find_batch_size(scarce(), iter([(X[:8], Y[:8])]), budget=2**20)
 
 
 def test_what_is_compiled_is_counted_uncompiled():
     trainer = scarce(fast=Fast(compile={"backend": "eager"}))
-    assert largest_batch(trainer, (X, Y), batch_size=8, budget=2**20, most=16).rows == 16
+    assert find_batch_size(trainer, (X, Y), batch_size=8, budget=2**20, most=16).rows == 16

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainwright import DataError, Fast, Linear, SettingError, Trainer, batches
-from trainwright.tools.lr_range import lr_range, read
+from trainwright.tools.lr_search import find_lr, read
 
 
 def rows(number=96, *, seed=0):
@@ -50,7 +50,7 @@ def test_rates_and_losses_are_those_of_a_plain_loop(spacing):
     model, data, number = network(), ready(), 20
     twin = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    found = lr_range(
+    found = find_lr(
         made(model, optimizer, clip=1.0, accumulate=2), data, lowest=1e-3, highest=0.1, updates=number, spacing=spacing
     )
     plain = torch.optim.SGD(twin.parameters(), lr=0.5, momentum=0.9)
@@ -86,7 +86,7 @@ def test_groups_stay_in_proportion():
     model = network()
     groups = [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[3].parameters(), "lr": 0.3}]
     trainer, seen = watched(model, torch.optim.SGD(groups))
-    found = lr_range(trainer, ready(), updates=60)
+    found = find_lr(trainer, ready(), updates=60)
     assert found.rates[0] == pytest.approx(1e-7)
     for rate, (first, second) in zip(found.rates, seen, strict=True):
         assert first == rate
@@ -97,20 +97,20 @@ def test_several_optimizers_rise_together():
     model = network()
     optimizers = {"a": torch.optim.SGD(model[0].parameters(), 0.1), "b": torch.optim.SGD(model[3].parameters(), 0.2)}
     trainer, seen = watched(model, optimizers)
-    found = lr_range(trainer, ready(), updates=60)
+    found = find_lr(trainer, ready(), updates=60)
     assert [first for first, _ in seen] == pytest.approx(found.rates)
     assert all(second == pytest.approx(2 * first) for first, second in seen)
 
 
 def test_what_schedules_have_left_in_the_groups_does_not_count():
     model = network()
-    found = lr_range(made(model, torch.optim.SGD(model.parameters(), lr=0.1)), ready(), updates=60)
+    found = find_lr(made(model, torch.optim.SGD(model.parameters(), lr=0.1)), ready(), updates=60)
     trainer = made(model, torch.optim.SGD(model.parameters(), lr=0.1), schedule=Linear(final=0.0))
     trainer.fit(ready(), epochs=1)
     model.load_state_dict(network().state_dict())
-    assert lr_range(trainer, ready(), updates=60).losses == pytest.approx(found.losses)
+    assert find_lr(trainer, ready(), updates=60).losses == pytest.approx(found.losses)
     trainer.optimizer.param_groups[0]["initial_lr"] = 0.7
-    assert lr_range(trainer, ready(), updates=60).losses == pytest.approx(found.losses)
+    assert find_lr(trainer, ready(), updates=60).losses == pytest.approx(found.losses)
 
 
 def test_nothing_is_compiled_for_it():
@@ -118,7 +118,7 @@ def test_nothing_is_compiled_for_it():
         raise AssertionError
 
     trainer = made(fast=Fast(compile={"backend": backend}), precision="bf16")
-    assert lr_range(trainer, ready(), updates=60).suggestion
+    assert find_lr(trainer, ready(), updates=60).suggestion
 
 
 # Where it ends
@@ -134,7 +134,7 @@ def steep(scale=100.0):
 
 def test_it_stops_where_the_loss_diverges_and_suggests_less():
     trainer, data = steep()
-    found = lr_range(trainer, data, lowest=1e-6)
+    found = find_lr(trainer, data, lowest=1e-6)
     assert found.stopped.startswith("the loss is more than 4 times its best")
     assert 2e-2 < found.rates[-1] < 10
     assert 1e-4 < found.suggestion < 2e-2
@@ -142,8 +142,8 @@ def test_it_stops_where_the_loss_diverges_and_suggests_less():
 
 def test_it_stops_where_the_loss_is_not_finite():
     trainer, data = steep(1e30)
-    with pytest.warns(UserWarning, match="lr_range suggests no rate: the sweep saw 1 finite loss"):
-        found = lr_range(trainer, data, lowest=1.0)
+    with pytest.warns(UserWarning, match="find_lr suggests no rate: the sweep saw 1 finite loss"):
+        found = find_lr(trainer, data, lowest=1.0)
     assert found.stopped.startswith("the loss is inf at a rate of ")
     assert len(found.losses) == 1
     assert json.loads(json.dumps(found.to_dict()))["suggestion"] is None
@@ -151,7 +151,7 @@ def test_it_stops_where_the_loss_is_not_finite():
 
 def test_diverges_is_how_much_is_borne():
     trainer, data = steep()
-    assert len(lr_range(trainer, data, diverges=1.5).rates) < len(lr_range(trainer, data, diverges=1e4).rates)
+    assert len(find_lr(trainer, data, diverges=1.5).rates) < len(find_lr(trainer, data, diverges=1e4).rates)
 
 
 # What it suggests
@@ -160,11 +160,11 @@ def test_diverges_is_how_much_is_borne():
 @pytest.mark.parametrize("maker", [torch.optim.AdamW, torch.optim.SGD])
 def test_the_suggested_rate_trains_better_than_others(maker):
     model = network()
-    found = lr_range(made(model, maker(model.parameters(), lr=1e-3)), ready(size=16, number=960))
+    found = find_lr(made(model, maker(model.parameters(), lr=1e-3)), ready(size=16, number=960))
 
     def loss_at(rate):
         model = network()
-        trainer = made(model, maker(model.parameters(), lr=rate), nonfinite="ignore")
+        trainer = made(model, maker(model.parameters(), lr=rate), on_nonfinite="ignore")
         trainer.fit(ready(size=16, number=960), epochs=2)
         last = trainer.evaluate(ready(size=96))["val_loss"]
         return last if math.isfinite(last) else math.inf
@@ -177,7 +177,7 @@ def test_the_suggested_rate_trains_better_than_others(maker):
 
 def test_rates_too_low_to_learn_suggest_none():
     with pytest.warns(UserWarning, match="suggests no rate: the loss falls by no more than") as told:
-        found = lr_range(made(), batches(rows(), 16, shuffle=True, seed=0), lowest=1e-12, highest=1e-9)
+        found = find_lr(made(), batches(rows(), 16, shuffle=True, seed=0), lowest=1e-12, highest=1e-9)
     assert told[0].filename == __file__
     assert (found.suggestion, found.steepest, found.tenth) == (None, None, None)
 
@@ -187,7 +187,7 @@ def test_targets_of_chance_suggest_none(seed):
     inputs, targets = rows(640)
     shuffled = targets[torch.randperm(640, generator=torch.Generator().manual_seed(seed))]
     with pytest.warns(UserWarning, match="suggests no rate"):
-        lr_range(made(network(seed=seed)), batches((inputs, shuffled), 32, shuffle=True, seed=seed), highest=1e-3)
+        find_lr(made(network(seed=seed)), batches((inputs, shuffled), 32, shuffle=True, seed=seed), highest=1e-3)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -195,17 +195,17 @@ def test_to_come_back_from_an_explosion_is_no_fall(seed):
     model = network(seed=seed)
     trainer = made(model, torch.optim.SGD(model.parameters(), lr=1e-3))
     with pytest.warns(UserWarning, match="suggests no rate"):
-        found = lr_range(trainer, ready(), lowest=1e3, highest=1e9, diverges=1e30)
+        found = find_lr(trainer, ready(), lowest=1e3, highest=1e9, diverges=1e30)
     assert len(found.losses) > 16
     assert max(found.losses) > 10 * found.losses[0]
 
 
 def test_a_fall_at_either_end_is_said():
     trainer, data = steep()
-    assert lr_range(trainer, data, lowest=1e-6, highest=1e-3).notes == (
+    assert find_lr(trainer, data, lowest=1e-6, highest=1e-3).notes == (
         "the loss still falls at the highest rate: go on, highest=0.1",
     )
-    assert lr_range(trainer, data, lowest=5e-3, highest=5e-2).notes == (
+    assert find_lr(trainer, data, lowest=5e-3, highest=5e-2).notes == (
         "the loss falls fastest right at the lowest rate: begin lower, lowest=5e-05",
     )
 
@@ -282,10 +282,10 @@ def test_nothing_has_changed_after_it(earlier, breaks):
     before = digest(trainer, loader)
     trainer.breaks = None if breaks is None else trainer.state.get("steps", 0) + breaks
     if breaks is None:
-        assert len(lr_range(trainer, loader, highest=1.0, diverges=100).rates) == 100
+        assert len(find_lr(trainer, loader, highest=1.0, diverges=100).rates) == 100
     else:
         with pytest.raises(RuntimeError, match="broken"):
-            lr_range(trainer, loader)
+            find_lr(trainer, loader)
     trainer.breaks = None
     assert digest(trainer, loader) == before
 
@@ -295,7 +295,7 @@ def test_training_goes_on_as_if_it_had_not_been():
     for swept in (False, True):
         trainer, loader = worked(earlier=1)
         if swept:
-            lr_range(trainer, loader, highest=1.0, diverges=100)
+            find_lr(trainer, loader, highest=1.0, diverges=100)
         trainer.fit(loader, epochs=2)
         ends.append((digest_of_weights(trainer), trainer.history))
     assert ends[0] == ends[1]
@@ -323,27 +323,27 @@ def digest_of_weights(trainer):
 )
 def test_settings_that_make_no_sweep_are_refused(settings, says):
     with pytest.raises(SettingError, match=says):
-        lr_range(made(), ready(), **settings)
+        find_lr(made(), ready(), **settings)
 
 
 def test_a_stream_is_refused_with_the_cure():
     with pytest.raises(DataError, match="a list of ready batches"):
-        lr_range(made(), iter(ready()))
+        find_lr(made(), iter(ready()))
 
 
 def test_a_first_group_without_a_rate_is_refused():
     model = network()
     with pytest.raises(SettingError, match="whose rate is 0"):
-        lr_range(made(model, torch.optim.SGD(model.parameters(), lr=0.0)), ready())
+        find_lr(made(model, torch.optim.SGD(model.parameters(), lr=0.0)), ready())
     with pytest.raises(SettingError, match="without an optimizer"):
-        lr_range(Trainer(model, loss=nn.CrossEntropyLoss(), console=False), ready())
+        find_lr(Trainer(model, loss=nn.CrossEntropyLoss(), console=False), ready())
 
 
 # The record
 
 
 def test_the_record_is_data_text_and_a_plot(tmp_path):
-    found = lr_range(made(), ready())
+    found = find_lr(made(), ready())
     plain = json.loads(json.dumps(found.to_dict()))
     assert plain["suggestion"] == found.suggestion
     assert len(plain["rates"]) == len(plain["losses"]) == len(plain["smoothed"])

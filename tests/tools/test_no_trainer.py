@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import Trainer, advise, fast_run, largest_batch, lr_range, overfit_batches
+from trainwright import Trainer, advise, find_batch_size, find_lr, overfit_batches, smoke_run
 
 
-@pytest.mark.parametrize("tool", [advise, fast_run, largest_batch, lr_range, overfit_batches])
+@pytest.mark.parametrize("tool", [advise, smoke_run, find_batch_size, find_lr, overfit_batches])
 @pytest.mark.parametrize("exchanged", [True, False])
 def test_data_or_a_class_in_the_place_of_a_trainer(tool, exchanged):
     model = nn.Linear(3, 1)

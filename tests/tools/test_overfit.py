@@ -10,7 +10,7 @@ import torch
 from test_fast_run import data, made, same, traces, x, y
 from torch import nn
 
-from trainwright import SettingError, Trainer, batches, fast_run, overfit_batches
+from trainwright import SettingError, Trainer, batches, overfit_batches, smoke_run
 
 
 def test_a_model_that_can_learn_gets_its_loss_to_near_zero_and_is_left_as_it_was() -> None:
@@ -28,7 +28,7 @@ def test_what_is_told_is_plain_data() -> None:
     told = overfit_batches(made(), data(), 1, updates=3)
     tree = json.loads(json.dumps(told.to_dict()))
     assert tree["losses"] == list(told.losses) and tree["fell"] is told.fell
-    ran = fast_run(made(), data())
+    ran = smoke_run(made(), data())
     tree = json.loads(json.dumps(ran.to_dict()))
     assert tree["losses"] == list(ran.losses) and tree["numbers"] == dict(ran.numbers)
 
@@ -74,7 +74,7 @@ def test_a_loss_that_stays_and_what_no_gradient_reaches_are_told() -> None:
 def test_a_loss_that_falls_still_is_told_as_one() -> None:
     told = overfit_batches(made(), data(), updates=20)
     assert not told.fell and told.losses[-1] < told.losses[0]
-    assert "falling still: overfit_batches(..., updates=80)" in str(told) and "lr_range" not in str(told)
+    assert "falling still: overfit_batches(..., updates=80)" in str(told) and "find_lr" not in str(told)
 
 
 def test_a_loss_that_is_not_finite_is_no_success() -> None:

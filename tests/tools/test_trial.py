@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from trainwright import EMA, DataError, Fast, Observer, SettingError, Trainer, accuracy, batches, lr_range
-from trainwright.runtime.switches import flushes_denormal
+from trainwright import EMA, DataError, Fast, Observer, SettingError, Trainer, accuracy, batches, find_lr
+from trainwright.core.process_state import flushes_denormal
 from trainwright.tools import trial
 from trainwright.tools.trial import ready, traceless, variant
 
@@ -294,7 +294,7 @@ class Noisy(Dataset):
 
 
 @pytest.mark.parametrize("wrapped", [lambda rows: DataLoader(rows, 4), lambda rows: batches(rows, 4, shuffle=True)])
-@pytest.mark.parametrize("tried", [lambda trainer, data: ready(trainer, data, updates=2), lr_range])
+@pytest.mark.parametrize("tried", [lambda trainer, data: ready(trainer, data, updates=2), find_lr])
 def test_a_data_set_that_tells_its_state_is_left_in_it(wrapped, tried):
     noisy = Noisy()
     before = noisy.generator.get_state()

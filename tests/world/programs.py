@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from trainwright.parallel.start import as_world
-from trainwright.parallel.world import World
+from trainwright.distributed.start import as_world
+from trainwright.distributed.world import World
 
 
 class Settings:

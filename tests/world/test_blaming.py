@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import DDP, ProcessError, Trainer, batches
-from trainwright.base.progress import Counters
-from trainwright.parallel import blaming
-from trainwright.parallel.blaming import told
-from trainwright.parallel.launch import launch
-from trainwright.run.ranks import standing
+from trainwright import DDP, DistributedError, Trainer, batches
+from trainwright.core.progress import Counters
+from trainwright.distributed import peer_errors
+from trainwright.distributed.launcher import launch
+from trainwright.distributed.peer_errors import told
+from trainwright.fit.per_rank_state import standing
 
 HERE = Path(__file__)
 CALLS: dict[str, Callable[[Trainer[Any], Any], Any]] = {
@@ -49,7 +49,7 @@ def on_the_first_alone(name: str, *, stays: bool, ended: Path) -> str:
             time.sleep(0.05)
         return ""
     try:
-        with pytest.raises(ProcessError) as raised:
+        with pytest.raises(DistributedError) as raised:
             CALLS[name](trainer, data)
     finally:
         ended.touch()
@@ -88,7 +88,7 @@ def test_who_only_follows_another_says_where_it_waited() -> None:
     try:
         torch.zeros(2).view(3)
     except RuntimeError as error:
-        here = blaming.line_of(error)
+        here = peer_errors.line_of(error)
     assert here == f"test_blaming.py:{line_of('torch.zeros(2).view(3)')}"
     assert f"  have  rank 1 on a, process 3\n        this process waited at {here}\n" in told(cause, 7, here=here)
 

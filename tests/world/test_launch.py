@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainwright.base.errors import ProcessError, SettingError
-from trainwright.parallel.launch import launch
-from trainwright.parallel.start import as_world
+from trainwright.core.errors import DistributedError, SettingError
+from trainwright.distributed.launcher import launch
+from trainwright.distributed.start import as_world
 from world import programs
 from world.programs_run import how_it_ends, started
 
@@ -24,8 +24,8 @@ SECONDS = 60
 
 SCRIPT = """
 import os, signal, sys, time
-from trainwright.parallel.launch import launch
-from trainwright.parallel.start import as_world
+from trainwright.distributed.launcher import launch
+from trainwright.distributed.start import as_world
 
 def main(kind):
     world = as_world("auto")
@@ -95,7 +95,7 @@ def test_a_copy_computes_on_after_threads_and_a_backward_here() -> None:
     """OpenMP's threads do not come along: without care the first large product of a copy never ends."""
     code = """
 import torch
-from trainwright.parallel.launch import launch
+from trainwright.distributed.launcher import launch
 torch.set_num_threads(2)
 layer, rows = torch.nn.Linear(512, 512), torch.randn(2048, 512)
 layer(rows).sum().backward()
@@ -131,7 +131,7 @@ def test_the_traceback_of_the_process_that_failed_is_shown_once() -> None:
             raise KeyError("row 17")
         world.wait()
 
-    with pytest.raises(ProcessError, match=r"^rank 1 of 2 has failed: KeyError: 'row 17'$") as raised:
+    with pytest.raises(DistributedError, match=r"^rank 1 of 2 has failed: KeyError: 'row 17'$") as raised:
         launch(main, processes=2, timeout=SECONDS)
     assert str(raised.value.__cause__).count("Traceback") == 1
     assert 'raise KeyError("row 17")' in str(raised.value.__cause__)
@@ -158,7 +158,7 @@ def test_processes_end_where_their_launcher_is_killed() -> None:
 
 
 def test_processes_that_take_too_long_are_ended() -> None:
-    with pytest.raises(ProcessError, match=r"have not ended within 0\.5 s\n  have  still running, .*: rank 0, 1\n"):
+    with pytest.raises(DistributedError, match=r"have not ended within 0\.5 s\n  have  still running, .*: rank 0, 1\n"):
         launch(lambda: time.sleep(60), processes=2, timeout=0.5)
 
 
@@ -174,7 +174,7 @@ def test_a_value_that_cannot_be_sent_back_is_refused_and_an_exit_without_an_erro
     ):
         launch(lambda: lambda: None, processes=2, timeout=SECONDS)
     assert launch(sys.exit, processes=2, timeout=SECONDS) is None
-    with pytest.raises(ProcessError, match=r"rank \d of 2 has failed: SystemExit: 3"):
+    with pytest.raises(DistributedError, match=r"rank \d of 2 has failed: SystemExit: 3"):
         launch(lambda: sys.exit(3), processes=2, timeout=SECONDS)
 
 
@@ -192,7 +192,7 @@ def test_what_can_neither_be_imported_nor_copied_is_refused_with_both_reasons() 
 
 
 def test_launch_inside_processes_that_belong_together_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ProcessError, match="SettingError: launch: this is one of several processes already"):
+    with pytest.raises(DistributedError, match="SettingError: launch: this is one of several processes already"):
         launch(lambda: launch(lambda: None, processes=2), processes=2, timeout=SECONDS)
     for name, value in {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)

@@ -14,7 +14,7 @@ SECONDS = 60
 
 WAITS = """
 import os, signal, sys, time
-from trainwright.parallel.launch import launch
+from trainwright.distributed.launcher import launch
 
 def main():
     told = []

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trainwright import Epochs, Updates
-from trainwright.base.errors import DataError
+from trainwright.core.errors import DataError
 from world.pool import Pool, pool
 from world.resume_runs import Case, cut, train
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainwright.base.errors import ProcessError, SettingError
-from trainwright.parallel.launch import launch
-from trainwright.parallel.start import as_world
+from trainwright.core.errors import DistributedError, SettingError
+from trainwright.distributed.launcher import launch
+from trainwright.distributed.start import as_world
 from world.pool import Pool
 
 
@@ -70,7 +70,7 @@ def test_a_process_that_goes_before_all_have_met_is_missed_and_not_waited_for() 
     def main() -> str:
         if os.environ["RANK"] == "1":
             return ""
-        with pytest.raises(ProcessError) as raised:
+        with pytest.raises(DistributedError) as raised:
             as_world(SimpleNamespace(timeout=1, backend=None))
         return str(raised.value)
 
@@ -83,7 +83,7 @@ def test_a_process_that_goes_before_all_have_met_is_missed_and_not_waited_for() 
 def test_two_processes_do_not_share_a_device_unawares() -> None:
     if torch.cuda.device_count() != 1:
         pytest.skip("for one device")
-    with pytest.raises(ProcessError, match=r"ranks 0 and 1 on .* would both use the device"):
+    with pytest.raises(DistributedError, match=r"ranks 0 and 1 on .* would both use the device"):
         launch(as_world, "auto", "cuda", processes=2, timeout=60)
 
 

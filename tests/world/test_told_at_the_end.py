@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import Observer, ProcessError, Result, Stopped, Trainer, Update, batches
+from trainwright import DistributedError, Observer, Result, Stopped, Trainer, Update, batches
 from world.pool import Pool, RankFailed
 
 UPDATES = 40
@@ -60,7 +60,7 @@ def end(how: str) -> dict[str, Any]:
     trainer.how, error = how, ""
     try:
         trainer.fit(batches((torch.randn(80_000, 4), torch.randint(3, (80_000,))), 8), epochs=1)
-    except (ValueError, ProcessError, Stopped) as raised:
+    except (ValueError, DistributedError, Stopped) as raised:
         error = type(raised).__name__
     assert trainer.result is not None
     told = [(update.update, update.values["rank"]) for update in heard.updates]
@@ -105,4 +105,4 @@ def end_and_leave(path: str) -> None:
 def test_an_error_of_another_has_the_waiting_updates_told_too(ranks2: Pool, tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match="rank 1 of 2"):
         ranks2.run(end_and_leave, str(tmp_path / "told"))
-    check_told_alone(json.loads((tmp_path / "told").read_text()), "ProcessError")
+    check_told_alone(json.loads((tmp_path / "told").read_text()), "DistributedError")

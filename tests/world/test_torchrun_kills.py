@@ -48,7 +48,7 @@ def test_an_error_of_one_process_ends_the_job_within_seconds_and_the_other_names
     assert job.code == 1
     assert own.count("[rank1]: ValueError: bad row 17") == 1, "its traceback, once"
     assert sum("Traceback" in line for line in own) == 1
-    assert any("ProcessError: rank 1 has failed: ValueError: bad row 17" in line for line in other), job.output
+    assert any("DistributedError: rank 1 has failed: ValueError: bad row 17" in line for line in other), job.output
     assert "onnection closed" not in job.output, "what only follows from it is not shown"
     ended = (tmp_path / "job" / "log").stat().st_mtime
     assert ended - planned < 20, "it ends within seconds"

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainwright import ProcessError, StepError, Trainer, batches
-from trainwright.parallel.ddp import DDP
+from trainwright import DistributedError, StepError, Trainer, batches
+from trainwright.distributed.ddp import DDP
 from world.pool import Pool, RankFailed
 
 
@@ -41,7 +41,7 @@ def train(settings: DDP, directory: str) -> None:
     began, error = time.monotonic(), ""
     try:
         trainer.fit(batches((x, y), 8), epochs=1)
-    except (StepError, ProcessError) as raised:
+    except (StepError, DistributedError) as raised:
         error = f"{type(raised).__name__}: {raised}"
     weights = [value for parameter in model.parameters() for value in parameter.flatten().tolist()]
     told = {"error": error, "updates": trainer.progress.updates, "weights": weights}
@@ -59,7 +59,7 @@ def test_a_parameter_that_one_process_alone_does_not_use_ends_all_and_names_the_
     first, second = (json.loads((tmp_path / name).read_text()) for name in ("0", "1"))
     assert second["error"].startswith("StepError: parameters without a gradient in this update")
     assert "DDP(find_unused_parameters=True)" in second["error"]
-    assert first["error"].startswith("ProcessError: rank 1 has failed: StepError: parameters without a gradient")
+    assert first["error"].startswith("DistributedError: rank 1 has failed: StepError: parameters without a gradient")
     assert first["updates"] == second["updates"] == 1 and first["weights"] == second["weights"]
     assert max(first["seconds"], second["seconds"]) < 150  # and not the 300 of a process that does not answer
 

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainwright.base.errors import ProcessError
-from trainwright.parallel import waiting
-from trainwright.parallel.launch import launch
-from trainwright.parallel.start import as_world
+from trainwright.core.errors import DistributedError
+from trainwright.distributed import start_wait
+from trainwright.distributed.launcher import launch
+from trainwright.distributed.start import as_world
 from world.programs_run import free_port
 
 SECONDS = 40
@@ -28,7 +28,7 @@ def come(late: int, port: int | None, log: str) -> None:
         while "waits" not in file.read_text() and time.monotonic() < end:
             time.sleep(0.05)
     else:
-        waiting.AFTER = 0.3
+        start_wait.AFTER = 0.3
         os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), 2)
     as_world(SimpleNamespace(timeout=20, backend=None)).wait()
 
@@ -50,7 +50,7 @@ def alone(port: int) -> str:
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="False", MASTER_PORT=str(port))
     if os.environ["RANK"] == "1":
         return ""
-    with pytest.raises(ProcessError) as raised:
+    with pytest.raises(DistributedError) as raised:
         as_world(SimpleNamespace(timeout=1, backend=None))
     return str(raised.value)
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from trainwright.base.errors import ProcessError
-from trainwright.parallel import launch as launching
-from trainwright.parallel import watch
-from trainwright.parallel.launch import launch
-from trainwright.parallel.world import Group
+from trainwright.core.errors import DistributedError
+from trainwright.distributed import launcher as launching
+from trainwright.distributed import peer_watch
+from trainwright.distributed.launcher import launch
+from trainwright.distributed.world import Group
 from world import programs
 from world.pool import Pool
 from world.programs_run import free_port
@@ -32,7 +32,7 @@ def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     The launcher's own error, with the first line of it, comes last.
     """
 
-    monkeypatch.setattr(watch, "GRACE", 1.0)
+    monkeypatch.setattr(peer_watch, "GRACE", 1.0)
     monkeypatch.setattr(launching, "GRACE", 3.5)
 
     def run(*args: Any, store_by_rank_0: bool = False, in_group: bool = False, **settings: float):
@@ -43,9 +43,9 @@ def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             (tmp_path / f"pid{rank}").write_text(str(os.getpid()))
             if store_by_rank_0:
                 os.environ.update(TORCHELASTIC_USE_AGENT_STORE="False", MASTER_PORT=str(port))
-            told = watch.last_words
+            told = peer_watch.last_words
             assert told is not None
-            watch.last_words = lambda text: (tmp_path / rank).write_text(f"last words: {text}") and told(text)
+            peer_watch.last_words = lambda text: (tmp_path / rank).write_text(f"last words: {text}") and told(text)
             try:
                 (programs.in_group if in_group else programs.main)(*args, **settings)
             except BaseException:
@@ -53,7 +53,7 @@ def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
                 raise
 
         begin = time.monotonic()
-        with pytest.raises(ProcessError) as raised:
+        with pytest.raises(DistributedError) as raised:
             launch(main, processes=2, timeout=SECONDS)
         said = {r: (tmp_path / str(r)).read_text() if (tmp_path / str(r)).exists() else "" for r in range(2)}
         for rank in range(2):
@@ -66,7 +66,7 @@ def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_an_error_of_one_process_ends_all_and_the_others_name_it(ended) -> None:
     said, error, seconds = ended("fail")
-    assert "in fail\n" in said[1] and "ProcessError" not in said[1]
+    assert "in fail\n" in said[1] and "DistributedError" not in said[1]
     assert "rank 1 has failed: ValueError: bad row 17\n" in said[0]
     assert "at update 3, programs.py:" in said[0]
     assert "Connection closed" not in said[0], "the error that only follows is not shown"

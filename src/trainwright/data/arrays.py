@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
-from trainwright.base.dealing import Part, Slice
-from trainwright.base.errors import DataError, message
+from trainwright.core.errors import DataError, message
+from trainwright.distributed.batch_layout import Shard, Slice
 
 AT_ONCE = 1 << 20
 """Bytes up to which the rows of an epoch are gathered at once: beyond, the batches would not stay in the cache."""
@@ -78,7 +78,7 @@ class Table:
         joined = zip(*streams, strict=True)
         return joined if self._pack is None else map(self._pack, joined)
 
-    def slices(self, order: Tensor | None, size: int, rows: range, *, part: Part) -> Iterator[Slice]:
+    def slices(self, order: Tensor | None, size: int, rows: range, *, part: Shard) -> Iterator[Slice]:
         """What one process runs of these batches; the last may be short, and is cut into other parts."""
         full = len(rows) // size * size
         return chain(
@@ -86,7 +86,7 @@ class Table:
             self._slices(order, len(rows) - full, rows[full:], part=part),
         )
 
-    def _slices(self, order: Tensor | None, size: int, rows: range, *, part: Part) -> Iterator[Slice]:
+    def _slices(self, order: Tensor | None, size: int, rows: range, *, part: Shard) -> Iterator[Slice]:
         own = self.batches(order, size, rows, only=part.run(size))
         return map(Slice, own, repeat(len(part.of(size))), repeat(size))
 

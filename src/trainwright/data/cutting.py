@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from trainwright.base.dealing import Part, Slice
-from trainwright.base.errors import DataError, message
-from trainwright.runtime.containers import mapping_like, sequence_like
+from trainwright.core.errors import DataError, message
+from trainwright.core.trees import mapping_like, sequence_like
+from trainwright.distributed.batch_layout import Shard, Slice
 
 _PLAIN = (str, bytes, int, float, complex, np.generic, type(None))
 
 
-def cut_batches(batches: Iterator[Any], part: Part, name: str) -> Iterator[Slice]:
+def cut_batches(batches: Iterator[Any], part: Shard, name: str) -> Iterator[Slice]:
     """What one process runs of each ready batch; DataError, with `name`, for a batch whose rows are not known."""
     for batch in batches:
         rows = rows_of(batch, name)

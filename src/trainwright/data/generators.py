@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainwright.base.errors import DataError, message
-from trainwright.runtime.randomness import unmoved
+from trainwright.core.errors import DataError, message
+from trainwright.core.rng import unmoved
 
 _INSIDE = ("dataset", "datasets", "transform", "transforms", "target_transform")
 """Attributes of a data set whose own attributes are looked at too."""

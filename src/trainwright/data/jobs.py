@@ -9,11 +9,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from trainwright.data.arrays import Table
-from trainwright.data.order import Order
-from trainwright.data.pool import Record, Workers
+from trainwright.data.dataloader.order import Order
+from trainwright.data.dataloader.pool import Record, Workers
+from trainwright.data.dataloader.proxy import view
+from trainwright.data.dataloader.worker import Starting
 from trainwright.data.seeded import SeededRows, mixed_seed
-from trainwright.data.twin import view
-from trainwright.data.worker import Starting
 
 
 def by_workers(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from trainwright.base.errors import DataError, SettingError, message
+from trainwright.core.errors import DataError, SettingError, message
 from trainwright.data.arrays import Table
 from trainwright.data.generators import knows_its_state
 from trainwright.data.rows import rows_of

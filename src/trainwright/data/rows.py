@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from trainwright.base.errors import DataError, message
+from trainwright.core.errors import DataError, message
 from trainwright.data.arrays import Table, TableRows, table_of
 from trainwright.data.seeded import SeededRows
 
@@ -34,7 +34,7 @@ def choosing(rows: Table | SeededRows, workers: Any) -> Any:
     """What chooses workers where they are "auto" and rows are fetched; None elsewhere."""
     if workers != "auto" or isinstance(rows, Table):
         return None
-    from trainwright.data.chosen import ChosenWorkers
+    from trainwright.data.auto_workers import ChosenWorkers
 
     return ChosenWorkers(rows)
 

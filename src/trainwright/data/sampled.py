@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainwright.base.errors import DataError, SettingError, message
+from trainwright.core.errors import DataError, SettingError, message
 
 
 def check_sampler(sampler: Any, *, shuffle: bool) -> None:

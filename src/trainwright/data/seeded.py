@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import Subset, default_collate
 
-from trainwright.base.errors import DataError, message
+from trainwright.core.errors import DataError, message
 
 _MASK = (1 << 64) - 1
 

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, TextIO
 
 import torch
 
-from trainwright.base.checks import check_whole
-from trainwright.base.contracts import Observer
-from trainwright.base.errors import SettingError, message
-from trainwright.base.names import suggests
-from trainwright.base.plan import Plan
-from trainwright.base.records import Result, Validation
+from trainwright.core.checks import check_whole
+from trainwright.core.errors import SettingError, message
+from trainwright.core.plan import Plan
+from trainwright.core.records import Result, Validation
+from trainwright.core.suggestions import suggests
 from trainwright.observers.table import Table, amount, duration, is_set_loss, joined, number, printable, sparkline
+from trainwright.protocols import Observer
 
 if TYPE_CHECKING:
-    from trainwright.base.speed import Speed
+    from trainwright.core.speed import Speed
 
 WIDEST = 100
 """No line is wider, on any terminal or in any file."""

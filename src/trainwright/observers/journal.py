@@ -11,17 +11,17 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
-from trainwright.base.checks import local_path
-from trainwright.base.contracts import Observer
-from trainwright.base.errors import DataError, SettingError, message
-from trainwright.base.names import suggests
-from trainwright.base.plan import Plan
-from trainwright.base.records import Result, Saved, Update, Validation
-from trainwright.base.spans import Updates
+from trainwright.core.checks import local_path
+from trainwright.core.durations import Updates
+from trainwright.core.errors import DataError, SettingError, message
+from trainwright.core.plan import Plan
+from trainwright.core.records import Result, Saved, Update, Validation
+from trainwright.core.suggestions import suggests
+from trainwright.protocols import Observer
 
 if TYPE_CHECKING:
-    from trainwright.base.model_statistics import ModelStatistics
-    from trainwright.base.speed import Speed
+    from trainwright.core.model_statistics import ModelStatistics
+    from trainwright.core.speed import Speed
 
 LONGEST_LINE = 1 << 26
 """Bytes of a line; a longer one, or a file without line ends, is no journal."""

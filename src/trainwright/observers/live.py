@@ -8,10 +8,10 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from trainwright.base.contracts import Observer
-from trainwright.base.plan import Plan
-from trainwright.base.records import Result, Update, Validation
+from trainwright.core.plan import Plan
+from trainwright.core.records import Result, Update, Validation
 from trainwright.observers.table import number, printable, rate
+from trainwright.protocols import Observer
 
 _BAR, _LEAST_BAR = 24, 8
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from trainwright.base.contracts import Observer
-from trainwright.base.errors import SettingError, message
-from trainwright.base.names import did_you_mean, suggests
-from trainwright.base.records import Validation
+from trainwright.core.errors import SettingError, message
+from trainwright.core.records import Validation
+from trainwright.core.suggestions import did_you_mean, suggests
+from trainwright.protocols import Observer
 
 _BETTER = {
     **dict.fromkeys(("loss", "mae", "rmse"), "MINIMIZE"),

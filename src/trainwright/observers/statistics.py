@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from trainwright.base.errors import SettingError, message
-from trainwright.base.model_statistics import ModelStatistics
-from trainwright.base.names import suggests
-from trainwright.base.spans import Updates
-from trainwright.observers.probe import Inspecting
+from trainwright.core.durations import Updates
+from trainwright.core.errors import SettingError, message
+from trainwright.core.model_statistics import ModelStatistics
+from trainwright.core.suggestions import suggests
+from trainwright.observers.probes import Inspecting
 
 
 @suggests

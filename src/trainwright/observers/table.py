@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from trainwright.base.records import Validation
+from trainwright.core.records import Validation
 
 WIDE_FIRST = ("data", "rows/s", "time")
 """Columns that make room first, in this order, and without a word, where a row is too wide."""

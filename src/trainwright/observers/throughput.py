@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 from numbers import Real
 
-from trainwright.base.contracts import Observer
-from trainwright.base.errors import SettingError, message
-from trainwright.base.names import suggests
-from trainwright.base.spans import Epochs, Seconds, Span, Updates, check_span
-from trainwright.base.speed import Speed, together
+from trainwright.core.durations import Epochs, Seconds, Span, Updates, check_span
+from trainwright.core.errors import SettingError, message
+from trainwright.core.speed import Speed, together
+from trainwright.core.suggestions import suggests
 from trainwright.observers.table import amount, byte_size, joined
+from trainwright.protocols import Observer
 
 _KINDS = ("allocated", "peak", "reserved", "process", "parameters", "gradients", "optimizer", "buffers")
 

@@ -266,7 +266,7 @@ class Advice:
 
     def plot(self, path: str | Path | None = None) -> Any:
         """Draw the phases and the speed-ups; a matplotlib figure, saved where `path` is given."""
-        from trainwright.base.figures import advice_figure
+        from trainwright.core.figures import advice_figure
 
         ratios = [(one.name, one.speedup, one.spread) for one in self.tried if one.speedup and one.spread]
         return advice_figure(self.phases.shares, ratios, path=path)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from trainwright.base.checks import check_number
-from trainwright.base.errors import first_line
-from trainwright.base.names import suggests
+from trainwright.core.checks import check_number
+from trainwright.core.errors import first_line
+from trainwright.core.suggestions import suggests
 from trainwright.tools.advice import Advice, Effect, Noise, agreed, effect_of, noise_of
 from trainwright.tools.batching import compact
 from trainwright.tools.findings import findings

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainwright.base.errors import DataError, message
+from trainwright.core.errors import DataError, message
+from trainwright.core.trees import mapping_like, sequence_like
 from trainwright.data.cutting import cut, rows_of
-from trainwright.runtime.containers import mapping_like, sequence_like
 
 
 def halved(batches: Sequence[Any]) -> list[Any]:

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from trainwright.base.errors import SettingError, message
-from trainwright.run.batches import split
-from trainwright.runtime.dry import Given
+from trainwright.core.errors import SettingError, message
+from trainwright.modules.dry_run import Given
+from trainwright.update.batches import split
 
 Call = Callable[[nn.Module, Any], Any]
 """Calls a model with a batch."""

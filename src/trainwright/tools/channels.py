@@ -15,12 +15,12 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
-from trainwright.base.errors import SettingError, first_line, message
-from trainwright.runtime.activations import release_all
-from trainwright.runtime.dry import Given
-from trainwright.runtime.flops import twin_on
-from trainwright.runtime.modules import evaluating
-from trainwright.runtime.randomness import unmoved
+from trainwright.core.errors import SettingError, first_line, message
+from trainwright.core.rng import unmoved
+from trainwright.modules.activations import release_all
+from trainwright.modules.dry_run import Given
+from trainwright.modules.flops import twin_on
+from trainwright.modules.modes import evaluating
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 MAKERS = (nn.Linear, *CONVOLUTIONS)

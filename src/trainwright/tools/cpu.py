@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from trainwright.runtime.cores import usable_cores
+from trainwright.core.device import usable_cores
 
 PREFIXES = ("OMP_", "KMP_", "GOMP_", "MKL_", "MALLOC_", "TORCH_", "ATEN_", "LD_PRELOAD", "THP_MEM_ALLOC")
 """Of variables of the environment that threads, memory and kernels of a process depend on."""

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainwright.base.checks import check_choice, check_number, check_whole
-from trainwright.base.errors import SettingError, message
-from trainwright.base.names import suggests
-from trainwright.data.own import batches
-from trainwright.data.source import takes_batch_size
-from trainwright.runtime.freezing import has_running_statistics, held
-from trainwright.runtime.randomness import seed as start_random_state
-from trainwright.runtime.randomness import unmoved
+from trainwright.core.checks import check_choice, check_number, check_whole
+from trainwright.core.errors import SettingError, message
+from trainwright.core.rng import seed as start_random_state
+from trainwright.core.rng import unmoved
+from trainwright.core.suggestions import suggests
+from trainwright.data.batches import batches
+from trainwright.data.sources import takes_batch_size
+from trainwright.modules.freezing import has_running_statistics, held
 from trainwright.tools.folds import CrossValidation, Fold
 from trainwright.tools.splitting import Rows, Splits, seed_of, split_rows, take
 from trainwright.trainer import Trainer

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from trainwright.base.errors import SettingError, message
-from trainwright.base.names import suggests
+from trainwright.core.errors import SettingError, message
+from trainwright.core.suggestions import suggests
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _FIXED = (":4096:8", ":16:8")
@@ -24,8 +24,8 @@ def anomaly(*, check_nan: bool = True) -> Iterator[None]:
 
     `with anomaly(): trainer.fit(...)`. This is torch's anomaly mode, put back at the end. It keeps a traceback of
     every operation, and with `check_nan` reads each gradient as it is made: on CUDA a wait for each. A NaN raises at
-    once, also where `nonfinite="skip"` or an fp16 loss scale would have left the update out. Of compiled code it names
-    the call alone: `Fast(compile=None)` shows the line.
+    once, also where `on_nonfinite="skip"` or an fp16 loss scale would have left the update out. Of compiled code it
+    names the call alone: `Fast(compile=None)` shows the line.
     """
     with torch.autograd.set_detect_anomaly(True, check_nan):
         yield

@@ -38,4 +38,4 @@ class Finding:
 def silent(trainer: Trainer[Any], **settings: Any) -> Trainer[Any]:
     """A trainer for a trial that compiles nothing, and goes on where a number is not finite."""
     fast = replace(trainer.fast, compile=None)
-    return variant(trainer, fast=fast, nonfinite="ignore", **settings)
+    return variant(trainer, fast=fast, on_nonfinite="ignore", **settings)

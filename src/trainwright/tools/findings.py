@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainwright.base.errors import StepError
-from trainwright.data.source import takes_batch_size
-from trainwright.slots.window import find_rows
+from trainwright.core.errors import StepError
+from trainwright.data.sources import takes_batch_size
 from trainwright.tools import findings_code, findings_data, findings_model
 from trainwright.tools.finding import Finding, silent
 from trainwright.tools.trial import ready
 from trainwright.tools.watching import Seen, Watch, noting_gradients
 from trainwright.trainer import Trainer
+from trainwright.update.window import find_rows
 
 LOOKED_AT = 3
 """Updates that are looked at, where the batches are enough for them."""

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from trainwright.base.errors import is_ours, is_users, listed
-from trainwright.data.own import Batches
-from trainwright.data.sharded import Sharded
-from trainwright.runtime.randomness import unmoved
+from trainwright.core.errors import is_ours, is_users, listed
+from trainwright.core.rng import unmoved
+from trainwright.data.batches import Batches
+from trainwright.data.sharding import Sharded
 from trainwright.tools.finding import Finding
 from trainwright.tools.watching import Read, Seen
 

@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from trainwright.base.contracts import Observer
-from trainwright.base.errors import listed
-from trainwright.base.records import Update
-from trainwright.base.spans import Updates
-from trainwright.base.speed import Speed
+from trainwright.core.durations import Updates
+from trainwright.core.errors import listed
+from trainwright.core.records import Update
+from trainwright.core.speed import Speed
 from trainwright.observers.throughput import Throughput
-from trainwright.slots.window import find_rows
+from trainwright.protocols import Observer
 from trainwright.tools.batching import joined
 from trainwright.tools.finding import Finding, silent
 from trainwright.tools.findings_model import trained_by
 from trainwright.tools.watching import Entered, Seen
 from trainwright.trainer import Trainer
+from trainwright.update.window import find_rows
 
 LARGE, LARGE_FEATURE, TINY = 3.0, 10.0, 0.01
 """Root mean square of all numbers, of those of one feature, and largest number, outside of which inputs are scaled."""
@@ -241,7 +241,7 @@ def _device_facts(trainer: Trainer[Any], batches: Sequence[Any], rows: int) -> D
 
 
 def _normalising(entered: Entered, batches: Sequence[Any]) -> str:
-    """The line that normalises: images by `Normalise`, with what was seen; columns by their own mean and deviation."""
+    """The line that normalises: images by `Normalize`, with what was seen; columns by their own mean and deviation."""
     mean, std, _ = moments(entered)
     if entered.kind != "conv2d" or len(mean) > 4 or not bool((std > 0).all()):
         return "x = (x - x.mean(0)) / x.std(0).clamp_min(1e-6)  # of the training rows; the same numbers for the others"
@@ -250,4 +250,4 @@ def _normalising(entered: Entered, batches: Sequence[Any]) -> str:
     unit = 255 if bytes_ else 1
     numbers = [", ".join(f"{float(one) / unit:.4g}" for one in each) for each in (mean, std)]
     comma = "," if len(mean) == 1 else ""
-    return f"batches(..., augment=Normalise(mean=({numbers[0]}{comma}), std=({numbers[1]}{comma})))"
+    return f"batches(..., augment=Normalize(mean=({numbers[0]}{comma}), std=({numbers[1]}{comma})))"

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from trainwright.base.errors import listed
-from trainwright.runtime.walking import parameters_in
+from trainwright.core.errors import listed
+from trainwright.core.trees import parameters_in
 from trainwright.tools.finding import Finding
 from trainwright.tools.watching import Calls, Seen
 from trainwright.trainer import Trainer

@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainwright.base.errors import DataError, message
-from trainwright.base.records import Result
+from trainwright.core.errors import DataError, message
+from trainwright.core.records import Result
+from trainwright.core.trees import sequence_like
 from trainwright.observers.table import duration, number
-from trainwright.runtime.containers import sequence_like
 
 
 @dataclass(frozen=True, slots=True, eq=False)

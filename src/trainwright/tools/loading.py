@@ -9,12 +9,12 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from trainwright.base.errors import TrainwrightError
-from trainwright.data.own import Batches, batches
-from trainwright.data.prefetch import prefetch
+from trainwright.core.device import usable_cores
+from trainwright.core.errors import TrainwrightError
+from trainwright.data.batches import Batches, batches
 from trainwright.data.rows import choosing
-from trainwright.data.source import open_source
-from trainwright.runtime.cores import usable_cores
+from trainwright.data.sources import open_source
+from trainwright.data.transforms.prefetching import prefetch
 from trainwright.tools.measuring import Way
 from trainwright.tools.ways import Technique, bound
 from trainwright.trainer import Trainer

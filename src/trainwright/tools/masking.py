@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 
-from trainwright.base.checks import check_choice, check_number
-from trainwright.base.errors import SettingError, message
-from trainwright.base.names import suggests
-from trainwright.runtime.blocks import Blocks, named
-from trainwright.runtime.shards import is_sharded
+from trainwright.core.checks import check_choice, check_number
+from trainwright.core.errors import SettingError, message
+from trainwright.core.suggestions import suggests
+from trainwright.modules.dtensors import is_sharded
+from trainwright.modules.matching import Blocks, named
 from trainwright.tools.channels import MAKERS
 
 

@@ -12,12 +12,12 @@ from typing import Any, cast
 
 import torch
 
-from trainwright.base.contracts import Source
-from trainwright.data.source import beside
-from trainwright.run.hooks import let_go_of_memory
-from trainwright.runtime.living import Living
+from trainwright.data.sources import beside
+from trainwright.modules.tensor_memory import Living
+from trainwright.protocols import Source
 from trainwright.tools.trial import Kept, variant
 from trainwright.trainer import Trainer
+from trainwright.update.hooks import let_go_of_memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,14 +8,14 @@ from typing import Any
 
 from torch import nn
 
-from trainwright.base.checks import check_number, check_whole
-from trainwright.base.contracts import Observer
-from trainwright.base.errors import NonFiniteError, listed
-from trainwright.base.names import suggests
-from trainwright.base.records import Update
-from trainwright.base.spans import Updates
-from trainwright.observers.probe import Probe
+from trainwright.core.checks import check_number, check_whole
+from trainwright.core.durations import Updates
+from trainwright.core.errors import NonFiniteError, listed
+from trainwright.core.records import Update
+from trainwright.core.suggestions import suggests
+from trainwright.observers.probes import Probe
 from trainwright.observers.table import number, rate
+from trainwright.protocols import Observer
 from trainwright.tools.trial import check_trainer, ready, traceless, variant
 from trainwright.trainer import Trainer
 
@@ -65,7 +65,7 @@ class Overfit:
             lines.append(f"  the loss was falling still: overfit_batches(..., updates={4 * self.updates})")
         elif not self.fell:
             rates = ", ".join(dict.fromkeys(map(rate, self.rates)))
-            lines.append(f"  learning rate {rates}: try others by lr_range(trainer, train)")
+            lines.append(f"  learning rate {rates}: try others by find_lr(trainer, train)")
             lines.append(
                 "  do targets belong to their inputs? does the loss read what the model gives, is its least 0?"
             )
@@ -86,7 +86,7 @@ def overfit_batches(
 
     It ends early where the loss has come down to `share` of what it was, twice in a row. Dropout modules are off and
     each batch is one update; rates stay as the optimizer has them, without a schedule. Afterwards everything is as it
-    was, as after `fast_run`. SettingError in a group of several processes; DataError for a stream.
+    was, as after `smoke_run`. SettingError in a group of several processes; DataError for a stream.
     """
     check_trainer(trainer, "overfit_batches")
     for name, value in (("batches", batches), ("updates", updates)):

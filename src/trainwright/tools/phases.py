@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from trainwright.base.contracts import Source
-from trainwright.run.hooks import let_go_of_memory
+from trainwright.protocols import Source
 from trainwright.tools.finding import Finding
 from trainwright.tools.measuring import Clock, synchronise
 from trainwright.tools.trial import Kept, variant
 from trainwright.trainer import Trainer
+from trainwright.update.hooks import let_go_of_memory
 
 NAMES = ("data", "transfer", "forward", "loss", "backward", "update", "rest")
 MUCH = 0.2

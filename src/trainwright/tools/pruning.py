@@ -10,15 +10,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from trainwright.base.checks import check_choice, check_number, check_whole
-from trainwright.base.errors import SettingError, message
-from trainwright.base.names import did_you_mean, suggests
-from trainwright.runtime.blocks import Blocks, named
-from trainwright.runtime.dry import Given
-from trainwright.runtime.flops import twin_on
-from trainwright.runtime.modules import evaluating
-from trainwright.runtime.randomness import unmoved
-from trainwright.runtime.walking import tensors_in
+from trainwright.core.checks import check_choice, check_number, check_whole
+from trainwright.core.errors import SettingError, message
+from trainwright.core.rng import unmoved
+from trainwright.core.suggestions import did_you_mean, suggests
+from trainwright.core.trees import tensors_in
+from trainwright.modules.dry_run import Given
+from trainwright.modules.flops import twin_on
+from trainwright.modules.matching import Blocks, named
+from trainwright.modules.modes import evaluating
 from trainwright.tools.calling import given_by
 from trainwright.tools.channels import Group, Use, groups_of
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from trainwright.base.checks import check_number, check_whole
-from trainwright.base.names import suggests
+from trainwright.core.checks import check_number, check_whole
+from trainwright.core.suggestions import suggests
 
 
 @suggests

@@ -19,15 +19,15 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, column_or_1d, validate_data
 from torch import Tensor, nn
 
-from trainwright.base.errors import SettingError, message
-from trainwright.base.names import suggests
-from trainwright.base.records import Step, Sum
-from trainwright.data.own import batches
-from trainwright.runtime.randomness import seed as start_random_state
-from trainwright.runtime.randomness import unmoved
-from trainwright.slots.losses import KnownLoss, known_loss
-from trainwright.slots.optimizers import adamw
+from trainwright.core.errors import SettingError, message
+from trainwright.core.records import StepOutput, SumLoss
+from trainwright.core.rng import seed as start_random_state
+from trainwright.core.rng import unmoved
+from trainwright.core.suggestions import suggests
+from trainwright.data.batches import batches
+from trainwright.optim.optimizers import adamw
 from trainwright.trainer import Trainer
+from trainwright.update.losses import KnownLoss, known_loss
 
 Array = NDArray[Any]
 _NESTED = ("module", "trainer")
@@ -276,7 +276,7 @@ class _Weighed(Trainer[Any]):
         inputs, target, weight = batch
         output = self.model(inputs)
         total = (self.each(output, target) * weight).sum()
-        return Step(Sum(total, weight.sum()), output, target)
+        return StepOutput(SumLoss(total, weight.sum()), output, target)
 
 
 def _check_call(build: Any, features: int, outputs: int, *, params: Mapping[str, Any]) -> None:

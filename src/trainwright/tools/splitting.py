@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
-from trainwright.base.errors import DataError, SettingError, message
+from trainwright.core.errors import DataError, SettingError, message
+from trainwright.core.rng import seed as start_random_state
+from trainwright.core.rng import unmoved
+from trainwright.core.trees import sequence_like
 from trainwright.data.rows import rows_of
 from trainwright.data.seeded import mixed_seed
-from trainwright.run.batches import split
-from trainwright.runtime.containers import sequence_like
-from trainwright.runtime.randomness import seed as start_random_state
-from trainwright.runtime.randomness import unmoved
+from trainwright.update.batches import split
 
 Rows = NDArray[np.int64]
 

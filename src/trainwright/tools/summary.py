@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from trainwright.base.checks import check_choice
-from trainwright.base.errors import SettingError, message
-from trainwright.base.names import suggests
+from trainwright.core.checks import check_choice
+from trainwright.core.errors import SettingError, message
+from trainwright.core.suggestions import suggests
+from trainwright.core.trees import parameters_of, tensors_in
+from trainwright.modules.dry_run import Dry, Given, Pass, dry, memory_of, somewhere
+from trainwright.modules.tensor_memory import Living
 from trainwright.observers.table import amount, byte_size
-from trainwright.runtime.dry import Dry, Given, Pass, dry, memory_of, somewhere
-from trainwright.runtime.living import Living
-from trainwright.runtime.walking import parameters_of, tensors_in
 from trainwright.tools.calling import Call, given_by
 
 _LOOKED_UP = (nn.Embedding, nn.EmbeddingBag)

@@ -16,31 +16,31 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from trainwright.base.errors import DataError, SettingError, message
-from trainwright.base.progress import Counters
-from trainwright.data.foreign import LoaderBatches
+from trainwright.core.errors import DataError, SettingError, message
+from trainwright.core.process_state import kept_switches
+from trainwright.core.progress import Counters
+from trainwright.core.rng import random_state, set_random_state, unmoved
+from trainwright.core.trees import parameters_in
+from trainwright.data.batches import Batches
+from trainwright.data.dataloader.loader import LoaderBatches
 from trainwright.data.generators import Other, knows_its_state
-from trainwright.data.own import Batches
 from trainwright.data.rows import choosing
-from trainwright.data.source import beside, open_source
-from trainwright.parallel.ddp import DDP
-from trainwright.parallel.world import World
-from trainwright.run import setup
-from trainwright.run.hooks import Between, overridden, read_hooks
-from trainwright.run.later import as_schedule
-from trainwright.run.ledger import Ledger
-from trainwright.run.optimizers import by_name
-from trainwright.run.owner import networks_of
-from trainwright.runtime.modules import unnoticed
-from trainwright.runtime.randomness import random_state, set_random_state, unmoved
-from trainwright.runtime.switches import kept_switches
-from trainwright.runtime.walking import parameters_in
-from trainwright.slots.clip import as_clip
-from trainwright.slots.metrics import Meters
-from trainwright.slots.nonfinite import as_policy
-from trainwright.slots.precision import as_precision
-from trainwright.slots.window import accumulation
+from trainwright.data.sources import beside, open_source
+from trainwright.distributed.ddp import DDP
+from trainwright.distributed.world import World
+from trainwright.fit import setup
+from trainwright.fit.lazy import as_schedule
+from trainwright.metrics.metrics import Meters
+from trainwright.modules.modes import unnoticed
+from trainwright.optim.clip import as_clip
+from trainwright.optim.named import by_name
+from trainwright.precision.mixed_precision import as_precision
 from trainwright.trainer import HOOKS, Trainer
+from trainwright.update.hooks import Between, overridden, read_hooks
+from trainwright.update.loss_tracker import Ledger
+from trainwright.update.nonfinite_policy import as_policy
+from trainwright.update.owner import networks_of
+from trainwright.update.window import accumulation
 
 T = TypeVar("T", bound=Trainer[Any])
 
@@ -80,7 +80,7 @@ def variant(trainer: T, **settings: Any) -> T:
 
     It has counters, history and numbers of its own, is silent, and has no checkpoint, early stopping, schedule,
     average, clip, observers or metrics beyond what `settings` name, by the keywords of `Trainer`; `precision`,
-    `accumulate`, `clip`, `nonfinite` and `fast` stay where they are not named. SettingError in a group of several
+    `accumulate`, `clip`, `on_nonfinite` and `fast` stay where they are not named. SettingError in a group of several
     processes, and for a model in shards: a trial is of one process.
     """
     if trainer.world.size > 1 or trainer.parallel.shards:
@@ -109,7 +109,7 @@ _SETTINGS: dict[str, Any] = {
     "accumulate": lambda _, value: accumulation(value),
     "clip": lambda twin, value: by_name(value, as_clip, what="clip", optimizers=twin.optimizers),
     "schedule": lambda twin, value: by_name(value, as_schedule, what="schedule", optimizers=twin.optimizers),
-    "nonfinite": lambda _, value: as_policy(value),
+    "on_nonfinite": lambda _, value: as_policy(value),
     "fast": lambda _, value: setup.checked_fast(value),
     "metrics": lambda twin, value: setup.checked_metrics(value, twin.world),
     "observers": lambda _, value: setup.checked_observers(value),

@@ -15,13 +15,13 @@ from warnings import warn
 
 import torch
 
-from trainwright.base.checks import check_choice, check_whole
-from trainwright.base.errors import NonFiniteError, SettingError, first_line, message
-from trainwright.base.names import did_you_mean, suggests
+from trainwright.core.checks import check_choice, check_whole
+from trainwright.core.errors import NonFiniteError, SettingError, first_line, message
+from trainwright.core.rng import seed as start_random_state
+from trainwright.core.rng import unmoved
+from trainwright.core.suggestions import did_you_mean, suggests
 from trainwright.data.seeded import mixed_seed
-from trainwright.parallel.environment import read_environment
-from trainwright.runtime.randomness import seed as start_random_state
-from trainwright.runtime.randomness import unmoved
+from trainwright.distributed.environment import read_environment
 from trainwright.tools.tried import WHY, Tuned, tried_of
 
 _BEGUN = "trainwright"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from trainwright.base.errors import is_ours, is_users
+from trainwright.core.errors import is_ours, is_users
 
 READS = frozenset(
     {

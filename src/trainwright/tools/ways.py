@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainwright.base.errors import TrainwrightError
-from trainwright.data.source import open_source
-from trainwright.runtime.compile import find_regions
-from trainwright.runtime.walking import parameters_in
+from trainwright.acceleration.compilation import find_regions
+from trainwright.core.errors import TrainwrightError
+from trainwright.core.trees import parameters_in
+from trainwright.data.sources import open_source
 from trainwright.tools.batching import halved, joined
 from trainwright.tools.measuring import Way
 from trainwright.trainer import Trainer
@@ -169,7 +169,7 @@ def _memory(trainer: Trainer[Any], ready: list[Any]) -> Iterator[Technique]:
 
 
 def _checkpointed(trainer: Trainer[Any]) -> Technique:
-    from trainwright.runtime.activations import checkpoint_activations, is_recomputed
+    from trainwright.modules.activations import checkpoint_activations, is_recomputed
 
     blocks = find_regions(trainer.model, "regional")
     name, how = "activation checkpointing", "checkpoint_activations(model, blocks={{{0}}})"

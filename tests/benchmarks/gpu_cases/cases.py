@@ -74,7 +74,7 @@ def _share_of_peak(task: Task, name: str) -> Callable[[Found], list[float] | Non
     """Operations per second over what the maker tells of the device; None where it is not known by its name."""
 
     def values(found: Found) -> list[float] | None:
-        from trainwright.runtime.flops import peak_of
+        from trainwright.modules.flops import peak_of
 
         peak = peak_of(torch.cuda.get_device_name(task.device)) if task.bench.on_cuda else None
         runs = found.get(name, Runs())

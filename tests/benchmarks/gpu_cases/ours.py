@@ -12,15 +12,15 @@ from gpu_cases.entry import Batch, Clock, Contestant, Task
 
 def train(task: Task, clock: Clock, *, compiles: str | None = None, device_data: bool = True) -> nn.Module:
     """Train from ready batches; where the task has rows on the host, from these."""
-    from trainwright import Fast, Mean, Observer, Trainer, Validation
+    from trainwright import Fast, MeanLoss, Observer, Trainer, Validation
 
     class EpochEnds(Observer):
         def on_epoch(self, record: Validation) -> None:
             clock.epoch_ended()
 
     class OwnLoss(Trainer[nn.Module]):
-        def training_step(self, batch: Batch) -> Mean:
-            return Mean(self.model(*batch), task.counts(batch))
+        def training_step(self, batch: Batch) -> MeanLoss:
+            return MeanLoss(self.model(*batch), task.counts(batch))
 
     compile_ = {"regions": compiles, "backend": task.bench.backend} if compiles else None
     more: dict[str, Any] = {} if task.rows is None else {"device_data": device_data}
@@ -46,9 +46,9 @@ def data_of(task: Task) -> Any:
     """Ready batches, or images that lie on the host and are made numbers where the model is."""
     if task.rows is None:
         return list(task.data)
-    from trainwright import Normalise, batches
+    from trainwright import Normalize, batches
 
-    return batches(task.rows, task.batch_size, shuffle=True, seed=1, augment=Normalise(MEAN, STD))
+    return batches(task.rows, task.batch_size, shuffle=True, seed=1, augment=Normalize(MEAN, STD))
 
 
 def order(task: Task) -> list[list[Tensor]]:

@@ -1,0 +1,357 @@
+"""Compile regions of a model in place, for as long as a context lasts; what was compiled, how often and why."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.overrides
+from torch import Tensor, nn
+
+from trainwright.checkpointing.files import replace_file
+from trainwright.core.errors import SettingError, message
+
+LIMIT = 64
+"""How often torch may compile one function anew, where it would stop at 8: eight blocks need eight, and modes more."""
+STATIC = 3
+"""Shapes that get a graph of their own, in each mode; more of them share one whose sizes are free."""
+REPEATED = 3
+"""Instances of a class that make it a block that a model repeats."""
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+class Looking(Protocol):
+    """A torch function mode that only looks on; what is compiled must not be compiled with it."""
+
+    @property
+    def seen(self) -> int:
+        """How often what it looks for has passed by."""
+        ...
+
+
+@dataclass(slots=True)
+class Compiled:
+    """What was compiled in one run."""
+
+    what: str
+    """The regions and the backend, in words."""
+    graphs: int = 0
+    again: Counter[str] = field(default_factory=Counter)
+    """Why functions were compiled once more, by reason."""
+    seconds: float = 0.0
+    breaks: Counter[str] = field(default_factory=Counter)
+    """Where a region fell into several graphs, by reason."""
+    short: int = 0
+    """Calls with fewer rows than were compiled for, which ran as they are."""
+
+    def __str__(self) -> str:
+        """One line: the counts, and the commonest reasons."""
+        told = [f"{self.what}: {_many(self.graphs, 'graph')} in {self.seconds:.1f}s"]
+        for counted, name in ((self.again, "compiled again"), (self.breaks, "graph breaks")):
+            if counted:
+                reasons = "; ".join(f"{reason} ({n})" for reason, n in counted.most_common(2))
+                told.append(f"{counted.total()} {name}: {reasons}")
+        if self.short:
+            told.append(f"{_many(self.short, 'call')} with fewer rows not compiled")
+        return ", ".join(told)
+
+
+@contextmanager
+def compiled(
+    model: nn.Module,
+    regions: str | Sequence[type[nn.Module]],
+    options: dict[str, Any],
+    *,
+    is_short: Callable[[], bool] = lambda: False,
+    looks_on: type[Looking] | None = None,
+) -> Iterator[Compiled]:
+    """Compile inside; afterwards every module is called as before, whatever happens.
+
+    `regions`: "regional" (the blocks that the model repeats, or all of it), "full", or classes. `options` go to
+    `torch.compile`. A call with fewer rows than those before it runs as it is, uncompiled: the last batch of an epoch.
+    `is_short` says whether the very first call, which nothing can be compared with, is such a one. Under a mode of
+    the class `looks_on`, regions in which it sees something run as they are; the others are compiled without it.
+    SettingError where a module is compiled already, or no module is of the classes.
+    """
+    _refuse_compiled(model)
+    chosen = find_regions(model, regions)
+    import torch._dynamo as dynamo
+
+    record = Compiled(f"{_described(model, chosen)} by {_backend(options)}")
+    log = _Log(record)
+    with ExitStack() as undo:
+        undo.enter_context(dynamo.config.patch(recompile_limit=max(LIMIT, dynamo.config.recompile_limit)))
+        for module in chosen:
+            undo.callback(_release, module)
+            call = _Call(module, options, log, is_short=is_short, looks_on=looks_on)
+            module._compiled_call_impl = call
+        yield record
+
+
+def find_regions(model: nn.Module, wanted: str | Sequence[type[nn.Module]]) -> list[nn.Module]:
+    """The modules to compile, none inside another: those of repeated classes, of the classes given, or the model.
+
+    A repeated class is one of modules with modules inside, containers apart, that the model has three times or more.
+    """
+    if wanted == "full":
+        return [model]
+    if isinstance(wanted, str):
+        counted = Counter(type(module) for module in model.modules() if any(True for _ in module.children()))
+        classes = tuple(one for one, n in counted.items() if n >= REPEATED and not issubclass(one, _CONTAINERS))
+        return _outermost(model, classes) or [model]
+    found = _outermost(model, tuple(wanted))
+    if not found:
+        names = ", ".join(one.__name__ for one in wanted)
+        what = f"Fast(compile={{'regions': ...}}): {type(model).__name__} holds no {names}"
+        raise SettingError(message(what, want="classes of modules in the model", fix='Fast(compile="full")'))
+    return found
+
+
+def _outermost(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> list[nn.Module]:
+    if isinstance(module, classes):
+        return [module]
+    found = [inner for child in module.children() for inner in _outermost(child, classes)]
+    return list(dict.fromkeys(found))  # one that is used in two places is compiled once
+
+
+class _Call:
+    """Stands where torch has the compiled call of a module, and decides for each call whether it is taken."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        options: dict[str, Any],
+        log: _Log,
+        *,
+        is_short: Callable[[], bool],
+        looks_on: type[Looking] | None,
+    ) -> None:
+        self._module, self._options, self._log = module, options, log
+        self._plain: Callable[..., Any] = module._call_impl
+        self._is_short, self._looks_on = is_short, looks_on
+        self._chooses = "dynamic" not in options
+        """Whether sizes are held fixed here, shape by shape; else as the user's `dynamic` says."""
+        self._compiled = self._compile(**({"dynamic": False} if self._chooses else {}))
+        self._free: Callable[..., Any] | None = None
+        """The call whose sizes are free."""
+        self._modes: dict[tuple[bool, bool], _Mode] = {}
+        self._shows: bool | None = None
+        """Whether a mode that looks on sees something inside; None before it was tried."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # code of the user's own that is compiled around this module
+            return self._plain(*args, **kwargs)
+        key, shapes = (self._module.training, torch.is_grad_enabled()), _shapes(args, kwargs)
+        mode = self._modes.get(key)
+        if mode is None:
+            mode = self._modes[key] = _Mode()
+        mode.calls += 1
+        call = mode.known.get(shapes)
+        if call is None:
+            if self._leaves_out(mode, shapes):
+                mode.short += 1
+                self._log.record.short += 1
+                return self._plain(*args, **kwargs)
+            call = mode.known[shapes] = self._choose(mode)
+            with warnings.catch_warnings():  # torch looks at all attributes of what a region is given
+                warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+                return self._run(call, args, kwargs)
+        return self._run(call, args, kwargs)
+
+    def _leaves_out(self, mode: _Mode, shapes: Shapes) -> bool:
+        if self._options.get("dynamic"):
+            return False  # one graph serves all sizes
+        if not mode.known:
+            return self._is_short()
+        rare = mode.short < 4 or mode.short * 8 <= mode.calls
+        return rare and any(_has_fewer_rows(shapes, known) for known in mode.known)
+
+    def _choose(self, mode: _Mode) -> Callable[..., Any]:
+        """The call for a shape that has not been seen before."""
+        if not self._chooses or len(mode.known) < STATIC:
+            return self._compiled
+        if self._free is None:
+            self._free = self._compile(dynamic=True)
+        return self._free
+
+    def _compile(self, **sizes: Any) -> Callable[..., Any]:
+        from torch._dynamo import external_utils, trace_rules
+
+        # Torch compiles no frame of its own files: a forward from there is inlined into one that it does compile.
+        is_torchs = trace_rules.check(self._module.forward)
+        target = external_utils.wrap_inline(self._plain) if is_torchs else self._plain
+        call: Callable[..., Any] = torch.compile(target, **sizes, **self._options)
+        return call
+
+    def _run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        looks_on, log = self._looks_on, self._log
+        mode = None if looks_on is None else torch.overrides._get_current_function_mode()
+        if looks_on is not None and isinstance(mode, looks_on):
+            if self._shows is not False:  # uncompiled the first time, and always where it sees something inside
+                before, output = mode.seen, self._plain(*args, **kwargs)
+                self._shows = self._shows or mode.seen > before
+                return output
+            with torch.overrides._pop_mode_temporarily():
+                return self._run(call, args, kwargs)
+        failed: Exception | None = None
+        before = log.graphs
+        try:
+            return call(*args, **kwargs)
+        except log.traced_error as error:
+            failed = error
+        except log.compiler_error as error:
+            error.add_note("trainwright: while Fast(compile=...) was compiling; fast=None runs the model as it is")
+            raise
+        finally:
+            if log.graphs != before:
+                log.note(log.graphs - before)
+        # The user's own error, met while the graph was traced: raised as it is told without a compiler.
+        self._plain(*args, **kwargs)
+        raise failed
+
+
+@dataclass(slots=True)
+class _Mode:
+    """What one region has been called with, in one of its modes: training or not, with gradients or not."""
+
+    known: dict[Shapes, Callable[..., Any]] = field(default_factory=dict)
+    calls: int = 0
+    short: int = 0
+
+
+class _Log:
+    """Notes what torch compiles while regions are called."""
+
+    def __init__(self, record: Compiled) -> None:
+        from torch._dynamo import exc, utils
+
+        self.record, self._torch = record, utils
+        self.traced_error, self.compiler_error = exc.TorchRuntimeError, exc.TorchDynamoException
+        self._breaks = Counter(utils.counters["graph_break"])
+        self._last = self._newest()
+
+    @property
+    def graphs(self) -> int:
+        """The graphs that torch has compiled in this process so far."""
+        made: int = self._torch.counters["stats"]["unique_graphs"]
+        return made
+
+    def note(self, made: int) -> None:
+        """Note `made` new graphs, with what torch says of them."""
+        record, breaks = self.record, Counter(self._torch.counters["graph_break"])
+        record.graphs += made
+        for reason, n in (breaks - self._breaks).items():
+            record.breaks[_first_line(reason)] += n
+        metrics = self._torch.get_compilation_metrics()  # of the last 64
+        known = next((i for i, one in enumerate(metrics) if one is self._last), -1)
+        for one in metrics[known + 1 :]:
+            record.seconds += one.entire_frame_compile_time_s or 0.0
+            if one.recompile_reason:
+                record.again[_first_line(one.recompile_reason)] += 1
+        self._breaks, self._last = breaks, self._newest()
+
+    def _newest(self) -> Any:
+        metrics = self._torch.get_compilation_metrics()
+        return metrics[-1] if metrics else None
+
+
+def _shapes(args: Any, kwargs: Any) -> Shapes:
+    """The shapes of all tensors among the arguments, in their order."""
+    if len(args) == 1 and not kwargs and type(args[0]) is Tensor:
+        return (args[0].shape,)
+    return tuple(_all_shapes((args, kwargs)))
+
+
+def _all_shapes(value: Any) -> Iterator[tuple[int, ...]]:
+    if isinstance(value, Tensor):
+        yield value.shape
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _all_shapes(one)
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from _all_shapes(one)
+
+
+def _has_fewer_rows(shapes: Shapes, known: Shapes) -> bool:
+    """Whether only the number of rows is another, and a smaller one."""
+    if len(shapes) != len(known) or not shapes or not shapes[0] or not known[0]:
+        return False
+    rows, before = shapes[0][0], known[0][0]
+    pairs = zip(shapes, known, strict=True)
+    return rows < before and all(s == k or (s[:1] == (rows,) and k == (before, *s[1:])) for s, k in pairs)
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    names = [name or type(model).__name__ for name, one in model.named_modules() if one._compiled_call_impl is not None]
+    wrapped = type(model).__name__ == "OptimizedModule"
+    if names or wrapped:
+        what = "Fast(compile=...), and the model is compiled already"
+        have = "torch.compile(model)" if wrapped else f"{names[0]}.compile()"
+        raise SettingError(message(what, have=have, want="one of the two", fix="the model as it is, or fast=None"))
+
+
+def _release(module: nn.Module) -> None:
+    vars(module).pop("_compiled_call_impl", None)
+
+
+def _described(model: nn.Module, chosen: list[nn.Module]) -> str:
+    if chosen == [model]:
+        return type(model).__name__
+    counted = Counter(type(module).__name__ for module in chosen)
+    return " and ".join(f"{n} {name}" for name, n in counted.items())
+
+
+def _backend(options: dict[str, Any]) -> str:
+    backend = options.get("backend", "inductor")
+    return backend if isinstance(backend, str) else getattr(backend, "__name__", type(backend).__name__)
+
+
+def _first_line(reason: str) -> str:
+    """A reason without the number of the graph, the line of code and the stack."""
+    line = reason.split("\n", 1)[0].split("  #", 1)[0].strip()
+    return line.split(": ", 1)[1] if line.split(": ", 1)[0].replace("/", "").isdigit() else line
+
+
+def _many(n: int, name: str) -> str:
+    return f"{n} {name}" if n == 1 else f"{n} {name}s"
+
+
+NAME = "compiled.bin"
+"""The one file in the directory. Torch loads it by pickle: whoever may write there runs code in this process."""
+
+
+@contextmanager
+def kept_in(directory: Path | None, *, saves: bool = True) -> Iterator[None]:
+    """Load what the directory holds; where nothing goes wrong inside, keep there what was compiled meanwhile."""
+    if directory is None:
+        yield
+        return
+    path = directory / NAME
+    if path.is_file():
+        torch.compiler.load_cache_artifacts(path.read_bytes())
+    yield
+    kept = torch.compiler.save_cache_artifacts() if saves else None
+    if kept is not None:
+        directory.mkdir(parents=True, exist_ok=True)
+        replace_file(path, kept[0])
+
+
+def check_apart(cache: Path | None, checkpoints: Path | None) -> None:
+    """Refuse a cache in or around a directory of checkpoints, which are loaded without running code; SettingError."""
+    if cache is None or checkpoints is None:
+        return
+    here, there = cache.resolve(), checkpoints.resolve()
+    if here == there or here in there.parents or there in here.parents:
+        what = f"Fast(compile={{'cache': {str(cache)!r}}}) beside checkpoints: torch unpickles it, which runs code"
+        have = f"checkpoints in {checkpoints}"
+        fix = "Fast(compile={'cache': 'compiled'})"
+        raise SettingError(message(what, have=have, want="a directory of its own, that you alone write", fix=fix))

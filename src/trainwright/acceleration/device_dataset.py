@@ -1,0 +1,108 @@
+"""Data in memory, copied to the accelerator for the length of a run where they fit there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from trainwright.core.errors import SettingError, message
+from trainwright.core.memory import left_on
+from trainwright.observers.table import byte_size
+from trainwright.protocols import Source
+from trainwright.update.owner import Owner
+
+SHARE = 0.25
+"""Of the device's free memory what data may take by themselves: what the run takes is not known yet."""
+
+
+@contextmanager
+def residing(owner: Owner, source: Source, val: Mapping[str, Source]) -> Iterator[tuple[str, ...]]:
+    """Data on the device of the run inside, as `Fast(device_data=...)` wants it; yields lines for the header.
+
+    "auto": what fits into `SHARE` of the memory that is free on a CUDA device, training data first, where no code of
+    the user's own meets batches on the host. True: all that lies in memory; SettingError where it does not fit.
+    """
+    wanted = owner.fast.device_data
+    if wanted is False or (wanted == "auto" and not _may_lie_there(owner)):
+        yield ()
+        return
+    sizes = _sizes(owner, {"training": source, **val})
+    if wanted is True and "training" not in sizes:
+        raise _nowhere(source)
+    with ExitStack() as undo:
+        yield tuple(_placed(owner, sizes, undo))
+
+
+def _may_lie_there(owner: Owner) -> bool:
+    """Whether "auto" looks at the data at all: code of the user's own may count on batches that lie on the host."""
+    from trainwright.acceleration.transfer import Moving
+
+    return isinstance(owner.hooks.move, Moving) and not owner.hooks.counts_itself
+
+
+def _placed(owner: Owner, sizes: dict[str, tuple[Any, int]], undo: ExitStack) -> Iterator[str]:
+    """Copy what fits; tell what was copied, and what was not."""
+    device, free, asked = owner.device, free_memory(owner.device), owner.fast.device_data is True
+    left = None if free is None else int((1.0 if asked else SHARE) * free)
+    placed, taken = [], 0
+    for name, (source, size) in sizes.items():
+        needed = size + _in_hand(owner, source, size)
+        if left is not None and needed > left - taken:
+            if asked:
+                raise _too_large(owner, name, needed, left=left - taken)
+            assert free is not None
+            yield f"{name} data stay on the host: {byte_size(needed)}, where {byte_size(free)} are free on {device}"
+            continue
+        if size:
+            undo.callback(source.reside, None)
+            source.reside(device)
+            taken += size
+            placed.append(name)
+    if placed:
+        yield f"{' and '.join(placed)} data lie on {device}: {byte_size(taken)}"
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that are free on a device, what torch keeps for later included; None where nobody tells."""
+    return left_on(device) if device.type == "cuda" else None
+
+
+def _sizes(owner: Owner, sources: Mapping[str, Any]) -> dict[str, tuple[Any, int]]:
+    """What can be copied, and its bytes; data that stand under two names, once."""
+    found: dict[str, tuple[Any, int]] = {}
+    for name, source in sources.items():
+        size = source.size_beside(owner.device) if hasattr(source, "size_beside") else None
+        if size is not None and not any(source is other for other, _ in found.values()):
+            found[name] = (source, size)
+    return found
+
+
+def _in_hand(owner: Owner, source: Any, size: int) -> int:
+    """Bytes of the micro-batches of a window, which are gathered together."""
+    together = max(number for _, number in owner.accumulate)
+    return size * min(together * (source.batch_size or 0), source.rows or 0) // max(source.rows or 1, 1)
+
+
+def _nowhere(source: Source) -> SettingError:
+    return SettingError(
+        message(
+            "Fast(device_data=True), and the training data are not in memory as a whole",
+            have=source.describe(),
+            want="batches(...) of arrays or tensors, in their own order or shuffled",
+            fix='Fast(device_data="auto"), or batches(data, ..., in_memory=True)',
+        )
+    )
+
+
+def _too_large(owner: Owner, name: str, needed: int, *, left: int) -> SettingError:
+    return SettingError(
+        message(
+            f"Fast(device_data=True), and the {name} data do not fit on {owner.device}",
+            have=f"{byte_size(needed)}, and {byte_size(left)} free",
+            want="data that fit beside the model",
+            fix='Fast(device_data="auto")',
+        )
+    )

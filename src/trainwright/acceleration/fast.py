@@ -1,0 +1,137 @@
+"""`Fast(...)`: what may make a run faster, and what is switched for it; none of it changes what is computed."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from trainwright.core.checks import check_choice, check_flag, local_path
+from trainwright.core.errors import SettingError, message
+from trainwright.core.suggestions import did_you_mean, suggests
+
+TORCHS = ("backend", "dynamic", "fullgraph", "mode", "options")
+"""What a dict for `compile` may hold of `torch.compile`'s own."""
+OURS = ("cache", "regions")
+_GRAPHED = ("cudagraphs", "max-autotune", "reduce-overhead")
+"""A backend and modes of torch's that replay CUDA graphs of each region, whose outputs the next replay overwrites."""
+
+
+@suggests
+@dataclass(frozen=True, slots=True)
+class Fast:
+    """What may make a run faster: each changes the time that it takes, and no result beyond the law Same.
+
+    `compile`: None compiles nothing; "regional" the blocks that a model repeats, or all of it where none is; "full" the
+    whole model. A dict goes to `torch.compile` (`backend`, `dynamic`, `fullgraph`, `mode`, `options`), with two keys
+    beside: `"regions"`: "regional", "full" or module classes, and `"cache"`: a directory for what was compiled.
+    `channels_last`: "auto" lays the weights of convolutional models so on CUDA under bf16 or fp16; True wherever they
+    run. `device_data`: "auto" copies data in memory to a CUDA device where they take at most a quarter of what is free
+    there; True copies them to whatever device the run is on, or refuses; False keeps them on the host.
+    `defaults=False` switches off what else a run does by itself: fused optimizers where the trainer makes them,
+    "auto" of `channels_last`, cuDNN's choice by timing, and rest for the garbage collector.
+    """
+
+    _: KW_ONLY
+    compile: Literal["regional", "full"] | Mapping[str, Any] | None = None
+    channels_last: bool | Literal["auto"] = "auto"
+    device_data: bool | Literal["auto"] = "auto"
+    defaults: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.compile, Mapping):
+            object.__setattr__(self, "compile", dict(self.compile))
+        _check_compile(self.compile)
+        for name in ("channels_last", "device_data"):
+            check_choice(getattr(self, name), "Fast", name, choices=(True, False, "auto"), fix=f'Fast({name}="auto")')
+        check_flag(self.defaults, f"Fast(defaults={self.defaults!r})")
+
+    @property
+    def regions(self) -> str | tuple[type[nn.Module], ...]:
+        """What is compiled: "regional", "full", or the instances of these classes."""
+        if isinstance(self.compile, str):
+            return self.compile
+        wanted = "regional" if self.compile is None else self.compile.get("regions", "regional")
+        return wanted if isinstance(wanted, str) else tuple(wanted)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keywords of `torch.compile`."""
+        given = self.compile if isinstance(self.compile, Mapping) else {}
+        return {name: value for name, value in given.items() if name not in OURS}
+
+    @property
+    def cache(self) -> Path | None:
+        """The directory in which what was compiled is kept from run to run; None where it is not."""
+        given = self.compile.get("cache") if isinstance(self.compile, Mapping) else None
+        return None if given is None else Path(given).expanduser()
+
+
+def as_fast(setting: Any) -> Fast:
+    """Check `fast=`; None is `Fast()`."""
+    if setting is None:
+        return Fast()
+    if isinstance(setting, Fast):
+        return setting
+    fix = f"fast=Fast(compile={setting!r})" if setting in ("regional", "full") else 'fast=Fast(compile="regional")'
+    raise TypeError(message(f"fast={setting!r}", want="Fast(...), or None", fix=fix))
+
+
+def _check_compile(setting: Any) -> None:
+    if setting is None or setting in ("regional", "full"):
+        return
+    want = '"regional", "full", None, or a dict for torch.compile'
+    if not isinstance(setting, dict):
+        fix = "" if setting is False else 'Fast(compile="regional")'
+        raise SettingError(message(f"Fast(compile={setting!r})", want=want, fix=fix or "leave compile out"))
+    for name in setting:
+        if name not in (*TORCHS, *OURS):
+            hint = did_you_mean(str(name), [*TORCHS, *OURS])
+            what = f"Fast(compile={{{name!r}: ...}}) is unknown.{hint}"
+            raise SettingError(message(what, want=f"some of {', '.join((*TORCHS, *OURS))}"))
+    cache = setting.get("cache")
+    if "cache" in setting and (not isinstance(cache, str | Path) or not str(cache)):
+        raise SettingError(message(f"Fast(compile={{'cache': {cache!r}}})", want="the path of a directory"))
+    if cache is not None:
+        local_path(cache, "Fast(compile={{'cache': {}}})")
+    graphed = [one for one in ("backend", "mode") if setting.get(one) in _GRAPHED]
+    if graphed:
+        given = f"{graphed[0]!r}: {setting[graphed[0]]!r}"
+        what = f"Fast(compile={{{given}}}) replays CUDA graphs, whose outputs are overwritten"
+        fix = "Fast(compile={'mode': 'max-autotune-no-cudagraphs'})"
+        raise SettingError(message(what, want="one without graphs of its own", fix=fix))
+    _check_regions(setting)
+    _check_backend(setting)
+
+
+def _check_regions(setting: dict[str, Any]) -> None:
+    regions = setting.get("regions", "regional")
+    if isinstance(regions, type):
+        regions = setting["regions"] = (regions,)
+    if isinstance(regions, str) and regions in ("regional", "full"):
+        return
+    classes = isinstance(regions, set | frozenset | list | tuple) and len(regions) > 0
+    if not classes or not all(isinstance(one, type) and issubclass(one, nn.Module) for one in regions):
+        what = f"Fast(compile={{'regions': {regions!r}}})"
+        want = '"regional", "full", or classes of modules of the model'
+        raise SettingError(message(what, want=want, fix="Fast(compile={'regions': {Block}})"))
+
+
+def _check_backend(setting: dict[str, Any]) -> None:
+    """Refuse a backend that torch does not know, and a mode beside options, before anything is compiled."""
+    backend = setting.get("backend", "inductor")
+    if isinstance(backend, str):
+        known = torch.compiler.list_backends(exclude_tags=())
+        if backend not in known:
+            what = f"Fast(compile={{'backend': {backend!r}}}) is unknown.{did_you_mean(backend, known)}"
+            raise SettingError(message(what, want=f"one of {', '.join(torch.compiler.list_backends())}, or a function"))
+    elif not callable(backend) or inspect.isclass(backend):
+        raise SettingError(message(f"Fast(compile={{'backend': {backend!r}}})", want="a name, or a function"))
+    if setting.get("mode") is not None and setting.get("options") is not None:
+        what = "Fast(compile={'mode': ..., 'options': ...}): torch takes one of them"
+        raise SettingError(message(what, fix="Fast(compile={'options': {...}})"))

@@ -1,0 +1,386 @@
+"""Runs a window again in smaller micro-batches where memory runs out: the same rows, and so the same update.
+
+What a failed try may have moved is put back first: random states, buffers, `trainer.state`, gradients, numbers. Once an
+optimizer has begun its step nothing is tried again, for weights may be half-way then.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from trainwright.core.errors import DataError, SettingError, StepError, first_line, listed, message
+from trainwright.core.memory import free_memory, is_out_of_memory
+from trainwright.core.records import Count
+from trainwright.core.rng import have_moved, random_state, set_random_state
+from trainwright.core.trees import tensors_in
+from trainwright.data.cutting import cut, rows_of
+from trainwright.distributed.batch_layout import Shard
+from trainwright.modules.freezing import has_running_statistics
+from trainwright.modules.modes import evaluating
+from trainwright.update.hooks import let_go_of_memory
+from trainwright.update.window import Window
+from trainwright.update.window_snapshot import Before
+
+if TYPE_CHECKING:
+    from trainwright.fit.run import Run
+    from trainwright.update.owner import Owner
+
+
+class Told(NamedTuple):
+    """What is left of splitting when its run is over."""
+
+    told: str
+
+    def __str__(self) -> str:
+        return self.told or "windows are run in parts where memory runs out"
+
+
+class Splitting:
+    """Stands in the place of a trainer's `update` while a run lasts.
+
+    What fits is remembered as elements of a batch, not as rows: batches of longer rows are cut finer.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._owner = run, run.owner
+        self._before = Before(run)
+        self._epoch = -1
+        self._is_checked = False
+        """Whether parts of a batch are known to give the loss of the whole, or nobody can tell."""
+        self._unknown = ""
+        """Why nobody can."""
+        self._news: list[str] = []
+        self.limit: float | None = None
+        """Elements that a micro-batch may have; None where no memory has run out."""
+        self.told = ""
+        """What was split, in a line; empty where nothing was."""
+        if run.owner.hooks.begin_epoch is None:  # else layers may yet be frozen
+            check_layers(run.owner)
+
+    def __str__(self) -> str:
+        return str(Told(self.told))
+
+    def take_news(self) -> list[str]:
+        """What was split since somebody asked last."""
+        news, self._news = self._news, []
+        return news
+
+    def let_go(self) -> Told:
+        """Leave the run as it is over; returns what is left, without the copies."""
+        self._run.update = self._owner.update
+        return Told(self.told)
+
+    def update(self, window: Window) -> Any:
+        """Make the update of a window, in as many micro-batches as memory asks for."""
+        if self._run.counters.epoch != self._epoch:
+            self._epoch = self._run.counters.epoch
+            check_layers(self._owner)
+            self._before.meet()
+        self._before.keep()
+        tried, failed = self._cut(window), None
+        while True:
+            self._owner.ledger.window = tried
+            try:
+                returned = self._owner.update(tried)
+                break
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                why = self._why_not(tried)
+                if why:
+                    raise _noted(error, why)  # noqa: B904 - the error itself
+                failed = error
+            except _ReadByUpdate:
+                if failed is None:  # a resumed run goes on with what has fitted before
+                    fix = "self.compute_gradients(window), or without on_oom"
+                    raise StepError(message(_READS, fix=fix)) from None
+                raise _noted(failed, _READS) from None
+            traceback.clear_frames(failed.__traceback__)  # they hold what was computed
+            tried = self._finer(window, tried, failed)
+        if failed is not None:
+            self._tell(window, tried)
+        return returned
+
+    def _finer(self, window: Window, tried: Window, failed: BaseException) -> Window:
+        """Put back what a failed try has moved; the window in smaller micro-batches."""
+        hooks, index = self._owner.hooks, self._largest(tried)
+        assert index is not None
+        window.let_go()
+        tried.let_go()
+        self._before.put_back(window)
+        free_memory(self._owner.device, lambda: let_go_of_memory(hooks))
+        if self._before.weights_have_moved:
+            raise _noted(failed, "weights were changed before memory ran out")
+        self.limit = _size(tried.batches[index]) / 2
+        finer = self._cut(window)
+        if not self._is_checked:
+            self._check(tried, index, failed, most=max(finer.rows))
+            self._before.put_back(window)
+        return finer
+
+    def _check(self, tried: Window, index: int, failed: BaseException, *, most: int) -> None:
+        """Raise where the loss of a few rows of a micro-batch is not that of their parts."""
+        few = min(tried.rows[index], FEW, max(2, most))
+        cuts = [range(few)], [range(few * 3 // 8 or 1), range(few * 3 // 8 or 1, few)]
+        whole, parts = ([_part(tried, index, one) for one in each] for each in cuts)
+        found = compared(self._run, self._made(tried, whole), self._made(tried, parts))
+        if found.refused:
+            raise _noted(failed, found.refused)
+        self._is_checked, self._unknown = not found.again, found.unknown
+
+    def _cut(self, window: Window) -> Window:
+        """The window in micro-batches of at most `limit` elements, as far as rows allow; itself where they are."""
+        if self.limit is None:
+            return window
+        parts: list[tuple[Any, int]] = []
+        for index, (batch, rows) in enumerate(zip(window.batches, window.rows, strict=True)):
+            n = self._pieces(batch, rows)
+            parts += [(batch, rows)] if n < 2 else [_part(window, index, Shard(i, n).of(rows)) for i in range(n)]
+        return window if len(parts) == len(window.batches) else self._made(window, parts)
+
+    def _pieces(self, batch: Any, rows: int) -> int:
+        """In how many parts a micro-batch is run."""
+        n = 1 if self.limit is None else min(rows, math.ceil(_size(batch) / self.limit))
+        return 1 if n < 2 or _why_whole(batch, rows) else n
+
+    def _made(self, window: Window, parts: Sequence[tuple[Any, int]]) -> Window:
+        hooks = self._owner.hooks
+        batches = [batch for batch, _ in parts]
+        counted = hooks.count if len(parts) > 1 or hooks.counts_itself else None
+        counts = None if counted is None else [counted(batch) for batch in batches]
+        return _Parts.of(window, parts, counts, guarded=hooks.updates_itself)
+
+    def _largest(self, tried: Window) -> int | None:
+        """The micro-batch with most elements of those that can be cut."""
+        each = zip(tried.batches, tried.rows, strict=True)
+        sizes = {i: _size(batch) for i, (batch, n) in enumerate(each) if n > 1 and not _why_whole(batch, n)}
+        return max(sizes, key=lambda i: sizes[i]) if sizes else None
+
+    def _why_not(self, tried: Window) -> str:
+        """Why a window that has run out of memory cannot be run again in smaller micro-batches; "" where it can."""
+        outcome = self._run.outcome
+        if outcome.applied is True or outcome.stepping or outcome.stepped:
+            return "a step had begun, and weights may be half-way"
+        layers = over_the_batch(self._owner)
+        if layers:
+            return f"{', '.join(layers)} takes a mean over its micro-batch"
+        if self._largest(tried) is None:
+            each = zip(tried.batches, tried.rows, strict=True)
+            whole = next((why for batch, n in each if n > 1 and (why := _why_whole(batch, n))), "")
+            return whole or "each micro-batch is one row already"
+        return ""
+
+    def _tell(self, window: Window, finer: Window) -> None:
+        """Say what is split from now on, and where that is not the same update to the last bit of its noise."""
+        counters, k = self._run.counters, len(finer.batches)
+        each = zip(window.batches, window.rows, strict=True)
+        before, after = max((rows, math.ceil(rows / n)) for batch, rows in each if (n := self._pieces(batch, rows)) > 1)
+        update = counters.earlier_updates + counters.updates + 1
+        told = f"out of memory in update {update}: micro-batches of {before} rows are run in parts of up to {after}"
+        if self._before.has_drawn:
+            told += ", and noise such as dropout is drawn for each part"
+        if self._unknown:
+            told += f"; that parts give the loss of the whole is not checked: {self._unknown}"
+        cure = f"batches of {after} rows" if len(window.batches) == 1 else "smaller batches"
+        self.told = f"{told}; {cure} with accumulate={k} do so from the start"
+        self._news.append(self.told)
+
+
+def over_the_batch(owner: Owner) -> list[str]:
+    """The layers, by name, whose outputs or statistics for a row depend on the other rows of its micro-batch."""
+    roots = {"": owner.model} | ({"loss": owner.loss} if isinstance(owner.loss, nn.Module) else {})
+    found: list[str] = []
+    for prefix, root in roots.items():
+        for name, module in root.named_modules(prefix=prefix):
+            moves = has_running_statistics(module) and module.training
+            if moves or (isinstance(module, _BatchNorm) and module.running_mean is None):
+                found.append(f"{type(module).__name__} {name!r}" if name else type(module).__name__)
+    return found
+
+
+def check_layers(owner: Owner) -> None:
+    """Refuse layers that would compute otherwise in smaller micro-batches: SettingError."""
+    layers = over_the_batch(owner)
+    if not layers:
+        return
+    shown = listed(layers, 3)
+    raise SettingError(
+        message(
+            f'on_oom="split" and {shown} in train mode: its mean over a micro-batch would be one over a part of it',
+            want="layers that take each row by itself, or statistics that stay",
+            fix="GroupNorm or LayerNorm, or freeze(model, ...); or smaller batches, with accumulate=2, without on_oom",
+        )
+    )
+
+
+_READS = "`update` reads the batches of its window itself, and would find parts of them"
+FEW = 8
+"""Rows whose loss is compared with that of their parts."""
+
+
+class _ReadByUpdate(Exception):
+    """An `update` of the user's own reads a window that is split."""
+
+
+class _Parts(Window):
+    """A window of the same rows in other micro-batches, which `compute_gradients` runs, and nobody else may read."""
+
+    _guarded = False
+
+    @classmethod
+    def of(
+        cls, window: Window, parts: Sequence[tuple[Any, int]], counts: list[Count] | None, *, guarded: bool
+    ) -> Window:
+        """Make one of what a window was cut into."""
+        made = cls([batch for batch, _ in parts], [rows for _, rows in parts], counts, move=window.mover)
+        made._guarded = guarded
+        return made
+
+    def __getitem__(self, index: Any) -> Any:
+        self._check()
+        return super().__getitem__(index)
+
+    def __iter__(self) -> Any:
+        self._check()
+        return super().__iter__()
+
+    def _check(self) -> None:
+        frame = sys._getframe(2) if self._guarded else None
+        if frame is None:
+            return
+        while frame is not None and frame.f_code is not Splitting.update.__code__:
+            if frame.f_code.co_name == "compute_gradients":
+                return
+            frame = frame.f_back
+        raise _ReadByUpdate
+
+
+def _part(window: Window, index: int, rows: range) -> tuple[Any, int]:
+    """Those rows of a micro-batch, and how many they are."""
+    batch = window.batches[index]
+    part = cut(batch, rows, of=window.rows[index])
+    share = getattr(window.mover, "share", None)
+    if share is not None:
+        share(batch, part, rows)
+    return part, len(rows)
+
+
+def _size(batch: Any) -> int:
+    """What memory is taken to grow with: the elements of a batch, its rows where it has no tensor or array."""
+    return sum(tensor.numel() for tensor in tensors_in(batch)) or _elements(batch)
+
+
+def _elements(batch: Any) -> int:
+    if isinstance(batch, np.ndarray):
+        return batch.size
+    if isinstance(batch, dict | list | tuple):
+        return sum(map(_elements, batch.values() if isinstance(batch, dict) else batch))
+    return 0
+
+
+def _why_whole(batch: Any, rows: int) -> str:
+    """Why a micro-batch cannot be cut into rows; "" where it can."""
+    packed = isinstance(batch, nn.utils.rnn.PackedSequence)
+    odd = any(tensor.is_nested or tensor.layout is not torch.strided for tensor in tensors_in(batch))
+    if packed or odd:
+        return f"a batch with a {'PackedSequence' if packed else 'nested or sparse tensor'} is not cut"
+    try:
+        found = rows_of(batch, "train")
+    except DataError as error:
+        return f"its rows are not known: {str(error).splitlines()[1].strip()}"
+    return "" if found == rows else f"a batch of {found} rows counts {rows}"
+
+
+def _noted(error: BaseException, why: str) -> BaseException:
+    """The error, with why its window was not split."""
+    error.add_note(f'on_oom="split" did not help: {why}')
+    return error
+
+
+CLOSE = {torch.float64: 1e-7, torch.float32: 3e-3}
+"""How far sums in another order may be apart, of the largest number in them, by the type of the weights."""
+COARSE = 3e-2
+"""The same in half precision."""
+
+
+class Found(NamedTuple):
+    """What came of a comparison; nothing where parts give the loss of the whole."""
+
+    refused: str = ""
+    """Why they do not."""
+    unknown: str = ""
+    """Why nobody can tell."""
+    again: bool = False
+    """Whether it may be told of fewer rows."""
+
+
+def compared(run: Run, whole: Window, parts: Window) -> Found:
+    """Run the steps of some rows at once, and of the same rows in parts; the gradients are dropped.
+
+    What the steps have moved is left to the caller to put back.
+    """
+    if run.owner.hooks.computes_itself:
+        return Found(unknown="`compute_gradients` is your own")
+    try:
+        return _compared(run, whole, parts)
+    except Exception as error:  # a step may fail on a part in any way; memory may be too small even for that
+        if is_out_of_memory(error):
+            return Found(unknown="there is no memory for two rows at once", again=True)
+        return Found(refused=f"a part of its rows cannot be run: {first_line(error)}")
+
+
+def _compared(run: Run, whole: Window, parts: Window) -> Found:
+    before = random_state()
+    losses, draws = _losses(run, whole, parts), have_moved(before)
+    if draws:  # noise differs between a whole and its parts: without it, if that is possible
+        roots = [root for root in (run.owner.model, run.owner.loss) if isinstance(root, nn.Module)]
+        set_random_state(before)
+        with evaluating(*roots):
+            losses, draws = _losses(run, whole, parts), have_moved(before)
+    if draws:
+        return Found(unknown="steps draw random numbers in eval mode too")
+    one, several, largest = losses
+    if not math.isfinite(one) or not math.isfinite(several):
+        return Found(unknown="the loss of the first rows is not finite")
+    if abs(one - several) <= _close(run) * max(abs(one), largest):
+        return Found()
+    n = ", ".join(map(str, parts.rows))
+    why = "a row's loss depends on the other rows of its micro-batch"
+    return Found(f"{why}: of {sum(parts.rows)} rows at once it is {one:.6g}, in parts of {n} it is {several:.6g}")
+
+
+def _losses(run: Run, whole: Window, parts: Window) -> tuple[float, float, float]:
+    """The loss of the whole, that of all parts together, and the largest number in its sum."""
+    (one,), several = _run(run, whole), _run(run, parts)
+    return one, math.fsum(several), max(map(abs, several))
+
+
+def _run(run: Run, window: Window) -> list[float]:
+    """The weighed losses of a window's micro-batches, which add up to its loss; no number is noted."""
+    ledger, found = run.ledger, list[float]()
+    ledger.window, noting, ledger.noting = window, ledger.noting, False
+    window.begin()
+    window.begun = True
+    try:
+        for index in range(len(window.batches)):
+            with nullcontext() if run.autocast is None else run.autocast:
+                returned = run.step(Window.__getitem__(window, index))
+            found.append(float(ledger.weigh(returned).detach()))
+    finally:
+        ledger.noting = noting
+    return [loss * float(window.owed) for loss in found]
+
+
+def _close(run: Run) -> float:
+    kinds = {parameter.dtype for parameter in run.gradients.parameters}
+    return COARSE if run.autocast is not None else max(CLOSE.get(kind, COARSE) for kind in kinds)

@@ -1,0 +1,40 @@
+"""Says which path the updates of a trainer take, and why."""
+
+from __future__ import annotations
+
+from trainwright.core.async_reads import AHEAD
+from trainwright.precision.mixed_precision import LossScaler
+from trainwright.update import finite_check
+from trainwright.update.owner import Owner
+
+
+def fast_path(owner: Owner) -> str:
+    """Name the path of the updates, with its cost on this device: L1 for silent ones, L0 where each is read at once."""
+    why = owner.between.judged_at_once
+    if why is None:  # no run yet, and so no schedule that is bound
+        scaler = LossScaler() if getattr(owner.precision, "kind", "") == "fp16" else None
+        why = finite_check.why_judged_at_once(
+            owner, checks=owner.on_nonfinite != "ignore" or scaler is not None, scaler=scaler
+        )
+    reads = "one read per update, of loss, flag and norm together: " + "; ".join(why)
+    if not why:
+        reads = f"nothing is read before its time, which is up to {AHEAD} updates later"
+    elif owner.device.type not in finite_check.LATE:
+        reads = "its numbers are read at once, which waits for nothing"
+    compiled = owner.between.compiled
+    how = "eager" if compiled is None else f"compiled ({compiled})"
+    beside = "" if owner.between.splits is None else f"; {owner.between.splits}"
+    return f"{'L0' if why else 'L1'}, {how} on {owner.device.type}: {reads}{beside}{_together(owner)}"
+
+
+def _together(owner: Owner) -> str:
+    """How gradients of several processes become one, and what is sent beside them; nothing for one process."""
+    size, hooks, settings = owner.world.size, owner.hooks, owner.parallel
+    if size == 1:
+        return ""
+    beside = " and one small sum more"
+    if settings.shards:
+        return f"; gradients of {size} processes are reduced to shards during backward{beside}"
+    if hooks.updates_itself or hooks.computes_itself:
+        return f"; gradients of {size} processes are averaged after backward: an `update` of your own reads them"
+    return f"; gradients of {size} processes are averaged during backward{beside if settings.compress else ''}"

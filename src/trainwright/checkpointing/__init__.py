@@ -1,0 +1,1 @@
+"""Checkpoints: written atomically, verified when read, kept by rule, and resumed from."""

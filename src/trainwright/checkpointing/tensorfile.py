@@ -1,0 +1,240 @@
+"""Reads and writes the safetensors file format: a JSON header, then the bytes of the tensors; nothing that can run.
+
+Format: https://huggingface.co/docs/safetensors (8 bytes header length, header, data without holes, little endian).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from trainwright.core.errors import CheckpointError, message
+
+MAX_HEADER = 100_000_000
+"""Bytes of a header that any reader of the format accepts."""
+SPARE_HEADER, ENTRY = 1 << 20, 1 << 10
+"""Bytes that a header may have in any case, and for each byte of the tensors; a larger one is not parsed."""
+CHUNK = 1 << 24
+"""Bytes that are fetched from a device at a time."""
+
+_NAMES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "I64": "int64",
+    "U64": "uint64",
+    "F64": "float64",
+    "C64": "complex64",
+}
+DTYPES: dict[str, torch.dtype] = {tag: getattr(torch, name) for tag, name in _NAMES.items() if hasattr(torch, name)}
+"""The format's names of the dtypes that this torch has."""
+TAGS: dict[torch.dtype, str] = {dtype: tag for tag, dtype in DTYPES.items()}
+
+
+class Target(Protocol):
+    """Takes all bytes that it is given."""
+
+    def write(self, data: bytes | memoryview, /) -> object:
+        """Take in `data`, all of it."""
+
+
+class Source(Protocol):
+    """Gives the bytes of one file in order."""
+
+    label: str
+    """What an error calls it."""
+    size: int
+    """Bytes of the whole file."""
+
+    def readinto(self, target: memoryview, /) -> None:
+        """Fill `target`, or raise CheckpointError."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Contents:
+    """What one file holds: tensors in the order of the header, and text beside them; of a file, on the CPU."""
+
+    tensors: dict[str, Tensor]
+    metadata: dict[str, str]
+
+
+def write(target: Target, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Write `tensors` straight from their memory; one that is not contiguous is copied, one of a device by pieces.
+
+    Raises CheckpointError for a dtype that the format does not have, naming the tensor.
+    """
+    _require_little_endian()
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    spans = _spans(tensors)
+    for name, tensor in tensors.items():
+        header[name] = {"dtype": TAGS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": spans[name]}
+    text = json.dumps(header, separators=(",", ":")).encode("ascii")
+    text += b" " * (-len(text) % 8)
+    target.write(len(text).to_bytes(8, "little"))
+    target.write(text)
+    for name in spans:
+        for piece in _pieces(tensors[name]):
+            target.write(piece)
+
+
+def lies_ready(contents: Contents) -> bool:
+    """Whether every tensor is in memory just as it is written, so that none is copied."""
+    tensors = contents.tensors.values()
+    return all(t.device.type == "cpu" and t.is_contiguous() and not (t.is_conj() or t.is_neg()) for t in tensors)
+
+
+def read(source: Source, check: Callable[[Mapping[str, tuple[int, ...]]], None] | None = None) -> Contents:
+    """Read a whole file into fresh memory; CheckpointError for every header that does not fit the file exactly.
+
+    `check` is called with the shapes, before any memory is allocated.
+    """
+    return _contents(source, fill=True, check=check)
+
+
+def outline(source: Source) -> Contents:
+    """Read the header alone, with the checks of `read`; the tensors have their shapes and dtypes, and no values."""
+    return _contents(source, fill=False)
+
+
+def _contents(
+    source: Source, *, fill: bool, check: Callable[[Mapping[str, tuple[int, ...]]], None] | None = None
+) -> Contents:
+    _require_little_endian()
+    header, data_size = _read_header(source)
+    metadata = header.pop("__metadata__", {})
+    if type(metadata) is not dict or not all(type(text) is str for text in metadata.values()):
+        raise _defect(source, "its __metadata__ is not text by name")
+    entries = {name: _entry(source, name, fields) for name, fields in header.items()}
+    in_file = sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop))
+    at = 0
+    for name, entry in in_file:
+        if entry.start != at:
+            raise _defect(source, f"tensor {name!r} begins at byte {entry.start} of the data and not at {at}")
+        at = entry.stop
+    if at != data_size:
+        raise _defect(source, f"its tensors take {at} bytes and {data_size} are there")
+    if check is not None:
+        check({name: entry.shape for name, entry in entries.items()})
+    read = {name: _read_tensor(source, name, entry, fill=fill) for name, entry in in_file}
+    return Contents({name: read[name] for name in entries}, metadata)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def _spans(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
+    """(start, stop) by name in the order of the data: wide items first, so that every tensor is aligned."""
+    for name, tensor in tensors.items():
+        if name == "__metadata__" or tensor.dtype not in TAGS:
+            what = f"tensor {name!r} cannot be stored: " + (
+                "the format reserves that name" if name == "__metadata__" else f"no safetensors dtype is {tensor.dtype}"
+            )
+            raise CheckpointError(message(what, want=f"a dtype of {', '.join(DTYPES)}"))
+    spans, at = {}, 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
+        spans[name] = (at, at + tensor.numel() * tensor.element_size())
+        at = spans[name][1]
+    return spans
+
+
+def _pieces(tensor: Tensor) -> Iterator[memoryview]:
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    if flat.device.type == "cpu":
+        yield flat.numpy().data
+        return
+    for piece in flat.split(CHUNK):
+        yield piece.cpu().numpy().data
+
+
+def check_header(source: Source) -> None:
+    """Read the header alone; CheckpointError says what the file is instead of a safetensors file."""
+    _read_header(source)
+
+
+def _read_header(source: Source) -> tuple[dict[str, Any], int]:
+    """The header, and the bytes of data behind it."""
+    if source.size < 8:
+        raise _defect(source, f"{source.size} bytes are too short for a header")
+    prefix = bytearray(8)
+    source.readinto(memoryview(prefix))
+    length = int.from_bytes(prefix, "little")
+    if length > min(MAX_HEADER, source.size - 8):  # looked at only here: a header of 0x4B50 bytes begins with PK too
+        reads = "torch.load(path, weights_only=True) reads it"
+        if prefix.startswith(b"PK"):
+            raise _defect(source, f"it is an archive, as torch.save writes: {reads}")
+        if prefix.startswith(b"\x80") and prefix[1] in range(2, 6):
+            raise _defect(source, f"it is a pickle, as torch.save wrote before torch 1.6: {reads}")
+        raise _defect(source, "it does not begin as a safetensors file does")
+    if length > SPARE_HEADER + ENTRY * (source.size - 8 - length):
+        raise _defect(source, f"its header has {length} bytes, for {source.size - 8 - length} bytes of tensors")
+    text = bytearray(length)
+    source.readinto(memoryview(text))
+    try:
+        header = json.loads(text.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise _defect(source, f"its header is not JSON ({error})") from None
+    if type(header) is not dict:
+        raise _defect(source, "its header is no JSON object")
+    return header, source.size - 8 - length
+
+
+def _entry(source: Source, name: str, fields: Any) -> _Entry:
+    if type(fields) is not dict or fields.keys() != {"dtype", "shape", "data_offsets"}:
+        raise _defect(source, f"tensor {name!r} has no dtype, shape and data_offsets")
+    tag, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    if type(tag) is not str or tag not in DTYPES:
+        raise _defect(source, f"tensor {name!r} has dtype {tag!r}, which this torch does not have")
+    if not (_sizes(shape) and _sizes(offsets) and len(offsets) == 2):
+        raise _defect(source, f"tensor {name!r} has shape {shape!r} and offsets {offsets!r}")
+    if prod(shape) * DTYPES[tag].itemsize != offsets[1] - offsets[0]:
+        raise _defect(source, f"tensor {name!r} of shape {shape} and dtype {tag} does not take bytes {offsets}")
+    return _Entry(DTYPES[tag], tuple(shape), offsets[0], offsets[1])
+
+
+def _sizes(value: Any) -> bool:
+    """Whether `value` is a list of whole numbers that torch can take as sizes."""
+    return type(value) is list and all(type(n) is int and 0 <= n < 1 << 62 for n in value)
+
+
+def _read_tensor(source: Source, name: str, entry: _Entry, *, fill: bool) -> Tensor:
+    try:
+        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+    except RuntimeError as error:
+        what = f"no memory for tensor {name!r} of shape {list(entry.shape)}"
+        raise _defect(source, f"{what} ({str(error).partition(chr(10))[0]})") from None
+    if fill and tensor.numel():
+        source.readinto(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return tensor
+
+
+def _require_little_endian() -> None:
+    if sys.byteorder != "little":
+        raise CheckpointError(message("this machine stores numbers with the highest byte first", want="little endian"))
+
+
+def _defect(source: Source, what: str) -> CheckpointError:
+    return CheckpointError(f"{source.label} is no whole safetensors file: {what}")

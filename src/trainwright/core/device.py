@@ -1,0 +1,197 @@
+"""Choose a device, place the model there, and move nested batches without changing their types."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainwright.core.errors import SettingError, first_line, listed, message
+from trainwright.core.trees import mapping_like, parameters_in, sequence_like
+
+Home = torch.device | Callable[[str], torch.device]
+"""Where state is put that lay on an accelerator: on one device, or on what the function says of the name it had."""
+
+
+def choose_device(wanted: str | torch.device, model: nn.Module) -> torch.device:
+    """Return the device of a run, where its batches go: as given; "auto" is where the model lies, else cuda, mps, cpu.
+
+    A model that lies on several devices gets its batches where its first parameters are, and no `device=` beside it.
+    """
+    placed = devices_of(model)
+    if wanted != "auto":
+        device = _named(wanted)
+        if len(placed) > 1:
+            raise _moved_nowhere(wanted, placed)
+        if device.type == "meta" and placed and placed != [device]:
+            what = f"device={str(wanted)!r}: the meta device has shapes and no data, and the weights would be lost"
+            raise SettingError(message(what, have=f"a model on {placed[0]}", fix='device="auto"'))
+        return device
+    if len(placed) > 1:
+        return placed[0]
+    for device in placed:
+        if device.type != "cpu":
+            return device
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+
+def devices_of(module: nn.Module) -> list[torch.device]:
+    """The devices on which a module lies: those of its parameters, in their order, then those of its buffers."""
+    return list(dict.fromkeys(tensor.device for tensor in (*module.parameters(), *module.buffers())))
+
+
+def place(module: nn.Module, device: torch.device, *, beside: nn.Module | None = None) -> None:
+    """Move a module to `device` in place; one that already lies on several devices stays as it is.
+
+    `beside`: the model that a loss or a teacher works for. Where that lies on several devices, a module that lies on
+    one of them stays too: it may belong to any of them.
+    """
+    placed, of_model = devices_of(module), [] if beside is None else devices_of(beside)
+    stays = len(of_model) > 1 and set(placed) <= set(of_model)
+    if len(placed) == 1 and placed != [device] and not stays:
+        module.to(device)
+
+
+def refuse_meta(module: nn.Module, what: str, *, want: str = "") -> None:
+    """Refuse a module with tensors on the meta device, which have shapes and no data; `what` names it."""
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    empty = [name for name, tensor in tensors if tensor.is_meta]
+    if empty:
+        number = f"{len(empty)} of its {len(tensors)} tensors" if len(empty) < len(tensors) else "all of its tensors"
+        raise SettingError(
+            message(
+                f"{what} lies on the meta device, without data",
+                have=f"{number}: {listed(empty)}",
+                want=want,
+                fix='build it outside of torch.device("meta"); or model.to_empty(device="cpu") and '
+                "load_weights(path, model), before Trainer(model, ...)",
+            )
+        )
+
+
+def homes(model: nn.Module, device: torch.device) -> Home:
+    """Where state that lay on an accelerator is put when it is loaded for this model: on the `device` of the run.
+
+    Beside a model that lies on several devices each tensor goes back to where it lay, as long as the model lies there.
+    """
+    placed = {str(one): one for one in devices_of(model)}
+    return device if len(placed) < 2 else lambda saved: placed.get(saved, device)
+
+
+def place_state(optimizer: Optimizer) -> None:
+    """Move an optimizer's state to where its parameters lie now (`load_state_dict` casts it there)."""
+    state = [(p, value) for p, values in optimizer.state.items() for value in values.values()]
+    if any(isinstance(v, Tensor) and v.dim() and v.device != p.device for p, v in state):
+        saved = optimizer.state_dict()
+        optimizer.load_state_dict(saved)
+        keep_dtypes(optimizer, saved)
+
+
+def keep_dtypes(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Give a state that was just loaded the dtypes that it was saved with; for weights whose dtypes are as they were.
+
+    Torch casts all of it to that of the weights: NAdam's product of momenta, float32 moments of bfloat16 weights.
+    """
+    if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
+        return  # one that loads by itself knows how
+    parameters = parameters_in(optimizer)
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    for parameter, number in zip(parameters, numbers, strict=True):
+        for key, value in saved["state"].get(number, {}).items():
+            now = optimizer.state[parameter].get(key)
+            if key != "step" and type(now) is type(value) is Tensor and now.dtype != value.dtype:
+                optimizer.state[parameter][key] = value.detach().to(now.device, copy=True)
+
+
+def move(batch: Any, device: torch.device) -> Any:
+    """Return a nested batch with its tensors on `device`; tuples, named tuples, dicts, dataclasses keep their types."""
+    return change(batch, device, lambda one: one.to(device, non_blocking=_is_awaited(one, device)))
+
+
+def change(batch: Any, device: torch.device, each: Callable[[Tensor], Tensor]) -> Any:
+    """Return a nested batch with `each` of its tensors changed; what has a `to` of its own is moved to `device`."""
+    if isinstance(batch, Tensor):
+        return each(batch)
+    if hasattr(batch, "to") and callable(batch.to):
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        return mapping_like(batch, {key: change(value, device, each) for key, value in batch.items()})
+    if isinstance(batch, list | tuple):
+        return sequence_like(batch, (change(value, device, each) for value in batch))
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        moved = copy.copy(batch)
+        for field in dataclasses.fields(batch):
+            object.__setattr__(moved, field.name, change(getattr(batch, field.name), device, each))
+        return moved
+    return batch
+
+
+def widest_float(device: torch.device) -> torch.dtype:
+    """Return the widest floating type of a device: float64, and float32 on mps, which has no other."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _is_awaited(tensor: Tensor, device: torch.device) -> bool:
+    """Whether a copy to `device` may be under way while the host goes on."""
+    return device.type == "cuda" and tensor.is_cpu and tensor.is_pinned()
+
+
+def _named(wanted: str | torch.device) -> torch.device:
+    try:
+        device = torch.device(wanted)
+    except (RuntimeError, TypeError) as error:
+        meant = f"cuda:{wanted}" if isinstance(wanted, int) else "cuda" if wanted == "gpu" else "auto"
+        want = '"auto", "cpu", "cuda", "cuda:1", "mps"'
+        raise SettingError(message(f"device={wanted!r} is no device", want=want, fix=f'device="{meant}"')) from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise SettingError(message(f"device={wanted!r}, and this torch sees no CUDA device", fix='device="auto"'))
+    if device.type == "cuda" and (device.index or 0) >= (there := torch.cuda.device_count()):
+        what = f"device={str(wanted)!r}: there is no such CUDA device"
+        raise SettingError(message(what, have=f"{there} of them, numbered from 0", fix='device="auto"'))
+    if device.type not in ("cpu", "cuda", "meta"):
+        try:
+            torch.empty(0, device=device)
+        except (AssertionError, ImportError, NotImplementedError, RuntimeError) as error:  # it differs by backend
+            what = f"device={str(wanted)!r}, and this torch cannot use it"
+            raise SettingError(message(what, have=first_line(error, 100), fix='device="auto"')) from error
+    return device
+
+
+def _moved_nowhere(wanted: str | torch.device, placed: list[torch.device]) -> SettingError:
+    """A model over several devices would have to be moved for `device=`, or the setting be ignored."""
+    return SettingError(
+        message(
+            f"device={str(wanted)!r}, and the model lies on several devices",
+            have=", ".join(map(str, placed)),
+            want=f"no device: such a model is never moved; batches go where its first parameters are, {placed[0]}",
+            fix="leave device= out, or model.to(device) before, to have all of it on one",
+        )
+    )
+
+
+def usable_cores() -> int:
+    """The cores that this process is bound to, no more than its control group may use; at least 1."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    bound = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    return max(1, min(bound, int(_quota() or bound)))
+
+
+def _quota() -> float | None:
+    """Cores' worth of time that the control group of this process may use; None where there is no limit."""
+    for path, joined in (("/sys/fs/cgroup/cpu.max", True), ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", False)):
+        file = Path(path)
+        if not file.is_file():
+            continue
+        parts = file.read_text().split()
+        period = parts[1] if joined else Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us").read_text()
+        return None if parts[0] in ("max", "-1") else max(1.0, float(parts[0]) / float(period))
+    return None

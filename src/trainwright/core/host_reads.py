@@ -1,0 +1,46 @@
+"""The one place where numbers are read from tensors: all that are asked for at once, in a single read per device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from trainwright.core.device import widest_float
+
+
+def read(values: Sequence[float | Tensor]) -> list[float]:
+    """Return every value as a float; tensors that lie on an accelerator are read together, once.
+
+    The values are scalars (plain numbers, or tensors of one element). On the CPU a read waits for nothing.
+    """
+    numbers = []
+    for value in values:
+        if type(value) is Tensor or isinstance(value, Tensor):
+            if not value.is_cpu:
+                return _read_together(values)
+            numbers.append(value.item())
+        else:
+            numbers.append(float(value))
+    return numbers
+
+
+host_value = Tensor.item
+"""The value of a scalar that lies on the CPU: there is nothing to wait for."""
+
+
+def finite(value: float) -> bool:
+    """Whether a number that was read is neither NaN nor infinite."""
+    return value - value == 0.0
+
+
+def _read_together(values: Sequence[float | Tensor]) -> list[float]:
+    device = next(value.device for value in values if isinstance(value, Tensor) and not value.is_cpu)
+    there = [
+        value.detach().reshape(()).to(device, widest_float(device))
+        for value in values
+        if isinstance(value, Tensor) and not value.is_cpu
+    ]
+    numbers = iter(torch.stack(there).tolist())
+    return [next(numbers) if isinstance(value, Tensor) and not value.is_cpu else float(value) for value in values]

@@ -1,0 +1,157 @@
+"""The arithmetic of a run: how many micro-batches, updates and epochs, and what any span is in updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from math import ceil
+from typing import NamedTuple
+
+from trainwright.core.durations import Epochs, Seconds, Updates
+from trainwright.core.errors import SettingError, message
+
+FAR = 1 << 62
+"""An update that no run reaches: the end of an epoch that is longer than its data have said."""
+
+
+class Need(NamedTuple):
+    """Something that was computed from the lengths of epochs before they were known."""
+
+    asked_by: str
+    value: Callable[[Plan], object] | None
+    """What it is in a plan; None: anything else as soon as one epoch has another length."""
+    is_total: bool = False
+    """Whether it is the number of updates of the run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a `fit` will do, known before its first update; also the header of the console."""
+
+    model: str = ""
+    parameters: int = 0
+    frozen: int = 0
+    """How many of the parameters do not require a gradient."""
+    device: str = "cpu"
+    precision: str = "as it is"
+    train: str = ""
+    val: str = ""
+    batches: int | None = None
+    """Micro-batches of an epoch; None where the data have no length."""
+    rows: int | None = None
+    batch_size: int | None = None
+    accumulate: tuple[tuple[int, int], ...] = ((0, 1),)
+    """(first epoch, micro-batches per update), by epoch."""
+    epochs: int | None = None
+    max_updates: int | None = None
+    max_seconds: float | None = None
+    epoch_updates: int | None = None
+    finished: str = ""
+    """The directory of a run that is finished already: it is loaded, and nothing is trained."""
+    settings: tuple[str, ...] = ()
+    """What fills schedule, clip, average and frozen, in a few words each: `clip 1.0`."""
+    watched: tuple[str, ...] = ()
+    """The numbers that early stopping, the checkpoint and schedules judge by."""
+    notes: tuple[str, ...] = ()
+    """Further lines of the header: what was switched, what was chosen and why."""
+
+    def accumulated(self, epoch: int) -> int:
+        """Micro-batches per update in `epoch`."""
+        return [k for first, k in self.accumulate if first <= epoch][-1]
+
+    def updates_in(self, epoch: int) -> int | None:
+        """Updates of one epoch; None where it is not known."""
+        return self._planned_in(epoch)
+
+    def updates_until(self, epoch: int) -> int | None:
+        """Updates of all epochs before `epoch`; None where it is not known."""
+        return self._planned_until(epoch)
+
+    def _planned_in(self, epoch: int) -> int | None:
+        if self.epoch_updates is not None:
+            return self.epoch_updates
+        return None if self.batches is None else ceil(self.batches / self.accumulated(epoch))
+
+    def _planned_until(self, epoch: int) -> int | None:
+        if self._planned_in(0) is None:
+            return None
+        starts = [first for first, _ in self.accumulate if first < epoch] + [epoch]
+        lengths = [last - first for first, last in pairwise(starts)]
+        return sum(n * (self._planned_in(first) or 0) for first, n in zip(starts, lengths, strict=False))
+
+    def ends_until(self, epoch: int) -> int | None:
+        """The clock of applied updates when `epoch` epochs are over; None where it is not known."""
+        return self.updates_until(epoch)
+
+    def note(self, need: Need) -> None:
+        """Note what is computed from the lengths of epochs. No-op here."""
+
+    @property
+    def quiet(self) -> Plan:
+        """The same plan, which notes nothing."""
+        return self
+
+    @property
+    def planned(self) -> Plan:
+        """The plan as it was before any epoch had run."""
+        return self
+
+    @property
+    def updates(self) -> int | None:
+        """Updates of the whole stage, the horizon of schedules; None where it is not known."""
+        return self._total()
+
+    def _total(self) -> int | None:
+        by_epochs = None if self.epochs is None else self.updates_until(self.epochs)
+        known = [n for n in (by_epochs, self.max_updates) if n is not None]
+        return min(known) if known and (self.epochs is None or by_epochs is not None) else self.max_updates
+
+    def horizon(self, asked_by: str) -> int:
+        """`updates`, or an error that names who needs it."""
+        total = self._total()
+        if total is None:
+            raise SettingError(
+                message(
+                    f"{asked_by} needs the total number of updates, and {self.train or 'the training data'} "
+                    "has no length",
+                    want="data with a length, or the number of updates",
+                    fix="fit(..., max_updates=10_000)",
+                )
+            )
+        self.note(Need(asked_by, lambda plan: plan.updates, is_total=True))
+        return total
+
+    def in_updates(self, span: Updates | Epochs | Seconds | float, asked_by: str) -> int:
+        """A span, or a fraction of the run below 1, as a whole number of updates (rounded, at least 1)."""
+        if isinstance(span, Updates):
+            return span.n
+        if isinstance(span, Seconds):
+            raise SettingError(
+                message(f"{asked_by}: {span} cannot be planned in updates", fix="use Updates(n) or Epochs(n)")
+            )
+        if isinstance(span, Epochs):
+            self.note(Need(asked_by, lambda plan: plan.in_updates(span, asked_by)))
+            return max(1, self._epochs_in_updates(span, asked_by))
+        if isinstance(span, bool) or not isinstance(span, float) or not 0 <= span < 1:
+            raise SettingError(
+                message(
+                    f"{asked_by}: {span!r} is no length",
+                    want="Updates(n), Epochs(n), or a fraction of the run as a float below 1",
+                    fix=f"Updates({span})" if isinstance(span, int) and span > 0 else "Updates(500)",
+                )
+            )
+        return max(1, round(span * self.horizon(asked_by))) if span else 0
+
+    def _epochs_in_updates(self, span: Epochs, asked_by: str) -> int:
+        whole = int(span.n)
+        before, inside = self.updates_until(whole), self.updates_in(whole)
+        if before is None or inside is None:
+            raise SettingError(
+                message(
+                    f"{asked_by}: {span} cannot be counted in updates, for {self.train or 'the training data'} "
+                    "has no length",
+                    fix="use Updates(n), or fit(..., epoch_updates=n)",
+                )
+            )
+        return before + round((span.n - whole) * inside)

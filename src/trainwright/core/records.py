@@ -1,0 +1,156 @@
+"""The records that pass between the parts: what a step returns, what an observer sees, what `fit` gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+Count = int | float | Tensor
+
+TARGETS = ("target", "targets", "labels", "label", "y")
+"""What the target of a batch that is a mapping may be called; the first that is there is it."""
+
+
+@dataclass(slots=True, eq=False)
+class MeanLoss:
+    """A loss that is a mean over `count` things: rows, valid tokens, anything countable."""
+
+    loss: Tensor
+    count: Count
+
+
+@dataclass(slots=True, eq=False)
+class SumLoss:
+    """A loss that is a sum. With a `count`, total / count is trained; without, the plain sum over the window."""
+
+    total: Tensor
+    count: Count | None = None
+
+
+@dataclass(slots=True, eq=False)
+class StepOutput:
+    """What a step may return: the loss (in any of its forms), and the output and target that metrics read."""
+
+    loss: Any
+    output: Any = None
+    target: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One optimizer update, in plain floats, as observers see it."""
+
+    update: int
+    """Updates applied so far over all stages, this one included."""
+    epoch: int
+    loss: float
+    """The window's loss in the user's own scale."""
+    lr: float
+    """The learning rate that was used (of the first group)."""
+    lrs: tuple[float, ...]
+    grad_norm: float | None
+    """Norm of the unscaled gradient before clipping, where something asked for it."""
+    rows: int
+    skipped: bool
+    values: Mapping[str, float] = field(default_factory=dict)
+    """Named losses, logged and probed numbers, and `lr_<name>` and `grad_norm_<name>` of named optimizers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """Numbers of one validation (`on_validate`), or of one finished epoch (`on_epoch`)."""
+
+    epoch: int
+    """Finished epochs over all stages (during an epoch: those before it)."""
+    update: int
+    metrics: Mapping[str, float]
+    """`loss`, `val_loss`, ... and `lr`, as in a row of `history`."""
+    best: bool
+    """Whether the monitored number is the best so far."""
+    waited: int
+    """Validations since early stopping's best; 0 where it is the best or nothing is watched."""
+    patience: int
+    """Early stopping's patience; 0 without early stopping."""
+    seconds: float
+    """Time since the last record of this kind."""
+    rows: int
+    """Rows trained on since the last record of this kind."""
+    waiting: float
+    """Share of that time spent waiting for data, 0 to 1."""
+    skipped: int
+    """Updates held back so far."""
+    notes: tuple[str, ...] = ()
+    """What was chosen since the last record, such as workers that fetch data, in a line each."""
+    final: bool = False
+    """Whether it was measured only because the run ends early: it is no row of `history`, and a resume drops it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """One checkpoint that is whole on disk."""
+
+    path: Path
+    update: int
+    best: bool
+    seconds: float = 0.0
+    """From the beginning of its copy until it was durable."""
+    blocked: float = 0.0
+    """Seconds that training waited for it to be copied, or to be written where that is not done in the background."""
+    size: int = 0
+    """Bytes of its tensors and texts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The best value of the watched number, and where it was seen."""
+
+    name: str
+    value: float
+    epoch: int
+    update: int
+    path: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a `fit` gives back."""
+
+    history: list[dict[str, float]]
+    """One row per validation or epoch end."""
+    best: Best | None
+    """The best of the monitored number, where one is monitored."""
+    updates: int
+    epochs: int
+    """Finished epochs of this stage."""
+    stopped: str
+    """Why the run ended."""
+    seconds: float
+    skipped: int = 0
+    weights: str = "last"
+    """Which weights the model holds now: "last", "averaged", "best of epoch n" or "averaged, best of epoch n".
+
+    Where they are the best of another number than `best` is, that follows: "best of epoch n by val_loss".
+    """
+    notes: tuple[str, ...] = ()
+    """What else is worth a line: a schedule that skipped updates left short of its end, what an error left saved."""
+    blocked: float = field(default=0.0, compare=False)
+    """Seconds that saving has kept this `fit` waiting."""
+    final_validation: dict[str, float] | None = None
+    """The numbers at an early end (`stop()`, `max_seconds`) that no validation was due at, in the form of a row.
+
+    They are in no `history` and no number that is monitored sees them: a run that is resumed from there is the run
+    that never ended. None where the end was planned (`epochs`, `max_updates`) or a validation was due there.
+    """
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """Draw the history: losses, other numbers, learning rates, the best marked; save it under `path` where given.
+
+        Returns a matplotlib Figure. SettingError without matplotlib: `pip install "trainwright[plot]"`.
+        """
+        from trainwright.core.figures import history_figure
+
+        return history_figure(self.history, best=self.best, path=path)

@@ -1,0 +1,128 @@
+"""Tuples, lists and mappings of a batch once more, with other items: named tuples and classes of one's own stay."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainwright.core.errors import SettingError, message
+
+
+def sequence_like(like: Any, items: Iterable[Any]) -> Any:
+    """A tuple, named tuple or list like this one, of these items."""
+    kind: Any = type(like)
+    return kind(*items) if hasattr(like, "_fields") else kind(items)
+
+
+def mapping_like(like: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """A mapping like this one, with these items; a dict where it cannot be written to."""
+    if type(like) is dict:
+        return items
+    try:
+        made: Any = copy.copy(like)  # a class of its own may be built with other arguments
+        for key, value in items.items():
+            made[key] = value
+    except TypeError:  # a read-only mapping
+        return items
+    return made
+
+
+def snapshot(tree: Any, *at: Any, into: Any = None) -> Any:
+    """Copy dicts, lists and tuples with their tensors (detached); anything else as `deepcopy` does.
+
+    `at`: the keys that lead to it. `into`: an earlier copy that nobody needs any more; tensors of the same form are
+    copied into its storage. SettingError for what has no copy, such as a lock, with these keys.
+    """
+    if isinstance(tree, Tensor):
+        return into.copy_(tree.detach()) if _is_alike(tree, into) else tree.detach().clone()
+    spare: Any
+    if type(tree) is dict:
+        spare = into if type(into) is dict else {}
+        return {key: snapshot(value, *at, key, into=spare.get(key)) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        alike = type(into) in (list, tuple) and len(into) == len(tree)
+        return type(tree)(
+            snapshot(value, *at, index, into=into[index] if alike else None) for index, value in enumerate(tree)
+        )
+    try:
+        return deepcopy(tree)
+    except TypeError as error:
+        kind, where = type(tree).__name__, "".join(f"[{key!r}]" for key in at)
+        what = f"self.state{where} is a {kind}, which cannot be copied; an evaluation works on a copy"
+        fix = f"keep it in an attribute of the Trainer: self.my_{kind.lower()} = ..."
+        raise SettingError(message(what, want="plain data and tensors", fix=fix)) from error
+
+
+def _is_alike(one: Tensor, other: Any) -> bool:
+    """Whether `one` can be copied into `other` without anything being allocated."""
+    if not (type(one) is type(other) is Tensor) or other.is_inference():
+        return False
+    return (one.shape, one.dtype, one.device, one.layout) == (other.shape, other.dtype, other.device, other.layout)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of a nested value, depth first: of mappings, lists, tuples and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if isinstance(value, Mapping):
+        items: Any = value.values()
+    elif dataclasses.is_dataclass(value):
+        items = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    else:
+        items = value if isinstance(value, list | tuple) else ()
+    for item in items:
+        yield from tensors_in(item)
+
+
+def detached(value: Any) -> Any:
+    """Return a nested value without its autograd graph; the value itself where no tensor in it requires a gradient."""
+    if isinstance(value, Tensor):
+        return value.detach() if value.requires_grad else value
+    return _detached(value) if any(tensor.requires_grad for tensor in tensors_in(value)) else value
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, Mapping):
+        return mapping_like(value, {key: _detached(item) for key, item in value.items()})
+    if isinstance(value, list | tuple):
+        return sequence_like(value, map(_detached, value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        made = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(made, field.name, _detached(getattr(value, field.name)))
+        return made
+    return value
+
+
+def inside(root: nn.Module) -> list[nn.Module]:
+    """What `root.modules()` gives, in its order, in a quarter of its time."""
+    found: dict[nn.Module, None] = {}
+    left = [root]
+    while left:
+        module = left.pop()
+        if module not in found:
+            found[module] = None
+            for one in reversed(list(module._modules.values())) if module._modules else ():
+                if one is not None:
+                    left.append(one)
+    return list(found)
+
+
+def parameters_of(root: nn.Module) -> list[nn.Parameter]:
+    """What `root.parameters()` gives, in its order."""
+    every = (p for module in inside(root) for p in module._parameters.values() if p is not None)
+    return list({id(p): p for p in every}.values())
+
+
+def parameters_in(*optimizers: Optimizer) -> list[Tensor]:
+    """The parameters of all groups of optimizers, in their order; one that two of them hold comes twice."""
+    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]

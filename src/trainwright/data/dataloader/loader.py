@@ -1,0 +1,407 @@
+"""A user's own `DataLoader`, iterated exactly as the plain loop does, its random draws included."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from functools import partial
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from trainwright.core.errors import DataError, message
+from trainwright.core.rng import unmoved
+from trainwright.data.dataloader.inexact import why_inexact
+from trainwright.data.dataloader.order import Order, draws_at_most_at_first, refuse_draws
+from trainwright.data.dataloader.pool import Record, Workers
+from trainwright.data.dataloader.position import LOADER, check_facts, check_kind, length_of, opened, tell_epoch
+from trainwright.data.dataloader.proxy import has_twin, iterates_itself, twin, view
+from trainwright.data.dataloader.worker import Carrying, Starting
+from trainwright.data.generators import Generators
+from trainwright.data.sharding import alone_in_a_job, elsewhere
+from trainwright.data.stateful import asked_of
+from trainwright.distributed.batch_layout import Shard
+
+_ALONE = Shard(0, 1)
+
+
+class LoaderBatches:
+    """The batches of a `DataLoader`; raises DataError where it has none.
+
+    A resume inside an epoch is exact where rows depend only on their index, the sampler and the random states of the
+    processes: the order is drawn again and its first part left out unread, and each worker goes on with the random
+    state that came with its last batch. Iterable data sets, and loaders with an `__iter__` of their own, are read
+    past.
+    """
+
+    repeatable = True
+    draws_global_rng = True
+    must_resume: bool | None = None
+    """Whether a checkpoint may be asked for: then what could not be resumed is refused when it shows."""
+    sharded = False
+    """Whether the batches are this process's own part already."""
+    _tells_epoch = True
+    """Whether data set and sampler hear which epoch it is."""
+    _part: Shard | None = None
+    """The part of each batch that this process runs; None: all of it."""
+    _most: int | None = None
+    """How many items of the sampler all processes pull at once; None where the first pull draws them all."""
+    _elsewhere = False
+    """Whether a loaded state is of another number of processes."""
+    _compared = False
+    """Whether the first batches of the workers of a stream were compared."""
+    in_memory = False
+    """Whether a batch of the pass in hand is a few tensor operations on the whole of the data."""
+    _keeps_workers: bool | None = None
+    """Whether passes beside training use the loader's persistent workers; None: unless these are under way."""
+
+    def __init__(self, loader: DataLoader[Any], role: str) -> None:
+        self._loader = loader
+        self._role = role
+        self._loaded: dict[str, Any] | None = None
+        self._record = Record()
+        self._draws_on = False
+        """Whether the sampler has drawn from the process's random state after its first pull."""
+        sampler, batch_sampler = loader.sampler, loader.batch_sampler
+        inner = getattr(batch_sampler, "sampler", None)
+        self._tellable = (sampler, batch_sampler, inner, loader.dataset)
+        self._generators = Generators(
+            {"loader": loader, "sampler": sampler, "batch_sampler": batch_sampler, "batch_sampler.sampler": inner}
+        )
+        self._asked = asked_of(loader)
+        self.length = self.own_length = length_of(loader)
+        """Batches of an epoch; `own_length` is what the loader tells on this process, whose own it may be."""
+        size = getattr(batch_sampler, "batch_size", None)
+        self.batch_size = size if isinstance(size, int) else None
+        self._drops_last = bool(getattr(batch_sampler, "drop_last", False))
+        dealt = self._dealt()
+        short = dealt % self.batch_size if dealt and self.batch_size and self._drops_last else 0
+        self.rows = self._own_rows = None if dealt is None else dealt - short
+        self._order = Order(_index_sampler(loader), name=self.describe())
+        if self.length == 0:
+            raise self._no_batches()
+
+    def _measure(self) -> None:
+        """Take the length that the loader tells now: that of a batch sampler may change from epoch to epoch."""
+        if self.length is not None:
+            self.length = self.own_length = length_of(self._loader)
+
+    def describe(self) -> str:
+        """Rows, batch size and workers."""
+        rows = "" if self.rows is None else f"{self.rows:,} rows in "
+        size = "batches" if self.batch_size is None else f"batches of {self.batch_size}"
+        if self._part is not None and self.batch_size is not None and not self.sharded:
+            size = f"batches of {self._part.told(self.batch_size)}"
+        size += " on each process" if self._part is not None and self.sharded else ""
+        n = self._loader.num_workers
+        workers = f", {n} worker{'s' if n > 1 else ''}" if n else ""
+        return f"{rows}{size} from a {type(self._loader).__name__}{workers}"
+
+    def deal(self, part: Shard | None) -> None:
+        """From now on `epoch` gives a `Slice` of each batch: this process's part of it; None: whole batches again.
+
+        DataError for what cannot be dealt: a stream, a loader that deals rows to processes itself, one whose order
+        cannot be drawn alike on all of them.
+        """
+        if part is not None and not self.sharded:
+            from trainwright.data.dataloader import slicing
+
+            slicing.refuse_loader(self._loader, role=self._role, processes=part.size, batch_size=self.batch_size)
+            self._most = slicing.most_to_pull(_index_sampler(self._loader)) if self.by_numbers else None
+        self._part = part
+        apart = part is not None and self.sharded
+        self.length, self.rows = (None, None) if apart else (self.own_length, self._own_rows)
+
+    def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
+        """One pass over the loader without its first `skip` batches; the random draws of all are made."""
+        stream = isinstance(self._loader.dataset, IterableDataset)
+        if self._elsewhere and skip and self.sharded:
+            raise elsewhere(self.describe(), role=self._role)
+        if self._part is None and not (stream and alone_in_a_job()):
+            doubts = stream and self._loader.num_workers > 1 and not skip and not self._compared
+            return self._compared_once(self._begun(epoch, skip)) if doubts else self._begun(epoch, skip)
+        from trainwright.data.dataloader import slicing
+
+        begin = partial(self._begun, epoch, skip)
+        if self._part is None or self.sharded:
+            return slicing.own(begin, self._part, aligned=not skip)
+        if not self.by_numbers:
+            return slicing.read_whole(begin, self._part, name=self.describe())
+        iterator = begin()
+        assert self._order.dealt is not None
+        return slicing.slices(iterator, self._order.dealt, self._part, name=self.describe())
+
+    def _compared_once(self, batches: Iterator[Any]) -> Iterator[Any]:
+        from trainwright.data.dataloader.duplicates import looked_at
+
+        self._compared = True
+        return looked_at(batches, workers=self._loader.num_workers, name=type(self._loader.dataset).__name__)
+
+    @property
+    def _cuts(self) -> bool:
+        """Whether this process asks for its rows of a batch alone."""
+        return self._part is not None and self.by_numbers
+
+    @property
+    def by_numbers(self) -> bool:
+        """Whether one of several processes can ask for its rows of a batch alone; else it reads all of it."""
+        return has_twin(self._loader) and not iterates_itself(self._loader) and not self.sharded
+
+    def _begun(self, epoch: int, skip: int) -> Iterator[Any]:
+        loaded, self._loaded = self._loaded, None
+        apart = self._part is not None and self.sharded
+        if apart and self.own_length is not None:
+            skip = min(skip, self.own_length)  # others may have more
+        inside = loaded is not None and self._generators.epoch == epoch
+        way = self._way(loaded)
+        skipped = skip if way == "skip" else 0
+        self._record = Record(skipped)
+        if loaded is not None:
+            self._order.once_more = self._generators.stateful
+            self._go_back(loaded, inside=inside, given=skip if inside and way == "skip" else None)
+        self._generators.begin(epoch)
+        if self._role == "train" and self._tells_epoch:
+            tell_epoch(epoch, *self._tellable)
+            self._measure()
+        if loaded is not None and way == "asked":
+            self._ask(loaded, skip if inside else None)
+        iterator = self._opened(skipped)
+        past = skip if way == "past" else 0
+        if apart:
+            deque(islice(iterator, past), maxlen=0)  # one part may be empty, or end before others
+        elif past or not skip:
+            iterator = opened(iterator, past, name=self.describe(), complaint=self._no_batches)
+        if loaded is not None and way != "asked":
+            self._ask(loaded, skip if inside else None)
+        return iterator if self._asked is None else self._asked.counted(iterator, skip)
+
+    def settle(self) -> None:
+        """Have loader, samplers, data and workers stand where a loaded state was saved: another `fit` reads them."""
+        if self._loaded is not None:
+            self._record = Record()
+            self._go_back(self._loaded, inside=False, given=None)
+            self._generators.settle()
+            self._generators.load_state_dict(self._loaded["generators"])  # what is told is as loaded
+            self._ask(self._loaded, None)
+
+    def at_boundary(self) -> None:
+        """Note that all batches given so far are trained on: a run that ends inside the next window goes back here."""
+        self._record.at_boundary()
+        if self._asked is not None and self.must_resume is not False:
+            self._asked.at_boundary()
+
+    def facts(self) -> dict[str, Any]:
+        """What must not change between a save and a resume."""
+        loader = self._loader
+        samplers = (loader.sampler, loader.batch_sampler)
+        return {
+            "rows": None if self.sharded or isinstance(loader.dataset, IterableDataset) else length_of(loader.dataset),
+            "batch_size": self.batch_size if self.batch_size is not None else loader.batch_size,
+            "drop_last": self._drops_last,
+            "sampler": "/".join(type(sampler).__name__ for sampler in samplers if sampler is not None),
+        }
+
+    @property
+    def resumes(self) -> str:
+        """What is not known to be exact in a resume inside an epoch, and what to do; "" where nothing is."""
+        return "; ".join(why_inexact(self._loader))
+
+    def set_aside(self) -> None:
+        """Read beside whoever else reads the loader: data set and sampler stay in their epoch."""
+        self._tells_epoch, self._loaded, self._asked = False, None, None
+        self._generators.set_aside()
+
+    def keep_workers(self, *, keeps: bool) -> None:
+        """Say whether the loader's persistent workers serve these passes, or training's alone."""
+        self._keeps_workers = keeps
+
+    @property
+    def generators(self) -> list[Any]:
+        """The generators of its own that a pass draws from; an evaluation puts them back."""
+        return self._generators.found
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loader's and samplers' own generators, and the random states of the workers."""
+        return self._loaded or {
+            "generators": self._generators.state_dict(),
+            "facts": self.facts(),
+            "workers": self._record.state_dict(self._loader.num_workers),
+            "draws_on": self._draws_on,
+            "asked": None if self._asked is None else self._asked.state_dict(),
+        }
+
+    def load_state_dict(self, tree: dict[str, Any]) -> str | None:
+        """Take over a saved state, for the next epoch; DataError where the loader is another one.
+
+        Returns a line where the rows will be the same, and the random draws in workers will not.
+        """
+        check_kind(tree, LOADER)
+        what = "the loader is not what it was when the state was saved"
+        check_facts(self.facts(), tree["facts"], what=what, fix="build the loader as it was")
+        self._generators.load_state_dict(tree["generators"])
+        self._loaded, self._elsewhere = tree, False
+        have, saved = self._loader.num_workers, tree["workers"]["number"]
+        if have == saved:
+            return None
+        return f"resumed with num_workers={have}, saved with {saved}: the rows are the same, their random draws are not"
+
+    def process_state(self) -> dict[str, Any]:
+        """What of the state is this process's own: its workers' random states, and what its data tell."""
+        state = self.state_dict()
+        return {"workers": state["workers"], "asked": state["asked"]}
+
+    def load_process_state(self, tree: dict[str, Any] | None) -> str | None:
+        """Take over this process's own state after the common one; None: it was saved on another number of them.
+
+        Returns a line where then the rows will be the same, and the random draws in workers will not. A stream of
+        which each process has a part of its own goes on only at the start of an epoch.
+        """
+        if self._loaded is None:
+            return None
+        if tree is not None:
+            self._loaded = {**self._loaded, **tree}
+            return None
+        self._elsewhere = True
+        if not self.by_numbers and not self.sharded:
+            return None  # each process reads all, and so as the first one did
+        self._loaded = {**self._loaded, "workers": Record().state_dict(self._loader.num_workers)}
+        if self.sharded:
+            self._loaded["asked"] = None
+        return self.says_elsewhere
+
+    @property
+    def says_elsewhere(self) -> str | None:
+        """What is not as it was after a resume on another number of processes; None where all is."""
+        if not self._loader.num_workers or not (self.by_numbers or self.sharded):
+            return None
+        return "resumed on another number of processes: the rows are the same, the random draws of workers are not"
+
+    def _way(self, loaded: dict[str, Any] | None) -> str:
+        """How the first batches are left out: "skip" in the order, read "past", or the data are "asked" to do it."""
+        loader = self._loader
+        if loaded is not None and self._asked is not None and not self._asked.rows_by_number:
+            return "asked"
+        draws_on = not loader.num_workers and loaded is not None and loaded["draws_on"] and not self._cuts
+        past = isinstance(loader.dataset, IterableDataset) or iterates_itself(loader) or not has_twin(loader)
+        return "past" if past or draws_on else "skip"
+
+    def _go_back(self, loaded: dict[str, Any], *, inside: bool, given: int | None) -> None:
+        """Have workers go on with the random states that those of the saved run had."""
+        workers, attributes = loaded["workers"], vars(self._loader)
+        record = self._record
+        if workers["number"] != self._loader.num_workers or not has_twin(self._loader):
+            return
+        persistent = self._loader.persistent_workers
+        if persistent:
+            attributes["_iterator"] = None  # its workers have another history
+        if workers["seed"] is None or not (inside or persistent):
+            return
+        record.take_over(workers, given=given, inside=inside)
+        if persistent and (not inside or workers["kept"]):
+            self._order.closed = True
+            try:
+                with unmoved(self._generators.found):
+                    attributes["_iterator"] = self._made(twin(self._loader, self._order), seed=workers["seed"])
+            finally:
+                self._order.closed = False
+
+    def _ask(self, loaded: dict[str, Any], given: int | None) -> None:
+        if self._asked is not None:
+            self._asked.load(loaded["asked"], given=given)
+
+    def _opened(self, skip: int) -> Iterator[Any]:
+        """A pass that begins after `skip` batches of the order, which are pulled at once, with the random state now."""
+        loader, order = self._loader, self._order
+        order.skip = skip
+        if self._cuts:
+            from trainwright.data.dataloader.slicing import Dealt
+
+            lists = loader.batch_sampler is not None
+            order.deals = partial(Dealt, part=self._part, most=self._most, by_lists=lists)
+        elif self.must_resume and not draws_at_most_at_first(_index_sampler(loader)):
+            order.moved = self._note_draws
+        try:
+            iterator = self._iterator()
+            if not loader.num_workers:
+                order.pass_over()
+        except RuntimeError as error:
+            pool = vars(loader).get("_iterator")
+            if isinstance(pool, Workers):
+                pool.explain(error)
+            raise
+        finally:
+            order.skip, order.moved, order.once_more, order.deals = 0, None, False, None
+        return iterator
+
+    def _iterator(self) -> Iterator[Any]:
+        """A pass over the loader; one apart where its persistent workers are not to be taken from another pass."""
+        loader: Any = self._loader
+        order = self._order
+        if has_twin(loader) and (loader.num_workers or order.skip or order.moved or order.once_more or order.deals):
+            loader = twin(loader, order, self._made if loader.num_workers else None)
+        pool = vars(loader).get("_iterator")
+        under_way = bool(getattr(pool, "_tasks_outstanding", 0))
+        apart = under_way if self._keeps_workers is None else not self._keeps_workers
+        if apart and loader.persistent_workers and not self._tells_epoch:
+            beside: Iterator[Any] = loader._get_iterator()
+            return beside
+        if isinstance(pool, Workers):
+            pool.go_on(self._record, order, first=self._first())
+        if type(self._loader) is not DataLoader or self._loader.num_workers:
+            return iter(loader)
+        from trainwright.data.dataloader.recognized import from_memory
+
+        iterator = iter(loader)
+        batches = from_memory(self._loader, iterator)
+        self.in_memory = batches is not iterator
+        return batches
+
+    def _made(self, stand_in: Any, seed: int | None = None) -> Workers:
+        """New workers of the loader."""
+        stand_in.check_worker_number_rationality()
+        carries = stand_in.persistent_workers or (self._role == "train" and self.must_resume is not False)
+        carrying = Carrying(stand_in.collate_fn) if carries else None
+        part = self._part or _ALONE
+        starting = Starting(stand_in.worker_init_fn, self._record.states, carrying, part=part)
+        collate = {} if carrying is None else {"collate_fn": carrying}
+        dressed = view(stand_in, self._order, worker_init_fn=starting, **collate)
+        apart = self._cuts or self.sharded  # else workers read what those of every process read
+        return Workers(dressed, self._record, seed=seed, first=self._first(), rank=part.rank if apart else 0)
+
+    def _first(self) -> int:
+        """The worker whose turn it is in a pass that begins in the middle."""
+        loader: Any = self._loader
+        return self._order.skip % loader.num_workers if getattr(loader, "in_order", True) else 0
+
+    def _note_draws(self) -> None:
+        if not self._draws_on:
+            refuse_draws(_index_sampler(self._loader), workers=self._loader.num_workers, role=self._role)
+        self._draws_on = True
+
+    def _dealt(self) -> int | None:
+        """Rows that torch's own BatchSampler deals; None where another one does, or rows come unnumbered."""
+        batch_sampler = self._loader.batch_sampler
+        if type(batch_sampler) is not BatchSampler or isinstance(self._loader.dataset, IterableDataset):
+            return None
+        return length_of(batch_sampler.sampler)
+
+    def _no_batches(self) -> DataError:
+        loader, data_set = self._loader, self._loader.dataset
+        rows = self._dealt() if self._dealt() is not None else length_of(data_set)
+        what, want, fix = f"an epoch of the {type(loader).__name__} had no batch", "at least one batch per epoch", ""
+        if rows == 0:
+            what = f"data set of 0 rows in the {type(loader).__name__}"
+        elif rows is not None and self._drops_last and self.batch_size is not None and rows < self.batch_size:
+            what = f"{rows} rows, batch_size {self.batch_size}, drop_last=True leaves 0 batches"
+            fix = f"drop_last=False, or a batch_size of at most {rows}"
+        elif isinstance(data_set, IterableDataset):
+            want = f"{type(data_set).__name__}.__iter__ to give a fresh iterator with rows in each epoch"
+        else:
+            sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+            want = f"at least one batch of {rows} rows from {type(sampler).__name__}"
+        return DataError(message(f"{self._role} data: {what}", want=want, fix=fix))
+
+
+def _index_sampler(loader: DataLoader[Any]) -> Any:
+    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler

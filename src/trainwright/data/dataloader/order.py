@@ -1,0 +1,151 @@
+"""The order of a loader's batches: begun after those that were trained on, and watched for draws it should not make."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from trainwright.core.errors import DataError, message
+from trainwright.core.rng import host_random_state
+from trainwright.data.dataloader.position import skipped
+
+if TYPE_CHECKING:
+    from trainwright.data.dataloader.slicing import Dealt
+
+_TORCHS_OWN = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
+_END = object()
+
+
+class Order:
+    """A sampler or batch sampler, iterated once for each time that it would be without this.
+
+    `skip` batches are left out at the start of every pass that begins, when the first is pulled or at `pass_over`.
+    `moved` is called where a pull after the first has moved a random state of the process.
+    """
+
+    def __init__(self, given: Iterable[Any], *, name: str) -> None:
+        self._given = given
+        self._name = name
+        self._left: _Left | None = None
+        self.deals: Callable[[Iterator[Any]], Dealt] | None = None
+        """Cuts the row numbers of a pass that begins for this process; None where it is the only one."""
+        self.dealt: Dealt | None = None
+        """The pass that was begun last, where it was cut."""
+        self.skip = 0
+        self.closed = False
+        """Whether passes are empty: persistent workers are started by one that asks for nothing."""
+        self.once_more = False
+        """Whether a sampler that was loaded at the end of its pass is to be asked for the next one."""
+        self.moved: Callable[[], None] | None = None
+
+    def __len__(self) -> int:
+        given: Any = self._given
+        return len(given)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.closed:
+            return iter(())
+        numbers = iter(self._given)
+        if self.once_more:
+            numbers = asked_again(self._given, numbers)
+        if self.moved is not None:
+            numbers = watched(numbers, self.moved)
+        if self.skip:
+            numbers = self._left = _Left(numbers, self.skip, self._name)
+        if self.deals is not None:
+            numbers = self.dealt = self.deals(numbers)
+        return numbers
+
+    def pass_over(self) -> None:
+        """Pull what is left out now, with the random state that there is, and what all processes draw alike."""
+        if self.deals is not None and self.dealt is not None:
+            self.dealt.draw()
+        elif self._left is not None:
+            self._left.pass_over()
+
+
+class _Left:
+    """What is left of a pass: its first `skip` are pulled and dropped, not before they are asked for."""
+
+    def __init__(self, numbers: Iterator[Any], skip: int, name: str) -> None:
+        self._numbers = numbers
+        self._skip = skip
+        self._name = name
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._skip:
+            self.pass_over()
+        return next(self._numbers)
+
+    def pass_over(self) -> None:
+        skip, self._skip = self._skip, 0
+        skipped(self._numbers, skip, self._name)
+
+
+def watched(numbers: Iterator[Any], moved: Callable[[], None]) -> Iterator[Any]:
+    """`numbers`; `moved` is called where a pull after the first has moved a random state of the process."""
+    for first in numbers:
+        yield first
+        break
+    while True:
+        pulled, has_moved = moves_random_state(lambda: next(numbers, _END))
+        if pulled is _END:
+            return
+        if has_moved:
+            moved()
+        yield pulled
+
+
+def moves_random_state(pull: Callable[[], Any]) -> tuple[Any, bool]:
+    """What a call gives, and whether it has moved a random state of the process on the host."""
+    before = host_random_state()
+    pulled = pull()
+    return pulled, _differ(before, host_random_state())
+
+
+def refuse_draws(sampler: Any, *, workers: int, role: str) -> None:
+    """Meet a sampler that draws from the process's random state after its first pull, where training draws too.
+
+    DataError where workers are asked ahead, so that no resume inside an epoch is exact; else a warning.
+    """
+    name = type(sampler.sampler if type(sampler) is BatchSampler else sampler).__name__
+    what = f"{role} data: the sampler {name} draws from the process's random state while it is iterated"
+    want = "a sampler that draws when its iterator is made, or from a generator of its own"
+    fix = "self.generator = torch.Generator().manual_seed(...) in the sampler, to draw from; or no checkpoint"
+    if workers:
+        what = f"{what}: with {workers} worker{'s' if workers > 1 else ''} no resume inside an epoch is exact"
+        raise DataError(message(what, want=want, fix=fix))
+    what = f"{what}: a resume inside an epoch is exact only where training itself draws nothing"
+    warnings.warn(message(what, want=want, fix=fix), stacklevel=2)
+
+
+def asked_again(given: Iterable[Any], numbers: Iterator[Any]) -> Iterator[Any]:
+    """`numbers`; a new pass over `given` where there are none, as after a state of a pass's end was loaded."""
+    first = next(numbers, _END)
+    if first is _END:
+        numbers = iter(given)
+    else:
+        yield first
+    yield from numbers
+
+
+def draws_at_most_at_first(sampler: Any) -> bool:
+    """Whether a sampler is known to leave the process's random state alone after its first pull."""
+    if type(sampler) is BatchSampler:
+        return draws_at_most_at_first(sampler.sampler)
+    return type(sampler) in (*_TORCHS_OWN, list, tuple, range)
+
+
+def _differ(before: dict[str, Any], after: dict[str, Any]) -> bool:
+    if before["python"] != after["python"] or not torch.equal(before["torch"], after["torch"]):
+        return True
+    # NumPy's state is the same object until it moves, unless it holds a second normal deviate.
+    return before["numpy"] is not after["numpy"] and repr(before["numpy"]) != repr(after["numpy"])

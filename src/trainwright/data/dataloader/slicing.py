@@ -1,0 +1,228 @@
+"""A loader's lists of row numbers, cut for one process: drawn alike on all of them, whole batches counted."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+
+from trainwright.core.errors import DataError, message
+from trainwright.core.rng import random_state, set_random_state, unmoved
+from trainwright.data.cutting import cut, cut_batches, rows_of
+from trainwright.data.dataloader.order import draws_at_most_at_first
+from trainwright.data.dataloader.position import length_of
+from trainwright.data.sharding import standing, told
+from trainwright.distributed.batch_layout import Shard, Slice
+
+_KNOW_THEIR_RANK = (("num_replicas", "rank"), ("num_processes", "process_index"), ("world_size", "rank"))
+"""What samplers call the number of processes and their own: torch's, accelerate's, others'."""
+_END = object()
+
+
+class Dealt:
+    """One pass over the row numbers of all batches: this process's part of each.
+
+    The numbers are pulled, as far as their draws reach, at the first pull or at `draw`, so that all processes draw
+    them with the same random state. `part` is None where batches are read whole and cut when they are there.
+    """
+
+    def __init__(self, numbers: Iterator[Any], part: Shard | None, *, most: int | None, by_lists: bool) -> None:
+        self._numbers = numbers
+        self._part = part
+        self._most = most
+        """How many are pulled at once; None where all is drawn at the first."""
+        self._by_lists = by_lists
+        self._drawn = False
+        self.wholes: deque[int | None] = deque()
+        """Rows over all processes of the batches that were asked for and are not there yet; None: to be counted."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if not self._drawn:
+            self.draw()
+        rows = next(self._numbers)
+        if self._part is None or not (self._by_lists or isinstance(rows, list | Tensor | np.ndarray)):
+            self.wholes.append(None)  # one number, say, of a data set whose items are batches
+            return rows
+        rows = rows if isinstance(rows, list | tuple | range | Tensor | np.ndarray) else list(rows)
+        self.wholes.append(len(rows))
+        run = self._part.run(len(rows))
+        return rows[run.start : run.stop]
+
+    def draw(self) -> None:
+        """Pull all that draws, with the random state that there is now."""
+        self._drawn = True
+        first = list(islice(self._numbers, 1 if self._most is None else self._most + 1))
+        if self._most is not None and len(first) > self._most:
+            raise DataError(
+                message(
+                    "the order of the data is drawn at the start of an epoch, for all processes alike, and has no end",
+                    have=f"a sampler of more than {self._most:,} batches, many more than its length tells",
+                    want="a sampler that ends with the epoch",
+                    fix="a __len__ that tells how many batches an epoch has",
+                )
+            )
+        self._numbers = chain(first, self._numbers)
+
+
+def slices(batches: Iterator[Any], dealt: Dealt, part: Shard, *, name: str) -> Iterator[Slice]:
+    """Batches of a pass as slices; those that were not asked for by row numbers are cut here."""
+    for batch in batches:
+        whole = dealt.wholes.popleft()
+        if whole is None:
+            whole = rows_of(batch, name)
+            batch = cut(batch, part.run(whole), of=whole)  # noqa: PLW2901 - the whole one is not to be kept
+        yield Slice(batch, len(part.of(whole)), whole)
+
+
+def own(begin: Callable[[], Iterator[Any]], part: Shard | None, *, aligned: bool) -> Iterator[Any]:
+    """Batches that are this process's own; slices, where there are several.
+
+    With `aligned` all processes read their first batch with the same random state: an iterable that shuffles before
+    it leaves out what is not its own does it there. The rest draws for its rows.
+    """
+    stands = Shard(0, 1) if part is None else part
+    with standing(stands):
+        batches = begin()
+    batches = told(batches, stands)
+    if part is None:
+        return batches
+    return own_slices(in_step(batches, only_first=True) if aligned else batches)
+
+
+def own_slices(batches: Iterator[Any]) -> Iterator[Slice]:
+    """Batches that are this process's own."""
+    for batch in batches:
+        yield Slice(batch, None, None)
+
+
+def read_whole(begin: Callable[[], Iterator[Any]], part: Shard, *, name: str) -> Iterator[Slice]:
+    """Slices of batches that every process reads whole, with the same random state."""
+    return cut_batches(in_step(begin(), only_first=False), part, name)
+
+
+def in_step(batches: Iterator[Any], *, only_first: bool) -> Iterator[Any]:
+    """`batches`, each read with a random state of their own that begins as the one now: the same on all processes.
+
+    With `only_first` the first one alone.
+    """
+    return _in_step(batches, random_state(), only_first=only_first)
+
+
+def _in_step(batches: Iterator[Any], state: dict[str, Any], *, only_first: bool) -> Iterator[Any]:
+    while True:
+        with unmoved():
+            set_random_state(state)
+            batch = next(batches, _END)
+            state = random_state()
+        if batch is _END:
+            return
+        yield batch
+        if only_first:
+            yield from batches
+            return
+
+
+def most_to_pull(sampler: Any) -> int | None:
+    """How many items of a sampler are to be pulled at once so that all is drawn; None where the first pull does it.
+
+    DataError where nobody knows.
+    """
+    if _draws_all_at_first(sampler):
+        return None
+    length = length_of(sampler)
+    if length is None:
+        name = type(sampler).__name__
+        raise DataError(
+            message(
+                f"the sampler {name} has no length, and its order cannot be drawn for all processes alike",
+                want="a sampler whose __len__ tells how many items an epoch has, so that they are drawn at its start",
+                fix=f"def __len__(self) in {name}",
+            )
+        )
+    return 4 * length + 1000  # lengths of samplers by size are often estimates
+
+
+def _draws_all_at_first(sampler: Any) -> bool:
+    """Whether after its first pull a sampler draws from nothing that anybody else draws from."""
+    if type(sampler) is BatchSampler:
+        return _draws_all_at_first(sampler.sampler)
+    if type(sampler) is RandomSampler and sampler.generator is not None:
+        once = length_of(sampler.data_source) or 0
+        return not sampler.replacement and sampler.num_samples <= once
+    return draws_at_most_at_first(sampler)
+
+
+def refuse_loader(loader: DataLoader[Any], *, role: str, processes: int, batch_size: int | None) -> None:
+    """Refuse a loader of a stream, one that deals rows itself, one that gives batches in another order each time."""
+    batch_sampler = loader.batch_sampler
+    for owner in (loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None)):
+        refuse_what_knows_its_rank(owner, role=role, processes=processes, batch_size=batch_size)
+    if isinstance(loader.dataset, IterableDataset):
+        raise unshared(loader, role=role, processes=processes)
+    if loader.num_workers and not getattr(loader, "in_order", True):
+        raise DataError(
+            message(
+                f"{role} data: in_order=False gives batches as they come, differently on each of {processes} processes",
+                want="the same order on all of them",
+                fix="DataLoader(..., in_order=True)",
+            )
+        )
+
+
+def refuse_what_knows_its_rank(owner: Any, *, role: str, processes: int, batch_size: int | None) -> None:
+    """Refuse a sampler that deals rows to processes itself, and would do it a second time."""
+    for size, rank in _KNOW_THEIR_RANK:
+        if not (hasattr(owner, size) and hasattr(owner, rank)) or getattr(owner, size) == 1:
+            continue
+        rows = "64" if batch_size is None else str(batch_size * processes)
+        shuffle = getattr(owner, "shuffle", None)
+        asked = f", shuffle={shuffle}" if isinstance(shuffle, bool) else ""
+        name = type(owner).__name__
+        raise DataError(
+            message(
+                f"{role} data: {name} deals rows to processes, and a Trainer on {processes} processes deals them too",
+                have=f"{name}({size}={getattr(owner, size)}, {rank}={getattr(owner, rank)})",
+                want="a loader as on one process; its batch size counts rows over all processes",
+                fix=f"DataLoader(data, batch_size={rows}{asked}), or sharded(loader) to keep your own dealing",
+            )
+        )
+
+
+def unshared(data: Any, *, role: str, processes: int) -> DataError:
+    """The error of a stream that every process would read whole."""
+    of_rows = isinstance(data, DataLoader)
+    name = type(data.dataset if of_rows else data).__name__
+    read, given = ("rows", "loader") if of_rows else ("batches", "data")
+    place = f"before {given}" if hasattr(data, "__next__") else f"in {name}.__iter__"
+    return DataError(
+        message(
+            f"{role} data: {name} is a stream, and each of {processes} processes would read all of it",
+            want="a part of its own for each process (and loader worker), and a mark that says so",
+            fix=f"index, total = shard(); {read} = itertools.islice({read}, index, None, total)   # {place}\n"
+            f"        sharded({given})   # in place of {given}",
+        )
+    )
+
+
+def deal(source: Any, part: Shard | None, *, role: str = "train") -> None:
+    """Have a source give this process's part, or all of it; DataError for one of a user's own that cannot."""
+    if not callable(getattr(source, "deal", None)):
+        if part is None:
+            return
+        name = type(source).__name__
+        raise DataError(
+            message(
+                f"{role} data: the source {name} does not deal its batches to {part.size} processes",
+                want="deal(part), after which epoch(...) gives a Slice(batch, rows, whole) for each batch",
+                fix=f"def deal(self, part) in {name}, or parallel=None for a run of one process",
+            )
+        )
+    source.deal(part)

@@ -1,0 +1,386 @@
+"""Whatever `train` or `val` is, opened as one kind of thing: a source of the batches of an epoch."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from numbers import Number
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from trainwright.core.errors import DataError, message
+from trainwright.core.rng import unmoved
+from trainwright.data.batches import Batches, batches
+from trainwright.data.dataloader.position import PER_EPOCH, check_kind
+from trainwright.data.generators import Generators
+from trainwright.data.sharding import Sharded, standing, tells
+from trainwright.distributed.batch_layout import Shard
+from trainwright.protocols import Source
+
+_FORMS = (
+    "batches(...), a DataLoader, a Dataset, a tensor or array or a tuple of them with batch_size, "
+    "an iterable of batches, or a function epoch -> one of these"
+)
+
+
+EVALUATED_AT_ONCE = 256
+"""Rows of a batch of an evaluation or prediction where none are given: the numbers do not depend on it."""
+
+_NO_SOURCES: tuple[type, ...] = (list, tuple, dict, Tensor, np.ndarray, DataLoader)
+"""What data nearly always are, so that a Protocol is asked about nothing else."""
+
+
+def open_source(data: Any, *, batch_size: int | None = None, shuffle: bool = False, role: str = "train") -> Source:
+    """A source of the batches of `data`; DataError where there are none, or the form is no data.
+
+    `batch_size` and `shuffle` are for data sets of rows (see `takes_batch_size`): with ready batches `batch_size`
+    is refused, and `shuffle` says nothing. Only the role "train" needs a batch size. A function `epoch -> data` is
+    called once for epoch 0, at once. What is
+    a `Source` already, yours or ours, is taken as it is. What `sharded` has marked is this process's own part.
+    """
+    if isinstance(data, Sharded):
+        return mark(open_source(data.data, batch_size=batch_size, shuffle=shuffle, role=role), role)
+    if is_together(data):
+        side_by_side: Source = data.source(batch_size=batch_size, shuffle=shuffle, role=role)
+        return side_by_side
+    if _is_source(data):
+        return _own(data, batch_size, role)
+    _refuse_what_is_no_data(data, role)
+    if is_function(data):
+        return PerEpoch(data, batch_size=batch_size, shuffle=shuffle, role=role)
+    if takes_batch_size(data):
+        return _data_set(data, batch_size, shuffle=shuffle, role=role)
+    _refuse_batch_size(data, batch_size, role)
+    from trainwright.data.dataloader.loader import LoaderBatches
+    from trainwright.data.streams import ReadyBatches
+
+    return LoaderBatches(data, role) if isinstance(data, DataLoader) else ReadyBatches(data, role)
+
+
+def takes_batch_size(data: Any) -> bool:
+    """Whether `data` is a data set of rows, or a function that may give one, rather than ready batches."""
+    if isinstance(data, Sharded):
+        return takes_batch_size(data.data)
+    if is_together(data):
+        return any(map(takes_batch_size, data.loaders.values()))
+    if isinstance(data, Tensor | np.ndarray | tuple | dict) or is_function(data):
+        return True
+    if isinstance(data, Batches | DataLoader | IterableDataset):
+        return False
+    rows_by_number = hasattr(data, "__getitem__") and hasattr(data, "__len__") and not hasattr(data, "__iter__")
+    return isinstance(data, Dataset) or hasattr(data, "__getitems__") or rows_by_number
+
+
+class PerEpoch:
+    """A function `epoch -> data`, called once per epoch; length and rows are those of the epoch in hand."""
+
+    repeatable = True
+    draws_global_rng = True
+    _must_resume: bool | None = None
+    _sharded = False
+    _part: Shard | None = None
+    """The part of each batch that this process runs; None: all of it."""
+
+    def __init__(self, make: Any, *, batch_size: int | None, shuffle: bool, role: str) -> None:
+        self._make = make
+        self._batch_size = batch_size
+        self._shuffle = shuffle
+        self._role = role
+        with nullcontext() if role == "train" else unmoved():  # training draws as the plain loop does
+            self._data = _called(make, 0, role)
+        self._source = self._opened(self._data)
+        self._epoch = 0
+        self._fresh = True
+        """Whether the data in hand are not yet read."""
+        self._loaded: dict[str, Any] | None = None
+        self._measure()
+
+    @property
+    def must_resume(self) -> bool | None:
+        """Whether a checkpoint may be asked for."""
+        return self._must_resume
+
+    @must_resume.setter
+    def must_resume(self, must: bool | None) -> None:
+        self._must_resume = must
+        if hasattr(self._source, "must_resume"):  # a source of the user's own may not ask
+            cast(Any, self._source).must_resume = must
+
+    @property
+    def sharded(self) -> bool:
+        """Whether what the function gives is this process's own part already."""
+        return self._sharded
+
+    @sharded.setter
+    def sharded(self, sharded: bool) -> None:
+        self._sharded = sharded
+        self._mark(self._source)
+
+    @property
+    def own_length(self) -> int | None:
+        """Batches of the epoch in hand on this process, where it has data of its own; else as `length`."""
+        return getattr(self._source, "own_length", self._source.length)
+
+    @property
+    def says_elsewhere(self) -> str | None:
+        """What is not as it was after a resume on another number of processes; None where all is."""
+        return getattr(self._source, "says_elsewhere", None)
+
+    def deal(self, part: Shard | None) -> None:
+        """From now on `epoch` gives a `Slice` of each batch: this process's part of it; None: whole batches again."""
+        self._deal(self._source, part)
+        self._part = part
+        self._measure()
+
+    @property
+    def resumes(self) -> str:
+        """What is not known to be exact in a resume inside an epoch of the data in hand; "" where nothing is."""
+        return str(getattr(self._source, "resumes", ""))
+
+    def facts(self) -> dict[str, Any]:
+        """Nothing: each epoch's data are compared with those that were saved when they are made."""
+        return {}
+
+    def at_boundary(self) -> None:
+        """Note that all batches given so far are trained on."""
+        if hasattr(self._source, "at_boundary"):
+            cast(Any, self._source).at_boundary()
+
+    def set_aside(self) -> None:
+        """Read beside whoever else reads the data in hand, which may be readable once: the function makes others."""
+        self._source, self._fresh = beside(self._source), False
+
+    def describe(self) -> str:
+        """The data of epoch 0."""
+        return f"{self._source.describe()}, made for each epoch"
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """The generators that the data in hand draw from, apart from the process's."""
+        return list(getattr(self._source, "generators", ()))
+
+    def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
+        """The batches of the data that the function gives for `epoch`."""
+        stands = Shard(0, 1) if self._part is None else self._part
+        # What was made when the data were opened was made for the place that the environment tells.
+        same = self._fresh and epoch == self._epoch and (not self._sharded or tells(stands))
+        if not same:
+            with standing(stands):
+                data = _called(self._make, epoch, self._role)
+            same = data is self._data
+            if not same:
+                self._data, self._source = data, self._opened(data)
+                self._measure()
+        loaded, self._loaded = self._loaded, None
+        # A state of another epoch's data belongs to those data, unless all epochs share them.
+        if loaded is not None and (same or loaded["epoch"] == epoch):
+            self._source.load_state_dict(loaded["source"])
+            if "process" in loaded and hasattr(self._source, "load_process_state"):
+                cast(Any, self._source).load_process_state(loaded["process"])
+        self._epoch, self._fresh = epoch, False
+        return self._source.epoch(epoch, skip)
+
+    def settle(self) -> None:
+        """Have what all epochs share stand where a loaded state was saved: another `fit` reads it."""
+        if self._loaded is None:
+            return
+        data = _called(self._make, self._loaded["epoch"], self._role)
+        source = self._source if data is self._data else self._opened(data)
+        settle = getattr(source, "settle", None)
+        if settle is not None:
+            source.load_state_dict(self._loaded["source"])
+            settle()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The epoch in hand and the state of its data."""
+        return self._loaded or {"epoch": self._epoch, "source": self._source.state_dict()}
+
+    def load_state_dict(self, tree: dict[str, Any]) -> None:
+        """Take over a saved state; it takes effect when the next epoch's data are made."""
+        check_kind(tree, PER_EPOCH)
+        self._loaded = tree
+
+    def process_state(self) -> Any:
+        """What of the state is this process's own."""
+        if self._loaded is not None:
+            return self._loaded.get("process")
+        return cast(Any, self._source).process_state() if hasattr(self._source, "process_state") else None
+
+    def load_process_state(self, tree: Any) -> str | None:
+        """Take over this process's own state after the common one; None: it was saved on another number of them."""
+        if self._loaded is not None:
+            self._loaded = {**self._loaded, "process": tree}
+        return self.says_elsewhere if tree is None else None
+
+    def _measure(self) -> None:
+        self.length, self.rows = self._source.length, self._source.rows
+        self.batch_size = self._source.batch_size
+
+    def _deal(self, source: Source, part: Shard | None) -> None:
+        from trainwright.data.dataloader.slicing import deal
+
+        deal(source, part, role=self._role)
+
+    def _mark(self, source: Source) -> None:
+        if self._sharded:
+            mark(source, self._role)
+
+    def _opened(self, data: Any) -> Source:
+        if is_function(data):
+            raise _no_data(data, f"{self._role} data: the function epoch -> data gave another function")
+        source = open_source(data, batch_size=self._batch_size, shuffle=self._shuffle, role=self._role)
+        if self._must_resume is not None and hasattr(source, "must_resume"):
+            cast(Any, source).must_resume = self._must_resume
+        self._mark(source)
+        if self._part is not None:
+            self._deal(source, self._part)
+        return source
+
+
+def _called(make: Any, epoch: int, role: str) -> Any:
+    try:
+        inspect.signature(make).bind(epoch)
+    except TypeError as error:
+        raise DataError(
+            message(
+                f"{role} data: the function cannot be called with the epoch",
+                have=str(error),
+                want="a function of one argument, the epoch from 0",
+                fix=f"lambda epoch: {getattr(make, '__name__', 'make')}()",
+            )
+        ) from None
+    except ValueError:
+        pass  # a builtin without a signature
+    return make(epoch)
+
+
+def is_function(data: Any) -> bool:
+    """Whether data are a function of the epoch, called for epoch 0 when they are opened."""
+    data_like = any(hasattr(data, name) for name in ("__iter__", "__getitem__"))
+    return callable(data) and not data_like and not isinstance(data, type | nn.Module)
+
+
+def is_together(data: Any) -> bool:
+    """Whether data are several loaders, read side by side."""
+    return _is(data, "together.Together")
+
+
+def _is_source(data: Any) -> bool:
+    """Whether data are a source already. To ask a Protocol takes 40 us, as long as a batch of a small model."""
+    if _is_of_this_package(data):
+        return True
+    return not isinstance(data, _NO_SOURCES) and isinstance(data, Source)
+
+
+def _is_of_this_package(data: Any) -> bool:
+    if isinstance(data, Batches | PerEpoch):
+        return True
+    from trainwright.data.dataloader.loader import LoaderBatches
+    from trainwright.data.streams import ReadyBatches
+
+    return isinstance(data, LoaderBatches | ReadyBatches) or _is(data, "side_by_side.SideBySide")
+
+
+def _is(data: Any, kind: str) -> bool:
+    """Whether data are of a class of this folder, which only those import who have such data."""
+    module, name = kind.split(".")
+    imported = sys.modules.get(f"trainwright.data.{module}")
+    return imported is not None and isinstance(data, getattr(imported, name))
+
+
+def _own(source: Any, batch_size: int | None, role: str) -> Source:
+    _refuse_batch_size(source, batch_size, role)
+    opened: Source = source
+    if getattr(source, "_part", None) is not None and _is_of_this_package(source):
+        source.deal(None)  # another run may have dealt it
+    return opened
+
+
+def mark(source: Any, role: str) -> Source:
+    """A source of this process's own part of the data."""
+    if not _is_of_this_package(source):
+        name = type(source).__name__
+        raise DataError(
+            message(
+                f"{role} data: sharded({name}(...)), a source of your own",
+                want="a loader, an iterable of batches, or a function epoch -> one of these",
+                fix=f"def deal(self, part) in {name}, after which epoch(...) gives a Slice(batch, None, None) for each",
+            )
+        )
+    source.sharded = True
+    marked: Source = source
+    return marked
+
+
+def _data_set(data: Any, batch_size: int | None, *, shuffle: bool, role: str) -> Source:
+    if batch_size is not None or role != "train":
+        return batches(data, EVALUATED_AT_ONCE if batch_size is None else batch_size, shuffle=shuffle)
+    raise DataError(
+        message(
+            f"{role} data: {_name(data)} is a data set of rows, without a batch size",
+            want="a batch size, or ready batches (a list is batches)",
+            fix="batch_size=64, or batches(data, 64) in place of the data",
+        )
+    )
+
+
+def _refuse_batch_size(data: Any, batch_size: int | None, role: str) -> None:
+    if batch_size is None:
+        return
+    fix = "batches(data, ...) if its items are rows" if hasattr(data, "__getitem__") else "leave batch_size out"
+    if isinstance(data, IterableDataset):
+        fix = f"DataLoader(data, batch_size={batch_size})"
+    raise DataError(
+        message(
+            f"{role} data: batch_size={batch_size} beside {_name(data)}, which is taken as batches already",
+            want="batch_size only with a data set of rows",
+            fix=fix,
+        )
+    )
+
+
+def _refuse_what_is_no_data(data: Any, role: str) -> None:
+    if isinstance(data, type):
+        raise _no_data(data, f"{role} data: the class {data.__name__} itself", fix=f"{data.__name__}(...)")
+    if hasattr(data, "iloc"):
+        raise _no_data(data, f"{role} data: a table of pandas", fix="data.to_numpy()")
+    iterable = hasattr(data, "__iter__") or hasattr(data, "__getitem__") or callable(data)
+    if isinstance(data, str | bytes | Number | nn.Module) or not iterable:
+        raise _no_data(data, f"{role} data: {_name(data)} is nothing that batches come from")
+
+
+def _no_data(data: Any, what: str, fix: str = "") -> DataError:
+    return DataError(message(what, have=repr(data)[:80], want=_FORMS, fix=fix))
+
+
+def _name(data: Any) -> str:
+    name = type(data).__name__
+    return f"{'an' if name[0] in 'AEIOaeiou' else 'a'} {name}"
+
+
+def beside(source: Source) -> Source:
+    """The same data for a pass beside training's: what it does to a source's own position is done to a copy.
+
+    A source that is not of this package is given back as it is.
+    """
+    if not _is_of_this_package(source):
+        return source
+    aside: Any = _copied(source)
+    for name, value in vars(source).items():
+        if isinstance(value, Generators):
+            setattr(aside, name, _copied(value))
+    aside.set_aside()
+    return cast(Source, aside)
+
+
+def _copied(one: Any) -> Any:
+    """What `copy` gives of an object whose attributes are all that it holds, in a tenth of the time."""
+    other = object.__new__(type(one))
+    other.__dict__.update(one.__dict__)
+    return other

@@ -1,0 +1,395 @@
+"""Ready batches, with a length or without, and an endless stream that epochs are cut from."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from functools import partial
+from itertools import islice
+from typing import Any, cast
+
+import torch
+
+from trainwright.core.errors import DataError, message
+from trainwright.core.rng import random_state, set_random_state, unmoved
+from trainwright.data.dataloader.order import asked_again
+from trainwright.data.dataloader.position import (
+    CUT,
+    READY,
+    check_facts,
+    check_kind,
+    length_of,
+    opened,
+    skipped,
+    tell_epoch,
+)
+from trainwright.data.generators import stands_in_the_middle
+from trainwright.data.sharding import alone_in_a_job, elsewhere
+from trainwright.data.stateful import asked_of
+from trainwright.distributed.batch_layout import Shard
+from trainwright.protocols import Source
+
+_END = object()
+
+
+class ReadyBatches:
+    """Batches that are there already: a list, or anything that gives them when it is iterated.
+
+    A batch is asked for only when the loop asks, and handed on as it is.
+    """
+
+    batch_size: int | None = None
+    rows: int | None = None
+    must_resume: bool | None = None
+    """Whether a checkpoint may be asked for."""
+    sharded = False
+    """Whether the batches are this process's own part already."""
+    _part: Shard | None = None
+    """The part of each batch that this process runs; None: all of it."""
+    _elsewhere = False
+    """Whether a loaded state is of another number of processes."""
+    _tells_epoch = True
+    """Whether the data hear which epoch it is."""
+
+    def __init__(self, data: Any, role: str) -> None:
+        self._data = data
+        self._role = role
+        self.length = self.own_length = length_of(data)
+        """Batches of an epoch; `own_length` is what the data tell on this process, whose own they may be."""
+        self._asked = asked_of(data)
+        self._loaded: dict[str, Any] | None = None
+        self._epoch = -1
+        self.repeatable = not hasattr(data, "__next__")
+        self.draws_global_rng = not isinstance(data, list)
+        if self.length == 0:
+            raise self._no_batches()
+
+    def describe(self) -> str:
+        """The class, and the number of batches."""
+        name = type(self._data).__name__
+        several = "batches" if self.length != 1 else "batch"
+        own = " on each process" if self._part is not None and self.sharded else ""
+        return f"a {name} of batches{own}" if self.length is None else f"a {name} of {self.length:,} {several}"
+
+    def deal(self, part: Shard | None) -> None:
+        """From now on `epoch` gives a `Slice` of each batch: this process's part of it; None: whole batches again.
+
+        DataError for a stream, which each process would read whole, and for data that deal rows to processes.
+        """
+        if part is not None and not self.sharded:
+            from trainwright.data.dataloader.slicing import refuse_what_knows_its_rank, unshared
+
+            refuse_what_knows_its_rank(self._data, role=self._role, processes=part.size, batch_size=None)
+            if self.own_length is None:
+                raise unshared(self._data, role=self._role, processes=part.size)
+        self._part = part
+        self.length = None if part is not None and self.sharded else self.own_length
+
+    def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
+        """A pass over the batches; its first `skip` are read and dropped, unless the data know their own position."""
+        if self._elsewhere and skip and self.sharded:
+            raise elsewhere(self.describe(), role=self._role)
+        if self._part is None and (isinstance(self._data, list) or not alone_in_a_job()):
+            return self._begun(epoch, skip)
+        from trainwright.data.cutting import cut_batches
+        from trainwright.data.dataloader import slicing
+
+        begin = partial(self._begun, epoch, skip)
+        if self._part is None or self.sharded:
+            return slicing.own(begin, self._part, aligned=not skip)
+        if isinstance(self._data, list):
+            return cut_batches(begin(), self._part, self.describe())
+        return slicing.read_whole(begin, self._part, name=self.describe())
+
+    def _begun(self, epoch: int, skip: int) -> Iterator[Any]:
+        loaded, self._loaded = self._loaded, None
+        if self._role == "train" and self._tells_epoch:
+            tell_epoch(epoch, self._data)
+            if self.length is not None:
+                self.length = length_of(self._data)  # data may have other lengths from epoch to epoch
+        if not skip and isinstance(self._data, list) and self._data:
+            return iter(self._data)
+        if self._asked is None:
+            return self._read_past(skip)
+        self._epoch = epoch
+        if loaded is None or loaded["asked"] is None:
+            return self._asked.counted(self._read_past(skip), skip)
+        inside = loaded["epoch"] == epoch
+        self._asked.load(loaded["asked"], given=skip if inside else None)
+        left = iter(self._data) if inside else asked_again(self._data, iter(self._data))
+        return self._asked.counted(left, skip)
+
+    def _read_past(self, skip: int) -> Iterator[Any]:
+        """The batches after the first `skip`."""
+        batches: Iterator[Any] = iter(self._data)
+        if self._part is None or not self.sharded:
+            return opened(batches, skip, name=self.describe(), complaint=self._no_batches)
+        deque(islice(batches, skip), maxlen=0)  # one part may be empty, or end before others
+        return batches
+
+    def settle(self) -> None:
+        """Have the data stand where a loaded state was saved: no epoch follows, but another `fit` reads them."""
+        if self._loaded is None or self._asked is None or self._loaded["asked"] is None:
+            return
+        self._asked.load(self._loaded["asked"], given=None)
+        if stands_in_the_middle(self._data):
+            self._asked.load(self._loaded["asked"], given=None)
+
+    def at_boundary(self) -> None:
+        """Note that all batches given so far are trained on."""
+        if self._asked is not None and self.must_resume is not False:
+            self._asked.at_boundary()
+
+    def facts(self) -> dict[str, Any]:
+        """What must not change between a save and a resume."""
+        return {"batches": None if self.sharded else self.own_length}
+
+    @property
+    def resumes(self) -> str:
+        """What is not known to be exact in a resume inside an epoch, and what to do; "" where nothing is."""
+        if isinstance(self._data, list) or self._asked is not None:
+            return ""
+        name, again = type(self._data).__name__, "exact only if it gives the same batches again"
+        if not self.repeatable:
+            return f"a resume reads a new {name} up to where this one stood: {again}; batches(...) reads nothing twice"
+        return f"a resume reads {name} up to where it stood: {again}; give it state_dict and load_state_dict"
+
+    def set_aside(self) -> None:
+        """Read beside whoever else reads the data: they stay in their epoch."""
+        self._tells_epoch, self._asked, self._loaded = False, None, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the data tell of their position; without that it is the number of batches that were read."""
+        asked = None if self._asked is None else self._asked.state_dict()
+        return self._loaded or {"epoch": self._epoch, "facts": self.facts(), "asked": asked}
+
+    def load_state_dict(self, tree: dict[str, Any]) -> None:
+        """Take over a saved state, for the next epoch; DataError where the number of batches is another one."""
+        check_kind(tree, READY)
+        what = "the data are not what they were when the state was saved"
+        check_facts(self.facts(), tree["facts"], what=what, fix="give the batches that the run was started with")
+        self._loaded, self._elsewhere = tree, False
+
+    def process_state(self) -> dict[str, Any]:
+        """What of the state is this process's own: what the data tell of their position."""
+        return {"asked": self.state_dict()["asked"]}
+
+    def load_process_state(self, tree: dict[str, Any] | None) -> str | None:
+        """Take over this process's own state after the common one; None: it was saved on another number of them.
+
+        Then data of which each process has a part of its own go on only at the start of an epoch.
+        """
+        if self._loaded is not None and tree is not None:
+            self._loaded = {**self._loaded, **tree}
+        elif self._loaded is not None:
+            self._elsewhere = True
+            if self.sharded:
+                self._loaded = {**self._loaded, "asked": None}
+        return None
+
+    def _no_batches(self) -> DataError:
+        if self.repeatable:
+            what = f"{self._role} data: {self.describe()} had no batch in this epoch"
+            return DataError(message(what, want="at least one batch per epoch"))
+        return DataError(
+            message(
+                f"{self._role} data: the {type(self._data).__name__} is used up: it gives its batches once",
+                want="batches that can be read again in each epoch",
+                fix="a function that makes them anew, `lambda epoch: make(epoch)`, or a list of the batches",
+            )
+        )
+
+
+class Continuing:
+    """A source whose epochs are cut from one stream: each goes on where the last one stopped.
+
+    Where the stream ends, the next pass begins; a source that cannot be repeated ends there. It is its own
+    iterator, so that a loop that leaves an epoch early leaves the stream where it is.
+    """
+
+    length: int | None = None
+    rows: int | None = None
+    _part: Shard | None = None
+    """The part of each batch that this process runs; None: all of it."""
+    _common: dict[str, Any] | None = None
+    """The random state that the next pass begins with on all processes, where there are several."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.batch_size = source.batch_size
+        self.repeatable = source.repeatable
+        self.draws_global_rng = source.draws_global_rng
+        self._stream: Iterator[Any] | None = None
+        self._epoch = -1
+        self._pass = -1
+        self._random: dict[str, Any] | None = None
+        self._taken = 0
+        """Batches taken from the pass in hand."""
+        self._given = 0
+        """Batches given to the epoch in hand."""
+        self._boundary = 0
+        """Batches given to the epoch when its window in hand was begun."""
+        self._before: dict[str, Any] | None = None
+        """The state at the end of the last pass, where the window in hand was begun in it."""
+        self._loaded: dict[str, Any] | None = None
+
+    @property
+    def must_resume(self) -> bool | None:
+        """Whether a checkpoint may be asked for."""
+        return getattr(self._source, "must_resume", None)
+
+    @must_resume.setter
+    def must_resume(self, must: bool | None) -> None:
+        if hasattr(self._source, "must_resume"):  # a source of the user's own may not ask
+            cast(Any, self._source).must_resume = must
+
+    @property
+    def resumes(self) -> str:
+        """What is not known to be exact in a resume inside an epoch, and what to do; "" where nothing is."""
+        return str(getattr(self._source, "resumes", ""))
+
+    def facts(self) -> dict[str, Any]:
+        """What must not change between a save and a resume."""
+        facts: dict[str, Any] = cast(Any, self._source).facts() if hasattr(self._source, "facts") else {}
+        return facts
+
+    def at_boundary(self) -> None:
+        """Note that all batches given so far are trained on: a run that ends inside the next window goes back here."""
+        self._boundary, self._before = self._given, None
+        if hasattr(self._source, "at_boundary"):
+            cast(Any, self._source).at_boundary()
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """The generators that the source draws from, apart from the process's."""
+        return list(getattr(self._source, "generators", ()))
+
+    def describe(self) -> str:
+        """The source, without end."""
+        return f"{self._source.describe()}, going on over the epochs"
+
+    def deal(self, part: Shard | None) -> None:
+        """From now on this is one of several processes; None: the only one."""
+        from trainwright.data.dataloader.slicing import deal
+
+        deal(self._source, part)
+        self._part, self.batch_size = part, self._source.batch_size
+
+    def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
+        """Go on with the stream; `skip` batches of this epoch have been trained on before a resume."""
+        loaded, self._loaded = self._loaded, None
+        if self._part is not None and self._common is None:
+            self._common = random_state()
+        if loaded is not None:
+            self._go_back(loaded, skip - (loaded["given"] if loaded["epoch"] == epoch else 0))
+        else:
+            self._given = 0
+            skipped(self, skip, self._source.describe())
+        self._epoch, self._given, self._boundary, self._before = epoch, skip, skip, None
+        return self
+
+    def settle(self) -> None:
+        """Have the data stand where a loaded state was saved: no epoch follows, but another `fit` reads them."""
+        if self._loaded is None:
+            return
+        if not self.repeatable:
+            self._go_back(self._loaded, 0)
+            return
+        settle = getattr(self._source, "settle", None)
+        if settle is not None:
+            self._source.load_state_dict(self._loaded["source"])
+            settle()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        batch = _END if self._stream is None else next(self._stream, _END)
+        if batch is _END:
+            if not self.repeatable and self._given:
+                raise StopIteration
+            if self._given > self._boundary:
+                self._before = self.state_dict()
+            self._begin_pass(self._pass + 1)
+            assert self._stream is not None
+            batch = next(self._stream)
+        self._taken += 1
+        self._given += 1
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """The pass in hand, how much of it was taken, and what makes it again."""
+        return self._loaded or {
+            "epoch": self._epoch,
+            "given": self._given,
+            "pass": self._pass,
+            "taken": self._taken,
+            "random": self._random,
+            "source": self._source.state_dict(),
+            "before": self._before,
+            **({} if self._part is None else {"process": process_state(self._source)}),
+        }
+
+    def process_state(self) -> dict[str, Any]:
+        """What of the state is this process's own: how much it has read of which pass."""
+        return self.state_dict()
+
+    def load_process_state(self, tree: dict[str, Any] | None) -> str | None:
+        """Take over this process's own state after the common one; None: it was saved on another number of them."""
+        if self._loaded is not None:
+            self._loaded = {**self._loaded, "process": None, "before": None} if tree is None else tree
+        return None if tree is not None else getattr(self._source, "says_elsewhere", None)
+
+    def load_state_dict(self, tree: dict[str, Any]) -> None:
+        """Take over a saved position, for the next epoch; DataError where the source is another one."""
+        check_kind(tree, CUT)
+        what = "the data are not what they were when the state was saved"
+        saved = tree["source"].get("facts", {}) if isinstance(tree["source"], dict) else {}
+        check_facts(self.facts(), saved, what=what, fix="give the data that the run was started with")
+        self._loaded = tree
+
+    def _begin_pass(self, number: int, skip: int = 0) -> None:
+        self._pass, self._taken = number, skip
+        if self._part is None:
+            self._random = random_state() if self.draws_global_rng else None
+            self._stream = self._source.epoch(number, skip)
+            return
+        with unmoved():  # processes begin a pass at different times, and all with the same random state
+            assert self._common is not None
+            self._random = self._common
+            set_random_state(self._common)
+            self._stream = self._source.epoch(number, skip)
+            self._common = random_state()
+
+    def _go_back(self, loaded: dict[str, Any], by: int) -> None:
+        """Make the saved pass again, up to `by` batches (0 or fewer) from where it was saved."""
+        left = loaded["taken"] + by
+        if left < 0 and loaded["before"] is not None:  # the window was begun in the pass before
+            return self._go_back(loaded["before"], by + loaded["given"] - loaded["before"]["given"])
+        self._source.load_state_dict(loaded["source"])
+        if "process" in loaded:
+            load_process_state(self._source, loaded["process"])
+        if self._part is not None:
+            self._common = random_state() if loaded["random"] is None else loaded["random"]
+        self._stream, self._pass = None, max(loaded["pass"] - 1, -1)
+        if left > 0:
+            # The pass is drawn as it was drawn first, and the state of the process stays where it is.
+            with unmoved():
+                if loaded["random"] is not None and self._part is None:
+                    set_random_state(loaded["random"])
+                self._begin_pass(loaded["pass"], left)
+        elif left < 0:
+            have = f"{loaded['taken']} batches taken from pass {loaded['pass']}, {-by} of them not trained on"
+            what = "the saved state lies before the pass over the data that it was saved in"
+            raise DataError(message(what, have=have, fix="resume from another checkpoint of the run"))
+
+
+def process_state(source: Any) -> Any:
+    """What of a source's state is this process's own; None where it tells nothing of the kind."""
+    return source.process_state() if hasattr(source, "process_state") else None
+
+
+def load_process_state(source: Any, tree: Any) -> None:
+    """Have a source take over what is this process's own, where it has any."""
+    if hasattr(source, "load_process_state"):
+        source.load_process_state(tree)

@@ -1,0 +1,1 @@
+"""Transforms of batches: padding, bucketing, augmentation, loaders side by side."""

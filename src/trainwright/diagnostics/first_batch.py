@@ -1,0 +1,143 @@
+"""Looks in the first update for losses that are given what they do not take: one warning each, with the cure.
+
+A probability where a logit is expected trains, slowly and badly, without any error. Nothing is looked at afterwards.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, cast
+from warnings import warn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from trainwright.core.errors import message
+from trainwright.core.trees import inside
+
+_FORMS = ("View", "Reshape", "Permute", "Transpose", "TBackward", "Squeeze", "Unsqueeze", "Clone", "ToCopy", "Slice")
+_OTHER_FORMS = ("Select", "Index", "Clamp", "Alias", "UnsafeView", "Expand", "Cat", "Stack", "MaskedSelect")
+"""Operations that leave numbers what they are, but for their place, type or extremes."""
+_LINEAR = ("Addmm", "Mm", "Bmm", "Baddbmm", "Convolution", "Mv", "Linear", "NativeBatchNorm", "NativeLayerNorm")
+"""Operations whose results are no probabilities, whatever values they happen to have."""
+
+
+class FirstBatch(TorchFunctionMode):
+    """Looks on, until it is closed, at what torch's losses of classes are given."""
+
+    def __init__(self, *, looks: bool) -> None:
+        super().__init__()
+        self._looks: dict[Any, Callable[[Tensor, Tensor], str | None]] = {
+            F.cross_entropy: _under_cross_entropy,
+            F.nll_loss: _under_nll,
+            F.binary_cross_entropy_with_logits: _under_bce,
+        }
+        """What looks at a loss when it is called first."""
+        self._found: list[str] = []
+        self._open = False
+        self._wanted = looks
+
+    def open(self) -> None:
+        """Begin to look on."""
+        if self._wanted and not self._open:
+            self._open, mode = True, cast(Any, self)  # torch's method has no types
+            mode.__enter__()
+
+    def close(self) -> None:
+        """Look on no more; a second call is a no-op."""
+        if self._open:
+            self._open, mode = False, cast(Any, self)
+            mode.__exit__(None, None, None)
+
+    def warn(self) -> None:
+        """Look on no more, and warn of what was found."""
+        self.close()
+        found, self._found = self._found, []
+        for text in found:
+            warn(text, stacklevel=5)  # the call of `fit`
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Let torch compute; the first call of each loss is looked at."""
+        made = func(*args, **(kwargs or {}))
+        look = self._looks.pop(func, None)
+        output = args[0] if args else (kwargs or {}).get("input")
+        if look is not None and isinstance(output, Tensor) and output.numel() and not output.is_meta:
+            try:
+                with torch.no_grad():
+                    found = look(output, made)
+            except RuntimeError:  # a tensor whose values cannot be read here, as under vmap
+                found = None
+            self._found += [] if found is None else [found]
+        return made
+
+
+def is_compiled(model: torch.nn.Module) -> bool:
+    """Whether any module is compiled: it would be compiled once with the mode and once without."""
+    if "torch._dynamo" not in sys.modules:
+        return False
+    each = inside(model)
+    return any(one._compiled_call_impl is not None or type(one).__name__ == "OptimizedModule" for one in each)
+
+
+def _under_cross_entropy(output: Tensor, loss: Tensor) -> str | None:
+    """The warning for outputs that are probabilities: rows that sum to 1, none negative."""
+    made_by = _origin(output)
+    dim = 1 if output.ndim > 1 else 0
+    if made_by.startswith(_LINEAR) or output.shape[dim] < 2 or not output.is_floating_point():
+        return None
+    rows = output.detach().movedim(dim, -1).reshape(-1, output.shape[dim]).float()
+    near = 1e-2 if output.dtype in (torch.float16, torch.bfloat16) else 1e-4
+    if not bool((rows >= 0).all() & ((rows.sum(1) - 1).abs() < near).all()):
+        return None
+    # Not made by a softmax, a single row, or rows that are all alike, may sum to 1 by chance.
+    if not made_by.startswith("Softmax") and (len(rows) < 2 or bool((rows == rows[:1]).all())):
+        return None
+    return message(
+        "the outputs are probabilities, and cross entropy takes scores: it applies a softmax of its own",
+        have=f"outputs {tuple(output.shape)} whose rows sum to 1, none negative",
+        want="logits: the scores before the softmax",
+        fix="leave the softmax out of the model; output.softmax(1) where probabilities are needed",
+    )
+
+
+def _under_nll(output: Tensor, loss: Tensor) -> str | None:
+    """The warning for values that are no log-probabilities: such give no loss below 0."""
+    made_by = _origin(output)
+    if made_by.startswith("LogSoftmax"):
+        return None
+    positive = made_by.startswith((*_LINEAR, "Softmax")) and bool((output > 1e-3).any())
+    if not positive and not bool((loss < -1e-4).any()):
+        return None
+    return message(
+        "NLLLoss takes log-probabilities, and the outputs are none: some are above 0",
+        have=f"outputs up to {float(output.max()):.3g}, and a loss of {float(loss.float().mean()):.3g}",
+        want="outputs of log_softmax",
+        fix="nn.CrossEntropyLoss() for scores; or output.log_softmax(1) at the end of the model",
+    )
+
+
+def _under_bce(output: Tensor, loss: Tensor) -> str | None:
+    """The warning for outputs that are probabilities."""
+    made_by = _origin(output)
+    if not made_by.startswith(("Sigmoid", "Hardsigmoid", "Softmax")) or not bool(((output >= 0) & (output <= 1)).all()):
+        return None
+    return message(
+        "the outputs are probabilities, and BCEWithLogitsLoss takes logits: it applies a sigmoid of its own",
+        have=f"outputs {tuple(output.shape)} from {float(output.min()):.3g} to {float(output.max()):.3g}",
+        want="logits: the scores before the sigmoid",
+        fix="leave the sigmoid out of the model; or nn.BCELoss()",
+    )
+
+
+def _origin(output: Tensor) -> str:
+    """The name of the operation whose numbers a tensor holds, in any form; empty where no graph tells."""
+    node: Any = output.grad_fn
+    while node is not None:
+        name = type(node).__name__
+        if not name.startswith((*_FORMS, *_OTHER_FORMS)) or not node.next_functions:
+            return name
+        node = node.next_functions[0][0]
+    return ""

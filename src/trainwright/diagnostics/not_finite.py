@@ -1,0 +1,275 @@
+"""Finds where a loss or a gradient stopped being finite: in the batch, the weights, a module's forward or backward.
+
+Imported when an update has failed. Nothing here changes the run: the model is as it was before the update, one forward
+(and one backward, where the loss is finite) runs once more under hooks, and everything is restored.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from trainwright.core.records import StepOutput
+from trainwright.core.rng import unmoved
+from trainwright.core.trees import snapshot, tensors_in
+from trainwright.diagnostics.frames import title
+from trainwright.modules import modes
+from trainwright.modules.dtensors import is_sharded
+from trainwright.update.batches import split as default_split
+from trainwright.update.buffers import Buffers
+from trainwright.update.loss_tracker import Ledger
+from trainwright.update.losses import read_outcome
+from trainwright.update.nonfinite_policy import Trace
+from trainwright.update.owner import networks_of
+
+if TYPE_CHECKING:
+    from trainwright.fit.run import Run
+
+_MOST = 5
+"""Rows, tensors or names that are listed."""
+_DATA = "mend these rows in the data, or leave them out"
+_RATE = "a lower learning rate, or clip=1.0, where the weights have grown; else other initial weights"
+_LINE = "anomaly() names the line"
+
+
+def trace(run: Run) -> Trace:
+    """Say where the update in hand stopped being finite, as far as that can be found; the run stays as it is."""
+    window, owner = run.ledger.window, run.owner
+    if window is None:
+        return Trace()
+    lines: list[str] = []
+    fix = ""
+    with unmoved():
+        for position, batch in enumerate(window.batches):
+            found = _in_batch(batch, named=owner.hooks.split is default_split)
+            if not found and window.mover is not None:
+                moved = _in_batch(window[position], named=False)
+                found = [f"{line}, after to_device" for line in moved]
+            if found:
+                lines, fix = [f"{_place(run, position)}: {line}" for line in found], _DATA
+                break
+    weights = _in_weights(owner)
+    if weights:
+        return Trace((*lines, *weights), fix or _RATE)
+    own = owner.hooks.updates_itself or owner.hooks.computes_itself  # nobody else knows what they compute
+    several = owner.world.size > 1 or is_sharded(*owner.model.parameters())  # a forward may be a collective
+    missing = any(" NaN" in line for line in lines)  # infinite inputs may be meant, as in a mask of attention
+    if own or several or missing:
+        return Trace(tuple(lines), fix)
+    searched = _Search(run, looks_at_inputs=not lines).run()
+    return Trace((*lines, *searched.lines), fix or searched.fix, by_loss=searched.by_loss and not lines)
+
+
+def _place(run: Run, position: int) -> str:
+    counters = run.counters
+    return f"train batch {counters.batch + position + 1} of epoch {counters.earlier_epochs + counters.epoch + 1}"
+
+
+def _in_batch(batch: Any, *, named: bool) -> list[str]:
+    """Say which tensors of a batch are not finite, how many elements, and in which rows."""
+    target = default_split(batch)[1] if named and isinstance(batch, Mapping | tuple | list | Tensor) else None
+    found = []
+    for name, tensor in _leaves(batch, "batch"):
+        if (bad := _counted(tensor)) is not None:
+            kind = "" if not named else "target " if tensor is target else "input "
+            found.append(f"{kind}{name} has {bad}{_rows(tensor)}")
+    return found[:_MOST]
+
+
+def _leaves(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a nested batch, with the way to it as it is written in Python."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(item, f"{name}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{name}[{index}]")
+    else:
+        for index, tensor in enumerate(tensors_in(value)):
+            yield f"tensor {index} of {name}", tensor
+
+
+def _counted(*tensors: Tensor) -> str | None:
+    """Say how many elements are NaN or infinite; None where all are finite."""
+    nans = infinite = total = 0
+    for tensor in tensors:
+        if tensor.is_floating_point() or tensor.is_complex():
+            total += tensor.numel()
+            nan = torch.isnan(tensor.detach())
+            nans += int(nan.sum())
+            infinite += int((~torch.isfinite(tensor.detach()) & ~nan).sum())
+    if not nans and not infinite:
+        return None
+    kinds = [f"{nans} NaN"] * (nans > 0) + [f"{infinite} inf"] * (infinite > 0)
+    return f"{' and '.join(kinds)} of {total} elements"
+
+
+def _rows(tensor: Tensor) -> str:
+    """Say in which rows a tensor is not finite."""
+    if tensor.ndim < 1 or len(tensor) < 2:
+        return ""
+    bad = (~torch.isfinite(tensor.detach())).reshape(len(tensor), -1).any(1).nonzero().flatten().tolist()
+    if len(bad) == len(tensor):
+        return f", in all {len(tensor)} rows"
+    more = f" and {len(bad) - _MOST} more" if len(bad) > _MOST else ""
+    return f", in row{'s' if len(bad) > 1 else ''} {', '.join(map(str, bad[:_MOST]))}{more} of {len(tensor)}"
+
+
+def _in_weights(owner: Any) -> list[str]:
+    """Say which weights were not finite before the update, and which buffers hold NaN: infinite ones may be meant."""
+    found = []
+    for root in networks_of(owner):
+        for name, parameter in root.named_parameters():
+            if (bad := _counted(parameter)) is not None:
+                found.append(f"the weight {name!r} of {type(root).__name__} had {bad} before this update")
+        for name, buffer in root.named_buffers():
+            if buffer.is_floating_point() and bool(torch.isnan(buffer).any()):
+                found.append(f"the buffer {name!r} of {type(root).__name__} has {_counted(buffer)}")
+    return found[:_MOST]
+
+
+class _Search:
+    """Runs forward and backward of a window once more, with a look at what enters and leaves each module."""
+
+    def __init__(self, run: Run, *, looks_at_inputs: bool) -> None:
+        self._run, self._owner = run, run.owner
+        self._looks_at_inputs = looks_at_inputs
+        self._forward = ""
+        """Where the forward was not finite first; empty where it was finite so far."""
+        self._backward: tuple[str, int, str] | None = None
+        """Where the backward was not finite first: "in" or "out" of a module, which tensor, and the module."""
+        self._open: list[str] = []
+        """The modules whose forward is under way, outermost first."""
+        self._last = ""
+        """The module that finished last."""
+        self._seen: list[Tensor] = []
+        """What has entered or left modules: alive as long as its identity is compared."""
+
+    def run(self) -> Trace:
+        """Return what was found; what the user's code raises when it runs once more ends the search."""
+        try:
+            with self._aside():
+                return self._searched()
+        except Exception as error:  # code of the user's own, which may count its calls: the error that is told stays
+            return Trace((f"a second forward, to find the module, failed with {type(error).__name__}",))
+
+    def _searched(self) -> Trace:
+        run, owner = self._run, self._owner
+        window = run.ledger.window
+        assert window is not None
+        losses = []
+        for position, batch in enumerate(window.batches):
+            owner.ledger.batch = batch
+            with run.autocast or nullcontext():
+                returned = owner.training_step(window[position])
+            where = f" ({_place(run, position)})" if len(window.batches) > 1 else ""
+            if self._forward:
+                return Trace((f"forward: {self._forward}{where}",), _fix_of_forward(self._forward))
+            outcome = read_outcome(returned.loss if type(returned) is StepOutput else returned)
+            if not bool(torch.isfinite(outcome.loss.detach()).all()):
+                line = f"forward: the outputs of all modules are finite; the loss that was made of them is not{where}"
+                fix = "look at the targets, and at what the loss divides by or takes the logarithm of"
+                return Trace((line,), fix, by_loss=True)
+            losses.append(outcome.loss)
+        return self._after_backward(losses)
+
+    def _after_backward(self, losses: list[Tensor]) -> Trace:
+        run = self._run
+        for loss in losses:
+            (loss if run.scaler is None else run.scaler.scale(loss)).backward()
+        if self._backward is not None:
+            kind, _, name = self._backward
+            if kind == "in":
+                line = f"backward: {name} made the first gradient that is not finite, from a finite one"
+            else:
+                line = f"backward: the gradient that reaches the output of {name} is the first that is not finite: "
+                line += "an operation behind it made it"
+            fix = f"a finite output can have an infinite slope: sqrt or norm at 0, division, pow, where; {_LINE}"
+            return Trace((line,), fix)
+        model = self._owner.model
+        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        bad = [f"{name!r} ({text})" for name, grad in grads.items() if (text := _counted(grad)) is not None]
+        if bad:
+            line = "backward: the gradients of all outputs are finite, those of weights are not: "
+            fix = f"look at what these weights are multiplied by, and at what the step does with them; {_LINE}"
+            return Trace((line + ", ".join(bad[:_MOST]),), fix)
+        return Trace(("a second forward and backward gave finite numbers: draws differ, or the norm overflows",))
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Everything that a second forward and backward may move is put back at the end: nothing of them is noted."""
+        owner, buffers = self._owner, Buffers()
+        roots = networks_of(owner)
+        state, ledger = owner.state, owner.ledger
+        buffers.meet(roots)
+        buffers.keep()
+        with ExitStack() as undo:
+            undo.callback(buffers.put_back)
+            undo.enter_context(unmoved())
+            undo.enter_context(modes.untouched(*roots))
+            if "torch._dynamo" in sys.modules:  # hooks inside of what is compiled are called in eager mode alone
+                undo.enter_context(torch.compiler.set_stance("force_eager"))
+            undo.callback(setattr, owner, "state", state)
+            undo.callback(setattr, owner, "ledger", ledger)
+            owner.state = snapshot(state)
+            owner.ledger = Ledger(None, owner.hooks)
+            for root in roots:
+                for name, module in root.named_modules():
+                    if isinstance(module, torch.jit.ScriptModule):
+                        continue  # it takes no hooks of Python's
+                    shown = title(name, module) if root is owner.model else title("", module)
+                    before = module.register_forward_pre_hook(
+                        partial(self._enter, shown), with_kwargs=True, prepend=True
+                    )
+                    undo.callback(before.remove)
+                    undo.callback(module.register_forward_hook(partial(self._leave, shown)).remove)
+            with torch.enable_grad():
+                yield
+
+    def _enter(self, name: str, module: nn.Module, *given: Any) -> None:
+        tensors = list(tensors_in(given))
+        if self._looks_at_inputs and not self._forward and (bad := _counted(*tensors)) is not None:
+            inside = f" in the forward of {self._open[-1]}" if self._open else " before the model"
+            after = f", after {self._last}" if self._last else ""
+            self._forward = f"the input of {name} is the first that is not finite ({bad}): computed{inside}{after}"
+        self._open.append(name)
+        self._hook(tensors, "in", name)
+
+    def _leave(self, name: str, module: nn.Module, *given: Any) -> None:
+        self._open.pop()
+        self._last = name
+        tensors = list(tensors_in(given[-1]))  # behind the inputs comes the output
+        if not self._forward and (bad := _counted(*tensors)) is not None:
+            self._forward = f"{name} gave the first output that is not finite: {bad}"
+        self._hook(tensors, "out", name)
+
+    def _hook(self, tensors: list[Tensor], kind: str, name: str) -> None:
+        """Look at the gradients of what enters or leaves a module, when they are made."""
+        for tensor in tensors:
+            if tensor.requires_grad:
+                self._seen.append(tensor)
+                tensor.register_hook(self._looking(kind, id(tensor), name))
+
+    def _looking(self, kind: str, key: int, name: str) -> Callable[[Tensor], None]:
+        def look(gradient: Tensor) -> None:
+            first = self._backward
+            # One tensor leaves a module and enters others: the innermost that it enters made its gradient.
+            replaces = first is not None and first[1] == key and kind == "in"
+            if (first is None or replaces) and _counted(gradient) is not None:
+                self._backward = (kind, key, name)
+
+        return look
+
+
+def _fix_of_forward(found: str) -> str:
+    if found.startswith("the input of"):
+        return "look at what is computed there: log, sqrt, division or exp of what may be 0 or large"
+    return "look at what this module computes of its input; a lower learning rate where its weights have grown"

@@ -1,0 +1,231 @@
+"""Read this process's rank and the world size from the variables of torchrun, MPI's launchers, or Slurm's `srun`."""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from dataclasses import dataclass
+from typing import NoReturn
+
+from trainwright.core.errors import SettingError, message
+
+_LAST_STEP = 0xFFFFFFF0
+"""Slurm numbers the steps that are a shell of its own (batch, interactive, extern) from here on."""
+_ALONE = "parallel=None for a process of its own"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The place of this process among several that were started together."""
+
+    rank: int
+    size: int
+    local_rank: int | None
+    """Which process of its machine this is, where the environment says so."""
+    address: str
+    """Where the first process or its launcher is met, "host:port"."""
+    launcher: str
+    """What has said so: "torchrun", "mpirun" or "srun"."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Mpi:
+    """The variables of one family of MPI launchers; of several names for one thing the first that is set counts."""
+
+    rank: str
+    size: str
+    local_rank: tuple[str, ...]
+    local_size: tuple[str, ...]
+
+
+_PMI = _Mpi("PMI_RANK", "PMI_SIZE", ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"), ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"))
+"""MPICH, Intel MPI, MS-MPI; `srun --mpi=pmi2` sets rank and size too."""
+_LAUNCHERS = (
+    *(  # Open MPI; MVAPICH2
+        _Mpi(f"{name}_RANK", f"{name}_SIZE", (f"{name}_LOCAL_RANK",), (f"{name}_LOCAL_SIZE",))
+        for name in ("OMPI_COMM_WORLD", "MV2_COMM_WORLD")
+    ),
+    _PMI,
+)
+_JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "SLURM_JOB_ID")
+"""Variables that all processes of one `mpirun` share, and those of another do not."""
+_SIZES = (*(one.size for one in _LAUNCHERS), "JSM_NAMESPACE_SIZE", "FLUX_JOB_SIZE", "LOCAL_WORLD_SIZE")
+_RANKS = ("PMIX_RANK", "PALS_RANKID", "LOCAL_RANK")
+
+
+def read_environment() -> Place | None:
+    """Return the place of this process among several, None where it is the only one.
+
+    Raises SettingError where the variables contradict each other, since all processes would wait for one that never
+    comes, and where one of them says that there are several and no group can be made of them.
+    """
+    if "WORLD_SIZE" in os.environ or "RANK" in os.environ:
+        place = _of_torchrun()
+        if place is None and "TORCHELASTIC_RUN_ID" not in os.environ:
+            check_alone("WORLD_SIZE is 1")  # exported by hand or by an image: each process would train alone
+        return place
+    for launcher in _LAUNCHERS:
+        if launcher.size in os.environ and (launcher is not _PMI or os.environ[launcher.size] != _size_of_step()):
+            return _of_mpi(launcher)
+    if "SLURM_NTASKS" in os.environ or "SLURM_STEP_NUM_TASKS" in os.environ:
+        return _of_slurm()
+    check_alone("WORLD_SIZE is not set")
+    return None
+
+
+def check_alone(what: str) -> None:
+    """Refuse a run of one process, for the reason `what`, where a variable says that several were started."""
+    least = {name: 1 for name in _SIZES} | {name: 0 for name in _RANKS}
+    if _size_of_step():
+        least["SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in os.environ else "SLURM_NTASKS"] = 1
+    for name, most in least.items():
+        given = os.environ.get(name, "").strip()
+        if given.isdecimal() and int(given) > most:
+            _refuse(
+                f"{what}, and {name} is {given}: several processes would train apart from each other",
+                want="RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them",
+                fix=f"start the script with torchrun, or export these four for each process, or {_ALONE}",
+            )
+
+
+def is_shell_of_slurm() -> bool:
+    """Return whether this is the shell of a Slurm job, which runs once and has room for several processes."""
+    said = ("WORLD_SIZE", "RANK", *_SIZES, *_RANKS)
+    return "SLURM_NTASKS" in os.environ and not _size_of_step() and not any(name in os.environ for name in said)
+
+
+def first_host(nodes: str) -> str:
+    """Return the first host of a list as Slurm writes it: "node[01-03,7],gpu1" begins with "node01"."""
+    first = re.split(r",(?![^\[]*\])", nodes.strip())[0]
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first)
+
+
+def variables() -> str:
+    """What is set of all that is read here."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    slurm = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_ID", "SLURM_NODELIST")
+    mpi = [name for one in _LAUNCHERS for name in (one.rank, one.size, *one.local_rank, *one.local_size)]
+    read = dict.fromkeys((*names, *mpi, *_SIZES, *_RANKS, *slurm))
+    return ", ".join(f"{name}={os.environ[name]}" for name in read if name in os.environ)
+
+
+def _of_torchrun() -> Place | None:
+    if "WORLD_SIZE" not in os.environ:
+        _refuse("RANK is set and WORLD_SIZE is not", fix=f"start the script with torchrun, or unset RANK, or {_ALONE}")
+    size = _number("WORLD_SIZE", least=1)
+    if "RANK" not in os.environ:
+        if size == 1:
+            return None
+        _refuse(f"WORLD_SIZE is {size} and RANK is not set", fix=f"start the script with torchrun, or {_ALONE}")
+    rank, local_rank = _rank_of("RANK", size), None
+    if "LOCAL_RANK" in os.environ:
+        local_rank = _rank_of("LOCAL_RANK", size)
+    if size == 1:
+        return None
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not os.environ.get(name):
+            fix = f"start the script with torchrun, which sets it, or export {name}, or {_ALONE}"
+            _refuse(f"WORLD_SIZE is {size} and {name} is not set", want="where the first process is met", fix=fix)
+    return Place(rank, size, local_rank, f"{_host(os.environ['MASTER_ADDR'])}:{_port()}", "torchrun")
+
+
+def _of_mpi(launcher: _Mpi) -> Place | None:
+    """Read what `mpirun` gives each of its processes; it says nothing of where they are to meet."""
+    size = _number(launcher.size, least=1)
+    if size == 1:
+        return None
+    rank = _rank_of(launcher.rank, size)
+    local_rank = next((_rank_of(name, size) for name in launcher.local_rank if name in os.environ), None)
+    host, fix = os.environ.get("MASTER_ADDR", ""), "export MASTER_ADDR=$(hostname) MASTER_PORT=29500 before mpirun"
+    fix = f"{fix}, with `-x MASTER_ADDR -x MASTER_PORT` for Open MPI, or {_ALONE}"
+    if not host:
+        local_size = next((_number(name, least=1) for name in launcher.local_size if name in os.environ), 0)
+        if local_size != size:
+            what = f"{launcher.size} is {size}, not all are known to be on this machine, and MASTER_ADDR is not set"
+            _refuse(what, want="the host of rank 0", fix=fix)
+        host = "127.0.0.1"
+    job = next((os.environ[name] for name in _JOBS if os.environ.get(name)), "")
+    if not job and not os.environ.get("MASTER_PORT"):
+        _refuse(f"{launcher.size} is {size}, and MASTER_PORT is not set", want="a port where rank 0 is met", fix=fix)
+    port = _port() if os.environ.get("MASTER_PORT") else 15_000 + zlib.crc32(job.encode()) % 15_000
+    return Place(rank, size, local_rank, f"{_host(host)}:{port}", "mpirun")
+
+
+def _size_of_step() -> str:
+    """The number of tasks of the `srun` that has started this process; empty outside of one."""
+    step, of_step = os.environ.get("SLURM_STEP_ID", ""), "SLURM_STEP_NUM_TASKS"
+    if not step.isdigit() or int(step) >= _LAST_STEP:
+        return ""
+    return os.environ.get(of_step, os.environ.get("SLURM_NTASKS", ""))  # that one may be the whole job's
+
+
+def _of_slurm() -> Place | None:
+    """Read what `srun` gives each of its tasks.
+
+    The shell of `sbatch` and of `salloc` has the job's number of tasks too, but runs once.
+    """
+    step = os.environ.get("SLURM_STEP_ID", "")
+    if not _size_of_step():
+        tasks = _number("SLURM_NTASKS", least=1) if "SLURM_NTASKS" in os.environ else 1
+        if tasks > 1:
+            fix = f"write `srun python script.py` in the job's script, or {_ALONE}"
+            _refuse(f"this Slurm job has {tasks} tasks, and the script runs once, outside `srun`", fix=fix)
+        return None
+    of_step = "SLURM_STEP_NUM_TASKS"  # of this `srun`; SLURM_NTASKS may be the whole job's
+    size = _number(of_step if of_step in os.environ else "SLURM_NTASKS", least=1)
+    if size == 1:
+        return None
+    rank = _rank_of("SLURM_PROCID", size)
+    local_rank = _rank_of("SLURM_LOCALID", size) if "SLURM_LOCALID" in os.environ else None
+    return Place(rank, size, local_rank, f"{_host_of_slurm()}:{_port_of_slurm(int(step))}", "srun")
+
+
+def _host_of_slurm() -> str:
+    if os.environ.get("MASTER_ADDR"):
+        return _host(os.environ["MASTER_ADDR"])
+    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
+        if os.environ.get(name):
+            return first_host(os.environ[name])
+    _refuse("Slurm names no hosts: SLURM_NODELIST is not set", fix=f"export MASTER_ADDR, or {_ALONE}")
+
+
+def _port_of_slurm(step: int) -> int:
+    """Give the steps of all jobs of a machine ports of their own, below those that outgoing connections get."""
+    if os.environ.get("MASTER_PORT"):
+        return _port()
+    job = "SLURM_JOB_ID" if "SLURM_JOB_ID" in os.environ else "SLURM_JOBID"
+    return 15_000 + (31 * _number(job, least=0) + step) % 15_000
+
+
+def _host(given: str) -> str:
+    return f"[{given}]" if ":" in given and not given.startswith("[") else given  # as a URL has IPv6
+
+
+def _port() -> int:
+    port = _number("MASTER_PORT", least=0)
+    if port > 65_535:
+        _refuse(f"MASTER_PORT is {port}", want="a port, 0 to 65535")
+    return port
+
+
+def _rank_of(name: str, size: int) -> int:
+    rank = _number(name, least=0)
+    if rank >= size:
+        _refuse(f"{name} is {rank}, and there are {size} processes", want=f"{name} from 0 to {size - 1}")
+    return rank
+
+
+def _number(name: str, *, least: int) -> int:
+    given = os.environ.get(name)
+    if given is None:
+        _refuse(f"{name} is not set", want=f"a whole number, at least {least}", fix=_ALONE)
+    if not re.fullmatch(r"\s*[0-9]+\s*", given) or int(given) < least:
+        _refuse(f"{name} is {given!r}", want=f"a whole number, at least {least}")
+    return int(given)
+
+
+def _refuse(
+    what: str, *, want: str = "", fix: str = f"start the script with torchrun or `srun`, or {_ALONE}"
+) -> NoReturn:
+    raise SettingError(message(what, have=variables(), want=want, fix=fix))

@@ -1,0 +1,1 @@
+"""Passes over data without a trace: evaluate, predict, report."""

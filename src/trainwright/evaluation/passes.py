@@ -1,0 +1,307 @@
+"""One pass over data without a trace: modes, random state and gradients are afterwards what they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice
+from typing import Any
+from warnings import warn
+
+import torch
+
+from trainwright.core import host_reads
+from trainwright.core.errors import DataError, SettingError, message, user_line
+from trainwright.core.process_state import beside_training
+from trainwright.core.rng import seed, unmoved
+from trainwright.core.trees import snapshot
+from trainwright.data.sources import beside
+from trainwright.diagnostics.explain import explain
+from trainwright.evaluation.summing import summing
+from trainwright.fit.per_rank_state import own_batches, same_buffers, standing, undealt
+from trainwright.metrics.metrics import Meters
+from trainwright.modules import modes
+from trainwright.precision.mixed_precision import switched
+from trainwright.protocols import Source
+from trainwright.update.hooks import let_go_of_memory, mover
+from trainwright.update.loss_tracker import Ledger
+from trainwright.update.losses import Counting
+from trainwright.update.owner import Owner, networks_of
+
+READ_EVERY = 128
+"""Batches between two reads of an evaluation's numbers: memory for that many scalars, and no wait per batch."""
+
+
+_NOTHING = nullcontext()
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The numbers of one pass, and the standard errors of those that were asked for."""
+
+    numbers: dict[str, float]
+    errors: dict[str, float]
+
+
+@contextmanager
+def traceless(owner: Owner, source: Source, *, shows_gradients: bool = False) -> Iterator[Source]:
+    """Eval mode, no gradients, the weights that count and a copy of the state inside; all put back afterwards.
+
+    Every random state too, that of the loader included. Yields the source to read from, so that the position of the
+    one that was given stays where it is. Numbers that are logged inside belong to a ledger that the caller puts in
+    the place of training's.
+    """
+    roots = networks_of(owner)
+    alone = not owner.between.under_way
+    try:
+        with (
+            unmoved(getattr(source, "generators", ())),
+            beside_training(owner.device.type),
+            showing(owner),
+            modes.untouched(*roots, shows_gradients=shows_gradients),
+            modes.evaluating(*roots),
+            torch.no_grad(),
+            _NOTHING if owner.precision is None else switched(owner.precision),
+            _state_aside(owner),
+            _NOTHING if owner.world.size == 1 else _together(owner),
+        ):
+            yield beside(source) if source.repeatable else source
+    finally:
+        if alone:
+            let_go_of_memory(owner.hooks)
+
+
+@contextmanager
+def _together(owner: Owner) -> Iterator[None]:
+    """Of several processes: watched over, and with the buffers of the first one."""
+    with owner.world.watched(partial(standing, owner)), same_buffers(owner):
+        yield
+
+
+def showing(owner: Owner) -> AbstractContextManager[None]:
+    """The weights that count, inside."""
+    if owner.between.passed_over:
+        line = user_line()  # how many frames lie between differs: the place is told in words
+        warn(
+            "the last fit was passed over, and its weights were not kept: the model holds those it was built with "
+            f"until the next fit{f' ({line})' if line else ''}",
+            stacklevel=2,
+        )
+    return _NOTHING if owner.between.shown is None else owner.between.shown.evaluated()
+
+
+class _state_aside:  # a class, as the one below, since every evaluation enters them
+    """A copy of the user's state inside."""
+
+    __slots__ = ("_owner", "_state")
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
+
+    def __enter__(self) -> None:
+        self._state = self._owner.state
+        self._owner.state = snapshot(self._state)
+
+    def __exit__(self, *error: object) -> None:
+        self._owner.state = self._state
+
+
+def check_passes(source: Source) -> None:
+    """Refuse data that `feed` cannot pass over, before the first update."""
+    if not source.repeatable or source.length is None:
+        raise SettingError(
+            message(
+                f"the averaged weights need BatchNorm statistics of their own, and {source.describe()} "
+                "cannot be passed over again",
+                want="training data with a length, or a model without BatchNorm",
+                fix="average=EMA(0.999), which takes the statistics of training",
+            )
+        )
+
+
+def feed(owner: Owner, source: Source) -> None:
+    """Run a pass of the training data through the model as training does, without a gradient or any other trace.
+
+    It is the same pass at any time of a run, of epoch 0 and from the same seeds: when somebody looks at averaged
+    weights first must not show in their statistics. With `on_nonfinite="skip"` a batch whose statistics are not finite
+    is left out, as training leaves it out.
+    """
+    ledger, aside = Ledger(None, owner.hooks), beside(source)
+    to_device = mover(owner, aside, trains=True)
+    generators = getattr(aside, "generators", ())
+    statistics = modes.running_statistics(owner.model) if owner.on_nonfinite == "skip" else []
+    with ExitStack() as stack:
+        stack.enter_context(ledger_aside(owner, ledger))
+        stack.enter_context(unmoved(generators))
+        stack.enter_context(beside_training(owner.device.type))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(_state_aside(owner))
+        step = with_autocast(owner, owner.training_step)
+        seed(0, generators)
+        for batch in owner.between.watched(undealt(owner, aside)):
+            ledger.batch = batch
+            kept = [statistic.clone() for statistic in statistics]
+            step(batch if to_device is None else to_device(batch))
+            if not all(host_reads.read([torch.isfinite(statistic).all() for statistic in statistics])):
+                torch._foreach_copy_(statistics, kept)
+
+
+@contextmanager
+def probing(owner: Owner, source: Source) -> Iterator[None]:
+    """What a probe runs in: as without a trace as an evaluation, under the autocast of the precision."""
+    with ledger_aside(owner), traceless(owner, source, shows_gradients=True), autocast(owner):
+        yield
+
+
+class ledger_aside:
+    """Another ledger in the place of training's, whose numbers none from inside shall enter."""
+
+    __slots__ = ("_inner", "_outer", "_owner")
+
+    def __init__(self, owner: Owner, ledger: Ledger | None = None) -> None:
+        self._owner, self._inner = owner, Ledger(None, owner.hooks) if ledger is None else ledger
+
+    def __enter__(self) -> None:
+        self._outer, self._owner.ledger = self._owner.ledger, self._inner
+
+    def __exit__(self, *error: object) -> None:
+        self._owner.ledger = self._outer
+
+
+def autocast(owner: Owner) -> AbstractContextManager[Any]:
+    """What a step of this precision runs in."""
+    context = None if owner.precision is None else owner.precision.autocast(owner.device.type)
+    return nullcontext() if context is None else context
+
+
+def evaluate(owner: Owner, source: Source, *, name: str, batches: int | None = None) -> Evaluation:
+    """Run `validation_step` over one pass of `source` (at most `batches` of it); numbers are named `<name>_loss` etc.
+
+    The standard error over rows of `hooks.spread` is wanted too.
+    """
+    meters = _meters(owner, owner.hooks.spread)
+    ledger = Ledger(meters, owner.hooks)
+    seen = 0
+    with ledger_aside(owner, ledger):
+        try:
+            with traceless(owner, source) as aside:
+                take, to_device = None, mover(owner, aside, trains=False)
+                for batch in islice(owner.between.watched(_passed(owner, aside, ledger)), batches):
+                    ledger.batch = batch
+                    if take is None and to_device is None:
+                        take = summing(owner, ledger, aside, first=batch, cut=batches is not None)
+                    if take is None:
+                        take = _taking(owner, ledger)
+                    take(batch if to_device is None else to_device(batch))
+                    seen += 1
+                    if not seen % READ_EVERY:
+                        ledger.close()
+                        ledger.close_totals()
+                ledger.merge(owner.world)
+                numbers = ledger.means(f"{name}_") if owner.is_main else {}
+                if not any(owner.world.total(seen)):
+                    raise DataError(message(f"the {name} data gave no batch", want="at least one batch", where=False))
+                found = Evaluation(*_without_hidden(numbers, meters, f"{name}_"))
+                return owner.world.same(found)  # watched over still: the first process may have failed in a metric
+        except BaseException as error:
+            explain(error, owner)
+            raise
+
+
+def _passed(owner: Owner, source: Source, ledger: Ledger) -> Iterator[Any]:
+    """The batches of a pass, or of several processes this one's."""
+    if owner.world.size > 1:
+        return own_batches(owner, source, ledger)
+    return chain.from_iterable(map(source.epoch, (0,)))  # opened when it is first asked, and watched
+
+
+def evaluate_sets(owner: Owner, sources: Mapping[str, Source]) -> dict[str, float]:
+    """The numbers of every set, under the name of each."""
+    numbers: dict[str, float] = {}
+    for name, source in sources.items():
+        evaluation = evaluate(owner, source, name=name)
+        numbers |= evaluation.numbers
+        owner.between.errors |= evaluation.errors
+    return numbers
+
+
+def predict(owner: Owner, source: Source) -> Any:
+    """Return the outputs of `predict_step` over one pass; see `run.predicting.predict`."""
+    from trainwright.evaluation import predictions
+
+    return predictions.predict(owner, source)
+
+
+_HIDDEN = "loss of each row"
+
+
+def _meters(owner: Owner, spread: str | None) -> Meters | None:
+    metrics = dict(owner.metrics or {})
+    if spread == "loss":
+        if owner.hooks.known is None:
+            raise SettingError(
+                message(
+                    'min_delta="1se" on a loss needs one value per row, and this loss is none of torch\'s own',
+                    fix="monitor a metric that returns one value per row",
+                )
+            )
+        metrics[_HIDDEN] = owner.hooks.known.each_row
+    return Meters(metrics, spread=spread is not None, looked_at=owner.between.looked_at) if metrics else None
+
+
+def _without_hidden(
+    numbers: dict[str, float], meters: Meters | None, prefix: str
+) -> tuple[dict[str, float], dict[str, float]]:
+    errors = {} if meters is None else {prefix + name: value for name, value in meters.errors().items()}
+    if prefix + _HIDDEN in numbers:
+        del numbers[prefix + _HIDDEN]
+        errors[prefix + "loss"] = errors.pop(prefix + _HIDDEN)
+    return numbers, errors
+
+
+def _taking(owner: Owner, ledger: Ledger) -> Callable[[Any], None]:
+    """What runs the step with a batch, and takes down what it returns."""
+    plain = with_autocast(owner, owner.validation_step)
+    step, seen = _counted(owner, ledger, plain), False
+
+    def take(batch: Any) -> None:
+        nonlocal step, seen
+        returned = step(batch)
+        if not seen:
+            seen = True
+            ledger.check_fed(returned)
+        if ledger.noting:
+            ledger.note(returned)
+        if ledger.counting is not None and not ledger.counting.found:
+            ledger.counting, step = None, plain
+
+    return take
+
+
+def _counted(owner: Owner, ledger: Ledger, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Have what a step's loss is a mean over be looked for, where neither the default step nor `count` tells it."""
+    if owner.hooks.summed is not None or owner.hooks.counts_itself:
+        return step
+    ledger.counting = counting = Counting()
+
+    def watched(batch: Any) -> Any:
+        counting.begin()
+        with counting:
+            return step(batch)
+
+    return watched
+
+
+def with_autocast(owner: Owner, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A step under the autocast of the precision; made inside `traceless`, whose choice of a cache it takes over."""
+    if owner.precision is None:
+        return step
+    context = autocast(owner)
+
+    def under_autocast(batch: Any) -> Any:
+        with context:
+            return step(batch)
+
+    return under_autocast

@@ -1,0 +1,340 @@
+"""What a model gives for data: the outputs of a pass in data-set order, joined; of several processes, all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainwright.core.device import move
+from trainwright.core.errors import DataError, message
+from trainwright.core.process_state import beside_training
+from trainwright.core.records import StepOutput
+from trainwright.core.trees import detached, sequence_like
+from trainwright.diagnostics.explain import explain
+from trainwright.distributed.batch_layout import Slice
+from trainwright.distributed.packing import packed, unpacked
+from trainwright.distributed.world import World
+from trainwright.evaluation.passes import ledger_aside, traceless, with_autocast
+from trainwright.protocols import Source
+from trainwright.update.hooks import mover
+from trainwright.update.owner import Owner
+
+AT_ONCE = 2**23
+"""Bytes of one process's outputs, about, that are gathered at once."""
+PIECE = 2**16
+"""Bytes of outputs that are put where they belong at once, at least: a copy for each small one would cost more."""
+MOST_PINNED = 2**28
+"""Bytes of outputs of a CUDA device up to which they get pinned memory, which copies into it need not wait for."""
+MOST = 128
+"""Batches whose outputs are gathered at once, at most."""
+
+
+def predict(owner: Owner, source: Source) -> Any:
+    """Return the outputs of `predict_step` over one pass in data order, joined on the CPU; see `join`.
+
+    For all processes alike: each runs its rows of every batch, and all get the outputs of all, so that each needs
+    host memory for the whole. Streams that are each process's own part are told by batch, and of one batch by rank.
+    """
+    outputs = outputs_for(owner) if owner.world.size > 1 or not source.rows else Filled(source.rows)
+    try:
+        with ledger_aside(owner), traceless(owner, source) as aside:
+            step, to_device = with_autocast(owner, owner.predict_step), mover(owner, aside, trains=False)
+            for batch in outputs.over(aside):
+                output = step(batch if to_device is None else to_device(batch))
+                output = output.output if type(output) is StepOutput else output
+                # A step may enable gradients: the outputs of all batches would hold the graphs of all batches.
+                plain = type(output) is Tensor and not output.requires_grad
+                outputs.append(output if plain else detached(output))
+            filled = outputs.filled()
+            whole = outputs.whole() if filled is None else []
+    except BaseException as error:
+        explain(error, owner)
+        raise
+    if filled is not None:
+        return filled
+    if not whole:
+        raise DataError(message("the data to predict gave no batch", want="at least one batch"))
+    with beside_training(owner.device.type):
+        return join(whole)
+
+
+def outputs_for(owner: Owner) -> Outputs:
+    """Return what takes the outputs of a pass: of this process, or of all in which this is one."""
+    return Outputs() if owner.world.size == 1 else OutputsOfAll(owner.world)
+
+
+class Outputs(list[Any]):
+    """What a loop over batches makes of each, on the host."""
+
+    def over(self, source: Source) -> Iterator[Any]:
+        """The batches to run, each followed by one `append`."""
+        return source.epoch(0)
+
+    def append(self, output: Any, /) -> None:
+        """Take in what was made of the batch in hand."""
+        super().append(_on_host(output))
+
+    def whole(self) -> list[Any]:
+        """The outputs of every batch, in the order of the data."""
+        return list(self)
+
+    def filled(self) -> Tensor | None:
+        """All outputs as one tensor, where they were put into one already; then `whole` is not asked for."""
+        return None
+
+
+class Filled(Outputs):
+    """The outputs of as many rows as a source tells: tensors of one form go into one, made once for all of them.
+
+    So the host never holds them twice. Those that lie on the host wait until there is a piece worth copying; those
+    of a CUDA device are copied behind its kernels, and nothing waits for it before the end. From the first output
+    of another form on they are held as they came.
+    """
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self._rows, self._at = rows, 0
+        self._room: Tensor | None = None
+        self._lengths: list[int] = []
+        """The rows of each output in there."""
+        self._size = 0
+        """Bytes of the outputs that wait."""
+        self._streams: set[Any] = set()
+        """What copies into it are under way on."""
+        self._apart = False
+
+    def append(self, output: Any, /) -> None:
+        """Take in what was made of the batch in hand."""
+        if self._apart or not _is_block(output):
+            self._part()
+            super().append(output)
+            return
+        list.append(self, output)
+        self._size += output.nbytes
+        if self._size >= PIECE or not output.is_cpu:
+            self._fill()
+
+    def whole(self) -> list[Any]:
+        """The outputs of every batch, in the order of the data."""
+        self._part()
+        return list(self)
+
+    def filled(self) -> Tensor | None:
+        """All outputs as one tensor; None where they are of several forms, or few enough to be laid together."""
+        if self._room is None or self._apart:
+            return None
+        self._fill()
+        if self._apart or self._room is None:
+            return None
+        self._wait()
+        return self._room if self._at == self._rows else self._room[: self._at].clone()
+
+    def _fill(self) -> None:
+        """Put what waits into the one tensor; where it does not go there, hold all as they came from now on."""
+        pieces = list(self)
+        if not pieces:
+            return
+        like, end = self._room if self._room is not None else pieces[0], self._at + sum(map(len, pieces))
+        if end > self._rows or any(one.shape[1:] != like.shape[1:] or one.dtype != like.dtype for one in pieces):
+            self._part()
+            return
+        if self._room is None:
+            pins = pieces[0].is_cuda and self._rows * pieces[0][:1].nbytes <= MOST_PINNED
+            self._room = torch.empty((self._rows, *like.shape[1:]), dtype=like.dtype, pin_memory=pins)
+        self._copy(pieces, self._room[self._at : end])
+        self._lengths += map(len, pieces)
+        self._at, self._size = end, 0
+        self.clear()
+
+    def _copy(self, pieces: list[Tensor], target: Tensor) -> None:
+        if all(one.is_cpu for one in pieces):
+            torch.cat(pieces, out=target)
+            return
+        for part, one in zip(target.split([len(one) for one in pieces]), pieces, strict=True):
+            part.copy_(one, non_blocking=one.is_cuda and target.is_pinned())
+            if one.is_cuda:
+                self._streams.add(torch.cuda.current_stream(one.device))
+
+    def _part(self) -> None:
+        """Hold every output as it came."""
+        if self._apart:
+            return
+        self._apart = True
+        self._wait()
+        waiting = [_on_host(one) for one in self]
+        self[:] = [*(() if self._room is None else self._room[: self._at].split(self._lengths)), *waiting]
+
+    def _wait(self) -> None:
+        """Wait for the copies that are under way."""
+        for stream in self._streams:
+            stream.synchronize()
+        self._streams.clear()
+
+
+class OutputsOfAll(Outputs):
+    """The outputs of several processes, gathered while they are made, so that all have those of all.
+
+    Every process runs as many batches as the others, for a forward may be a collective: where it has no rows of its
+    own it runs those of another, or its last batch again, and what comes of it is dropped.
+    """
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+        self._rows: int | None = None
+        """What counts of the batch in hand."""
+        self._waiting: list[tuple[Any, int | None] | None] = []
+        self._room = 1
+        self._gathered: list[Any] = []
+
+    def over(self, source: Source) -> Iterator[Any]:
+        """The batches to run, each followed by one `append`."""
+        from trainwright.fit.per_rank_state import opened
+
+        slices = opened(self._world, source, 0)
+        return map(self._begun, slices if source.length is not None else in_step(self._world, slices))
+
+    def append(self, output: Any, /) -> None:
+        """Take in what was made of the batch in hand."""
+        super().append(None)  # how many there were
+        self._waiting.append(None if self._rows == 0 else (_on_host(output), self._rows))
+        if len(self._waiting) == self._room:
+            self._gather()
+
+    def whole(self) -> list[Any]:
+        """The outputs of every batch, in the order of the data."""
+        if self._waiting:
+            self._gather()
+        return self._gathered
+
+    def _begun(self, dealt: Slice) -> Any:
+        self._rows = dealt.rows
+        return dealt.batch
+
+    def _gather(self) -> None:
+        """Exchange what waits; all processes have as many, and all find the same room for the next."""
+        sent = self._world.gather(packed(self._waiting))
+        for each in zip(*map(unpacked, sent), strict=True):
+            self._gathered += _laid_together([one for one in each if one is not None])
+        fits = AT_ONCE * len(self._waiting) // max(map(len, sent))
+        self._room, self._waiting = max(1, min(2 * self._room, fits, MOST)), []
+
+
+def in_step(world: World, own: Iterator[Slice]) -> Iterator[Slice]:
+    """The batches of a stream, as many as the longest of all processes has: at its end the last one, as a stand-in."""
+    last: Slice | None = None
+    while True:
+        found = next(own, None)
+        have, lack = world.total(found is not None, found is None and last is None)
+        if not have:
+            return
+        if lack:  # one has no batch at all: it runs another's
+            firsts = world.gather(None if found is None else packed(found))
+            last = unpacked(next(first for first in firsts if first is not None)) if last is None else last
+        last = found if found is not None else last
+        assert last is not None
+        yield last if found is not None else last._replace(rows=0)
+
+
+def _is_block(output: Any) -> bool:
+    """Whether an output is a block of numbers, with rows, that can be laid behind others."""
+    plain = type(output) is Tensor and output.layout is torch.strided and not output.is_quantized
+    return plain and output.ndim > 0 and not output.requires_grad
+
+
+def _on_host(output: Any) -> Any:
+    if type(output) is Tensor and output.is_cpu:
+        return output
+    return move(output, torch.device("cpu"))
+
+
+def join(outputs: list[Any]) -> Any:
+    """Concatenate nested outputs along their rows; a list where the shapes do not allow it.
+
+    A list of dicts, one for each row, is such rows; so are lists whose lengths differ. Other lists are columns.
+    """
+    first = outputs[0]
+    if isinstance(first, Tensor):
+        fits = first.ndim > 0 and len({output.shape[1:] for output in outputs}) == 1
+        return torch.cat(outputs) if fits else outputs
+    if isinstance(first, tuple | list):
+        if _are_rows(outputs):
+            return [row for output in outputs for row in output]
+        return sequence_like(first, [join(list(column)) for column in zip(*outputs, strict=True)])
+    if isinstance(first, dict):
+        return {key: join([output[key] for output in outputs]) for key in first}
+    if dataclasses.is_dataclass(first) and not isinstance(first, type):
+        names = [field.name for field in dataclasses.fields(first)]
+        return dataclasses.replace(first, **{n: join([getattr(output, n) for output in outputs]) for n in names})
+    return outputs if any(output is not None for output in outputs) else None
+
+
+def _are_rows(outputs: list[Any]) -> bool:
+    """Whether lists hold something for each row: a detector's dicts, or as many entries as a batch has rows."""
+    if not isinstance(outputs[0], list):
+        return False
+    dicts = all(isinstance(row, Mapping) for output in outputs for row in output)
+    return dicts or len({len(output) for output in outputs}) > 1
+
+
+def _laid_together(pieces: list[tuple[Any, int | None]]) -> list[Any]:
+    """Return what several processes have made of one batch as its one output, or piece by piece where it is none."""
+    outputs, rows = [output for output, _ in pieces], [n for _, n in pieces]
+    if len(outputs) < 2 or None in rows:  # a stream's batches are each process's own
+        return outputs
+    try:
+        return [_whole(outputs, [n for n in rows if n is not None])]
+    except _Apart:
+        return outputs
+
+
+class _Apart(Exception):
+    """Outputs of slices of a batch are no output of the batch when they are laid end to end."""
+
+
+def _whole(pieces: Sequence[Any], rows: list[int]) -> Any:
+    """Lay the outputs of the slices of one batch end to end; `rows` are those of each slice."""
+    first = pieces[0]
+    if not all(type(piece) is type(first) for piece in pieces):
+        raise _Apart
+    if isinstance(first, Tensor):
+        if not first.ndim or any(piece.shape[1:] != first.shape[1:] for piece in pieces):
+            raise _Apart
+        return torch.cat(list(pieces))
+    if isinstance(first, tuple | list):
+        return _whole_sequence(pieces, rows)
+    if isinstance(first, dict):
+        if any(piece.keys() != first.keys() for piece in pieces):
+            raise _Apart
+        return {key: _whole([piece[key] for piece in pieces], rows) for key in first}
+    if dataclasses.is_dataclass(first) and not isinstance(first, type):
+        names = [field.name for field in dataclasses.fields(first)]
+        return dataclasses.replace(first, **{n: _whole([getattr(one, n) for one in pieces], rows) for n in names})
+    if first is None:
+        return None
+    raise _Apart
+
+
+def _whole_sequence(pieces: Sequence[Any], rows: list[int]) -> Any:
+    first = pieces[0]
+    if isinstance(first, list) and _has_rows(pieces, rows):
+        return [row for piece in pieces for row in piece]
+    if any(len(piece) != len(first) for piece in pieces):
+        raise _Apart
+    return sequence_like(first, [_whole(column, rows) for column in zip(*pieces, strict=True)])
+
+
+def _has_rows(pieces: Sequence[Sequence[Any]], rows: list[int]) -> bool:
+    """Whether lists hold one entry for each row of their slice, and not columns that have as many rows."""
+    if any(len(piece) != n for piece, n in zip(pieces, rows, strict=True)):
+        return False
+    columns = all(
+        isinstance(entry, Tensor) and entry.ndim and len(entry) == n
+        for piece, n in zip(pieces, rows, strict=True)
+        for entry in piece
+    )
+    return len(set(rows)) > 1 or not columns

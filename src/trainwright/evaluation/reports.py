@@ -1,0 +1,289 @@
+"""What a model is worth on data: scikit-learn's classification report, or R2, MAE and RMSE; and a picture of either."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from trainwright.core.checks import check_choice
+from trainwright.core.device import move
+from trainwright.core.errors import DataError, SettingError, message
+from trainwright.core.process_state import beside_training
+from trainwright.core.records import StepOutput
+from trainwright.core.trees import detached
+from trainwright.diagnostics.explain import explain
+from trainwright.evaluation.passes import autocast, ledger_aside, traceless
+from trainwright.evaluation.predictions import join, outputs_for
+from trainwright.evaluation.task_type import decide, kind_of
+from trainwright.metrics.scores import MAE, R2, RMSE
+from trainwright.metrics.totals import Total
+from trainwright.protocols import Source
+from trainwright.update.batches import scores_of
+from trainwright.update.batches import split as default_split
+from trainwright.update.hooks import mover
+from trainwright.update.owner import Owner
+
+Kind = Literal["classes", "values"]
+Asked = Literal["auto", "classes", "values"]
+
+_MOST_LINES = 20
+"""Columns that the text shows one by one."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Report:
+    """Outputs against targets, over all rows of a data set; printed, it is its `text`."""
+
+    kind: Kind
+    text: str
+    """A table: precision, recall and F1 of each class, or R2, MAE and RMSE."""
+    output: Any
+    """What `predict_step` gave, joined, on the CPU; a list of batches where their shapes differ."""
+    target: Any
+    """The targets, those included that do not count."""
+    names: tuple[str, ...]
+    """The classes in the order of the confusion matrix, or the columns of the values."""
+    numbers: dict[str, Any]
+    """What `to_dict` gives a copy of."""
+
+    def __str__(self) -> str:
+        """Return the text."""
+        return self.text
+
+    __repr__ = __str__
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the numbers as plain data.
+
+        Classes: scikit-learn's dict, and "confusion_matrix", a row for each true class. Values: "R2", "MAE", "RMSE"
+        and "rows", and under "columns" the same for each of several.
+        """
+        return copy.deepcopy(self.numbers)
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """Draw the confusion matrix, or outputs over targets; save it under `path` where given.
+
+        Returns a matplotlib Figure. SettingError without matplotlib: `pip install "trainwright[plot]"`.
+        """
+        from trainwright.core.figures import confusion_figure, values_figure
+
+        if self.kind == "classes":
+            return confusion_figure(self.numbers["confusion_matrix"], self.names, path=path)
+        target, output = _columns(self.target), _columns(self.output)
+        return values_figure(target, output, names=self.names, path=path)
+
+
+def report(
+    owner: Owner,
+    source: Source,
+    *,
+    kind: Asked = "auto",
+    names: Sequence[str] | None = None,
+) -> Report:
+    """Compare what `predict_step` gives with the targets over one pass of `source`, without a trace.
+
+    `kind` "auto" is decided by the loss, else by dtypes and shapes. `names` are those of the classes, from class 0,
+    or of the columns. Targets that the loss ignores are left out. For all processes alike: each runs its rows, and
+    all get the report on all. SettingError where outputs and targets cannot be compared, or may be either kind.
+    """
+    check_choice(kind, "report", "kind", choices=("auto", "classes", "values"))
+    if names is not None and (isinstance(names, str) or not all(isinstance(name, str) for name in names)):
+        raise SettingError(message(f"report(names={names!r})", want="a list of strings, one for each class or column"))
+    try:
+        pairs = _compared(owner, source)
+    except BaseException as error:
+        explain(error, owner)
+        raise
+    with beside_training(owner.device.type):
+        return _made(owner, pairs, kind, names=names)
+
+
+def _made(owner: Owner, pairs: list[tuple[Tensor, Tensor]], kind: Asked, *, names: Sequence[str] | None) -> Report:
+    kind = kind_of(owner.loss, pairs) if kind == "auto" else kind
+    made = _of_classes if kind == "classes" else _of_values
+    text, shown, numbers = made(owner, pairs, names)
+    outputs, targets = ([pair[place] for pair in pairs] for place in (0, 1))
+    return Report(kind=kind, text=text, output=join(outputs), target=join(targets), names=tuple(shown), numbers=numbers)
+
+
+def _compared(owner: Owner, source: Source) -> list[tuple[Tensor, Tensor]]:
+    """Return output and target of every batch over all processes, on the CPU, in the order of the data."""
+    host, pairs = torch.device("cpu"), outputs_for(owner)
+    with ledger_aside(owner), traceless(owner, source) as aside, _split_once(owner) as split_of:
+        to_device = mover(owner, aside, trains=False)
+        for batch in pairs.over(aside):
+            moved = batch if to_device is None else to_device(batch)
+            with autocast(owner):
+                returned = owner.predict_step(moved)
+            output, target = returned if owner.loss is not None else scores_of(returned), None
+            if type(returned) is StepOutput:
+                output, target = returned.output, returned.target
+            target = split_of(moved)[1] if target is None else target
+            _check_tensors(output, target)
+            pairs.append((move(detached(output), host), move(detached(target), host)))
+        whole = pairs.whole()
+    if not whole:
+        raise DataError(message("the data to report on gave no batch", want="at least one batch"))
+    return whole
+
+
+@contextmanager
+def _split_once(owner: Owner) -> Iterator[Callable[[Any], tuple[Any, Any]]]:
+    """Yield a function that gives what a batch was split into by the step before, or splits it now.
+
+    A `split` of the user's own may draw, change or take out: asked again, it would give another target than the
+    one that belongs to the output.
+    """
+    hooks, made = owner.hooks, list[tuple[Any, Any]]()
+
+    def noting(batch: Any) -> tuple[Any, Any]:
+        made.append(hooks.split(batch))
+        return made[-1]
+
+    def split_of(batch: Any) -> tuple[Any, Any]:
+        if not made and hooks.split is default_split:
+            _check_known_target(owner, batch)
+        found = made[-1] if made else hooks.split(batch)
+        made.clear()
+        return found
+
+    owner.hooks = dataclasses.replace(hooks, split=noting)
+    try:
+        yield split_of
+    finally:
+        owner.hooks = hooks
+
+
+def _check_known_target(owner: Owner, batch: Any) -> None:
+    """Refuse to take the last of many items for the target where no step of the training has taken it for that."""
+    if not isinstance(batch, tuple | list) or len(batch) < 3:
+        return
+    from trainwright.diagnostics.rules import splits_in_training
+
+    if not splits_in_training(owner):
+        raise SettingError(
+            message(
+                f"a report compares outputs with targets, and which of the {len(batch)} items of a batch is the target "
+                "only your training_step knows",
+                want="the target beside the output, for the same rows",
+                fix="return StepOutput(None, output, target) from predict_step(self, batch), as from training_step",
+            )
+        )
+
+
+def _check_tensors(output: Any, target: Any) -> None:
+    if target is None:
+        raise SettingError(
+            message(
+                "a report compares outputs with targets, and a batch holds no target",
+                want="(inputs, target), or a dict with 'target', 'targets', 'labels', 'label' or 'y'",
+                fix="override split(self, batch) -> (inputs, target), "
+                "or return StepOutput(None, output, target) from predict_step",
+            )
+        )
+    for name, value in (("output", output), ("target", target)):
+        if not isinstance(value, Tensor) or not value.dim():
+            shown = "a tensor of one number" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            raise SettingError(
+                message(
+                    f"a report reads tensors, and the {name} of a batch is {shown}",
+                    want="output and target with a row for each row of the batch",
+                    fix="override predict_step(self, batch): return StepOutput(None, output, target)",
+                )
+            )
+
+
+def _of_classes(
+    owner: Owner, pairs: list[tuple[Tensor, Tensor]], names: Sequence[str] | None
+) -> tuple[str, Sequence[str], dict[str, Any]]:
+    from sklearn.metrics import classification_report, confusion_matrix
+
+    decided = decide(owner.loss, pairs)
+    guess, truth = decided.guess.numpy(), decided.target.numpy()
+    seen = sorted({*truth.tolist(), *guess.tolist()})
+    if names is not None:
+        _check_names(names, seen, classes=decided.classes)
+    labels = seen if names is None else list(range(len(names)))
+    shown = [str(label) for label in labels] if names is None else list(names)
+    settings = {"labels": labels, "target_names": shown, "zero_division": 0}  # 0 is its default, with a warning
+    text = str(classification_report(truth, guess, **settings))
+    numbers = _plain(classification_report(truth, guess, output_dict=True, **settings))
+    numbers["confusion_matrix"] = confusion_matrix(truth, guess, labels=labels).tolist()
+    return "\n".join([text.rstrip("\n"), *decided.notes]), shown, numbers
+
+
+def _check_names(names: Sequence[str], seen: Sequence[int], *, classes: int | None) -> None:
+    highest = max(seen)
+    if (classes is not None and len(names) != classes) or highest >= len(names):
+        raise SettingError(
+            message(
+                f"report(names=...) with {len(names)} names",
+                have=f"{highest + 1 if classes is None else classes} classes",
+                want="one name for each class, from class 0",
+            )
+        )
+
+
+def _plain(value: Any) -> Any:
+    """Return nested dicts with NumPy's numbers as Python's."""
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return value.item() if hasattr(value, "item") else value
+
+
+def _of_values(
+    owner: Owner, pairs: list[tuple[Tensor, Tensor]], names: Sequence[str] | None
+) -> tuple[str, Sequence[str], dict[str, Any]]:
+    for found, true in pairs:
+        MAE()(found, true)  # refuses shapes that would be broadcast
+    output, target = (_columns([pair[place] for pair in pairs]) for place in (0, 1))
+    several = output.shape[1] > 1
+    shown = [str(index) for index in range(output.shape[1])] if names is None else list(names)
+    if len(shown) != output.shape[1]:
+        raise SettingError(
+            message(f"report(names=...) with {len(shown)} names", want=f"one for each of {output.shape[1]} columns")
+        )
+    rows = sum(len(true) for _, true in pairs)
+    numbers: dict[str, Any] = {**_scores(output, target), "rows": rows}
+    lines: dict[str, Any] = {}
+    if several:
+        pieces = zip(shown, output.unbind(1), target.unbind(1), strict=True)
+        numbers["columns"] = {name: _scores(found, true) for name, found, true in pieces}
+        lines = numbers["columns"] if len(shown) <= _MOST_LINES else {}
+    lines = {**lines, f"all {len(shown)} columns" if several else "": numbers}
+    return _table(lines, rows=rows), shown, numbers
+
+
+def _columns(batches: Tensor | list[Tensor]) -> Tensor:
+    """Return everything as (rows, columns); one column of all elements where batches differ in shape."""
+    joined = join(batches) if isinstance(batches, list) else batches
+    if isinstance(joined, Tensor):
+        return joined.reshape(len(joined), -1)
+    return torch.cat([batch.flatten() for batch in joined]).unsqueeze(1)
+
+
+def _scores(output: Tensor, target: Tensor) -> dict[str, float]:
+    r2, rmse, absolute = R2(), RMSE(), Total()
+    absolute.take(MAE()(output, target), len(output))
+    r2.update(output, target)
+    rmse.update(output, target)
+    return {"R2": float(r2.compute()), "MAE": absolute.value, "RMSE": rmse.compute()}
+
+
+def _table(lines: dict[str, Any], *, rows: int) -> str:
+    width = max(map(len, lines))
+    names = ("R2", "MAE", "RMSE")
+    head = " " * width + "".join(f"{name:>12}" for name in names) + f"{'rows':>10}"
+    body = [
+        f"{name:>{width}}" + "".join(f"{scores[column]:>12.5g}" for column in names) + f"{rows:>10}"
+        for name, scores in lines.items()
+    ]
+    return "\n".join([head, "", *body])

@@ -1,0 +1,171 @@
+"""Outputs as guesses: which class each of them names, and whether targets are classes or values at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainwright.core.errors import NonFiniteError, SettingError, message
+from trainwright.metrics.metrics import IGNORED
+from trainwright.update.losses import shapes_of
+
+Family = Literal["classes", "logit", "probability", "values", "unknown"]
+
+_FAMILIES: dict[Family, tuple[Any, ...]] = {
+    "classes": (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss, F.cross_entropy, F.nll_loss, F.multi_margin_loss),
+    "logit": (nn.BCEWithLogitsLoss, F.binary_cross_entropy_with_logits),
+    "probability": (nn.BCELoss, F.binary_cross_entropy),
+    "values": (
+        *(nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss),
+        *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decided:
+    """Guesses and class numbers of all positions that count, flat."""
+
+    guess: Tensor
+    target: Tensor
+    classes: int | None
+    """How many classes were scored; None where the outputs are guesses already."""
+    notes: tuple[str, ...] = ()
+    """What the reader must know of how guesses were made."""
+
+
+def family_of(loss: Any) -> Family:
+    """Return what a loss says of its outputs; "unknown" for one that is not torch's own."""
+    function = loss.func if isinstance(loss, partial) else loss
+    for family, members in _FAMILIES.items():
+        if function in members or any(isinstance(function, m) for m in members if isinstance(m, type)):
+            return family
+    return "unknown"
+
+
+def kind_of(loss: Any, pairs: list[tuple[Tensor, Tensor]]) -> Literal["classes", "values"]:
+    """Decide by the loss, else by dtypes and shapes; SettingError where targets may be either."""
+    family = family_of(loss)
+    if family != "unknown":
+        return "values" if family == "values" else "classes"
+    output, target = pairs[0]
+    if target.dtype is torch.bool or not output.is_floating_point() or _scores_classes(output, target):
+        return "classes"
+    if target.is_floating_point() and not _could_be_classes(pairs):
+        return "values"
+    raise SettingError(
+        message(
+            "the targets may be classes or values, and the loss does not tell",
+            have=f"{shapes_of(output, target)}; loss: {getattr(loss, '__name__', type(loss).__name__)}",
+            want='kind="classes" (precision, recall, F1) or kind="values" (R2, MAE, RMSE)',
+            fix='report(data, kind="classes")',
+        )
+    )
+
+
+def decide(loss: Any, pairs: list[tuple[Tensor, Tensor]]) -> Decided:
+    """Return a guess for each target that counts; SettingError where the shapes do not allow it.
+
+    Scores (N, C, d...) are guesses by their largest; one output per target is a yes or no, above 0, or above 0.5
+    where the loss takes probabilities; whole numbers are guesses already. NonFiniteError for a NaN among the scores.
+    """
+    family, ignored = family_of(loss), _ignored(loss)
+    missing = sum(int(output.isnan().sum()) for output, _ in pairs)
+    if missing:
+        raise NonFiniteError(
+            message(
+                f"{missing} of {sum(output.numel() for output, _ in pairs)} outputs are NaN, and so are no guess",
+                fix="trainer.predict(data).isnan()   # finds the rows",
+            )
+        )
+    decided = [_decide_one(output, target, family=family) for output, target in pairs]
+    guess, target = torch.cat([one.guess for one in decided]), torch.cat([one.target for one in decided])
+    counts = target != ignored
+    if not counts.any():
+        raise SettingError(message(f"every target is {ignored}, which the loss ignores", want="targets that count"))
+    first = decided[0]
+    return Decided(guess[counts], target[counts], first.classes, (*first.notes, *_doubts(pairs, first, family)))
+
+
+def _decide_one(output: Tensor, target: Tensor, *, family: Family) -> Decided:
+    if not output.is_floating_point() and output.shape == target.shape:
+        return Decided(output.flatten().long(), target.flatten().long(), None)
+    if output.dim() == 1 or output.shape[1] == 1:
+        if output.numel() == target.numel() and len(output) == len(target):
+            return _decide_yes_or_no(output, target, threshold=0.5 if family == "probability" else 0.0)
+    elif _scores_classes(output, target):
+        return Decided(output.argmax(1).flatten(), target.flatten().long(), output.shape[1])
+    elif output.shape == target.shape and family not in ("logit", "probability"):
+        return Decided(output.argmax(1).flatten(), target.argmax(1).flatten(), output.shape[1])
+    fix = "override predict_step(self, batch): return StepOutput(None, output, target)   # of these shapes"
+    if output.shape == target.shape:
+        fix = "report one label at a time: return StepOutput(None, output[:, 0], target[:, 0]) from predict_step"
+    elif output.dim() > 2 and target.shape == output.shape[:-1]:
+        fix = "return StepOutput(None, output.movedim(-1, 1), target) from predict_step"
+    raise SettingError(
+        message(
+            "a report of classes cannot compare these",
+            have=shapes_of(output, target),
+            want="scores (N, C, d...) with class numbers (N, d...), or one output for each 0 or 1",
+            fix=fix,
+        )
+    )
+
+
+def _decide_yes_or_no(output: Tensor, target: Tensor, *, threshold: float) -> Decided:
+    low, high = (float(bound) for bound in target.double().aminmax()) if target.numel() else (0.0, 0.0)
+    if not (low >= 0 and high <= 1):
+        raise SettingError(
+            message(
+                "one output for each target is a yes or no",
+                have=f"targets from {low:g} to {high:g}",
+                want="targets of 0 and 1",
+                fix='report(data, kind="values"), or a model with a score for each class',
+            )
+        )
+    what = "a probability" if threshold else "a logit"
+    note = f"\nguess: 1 where the output, {what}, is above {threshold:g}"
+    return Decided((output > threshold).flatten().long(), (target > 0.5).flatten().long(), 2, (note,))
+
+
+def _doubts(pairs: list[tuple[Tensor, Tensor]], first: Decided, family: Family) -> list[str]:
+    """Say what looks wrong with outputs that were taken for logits."""
+    if not first.notes or family == "probability":
+        return []
+    if any(bool(((output < 0) | (output > 1)).any()) for output, _ in pairs):
+        return []
+    return [
+        "all outputs lie from 0 to 1: if they are probabilities, return (output > 0.5).long() from predict_step",
+    ]
+
+
+def _scores_classes(output: Tensor, target: Tensor) -> bool:
+    """Whether shapes and dtypes are those of scores and class numbers."""
+    fits = output.dim() > 1 and output.shape[1] > 1 and target.shape == output.shape[:1] + output.shape[2:]
+    return fits and not target.is_floating_point()
+
+
+def _could_be_classes(pairs: list[tuple[Tensor, Tensor]]) -> bool:
+    """Whether targets of fractions are all 0 or 1, or shares of classes that add up to 1."""
+    if all(bool(((target == 0) | (target == 1)).all()) for _, target in pairs):
+        return True
+    return all(
+        target.dim() > 1 and target.shape[1] > 1 and bool((target >= 0).all()) and _adds_up_to_one(target)
+        for _, target in pairs
+    )
+
+
+def _adds_up_to_one(target: Tensor) -> bool:
+    total = target.double().sum(1)
+    return torch.allclose(total, torch.ones_like(total), atol=1e-3)
+
+
+def _ignored(loss: Any) -> int:
+    """Return the class number that the loss does not count: torch's default where it says nothing."""
+    said = loss.keywords.get("ignore_index") if isinstance(loss, partial) else getattr(loss, "ignore_index", None)
+    return said if isinstance(said, int) else IGNORED

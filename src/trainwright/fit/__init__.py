@@ -1,0 +1,1 @@
+"""One fit: the plan, entering and leaving a run, and the work between two updates."""

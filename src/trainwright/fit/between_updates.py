@@ -1,0 +1,389 @@
+"""What happens between two updates when something falls due: validate, judge, stop, tell, save."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+from trainwright.checkpointing.checkpoint import Keeping
+from trainwright.core.errors import CheckpointError, SettingError, message
+from trainwright.core.records import Validation
+from trainwright.evaluation.passes import probing
+from trainwright.fit.due import Bell
+from trainwright.fit.plan import Ends
+from trainwright.fit.result import Leaving
+from trainwright.fit.run import Run
+from trainwright.fit.saving import Saves
+from trainwright.observers.probes import Inspecting, Probe
+from trainwright.observers.throughput import Throughput
+from trainwright.protocols import Source, listeners
+from trainwright.update.owner import listening
+from trainwright.update.rollback import BETWEEN
+
+if TYPE_CHECKING:
+    from trainwright.fit.inspection import Inspector
+    from trainwright.fit.rank_sync import Agreement, Asked
+
+
+class Pauses:
+    """The steps of a pause, each of them one line of the trainer's `_pause`."""
+
+    def __init__(self, run: Run, val: Mapping[str, Source], ends: Ends, *, keeper: Keeping | None) -> None:
+        self.run, self.val, self.ends = run, val, ends
+        self.owner, self.counters, self.history = run.owner, run.counters, run.owner.history
+        early = run.owner.early_stopping
+        self.watch: Any = None if early is None else early.bind()
+        self.keeper = keeper
+        self.saves = Saves(run, keeper=keeper)
+        self.leaving = Leaving(run, ends, keeper=keeper, watch=self.watch)
+        self._before, self._started = self.counters.seconds, time.perf_counter()
+        self._clock: float | None = None
+        """The seconds that all processes go by in the pause in hand; None for one process, which has a clock."""
+        self._epoch_ended = False
+        self._meters: list[Inspector] = []
+        """What measures the run, its speed say, where somebody asks for it."""
+
+    def start(self) -> None:
+        """Set clocks and bells going, after loading."""
+        counters = self.counters
+        self._before, self._started = counters.seconds, time.perf_counter()
+        self._last_time, self._last_rows = self._started, counters.rows
+        self._validates = Bell(self.ends.validate, counters, of="validate")
+        self.saves.start()
+        observers = self.owner.observers
+        self._probes = [(one, Bell(one.span, counters, of="every")) for one in observers if isinstance(one, Probe)]
+        heard = listening(self.owner)
+        self._on_validate, self._on_epoch = listeners(heard, "on_validate"), listeners(heard, "on_epoch")
+        self._updates_before = counters.updates - (1 if counters.batch else 0)
+        self._meters = self._asked_meters()
+        if counters.pause == "final" and not (self.run.asked or self.end_reached() or self._stopped_early):
+            counters.pause = ""  # resumed with a later end: the run goes on without the validation of the earlier one
+        self.run.owed = counters.pause or ("update" if counters.paused < counters.updates else "")
+        counters.stopped = counters.stopped or self.ended()
+        if not counters.stopped:
+            self.leaving.final = None
+        if self.run.agreement is not None:
+            self._check_probes()
+            self.run.agreement.start()
+        self.go_on()
+
+    def _asked_meters(self) -> list[Inspector]:
+        """What measures the run, imported only where somebody asks for it."""
+        meters: list[Inspector] = []
+        if any(isinstance(one, Throughput) for one in listening(self.owner)):
+            from trainwright.fit.metering import meters_of
+
+            meters += meters_of(self.run)
+        if any(isinstance(one, Inspecting) for one in self.owner.observers):
+            from trainwright.fit.inspection import inspectors_of
+
+            meters += inspectors_of(self.run)
+        return meters
+
+    def _check_probes(self) -> None:
+        """Refuse probes that only some processes have: all pause for one, and it may be a forward of all."""
+        probes = [f"{probe.name} every {probe.span}" for probe, _ in self._probes]
+        others = [one.name for one in self.owner.observers if isinstance(one, Inspecting)]
+        each = self.owner.world.gather([*probes, *others])
+        if any(told != each[0] for told in each):
+            what = "the processes were given different probes"
+            have = "; ".join(f"rank {rank}: {', '.join(told) or 'none'}" for rank, told in enumerate(each[:4]))
+            fix = "observers=[Probe(...)] on every process, and `if trainer.is_main` in its function"
+            raise SettingError(message(what, have=have, want="the same ones on all of them", fix=fix))
+
+    def arrive(self, *, epoch_ended: bool) -> None:
+        """Bring the counters up to date, and find out whether an end is reached."""
+        counters = self.counters
+        self.run.boundary.place, self.run.woken = BETWEEN, False
+        if self.run.behind is not None:
+            self.run.behind.drain()
+        for meter in self._meters:
+            meter.pause()
+        if self.run.agreement is not None:
+            self._join(self.run.agreement)
+        self.run.signals.check()
+        self.stop_clock()
+        self.run.steppers.note_unnoted()
+        self._epoch_ended = epoch_ended
+        if epoch_ended and not counters.pause:  # else it has arrived before, in a run that ended in its validation
+            self.run.check_epoch(self._updates_before)
+            self.run.lengths.ended()
+            counters.epoch, counters.batch, self._updates_before = counters.epoch + 1, 0, counters.updates
+            counters.begun = False
+            if self.run.rates is not None:
+                self.run.rates.epoch_ended()
+            if self.run.shown.average is not None:
+                self.run.shown.average.epoch_ended(counters.updates, counters.epoch)
+        counters.paused = counters.updates
+        self.saves.arrive()
+        counters.stopped = counters.stopped or self.end_reached()
+        for meter in self._meters:
+            meter.tell(epoch_ended=epoch_ended)
+
+    def _join(self, agreement: Agreement) -> None:
+        """Hear what all processes ask for, and go by the first one's clock until the next time."""
+        self._clock = None
+        self.stop_clock()
+        asked = self._asked(agreement)
+        self._before += asked.seconds - self.counters.seconds
+        self._clock = asked.seconds
+        if self.run.spread is not None:
+            self.run.spread.check_trained()
+        if self.run.teller is not None:
+            self.run.teller.tell_late()
+        if asked.signal:
+            self.run.signals.obey(asked.signal)
+
+    def _asked(self, agreement: Agreement) -> Asked:
+        """Hear what all processes ask for, and note the stop and the save among it."""
+        asked = agreement.join(signal=self.run.signals.pending, save=self.saves.asked)
+        self.saves.asked, self.saves.wanted = False, self.saves.wanted or asked.save
+        if asked.stop:
+            self.run.stop_now(asked.stop)
+        return asked
+
+    def hear_signals(self) -> None:
+        """Have all processes end by a signal that has come to one of them since they have last heard of each other."""
+        if self.run.agreement is not None:
+            asked = self._asked(self.run.agreement)
+            if asked.signal:
+                self.run.signals.obey(asked.signal)
+
+    def probe(self, trainer: Any, *, epoch_ended: bool) -> None:
+        """Call the probes whose turn it is, and take down the numbers that they return."""
+        for probe, bell in self._probes if not self.counters.pause else ():
+            if bell.rings(self.counters, epoch_ended=epoch_ended):
+                with probing(self.owner, self.run.source):
+                    numbers = probe.fn(trainer)
+                self.run.ledger.note_probed(numbers, probe.name)
+
+    def validate(self, evaluate: Callable[..., dict[str, float]], *, final: bool = False) -> dict[str, float]:
+        """The numbers of every set of validation data; `final`: only because the run ends early."""
+        between = self.owner.between
+        between.errors, between.watched = {}, self.run.signals.batches
+        self.counters.pause = "final" if final else "epoch" if self._epoch_ended else "update"
+        numbers: dict[str, float] = {}
+        # Of several processes none may leave a validation alone: a signal waits for its end, and for all to hear of it.
+        several = self.run.signals.held() if self.run.agreement is not None else nullcontext()
+        try:
+            with several:
+                for name, source in self.val.items():
+                    numbers |= self._checked(evaluate(source, name=name))
+        finally:
+            between.watched = iter
+        return self.owner.world.same(numbers)
+
+    def _checked(self, numbers: Any) -> Mapping[str, float]:
+        """Refuse what an `evaluate` of the user's own returns where it is no dict, such as None without a return."""
+        if isinstance(numbers, Mapping):
+            return numbers
+        what = f"{type(self.owner).__name__}.evaluate returned {'None' if numbers is None else type(numbers).__name__}"
+        fix = "return super().evaluate(data, name)"
+        raise TypeError(message(what, want="a dict of numbers by name", fix=fix, where=False))
+
+    def validation_is_due(self, *, epoch_ended: bool) -> bool:
+        """Whether to validate now: the span has passed, or a planned end is reached; never twice at one update."""
+        rings = self._validates.rings(self.counters, epoch_ended=epoch_ended)
+        broken_off = self.counters.pause in ("update", "epoch")
+        return bool(self.val) and not self._is_validated and (rings or broken_off or bool(self.planned_end()))
+
+    @property
+    def _is_validated(self) -> bool:
+        """Whether the weights of this update were validated already."""
+        return self.counters.validated == self.counters.updates
+
+    @property
+    def ends_inside_epoch(self) -> bool:
+        """Whether a planned end lies inside an epoch whose numbers are in no row yet."""
+        return bool(self.planned_end()) and self._lacks_row
+
+    @property
+    def _lacks_row(self) -> bool:
+        """Whether updates of the epoch in hand are in no row of the history yet."""
+        update = self.counters.earlier_updates + self.counters.updates
+        return self.counters.batch > 0 and not (self.history and self.history[-1]["update"] == update)
+
+    def row(self, numbers: Mapping[str, float] | None, *, epoch_ended: bool) -> dict[str, float]:
+        """Append a row to the history: the epoch's training numbers so far, and the validation's."""
+        row = self._row(numbers)
+        if epoch_ended:
+            self.run.ledger.reset()
+        if numbers is not None:
+            self.counters.validated = self.counters.updates
+        self.history.append(row)
+        return row
+
+    def _row(self, numbers: Mapping[str, float] | None) -> dict[str, float]:
+        counters, ledger, world = self.counters, self.run.ledger, self.owner.world
+        counters.pause = ""
+        ledger.merge(world)
+        trained = world.same((ledger.means() or self._told()) if world.is_main else {})
+        return {
+            "epoch": counters.earlier_epochs + counters.epoch,
+            "update": counters.earlier_updates + counters.updates,
+            **trained,
+            **(numbers or {}),
+            **(self.run.steppers.numbers() or {"lr": self.run.steppers.rates[0]}),
+        }
+
+    def measure_early_end(self, evaluate: Callable[..., dict[str, float]], *, epoch_ended: bool) -> None:
+        """Measure an early end that no validation was due at, apart from everything that a resumed run reads.
+
+        The history, early stopping, the best and Plateau do not see these numbers, and `validated` does not count
+        them: a run that is resumed from here, and validates at the same update, is then the run that never ended.
+        """
+        if self.run.agreement is not None and epoch_ended and self.owner.hooks.end_epoch is not None:
+            self._asked(self.run.agreement)  # `end_epoch` may have stopped it on one process
+        measured = self._is_validated if self.val else not self._lacks_row
+        if not self.counters.stopped or self.planned_end() or measured:
+            return
+        numbers = self.validate(evaluate, final=True) if self.val else None
+        self.leaving.final = self._row(numbers)
+        self.tell(self.leaving.final, best=False, validated=bool(self.val), epoch_ended=False, final=True)
+
+    def _told(self) -> dict[str, float]:
+        """The training numbers that were told last, for a run that is stopped between two epochs."""
+        last = self.history[-1] if self.history else {}
+        return {
+            name: value
+            for name, value in last.items()
+            if name not in ("epoch", "update") and not name.startswith("val_")
+        }
+
+    def judge(self, row: Mapping[str, float], *, validated: bool) -> tuple[bool, bool]:
+        """Show the row to early stopping, the checkpoint and the schedule; return whether it is the best, and kept."""
+        where = {"epoch": int(row["epoch"]), "update": int(row["update"])}
+        best = False
+        early, watch, keeper, rates = self.owner.early_stopping, self.watch, self.keeper, self.run.rates
+        if early is not None and self._concerns(early.monitor, row, validated=validated):
+            best = watch.judge(row, self.owner.between.errors, **where)
+            if best and getattr(early, "restore_best", False):
+                self.leaving.keep_best()
+            self.counters.stopped = self.counters.stopped or watch.stopped
+        keep = best
+        if (
+            keeper is not None
+            and keeper.settings.best
+            and self._concerns(keeper.settings.best, row, validated=validated)
+        ):
+            keep = keeper.judge(row, **where) or keep
+            if watch is None:
+                best = keeper.best is not None and keeper.best.update == where["update"]
+        if rates is not None and (validated or not self.val):  # each validation, or each epoch without one
+            rates.observe(row)
+        return best, keep
+
+    def tell(
+        self, row: Mapping[str, float], *, best: bool, validated: bool, epoch_ended: bool, final: bool = False
+    ) -> None:
+        """Tell the observers."""
+        from trainwright.data.dataloader.persistent_workers import news_of
+
+        now, counters = time.perf_counter(), self.counters
+        seconds, rows = now - self._last_time, counters.rows - self._last_rows
+        record = Validation(
+            epoch=int(row["epoch"]),
+            update=int(row["update"]),
+            metrics=dict(row),
+            best=best,
+            waited=0 if self.watch is None else self.watch.waited,
+            patience=0 if self.watch is None else getattr(self.owner.early_stopping, "patience", 0),
+            seconds=seconds,
+            rows=rows,
+            waiting=min(1.0, self.run.waited / seconds) if seconds else 0.0,
+            skipped=counters.skipped,
+            notes=(*news_of((self.run.source, *self.val.values())), *self.owner.between.take_news()),
+            final=final,
+        )
+        self._last_time, self._last_rows, self.run.waited = now, counters.rows, 0.0
+        for notify in self._on_validate if validated else []:
+            notify(record)
+        for notify in self._on_epoch if epoch_ended or not validated else []:
+            notify(record)
+
+    def save(self, *, keep: bool, validated: bool, epoch_ended: bool) -> None:
+        """Save, where that is due."""
+        self.stop_clock()
+        validated = validated or (epoch_ended and not self.val)
+        if self.saves.are_due(keep=keep, validated=validated, epoch_ended=epoch_ended):
+            if self.counters.stopped:
+                self._save_at_the_end()
+            else:
+                self.saves.save()
+                self.saves.hear()
+
+    def _save_at_the_end(self) -> None:
+        """Begin the save that must succeed; `fit` raises what fails in it when the model is left as promised."""
+        try:
+            self.saves.save()
+        except CheckpointError as failed:  # the state cannot be encoded
+            self.leaving.lost = failed
+
+    def go_on(self) -> None:
+        """Have the loop pause where something falls due next: at once, where it was woken in the pause that ends."""
+        run = self.run
+        if not run.owed:  # a pause that a resumed run begins with makes the row of the last update before it
+            run.steppers.forget_rates()
+        run.due = self._next_due()
+        if run.woken and run.agreement is None:  # by a hook, or the thread that saves; asked last: no call is lost
+            run.due = 0
+        for meter in reversed(self._meters):  # clocks come first and go last
+            meter.go_on()
+
+    def _next_due(self) -> float:
+        """Return the update at which the loop must pause next, ends of epochs apart."""
+        counters, ends = self.counters, self.ends
+        dues = [self._validates.next_update(counters)] if self.val else []
+        dues += [bell.next_update(counters) for _, bell in self._probes]
+        dues += [meter.next_update() for meter in self._meters]
+        dues.append(self.saves.next_due())
+        if ends.max_updates is not None:
+            dues.append(ends.max_updates)
+        if ends.max_seconds is not None:
+            dues.append(counters.updates)  # time passes in updates that are held back too
+        if self.run.agreement is not None:  # all processes pause at the same updates
+            dues = [self.run.agreement.at, *[due for due in dues if due > counters.updates]]
+        return min(dues, default=math.inf)
+
+    def _concerns(self, monitor: str, row: Mapping[str, float], *, validated: bool) -> bool:
+        """Whether a row is one to judge `monitor` by: validations for `val_...`, any row for training numbers.
+
+        What only an `evaluate` of the user's own gives stands in the rows of validations.
+        """
+        trained = monitor in row or not self.owner.hooks.evaluates_itself
+        return validated or (trained and not monitor.startswith("val_"))
+
+    def stop_clock(self) -> None:
+        """Bring the seconds of this stage, over all of its sessions, up to now."""
+        elapsed = self._before + time.perf_counter() - self._started
+        self.counters.seconds = elapsed if self._clock is None else self._clock
+
+    def ended(self) -> str:
+        """Return which end of the `fit` was reached where it was left; none where a pause was still to come there."""
+        whole = not self.counters.pause and self.counters.paused == self.counters.updates
+        return self.end_reached() if whole else ""
+
+    def end_reached(self) -> str:
+        """Return which end of the `fit` is reached, or an empty string."""
+        counters, ends = self.counters, self.ends
+        if ends.max_seconds is not None and counters.seconds >= ends.max_seconds:
+            return self.planned_end() or f"max_seconds={ends.max_seconds:g} reached"
+        return self.planned_end()
+
+    def planned_end(self) -> str:
+        """Return which end of the `fit` is reached that is known beforehand, or an empty string."""
+        counters, ends = self.counters, self.ends
+        if ends.max_updates is not None and counters.updates >= ends.max_updates:
+            return f"max_updates={ends.max_updates} reached"
+        if ends.epochs is not None and counters.epoch >= ends.epochs:
+            past = f": {counters.epoch} are done already" if counters.epoch > ends.epochs else ""
+            return f"epochs={ends.epochs} reached{past}"
+        return ""
+
+    @property
+    def _stopped_early(self) -> str:
+        """Why early stopping ends the run, or an empty string."""
+        return "" if self.watch is None else str(self.watch.stopped)

@@ -1,0 +1,246 @@
+"""Early stopping: end a run after `patience` validations that do not beat the best; remember where the best was."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import KW_ONLY, asdict, dataclass
+from types import MappingProxyType
+from typing import Any, Literal, Protocol
+
+from torch import Tensor
+
+from trainwright.core.checks import check_form, check_whole, is_count, is_none_or, is_number, is_text
+from trainwright.core.errors import CheckpointError, SettingError, message
+from trainwright.core.records import Best
+from trainwright.core.suggestions import did_you_mean, suggests
+from trainwright.protocols import Stateful
+
+Mode = Literal["min", "max"]
+NO_ERRORS: Mapping[str, float] = MappingProxyType({})
+
+
+class Watching(Stateful, Protocol):
+    """What the Trainer asks of early stopping during one `fit`."""
+
+    @property
+    def waited(self) -> int:
+        """Validations since the best."""
+        ...
+
+    @property
+    def best(self) -> Best | None:
+        """The best value so far."""
+
+    @property
+    def stopped(self) -> str:
+        """The reason to stop; empty while the run goes on."""
+        ...
+
+    def judge(self, metrics: Mapping[str, float], errors: Mapping[str, float], *, epoch: int, update: int) -> bool:
+        """Take in one validation; return whether it is a new best."""
+        ...
+
+
+class Stopping(Protocol):
+    """What fills the slot `early_stopping`: settings only; `bind` makes the thing with state, anew for each `fit`."""
+
+    @property
+    def monitor(self) -> str:
+        """The number that is watched."""
+        ...
+
+    def bind(self) -> Watching:
+        """Make the watch of one `fit`."""
+        ...
+
+
+@suggests
+@dataclass(frozen=True)
+class EarlyStopping:
+    """Stop after `patience` consecutive validations that do not beat the best by more than `min_delta`.
+
+    `mode` is "min" or "max" and may be left out for names that end in "loss". `min_delta` is a distance (0.001), a
+    share of the best ("1%"), or "1se": the standard error of the best over its rows. The best moves only when it is
+    beaten by more than that, so slow steady gains add up. With `restore_best` the model holds the best weights when
+    `fit` ends, stopped early or not.
+    """
+
+    monitor: str
+    _: KW_ONLY
+    mode: Mode | None = None
+    patience: int = 5
+    min_delta: float | str = 0.0
+    restore_best: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mode", resolve_mode(self.monitor, self.mode, "EarlyStopping({!r}, mode={!r})"))
+        written, fix = f"EarlyStopping(patience={self.patience!r})", f"EarlyStopping({self.monitor!r}, patience=5)"
+        check_whole(self.patience, written, what="a whole number of validations without a new best", fix=fix)
+        _margin(self.min_delta)
+
+    def bind(self) -> Watch:
+        """Make the watch of one `fit`."""
+        return Watch(self)
+
+
+class Watch:
+    """Early stopping during one `fit`: the best so far and how long it has stood; a part of every checkpoint."""
+
+    def __init__(self, settings: EarlyStopping) -> None:
+        self.settings = settings
+        self.mode = resolve_mode(settings.monitor, settings.mode, "EarlyStopping({!r}, mode={!r})")
+        self.best: Best | None = None
+        """The best value so far; None before the first that is a number."""
+        self.waited = 0
+        """Validations since the best."""
+        self.weights: dict[str, Tensor] | None = None
+        """The weights of the best on the host, where whoever trains puts them."""
+        self._error: float | None = None
+        self._margin = _margin(settings.min_delta)
+
+    def judge(
+        self, metrics: Mapping[str, float], errors: Mapping[str, float] = NO_ERRORS, *, epoch: int, update: int
+    ) -> bool:
+        """Take in one validation, after `epoch` finished epochs and `update` updates; return whether it is a new best.
+
+        NaN never beats and never becomes the best. `errors` holds standard errors by the names of `metrics`.
+        """
+        monitor = self.settings.monitor
+        require_monitor(monitor, metrics, "EarlyStopping")
+        value, error = float(metrics[monitor]), errors.get(monitor)
+        if self._margin.kind == "se" and error is None:
+            raise _without_error(monitor, errors)
+        if not self._beats(value):
+            self.waited += 1
+            return False
+        self.best = Best(monitor, value, epoch, update)
+        self._error = error
+        self.waited = 0
+        return True
+
+    @property
+    def stopped(self) -> str:
+        """The reason to stop, such as "val_loss did not improve on 0.1324 (epoch 12) for 5 validations", or ""."""
+        if self.waited < self.settings.patience:
+            return ""
+        for_long = f"for {self.waited} validation{'s' if self.waited > 1 else ''}"
+        if self.best is None:
+            return f"{self.settings.monitor} was never a finite number {for_long}"
+        return f"{self.settings.monitor} did not improve on {self.best.value:.4g} (epoch {self.best.epoch}) {for_long}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best, its standard error, the wait, and the weights of the best where they were put here."""
+        best = None
+        if self.best is not None:
+            best = {name: value for name, value in asdict(self.best).items() if name != "path"}
+        weights = None if self.weights is None else dict(self.weights)
+        watched = {"monitor": self.settings.monitor, "mode": self.mode}
+        return {**watched, "best": best, "error": self._error, "waited": self.waited, "weights": weights}
+
+    def load_state_dict(self, tree: Mapping[str, Any]) -> None:
+        """Take over a saved watch of the same number."""
+        check_form(tree, monitor=is_text, mode=is_text, error=is_none_or(is_number), waited=is_count)
+        check_form(tree, weights=is_none_or(lambda value: isinstance(value, Mapping)), best=is_none_or(_is_best))
+        saved, mine = (tree["monitor"], tree["mode"]), (self.settings.monitor, self.mode)
+        if saved != mine:
+            raise CheckpointError(
+                message(
+                    "the checkpoint stopped early by another number",
+                    have="EarlyStopping({!r}, mode={!r}) in the checkpoint".format(*saved),
+                    want="EarlyStopping({!r}, mode={!r})".format(*mine),
+                    fix='fit(..., resume_fresh=("early_stopping",)), or resume with the one of the checkpoint',
+                )
+            )
+        self.best = None if tree["best"] is None else Best(**tree["best"])
+        self._error = tree["error"]
+        self.waited = tree["waited"]
+        self.weights = None if tree["weights"] is None else dict(tree["weights"])
+
+    def _beats(self, value: float) -> bool:
+        sign = 1.0 if self.mode == "min" else -1.0
+        best = math.inf if self.best is None else sign * self.best.value
+        if self.best is None or not self._margin.size:
+            return sign * value < best
+        margin = {"absolute": 1.0, "relative": abs(best), "se": self._error}[self._margin.kind]
+        assert margin is not None
+        return sign * value < best - self._margin.size * margin
+
+
+def resolve_mode(monitor: str, mode: Mode | None, call: str) -> Mode:
+    """Return whether less or more of `monitor` is better; only a loss may leave `mode` out.
+
+    `call` is the line to write, with places for the monitor and the mode.
+    """
+    if not isinstance(monitor, str) or not monitor:
+        raise SettingError(message(call.format(monitor, mode), want='the name of a number, such as "val_loss"'))
+    if mode is None and monitor.endswith("loss"):
+        return "min"
+    if mode not in ("min", "max"):
+        raise SettingError(
+            message(
+                f"{call.format(monitor, mode)}: is less or more of {monitor} better?",
+                want='mode="max" where more is better, mode="min" where less is; only a name that ends in "loss" '
+                "may leave it out",
+                fix=call.format(monitor, "max"),
+            )
+        )
+    return mode
+
+
+def require_monitor(monitor: str, produced: Collection[str], asked_by: str) -> None:
+    """Refuse to watch a number that is not among the `produced` ones."""
+    if monitor not in produced:
+        numbers = [name for name in produced if name not in ("epoch", "update")]
+        raise SettingError(
+            message(
+                f"{asked_by} watches {monitor!r}, which this run does not produce.{did_you_mean(monitor, numbers)}",
+                want="one of " + ", ".join(sorted(numbers)),
+                fix="give fit(train, val) validation data"
+                if monitor.startswith("val_") and not any(name.startswith("val_") for name in numbers)
+                else "",
+            )
+        )
+
+
+@dataclass(frozen=True)
+class _Margin:
+    """By how much the best must be beaten: `size` x 1, x |best|, or x the standard error of the best."""
+
+    kind: Literal["absolute", "relative", "se"]
+    size: float
+
+
+def _margin(min_delta: float | str) -> _Margin:
+    if isinstance(min_delta, str):
+        if min_delta == "1se":
+            return _Margin("se", 1.0)
+        if re.fullmatch(r"\d+(\.\d+)?%", min_delta):
+            return _Margin("relative", float(min_delta[:-1]) / 100)
+    elif not isinstance(min_delta, bool) and isinstance(min_delta, int | float) and 0 <= min_delta < math.inf:
+        return _Margin("absolute", float(min_delta))
+    raise SettingError(
+        message(
+            f"EarlyStopping(min_delta={min_delta!r})",
+            want='a distance of 0 or more (0.001), a share of the best ("1%"), or one standard error ("1se")',
+            fix=f"min_delta={-min_delta!r}" if isinstance(min_delta, float) and -math.inf < min_delta < 0 else "",
+        )
+    )
+
+
+def _without_error(monitor: str, errors: Mapping[str, float]) -> SettingError:
+    return SettingError(
+        message(
+            f'EarlyStopping({monitor!r}, min_delta="1se") needs the standard error of {monitor}, and there is none',
+            have="standard errors of " + (", ".join(sorted(errors)) or "nothing"),
+            want="a metric that returns one value per row, or a loss whose rows are known",
+            fix="return a 1-dim tensor with one value per row from the metric, or give min_delta a number",
+        )
+    )
+
+
+def _is_best(value: object) -> bool:
+    """Whether a value is a Best as it is saved."""
+    forms = {"name": is_text, "value": is_number, "epoch": is_count, "update": is_count}
+    return isinstance(value, Mapping) and set(value) == set(forms) and all(forms[key](value[key]) for key in forms)

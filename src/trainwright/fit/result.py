@@ -1,0 +1,202 @@
+"""What a run leaves behind: the weights that count in the model, and the Result that says how it went."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from trainwright.acceleration.switches import told
+from trainwright.checkpointing.checkpoint import Keeping
+from trainwright.checkpointing.commits import is_name, is_of_run, update_name, update_of
+from trainwright.checkpointing.load import load_weights
+from trainwright.checkpointing.weights import load_into
+from trainwright.core.errors import CheckpointError, warn_user
+from trainwright.core.records import Best, Result
+from trainwright.fit.plan import Ends
+from trainwright.fit.run import Run
+from trainwright.modules.dtensors import is_sharded
+
+
+class Leaving:
+    """The end of one `fit`, however it ends."""
+
+    def __init__(self, run: Run, ends: Ends, *, keeper: Keeping | None, watch: Any) -> None:
+        self.run, self.owner, self.counters = run, run.owner, run.counters
+        self.ends, self.keeper, self.watch = ends, keeper, watch
+        self.restored: Best | None = None
+        """The best whose weights the model was left with."""
+        self.left: int | None = None
+        """The update whose weights the model holds at the end, where a best was put back."""
+        self.passed: dict[str, Any] | None = None
+        """How this stage ended, where a checkpoint of a later one says that it has."""
+        self.final: dict[str, float] | None = None
+        """The numbers of an early end that no validation was due at."""
+        self.lost: CheckpointError | None = None
+        """The error of the save at the end, where the run has ended well and that save has failed."""
+        self.could_save = False
+        """Whether the state at the end, which was not saved, would have been with `on_error="save"`."""
+
+    @property
+    def restores_from_memory(self) -> bool:
+        """Whether early stopping's best weights are kept on the host: no checkpoint watches the same number."""
+        early = self.owner.early_stopping
+        if early is None or not getattr(early, "restore_best", False):
+            return False
+        settings = None if self.keeper is None else self.keeper.settings
+        watched = (early.monitor, getattr(early, "mode", None))
+        same = settings is not None and (settings.best, settings.mode or "min") == watched
+        return not same or bool(getattr(early, "min_delta", 0))
+
+    def keep_best(self) -> None:
+        """Keep the weights of this moment as early stopping's best, where they are not in a checkpoint."""
+        held = getattr(self.watch, "weights", None)
+        with self.run.shown.evaluated():
+            self.watch.weights = _copied(self.owner.model, held) if self.restores_from_memory else None
+
+    def sharding_of_best(self) -> dict[str, Any]:
+        """Return host tensors, by part and key, that are sharded as the weights of a loaded best shall be."""
+        if not self.restores_from_memory:
+            return {}
+        return {"early_stopping": {"weights": _copied(self.owner.model, None)}}
+
+    def restore_best(self) -> None:
+        """Leave the model with the weights that count: averaged ones, and the best, where a slot promises them."""
+        self.run.shown.leave()
+        early, keeper, watch = self.owner.early_stopping, self.keeper, self.watch
+        if watch is not None and watch.best is not None and getattr(early, "restore_best", False):
+            weights = getattr(watch, "weights", None)
+            if weights is None:
+                self._load(watch.best)
+            else:
+                self._load_into(watch.best, weights, source="the best weights")
+        elif keeper is not None and keeper.settings.restore_best and keeper.best is not None:
+            self._load(keeper.best)
+        self.run.shown.leave()  # once more: the best that was loaded on top is what the next stage finds
+
+    def _load(self, best: Best) -> None:
+        """Load the weights of a best from its checkpoint; where that is gone, say so and keep the last."""
+        path = self._path_of(best)
+        if path is None:
+            self._warn_of(best, "were not kept")
+            return
+        self._load_into(best, load_weights(path), source=str(path))  # raises where the file is damaged
+
+    def _load_into(self, best: Best, weights: Mapping[str, Any], *, source: str) -> None:
+        """Load a best's weights, sharded or whole, into the model."""
+        try:
+            load_into(self.owner.model, weights, source=source)
+        except CheckpointError:
+            self._warn_of(best, "are those of another model: it has changed since")
+            return
+        self.restored, self.left = best, best.update
+
+    def _warn_of(self, best: Best, why: str) -> None:
+        if self.owner.is_main:  # of several processes all come to the same, and one says it
+            what = f"the weights of the best {best.name} (update {best.update})"
+            warn_user(f"{what} {why}; the last ones stay")
+
+    def result(self) -> Result:
+        """Say how the run ended."""
+        counters, passed = self.counters, self.passed
+        best = None if self.keeper is None else self.keeper.best
+        if passed is not None:
+            best = None if passed["best"] is None else Best(**passed["best"])
+            best = best and replace(best, path=self._path_of(best))
+        elif best is None and self.watch is not None:
+            best = self.watch.best
+        weights = ", ".join([one for one in (self.run.shown.name, self._restored_text(best)) if one]) or "last"
+        return Result(
+            history=list(self.owner.history),
+            best=best,
+            updates=counters.updates,
+            epochs=counters.epoch,
+            stopped=counters.stopped,
+            seconds=counters.seconds,
+            skipped=counters.skipped,
+            weights=weights if passed is None else passed["weights"],
+            notes=(*self._notes(), *told(self.owner), *self._lost_notes(), *self._told_notes(), *self._saved_notes())
+            if passed is None
+            else tuple(passed["notes"]),
+            blocked=getattr(self.keeper, "blocked", 0.0),
+            final_validation=self.final if passed is None else passed["final"],
+        )
+
+    def _restored_text(self, best: Best | None) -> str:
+        """Which best the model holds, by name where the run's `best` is one of another number."""
+        restored = self.restored
+        if restored is None:
+            return ""
+        by = f" by {restored.name}" if best is not None and best.name != restored.name else ""
+        return f"best of epoch {restored.epoch}{by}"
+
+    def _path_of(self, best: Best) -> Path | None:
+        return self.path_at(best.update)
+
+    def path_at(self, update: int) -> Path | None:
+        """The checkpoint of an update, where it is still there."""
+        keeper, name = self.keeper, update_name(update)
+        kept = [] if keeper is None else [*keeper.saved, None if keeper.best is None else keeper.best.path]
+        return next((path for path in kept if path is not None and path.name == name), None)
+
+    def _notes(self) -> tuple[str, ...]:
+        counters, total = self.counters, self.run.plan.updates
+        rates = self.run.rates
+        short = 0 if total is None or rates is None or rates.monitor is not None else total - counters.updates
+        if counters.skipped and not counters.updates:
+            return (f"nothing was trained: all {counters.skipped} updates were skipped",)
+        if not counters.skipped or short <= 0 or self.ends.epochs != counters.epoch:
+            return ()
+        return (f"the schedule ended {short} short of its {total} updates: {counters.skipped} were skipped",)
+
+    def _lost_notes(self) -> tuple[str, ...]:
+        """What it means that the last save failed, where it did."""
+        failing: str = getattr(self.keeper, "failing", "")
+        return (failing,) if failing else ()
+
+    def _told_notes(self) -> tuple[str, ...]:
+        """Which updates were told with the numbers of one process, where several have run."""
+        teller = self.run.teller
+        return (teller.note,) if teller is not None and teller.note else ()
+
+    def _saved_notes(self) -> tuple[str, ...]:
+        """From where a run that ended in an error, or by a signal, can go on."""
+        keeper, again = self.keeper, 'fit(..., resume="auto")'
+        # Rank 0 writes: after an error, when nobody waits for anybody, only it knows which saves are complete.
+        if keeper is None or not self.owner.between.failed or not self.owner.is_main:
+            return ()
+        reached = self.counters.earlier_updates + self.counters.updates
+        saved = [path for path in keeper.saved if not is_name(path.name) or is_of_run(path, keeper.run_id)]
+        known = [update_of(path.name) for path in saved if is_name(path.name)]
+        if saved and not known:
+            return ()  # a keeper with names of its own: nobody knows what they say
+        if known and known[0] >= reached:
+            return (f"saved at update {known[0]}: {again} goes on from there",)
+        where = f"not saved at its end: {again} goes on from update {known[0]}" if known else ""
+        kept = f'; Trainer(on_error="save") would have kept update {reached}' if self.could_save else ""
+        return (f"{where or f'nothing is saved: {again} begins anew'}{kept}",)
+
+
+def _layout(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Shape and sharding of each tensor: one of the same layout can be copied in place."""
+    return {
+        name: (value.shape, is_sharded(value)) if isinstance(value, Tensor) else None
+        for name, value in state_dict.items()
+    }
+
+
+def _copied(model: Any, into: dict[str, Tensor] | None) -> dict[str, Tensor]:
+    """A host copy of the weights, into the tensors of the copy before where they fit."""
+    state_dict = model.state_dict()
+    if into is not None and _layout(into) == _layout(state_dict) and all(isinstance(v, Tensor) for v in into.values()):
+        for name, value in state_dict.items():
+            into[name].copy_(value)
+        return into
+    return {
+        name: value.detach().cpu().clone() if isinstance(value, Tensor) else deepcopy(value)  # extra state
+        for name, value in state_dict.items()
+    }

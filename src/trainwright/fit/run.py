@@ -1,0 +1,435 @@
+"""One fit under way: windows in, applied updates and numbers out, between two pauses."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from trainwright.checkpointing.state import Random
+from trainwright.core import host_reads
+from trainwright.core.async_reads import AHEAD
+from trainwright.core.plan import Plan
+from trainwright.core.progress import Counters
+from trainwright.core.trees import snapshot
+from trainwright.diagnostics.first_batch import FirstBatch, is_compiled
+from trainwright.evaluation.passes import check_passes, feed
+from trainwright.evaluation.shown_weights import Shown
+from trainwright.fit.epochs import Lengths
+from trainwright.fit.fetching import fetched
+from trainwright.fit.per_rank_state import retake_shards
+from trainwright.fit.signals import Signals
+from trainwright.optim.averaging import Average
+from trainwright.optim.gradients import Gradients
+from trainwright.optim.named import check_parameters
+from trainwright.precision.mixed_precision import check_weights
+from trainwright.protocols import Scaler, Source
+from trainwright.update import nonfinite_policy
+from trainwright.update.buffers import Buffers, Statistics
+from trainwright.update.finite_check import applies_anyway, bind_late, read_numbers
+from trainwright.update.loss_tracker import Ledger
+from trainwright.update.manual_optimization import note_minimized
+from trainwright.update.nonfinite_policy import PATIENCE
+from trainwright.update.optimizer_steps import Chosen, Steppers, bind_rates
+from trainwright.update.owner import Owner
+from trainwright.update.rollback import BETWEEN, COUNTING, UPDATING, Boundary
+from trainwright.update.status import Outcome
+from trainwright.update.window import Window
+
+if TYPE_CHECKING:
+    from trainwright.fit.rank_sync import Agreement
+    from trainwright.update.deferred_check import Behind
+    from trainwright.update.distributed_step import Spread
+    from trainwright.update.reporter import Teller
+
+GRACE = 20.0
+"""Seconds that a signal waits for the end of an update, where no checkpoint slot says otherwise."""
+
+
+class Run:
+    """What the loop reads and writes at each update, bound once before the first."""
+
+    _unjudged = False
+    """Whether gradients were checked that nobody has judged."""
+    by_closure = False
+    """Whether an optimizer is making a step that calls a closure of ours."""
+    _idle = 0
+    """Updates in a row in which no step was applied."""
+    folds = False
+    """Whether the steps do to the gradients what is owed, and what clipping asks for."""
+    behind: Behind | None = None
+    """What judges updates where the host does not wait to hear of them; None where each is judged at once."""
+    teller: Teller | None = None
+    """Who watches updates; None where nobody does."""
+
+    def __init__(self, owner: Owner, source: Source, plan: Plan, *, signals: Signals) -> None:
+        self.owner, self.source = owner, source
+        self.counters: Counters = owner.counters
+        self.lengths = Lengths(plan, source, owner.counters)
+        self.ledger: Ledger = owner.ledger
+        self.random = Random()
+        self.boundary = Boundary(owner, source, self.random, ledger=owner.ledger)
+        self.signals = signals
+        signals.wake = self.wake
+        self._bind_processes(owner)
+        self._bind_slots(owner)
+        self.after_update = None if owner.hooks.after_update is None else self._after_update
+        self.factor: float | Tensor = 1.0
+        """What the gradients are still to be multiplied by: the loss scale undone, and the window's share."""
+        self.due: float = 0
+        """The update at which something falls due and the loop pauses."""
+        self.woken = False
+        """Whether `wake` was called since the last pause began."""
+        self.epoch_over = False
+        self.stopped_between = False
+        """Whether the run pauses before the first window of what is left of the epoch: `begin_epoch` has stopped it."""
+        self.owed = ""
+        """The pause, of an "update", an "epoch" or a "final" validation, that was due where the run was left."""
+        self.asked = ""
+        """The reason given to `stop()`, of this session or of the one whose pause is still due."""
+        self.waited = 0.0
+        """Seconds spent waiting for data since the last record."""
+        self.outcome = Outcome()
+        """What becomes of the update in hand."""
+        self._begun = -1
+        self._buffers = Buffers()
+        between = owner.between
+        looks = owner.is_main and between.looks and not between.begun and not is_compiled(owner.model)
+        self.first_batch = FirstBatch(looks=looks)
+        """What looks at the losses of the first update of the first stage."""
+        self._kept_state: dict[str, Any] = {}
+        self.update: Callable[[Window], Any] = owner.update
+        """What a window's update is made by: the trainer's own method, or what splits windows for want of memory."""
+        bind_late(self)
+        self._plan_epoch()
+
+    def _bind_processes(self, owner: Owner) -> None:
+        self.spread: Spread | None = None
+        """What several processes do together in an update; None for one."""
+        self.agreement: Agreement | None = None
+        """What several processes agree on between updates; None for one."""
+        self.step = owner.training_step
+        """What a micro-batch is run by."""
+        if owner.world.size > 1:
+            from trainwright.fit.rank_sync import Agreement
+            from trainwright.update.distributed_step import Spread
+
+            self.spread, self.agreement = Spread(owner), Agreement(owner)
+            self.step = self.spread.step
+
+    def _bind_slots(self, owner: Owner) -> None:
+        # A norm may be a collective, and is judged: all processes measure it, whoever of them has the observer.
+        wants_norm = any(owner.world.total(any("grad_norm" in observer.wants for observer in owner.observers)))
+        modules = [one for one in (owner.model, owner.loss) if isinstance(one, nn.Module)]
+        self.steppers = Steppers(owner.optimizers, owner.clip, wants_norm=wants_norm, modules=modules)
+        self.gradients = self.steppers.all.gradients
+        """The gradients of all optimizers together."""
+        plan = self.lengths.noting
+        self.rates = bind_rates(owner.schedule, owner.optimizers, plan)
+        average: Average | None = None if owner.average is None else owner.average.bind(owner.model, plan)
+        self.lengths.bound(self.rates)
+        self.average = average if average is not None and average.each_update else None
+        """The average, where each update counts in it."""
+        self.shown = Shown(
+            owner.model, average=average, optimizers=owner.optimizers, loss=owner.loss, forward=self._feed
+        )
+        precision, device = owner.precision, owner.device.type
+        self.autocast = None if precision is None else precision.autocast(device)
+        self.scaler: Scaler | None = None if precision is None else precision.scaler(device)
+        check_weights(self.scaler, self.gradients.parameters)
+        self.checks = owner.on_nonfinite != "ignore" or self.scaler is not None
+        """Whether gradients are looked at before they are applied."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan, in which the epochs that are over are as they were."""
+        return self.lengths.plan
+
+    @contextmanager
+    def watching_steps(self) -> Iterator[None]:
+        """Notice the steps that an `update` of the user's own makes without `apply_gradients`."""
+        if not self.owner.hooks.updates_itself:
+            yield
+            return
+        optimizers = self.owner.optimizers.values()
+        handles = [one.register_step_post_hook(self._note_step) for one in optimizers]
+        handles += [one.register_step_pre_hook(self._note_beginning) for one in optimizers]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def windows(self) -> Iterator[Window]:
+        """The windows of what is left of the epoch; fewer where the run is stopped in the middle of it."""
+        counters, boundary, clock = self.counters, self.boundary, time.perf_counter
+        if self._owes_pause():
+            return
+        self.signals.check()
+        self.begin_epoch(counters.epoch)
+        if self.agreement is not None and self.owner.hooks.begin_epoch is not None:
+            asked = self.agreement.join().stop  # all join, or none does
+            if asked:
+                self.stop_now(asked)
+        self.stopped_between = counters.stopped != "" and not self.at_end
+        if self.stopped_between:
+            return
+        begun = clock()
+        grouped = fetched(self)
+        while True:
+            boundary.fetch()
+            window = next(grouped, None)
+            if window is None:
+                break
+            boundary.place = UPDATING
+            self.waited += clock() - begun
+            self._begin(window)
+            yield window
+            if counters.stopped and not self.at_end:
+                return
+            begun = clock()
+        boundary.place = BETWEEN
+        self.epoch_over = True
+
+    def _begin(self, window: Window) -> None:
+        """Start the update of a window: numbers and outcome anew, and what a skipped one is to put back."""
+        self.ledger.begin(window)
+        self.outcome = Outcome()
+        if self.spread is not None:
+            self.spread.begin(1.0 if self.scaler is None else self.scaler.factor())
+        for stepper in self.steppers.all.steppers:
+            stepper.norm = stepper.noted = None
+            if len(stepper.optimizer.param_groups) != stepper.groups:
+                self._take_groups()
+                if self.spread is not None:
+                    self.spread.plan()
+        if self._unjudged:  # an update of the user's own gave its gradients up
+            self.steppers.lower_flags()
+            self._unjudged = False
+        if self.statistics.keeps:
+            self.statistics.keep()
+        if not self.counters.rows:
+            self.first_batch.open()
+        if self._keeps_state:
+            self._kept_state = snapshot(self.owner.state, into=self._kept_state)
+        if self.behind is not None:
+            self.behind.begin()
+
+    def _owes_pause(self) -> bool:
+        """Whether a pause comes first that was due, or broken off, where the run was left that is resumed."""
+        owed, self.owed = self.owed, ""
+        if owed:
+            self.counters.stopped = self.asked  # ends of `fit` are looked at anew: they may be other ones now
+        owed = "" if owed == "update" and not self.counters.pause and self.at_end else owed  # the epoch's end does it
+        self.epoch_over, self.stopped_between = owed == "epoch", owed in ("update", "final")
+        if owed:
+            self.random.stand()
+        return owed != ""
+
+    def owe(self, window: Window, loss: Tensor) -> Tensor:
+        """Note what the gradients must still be multiplied by, pay at once where user code reads them; pay the loss."""
+        unscale = 1.0 if self.scaler is None else self.scaler.factor()
+        owed = window.owed if self.spread is None else self.spread.close()
+        self.factor = owed
+        if self.scaler is not None:
+            self.factor = self.factor * unscale
+            self.outcome.scaled = True
+        if self.owner.hooks.updates_itself:
+            if self.spread is not None:
+                self.spread.note(self.gradients.parameters)
+            self.settle(self.gradients)
+        if self.spread is not None and not self.spread.is_default:  # code of the user's own reads the loss of all
+            return torch.as_tensor(self.spread.loss, dtype=loss.dtype, device=loss.device)
+        return loss * owed if isinstance(owed, Tensor) or owed != 1.0 else loss
+
+    def settle(self, gradients: Gradients) -> Tensor | None:
+        """Multiply gradients by what is owed; return the flag of non-finite ones where they are checked."""
+        factor, self.factor = self.factor, 1.0
+        if self.spread is not None:
+            self.spread.settle(gradients.parameters)
+        flag = None
+        if self.folds:  # the norms tell what is not finite, and the kernels of the steps multiply
+            for stepper in self.steppers.all.steppers:
+                stepper.owed = factor
+            return gradients.flag if self.checks else None
+        if self.checks:
+            self._unjudged = True
+            flag = gradients.multiply_and_check(factor)
+        elif isinstance(factor, Tensor) or factor != 1.0:
+            gradients.multiply(factor)
+        if self.spread is not None:
+            self.spread.note(gradients.parameters)
+        return flag
+
+    def judge(self, flag: Tensor | None, chosen: Chosen) -> bool:
+        """Read the update's numbers, and say whether `chosen` may step; raises where that is the policy."""
+        outcome = self.outcome
+        if self.behind is not None:
+            outcome.applied, self._unjudged = True, False
+            return self.behind.judge(flag, chosen)
+        bad, value = read_numbers(self, flag, chosen)
+        if not bad and (flag is None or host_reads.finite(value)):
+            outcome.applied = True
+            outcome.overflowed = outcome.overflowed is True
+            self._unjudged = self._unjudged and chosen is not self.steppers.all
+            return True
+        applied = applies_anyway(self, chosen, bad=bad, loss=value)
+        outcome.applied = applied or outcome.applied is True  # one step that was applied makes it an update
+        return applied
+
+    def count(self, window: Window, returned: Any) -> bool:
+        """Count the update and close its numbers; return whether a step was applied in it."""
+        ledger, counters, outcome = self.ledger, self.counters, self.outcome
+        self.boundary.place = COUNTING
+        if not counters.rows:
+            self.first_batch.warn()
+        if outcome.left_out:
+            self._put_back()
+        if returned is not None and (not ledger.noted or type(returned) is dict) and not self._is_told:
+            ledger.note_returned(returned)
+        if outcome.minimized:
+            note_minimized(self, returned)
+        if ledger.waiting and self.behind is None:
+            ledger.close()
+        if self.scaler is not None:
+            self._adapt(self.scaler)
+        counters.batch += 1 if window.alone else window.all_batches
+        counters.rows += window.rows[0] if window.alone else window.all_rows
+        if outcome.applied or outcome.stepped:
+            counters.updates += 1
+            self._idle = 0
+            return True
+        counters.skipped += outcome.held_back
+        self.statistics.mend()
+        self._idle += 1
+        if self._idle >= PATIENCE:
+            raise nonfinite_policy.nothing_applied(f"{PATIENCE} updates in a row", told=outcome.applied is not None)
+        return False
+
+    @property
+    def _is_told(self) -> bool:
+        """Whether the loss of the window is told with the gradients: of several processes some may have no row."""
+        return self.spread is not None and self.spread.is_default
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Run the user's `begin_epoch`, once for each epoch, and plan anew what it has changed."""
+        if self._begun == epoch:
+            return
+        self._begun = epoch
+        self.counters.begun = True
+        self.random.epoch_start = {}
+        if self.owner.hooks.begin_epoch is not None:
+            self.owner.hooks.begin_epoch(epoch)
+        self._plan_epoch()
+        if self.agreement is not None and epoch and self.plan.accumulated(epoch) != self.plan.accumulated(epoch - 1):
+            self.agreement.start()  # the pace is another one
+            self.due = min(self.due, self.agreement.at)
+
+    def check_epoch(self, updates_before: int) -> None:
+        """Refuse to go on after an epoch in which an `update` of the user's own made no step at all."""
+        if self.counters.updates == updates_before and self._idle and self.outcome.applied is None:
+            raise nonfinite_policy.nothing_applied("an epoch", told=False)
+
+    def _plan_epoch(self) -> None:
+        """Take what is trained and what is kept as it is now: layers may come, be frozen or be set free."""
+        owner = self.owner
+        retake_shards(owner)
+        check_parameters(owner)
+        self._take_groups()
+        average = self.shown.average
+        if average is not None:
+            average.meet(owner.model)
+            if average.will_need_statistics:
+                check_passes(self.source)
+        if self.spread is not None:
+            self.spread.plan()
+        known = 1 if self.behind is None else AHEAD + 1
+        self._keeps_state = owner.on_nonfinite == "skip"
+        if self._keeps_state:
+            self._buffers.meet(one for one in (owner.model, owner.loss) if isinstance(one, nn.Module))
+            self.statistics: Statistics | Buffers = self._buffers
+        else:
+            self.statistics = Statistics(owner.model, keeps=owner.on_nonfinite != "ignore", updates=known)
+
+    def _take_groups(self) -> None:
+        """Take over the optimizers' parameters as they are grouped now; a group may be added at any time."""
+        if self.behind is not None:
+            self.behind.drain()
+        self.steppers.take_groups()
+        self.gradients = self.steppers.all.gradients
+        if self.behind is not None:
+            self.behind.bind(self.steppers)
+
+    def _feed(self) -> None:
+        """Run the training data once through the model: an average estimates its BatchNorm statistics by it."""
+        feed(self.owner, self.source)
+
+    def _adapt(self, scaler: Scaler) -> None:
+        """Adapt the loss scale once, by all that this update has seen."""
+        outcome = self.outcome
+        if outcome.overflowed is not None:
+            scaler.adapt(outcome.overflowed)
+        elif outcome.stepped:
+            raise nonfinite_policy.not_judged() if outcome.scaled else nonfinite_policy.not_scaled()
+
+    def _after_update(self) -> None:
+        """Run the user's hook; a torch scheduler that is stepped in it sets the next update's rate."""
+        hook = self.owner.hooks.after_update
+        assert hook is not None
+        self.steppers.note_unnoted()
+        hook()
+
+    def _note_step(self, *_: Any) -> None:
+        self.outcome.stepped = True
+
+    def _note_beginning(self, optimizer: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        self.outcome.stepping = True
+        self.steppers.note_rates(optimizer)
+        if self.spread is not None and not self.by_closure:  # a step by hand is to be the same on all processes
+            self.spread.before_step(optimizer, closure=len(given) + len(named) > 1)  # the first is the optimizer
+
+    def stop(self, reason: str) -> None:
+        """End the run at the coming boundary; with several processes at the one at which they agree next."""
+        reason = reason or "stop() was called"
+        if self.agreement is None:
+            self.stop_now(reason)
+        else:
+            self.agreement.asks = reason
+        self.wake()
+
+    def stop_now(self, reason: str) -> None:
+        """Have the run end at the boundary in hand, on all processes alike."""
+        self.counters.stopped = self.asked = reason
+
+    def wake(self) -> None:
+        """Have the loop pause at the coming boundary; several processes all pause where they have agreed to."""
+        self.woken = True
+        if self.agreement is None:
+            self.due = 0
+
+    @property
+    def at_end(self) -> bool:
+        """Whether the epoch has nothing left, as far as its length tells."""
+        counters, plan = self.counters, self.plan
+        if plan.epoch_updates is not None:
+            return math.ceil(counters.batch / plan.accumulated(counters.epoch)) >= plan.epoch_updates
+        return counters.batch == self.source.length  # data that give more than they said go on
+
+    def refuse(self, chosen: Chosen) -> bool:
+        """Hold back a step after it was made and undone; raises where that is the policy."""
+        self.outcome.stepped = False
+        self.outcome.applied = applies_anyway(
+            self, chosen, bad=True, loss=self.ledger.loss if self.ledger.noted else 0.0
+        )
+        return self.outcome.applied
+
+    def _put_back(self) -> None:
+        """Put back the user's state and the buffers: at an update's end, for graphs in it may still hold them."""
+        self.statistics.put_back()
+        self.owner.state.clear()
+        self.owner.state.update(snapshot(self._kept_state))

@@ -1,0 +1,467 @@
+"""What a Trainer makes of its settings when it is built, and of data when `fit` is called."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from trainwright.core.device import choose_device, devices_of, place, refuse_meta
+from trainwright.core.errors import SettingError, TrainwrightError, message, not_built
+from trainwright.core.progress import Counters
+from trainwright.core.records import Result
+from trainwright.data.batches import Batches
+from trainwright.data.sources import is_function, open_source, takes_batch_size
+from trainwright.distributed.ddp import DDP, in_sync
+from trainwright.distributed.world import World
+from trainwright.fit.per_rank_state import as_on_the_first, deal, standing
+from trainwright.fit.plan import Ends
+from trainwright.metrics.metrics import Meters
+from trainwright.modules.dtensors import is_sharded
+from trainwright.optim.clip import ClipNorm, ClipValue
+from trainwright.optim.named import ONLY, check_schedulers
+from trainwright.precision.mixed_precision import MixedPrecision
+from trainwright.protocols import EVENTS, Observer, Source
+from trainwright.update.hooks import Between, Hooks, check_arguments, overridden
+from trainwright.update.loss_tracker import Ledger
+from trainwright.update.owner import Owner
+from trainwright.update.reporter import check_every
+
+if TYPE_CHECKING:
+    from trainwright.acceleration.fast import Fast
+    from trainwright.distributed.fsdp import FSDP
+
+T = TypeVar("T")
+
+
+def checked_fast(setting: Any) -> Fast:
+    """Check `fast=`; None is `Fast()`."""
+    from trainwright.acceleration.fast import as_fast
+
+    return as_fast(setting)
+
+
+def checked_model(model: Any) -> nn.Module:
+    """Refuse a model that is no module."""
+    if isinstance(model, nn.Module):
+        return model
+    kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+    raise TypeError(message(f"Trainer(model): {kind}", want="a torch.nn.Module", fix="Trainer(Model(), ...)"))
+
+
+def checked_loss(loss: Any) -> Callable[..., Any] | None:
+    """Refuse a loss that cannot be called on (output, target)."""
+    if loss is None or (callable(loss) and not isinstance(loss, type)):
+        return loss
+    if isinstance(loss, Optimizer):
+        what = f"Trainer(model, loss, {type(loss).__name__}(...)): the optimizer stands in the place of the loss"
+        raise TypeError(message(what, want="the optimizer before the loss", fix="Trainer(model, optimizer, loss)"))
+    raise TypeError(
+        message(
+            f"loss={loss!r}",
+            want="a function of (output, target), or a loss module",
+            fix=f"loss={loss.__name__}()" if isinstance(loss, type) else "loss=nn.CrossEntropyLoss()",
+        )
+    )
+
+
+def checked_on_error(on_error: Any, checkpoint: Any) -> str | None:
+    """Check `on_error=`: "save" needs a checkpoint slot."""
+    if on_error not in (None, "save"):
+        raise SettingError(message(f"on_error={on_error!r}", want='None, or "save"', fix='on_error="save"'))
+    if on_error and checkpoint is None:
+        what = 'on_error="save" without a checkpoint slot'
+        raise SettingError(message(what, fix='Trainer(..., checkpoint=Checkpoint("runs/1"), on_error="save")'))
+    return "save" if on_error else None
+
+
+def checked_rescues(on_error: Any, on_oom: Any, *, checkpoint: Any, world: World) -> tuple[str | None, str | None]:
+    """Check `on_error=` and `on_oom=`."""
+    return checked_on_error(on_error, checkpoint), checked_on_oom(on_oom, world)
+
+
+def checked_on_oom(on_oom: Any, world: World) -> str | None:
+    """Check `on_oom=`: "split" is for one process."""
+    if on_oom not in (None, "split"):
+        raise SettingError(message(f"on_oom={on_oom!r}", want='None, or "split"', fix='on_oom="split"'))
+    if on_oom and world.size > 1:
+        what = f'on_oom="split" with {world.size} processes: one that runs out of memory leaves the others in a sum'
+        want = "one process, or micro-batches that fit on each"
+        raise SettingError(message(what, want=want, fix="accumulate=2 and half the batch size: the same rows"))
+    return "split" if on_oom else None
+
+
+def checked_metrics(metrics: Mapping[str, Any] | None, world: World) -> dict[str, Any]:
+    """Check names and kinds by building what will read them, and that they add up over several processes."""
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise TypeError(message(f"metrics={metrics!r}", want="a dict", fix='metrics={"accuracy": accuracy}'))
+    if metrics:
+        meters = Meters(metrics)
+        if world.size > 1:
+            meters.make_mergeable()
+    return dict(metrics or {})
+
+
+def checked_slot(name: str, value: T | None, example: str) -> T | None:
+    """Refuse a value that is no settings object: one that `bind` makes something of."""
+    if value is None or (hasattr(value, "bind") and not isinstance(value, type)):
+        return value
+    raise TypeError(message(f"{name}={value!r}", want=f"{example}, or an object with bind()", fix=f"{name}={example}"))
+
+
+def checked_observers(observers: Collection[Observer]) -> tuple[Observer, ...]:
+    """Refuse an observer that is none, whose `every` cannot be, or whose methods take other arguments."""
+    if isinstance(observers, Observer):
+        given = f"{type(observers).__name__}(...)"
+        raise TypeError(message(f"observers={given}", want="a list of observers", fix=f"observers=[{given}]"))
+    for observer in observers:
+        if not isinstance(observer, Observer):
+            want = "objects of subclasses of Observer"
+            raise TypeError(message(f"observers: {observer!r} is no Observer", want=want, fix=_in_its_place(observer)))
+        check_every(observer)
+        for event in sorted(overridden(type(observer), Observer, EVENTS)):
+            check_arguments(observer, event)
+    return tuple(observers)
+
+
+def _in_its_place(given: Any) -> str:
+    """Say how a thing that is no observer is given to the Trainer, where that is known."""
+    from trainwright.checkpointing.checkpoint import Checkpoint
+    from trainwright.fit.early_stopping import EarlyStopping
+    from trainwright.optim.averaging import EMA, SWA
+
+    kind = given if isinstance(given, type) else type(given)
+    if isinstance(given, type):
+        return f"{kind.__name__}(...)" if issubclass(kind, Observer) else ""
+    slots: dict[str, Any] = {"early_stopping": EarlyStopping, "checkpoint": Checkpoint, "average": EMA | SWA}
+    slots |= {"clip": ClipNorm | ClipValue, "precision": MixedPrecision}
+    slot = next((name for name, filled_by in slots.items() if isinstance(given, filled_by)), "")
+    if not slot and hasattr(given, "bind"):
+        slot = "schedule"
+    return f"{slot}={kind.__name__}(...)" if slot else ""
+
+
+def processes(
+    parallel: str | DDP | FSDP | None, device: str | torch.device, model: nn.Module
+) -> tuple[World, DDP | FSDP, torch.device]:
+    """Find the processes of the runs to come, how they share the work, and the device of this one."""
+    settings = DDP() if parallel is None or isinstance(parallel, str) else parallel
+    chosen = choose_device(device, model)
+    shards: bool = getattr(settings, "shards", False)  # what is no setting is refused below
+    if chosen.type == "meta" and shards:
+        chosen = choose_device(device, nn.Module())  # the model's first weights are made where the run is
+    elif not shards and (device == "auto" or chosen.type != "meta"):
+        refuse_meta(model, "the model", want="weights; parallel=FSDP(...) alone makes them itself, shard by shard")
+    world = World()
+    if parallel is not None:
+        from trainwright.distributed.start import as_world
+
+        world = as_world(parallel, chosen.type)
+    index: int | None = getattr(world, "device_index", None)
+    if device == "auto" and index is not None and len(devices_of(model)) < 2:
+        chosen = torch.device(chosen.type, index)
+    if world.size > 1 and isinstance(model, nn.parallel.DistributedDataParallel):
+        what = "a model in DistributedDataParallel already: the Trainer wraps the step, not the model"
+        raise SettingError(message(what, want="the model itself", fix="Trainer(model.module, ...)"))
+    if is_sharded(*model.parameters()) and parallel is not None and not settings.shards:
+        what = "the model was sharded by fully_shard already"
+        raise SettingError(message(what, have=f"parallel={parallel!r}", fix="parallel=FSDP(blocks={Block})"))
+    return world, settings, chosen
+
+
+def whole_weights(owner: Owner) -> dict[str, Any]:
+    """The model's weights as plain tensors; those of a model that several processes hold in parts, on the first one."""
+    if not owner.parallel.shards:
+        weights: dict[str, Any] = owner.model.state_dict()
+        return weights
+    from trainwright.distributed.gathered_weights import full_state_dict
+
+    return full_state_dict(owner.model, owner.world)
+
+
+def check_shards(owner: Owner) -> None:
+    """Refuse what cannot be trained on a model that is held in shards; have its optimizers find them."""
+    if not owner.parallel.shards:
+        return
+    from trainwright.distributed import fsdp
+
+    if owner.fast.compile is not None or owner.fast.channels_last is True:
+        name = "channels_last=True" if owner.fast.compile is None else "compile=..."
+        raise not_built(f"Fast({name}) with FSDP", "DDP(), or leave it out")
+    fsdp.check_precision(owner.parallel, owner.precision)
+    fsdp.check_optimizers(owner.model, owner.optimizers)
+    fsdp.follow(owner.model, owner.optimizers)
+
+
+def place_all(owner: Owner, *beside: Any) -> None:
+    """Move the model, a loss module and frozen modules to the device, in place; a model in shards shard by shard."""
+    if not owner.parallel.shards:
+        place(owner.model, owner.device)
+        if owner.parallel.sync_batchnorm and owner.world.size > 1:
+            in_sync(owner.model, cast(Any, owner.world), device=owner.device)
+    else:
+        from trainwright.distributed.fsdp import shard
+
+        shard(owner.model, owner.parallel, owner.world, device=owner.device)
+    for module in beside:
+        if isinstance(module, nn.Module):
+            if owner.device.type != "meta":
+                refuse_meta(module, f"{type(module).__name__}, given beside the model,")
+            place(module, owner.device, beside=owner.model)
+
+
+def checked_frozen(frozen: Mapping[str, nn.Module] | None, model: nn.Module) -> dict[str, nn.Module]:
+    """Check `frozen=`: modules by name, none of them a part of the model."""
+    if frozen is None:
+        return {}
+    if not isinstance(frozen, Mapping):
+        raise TypeError(message(f"frozen={type(frozen).__name__}", want="a dict", fix='frozen={"teacher": teacher}'))
+    own = {id(parameter) for parameter in model.parameters()}
+    for name, module in frozen.items():
+        if not isinstance(module, nn.Module):
+            raise TypeError(message(f"frozen[{name!r}]: a {type(module).__name__}", want="a torch.nn.Module"))
+        if any(id(parameter) in own for parameter in module.parameters()):
+            raise SettingError(
+                message(
+                    f"frozen[{name!r}] shares parameters with the model",
+                    want="a module beside the model, such as a teacher",
+                    fix=f"frozen={{{name!r}: copy.deepcopy(model)}}"
+                    if module is model
+                    else "freeze(model.part), which keeps a part of the model as it is",
+                )
+            )
+    return dict(frozen)
+
+
+def open_data(
+    owner: Owner, train: Any, val: Any, *, ends: Ends, batch_size: int | None, meets: bool = True
+) -> tuple[Source, dict[str, Source]]:
+    """Open training data, and validation data by the name that their numbers get: "val", or "val_<key>" of a dict.
+
+    What is wrong with the trainer's parts for a `fit` is said first. `meets`: several processes come here together.
+    """
+    from trainwright.data.dataloader.loader import LoaderBatches
+    from trainwright.data.dataloader.persistent_workers import reads
+    from trainwright.data.streams import Continuing
+
+    _check_own(owner)
+    _check_optimizers(owner)
+    check_schedulers(owner)
+    _check_shapes(owner.model)
+    check_val(train, val)
+    ends.check_given()
+    # A function of the epoch may draw. Here the processes meet first: who calls `fit` alone is to hear of it.
+    with _met(owner) if meets else nullcontext():
+        source = open_source(train, batch_size=batch_size, shuffle=True, role="train")
+        # A batch size holds for validation data too, where they are rows and not batches already.
+        held_out = {
+            name: open_source(data, batch_size=batch_size if takes_batch_size(data) else None, role=name)
+            for name, data in (_named_sets(val).items() if val is not None else ())
+        }
+    if ends.epoch_updates is not None and source.length is None:
+        source = Continuing(source)
+    deal(owner, source)
+    for data, opened in zip(_named_sets(val).values() if held_out else (), held_out.values(), strict=True):
+        deal(owner, opened)
+        if isinstance(opened, LoaderBatches):
+            opened.keep_workers(keeps=not reads(train, data))
+    return source, held_out
+
+
+@contextmanager
+def _met(owner: Owner) -> Iterator[None]:
+    """Several processes together, each watched over, with the random state of the first."""
+    with owner.world.watched(partial(standing, owner)), as_on_the_first(owner.world):
+        yield
+
+
+def _check_own(owner: Owner) -> None:
+    """Refuse to start where a subclass has put something else in the place of what the run is kept in."""
+    own = {"between": Between, "counters": Counters, "history": list, "hooks": Hooks, "ledger": Ledger, "state": dict}
+    for name, kind in own.items():
+        if not isinstance(getattr(owner, name), kind):
+            have = f"a {type(getattr(owner, name)).__name__}"
+            what = f"self.{name} was replaced: the Trainer keeps a {kind.__name__} of its own there"
+            raise SettingError(message(what, have=have, fix=f"self.my_{name} = ..., or an entry of self.state"))
+
+
+def _check_optimizers(owner: Owner) -> None:
+    """Refuse a `fit` without an optimizer, or with one that evaluates the loss itself in the default update."""
+    if not owner.optimizers:
+        raise SettingError(
+            message("fit() without an optimizer", fix="Trainer(model, torch.optim.AdamW(model.parameters()), loss)")
+        )
+    for name, optimizer in owner.optimizers.items():
+        if owner.hooks.updates_itself or not _needs_a_closure(optimizer):
+            continue
+        named = "" if name == ONLY else f"{name!r}, "
+        again = "closure=lambda: self.compute_gradients(window)"
+        raise SettingError(
+            message(
+                f"{type(optimizer).__name__}.step needs a closure, and the default update gives none",
+                want="an update(self, window) of your own",
+                fix=f"def update(self, window): self.apply_gradients({named}{again})",
+            )
+        )
+
+
+def _check_shapes(model: nn.Module) -> None:
+    """Refuse lazy modules that no batch has shaped yet: a checkpoint, an average and the header need their shapes."""
+    lazy = next((name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)), None)
+    if lazy is not None:
+        raise SettingError(message(f"{lazy} has no shape yet", fix="call model(one_batch) once before fit"))
+
+
+def _needs_a_closure(optimizer: Any) -> bool:
+    step, given = optimizer.step, []
+    if inspect.unwrap(step) is inspect.unwrap(type(optimizer).step):
+        # A torch scheduler puts a wrapper of the unbound function on the optimizer: `self` would count as missing.
+        step, given = type(optimizer).step, [optimizer]
+    try:
+        inspect.signature(step).bind(*given)
+    except TypeError:
+        return "closure" in inspect.signature(step).parameters
+    except ValueError:  # a function in C that does not tell its arguments
+        pass
+    return False
+
+
+def check_val(train: Any, val: Any) -> None:
+    """Refuse `fit(x, y)`, `fit(data, 5)` and `fit(data, 0.2)`: a target, epochs or a share as validation data."""
+    if isinstance(val, int) and not isinstance(val, bool):
+        what = f"fit(train, {val}): the second is taken as validation data"
+        fix = f"fit(train, epochs={val}), or batch_size={val}"
+        raise SettingError(message(what, want="data that were held out, or none", fix=fix))
+    if isinstance(val, float):
+        share = val if 0 < val < 1 else 0.2
+        data = "TensorDataset(*data)" if isinstance(train, tuple) else "data"
+        fix = f"train, val = torch.utils.data.random_split({data}, [{1 - share:g}, {share:g}])"
+        raise SettingError(message(f"fit(train, val={val})", want="data that were held out, not a share", fix=fix))
+    kinds = (Tensor, np.ndarray)
+    if not isinstance(train, kinds) or not isinstance(val, kinds) or not train.ndim or not val.ndim:
+        return
+    if len(train) == len(val) and (train.shape[1:] != val.shape[1:] or train.dtype != val.dtype):
+        raise SettingError(
+            message(
+                f"fit(x, y): the second is taken as validation data, and has as many rows as the first, {len(train)}",
+                have=f"{tuple(train.shape)} {train.dtype} and {tuple(val.shape)} {val.dtype}",
+                want="inputs and targets in one tuple",
+                fix="fit((x, y), ...)",
+            )
+        )
+
+
+def only(optimizers: Mapping[str, Any]) -> Any:
+    """The one optimizer that was given without a name, or None where there is none at all."""
+    if not optimizers or ONLY in optimizers:
+        return optimizers.get(ONLY)
+    names = ", ".join(map(repr, optimizers))
+    raise SettingError(
+        message(f"self.optimizer, and there are several: {names}", fix=f"self.optimizers[{next(iter(optimizers))!r}]")
+    )
+
+
+class NotRunning:
+    """Stands where the run is while there is none; whatever is asked of it, it says so."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copying and pickling ask for these
+            raise AttributeError(name)
+        raise TrainwrightError(message("this works only while fit() is running", want="a call from a hook or a step"))
+
+
+NOT_RUNNING: Any = NotRunning()
+
+
+def result_of(owner: Owner) -> Result:
+    """Return the Result that the run has left behind."""
+    assert owner.result is not None
+    return owner.result
+
+
+def open_sets(owner: Owner, data: Any, name: str, *, batch_size: int | None) -> dict[str, Source]:
+    """Open data to evaluate by the prefix of its numbers: `name`, or `<name>_<key>` for each of a dict of sets."""
+    sets = _named_sets(data, name)
+    return {prefix: open_one(owner, one, prefix, batch_size=batch_size) for prefix, one in sets.items()}
+
+
+def open_one(owner: Owner, data: Any, role: str, *, batch_size: int | None) -> Source:
+    """Open data to pass over, of which each of several processes runs its part."""
+    role = "evaluated" if role == "train" else role  # a name that a user gave
+    with _met(owner) if is_function(data) else nullcontext():  # which may draw
+        opened = open_source(data, batch_size=batch_size, role=role)
+    return deal(owner, opened)
+
+
+def _named_sets(data: Any, prefix: str = "val") -> dict[str, Any]:
+    """Data to evaluate by the prefix of their numbers. A dict of columns of arrays or tensors is one data set."""
+    if isinstance(data, list | tuple) and data and all(isinstance(one, Batches | DataLoader) for one in data):
+        kind = type(data).__name__
+        raise SettingError(
+            message(
+                f"{prefix}={kind} of {len(data)} loaders: a {kind} is taken as batches or rows",
+                want=f"a dict of several sets of data, whose numbers are then {prefix}_a_loss and so on",
+                fix=f'{prefix}={{"a": first, "b": second}}' if prefix == "val" else '{"a": first, "b": second}',
+            )
+        )
+    if not isinstance(data, dict) or all(isinstance(one, Tensor | np.ndarray) for one in data.values()):
+        return {prefix: data}
+    for name in data:
+        if not isinstance(name, str) or not name.isidentifier():
+            what = f"{prefix}={{{name!r}: ...}}"
+            raise SettingError(message(what, want="names that are identifiers", fix='"clean"'))
+    return {f"{prefix}_{name}": one for name, one in data.items()}
+
+
+SLOTS = ("loss", "precision", "accumulate", "clip", "schedule", "early_stopping", "average", "on_nonfinite")
+
+
+def settings_of(owner: Owner) -> dict[str, str]:
+    """What fills each slot that has a say in what is trained, the model's class and the optimizers' among them."""
+    slots = {name: _text(getattr(owner, name)) for name in SLOTS}
+    by_epoch = dict(owner.accumulate)
+    slots["accumulate"] = _text(by_epoch[0] if list(by_epoch) == [0] else by_epoch)
+    optimizers = ", ".join(f"{name}={_kind(one)}" for name, one in sorted(owner.optimizers.items()))
+    return {"model": type(owner.model).__qualname__, "optimizer": optimizers.removeprefix("optimizer="), **slots}
+
+
+def digest(settings: dict[str, str]) -> str:
+    """A short name for these settings: equal ones have equal names."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def changed(saved: dict[str, str], now: dict[str, str]) -> str:
+    """One line that says which settings are others now; empty where none is. The schedule tells of itself."""
+    differing = [name for name in now if name != "schedule" and saved.get(name, now[name]) != now[name]]
+    told = ", ".join(f"{name} {saved[name]} -> {now[name]}" for name in differing)
+    return f"settings changed since it was saved: {told}" if told else ""
+
+
+def _kind(optimizer: Any) -> str:
+    """The class of an optimizer; torch's, where it is one of torch's with something added."""
+    kinds = [kind for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim.")]
+    return kinds[0].__name__ if kinds and kinds[0].__name__ != "Optimizer" else type(optimizer).__name__
+
+
+def _text(value: Any) -> str:
+    """A value as it is written; functions and objects without a text of their own by name."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key!r}: {_text(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, functools.partial):
+        named = [f"{name}={_text(one)}" for name, one in value.keywords.items()]
+        return f"partial({', '.join([_text(value.func), *map(_text, value.args), *named])})"
+    if inspect.isroutine(value):
+        return value.__qualname__
+    text = repr(value)
+    return type(value).__qualname__ if " at 0x" in text else text

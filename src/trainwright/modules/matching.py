@@ -1,0 +1,153 @@
+"""Find parameters of a module by the name of a submodule, or by a glob over their own names."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from trainwright.acceleration.compilation import find_regions
+from trainwright.core.errors import SettingError, message
+from trainwright.core.suggestions import did_you_mean
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a pattern has matched."""
+
+    parameters: dict[str, nn.Parameter]
+    """By name; a tied parameter once, under the first of its names that matches."""
+    submodule: nn.Module | None
+    """The submodule of that name; None where the pattern is none."""
+
+
+def find(module: nn.Module, pattern: str | None, setting: str) -> Found:
+    """The parameters of `module` that `pattern` means: all for None, else a submodule's, or those matching a glob.
+
+    `*` in a glob matches dots too. SettingError, which opens with the text `setting`, where nothing has such a name.
+    """
+    named = dict(module.named_parameters(remove_duplicate=False))
+    if pattern is None:
+        return Found(_once(named), module)
+    if not isinstance(pattern, str):
+        raise TypeError(message(f"{setting}: a {type(pattern).__name__}", want='a string: "layer1", "layer1.*"'))
+    modules = dict(module.named_modules(remove_duplicate=False))
+    if pattern and pattern in modules:
+        inside = {name: p for name, p in named.items() if name.startswith(f"{pattern}.")}
+        return Found(_once(inside), modules[pattern])
+    matched = {name: p for name, p in named.items() if fnmatchcase(name, pattern)}
+    if matched:
+        return Found(_once(matched), None)
+    known = {*named, *modules} - {""}
+    children = ", ".join(name for name, _ in module.named_children())
+    raise SettingError(
+        message(
+            f"{setting} matches nothing in {type(module).__name__}.{did_you_mean(pattern, known)}",
+            have=children or ", ".join(named) or "no parameters",
+            want="the name of a submodule, or a glob over the names of parameters",
+            fix='"layer1", "layer1.0", "layer1.*", "*.bias"',
+        )
+    )
+
+
+def _once(named: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    first: dict[nn.Parameter, str] = {}
+    for name, parameter in named.items():
+        first.setdefault(parameter, name)
+    return {name: parameter for parameter, name in first.items()}
+
+
+Means = Callable[[str, nn.Module], bool]
+Blocks = type[nn.Module] | str | Collection[type[nn.Module] | str] | Means
+"""A class or a pattern of names, several of them, or a function of a module's name and the module."""
+_LISTS = (nn.ModuleList, nn.ModuleDict)
+
+
+def find_blocks(model: nn.Module, blocks: Blocks | None, call: str) -> dict[str, nn.Module]:
+    """The modules that are meant, by name, in the order of the model, none inside another.
+
+    None means the classes with modules inside, containers apart, that the model has three times or more. `call` is
+    what errors say was called. SettingError where something means no module, or one without a forward.
+    """
+    if blocks is None:
+        found = find_regions(model, "regional")
+        if found == [model]:
+            what = f"{call}: {type(model).__name__} repeats no class of modules that have modules inside"
+            fix = f"{call}(model, {{Block}}), with a class, or names such as 'layers.*'"
+            raise SettingError(message(what, want="blocks=", fix=fix))
+        return {name: module for name, module in model.named_modules() if any(module is one for one in found)}
+    chosen = _chosen(model, blocks, call, find=lambda means: dict(_outermost(model, "", means)))
+    if lists := [f"{name} ({type(one).__name__})" for name, one in chosen.items() if isinstance(one, _LISTS)]:
+        what = f"{call}: {lists[0]} has no forward of its own"
+        raise SettingError(message(what, want="the modules in it", fix=f"'{lists[0].split(' ')[0]}.*'"))
+    every = {id(one) for one in chosen.values()}
+    around = {id(inner) for one in chosen.values() for inner in one.modules() if inner is not one}
+    return {name: one for name, one in model.named_modules() if id(one) in every - around}
+
+
+def named(model: nn.Module, blocks: Blocks, call: str) -> dict[str, nn.Module]:
+    """All modules that are meant, by name, also those inside one another; SettingError where one means nothing."""
+    every = [(name, module) for name, module in model.named_modules() if module is not model]
+    return _chosen(model, blocks, call, find=lambda means: {name: one for name, one in every if means(name, one)})
+
+
+def described(found: dict[str, nn.Module]) -> str:
+    """How many of which classes: "6 Block"."""
+    counted = Counter(type(module).__name__ for module in found.values())
+    return " and ".join(f"{n} {name}" for name, n in counted.items())
+
+
+def _chosen(
+    model: nn.Module, blocks: Blocks, call: str, *, find: Callable[[Means], dict[str, nn.Module]]
+) -> dict[str, nn.Module]:
+    chosen: dict[str, nn.Module] = {}
+    for said, means in _meanings(blocks, call):
+        meant = find(means)
+        if not meant:
+            raise _nothing(model, said, call)
+        chosen |= meant
+    return chosen
+
+
+def _meanings(blocks: Any, call: str) -> Iterator[tuple[str, Means]]:
+    """What is asked for, in words, each with the function that tells it."""
+    several = isinstance(blocks, Iterable) and not isinstance(blocks, str | type | nn.Module)
+    items = list(blocks) if several else [blocks]
+    if not items:
+        raise SettingError(message(f"{call}(blocks={blocks!r})", want="a class, a name, or several", fix="{Block}"))
+    for one in items:
+        if isinstance(one, str):
+            yield repr(one), lambda name, _, one=one: fnmatchcase(name, one)  # type: ignore[misc]
+        elif isinstance(one, type) and issubclass(one, nn.Module):
+            yield one.__name__, lambda _, module, one=one: isinstance(module, one)  # type: ignore[misc]
+        elif not several and callable(one) and not isinstance(one, type | nn.Module):
+            function: Any = one
+            yield "the function", function
+        else:
+            given = f"{type(one).__name__}(...)" if isinstance(one, nn.Module) else repr(one)
+            want = "classes of modules, names or globs over names, or one function of name and module"
+            fix = f"blocks={{{type(one).__name__}}}" if isinstance(one, nn.Module) else "blocks={Block}"
+            raise SettingError(message(f"{call}(blocks={given})", want=want, fix=fix))
+
+
+def _outermost(module: nn.Module, path: str, means: Means) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        place = f"{path}.{name}".lstrip(".")
+        if means(place, child):
+            yield place, child
+        else:
+            yield from _outermost(child, place, means)
+
+
+def _nothing(model: nn.Module, said: str, call: str) -> SettingError:
+    kinds = dict.fromkeys(type(module).__name__ for module in model.modules() if module is not model)
+    names = [name for name, _ in model.named_modules() if name]
+    near = did_you_mean(said.strip("'"), [*names, *kinds])
+    if type(model).__name__ == said:
+        near = " It is the class of the model itself: to compute all of it again saves nothing."
+    what = f"{call}: {said} means no module in {type(model).__name__}.{near}"
+    return SettingError(message(what, have=", ".join([*kinds][:12]) or "no modules", want="classes or names it has"))

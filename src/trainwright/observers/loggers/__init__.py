@@ -1,0 +1,1 @@
+"""Observers that write to experiment trackers."""

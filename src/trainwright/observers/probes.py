@@ -1,0 +1,37 @@
+"""Calls a function of yours now and then during training, without a trace: to sample, draw or measure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from trainwright.core.durations import Epochs, Span, check_span
+from trainwright.core.errors import message
+from trainwright.core.suggestions import suggests
+from trainwright.protocols import Observer
+
+
+class Inspecting(Observer):
+    """An observer for which the loop pauses: it looks into the run, and changes nothing. `name`: with its settings."""
+
+    name = ""
+
+
+@suggests
+class Probe(Observer):
+    """Calls `fn(trainer)` each time `every` has passed; a dict of numbers that it returns is logged.
+
+    The model is then in eval mode with the weights that count (averaged ones, where there are any), under no_grad and
+    the run's autocast, and afterwards everything is as it was: modes, random state, `trainer.state`, gradients. The
+    numbers stand in the record of the next update, and in the epoch's row as means over its probes.
+    """
+
+    def __init__(self, fn: Callable[[Any], Mapping[str, float] | None], *, every: Span = Epochs(1)) -> None:  # noqa: B008
+        if not callable(fn) or isinstance(fn, type):
+            raise TypeError(
+                message(f"Probe({fn!r})", want="a function of the trainer", fix="Probe(lambda trainer: ...)")
+            )
+        check_span(every, "every", call="Probe({})")
+        self.fn = fn
+        self.span = every
+        self.name = f"Probe({getattr(fn, '__name__', repr(fn))})"

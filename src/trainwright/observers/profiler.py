@@ -1,0 +1,130 @@
+"""Profiles a few updates with torch's profiler: a trace file for Chrome or Perfetto, and a table."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainwright.core.checks import check_whole, local_path
+from trainwright.core.errors import SettingError, message
+from trainwright.core.records import Result
+from trainwright.core.suggestions import suggests
+from trainwright.observers.live import write_line
+from trainwright.observers.probes import Inspecting
+from trainwright.observers.table import number, printable
+
+_NAME = 54
+_STEP = "ProfilerStep"
+"""What torch calls the range of all that is recorded; its own time is that of no operation."""
+
+
+@suggests
+class Profile(Inspecting):
+    """Has torch's profiler record `updates` updates of each `fit`, from the one that follows the first `after`.
+
+    It writes `updates-11-15.json.gz` to `directory`, which chrome://tracing and ui.perfetto.dev open, and prints the
+    `rows` operations that take the most time of their own, per update (0 prints none). The update before the first
+    one warms the profiler up. `memory`, `shapes` and `stacks` (the lines of Python) are recorded where they are asked
+    for, each at a price. What happens between the updates, such as a validation, is recorded too. Outside these
+    updates it costs nothing; the loop pauses before and after them, and the run is the same one without it. Of
+    several processes the first is profiled; all need the same `Profile`.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        after: int = 10,
+        updates: int = 5,
+        rows: int = 15,
+        memory: bool = False,
+        shapes: bool = False,
+        stacks: bool = False,
+    ) -> None:
+        for name, value, least in (("after", after, 1), ("updates", updates, 1), ("rows", rows, 0)):
+            check_whole(value, f"Profile({name}={value!r})", least=least)
+        self.directory = local_path(directory, "Profile({})")
+        self.after, self.updates, self.rows = after, updates, rows
+        self.name = f"Profile(after={after}, updates={updates})"
+        self.path: Path | None = None
+        """The trace that was written last."""
+        self._records: dict[str, Any] = {"profile_memory": memory, "record_shapes": shapes, "with_stack": stacks}
+        self._profiler: Any = None
+        self._coming = self._begun = self._before = 0
+        """The first update to record, and the one that was; 0 for none. Updates before this stage."""
+        self._on_cuda = False
+
+    def expect(self, update: int, *, before: int) -> None:
+        """Know what is to come: the first update to record, 0 for none, and how many came before this stage.
+
+        SettingError beside another profiler: torch has one at a time.
+        """
+        self._profiler, self._coming, self._begun, self._before = None, update, 0, before
+        enabled: Any = getattr(torch.autograd, "_profiler_enabled", None)  # torch's own, without a promise
+        if update and enabled is not None and enabled():
+            raise SettingError(message("Profile(...) in a run that is profiled already", fix="leave one of them out"))
+
+    def warm_up(self, device: torch.device) -> None:
+        """Start torch's profiler, which records nothing yet."""
+        from torch.profiler import ProfilerActivity, profile, schedule
+
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._on_cuda = device.type == "cuda"
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_cuda else [])]
+        steps = schedule(wait=0, warmup=1, active=1, repeat=1)  # a step of its own is all the updates
+        self._profiler = profile(activities=activities, schedule=steps, acc_events=True, **self._records)
+        self._profiler.start()
+
+    def begin(self) -> None:
+        """Begin to record."""
+        self._profiler.step()
+        self._begun = self._coming
+
+    def end(self, update: int) -> None:
+        """End with this update: write the trace, print the table."""
+        profiler, self._profiler = self._profiler, None
+        profiler.stop()
+        first, self._coming = self._begun, 0
+        self.path = self.directory / f"updates-{first}-{update}.json.gz"
+        profiler.export_chrome_trace(str(self.path))
+        if self.rows:
+            write_line("\n".join(self._table(profiler.key_averages(), updates=update + 1 - first, first=first)))
+
+    def on_fit_end(self, result: Result) -> None:
+        """Write what was recorded where the run ends meanwhile; say so where nothing was."""
+        update = self._before + result.updates
+        if self._profiler is not None and self._begun and update >= self._begun:
+            self.end(update)
+        elif self._coming:
+            write_line(f"profile: nothing recorded, for the run ended at update {update}, before {self._coming}")
+        if self._profiler is not None:
+            self._profiler.stop()
+        self._profiler, self._coming = None, 0
+
+    def _table(self, events: Sequence[Any], *, updates: int, first: int) -> list[str]:
+        """The operations by their own time, on the device where it is CUDA; milliseconds per update."""
+        events = [event for event in events if not self._on_cuda or not _is_range(event)]
+        cpu = sum(event.self_cpu_time_total for event in events)
+        device = sum(event.self_device_time_total for event in events)
+        by, whole = ("self_device_time_total", device) if self._on_cuda else ("self_cpu_time_total", cpu)
+        listed = sorted(events, key=lambda event: getattr(event, by), reverse=True)[: self.rows]
+        per = 1000 * updates
+        lines = [f"profile of updates {first} to {first + updates - 1}, per update; {self.path}"]
+        head = f" {'operation':<{_NAME}}{'calls':>8}{'share':>8}{'cpu ms':>10}"
+        lines.append(head + (f"{'cuda ms':>10}" if self._on_cuda else ""))
+        for event in listed:
+            share = getattr(event, by) / whole if whole else 0.0
+            name = "(Python, outside of operations)" if event.key.startswith(_STEP) else event.key
+            line = f" {name[: _NAME - 1]:<{_NAME}}{event.count / updates:>8.4g}{share:>8.1%}"
+            line += f"{number(event.self_cpu_time_total / per):>10}"
+            lines.append(line + (f"{number(event.self_device_time_total / per):>10}" if self._on_cuda else ""))
+        return [printable(line, None) for line in lines]
+
+
+def _is_range(event: Any) -> bool:
+    """Whether it spans operations and is none: on a device its time would be theirs a second time."""
+    return event.key.startswith(_STEP) or bool(getattr(event, "is_user_annotation", False))

@@ -1,0 +1,1 @@
+"""Optimizers, parameter groups, gradients, clipping, averaged weights, and fused steps."""

@@ -1,0 +1,391 @@
+"""Call the fused kernels of torch's own optimizers directly: one step of Adam, AdamW, SGD and Adagrad."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.optim.optimizer as torch_optimizer
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainwright.core import host_reads
+
+Group = dict[str, Any]
+Call = tuple[Callable[..., Any], tuple[list[Tensor], ...], list[Tensor], dict[str, Any]]
+"""A kernel, the lists of tensors that it takes, the counters of steps among them, and its settings."""
+
+
+_ONE = torch.ones((), device="cpu")
+_REDUCED = (torch.bfloat16, torch.float16)
+
+
+class DirectStep:
+    """One step of a fused optimizer by its kernels, bit for bit what its own `step` gives.
+
+    Torch's `step` sorts the tensors by device and type at every call, and looks for what hardly ever is there. Here
+    that is left out where it cannot matter. Neither a rate nor a state is kept from one call to the next.
+    """
+
+    def __init__(self, optimizer: Optimizer, inner: Callable[[Optimizer], Any]) -> None:
+        self._optimizer, self._inner = optimizer, inner
+        self._call_of = _CALLS[type(optimizer)]
+        self._sizes: list[int] = []
+        self._is_uniform = False
+
+    def __call__(
+        self, found_inf: Tensor | None = None, rates: list[Tensor] | None = None, *, scale: Tensor | None = None
+    ) -> None:
+        """Make one step; torch's own where a state is not made yet, or something is not as usual.
+
+        With `found_inf`, a 0-dim float32 tensor on the parameters' device, nothing moves where it is 1. `rates`: the
+        learning rate of each group, 0-dim float32 tensors there, in the place of those that the groups hold. By
+        `scale`, another one, the gradients are divided first, and stay so.
+        """
+        calls = self._calls()
+        if calls is None:
+            masked(self._optimizer, lambda: self._inner(self._optimizer), found_inf, rates=rates, scale=scale)
+            return
+        with torch.no_grad():
+            for index, (kernel, tensors, steps, settings) in enumerate(calls):
+                if not tensors[0]:  # no parameter of the group has a gradient
+                    continue
+                if rates is not None:
+                    settings["lr"] = rates[index]
+                if steps and steps[0].is_cpu:
+                    torch._foreach_add_(steps, _ONE, alpha=1.0)  # torch would wrap a number anew for each of them
+                elif steps:
+                    torch._foreach_add_(steps, 1)
+                kernel(*tensors, **settings, grad_scale=scale, found_inf=found_inf)
+                if steps and found_inf is not None:
+                    torch._foreach_sub_(steps, [found_inf] * len(steps))
+
+    def _calls(self) -> list[Call] | None:
+        optimizer, calls = self._optimizer, list[Call]()
+        groups = optimizer.param_groups
+        sizes = [len(group["params"]) for group in groups]
+        if sizes != self._sizes:
+            self._sizes, self._is_uniform = sizes, all(_is_uniform(group) for group in groups)
+        if not self._is_uniform or vars(optimizer).get("_need_device_dtype_check_for_fused"):
+            return None
+        for group in groups:
+            call = self._call_of(group, optimizer.state)
+            if call is None:
+                return None
+            calls.append(call)
+        return calls
+
+
+def direct_step(optimizer: Optimizer, inner: Callable[[Optimizer], Any]) -> DirectStep | None:
+    """Return the direct step of one of torch's own optimizers, built with `fused=True`; None for another.
+
+    `inner`: torch's own step, for the calls that cannot be direct: of a group whose parameters are not all of one
+    device and type, say.
+    """
+    groups = optimizer.param_groups
+    is_fused = type(optimizer) in _CALLS and all(group.get("fused") is True for group in groups)
+    return DirectStep(optimizer, inner) if is_fused else None
+
+
+def masked(
+    optimizer: Any,
+    step: Callable[[], Any],
+    found_inf: Tensor | None,
+    *,
+    rates: list[Tensor] | None = None,
+    scale: Tensor | None = None,
+) -> Any:
+    """Make a fused optimizer's own step, by these rates and scale, of which nothing moves where `found_inf` is 1."""
+    if found_inf is None:
+        _divide(optimizer, scale)
+        return step()
+    if why_not_masked(optimizer):  # its groups have changed since it was first asked
+        return unless(optimizer, step, found_inf, rates=rates, scale=scale)
+    optimizer.found_inf = found_inf  # torch's steps hand it to their kernels
+    optimizer.grad_scale = scale
+    try:
+        with _at_rates(optimizer, rates):
+            return step()
+    finally:
+        del optimizer.found_inf, optimizer.grad_scale
+
+
+def unless(
+    optimizer: Any,
+    step: Callable[[], Any],
+    found_inf: Tensor | None,
+    *,
+    rates: list[Tensor] | None = None,
+    scale: Tensor | None = None,
+) -> Any:
+    """Make a step that no kernel leaves out, by these rates and scale, unless `found_inf` is 1: the host waits."""
+    _divide(optimizer, scale)
+    if found_inf is None:
+        return step()
+    left_out, *read = host_reads.read([found_inf, *([] if rates is None else rates)])
+    if left_out:
+        return None
+    with _at_rates(optimizer, None if rates is None else read):
+        return step()
+
+
+def _divide(optimizer: Optimizer, scale: Tensor | None) -> None:
+    """Divide the gradients, for a step that does not by itself."""
+    if scale is not None:
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        torch._foreach_div_(gradients, scale)
+
+
+@contextmanager
+def _at_rates(optimizer: Optimizer, rates: Sequence[Tensor | float] | None) -> Iterator[None]:
+    """Have the groups hold these learning rates inside."""
+    groups = optimizer.param_groups
+    own = [group["lr"] for group in groups]
+    for group, rate in zip(groups, own if rates is None else rates, strict=True):
+        group["lr"] = rate
+    try:
+        yield
+    finally:
+        for group, rate in zip(groups, own, strict=True):
+            group["lr"] = rate
+
+
+def why_not_masked(optimizer: Optimizer) -> str:
+    """Say why a kernel cannot leave a step out by itself; empty where it can.
+
+    Fused SGD leaves its momentum uninitialised where the very first step is left out: it is given zeros before, from
+    which the first step goes as from none, unless the gradient is dampened.
+    """
+    groups, name = optimizer.param_groups, type(optimizer).__name__
+    if type(optimizer) not in _CALLS:
+        return f"{name} has no fused kernel that leaves out a step"
+    if not all(group.get("fused") is True for group in groups):
+        return f"{name} was not built with fused=True"
+    if len({p.device for group in groups for p in group["params"]}) > 1:
+        return f"{name} has parameters on several devices"
+    if any(group.get("momentum", 0) and group["dampening"] for group in groups):
+        return "SGD with dampening cannot leave out its first step"
+    return ""
+
+
+def spoiled(optimizer: Optimizer) -> torch.dtype | None:
+    """The type of parameters on the CPU that this fused SGD would train wrongly; None for all other optimizers.
+
+    Up to torch 2.13 the kernel leaves full vectors of bfloat16 and float16 weights as they are, and takes their
+    momentum from beside the buffer (https://github.com/pytorch/pytorch/issues/191763).
+    """
+    if not isinstance(optimizer, torch.optim.SGD):
+        return None
+    groups = [group for group in optimizer.param_groups if group.get("fused")]
+    return spoiled_by_sgd(parameter for group in groups for parameter in group["params"])
+
+
+def spoiled_by_sgd(parameters: Iterable[Tensor]) -> torch.dtype | None:
+    """The first type among these parameters that torch's fused SGD on the CPU trains wrongly, or None."""
+    kinds = dict.fromkeys(p.dtype for p in parameters if p.device.type == "cpu" and p.dtype in _REDUCED)
+    return next((dtype for dtype in kinds if not _moves(dtype)), None)
+
+
+def ready_to_mask(optimizer: Optimizer) -> None:
+    """Give SGD the momentum that its first step would make, as zeros."""
+    for group in optimizer.param_groups if type(optimizer) is torch.optim.SGD else ():
+        for parameter in group["params"] if group["momentum"] and not group["dampening"] else ():
+            state = optimizer.state[parameter]
+            if state.get("momentum_buffer") is None:
+                state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+
+
+@cache
+def _moves(dtype: torch.dtype) -> bool:
+    """Whether one step of the kernel moves all weights of this type, tried on 64 of them."""
+    weights, gradients = (fill(64, dtype=dtype, device="cpu") for fill in (torch.zeros, torch.ones))
+    with torch.no_grad():
+        torch._fused_sgd_(
+            [weights],
+            [gradients],
+            [],
+            lr=1.0,
+            weight_decay=0.0,
+            momentum=0.0,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            is_first_step=True,
+        )
+    return bool((weights == -1).all())
+
+
+def _is_uniform(group: Group) -> bool:
+    """Whether all parameters are plain ones of one device and type, so that one call of a kernel serves them."""
+    kinds = {(type(p) is torch.nn.Parameter, p.device, p.dtype) for p in group["params"]}
+    return len(kinds) == 1 and next(iter(kinds))[0]
+
+
+def _gradients(group: Group) -> tuple[list[Tensor], list[Tensor]] | None:
+    """The parameters of a group that have gradients, and these; None where a rate or a switch is not as usual."""
+    if group["fused"] is not True or group["differentiable"] or isinstance(group["lr"], Tensor):
+        return None
+    parameters: list[Tensor] = group["params"]
+    gradients: list[Any] = [parameter.grad for parameter in parameters]
+    for gradient in gradients:
+        if gradient is None:
+            parameters = [parameter for parameter in parameters if parameter.grad is not None]
+            gradients = [parameter.grad for parameter in parameters]
+            break
+    for gradient in gradients:
+        if gradient.is_sparse:
+            return None
+    return parameters, gradients
+
+
+def _adam(group: Group, state: Any) -> Call | None:
+    found = _gradients(group)
+    beta1, beta2 = group["betas"]
+    if found is None or group["capturable"] or isinstance(beta1, Tensor) or isinstance(beta2, Tensor):
+        return None
+    parameters, gradients = found
+    states = [state[parameter] for parameter in parameters]
+    if not all(states):
+        return None
+    steps = [own["step"] for own in states]
+    amsgrad = group["amsgrad"]
+    tensors = (
+        parameters,
+        gradients,
+        [own["exp_avg"] for own in states],
+        [own["exp_avg_sq"] for own in states],
+        [own["max_exp_avg_sq"] for own in states] if amsgrad else [],
+        steps,
+    )
+    settings = {
+        "amsgrad": amsgrad,
+        "lr": group["lr"],
+        "beta1": beta1,
+        "beta2": beta2,
+        "weight_decay": group["weight_decay"],
+        "eps": group["eps"],
+        "maximize": group["maximize"],
+    }
+    kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
+    return kernel, tensors, steps, settings
+
+
+def _sgd(group: Group, state: Any) -> Call | None:
+    found = _gradients(group)
+    if found is None:
+        return None
+    parameters, gradients = found
+    momentum, buffers = group["momentum"], list[Tensor]()
+    if momentum != 0:
+        buffers = [state[parameter].get("momentum_buffer") for parameter in parameters]
+        for buffer in buffers:
+            if buffer is None:
+                return None
+    settings = {
+        "weight_decay": group["weight_decay"],
+        "momentum": momentum,
+        "lr": group["lr"],
+        "dampening": group["dampening"],
+        "nesterov": group["nesterov"],
+        "maximize": group["maximize"],
+        "is_first_step": False,
+    }
+    return torch._fused_sgd_, (parameters, gradients, buffers), [], settings
+
+
+def _adagrad(group: Group, state: Any) -> Call | None:
+    found = _gradients(group)
+    if found is None:
+        return None
+    parameters, gradients = found
+    states = [state[parameter] for parameter in parameters]
+    if not all(states):
+        return None
+    steps = [own["step"] for own in states]
+    settings = {name: group[name] for name in ("lr", "lr_decay", "weight_decay", "eps", "maximize")}
+    return torch._fused_adagrad_, (parameters, gradients, [own["sum"] for own in states], steps), steps, settings
+
+
+_CALLS: dict[type[Optimizer], Callable[[Group, Any], Call | None]] = {
+    torch.optim.Adam: _adam,
+    torch.optim.AdamW: _adam,
+    torch.optim.SGD: _sgd,
+    torch.optim.Adagrad: _adagrad,
+}
+
+BEFORE, AFTER = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
+
+
+def step_of(
+    optimizer: Optimizer,
+    found_inf: Tensor | None = None,
+    rates: Callable[[], list[Tensor]] | None = None,
+    *,
+    scale: Callable[[], Tensor | None] | None = None,
+) -> Callable[[], Any]:
+    """Return what makes one step of `optimizer`: its kernels where they are known, else its `step` less the wrapper.
+
+    Torch wraps every `step` to label it for the profiler and to call hooks, which costs 10 to 14 us a call (fused SGD
+    and AdamW, six parameters, one x86 core, torch 2.13). Where no profiler runs, no hook is registered, on this
+    optimizer or on all, and neither object nor class has been given another `step`, the function inside is called; of
+    one that was built with `fused=True` its kernels (see `DirectStep`), unless a scale hangs on it, as that of torch's
+    GradScaler. That is asked at every step, so that any of them may come at any time.
+
+    With `found_inf` the kernels leave out every step before which it is 1, and take the learning rates of the groups
+    from `rates`, where it is given; the host reads it before a step with hooks, or another one in its place. By what
+    `scale` gives the gradients are divided, in the kernels too.
+    """
+    cls, own = type(optimizer), vars(optimizer)
+    wrapper = cls.step
+    inner = getattr(wrapper, "__wrapped__", None)
+    before_all = getattr(torch_optimizer, "_global_optimizer_pre_hooks", None)
+    after_all = getattr(torch_optimizer, "_global_optimizer_post_hooks", None)
+    profiled = getattr(torch.autograd, "_profiler_enabled", None)
+    known = getattr(wrapper, "hooked", False) and BEFORE in own and AFTER in own
+    if not known or inner is None or before_all is None or after_all is None or profiled is None:
+        return _as_it_is(optimizer, found_inf, rates, scale=scale)
+    direct = direct_step(optimizer, inner)
+
+    def step() -> Any:
+        at, by = None if rates is None else rates(), None if scale is None else scale()
+        if own[BEFORE] or own[AFTER] or before_all or after_all or cls.step is not wrapper:
+            return unless(optimizer, optimizer.step, found_inf, rates=at, scale=by)  # hooks may move weights as well
+        if "step" in own:
+            # Torch's schedulers wrap `step` to note that it was called, and do nothing else: a kernel can leave it out.
+            noted = hasattr(own["step"], "_wrapped_by_lr_sched") and own["step"].__wrapped__ is wrapper
+            make = masked if noted else unless
+            return make(optimizer, optimizer.step, found_inf, rates=at, scale=by)
+        if profiled():
+            return masked(optimizer, optimizer.step, found_inf, rates=at, scale=by)
+        if direct is not None and "grad_scale" not in own and "found_inf" not in own:
+            return direct(found_inf, at, scale=by)
+        if found_inf is None and by is None:
+            return inner(optimizer)
+        return masked(optimizer, partial(inner, optimizer), found_inf, rates=at, scale=by)
+
+    return step
+
+
+def _as_it_is(
+    optimizer: Optimizer,
+    found_inf: Tensor | None,
+    rates: Callable[[], list[Tensor]] | None,
+    *,
+    scale: Callable[[], Tensor | None] | None,
+) -> Callable[[], Any]:
+    """The step of an optimizer whose torch wraps it otherwise."""
+    if found_inf is None and scale is None:
+
+        def as_it_is() -> Any:
+            return optimizer.step()  # looked up at each step: a torch scheduler may be built on it at any time
+
+        return as_it_is
+
+    def step() -> Any:
+        at, by = None if rates is None else rates(), None if scale is None else scale()
+        return masked(optimizer, optimizer.step, found_inf, rates=at, scale=by)
+
+    return step

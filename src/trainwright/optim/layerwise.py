@@ -1,0 +1,269 @@
+"""What optimizers share that scale the update of each layer by norms: the tensors of a step, and the ratios."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainwright.core.checks import check_choice, check_number
+from trainwright.core.errors import SettingError, message
+from trainwright.core.suggestions import suggests
+from trainwright.modules.dtensors import is_sharded, joined_norms, local
+from trainwright.optim.optimizers import checked_betas
+
+Group = dict[str, Any]
+CHOICES = ("weights", "all")
+_REDUCED = {torch.float16, torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Alike:
+    """Parameters of one device and type that have gradients: themselves, their gradients and states, as they lie here.
+
+    Of a parameter in shards that is the part that this process holds, to be changed in place.
+    """
+
+    parameters: list[Tensor]
+    weights: list[Tensor]
+    gradients: list[Tensor]
+    states: dict[str, list[Tensor]]
+
+
+class LayerwiseOptimizer(Optimizer):
+    """An optimizer whose groups say by `adapt` which parameters have an update scaled by their norm."""
+
+    moments: tuple[str, ...] = ()
+    """The states of a parameter that have its shape, and begin at zero."""
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group; SettingError for a setting that cannot work."""
+        super().add_param_group(param_group)
+        self.check(param_group)
+
+    def check(self, group: Group) -> None:
+        """Refuse settings of a group that cannot work."""
+        owner = type(self).__name__
+        for name in ("lr", "weight_decay"):
+            check_number(group[name], f"{owner}({name}={group[name]!r})", least=0)
+        check_choice(group["adapt"], owner, "adapt", choices=CHOICES)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make one step; gives the loss where a closure computes it."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for alike in self._alike(group):
+                self.update(group, alike)
+                for parameter in alike.parameters:
+                    if is_sharded(parameter):  # a write to what lies here is none to the tensor
+                        torch.autograd.graph.increment_version(parameter)
+        return loss
+
+    def update(self, group: Group, alike: Alike) -> None:
+        """Change the weights and states of some parameters of a group in place."""
+        raise NotImplementedError
+
+    def adapted(self, group: Group, alike: Alike) -> list[int]:
+        """The places of the parameters whose update is scaled by norms: all, or those with two dimensions or more."""
+        return [i for i, p in enumerate(alike.parameters) if group["adapt"] == "all" or p.dim() > 1]
+
+    def _alike(self, group: Group) -> Iterator[Alike]:
+        found: dict[Any, list[Tensor]] = {}
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                self._begin(parameter)
+                kind = parameter.device, parameter.dtype, parameter.grad.dtype
+                found.setdefault(kind, []).append(parameter)
+        for parameters in found.values():
+            yield Alike(
+                parameters=parameters,
+                weights=local(parameters),
+                gradients=local(p.grad for p in parameters if p.grad is not None),
+                states={name: local(self.state[p][name] for p in parameters) for name in self.moments},
+            )
+
+    def _begin(self, parameter: Tensor) -> None:
+        gradient, name = parameter.grad, type(self).__name__
+        if gradient is not None and (gradient.is_sparse or gradient.is_complex()):
+            what = f"{name}: a gradient that is {'sparse' if gradient.is_sparse else 'complex'}"
+            raise SettingError(message(what, want="dense real gradients", fix="another optimizer for this parameter"))
+        state = self.state[parameter]
+        for moment in self.moments:
+            if moment not in state:
+                state[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+
+
+def norms(tensors: list[Tensor], of: list[Tensor]) -> Tensor:
+    """The 2-norms of tensors in one, in float32 at least; `of`: the parameters whose parts, lying here, they may be."""
+    dtype = torch.float32 if tensors[0].dtype in _REDUCED else None
+    return joined_norms(torch.stack(torch._foreach_norm(tensors, 2, dtype)), of)
+
+
+def scaled(updates: list[Tensor], places: list[int], ratios: Tensor) -> None:
+    """Put the updates at these places, each multiplied by its ratio, in their stead."""
+    for place, update in zip(places, torch._foreach_mul([updates[i] for i in places], ratios.unbind()), strict=True):
+        updates[place] = update
+
+
+@suggests
+class Lamb(LayerwiseOptimizer):
+    """Layer-wise adaptive moments, for large batches (You et al.: arXiv 1904.00962, algorithm 2).
+
+    For the weights w of one layer, with gradient g in its t-th step, weight decay b::
+
+        m <- beta1 * m + (1 - beta1) * g             mhat = m / (1 - beta1**t)
+        v <- beta2 * v + (1 - beta2) * g**2          vhat = v / (1 - beta2**t)
+        u = mhat / (sqrt(vhat) + eps) + b * w
+        w <- w - lr * phi(|w|) / |u| * u             # a factor 1 where phi(|w|) or |u| is 0
+
+    phi is the identity; with `clamp=(low, high)` it is min(max(z, low), high). Without `bias_correction` mhat and vhat
+    are m and v, as in the third version of the paper.
+
+    With `adapt="weights"` the factor is for parameters with two dimensions or more, and biases and norms are stepped as
+    by AdamW with its decay inside the update; "all" has it for every parameter, as in the paper. Groups may set each of
+    these; `param_groups` gives such without decay for biases and norms. Steps are made by foreach kernels; gradients
+    stay as they are.
+    """
+
+    moments = ("exp_avg", "exp_avg_sq")
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        bias_correction: bool = True,
+        clamp: tuple[float, float] | None = None,
+        adapt: Literal["weights", "all"] = "weights",
+    ) -> None:
+        defaults = {"lr": lr, "betas": checked_betas("Lamb", betas), "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults | {"bias_correction": bias_correction, "clamp": clamp, "adapt": adapt})
+
+    def check(self, group: Group) -> None:
+        """Refuse settings of a group that cannot work."""
+        super().check(group)
+        checked_betas("Lamb", group["betas"])
+        check_number(group["eps"], f"Lamb(eps={group['eps']!r})", least=0)
+        check_choice(group["bias_correction"], "Lamb", "bias_correction", choices=(True, False))
+        clamp = group["clamp"]
+        if clamp is None:
+            return
+        written = f"Lamb(clamp={clamp!r})"
+        if not isinstance(clamp, tuple | list) or len(clamp) != 2:
+            raise SettingError(message(written, want="two numbers or None", fix="clamp=(0, 10)"))
+        check_number(clamp[0], written, least=0)
+        check_number(clamp[1], written, above=clamp[0])
+
+    def update(self, group: Group, alike: Alike) -> None:
+        """Change the weights and the moments of some parameters in place."""
+        beta1, beta2 = group["betas"]
+        first, second = (alike.states[name] for name in self.moments)
+        torch._foreach_mul_(first, beta1)
+        torch._foreach_add_(first, alike.gradients, alpha=1 - beta1)
+        torch._foreach_mul_(second, beta2)
+        torch._foreach_addcmul_(second, alike.gradients, alike.gradients, value=1 - beta2)
+        steps = self._counted(alike)
+        below = torch._foreach_sqrt(second)
+        if group["bias_correction"]:
+            torch._foreach_div_(below, [(1 - beta2**step) ** 0.5 for step in steps])
+        torch._foreach_add_(below, group["eps"])
+        updates = list(torch._foreach_div(first, below))
+        if group["bias_correction"]:
+            torch._foreach_div_(updates, [1 - beta1**step for step in steps])
+        if group["weight_decay"]:
+            torch._foreach_add_(updates, alike.weights, alpha=group["weight_decay"])
+        places = self.adapted(group, alike)
+        if places:
+            scaled(updates, places, self._ratios(group, alike, places=places, updates=updates))
+        torch._foreach_add_(alike.weights, updates, alpha=-group["lr"])
+
+    def _counted(self, alike: Alike) -> list[float]:
+        """The number of each parameter's step."""
+        states = [self.state[parameter] for parameter in alike.parameters]
+        for state in states:
+            state["step"] = state.get("step", torch.zeros((), dtype=torch.float32, device="cpu")) + 1
+        return [state["step"].item() for state in states]
+
+    def _ratios(self, group: Group, alike: Alike, *, places: list[int], updates: list[Tensor]) -> Tensor:
+        of = [alike.parameters[i] for i in places]
+        weights = norms([alike.weights[i] for i in places], of)
+        if group["clamp"] is not None:
+            weights = weights.clamp(*group["clamp"])
+        lengths = norms([updates[i] for i in places], of)
+        return torch.where((weights > 0) & (lengths > 0), weights / lengths, 1.0)
+
+
+@suggests
+class Lars(LayerwiseOptimizer):
+    """Layer-wise adaptive rate scaling, for large batches (You, Gitman, Ginsburg: arXiv 1708.03888, algorithm 1).
+
+    For the weights w of one layer, with gradient g, weight decay b, momentum m and trust coefficient eta::
+
+        ratio = eta * |w| / (|g| + b * |w|)          # 1 where |w| or the denominator is 0
+        v <- m * v + ratio * (g + b * w)
+        w <- w - lr * v
+
+    The rate stands outside of v, as in torch's SGD. The paper has it inside (v <- m * v + lr * ratio * ...): the same
+    while the rate stays; after a change, v here follows at once. `nesterov` steps by ratio * (g + b * w) + m * v.
+
+    With `adapt="weights"` the ratio is for parameters with two dimensions or more, and biases and norms are stepped as
+    by SGD; "all" has it for every parameter, as in the paper. Groups may set each of these; `param_groups` gives such
+    without decay for biases and norms. Steps are made by foreach kernels; gradients stay as they are.
+    """
+
+    moments = ("momentum_buffer",)
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        *,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust: float = 1e-3,
+        nesterov: bool = False,
+        adapt: Literal["weights", "all"] = "weights",
+    ) -> None:
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust}
+        super().__init__(params, defaults | {"nesterov": nesterov, "adapt": adapt})
+
+    def check(self, group: Group) -> None:
+        """Refuse settings of a group that cannot work."""
+        super().check(group)
+        check_number(group["momentum"], f"Lars(momentum={group['momentum']!r})", least=0, below=1)
+        check_number(group["trust"], f"Lars(trust={group['trust']!r})", above=0)
+        check_choice(group["nesterov"], "Lars", "nesterov", choices=(True, False))
+        if group["nesterov"] and not group["momentum"]:
+            raise SettingError(message("Lars(nesterov=True, momentum=0)", want="a momentum", fix="momentum=0.9"))
+
+    def update(self, group: Group, alike: Alike) -> None:
+        """Change the weights and the momentum of some parameters in place."""
+        decay, momentum = group["weight_decay"], group["momentum"]
+        updates = list(torch._foreach_add(alike.gradients, alike.weights, alpha=decay)) if decay else alike.gradients[:]
+        places = self.adapted(group, alike)
+        if places:
+            scaled(updates, places, self._ratios(group, alike, places=places))
+        if momentum:
+            velocity = alike.states["momentum_buffer"]
+            torch._foreach_mul_(velocity, momentum)
+            torch._foreach_add_(velocity, updates)
+            nesterov = group["nesterov"]
+            updates = list(torch._foreach_add(updates, velocity, alpha=momentum)) if nesterov else velocity
+        torch._foreach_add_(alike.weights, updates, alpha=-group["lr"])
+
+    def _ratios(self, group: Group, alike: Alike, *, places: list[int]) -> Tensor:
+        of = [alike.parameters[i] for i in places]
+        weights = norms([alike.weights[i] for i in places], of)
+        below = norms([alike.gradients[i] for i in places], of) + group["weight_decay"] * weights
+        return torch.where((weights > 0) & (below > 0), group["trust"] * weights / below, 1.0)

@@ -1,0 +1,246 @@
+"""Functions that make an optimizer of a model: AdamW, SGD and Muon with parameter groups, fused where that serves."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.utils import _foreach_utils
+
+from trainwright.core.checks import check_choice, check_number
+from trainwright.core.errors import SettingError, message
+from trainwright.core.suggestions import suggests
+from trainwright.optim.fused import spoiled_by_sgd
+from trainwright.optim.groups import Groups
+
+if TYPE_CHECKING:
+    from trainwright.optim.muon import MuonAdamW
+
+Fused = bool | Literal["auto"]
+
+
+@suggests
+def adamw(
+    *,
+    lr: float,
+    weight_decay: float = 0.01,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    lrs: Mapping[str, float] | None = None,
+    no_decay: str | Sequence[str] = (),
+    layer_decay: float | None = None,
+    layers: str | Sequence[str] = (),
+    fused: Fused = "auto",
+) -> Callable[[nn.Module], torch.optim.AdamW]:
+    """Return a function of a model that makes its `torch.optim.AdamW`, with named groups.
+
+    Which parameters decay, and which rate each has, is said by `weight_decay`, `lrs`, `no_decay`, `layer_decay` and
+    `layers`: see `param_groups`. `fused="auto"` uses torch's fused kernels where all parameters are floating point on
+    devices that have them, the CPU included. SettingError for a setting that cannot work.
+    """
+    groups = Groups(
+        lr=lr,
+        weight_decay=weight_decay,
+        lrs=lrs,
+        no_decay=no_decay,
+        layer_decay=layer_decay,
+        layers=layers,
+        owner="adamw",
+    )
+    settings = {"betas": checked_betas("adamw", betas), "eps": eps}
+    check_number(eps, f"adamw(eps={eps!r})", least=0)
+    return Grouped(kind=torch.optim.AdamW, groups=groups, settings=settings, fused=fused)
+
+
+@suggests
+def sgd(
+    *,
+    lr: float,
+    momentum: float = 0.9,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    lrs: Mapping[str, float] | None = None,
+    no_decay: str | Sequence[str] = (),
+    layer_decay: float | None = None,
+    layers: str | Sequence[str] = (),
+    fused: Fused = "auto",
+) -> Callable[[nn.Module], torch.optim.SGD]:
+    """Return a function of a model that makes its `torch.optim.SGD`, with momentum and named groups.
+
+    Which parameters decay, and which rate each has, is said by `weight_decay`, `lrs`, `no_decay`, `layer_decay` and
+    `layers`: see `param_groups`. `fused="auto"` uses torch's fused kernels where they serve all parameters:
+    not those of bfloat16 or float16 on a CPU, where the kernel is wrong. SettingError for a setting that cannot work.
+    """
+    groups = Groups(
+        lr=lr,
+        weight_decay=weight_decay,
+        lrs=lrs,
+        no_decay=no_decay,
+        layer_decay=layer_decay,
+        layers=layers,
+        owner="sgd",
+    )
+    check_number(momentum, f"sgd(momentum={momentum!r})", least=0)
+    if not isinstance(nesterov, bool) or (nesterov and not momentum):
+        have = f"nesterov={nesterov!r}, momentum={momentum!r}"
+        raise SettingError(message("sgd(nesterov=...)", have=have, want="True with a momentum, or False"))
+    return Grouped(
+        kind=torch.optim.SGD, groups=groups, settings={"momentum": momentum, "nesterov": nesterov}, fused=fused
+    )
+
+
+@suggests
+def muon(
+    *,
+    lr: float,
+    weight_decay: float = 0.1,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw",
+    adamw_lr: float | None = None,
+    betas: tuple[float, float] = (0.9, 0.95),
+    others: str | Sequence[str] | None = None,
+    lrs: Mapping[str, float] | None = None,
+    no_decay: str | Sequence[str] = (),
+    layer_decay: float | None = None,
+    layers: str | Sequence[str] = (),
+    fused: Fused = "auto",
+) -> Callable[[nn.Module], MuonAdamW]:
+    """Return a function of a model that makes one optimizer of `torch.optim.Muon` and, for the rest, AdamW.
+
+    Muon makes the update of a hidden layer's matrix orthogonal (https://kellerjordan.github.io/posts/muon/). It gets
+    the weights with two dimensions, but for embeddings and what `others` names: the output layer, and what else is no
+    hidden layer. Without `others` that is the last `nn.Linear` that the model defines; `()` leaves none out. All other
+    parameters are AdamW's. With `adjust_lr="match_rms_adamw"` Muon's steps are as long as AdamW's (arXiv 2502.16982),
+    and one rate serves both; "original" is that of the page above, and asks for an `adamw_lr` of its own.
+
+    Groups are those of `param_groups`, each split in two. Needs torch 2.9 or later. SettingError for a setting that
+    cannot work, and for a torch without Muon.
+    """
+    from trainwright.optim.muon import GroupedMuon
+
+    groups = Groups(
+        lr=lr,
+        weight_decay=weight_decay,
+        lrs=lrs,
+        no_decay=no_decay,
+        layer_decay=layer_decay,
+        layers=layers,
+        owner="muon",
+    )
+    return GroupedMuon(
+        groups=groups,
+        momentum=momentum,
+        nesterov=nesterov,
+        adjust_lr=adjust_lr,
+        adamw_lr=adamw_lr,
+        betas=checked_betas("muon", betas),
+        others=others,
+        fused=fused,
+    )
+
+
+def fused_for(optimizer: Any, model: nn.Module) -> dict[str, bool]:
+    """The keyword that has a torch class, or a partial of one, make a fused optimizer for `model`, where it can.
+
+    Nothing is added where the partial says `fused`, `foreach` or `differentiable` itself, or gradients are sparse.
+    """
+    target, said = (optimizer.func, optimizer.keywords) if isinstance(optimizer, partial) else (optimizer, {})
+    silent = not {"fused", "foreach", "differentiable"} & set(said) and not getattr(optimizer, "args", ())
+    known = target.__module__.startswith("torch.optim.") and "fused" in inspect.signature(target).parameters
+    return {"fused": True} if silent and known and _is_served(target, model) else {}
+
+
+def could_be_fused(optimizer: Optimizer) -> bool:
+    """Whether an optimizer of torch's own was left to choose its way, and torch's fused kernels would serve it."""
+    target, groups = type(optimizer), optimizer.param_groups
+    parameters = [p for group in groups for p in group["params"]]
+    open_ = all(
+        group.get("fused", False) is None and group.get("foreach", False) is None and not group.get("differentiable")
+        for group in groups
+    )
+    return open_ and target.__module__.startswith("torch.optim.") and serves(target, parameters)
+
+
+def serves(target: Any, parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether the fused kernels of this class of torch's serve all of these.
+
+    Adagrad's is for the CPU alone up to 2.11, and SGD's is wrong there for reduced precision up to 2.13.
+    """
+    found = list(parameters)
+    if target is torch.optim.SGD and spoiled_by_sgd(found) is not None:
+        return False
+    elsewhere = target is torch.optim.Adagrad and any(p.device.type != "cpu" for p in found)
+    return bool(found) and not elsewhere and has_fused(found)
+
+
+class Factory:
+    """A function of a model that makes its optimizer, which the trainer calls with the part that it is for."""
+
+    groups: Groups
+
+    def __call__(self, model: nn.Module) -> Optimizer:
+        """Group the model's parameters, and make the optimizer."""
+        raise NotImplementedError
+
+    @property
+    def name(self) -> str:
+        """The name of the function that gave it."""
+        return self.groups.owner
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grouped(Factory):
+    """What `adamw` and `sgd` give: makes the optimizer of a model when it is called with it."""
+
+    kind: type[Any]
+    groups: Groups
+    settings: Mapping[str, Any]
+    fused: Fused
+
+    def __post_init__(self) -> None:
+        check_fused(self.name, self.fused)
+
+    def __repr__(self) -> str:
+        given = {"lr": self.groups.lr, "weight_decay": self.groups.weight_decay, **self.settings}
+        shown = [*(f"{name}={value!r}" for name, value in given.items()), *self.groups.shown()]
+        return f"{self.name}({', '.join(shown)}, fused={self.fused!r})"
+
+    def __call__(self, model: nn.Module) -> Any:
+        """Group the model's parameters, and make the optimizer."""
+        groups = self.groups.of(model)
+        fused = _is_served(self.kind, model) if self.fused == "auto" else self.fused
+        return self.kind(groups, lr=self.groups.lr, **self.settings, fused=fused)
+
+
+def _is_served(kind: Any, model: nn.Module) -> bool:
+    """Whether the fused kernels of this class of torch's serve a model, all of whose gradients are dense."""
+    return serves(kind, model.parameters()) and not any(getattr(m, "sparse", False) is True for m in model.modules())
+
+
+def checked_betas(owner: str, betas: Any) -> tuple[float, float]:
+    """Two numbers from 0 to below 1, as floats: torch takes no integers here."""
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise SettingError(message(f"{owner}(betas={betas!r})", want="two numbers", fix="betas=(0.9, 0.999)"))
+    for beta in betas:
+        check_number(beta, f"{owner}(betas={betas!r})", least=0, below=1)
+    return float(betas[0]), float(betas[1])
+
+
+def check_fused(owner: str, fused: Any) -> None:
+    """Refuse what is neither "auto" nor a bool."""
+    check_choice(fused, owner, "fused", choices=("auto", True, False))
+
+
+def has_fused(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether torch's fused kernels serve all of these; False for a torch that does not say where it has them."""
+    listed = getattr(_foreach_utils, "_get_fused_kernels_supported_devices", None)
+    devices = listed() if listed is not None else ()
+    return all(not is_lazy(p) and p.is_floating_point() and p.device.type in devices for p in parameters)

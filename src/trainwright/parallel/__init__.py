@@ -1,1 +1,0 @@
-"""The only layer that imports torch.distributed."""

@@ -1,0 +1,194 @@
+"""Mixed precision: autocast around the step, and a dynamic loss scale for fp16."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import KW_ONLY, dataclass
+from difflib import get_close_matches
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from trainwright.core.checks import check_form, is_amount, is_count
+from trainwright.core.errors import SettingError, message
+from trainwright.core.process_state import matmul_precision, matmul_precisions, unwarned
+from trainwright.core.suggestions import suggests
+from trainwright.protocols import Precision, Scaler
+
+KINDS = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": None}
+
+
+@suggests
+@dataclass(frozen=True, slots=True)
+class MixedPrecision:
+    """Run the steps under torch's autocast; with "fp16" scale the loss so that small gradients survive.
+
+    The scale follows torch's GradScaler: times `backoff_factor` after an update whose gradient overflowed, which is
+    then not applied, and times `growth_factor` after `growth_interval` updates in a row that did not. Below
+    `min_scale` it is never lowered: an overflow there is a non-finite gradient like any other.
+    "tf32" sets torch's float32 matmul precision to "high" while it is in use; it has no effect on a CPU.
+    """
+
+    kind: str
+    _: KW_ONLY
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    min_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise _unknown(self.kind)
+        ok = self.init_scale >= self.min_scale > 0 and self.growth_factor > 1 > self.backoff_factor > 0
+        if not ok or self.growth_interval < 1:
+            raise SettingError(
+                message(
+                    repr(self),
+                    want="init_scale >= min_scale > 0, growth_factor > 1, 0 < backoff_factor < 1, growth_interval >= 1",
+                )
+            )
+
+    def __str__(self) -> str:
+        return self.kind
+
+    def autocast(self, device_type: str) -> AbstractContextManager[Any] | None:
+        """Give torch's autocast for this device, to be entered around every step; None for "tf32"."""
+        dtype = KINDS[self.kind]
+        return None if dtype is None else torch.autocast(device_type, dtype)
+
+    def scaler(self, device: str) -> LossScaler | None:
+        """Give a fresh loss scale for "fp16", None for the others."""
+        return LossScaler(self) if self.kind == "fp16" else None
+
+    @contextmanager
+    def switched(self) -> Iterator[None]:
+        """Hold the process-wide switches of this precision inside, and put them back."""
+        if self.kind != "tf32":
+            yield
+            return
+        before, backends = matmul_precision() or "highest", matmul_precisions()
+        with unwarned():
+            torch.set_float32_matmul_precision("high")
+        try:
+            yield
+        finally:
+            # Torch's setter also writes what each backend has of its own, and never puts "none" back there.
+            with unwarned():
+                torch.set_float32_matmul_precision(before)
+            for backend, precision in backends:
+                backend.fp32_precision = precision
+
+
+class LossScaler:
+    """The dynamic scale of one run, adapted once per update; its values are those of torch's GradScaler."""
+
+    def __init__(self, settings: MixedPrecision | None = None) -> None:
+        if settings is not None and not isinstance(settings, MixedPrecision):
+            fix = 'LossScaler(MixedPrecision("fp16", init_scale=2.0**16))'
+            raise TypeError(message(f"LossScaler({settings!r})", want="a MixedPrecision, or nothing", fix=fix))
+        self.settings = settings or MixedPrecision("fp16")
+        """How it is adapted."""
+        self.value = _single(self.settings.init_scale)
+        self._good = 0
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return `loss` times the scale, in float32 at least."""
+        return (loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss) * self.value
+
+    def factor(self) -> float:
+        """Return what scaled gradients are multiplied by to unscale them."""
+        return 1.0 / self.value
+
+    def adapt(self, overflowed: bool) -> None:
+        """Lower the scale after an overflow; raise it after `growth_interval` updates in a row without one."""
+        if overflowed:
+            self.value = max(_single(self.value * self.settings.backoff_factor), self.settings.min_scale)
+            self._good = 0
+            return
+        self._good += 1
+        if self._good == self.settings.growth_interval:
+            grown = self.value * self.settings.growth_factor
+            self.value = _single(grown) if grown <= torch.finfo(torch.float32).max else self.value
+            self._good = 0
+
+    @property
+    def at_floor(self) -> bool:
+        """Whether the scale cannot be lowered any more."""
+        return self.value <= self.settings.min_scale
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {"scale": self.value, "good": self._good}
+
+    def load_state_dict(self, tree: dict[str, Any]) -> None:
+        """Take over a saved scale."""
+        check_form(tree, scale=lambda value: is_amount(value) and value != 0, good=is_count)
+        self.value, self._good = float(tree["scale"]), int(tree["good"])
+
+
+def _single(value: float) -> float:
+    """Return `value` rounded to float32, in which torch keeps its scale."""
+    return array("f", [value])[0]
+
+
+class Switching(Protocol):
+    """A precision that also sets switches of the process."""
+
+    def switched(self) -> AbstractContextManager[None]:
+        """Hold the switches inside, and put them back."""
+        ...
+
+
+def as_precision(setting: str | Precision | None, device: torch.device) -> Precision | None:
+    """Check `precision=`; "auto" is bf16 where the accelerator computes it natively, else None, and None on a CPU."""
+    if setting is None:
+        return None
+    if setting == "auto":
+        native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        return MixedPrecision("bf16") if native else None
+    if isinstance(setting, str):
+        return MixedPrecision(setting)
+    if hasattr(setting, "autocast") and hasattr(setting, "scaler"):
+        return setting
+    raise SettingError(message(f"precision={setting!r}", want=_WANTED, fix='precision="bf16"'))
+
+
+def _unknown(kind: object) -> SettingError:
+    plain = str(kind).lower().removesuffix("-mixed").removesuffix("-true")
+    if plain in _FULL:
+        return SettingError(message(f"precision={kind!r} is unknown", want=_WANTED, fix="precision=None"))
+    meant = _OTHER_NAMES.get(plain) or next(iter(get_close_matches(plain, KINDS, n=1)), None)
+    hint = "" if meant is None else f" Did you mean {meant!r}?"
+    fix = f'precision="{meant or "auto"}"'
+    return SettingError(message(f"precision={kind!r} is unknown.{hint}", want=_WANTED, fix=fix))
+
+
+def check_weights(scaler: Scaler | None, parameters: list[Tensor]) -> None:
+    """Refuse loss scaling for weights that are fp16 themselves: their gradients cannot be unscaled."""
+    if scaler is not None and any(p.dtype == torch.float16 for p in parameters):
+        raise SettingError(
+            message(
+                "precision='fp16' with float16 weights: their gradients cannot be unscaled",
+                want="float32 weights; autocast runs the step in float16",
+                fix="model.float()",
+            )
+        )
+
+
+@contextmanager
+def switched(precision: Precision | None) -> Iterator[None]:
+    """Hold the process-wide switches of a precision, where it has any."""
+    if precision is None or not hasattr(precision, "switched"):
+        yield
+        return
+    with cast(Switching, precision).switched():
+        yield
+
+
+_OTHER_NAMES = {"bfloat16": "bf16", "16": "fp16", "float16": "fp16", "half": "fp16", "amp": "fp16", "tf": "tf32"}
+_FULL = {"32", "fp32", "float32", "float", "full"}
+_WANTED = 'None, "bf16", "fp16", "tf32", "auto" or MixedPrecision(...)'

@@ -1,0 +1,194 @@
+"""The Protocols that a user's own class can fill: parts of a checkpoint, slots of the loop, observers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainwright.core.durations import Span
+from trainwright.core.plan import Plan
+from trainwright.core.records import Result, Saved, Update, Validation
+from trainwright.core.suggestions import refuse_near_names
+
+if TYPE_CHECKING:
+    from trainwright.core.model_statistics import ModelStatistics
+    from trainwright.core.speed import Speed
+
+Tree = Any
+"""None, bool, int, float, str, bytes, tensor, ndarray, list, tuple, dict with str or int keys."""
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Something with state that belongs in a checkpoint."""
+
+    def state_dict(self) -> Tree:
+        """The state as plain data and tensors."""
+
+    def load_state_dict(self, tree: Tree, /) -> Any:
+        """Take over a state that `state_dict` gave."""
+
+
+class Precision(Protocol):
+    """How numbers are computed: autocast around the step, and loss scaling around `backward`."""
+
+    def autocast(self, device_type: str) -> AbstractContextManager[Any] | None:
+        """A context to enter around every step, or None where dtypes stay as they are."""
+
+    def scaler(self, device: str) -> Scaler | None:
+        """The loss scaler for a run on `device`, or None where losses are not scaled."""
+
+
+class Scaler(Stateful, Protocol):
+    """A dynamic loss scale, adapted once per update."""
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """`loss` times the current scale."""
+        ...
+
+    def factor(self) -> float:
+        """What a scaled gradient is multiplied by to unscale it."""
+        ...
+
+    def adapt(self, overflowed: bool) -> None:
+        """Lower the scale after an overflow, raise it after enough updates without one."""
+
+    @property
+    def at_floor(self) -> bool:
+        """Whether the scale cannot be lowered any more."""
+        ...
+
+
+class Clip(Protocol):
+    """Limits the unscaled gradients of one update, in place."""
+
+    def __call__(self, parameters: list[Tensor], /) -> Tensor | None:
+        """Clip the `.grad` of `parameters`; return their total norm before clipping, or None."""
+
+
+class Rates(Stateful, Protocol):
+    """A schedule bound to one optimizer and one plan."""
+
+    monitor: str | None
+    """The number that `observe` reads; None where it reads none."""
+
+    def apply(self, updates: int) -> None:
+        """Set the rates of the update that follows `updates` applied ones."""
+
+    def observe(self, metrics: Mapping[str, float]) -> None:
+        """Called after each validation."""
+
+    def epoch_ended(self) -> None:
+        """Called after each epoch."""
+
+
+class Schedule(Protocol):
+    """A learning-rate schedule: settings only; `bind` makes the thing with state."""
+
+    def bind(self, optimizer: Optimizer, plan: Plan) -> Rates:
+        """The schedule of this optimizer over this plan; every contradiction is raised here."""
+        ...
+
+
+@runtime_checkable
+class Source(Stateful, Protocol):
+    """Where batches come from, whatever `train` was."""
+
+    length: int | None
+    """Batches of an epoch; None where it is not known."""
+    rows: int | None
+    """Rows of an epoch; None where it is not known."""
+    batch_size: int | None
+    """Rows of a full batch; None where it is not known."""
+    repeatable: bool
+    """Whether it can be iterated again from the start."""
+    draws_global_rng: bool
+    """Whether iterating draws from the process's random state (then resuming replays it)."""
+
+    def describe(self) -> str:
+        """A few words for the header of the console."""
+        ...
+
+    def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
+        """The batches of one epoch, without its first `skip`."""
+        ...
+
+
+class Metric(Protocol):
+    """A metric with state of its own; it runs on a copy per loader.
+
+    A checkpoint holds its `state_dict()`, where it has one and `load_state_dict(tree)`, else its attributes.
+    In a run of several processes each takes in its own rows, and it needs `merge(other)` too: take in what another
+    one of its class has taken in. Only the first process then calls `compute`. Metrics of torchmetrics whose states
+    are summed, maxima, minima or lists, and those of torcheval, need none.
+    """
+
+    def update(self, output: Any, target: Any) -> None:
+        """Take in one batch."""
+
+    def compute(self) -> Any:
+        """The number so far."""
+
+    def reset(self) -> None:
+        """Forget everything."""
+
+
+class Observer:
+    """Watches a run: gets read-only records of plain numbers and cannot change anything.
+
+    Override any of the methods. A method `on_...` that is not one of them is refused when the class is defined.
+    """
+
+    wants: ClassVar[frozenset[str]] = frozenset()
+    """Numbers that cost something and are computed only where asked for: "grad_norm"."""
+    every: Span | None = None
+    """How often `on_update` is called: `Updates(n)` or `Seconds(n)`; None: at every update. Read once, before `fit`."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        refuse_near_names(cls, EVENTS, base=Observer, prefix="on_")
+        if unknown := set(cls.wants) - {"grad_norm"}:
+            raise TypeError(f"{cls.__name__}.wants: {', '.join(sorted(unknown))}: only 'grad_norm' can be asked for")
+
+    def on_fit_start(self, plan: Plan) -> None:
+        """Before the first update."""
+
+    def on_update(self, update: Update) -> None:
+        """After every update."""
+
+    def on_speed(self, speed: Speed) -> None:
+        """How fast a stretch of training went: each time that a `Throughput` among the observers asks for it."""
+
+    def on_statistics(self, statistics: ModelStatistics) -> None:
+        """What weights, gradients and an update look like: where a `Statistics` among the observers asks for it."""
+
+    def on_validate(self, record: Validation) -> None:
+        """After every validation."""
+
+    def on_epoch(self, record: Validation) -> None:
+        """After every finished epoch, and its validation; also where a run ends inside an epoch without one."""
+
+    def on_save(self, saved: Saved) -> None:
+        """When a checkpoint is whole on disk."""
+
+    def on_fit_end(self, result: Result) -> None:
+        """After the last update, also when the run ends in an error."""
+
+
+EVENTS = (
+    *("on_epoch", "on_fit_end", "on_fit_start", "on_save", "on_speed", "on_statistics"),
+    *("on_update", "on_validate"),
+)
+
+
+def listeners(observers: Sequence[Observer], event: str) -> list[Any]:
+    """The bound `event` methods of those observers that really override it."""
+    return [
+        getattr(observer, event)
+        for observer in observers
+        if getattr(type(observer), event, None) is not getattr(Observer, event)
+    ]

@@ -1,1 +1,0 @@
-"""What one fit needs around the loop."""

@@ -1,1 +1,0 @@
-"""The ground: devices, modules, gradients, randomness, storage."""

@@ -1,0 +1,1 @@
+"""The learning rate as a function of applied updates."""

@@ -1,1 +1,0 @@
-"""What changes a run; each part also works without the Trainer."""

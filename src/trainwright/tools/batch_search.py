@@ -1,0 +1,340 @@
+"""The largest micro-batch that fits in memory: two are measured, a third is foretold and tried."""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from trainwright.core.checks import check_number, check_whole
+from trainwright.core.errors import SettingError, message
+from trainwright.core.memory import free_memory, is_out_of_memory
+from trainwright.core.rng import unmoved
+from trainwright.core.suggestions import suggests
+from trainwright.core.trees import tensors_in
+from trainwright.data.cutting import cut, rows_of
+from trainwright.modules.peak_memory import Peaks, peaks_of
+from trainwright.observers.table import byte_size
+from trainwright.tools.batching import joined
+from trainwright.tools.scaling import linear_scaled, sqrt_scaled
+from trainwright.tools.trial import Kept, check_trainer, open_afresh, ready, traceless, variant
+from trainwright.trainer import Trainer
+from trainwright.update.owner import networks_of
+
+MOST_TRIALS = 4
+LEAP = 16
+"""Times the largest size that was measured, up to which the model is believed."""
+LOOKED_AT = 8
+"""Batches of the data of which the largest is measured."""
+LINEAR = ("SGD", "Lars", "LARS")
+"""Optimizers whose rate grows as the batch does."""
+ROUND = 32
+"""Rows from which on they are a multiple of 8, for tensor cores."""
+ROOT = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Lamb", "LAMB")
+"""Optimizers whose rate grows as the square root of the batch does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitting:
+    """One trial: a few updates of micro-batches of so many rows."""
+
+    rows: int
+    bytes: int | None
+    """The most memory in use; None where it ran out."""
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LargestBatch:
+    """What `find_batch_size` has found."""
+
+    rows: int
+    """Rows of the largest micro-batch that was tried and fits."""
+    fixed: int | None
+    """Bytes that do not depend on the rows: weights, gradients, optimizer; None where one size alone was measured."""
+    per_row: float | None
+    """Bytes that one row more takes."""
+    budget: int
+    """Bytes that may be used in all."""
+    how: str
+    """What the bytes are those of."""
+    trials: tuple[Fitting, ...]
+    why: str
+    """Why it is not larger."""
+    effective: int
+    """Rows of a whole update as suggested: `micro_batch` times `accumulate`."""
+    micro_batch: int
+    accumulate: int
+    lr_factor: float | None
+    """What the learning rate is to be multiplied by for such updates; None where no rule is known."""
+    rule: str
+    """The rule of that factor, and a line that computes the rate."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain data."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        """A few lines: what was found, the trials, and what to write."""
+        model = "" if self.fixed is None else f", {byte_size(self.fixed)} and {byte_size(self.per_row or 0)} a row"
+        lines = [
+            f"largest micro-batch: {self.rows:,} rows of {byte_size(self.budget)} that may be used{model} ({self.how})"
+        ]
+        for one in self.trials:
+            told = "out of memory" if one.bytes is None else byte_size(one.bytes)
+            lines.append(f"  tried {one.rows:>8,} rows   {told:>13}   {'fits' if one.fits else 'does not fit'}")
+        lines.append(f"  why   {self.why}")
+        accumulate = f"   Trainer(..., accumulate={self.accumulate})"
+        lines.append(
+            f"  write batches(data, {self.micro_batch}, ...){accumulate}   # {self.effective:,} rows an update"
+        )
+        return "\n".join([*lines, f"        {self.rule}"])
+
+
+@suggests
+def find_batch_size(
+    trainer: Trainer[Any],
+    train: Any,
+    *,
+    effective: int | None = None,
+    budget: int | None = None,
+    batch_size: int | None = None,
+    most: int | None = None,
+    share: float = 0.9,
+) -> LargestBatch:
+    """Find the largest micro-batch that a trainer has memory for, in at most four trials without a trace.
+
+    Two sizes are measured, the rows of a batch of `train` and twice as many; memory = fixed + per row * rows foretells
+    the largest within `share` of what there is, which is then tried. A trial is two updates with all that the trainer
+    has: precision, clip, optimizer. Larger batches are made of the rows of a ready one, over and over.
+
+    `effective`: rows that an update is wanted to have; it is made of equal micro-batches. `budget`: bytes that may be
+    used in all; by default what a CUDA device has free, half of what a CPU's memory has. `most`: rows that are not
+    exceeded, by default those of the data. The rate is scaled from the rows of an update as it is now: linearly for
+    SGD, by the square root for Adam. SettingError where one row does not fit, or nobody can tell how much memory
+    there is; DataError for data that cannot be read again.
+    """
+    check_trainer(trainer, "find_batch_size")
+    _check(effective=effective, budget=budget, most=most, share=share)
+    batch, rows = _largest_of(ready(trainer, train, updates=LOOKED_AT, batch_size=batch_size))
+    with unmoved():  # data may be a function that draws
+        of_data = open_afresh(train, batch_size=batch_size).rows
+    limits = {"`most` rows": most, "the rows of an update": effective}
+    limits |= {"all rows of the data": of_data if most is None else None}
+    accumulated = max(k for _, k in trainer.accumulate)
+    with traceless(trainer) as kept:
+        peaks = peaks_of(trainer.device, _known(trainer))
+        whole = peaks.left() if budget is None else budget
+        if whole is None:
+            what = f"how much memory {trainer.device} has is not known"
+            raise SettingError(message(what, fix="find_batch_size(..., budget=8 * 2**30)   # bytes"))
+        limit = whole if budget is not None or not peaks.refuses else None
+        k = 2 if effective is not None or accumulated > 1 else 1  # a second one meets the gradients of the first
+        trials = _Trials(trainer, kept, peaks, batch=(batch, rows), k=k, limit=limit)
+        search = _Search(trials, allowed=whole * share, limits=limits)
+        room = f"the memory of {trainer.device}" if budget is None else f"a budget of {byte_size(budget)}"
+        search.run(rows, room=room)
+    return _told(trainer, search, before=rows * accumulated, effective=effective, budget=whole)
+
+
+class _Trials:
+    """Runs a few updates of so many rows, and puts everything back."""
+
+    def __init__(
+        self, trainer: Trainer[Any], kept: Kept, peaks: Peaks, *, batch: tuple[Any, int], k: int, limit: int | None
+    ) -> None:
+        self.trainer, self.peaks = trainer, peaks
+        self._kept, self._batch, self._k, self._limit = kept, batch, k, limit
+        self.made: list[Fitting] = []
+
+    def fits(self, rows: int) -> bool:
+        """Whether updates of micro-batches of so many rows fit."""
+        found: int | None = None
+        try:
+            with self.peaks.watching():
+                self._run(rows)
+            found = self.peaks.peak
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            traceback.clear_frames(error.__traceback__)  # they hold what was computed
+        self._kept.put_back()
+        free_memory(self.trainer.device)
+        fits = found is not None and (self._limit is None or found <= self._limit)
+        self.made.append(Fitting(rows=rows, bytes=found, fits=fits))
+        return fits
+
+    @property
+    def left(self) -> int:
+        """How many more may be made."""
+        return MOST_TRIALS - len(self.made)
+
+    @property
+    def measured(self) -> list[tuple[int, int]]:
+        """Rows and bytes of those that did not run out of memory, by rows."""
+        return sorted((one.rows, one.bytes) for one in self.made if one.bytes is not None)
+
+    def _run(self, rows: int) -> None:
+        batch, of = self._batch
+        grown = joined([batch] * (rows // of) + ([cut(batch, range(rows % of), of=of)] if rows % of else []))
+        trainer = self.trainer
+        kept: dict[str, Any] = {"average": trainer.average, "metrics": trainer.metrics or None}
+        if not self.peaks.refuses:  # tensors are counted as the model's own code makes them
+            kept["fast"] = replace(trainer.fast, compile=None)
+        twin = variant(trainer, accumulate=self._k, on_oom=None, on_nonfinite="ignore", **kept)
+        twin.fit([grown] * (2 * self._k), max_updates=2)
+
+
+class _Search:
+    """At most four trials, each of which follows from those before."""
+
+    def __init__(self, trials: _Trials, *, allowed: float, limits: Mapping[str, int | None]) -> None:
+        self.trials, self._allowed = trials, allowed
+        known = {name: rows for name, rows in limits.items() if rows is not None}
+        self._named = min(known, key=lambda name: known[name], default="")
+        self._most: float = known.get(self._named, math.inf)
+        self.rows, self._too_many = 0, math.inf
+        """The largest that fits of those tried, and the smallest that does not."""
+        self.fixed: float | None = None
+        self.per_row: float | None = None
+
+    def run(self, rows: int, *, room: str) -> None:
+        """Measure two sizes from `rows` on, and try what they foretell; `room`: where they are to fit."""
+        first = int(min(rows, self._most))
+        while not self._try(first):
+            if first == 1 or not self.trials.left:
+                what = f"micro-batches of {first} rows do not fit in {room}"
+                raise SettingError(
+                    message(what, fix='a smaller batch_size, precision="bf16", checkpoint_activations()')
+                )
+            first = max(1, first // 4)
+        if self.trials.left and first < self._most:
+            second = int(min(2 * first, self._most))
+            second = second if second < self._too_many else first // 2
+            if second:
+                self._try(second)
+        while self.trials.left:
+            foretold = self._foretold()
+            if foretold < (1.1 * self.rows if len(self.trials.made) > 2 else self.rows + 1):
+                break
+            self._try(foretold)
+        self._reach()
+
+    @property
+    def why(self) -> str:
+        """Why it is not larger."""
+        if self.rows >= self._most:
+            return f"{self._named}: {self.rows:,}"
+        if self._too_many < math.inf:
+            return f"{int(self._too_many):,} rows do not fit"
+        reach = self._reach()
+        if reach > 1.1 * self.rows:
+            return f"{MOST_TRIALS} trials were made; by them about {reach:,} rows may fit"
+        return f"about {reach:,} rows fill the {byte_size(self._allowed)} that are planned for"
+
+    def _try(self, rows: int) -> bool:
+        fits = self.trials.fits(rows)
+        if fits:
+            self.rows = max(self.rows, rows)
+        else:
+            self._too_many = min(self._too_many, rows)
+        return fits
+
+    def _foretold(self) -> int:
+        """The rows to try next: what the two largest sizes that were measured foretell, below what does not fit."""
+        reach = min(self._reach(), LEAP * self.rows)
+        if reach >= self._too_many:  # the model knows nothing of what did not fit
+            few, many = self.rows, int(self._too_many)
+            reach = math.isqrt(few * many) if many > 4 * few else few + (many - few) * 3 // 4
+        reach = int(min(reach, self._most))
+        return reach if reach < ROUND or reach == self._most else reach - reach % 8
+
+    def _reach(self) -> int:
+        """Rows that fill what is allowed."""
+        points = self.trials.measured[-2:]
+        if len(points) < 2:
+            return 2 * self.rows
+        (n, low), (m, high) = points
+        self.per_row = (high - low) / (m - n)
+        self.fixed = max(0.0, low - self.per_row * n)
+        if self.per_row <= 0:  # what rows take is lost in what the rest takes
+            return LEAP * self.rows
+        return int((self._allowed - self.fixed) / self.per_row)
+
+
+def _told(trainer: Trainer[Any], search: _Search, *, before: int, effective: int | None, budget: int) -> LargestBatch:
+    """What was found, with what to write for updates of `effective` rows in place of `before`."""
+    wanted = search.rows if effective is None else effective
+    least = math.ceil(wanted / search.rows)
+    accumulate = next((k for k in range(least, 2 * least + 1) if wanted % k == 0), least)
+    micro_batch = math.ceil(wanted / accumulate)
+    factor, rule = _scaled(trainer, before=before, to=micro_batch * accumulate)
+    return LargestBatch(
+        rows=search.rows,
+        fixed=None if search.fixed is None else int(search.fixed),
+        per_row=search.per_row,
+        budget=budget,
+        how=search.trials.peaks.what,
+        trials=tuple(search.trials.made),
+        why=search.why,
+        effective=micro_batch * accumulate,
+        micro_batch=micro_batch,
+        accumulate=accumulate,
+        lr_factor=factor,
+        rule=rule,
+    )
+
+
+def _scaled(trainer: Trainer[Any], *, before: int, to: int) -> tuple[float | None, str]:
+    """What rates are multiplied by, and a line that says so."""
+    kinds = {name: {one.__name__ for one in type(optimizer).__mro__} for name, optimizer in trainer.optimizers.items()}
+    rules = {_rule(known) for known in kinds.values()}
+    first = next(iter(trainer.optimizers.values()))
+    if len(rules) > 1 or None in rules:
+        names = ", ".join(sorted({type(one).__name__ for one in trainer.optimizers.values()}))
+        return None, f"no rule is known for the rate of {names}: find_lr(trainer, train)"
+    scaled = linear_scaled if rules == {"linear"} else sqrt_scaled
+    factor, lr = scaled(1.0, batch=before, to=to), float(first.param_groups[0]["lr"])
+    beside = ", of each group alike" if len(first.param_groups) > 1 or len(kinds) > 1 else ""
+    beside += ", and of the schedule" if trainer.schedule is not None else ""
+    made = f"lr={scaled.__name__}({lr:g}, batch={before}, to={to})   # {lr * factor:.4g}"
+    return factor, f"{made}: the {'linear' if scaled is linear_scaled else 'square-root'} rule{beside}"
+
+
+def _rule(names: Set[str]) -> str | None:
+    """Which rule holds for an optimizer whose classes have these names."""
+    if not names.isdisjoint(ROOT):
+        return "root"
+    return None if names.isdisjoint(LINEAR) else "linear"
+
+
+def _largest_of(batches: Sequence[Any]) -> tuple[Any, int]:
+    """The batch with most elements a row, and its rows."""
+    rows = [rows_of(batch, "train") for batch in batches]
+    sizes = [sum(one.numel() for one in tensors_in(batch)) / n for batch, n in zip(batches, rows, strict=True)]
+    full = max(rows)
+    chosen = max(range(len(batches)), key=lambda i: (sizes[i], rows[i]))
+    whole = batches[chosen]
+    if rows[chosen] < full:
+        whole = joined([whole] * (full // rows[chosen] + 1))
+        whole = cut(whole, range(full), of=rows_of(whole, "train"))
+    return whole, full
+
+
+def _known(trainer: Trainer[Any]) -> list[Tensor]:
+    """The tensors that are there before a trial."""
+    found: list[Tensor] = [tensor for root in networks_of(trainer) for tensor in (*root.parameters(), *root.buffers())]
+    for optimizer in trainer.optimizers.values():
+        found += [one for state in optimizer.state.values() for one in tensors_in(state)]
+    return found
+
+
+def _check(*, share: float, **wholes: int | None) -> None:
+    for name, value in wholes.items():
+        if value is not None:
+            check_whole(value, f"find_batch_size({name}={value!r})", fix=f"{name}=1024")
+    check_number(share, f"find_batch_size(share={share!r})", above=0, most=1, what="a share", fix="share=0.9")

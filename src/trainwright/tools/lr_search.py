@@ -1,0 +1,276 @@
+"""Learning-rate range test: the loss of a short run whose rate rises, what that says, and no trace of it."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+from torch import Tensor
+
+from trainwright.core.checks import check_choice, check_number, check_whole
+from trainwright.core.errors import SettingError, message
+from trainwright.core.records import Update
+from trainwright.core.rng import unmoved
+from trainwright.core.suggestions import suggests
+from trainwright.data.sources import beside
+from trainwright.optim.named import CLEARED, ONLY, has_scheduler
+from trainwright.protocols import Observer
+from trainwright.tools.trial import check_trainer, data_kept, open_afresh, traceless, variant
+from trainwright.trainer import Trainer
+
+FEWEST = 16
+"""Updates below which a curve says nothing."""
+CLEAR = 3.0
+"""How many times its noise the loss must fall, and 1 % of itself, for the fall to be one."""
+SLACK = 3.0
+"""How far below the rate of the lowest loss the suggestion lies at least."""
+_RULE = "where the smoothed loss falls fastest, but at most a third of the rate where it is lowest"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LRRange:
+    """What a range test has measured, and what it suggests."""
+
+    rates: tuple[float, ...]
+    """The rate of each update: of the first group; the others' stay in proportion to it."""
+    losses: tuple[float, ...]
+    """The loss of each update's window, before its step."""
+    smoothed: tuple[float, ...]
+    """At each rate, the straight line that fits best to the losses around it."""
+    suggestion: float | None
+    """A rate to train with: a constant one, or the highest of a schedule. None where the curve gives none."""
+    rule: str
+    """How the suggestion follows from the curve, or why none does."""
+    steepest: float | None
+    """The rate where the smoothed loss falls fastest, before it is lowest."""
+    tenth: float | None
+    """A tenth of the rate where the smoothed loss is lowest: the other common rule, a careful one."""
+    stopped: str
+    """Why the sweep ended."""
+    notes: tuple[str, ...] = ()
+    """What else the curve says of itself, in a line each."""
+
+    def __str__(self) -> str:
+        found = "no suggestion" if self.suggestion is None else f"suggested rate {self.suggestion:.3g}"
+        swept = f"{len(self.rates)} updates from {self.rates[0]:.3g} to {self.rates[-1]:.3g}" if self.rates else "none"
+        return "\n".join([f"{found}: {self.rule}", f"swept {swept}: {self.stopped}", *self.notes])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """Draw losses over rates with the suggestion marked; a matplotlib Figure, saved under `path` where given."""
+        from trainwright.core.figures import lr_range_figure
+
+        marks = {"suggestion": self.suggestion, "steepest": self.steepest, "a tenth of the lowest": self.tenth}
+        known = {name: rate for name, rate in marks.items() if rate is not None}
+        return lr_range_figure(self.rates, self.losses, self.smoothed, marks=known, path=path)
+
+
+@suggests
+def find_lr(
+    trainer: Trainer[Any],
+    train: Any,
+    *,
+    lowest: float = 1e-7,
+    highest: float = 10.0,
+    updates: int = 100,
+    spacing: Literal["exponential", "linear"] = "exponential",
+    diverges: float = 4.0,
+    batch_size: int | None = None,
+) -> LRRange:
+    """Train on a rising rate until the loss diverges, put everything back, and say which rates train (Smith 2015).
+
+    The updates are those of `trainer.fit(train, batch_size=batch_size)` with the trainer's precision, clipping and
+    accumulation; the rate of the first parameter group goes from `lowest` to `highest`, those of the others stay in
+    proportion. Smith (arXiv 1506.01186) raises it linearly; by equal factors it shows all magnitudes. The sweep ends
+    where the loss is not finite, or its running mean is more than `diverges` times its best and above its first.
+    Model, optimizer, random states, data order, modes and counters are as before, also after an error. A UserWarning
+    where the curve gives no suggestion. SettingError for settings that make no sweep, in a group of processes too;
+    DataError for data that can be read only once.
+    """
+    check_trainer(trainer, "find_lr")
+    _check(lowest, highest, updates=updates, spacing=spacing, diverges=diverges)
+    _refuse_schedulers(trainer)
+    own = _own_rate(trainer)
+    raised = Raised(lowest, highest, updates=updates, exponential=spacing == "exponential")
+    source = open_afresh(train, batch_size=batch_size)
+    with traceless(trainer), data_kept(train), unmoved(getattr(source, "generators", ())):
+        sweep = Sweep(diverges)
+        twin = variant(
+            trainer,
+            schedule=_for_all(trainer, lambda update, _: raised(update) / own),
+            observers=[sweep],
+            on_nonfinite="ignore",  # a loss that is not finite is what is looked for
+            fast=replace(trainer.fast, compile=None),  # the sweep is over before it has paid for compiling
+        )
+        sweep.stop = twin.stop
+        result = twin.fit(beside(source), max_updates=updates)
+    whole = "the highest rate was reached" if len(sweep.rates) == updates else result.stopped
+    found = read(sweep.rates, sweep.losses, exponential=raised.exponential, stopped=sweep.diverged or whole)
+    if found.suggestion is None:
+        warnings.warn(f"find_lr suggests no rate: {found.rule}", stacklevel=3)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """The rate of each update of a sweep, from the lowest at 0 to the highest at the last."""
+
+    lowest: float
+    highest: float
+    updates: int
+    exponential: bool
+
+    def __call__(self, update: int) -> float:
+        """The rate of this update."""
+        share = min(1.0, update / (self.updates - 1))
+        if self.exponential:
+            ratio: float = (self.highest / self.lowest) ** share
+            return self.lowest * ratio
+        return self.lowest + (self.highest - self.lowest) * share
+
+
+class Sweep(Observer):
+    """Notes the loss of each rate, and stops the run where it diverges."""
+
+    def __init__(self, diverges: float) -> None:
+        self.rates: list[float] = []
+        self.losses: list[float] = []
+        self.diverged = ""
+        """Where the loss diverged; empty where it did not."""
+        self.stop: Callable[[str], None] = lambda _: None
+        self._diverges = diverges
+        self._best = math.inf
+        self._mean = 0.0
+
+    def on_update(self, update: Update) -> None:
+        """Note the loss, and judge it."""
+        if update.skipped:  # by fp16, whose scale adapts: the rate stays for the next one
+            return
+        if not math.isfinite(update.loss):
+            self._end(f"the loss is {update.loss} at a rate of {update.lr:.3g}")
+            return
+        self.rates.append(update.lr)
+        self.losses.append(update.loss)
+        self._judge(update)
+
+    def _judge(self, update: Update) -> None:
+        done = len(self.losses)
+        kept = min(0.9, 1 - 1 / done)  # of the first ten it is the plain mean
+        self._mean = kept * self._mean + (1 - kept) * update.loss
+        self._best = min(self._best, self._mean)
+        too_high = self._best + (self._diverges - 1) * abs(self._best)
+        if done >= FEWEST and self._mean > max(too_high, self.losses[0]):
+            times = f"more than {self._diverges:g} times its best"
+            self._end(f"the loss is {times}, {self._best:.3g}, at a rate of {update.lr:.3g}")
+
+    def _end(self, reason: str) -> None:
+        self.diverged = reason
+        self.stop(reason)
+
+
+def read(rates: Sequence[float], losses: Sequence[float], *, exponential: bool, stopped: str) -> LRRange:
+    """What the losses of rising rates suggest."""
+    rates, losses = tuple(rates), tuple(losses)
+    places = [math.log10(rate) for rate in rates] if exponential else rates
+    lines = _lines(places, losses, half=max(2, len(rates) // 16))
+    smoothed = tuple(height for height, _ in lines)
+    seen: dict[str, Any] = {"rates": rates, "losses": losses, "smoothed": smoothed, "stopped": stopped}
+    if len(rates) < FEWEST:
+        rule = f"the sweep saw {len(rates)} finite losses, of the {FEWEST} that a curve needs: begin lower, lowest=..."
+        return LRRange(**seen, suggestion=None, rule=rule, steepest=None, tenth=None)
+    low = smoothed.index(min(smoothed))
+    noise = _noise(losses[: max(low + 1, FEWEST)])
+    # From where the sweep began: to come back from an explosion is no fall.
+    fall = max(0.0, min(max(smoothed[: low + 1]), losses[0] + 2 * noise) - smoothed[low])
+    if fall <= max(CLEAR * noise, 0.01 * abs(losses[0])):
+        rule = f"the loss falls by no more than {fall:.2g}, and its noise is {noise:.2g}: try other rates, or more rows"
+        return LRRange(**seen, suggestion=None, rule=rule, steepest=None, tenth=None)
+    slopes = [slope for _, slope in lines[: low + 1]]
+    steep = slopes.index(min(slopes))
+    suggestion = min(rates[steep], rates[low] / SLACK)
+    return LRRange(
+        **seen,
+        suggestion=suggestion,
+        rule=_RULE,
+        steepest=rates[steep],
+        tenth=rates[low] / 10,
+        notes=_notes(rates, low=low, steep=steep),
+    )
+
+
+def _notes(rates: Sequence[float], *, low: int, steep: int) -> tuple[str, ...]:
+    edge = max(2, len(rates) // 16)
+    told = []
+    if steep < edge:
+        told.append(f"the loss falls fastest right at the lowest rate: begin lower, lowest={rates[0] / 100:.1g}")
+    if low >= len(rates) - edge:
+        told.append(f"the loss still falls at the highest rate: go on, highest={rates[-1] * 100:.1g}")
+    return tuple(told)
+
+
+def _lines(places: Sequence[float], values: Sequence[float], *, half: int) -> list[tuple[float, float]]:
+    """Height and slope, at each place, of the line of least squares through `half` neighbours on either side.
+
+    Savitzky and Golay 1964, of order 1: unlike a running mean it does not lag behind.
+    """
+    found = []
+    for index, place in enumerate(places):
+        near = slice(max(0, index - half), index + half + 1)
+        xs, ys = [x - place for x in places[near]], values[near]
+        middle, height = sum(xs) / len(xs), sum(ys) / len(ys)
+        spread = sum((x - middle) ** 2 for x in xs)
+        slope = sum((x - middle) * (y - height) for x, y in zip(xs, ys, strict=True)) / spread if spread else 0.0
+        found.append((height - slope * middle, slope))
+    return found
+
+
+def _noise(losses: Sequence[float]) -> float:
+    """The standard deviation of losses around their trend, by the median step from one to the next."""
+    steps = [after - before for before, after in pairwise(losses)]
+    middle = median(steps)
+    return 1.4826 * median(abs(step - middle) for step in steps) / math.sqrt(2)
+
+
+def _refuse_schedulers(trainer: Trainer[Any]) -> None:
+    if any(map(has_scheduler, trainer.optimizers.values())):
+        what = "find_lr of an optimizer that a torch scheduler was built on: the sweep sets the rate itself"
+        fix = f"find_lr before the scheduler is built; {CLEARED}"
+        raise SettingError(message(what, want="an optimizer whose rate nothing else sets", fix=fix))
+
+
+def _own_rate(trainer: Trainer[Any]) -> float:
+    """The rate that a schedule would start from in the first parameter group."""
+    groups = [group for optimizer in trainer.optimizers.values() for group in optimizer.param_groups]
+    if not groups or not all(isinstance(group.get("lr"), float | int | Tensor) for group in groups):
+        raise SettingError(message("find_lr of a trainer without an optimizer that has rates", want="lr in each group"))
+    own = float(groups[0].get("initial_lr", groups[0]["lr"]))
+    if own <= 0:
+        what = f"find_lr of a first parameter group whose rate is {own:g}"
+        raise SettingError(message(what, want="a rate above 0: the others stay in proportion to it", fix="lr=1e-3"))
+    return own
+
+
+def _for_all(trainer: Trainer[Any], schedule: Callable[[int, int], float]) -> Any:
+    """The schedule, or the same by the name of each of several optimizers."""
+    names = list(trainer.optimizers)
+    return schedule if names == [ONLY] else dict.fromkeys(names, schedule)
+
+
+def _check(lowest: float, highest: float, *, updates: int, spacing: str, diverges: float) -> None:
+    check_choice(spacing, "find_lr", "spacing", choices=("exponential", "linear"))
+    if not (lowest > 0 or (lowest == 0 and spacing == "linear")) or not lowest < highest < math.inf:
+        what = f"find_lr(lowest={lowest!r}, highest={highest!r})"
+        raise SettingError(
+            message(what, want="rates above 0, the highest above the lowest", fix="lowest=1e-7, highest=10")
+        )
+    check_whole(updates, f"find_lr(updates={updates!r})", least=FEWEST)
+    check_number(diverges, f"find_lr(diverges={diverges!r})", above=1, what="times the best loss,", fix="diverges=4")

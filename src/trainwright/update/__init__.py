@@ -1,0 +1,1 @@
+"""One update: the window, its losses and counts, the finite check, and the step."""

@@ -1,0 +1,220 @@
+"""Find inputs and target in a batch, and call a model with them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from trainwright.core.errors import DataError, SettingError, message
+from trainwright.core.records import TARGETS, MeanLoss, StepOutput, SumLoss
+from trainwright.update.losses import check_shapes, no_target
+
+if TYPE_CHECKING:
+    from trainwright.update.owner import Owner
+
+
+def split(batch: Any) -> tuple[Any, Any]:
+    """Return (inputs, target): a sequence's last item is the target, a mapping's is found by its key, else None.
+
+    The inputs are a tuple (positional) or a dict (keywords). Raises DataError for a batch of any other form.
+    """
+    kind = type(batch)
+    if (kind is tuple or kind is list) and len(batch) == 2:  # nearly always
+        return (batch[0],), batch[1]
+    if isinstance(batch, tuple | list):
+        return (tuple(batch[:-1]), batch[-1]) if len(batch) > 1 else (tuple(batch), None)
+    if isinstance(batch, Mapping):
+        name = next((name for name in TARGETS if name in batch), None)
+        inputs = {key: value for key, value in batch.items() if key != name}
+        return inputs, None if name is None else batch[name]
+    if isinstance(batch, Tensor):
+        return (batch,), None
+    raise DataError(
+        message(
+            f"a batch of type {type(batch).__name__} has no inputs and target that are known",
+            want="(inputs, target), a dict with 'target', 'targets', 'labels', 'label' or 'y', or a tensor",
+            fix="override split(self, batch) -> (inputs, target), or training_step(self, batch)",
+            where=False,
+        )
+    )
+
+
+def known_target(batch: Any) -> Tensor | None:
+    """The target that `split` would find, where it is a tensor; None for every other batch."""
+    target = None
+    if isinstance(batch, tuple | list) and len(batch) > 1:
+        target = batch[-1]
+    elif isinstance(batch, Mapping):
+        target = next((batch[name] for name in TARGETS if name in batch), None)
+    return target if isinstance(target, Tensor) else None
+
+
+def call(model: Any, inputs: Any) -> Any:
+    """Call a model with a tuple as positional inputs, a mapping as keywords, anything else as it is.
+
+    Raises DataError where the keys of a mapping are not what the model's `forward` takes.
+    """
+    if isinstance(inputs, tuple):
+        return model(*inputs)
+    if not isinstance(inputs, Mapping):
+        return model(inputs)
+    try:
+        return model(**inputs)
+    except TypeError as error:
+        if _takes(model, inputs):
+            raise
+        raise _other_keys(model, inputs) from error
+
+
+def own_loss(owner: Owner, batch: Any) -> StepOutput:
+    """Return the loss that the model itself gives for a batch, where the Trainer has none.
+
+    A mapping goes to the model whole, a sequence as positional arguments; what comes back is a scalar, or something
+    with a `loss` (attribute or key), whose `logits`, where it has them, are the output for metrics.
+    """
+    inputs = batch if isinstance(batch, Mapping | tuple) else tuple(batch) if isinstance(batch, list) else (batch,)
+    try:
+        returned = owner.model(**inputs) if isinstance(inputs, Mapping) else owner.model(*inputs)
+    except TypeError:
+        if _takes(owner.model, inputs):
+            raise
+        if owner.metrics and not owner.optimizers:  # nothing is trained, and metrics need no loss
+            inputs, target = owner.hooks.split(batch)
+            return StepOutput(None, call(owner.model, inputs), target)
+        raise _without_loss(owner, f"does not take a whole {type(batch).__name__} with the target in it") from None
+    loss = returned if isinstance(returned, Tensor) else _named(returned, "loss")
+    if not isinstance(loss, Tensor) or loss.ndim:
+        raise _without_loss(owner, f"returned {_kind(returned)}", _step_to_write(returned, batch))
+    if isinstance(returned, Tensor):
+        return StepOutput(loss)
+    return StepOutput(loss, scores_of(returned), known_target(batch))
+
+
+def scores_of(returned: Any) -> Any:
+    """What metrics and reports read of what a model with its own loss returned: its `logits`, where it has them."""
+    logits = None if isinstance(returned, Tensor) else _named(returned, "logits")
+    return returned if logits is None else logits
+
+
+def loss_of(owner: Owner, output: Any, target: Any) -> Any:
+    """Return the loss of a micro-batch in training: as the user gave it, or as a sum where a window has several."""
+    if target is None or owner.loss is None:
+        raise no_loss(owner, target)
+    known, window = owner.hooks.known, owner.ledger.window
+    if known is not None and known.each_element and output.shape != target.shape:
+        check_shapes(owner.loss, output, target)
+    if known is not None and known.reduction == "sum":
+        return SumLoss(owner.loss(output, target))
+    # Only `compute_gradients` weighs; an `update` of the user's own that calls the step gets a plain mean. So does a
+    # step of the user's own that calls the default one: it may add to what it returns.
+    weighs = window is not None and window.begun and window.position + 1 < len(window.batches)
+    if known is None or window is None or not weighs or owner.hooks.steps_itself or owner.hooks.counts_itself:
+        return owner.loss(output, target)
+    mean = len(window.batches) == 1
+    if owner.hooks.count is None:  # what the target counts is known only now
+        return MeanLoss(owner.loss(output, target), known.count(target)) if mean else known.summed(output, target)
+    return owner.loss(output, target) if mean else SumLoss(known.total(output, target), owner.ledger.count)
+
+
+def exact_loss_of(owner: Owner, output: Any, target: Any) -> Any:
+    """Return the loss of a batch in an evaluation: the sum over what is counted, where torch's loss is known."""
+    if target is None or owner.loss is None:
+        raise no_loss(owner, target)
+    known = owner.hooks.known
+    if known is not None and known.each_element and output.shape != target.shape:
+        check_shapes(owner.loss, output, target)
+    if known is None or (owner.hooks.counts_itself and known.reduction == "mean"):
+        return owner.loss(output, target)
+    return known.summed(output, target) if known.reduction == "mean" else SumLoss(known.total(output, target))
+
+
+def no_loss(owner: Owner, target: Any) -> Exception:
+    """Build the error for a default step that lacks its loss or its target."""
+    if owner.loss is None:
+        return SettingError(
+            message(
+                "no loss: loss is None, and this step is not overridden",
+                want="a loss, or a step of your own that returns one",
+                fix="Trainer(model, optimizer, nn.CrossEntropyLoss())",
+                where=False,
+            )
+        )
+    return no_target()
+
+
+def _takes(model: Any, inputs: Any) -> bool:
+    """Whether a model can be called with these inputs at all; True for one that does not tell its arguments."""
+    try:
+        signature = inspect.signature(getattr(model, "forward", model))
+        signature.bind(**inputs) if isinstance(inputs, Mapping) else signature.bind(*inputs)
+    except TypeError:
+        return False
+    except ValueError:
+        return True
+    return True
+
+
+def _without_loss(
+    owner: Owner, but: str, fix: str = "Trainer(model, optimizer, nn.CrossEntropyLoss())"
+) -> SettingError:
+    return SettingError(
+        message(
+            f"no loss: loss is None, training_step is not overridden, and {type(owner.model).__name__} {but}",
+            want="a loss, a training_step(self, batch) that returns one, or a model that returns its own "
+            "(a scalar, or something with `loss`)",
+            fix=fix,
+        )
+    )
+
+
+def _step_to_write(returned: Any, batch: Any) -> str:
+    """The step that takes the loss out of what a model returned, where one is in it; else a loss to give."""
+    given = "**batch" if isinstance(batch, Mapping) else "*batch" if isinstance(batch, tuple | list) else "batch"
+    step = f"def training_step(self, batch): return self.model({given})"
+    if isinstance(returned, Mapping) and returned and all(map(_is_scalar, returned.values())):
+        return step  # as torchvision's detectors: named losses
+    if isinstance(returned, tuple | list) and any(map(_is_scalar, returned)):
+        return f"{step}[{list(map(_is_scalar, returned)).index(True)}]"
+    return "Trainer(model, optimizer, nn.CrossEntropyLoss())"
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point()
+
+
+def _named(value: Any, name: str) -> Any:
+    """The attribute or the item of this name, or None."""
+    if isinstance(value, Mapping):
+        return value.get(name)
+    return getattr(value, name, None)
+
+
+def _kind(value: Any) -> str:
+    """What a model returned, in a few words."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, Mapping):
+        return f"a {type(value).__name__} with {', '.join(map(repr, value)) or 'nothing'}, and no 'loss'"
+    return f"a {type(value).__name__} without a loss"
+
+
+def _other_keys(model: Any, inputs: Mapping[Any, Any]) -> DataError:
+    parameters = inspect.signature(getattr(model, "forward", model)).parameters
+    names = [name for name, one in parameters.items() if one.default is one.empty]
+    have, fix = ", ".join(map(repr, inputs)), ""
+    if any(isinstance(value, tuple | list | Mapping) for value in inputs.values()):  # as `together` gives them
+        fix = f"def training_step(self, batch): x, y = batch[{next(iter(inputs))!r}]; ..."
+    given = [key for key in inputs if isinstance(key, str)]
+    taken = "".join(f'inputs["{key}"], ' for key in given[: len(names)]) or "..."
+    return DataError(
+        message(
+            f"a batch is a dict, and {type(model).__name__}.forward does not take its keys",
+            have=have if fix else f"{have}, beside the target",
+            want=", ".join(map(repr, names)),
+            fix=fix
+            or f"def split(self, batch): inputs, target = super().split(batch); return ({taken.strip()}), target",
+        )
+    )

@@ -1,0 +1,230 @@
+"""Which hooks of a trainer are the class's own, and what follows from it: found once, so that no step has to ask."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field, fields
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from trainwright.core.errors import message
+from trainwright.core.records import Count, SumLoss
+from trainwright.update import batches
+from trainwright.update.losses import KnownLoss, known_loss
+from trainwright.update.window import find_rows, rows_of
+
+if TYPE_CHECKING:
+    from trainwright.protocols import Source
+    from trainwright.update.owner import Owner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hooks:
+    """What the loop calls for each batch, and whose code it is."""
+
+    known: KnownLoss | None
+    """The loss, where it is one of torch's own whose count is known."""
+    split: Callable[[Any], tuple[Any, Any]]
+    move: Callable[[Any], Any] | None
+    """`to_device`, or what does the same ahead of a CUDA device; None where batches already lie right."""
+    count: Callable[[Any], Count] | None
+    """`count`, or None where nothing is known before the step: rows are counted then, or what the step finds."""
+    rows: Callable[[Any], int]
+    """The rows of a host batch; what the user's `count` says where no tensor tells them."""
+    begin_epoch: Callable[[int], None] | None
+    """`begin_epoch`, or None where nothing is done there."""
+    end_epoch: Callable[[dict[str, float]], None] | None
+    """`end_epoch`, or None."""
+    after_update: Callable[[], None] | None
+    """`after_update`, or None."""
+    summed: Callable[[Any, Any], SumLoss] | None
+    """The known loss as a sum with its count, for evaluations by the default step."""
+    spread: str | None
+    """The number whose standard error early stopping asks for, without `val_` and the name of a set."""
+    counts_itself: bool
+    """Whether `count` is the user's own."""
+    steps_itself: bool
+    """Whether `training_step` is the user's own; the default one, called from it, then returns a plain mean."""
+    validates_itself: bool
+    """Whether `validation_step` is the user's own."""
+    evaluates_itself: bool
+    """Whether `evaluate` is the user's own, and may give numbers of any name."""
+    logs_freely: bool
+    """Whether training steps are the user's own, and may log any name."""
+    computes_itself: bool
+    """Whether `compute_gradients` is the user's own."""
+    updates_itself: bool
+    """Whether code of the user's own may read gradients, so that they are whole when `compute_gradients` returns."""
+
+
+@dataclass(slots=True)
+class Between:
+    """What one `fit` or evaluation leaves for what comes after it."""
+
+    run_id: str = ""
+    """Marks this run's checkpoints; empty before the first."""
+    rates: Any = None
+    """The schedule of the stage before, bound."""
+    errors: dict[str, float] = field(default_factory=dict)
+    """Standard errors of the last evaluations."""
+    shown: Any = None
+    """The weights that the last `fit` trained, beside those that the model shows."""
+    stages: list[dict[str, Any]] = field(default_factory=list)
+    """How each finished stage ended, for a checkpoint of a later one."""
+    notes: tuple[str, ...] = ()
+    """Lines for the header of the next `fit`."""
+    called: str = ""
+    """The user's line that called the last `fit`, while each has been of one epoch; "-" where that was said."""
+    begun: bool = False
+    """Whether a `fit` has run at all."""
+    passed_over: bool = False
+    """Whether the last `fit` was passed over and its weights were not kept: the model holds those it was built with."""
+    under_way: bool = False
+    """Whether a `fit` is under way."""
+    refused_to: Any = None
+    """What there is to go back to where it is refused; None once it is in its loop."""
+    watched: Callable[[Iterator[Any]], Iterator[Any]] = iter
+    """What an evaluation reads its batches through: a validation of a run is ended by a signal while it waits."""
+    compiled: Any = None
+    """What the last `fit` has compiled, in counts and words; None where it compiles nothing."""
+    splits: Any = None
+    """What splits the windows of the last `fit` where memory runs out; None where that is not asked for."""
+    judged_at_once: tuple[str, ...] | None = None
+    """Why the last `fit` judged each update at once; empty where it had not to, None before the first."""
+    looks: bool = True
+    """Whether mistakes of the first batch are warned of; a trial of a tool, one of many first batches, does not."""
+    looked_at: set[str] = field(default_factory=set)
+    """The metrics whose first batch was looked at for a count in the place of a mean."""
+    failed: bool = False
+    """Whether the last one ended in an error, so that a resume goes on in it."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Between:
+        """A copy for the copy of a trainer; TypeError where other weights or rates are to be put back in this one."""
+        if self.rates is not None or (self.shown is not None and self.shown.average is not None):
+            what = "copy.deepcopy of a Trainer that has trained with a schedule or an average"
+            fix = "copy.deepcopy(trainer.model), and a Trainer of its own for the copy"
+            raise TypeError(message(what, want="a Trainer as it was before its first fit", fix=fix))
+        return Between(**{each.name: copy.deepcopy(getattr(self, each.name), memo) for each in fields(self)})
+
+    def take_news(self) -> tuple[str, ...]:
+        """What was found while training since somebody asked last, in a line each."""
+        return () if self.splits is None else tuple(self.splits.take_news())
+
+
+def overridden(cls: type, base: type, hooks: Collection[str]) -> set[str]:
+    """Return the hooks that a subclass defines itself."""
+    return {name for name in hooks if getattr(cls, name) is not getattr(base, name)}
+
+
+def read_hooks(trainer: Any, own: set[str]) -> Hooks:
+    """Bind the hooks of a trainer whose class defines `own` of them; TypeError where one takes other arguments."""
+    for name in sorted(own):
+        check_arguments(trainer, name)
+    known = known_loss(trainer.loss)
+    steps, counts, early = "training_step" in own, "count" in own, trainer.early_stopping
+    split = trainer.split if "split" in own else batches.split
+    exact = known is not None and known.reduction == "mean" and not steps and not counts
+    # A `split` of the user's own may draw, change or take out: it is called once per batch, in the step.
+    counts_before = counts or (known is not None and "split" not in own)
+    return Hooks(
+        known=known,
+        split=split,
+        move=_mover(trainer, its_own="to_device" in own),
+        count=trainer.count if counts_before else None,
+        rows=partial(_rows_or_count, trainer) if counts else rows_of,
+        summed=known.summed if known is not None and exact else None,
+        spread=_number(early.monitor, trainer.metrics) if getattr(early, "min_delta", 0) == "1se" else None,
+        counts_itself=counts,
+        steps_itself=steps,
+        validates_itself="validation_step" in own,
+        evaluates_itself="evaluate" in own,
+        logs_freely=not own.isdisjoint({"training_step", "update", "compute_gradients"}),
+        computes_itself="compute_gradients" in own,
+        updates_itself=not own.isdisjoint({"update", "apply_gradients"}),
+        begin_epoch=trainer.begin_epoch if "begin_epoch" in own else None,
+        end_epoch=trainer.end_epoch if "end_epoch" in own else None,
+        after_update=trainer.after_update if "after_update" in own else None,
+    )
+
+
+def mover(owner: Owner, source: Source, *, trains: bool) -> Callable[[Any], Any] | None:
+    """What is called with each batch of the pass over `source` that begins next; None where nothing is to be done.
+
+    Moved batches are changed as their source says; `trains`: whether random changes are made.
+    """
+    move = owner.hooks.move
+    finishing: Any = getattr(source, "finishing", None)
+    if finishing is None:
+        return move
+    finished: Callable[[Any], Any] = finishing(move, trains=trains)
+    return finished
+
+
+def let_go_of_memory(hooks: Hooks) -> None:
+    """Give back the memory that batches were moved through, when no pass is under way any more."""
+    free = getattr(hooks.move, "free", None)
+    if free is not None:
+        free()
+
+
+def _mover(trainer: Any, *, its_own: bool) -> Callable[[Any], Any] | None:
+    """What moves batches: a ring of slots to a CUDA device, unless `to_device` is the user's own; None on the CPU."""
+    device = trainer.device.type
+    if its_own or device not in ("cpu", "cuda"):
+        to_device: Callable[[Any], Any] = trainer.to_device
+        return to_device
+    if device == "cpu":
+        return None
+    from trainwright.acceleration.transfer import Moving
+
+    return Moving(trainer.device)
+
+
+def _number(monitor: str, metrics: Collection[str]) -> str:
+    """What a monitor watches, without `val_` and without the name of one of several sets of validation data."""
+    name = monitor.removeprefix("val_")
+    known = ["loss", *metrics]
+    return name if name in known else next((one for one in known if name.endswith(f"_{one}")), name)
+
+
+_NAMED = {"evaluate": ("name",)}
+"""Arguments that the loop gives to a hook by name, although they have a default."""
+
+
+_INSTEAD_OF_INDEX = {
+    "training_step": "   # self.progress.batch: the batches of the epoch before this window",
+    **dict.fromkeys(("validation_step", "predict_step"), "   # batches are not counted here: count calls yourself"),
+}
+"""What to use for the argument `batch_idx` of other libraries: `progress` stands still outside of training."""
+
+
+def check_arguments(given: Any, name: str) -> None:
+    """Refuse a method that cannot be called as the loop calls it, such as `training_step(self, batch, batch_idx)`."""
+    original = next(one for one in reversed(type(given).__mro__) if name in vars(one))
+    wanted = list(inspect.signature(vars(original)[name]).parameters.values())[1:]
+    needed = [one.name for one in wanted if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
+    named = _NAMED.get(name, ())
+    try:
+        takes = inspect.signature(getattr(given, name))
+    except ValueError:  # a function in C without a signature
+        return
+    try:
+        takes.bind(*needed, **dict.fromkeys(named))
+    except TypeError as error:
+        written = [*needed, *(f'{one.name}="{one.default}"' for one in wanted if one.name in named)]
+        raise TypeError(
+            message(
+                f"{type(given).__name__}.{name} cannot be called as the loop calls it: {error}",
+                have=f"{name}{takes}",
+                want=f"{name}({', '.join([*needed, *(f'{one}=...' for one in named)])})",
+                fix=f"def {name}({', '.join(['self', *written])}):"
+                + (_INSTEAD_OF_INDEX.get(name, "") if "idx" in str(takes) else ""),
+            )
+        ) from None
+
+
+def _rows_or_count(trainer: Any, batch: Any) -> int:
+    rows = find_rows(batch)
+    return int(trainer.count(batch)) if rows is None else rows

@@ -1,0 +1,442 @@
+"""What a step returned, as numerator and count; and the torch losses whose counts and sums are known."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from trainwright.core.errors import DataError, StepError, message
+from trainwright.core.records import Count, MeanLoss, StepOutput, SumLoss
+from trainwright.core.suggestions import RESERVED
+
+Loss = Callable[..., Any]
+
+_NUMBERS = (int, float, np.number)
+
+
+@dataclass(slots=True, eq=False)
+class Outcome:
+    """A step's loss in one form: a mean or a total (`summed`), and its count where the step gave one."""
+
+    loss: Tensor
+    count: Count | None = None
+    summed: bool = False
+    named: Mapping[str, Tensor] | None = None
+
+
+def read_outcome(returned: Any) -> Outcome:
+    """Turn what a step returned (without `StepOutput` around it) into an `Outcome`, or say what it should have been."""
+    if isinstance(returned, Tensor):
+        return Outcome(_scalar(returned))
+    if isinstance(returned, MeanLoss):
+        return Outcome(_scalar(returned.loss), _counted(returned.count, returned))
+    if isinstance(returned, SumLoss):
+        count = returned.count
+        return Outcome(_scalar(returned.total), None if count is None else _counted(count, returned), summed=True)
+    if isinstance(returned, Mapping) and returned:
+        return _named(returned)
+    raise StepError(
+        message(
+            f"a step returned {_shown(returned)}",
+            want="a loss tensor, MeanLoss(loss, count), SumLoss(total, count), StepOutput(loss, output, target) "
+            "or a dict of named losses",
+            fix="return loss",
+            where=False,
+        )
+    )
+
+
+def no_target() -> DataError:
+    """Build the error for a batch in which a loss finds no target."""
+    return DataError(
+        message(
+            "a batch holds no target for the loss",
+            want="(inputs, target), or a dict with 'target', 'targets', 'labels', 'label' or 'y'",
+            fix="override split(self, batch) -> (inputs, target), or training_step(self, batch)",
+            where=False,
+        )
+    )
+
+
+def shapes_of(output: Tensor, target: Tensor) -> str:
+    """Return shapes and types of an output and a target in words, for an error."""
+    return f"output {tuple(output.shape)} {output.dtype}, target {tuple(target.shape)} {target.dtype}"
+
+
+def fix_of_shapes(output: Tensor, target: Tensor, where: str = "split(self, batch)") -> str:
+    """Return what to write so that output and target with one number per row, (N, 1) and (N), come to one shape."""
+    if output.ndim == target.ndim + 1 and output.shape[-1] == 1:
+        return f"target.unsqueeze({target.ndim}) in {where}"
+    if target.ndim == output.ndim + 1 and target.shape[-1] == 1:
+        return f"target.squeeze({output.ndim}) in {where}"
+    return f"a last layer of {math.prod(target.shape[1:])} outputs, or other targets from {where}"
+
+
+def check_shapes(loss: Loss, output: Tensor, target: Tensor) -> None:
+    """Refuse an output and a target whose rows torch would compare crosswise: (N, 1) with (N) gives N * N numbers.
+
+    Sizes of 1 that change nothing are let pass, and so is a target without dimensions: it is one for all rows.
+    """
+    if output.ndim == target.ndim or not target.ndim or output.numel() == target.numel() == 1:
+        return
+    name = type(loss).__name__ if isinstance(loss, nn.Module) else getattr(loss, "__name__", "the loss")
+    raise DataError(
+        message(
+            f"{name} on an output {tuple(output.shape)} and a target {tuple(target.shape)}",
+            have="shapes that torch stretches over one another, so that rows meet other rows",
+            want="an output and a target of one shape",
+            fix=fix_of_shapes(output, target),
+        )
+    )
+
+
+class SumOver(SumLoss):
+    """A sum over the valid ones of `targets`, which are counted only when somebody asks: many at once, if need be."""
+
+    __slots__ = ("known", "targets")
+
+    def __init__(self, total: Tensor, known: KnownLoss, targets: Tensor) -> None:
+        self.total, self.known, self.targets = total, known, targets
+
+    @property
+    def count(self) -> Count:  # type: ignore[override]
+        """What the loss is a mean over."""
+        return self.known.count(self.targets)
+
+
+class KnownLoss:
+    """A torch loss whose divisor is known: its count on the host, and the same loss as a sum.
+
+    The count is what torch divides by with `reduction="mean"`: valid or weighted targets for cross entropy and NLL,
+    positions (elements / classes) for targets that are probabilities, elements for the others.
+    """
+
+    def __init__(self, loss: Loss, kind: str, options: Mapping[str, Any], *, rebuilt: Callable[[str], Loss]) -> None:
+        self.mean = loss
+        self.reduction: str = options.get("reduction", "mean")
+        self.each_element = kind == "elements"
+        """Whether output and target are compared element by element."""
+        self._options = options
+        self._late = kind == "targets" and self._weight is None
+        self._sum = rebuilt("sum")
+        self._none = rebuilt("none")
+        self.kernel = _kernel(self._sum) if self._late else None
+        """The sum for float32 scores and int64 class numbers, one a row, as torch's own function comes to call it;
+        None where it is another function, or these are not counted late."""
+
+    @property
+    def _weight(self) -> Tensor | None:
+        """The class weights as they are now: a module's may be replaced, or moved to another device."""
+        if "weight" not in self._options:
+            return None
+        weight: Tensor = getattr(self.mean, "weight", self._options["weight"])
+        return weight
+
+    def total(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return the sum whose mean over `count(target)` is the loss; its gradient is 0 where nothing is counted."""
+        stretched = self.each_element and output.shape != target.shape
+        if stretched:
+            check_shapes(self.mean, output, target)  # torch broadcasts what is let pass, with a warning
+        if output.dtype in _HALVES:  # a sum over a batch overflows them where its mean does not
+            output, target = output.float(), target.float() if target.is_floating_point() else target
+        total: Tensor = self._sum(output, target)
+        if stretched:
+            total = total * (target.numel() / math.prod(torch.broadcast_shapes(output.shape, target.shape)))
+        return total
+
+    def summed(self, output: Tensor, target: Tensor) -> SumLoss:
+        """Return the loss as a sum with its count; one number per row is not counted before it must be."""
+        if target is None:
+            raise no_target()
+        if self._late and target.ndim == 1 and target.dtype is _INT64 and output.dtype is _FLOAT32:
+            return SumOver(self._sum(output, target), self, target)
+        return SumLoss(self.total(output, target), self.count(target))
+
+    def count(self, target: Tensor) -> Count:
+        """Return what the mean over `target` is a mean over; an int, or a float with class weights."""
+        if self.each_element:
+            return target.numel()
+        if target.is_floating_point():
+            return target.numel() // int(target.shape[1 if target.ndim > 1 else 0])
+        ignored, weight = self._options.get("ignore_index", -100), self._weight
+        if weight is None:
+            if not target.is_cpu:
+                return torch.count_nonzero(target != ignored)
+            return int(np.count_nonzero(target.numpy() != ignored))  # a quarter of the time torch takes
+        weight = weight.to(target.device)
+        valid = target != ignored
+        weighed = torch.where(valid, weight[torch.where(valid, target, 0)].double(), 0.0).sum()
+        return weighed if not target.is_cpu else float(weighed)
+
+    def each_row(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return one value per row: the mean over the row's own elements. Shape (rows,)."""
+        values: Tensor = self._none(output, target)
+        return values.flatten(1).mean(1) if values.ndim > 1 else values
+
+
+def known_loss(loss: Any) -> KnownLoss | None:
+    """Recognise a torch loss whose count is known: a module of torch's own class, a function, or a partial of one."""
+    if isinstance(loss, nn.Module):
+        kind = _MODULES.get(type(loss))
+        options = {name: getattr(loss, name, None) for name in ("reduction", "weight", "ignore_index")}
+        options = {name: value for name, value in options.items() if value is not None}
+        hooked = loss._forward_hooks or loss._forward_pre_hooks or "forward" in vars(loss)
+        if kind is None or hooked or (kind == "elements" and options.get("weight") is not None and not _bce(loss)):
+            return None
+        return _known(loss, kind, options, rebuilt=lambda reduction: _with_reduction(loss, reduction))
+    function, options = (loss.func, dict(loss.keywords)) if isinstance(loss, partial) else (loss, {})
+    kind = _FUNCTIONS.get(function)
+    if kind is None or (isinstance(loss, partial) and loss.args):
+        return None
+    if kind == "elements" and options.get("weight") is not None and function not in _BCE:
+        return None  # a weighted mse divides by its weights
+    return _known(
+        loss, kind, options, rebuilt=lambda reduction: partial(function, **{**options, "reduction": reduction})
+    )
+
+
+def counted_by_torch(loss: Tensor) -> Tensor | None:
+    """The total weight that torch's own NLL divided by, found in the loss it made; None for any other loss."""
+    made_by = type(loss.grad_fn).__name__
+    if made_by in {"NllLossBackward0", "NllLoss2DBackward0"}:
+        weight: Tensor = loss.grad_fn._saved_total_weight  # type: ignore[union-attr]
+        return weight
+    return None
+
+
+def counted_outside_graphs(loss: Tensor) -> Tensor | None:
+    """As `counted_by_torch`, where the model is compiled; StepError for a loss that was computed inside of it.
+
+    There nobody sees what it is a mean over, and the same run without a compiler might weigh it otherwise.
+    """
+    if type(loss.grad_fn).__name__ != "CompiledFunctionBackward":
+        return counted_by_torch(loss)
+    raise StepError(
+        message(
+            "the loss is computed inside of what Fast(compile=...) compiles: what it is a mean over cannot be seen",
+            want="the count, or a loss outside of the compiled regions",
+            fix="def count(self, batch): return ...   # rows, or valid tokens; or Fast(compile={'regions': {Block}})",
+            where=False,
+        )
+    )
+
+
+def _known(loss: Loss, kind: str, options: Mapping[str, Any], *, rebuilt: Callable[[str], Loss]) -> KnownLoss | None:
+    return KnownLoss(loss, kind, options, rebuilt=rebuilt) if options.get("reduction", "mean") in _REDUCTIONS else None
+
+
+def _with_reduction(module: nn.Module, reduction: str) -> Loss:
+    if type(module) in _AS_FUNCTIONS and not dict(module.named_buffers()):
+        function, defaults = _AS_FUNCTIONS[type(module)]
+        options = {name: getattr(module, name) for name in defaults}
+        changed = {name: value for name, value in options.items() if value != defaults[name]}
+        return partial(function, **changed, reduction=reduction)
+    twin = copy.copy(module)  # shares the buffers, so that class weights move with the original
+    twin.reduction = reduction  # type: ignore[assignment]
+    return twin.forward  # there are no hooks to run
+
+
+def _kernel(summed: Loss) -> Loss | None:
+    """What `F.cross_entropy(..., reduction="sum")` calls for plain tensors, by its name; else None."""
+    if not isinstance(summed, partial) or summed.func is not F.cross_entropy or summed.args:
+        return None
+    options = {name: value for name, value in summed.keywords.items() if name != "reduction"}
+    kernels: Any = getattr(torch._C, "_nn", None)
+    called: Any = getattr(kernels, "cross_entropy_loss", None)
+    if called is None or not options.keys() <= {"ignore_index", "label_smoothing"}:
+        return None
+    return partial(called, reduction=_SUM, **options)
+
+
+def _bce(module: nn.Module) -> bool:
+    return type(module) in {nn.BCELoss, nn.BCEWithLogitsLoss}
+
+
+def _counted(count: Count, given: MeanLoss | SumLoss) -> Count:
+    """The count that a step gave, as far as the host can tell whether it is one."""
+    if isinstance(count, Tensor) or (isinstance(count, _NUMBERS) and not count < 0):
+        return count
+    raise StepError(
+        message(
+            f"a step returned {type(given).__name__}(..., count={count!r})",
+            want="a number of rows, tokens or the like, at least 0",
+            fix=f"{type(given).__name__}({'loss' if isinstance(given, MeanLoss) else 'total'}, len(target))",
+            where=False,
+        )
+    )
+
+
+def _named(losses: Mapping[str, Any]) -> Outcome:
+    if not RESERVED.isdisjoint(losses):
+        raise StepError(
+            message(
+                f"a step returned the losses {', '.join(map(repr, losses))}: all would be added up and trained",
+                want="named losses, none of them called " + ", ".join(sorted(RESERVED)),
+                fix='return the loss alone, and report other numbers by self.log("accuracy", value)',
+                where=False,
+            )
+        )
+    outcomes = {name: _read_named(name, value) for name, value in losses.items()}
+    first = next(iter(outcomes.values()))
+    if not all(_alike(first, outcome) for outcome in outcomes.values()):
+        raise StepError(
+            message(
+                f"the named losses {', '.join(outcomes)} are not of one form",
+                want="all of them tensors, all MeanLoss, or all SumLoss, over one and the same count",
+                fix=f"return MeanLoss({' + '.join(map(str, outcomes))}, count), and self.log(name, value) for each",
+                where=False,
+            )
+        )
+    loss = first.loss
+    for outcome in list(outcomes.values())[1:]:
+        loss = loss + outcome.loss
+    named = {name: outcome.loss.detach() for name, outcome in outcomes.items()}
+    return Outcome(loss, first.count, first.summed, named)
+
+
+def _read_named(name: str, value: Any) -> Outcome:
+    if isinstance(value, Tensor | MeanLoss | SumLoss):
+        return read_outcome(value)
+    raise StepError(
+        message(
+            f"a step returned {_shown(value)} as its loss {name!r}",
+            want="named losses that are tensors, MeanLoss or SumLoss",
+            fix=f"self.log({name!r}, value) for a number that is not trained",
+            where=False,
+        )
+    )
+
+
+def _alike(one: Outcome, other: Outcome) -> bool:
+    """Whether two losses are of one form and, as far as the host knows, over one count."""
+    if isinstance(one.count, Tensor) or isinstance(other.count, Tensor):
+        same = (one.count is None) == (other.count is None)
+    else:
+        same = one.count == other.count
+    return one.summed == other.summed and same
+
+
+def _scalar(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise StepError(
+            message(
+                f"a step returned {_shown(loss)} as its loss",
+                want="a tensor of one element",
+                fix='return loss.mean(), or build the loss with reduction="mean"',
+                where=False,
+            )
+        )
+    return loss if loss.ndim == 0 else loss.reshape(())
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, StepOutput):
+        return "a StepOutput inside a StepOutput"
+    return "None" if value is None else f"{type(value).__name__}"
+
+
+_INT64, _FLOAT32 = torch.int64, torch.float32
+_HALVES = {torch.float16, torch.bfloat16}
+_REDUCTIONS = {"mean", "sum"}
+_SUM = 2
+"""torch's number of this reduction."""
+_MODULES: dict[type[nn.Module], str] = {
+    nn.CrossEntropyLoss: "targets",
+    nn.NLLLoss: "targets",
+    nn.MSELoss: "elements",
+    nn.L1Loss: "elements",
+    nn.SmoothL1Loss: "elements",
+    nn.HuberLoss: "elements",
+    nn.BCELoss: "elements",
+    nn.BCEWithLogitsLoss: "elements",
+}
+_AS_FUNCTIONS: dict[type[nn.Module], tuple[Loss, dict[str, float]]] = {
+    nn.CrossEntropyLoss: (F.cross_entropy, {"ignore_index": -100, "label_smoothing": 0.0}),
+    nn.NLLLoss: (F.nll_loss, {"ignore_index": -100}),
+    nn.MSELoss: (F.mse_loss, {}),
+    nn.L1Loss: (F.l1_loss, {}),
+}
+"""What a module without buffers is short for: a function, and what else it is called with, by default."""
+_FUNCTIONS: dict[Any, str] = {
+    F.cross_entropy: "targets",
+    F.nll_loss: "targets",
+    F.mse_loss: "elements",
+    F.l1_loss: "elements",
+    F.smooth_l1_loss: "elements",
+    F.huber_loss: "elements",
+    F.binary_cross_entropy: "elements",
+    F.binary_cross_entropy_with_logits: "elements",
+}
+_BCE = {F.binary_cross_entropy, F.binary_cross_entropy_with_logits}
+
+_MEANS: frozenset[Any] = frozenset({F.cross_entropy, F.nll_loss})
+
+
+class Counting(TorchFunctionMode):
+    """Looks on, inside `with`, while torch computes means over class numbers, and tells what each was a mean over.
+
+    With a gradient the loss itself holds the number (`counted_by_torch`); this gives the same one without.
+    """
+
+    found = False
+    """Whether a loss was recognised so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: list[tuple[Tensor, Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Let torch compute, and keep what may be asked about."""
+        made = func(*args, **(kwargs or {}))
+        if func in _MEANS:
+            self._made.append((made, func, args, kwargs or {}))
+        return made
+
+    def begin(self) -> None:
+        """Forget the batch before."""
+        self._made.clear()
+
+    @property
+    def seen(self) -> int:
+        """How many means of this batch have passed by."""
+        return len(self._made)
+
+    def count_of(self, loss: Tensor) -> Count | None:
+        """Return what `loss` is a mean over, where it is one that torch has just made; else None."""
+        for made, function, args, kwargs in self._made:
+            if made is loss:
+                count = _count(function, args, kwargs)
+                self.found = self.found or count is not None
+                return count
+        return None
+
+
+def _count(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Count | None:
+    given = _signature(function).bind(*args, **kwargs)
+    given.apply_defaults()
+    options = given.arguments
+    target = options["target"]
+    old = options["size_average"] is not None or options["reduce"] is not None
+    if old or options["reduction"] != "mean" or options.get("label_smoothing") or target.is_floating_point():
+        return None
+    weight = {} if options["weight"] is None else {"weight": options["weight"]}
+    known = known_loss(partial(function, ignore_index=options["ignore_index"], **weight))
+    return None if known is None else known.count(target)
+
+
+@cache
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(function)

@@ -1,0 +1,311 @@
+"""The optimizers of a run, by name: each with its gradients, its clip, its step and its rates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainwright.core.errors import SettingError, message
+from trainwright.core.plan import Plan
+from trainwright.core.suggestions import did_you_mean
+from trainwright.core.trees import parameters_in, parameters_of
+from trainwright.modules.dtensors import is_sharded, whole
+from trainwright.optim.clip import ClipNorm
+from trainwright.optim.fused import step_of, why_not_masked
+from trainwright.optim.gradients import Gradients
+from trainwright.optim.named import ONLY
+from trainwright.protocols import Clip, Rates, Schedule, Tree
+
+if TYPE_CHECKING:
+    from trainwright.schedules.table import TableRates
+
+_BESIDE_ZERO = 1e-6
+"""What torch's `clip_grad_norm_` adds to the norm that it divides by."""
+_FOLDED = {torch.float32, torch.float16, torch.bfloat16}
+
+
+class Stepper:
+    """One optimizer, and what is done to its gradients before its step."""
+
+    __slots__ = (
+        "_wholly",
+        "clip",
+        "folds",
+        "gradients",
+        "groups",
+        "limits",
+        "measures_norm",
+        "name",
+        "norm",
+        "noted",
+        "optimizer",
+        "owed",
+        "scale",
+        "step",
+    )
+
+    def __init__(self, name: str, optimizer: Optimizer, *, clip: Clip | None, wants_norm: bool) -> None:
+        self.name, self.optimizer, self.clip = name, optimizer, clip
+        self.measures_norm = wants_norm and not isinstance(clip, ClipNorm)
+        """Whether the norm must be computed although clipping does not give it."""
+        self.limits = self.measures_norm or clip is not None
+        """Whether anything is done between unscaling and the step."""
+        self.norm: Tensor | float | None = None
+        """The norm of the last gradient that was applied, before clipping; a tensor until it is read."""
+        self._wholly = clip is not None and is_sharded(*parameters_in(optimizer))
+        """Whether a norm that a clip returns may lie in shards."""
+        self.step = step_of(optimizer)
+        """One step of the optimizer."""
+        self.folds = False
+        """Whether the kernels of the step do what clipping and the factor that is owed would do to the gradients."""
+        self.owed: float | Tensor = 1.0
+        """The factor that the gradients still owe, where the kernels multiply by it."""
+        self.scale: Tensor | None = None
+        """What the kernels divide the gradients by."""
+        self.noted: list[float] | None = None
+        """The rates of the update in hand, where code of the user's own may have set others since; else None."""
+        self.gradients = Gradients(optimizer)
+        self.groups = len(optimizer.param_groups)
+
+    def take_groups(self, order: Sequence[Tensor] = ()) -> None:
+        """Take over the parameters as they are grouped now; a group may be added at any time.
+
+        Norms are summed in `order`.
+        """
+        self.gradients = Gradients.of(self.optimizer, before=self.gradients, order=order)
+        self.groups = len(self.optimizer.param_groups)
+
+    def limit(self) -> None:
+        """Measure the norm where something asks for it, and clip."""
+        if self.folds:
+            self._fold()
+            return
+        self.norm = self.gradients.norm() if self.measures_norm else None
+        if self.clip is not None:
+            norm = self.clip(self.gradients.parameters)
+            norm = whole(norm) if self._wholly and norm is not None else norm
+            self.norm = norm if self.norm is None else self.norm
+
+    def may_fold(self) -> bool:
+        """Whether one pass for the norm, and the kernels of the step, could do all: what torch computes in float32."""
+        usual = type(self.gradients) is Gradients and type(self.clip) is ClipNorm and self.clip.norm_type == 2.0
+        kinds = {parameter.dtype for parameter in self.gradients.parameters}
+        return usual and kinds <= _FOLDED and not why_not_masked(self.optimizer)
+
+    def _fold(self) -> None:
+        """Measure the norm, and have the kernels divide by what clipping, and all that is owed, come to."""
+        assert isinstance(self.clip, ClipNorm)
+        self.norm = norm = self.gradients.norm() * self.owed
+        share = torch.clamp(self.clip.max_norm / (norm + _BESIDE_ZERO), max=1.0)
+        self.scale = (share * self.owed).reciprocal().float()
+
+    @property
+    def rates(self) -> list[float]:
+        """The learning rate of each group, as it is now."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+
+class Chosen(NamedTuple):
+    """Some steppers, and all of their gradients together."""
+
+    steppers: tuple[Stepper, ...]
+    gradients: Gradients
+
+
+class Steppers:
+    """Every optimizer of a run, and each of them alone."""
+
+    def __init__(
+        self,
+        optimizers: Mapping[str, Optimizer],
+        clip: Any,
+        *,
+        wants_norm: bool,
+        modules: Sequence[nn.Module] = (),
+    ) -> None:
+        self._modules = modules
+        clips = clip if isinstance(clip, Mapping) else dict.fromkeys(optimizers, clip)
+        self._steppers = tuple(
+            Stepper(name, optimizer, clip=clips.get(name), wants_norm=wants_norm)
+            for name, optimizer in optimizers.items()
+        )
+        self.named = len(optimizers) > 1 or ONLY not in optimizers
+        """Whether the optimizers were given by name, so that numbers carry it."""
+        self.all = Chosen((), Gradients())
+        self.take_groups()
+
+    def choose(self, name: str) -> Chosen:
+        """The one of this name; SettingError where none has it."""
+        if name not in self._alone:
+            fix = f"one of {', '.join(map(repr, self._alone))}" if self.named else "leave the name out"
+            raise SettingError(message(f"no optimizer {name!r}.{did_you_mean(name, self._alone)}", fix=fix))
+        return self._alone[name]
+
+    def one(self, name: str | None, caller: str) -> Chosen:
+        """The one that is meant; SettingError where there are several and none is named."""
+        if name is None and len(self._steppers) > 1:
+            names = ", ".join(map(repr, self._alone))
+            what = f"{caller} without a name, and there are several optimizers: {names}"
+            raise SettingError(message(what, fix=f"name one of {names}"))
+        return self.all if name is None else self.choose(name)
+
+    def take_groups(self) -> None:
+        """Take over every optimizer's parameters as they are grouped now."""
+        # As `clip_grad_norm_(model.parameters())` sums, whatever the groups: the last bits of a norm are its order's.
+        order = [parameter for module in self._modules for parameter in parameters_of(module)]
+        for stepper in self._steppers:
+            stepper.take_groups(order)
+        self._together(self.all.gradients, order)
+
+    def lower_flags(self) -> None:
+        """Forget what was not finite."""
+        self.all.gradients.lower_flags()
+        if len(self._steppers) > 1:
+            for stepper in self._steppers:
+                stepper.gradients.lower_flags()
+
+    @property
+    def flags(self) -> list[Tensor]:
+        """What gradients that are not finite raise."""
+        each = [self.all.gradients, *(stepper.gradients for stepper in self._steppers)]
+        return [flag for flag in {id(one.flag): one.flag for one in each}.values() if flag is not None]
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """The rate of each parameter group of each optimizer, as the last update used it."""
+        return tuple(rate for stepper in self._steppers for rate in stepper.noted or stepper.rates)
+
+    def note_rates(self, optimizer: Optimizer) -> None:
+        """Note the rates that a step of this optimizer is about to use: code of the user's own may follow it."""
+        for stepper in self._steppers:
+            if stepper.optimizer is optimizer:
+                stepper.noted = stepper.rates
+
+    def note_unnoted(self) -> None:
+        """Note the rates of the last update, where they were not noted at its step, before hooks can set others."""
+        for stepper in self._steppers:
+            if stepper.noted is None:
+                stepper.noted = stepper.rates
+
+    def forget_rates(self) -> None:
+        """Forget the noted rates: the next update reads its own."""
+        for stepper in self._steppers:
+            stepper.noted = None
+
+    def used_rates(self) -> Tree:
+        """The noted rates for a checkpoint, where the groups hold others by now; else nothing."""
+        used = {one.name: one.noted for one in self._steppers if one.noted is not None and one.noted != one.rates}
+        return {"used_rates": used} if used else {}
+
+    def take_used_rates(self, tree: Tree) -> None:
+        """Take the noted rates of a checkpoint, for the row that is still to be made of its last update."""
+        for stepper in self._steppers:
+            stepper.noted = tree.get("used_rates", {}).get(stepper.name)
+
+    def numbers(self) -> dict[str, float]:
+        """`lr_<name>` of named optimizers; nothing where there is only one without a name."""
+        if not self.named:
+            return {}
+        return {f"lr_{stepper.name}": (stepper.noted or stepper.rates)[0] for stepper in self._steppers}
+
+    def norms(self) -> dict[str, float]:
+        """`grad_norm_<name>` of those that were measured."""
+        return {f"grad_norm_{s.name}": float(s.norm) for s in self._steppers if s.norm is not None}
+
+    def _together(self, before: Gradients, order: Sequence[Tensor]) -> None:
+        steppers = self._steppers
+        self._alone = {stepper.name: Chosen((stepper,), stepper.gradients) for stepper in steppers}
+        alone = len(steppers) == 1
+        each = [stepper.optimizer for stepper in steppers]
+        gradients = steppers[0].gradients if alone else Gradients.of(*each, before=before, order=order)
+        self.all = Chosen(steppers, gradients)
+
+
+class NamedRates:
+    """The schedules of several optimizers as one."""
+
+    def __init__(self, rates: Mapping[str, Rates]) -> None:
+        self.rates = dict(rates)
+        monitors = [each.monitor for each in rates.values() if each.monitor is not None]
+        self.monitor: str | None = monitors[0] if monitors else None
+        self.monitors = tuple(monitors)
+
+    def apply(self, updates: int) -> None:
+        """Set the rates of every optimizer for the update that follows `updates` applied ones."""
+        for rates in self.rates.values():
+            rates.apply(updates)
+
+    def observe(self, metrics: Mapping[str, float]) -> None:
+        """Show every schedule the numbers."""
+        for rates in self.rates.values():
+            rates.observe(metrics)
+
+    def epoch_ended(self) -> None:
+        """Tell every schedule."""
+        for rates in self.rates.values():
+            rates.epoch_ended()
+
+    def put_back(self) -> None:
+        """Give the groups of every optimizer the values that they had before."""
+        for rates in self.rates.values():
+            put_back = getattr(rates, "put_back", None)
+            if put_back is not None:
+                put_back()
+
+    def state_dict(self) -> Tree:
+        """Each schedule's state by name."""
+        return {name: rates.state_dict() for name, rates in self.rates.items()}
+
+    def load_state_dict(self, tree: Tree, /) -> str | None:
+        """Take each schedule's state; returns what they report."""
+        said = [(name, rates.load_state_dict(tree[name])) for name, rates in self.rates.items()]
+        return "; ".join(f"{name}: {report}" for name, report in said if isinstance(report, str)) or None
+
+
+def tables_of(rates: Rates | None) -> list[TableRates]:
+    """The schedules among these that are tables, which another plan makes others."""
+    from trainwright.schedules.table import TableRates
+
+    each = rates.rates.values() if isinstance(rates, NamedRates) else [rates]
+    return [one for one in each if isinstance(one, TableRates)]
+
+
+def monitors(rates: Rates | None) -> tuple[str, ...]:
+    """The numbers that schedules read."""
+    if rates is None:
+        return ()
+    named: tuple[str, ...] = getattr(rates, "monitors", (rates.monitor,) if rates.monitor is not None else ())
+    return named
+
+
+class NamedParts:
+    """Several parts of a checkpoint as one, by name."""
+
+    def __init__(self, parts: Mapping[str, Any]) -> None:
+        self.parts = parts
+
+    def state_dict(self) -> Tree:
+        """Each part's state by name."""
+        return {name: part.state_dict() for name, part in self.parts.items()}
+
+    def load_state_dict(self, tree: Tree, /) -> None:
+        """Give each part its state; ValueError where the names are others."""
+        if set(tree) != set(self.parts):
+            raise ValueError(f"the checkpoint has {sorted(tree)}, this Trainer {sorted(self.parts)}")
+        for name, part in self.parts.items():
+            part.load_state_dict(tree[name])
+
+
+def bind_rates(schedule: Any, optimizers: Mapping[str, Optimizer], plan: Plan) -> Rates | None:
+    """Bind a schedule, or one for each of several optimizers; None where there is none."""
+    if schedule is None:
+        return None
+    if isinstance(schedule, Mapping):
+        each: Mapping[str, Schedule] = schedule
+        return NamedRates({name: one.bind(optimizers[name], plan) for name, one in each.items()})
+    rates: Rates = schedule.bind(next(iter(optimizers.values())), plan)
+    return rates

@@ -1,0 +1,95 @@
+"""What the run needs of the trainer that owns it: a Protocol, since this layer never imports the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainwright.core.progress import Counters
+from trainwright.core.records import Result
+from trainwright.distributed.world import World
+from trainwright.protocols import Observer, Precision, Stateful
+from trainwright.update.hooks import Between, Hooks
+from trainwright.update.loss_tracker import Ledger
+
+if TYPE_CHECKING:
+    from trainwright.acceleration.fast import Fast
+    from trainwright.checkpointing.checkpoint import Saving
+    from trainwright.fit.early_stopping import Stopping
+    from trainwright.optim.averaging import Averaging
+    from trainwright.update.nonfinite_policy import Policy
+
+
+class Owner(Protocol):
+    """The attributes and hooks of a Trainer that planning, running and evaluating read."""
+
+    model: Any
+    loss: Any
+    metrics: dict[str, Any]
+    optimizers: dict[str, Optimizer]
+    frozen: dict[str, nn.Module]
+    state: dict[str, Any]
+    average: Averaging | None
+    device: torch.device
+    precision: Precision | None
+    accumulate: tuple[tuple[int, int], ...]
+    clip: Any
+    schedule: Any
+    early_stopping: Stopping | None
+    checkpoint: Saving | None
+    on_nonfinite: Policy
+    on_error: str | None
+    on_oom: str | None
+    world: World
+    is_main: bool
+    parallel: Any
+    fast: Fast
+    observers: Sequence[Observer]
+
+    hooks: Hooks
+    between: Between
+    ledger: Ledger
+    counters: Counters
+    history: list[dict[str, float]]
+    result: Result | None
+
+    def update(self, window: Any) -> Any:
+        """Make one update."""
+
+    def compute_gradients(self, window: Any) -> Tensor:
+        """Make the gradients of one update."""
+        ...
+
+    def apply_gradients(self) -> bool:
+        """Take the gradients to the weights."""
+        ...
+
+    def parts(self) -> dict[str, Stateful]:
+        """Everything with state, by name."""
+        ...
+
+    def hold(self, run: Any, pauses: Any) -> None:
+        """Hold the run while it lasts."""
+
+    def training_step(self, batch: Any) -> Any:
+        """The step of training."""
+
+    def validation_step(self, batch: Any) -> Any:
+        """The step of an evaluation."""
+
+    def predict_step(self, batch: Any) -> Any:
+        """The step of a prediction."""
+
+
+def listening(owner: Owner) -> Sequence[Observer]:
+    """The observers that are told of the run: those of the first process."""
+    return owner.observers if owner.is_main else ()
+
+
+def networks_of(owner: Owner) -> list[nn.Module]:
+    """The model, a loss that is a module, and the frozen modules."""
+    return [one for one in (owner.model, owner.loss, *owner.frozen.values()) if isinstance(one, nn.Module)]

@@ -1,0 +1,155 @@
+"""Tells those who watch updates: one record of plain floats for each, where it is somebody's turn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from trainwright.core.durations import Epochs, Seconds, check_span
+from trainwright.core.errors import SettingError, message
+from trainwright.core.progress import Counters
+from trainwright.core.records import Update
+from trainwright.fit.due import Bell, Timer
+from trainwright.protocols import Observer
+from trainwright.update.owner import Owner
+from trainwright.update.window import Window
+
+if TYPE_CHECKING:
+    from trainwright.update.optimizer_steps import Steppers
+
+Late = tuple[Update, dict[str, tuple[float, float]]]
+"""The record of an update, and the sum and count of each number of this process in it."""
+
+
+class Teller:
+    """The observers that override `on_update`, each with what rings when its turn has come.
+
+    Of several processes the first one's are told. What hooks of the user's own give, each of them knows of its own
+    rows: then records wait until all meet, about once a second, and are told with the numbers of all; where the run
+    ends in an error before they meet, with those of the first process, which the Result says.
+    """
+
+    def __init__(self, owner: Owner, steppers: Steppers) -> None:
+        self._owner, self._counters, self._steppers = owner, owner.counters, steppers
+        hooks = owner.hooks
+        self._waits = owner.world.size > 1 and (hooks.logs_freely or hooks.after_update is not None)
+        self._late: list[Late] = []
+        self.note = ""
+        """Which updates were told with the numbers of this process alone; empty where none was."""
+        self._notify = [
+            (observer.on_update, _bell(observer, owner.counters))
+            for observer in owner.observers
+            if type(observer).on_update is not Observer.on_update
+        ]
+        here = len(self._notify) > 0
+        self._is_needed = any(owner.world.total(here)) if self._waits else here
+
+    def __bool__(self) -> bool:
+        """Whether anybody watches: on any process where all exchange numbers for it."""
+        return self._is_needed
+
+    def tell(self, window: Window, *, skipped: bool) -> None:
+        """Tell those whose turn it is about the update of this window."""
+        if self._waits:
+            self._late.append((self._update(window, skipped=skipped), self._numbers()))
+            return
+        update = None
+        for notify, bell in self._notify if self._owner.is_main else ():
+            if bell is None or bell.rings(self._counters, epoch_ended=False):
+                update = self._update(window, skipped=skipped) if update is None else update
+                notify(update)
+
+    def tell_late(self) -> None:
+        """Tell what has waited; for all processes alike."""
+        late, self._late = self._late, []
+        if not self._waits:
+            return
+        everybody = self._owner.world.gather([numbers for _, numbers in late])
+        for (update, _), *each in zip(late, *everybody, strict=True):
+            self._tell_whole(update, _added(each))
+
+    def tell_alone(self) -> None:
+        """Tell what has waited with the numbers of this process alone: the others do not come any more."""
+        late, self._late = self._late, []
+        if not late or not self._notify or not self._owner.is_main:
+            return
+        first, last = late[0][0].update, late[-1][0].update
+        which = f"update {first} was" if first == last else f"updates {first} to {last} were"
+        self.note = f"{which} told with the numbers of rank 0 alone: the run ended before the processes met"
+        for update, numbers in late:
+            self._tell_whole(update, _added([numbers]))
+
+    def _tell_whole(self, update: Update, numbers: dict[str, float]) -> None:
+        loss = numbers.pop("loss", update.loss)
+        complete = replace(update, loss=loss, values={**update.values, **numbers})
+        for notify, bell in self._notify if self._owner.is_main else ():
+            if bell is None or bell.rings_at(update.update - self._counters.earlier_updates):
+                notify(complete)
+
+    def _numbers(self) -> dict[str, tuple[float, float]]:
+        hooks, ledger = self._owner.hooks, self._owner.ledger
+        with_loss = ledger.noted and (hooks.updates_itself or hooks.computes_itself)
+        return ledger.counted_values(with_loss=with_loss)
+
+    def _update(self, window: Window, *, skipped: bool) -> Update:
+        ledger, steppers = self._owner.ledger, self._steppers
+        if ledger.waiting:  # what `after_update` has logged
+            ledger.close()
+        norm = steppers.all.steppers[0].norm
+        named = steppers.numbers() | steppers.norms() if steppers.named else {}
+        norm = norm if isinstance(norm, float) else None
+        values = {**ledger.values, **named}
+        return self._record(window, skipped=skipped, loss=ledger.loss, norm=norm, values=values)
+
+    def _record(
+        self, window: Window, *, skipped: bool, loss: float, norm: float | None, values: dict[str, float]
+    ) -> Update:
+        counters, rates = self._counters, self._steppers.rates
+        return Update(
+            update=counters.earlier_updates + counters.updates,
+            epoch=counters.earlier_epochs + counters.epoch,
+            loss=loss,
+            lr=rates[0],
+            lrs=rates,
+            grad_norm=norm,
+            rows=window.all_rows,
+            skipped=skipped,
+            values=values,
+        )
+
+
+def _added(each: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, float]:
+    """The mean of each number over all processes; NaN over nothing."""
+    names = dict.fromkeys(name for numbers in each for name in numbers)
+    sums = {name: [numbers.get(name, (0.0, 0.0)) for numbers in each] for name in names}
+    counts = {name: sum(count for _, count in parts) for name, parts in sums.items()}
+    return {
+        name: sum(total for total, _ in parts) / counts[name] if counts[name] else math.nan
+        for name, parts in sums.items()
+    }
+
+
+def check_every(observer: Observer) -> None:
+    """Refuse an `every` that `on_update` cannot have, and one of an observer that has no `on_update`."""
+    every, name = observer.every, type(observer).__name__
+    if every is None:
+        return
+    if isinstance(every, Epochs):
+        what = f"{name}.every={every}: on_update comes after updates"
+        raise SettingError(message(what, want="Updates(n) or Seconds(n)", fix="override on_epoch instead"))
+    check_span(every, f"{name}.every")
+    if type(observer).on_update is Observer.on_update:
+        what = f"{name}.every={every}, and {name} has no on_update that it would hold for"
+        raise SettingError(message(what, fix="leave `every` out, or write def on_update(self, update)"))
+
+
+def _bell(observer: Observer, counters: Counters) -> Bell | Timer | None:
+    """What rings when it is the observer's turn; None where each update is."""
+    check_every(observer)
+    if observer.every is None:
+        return None
+    if isinstance(observer.every, Seconds):
+        return Timer(observer.every)
+    return Bell(observer.every, counters, of="every")

@@ -1,0 +1,48 @@
+"""What of the house is not in order yet: these lists may only become shorter."""
+
+UPWARD = {
+    ("diagnostics.rules", "acceleration.oom"),
+    ("distributed.launcher_signals", "fit.signals"),
+    ("distributed.resharding", "checkpointing.pieces"),
+    ("distributed.resharding", "checkpointing.tensorfile"),
+    ("distributed.resharding", "checkpointing.tree"),
+    ("evaluation.passes", "fit.per_rank_state"),
+    ("evaluation.predictions", "fit.per_rank_state"),
+    ("metrics.metrics", "update.losses"),
+    ("metrics.objects", "checkpointing.tree"),
+    ("metrics.scores", "update.losses"),
+    ("modules.matching", "acceleration.compilation"),
+    ("optim.named", "update.owner"),
+    ("protocols", "core.durations"),
+    ("protocols", "core.plan"),
+    ("protocols", "core.records"),
+    ("protocols", "core.suggestions"),
+    ("update.finite_check", "acceleration.oom"),
+    ("update.finite_check", "diagnostics.not_finite"),
+    ("update.hooks", "acceleration.transfer"),
+    ("update.reporter", "fit.due"),
+    ("update.rollback", "checkpointing.state"),
+    ("update.rollback", "fit.per_rank_state"),
+}
+"""Imports of a package that stands later in the order: (file, imported file)."""
+
+CIRCLES = [
+    {"checkpointing.distributed_load", "checkpointing.load"},
+    {
+        "data.auto_workers",
+        "data.batches",
+        "data.dataloader.pool",
+        "data.dataloader.slicing",
+        "data.dataloader.worker",
+        "data.jobs",
+        "data.reading",
+        "data.rows",
+        "data.sharding",
+        "data.transforms.augmented",
+    },
+    {"evaluation.passes", "evaluation.predictions", "fit.per_rank_state"},
+    {"modules.activations", "modules.dry_run"},
+    {"optim.muon", "optim.optimizers"},
+    {"update.deferred_check", "update.finite_check"},
+]
+"""Files that import each other in a circle."""
