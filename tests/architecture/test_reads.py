@@ -158,7 +158,7 @@ def test_a_read_in_the_step_would_be_noted(reads: Reads, how: str, monkeypatch: 
     namespace: dict[str, Any] = {"real": real}
     code = {"float": "float(p)", "bool": "bool(p)"}.get(how, f"p.{how}()")
     source = f"def zero(self):\n    p = self.parameters[0].detach().sum()\n    {code}\n    return real(self)\n"
-    exec(compile(source, str(PACKAGE / "runtime" / "gradients.py"), "exec"), namespace)
+    exec(compile(source, str(PACKAGE / "optim" / "gradients.py"), "exec"), namespace)
     monkeypatch.setattr(Gradients, "zero", namespace["zero"])
     model = nn.Linear(4, 3)
     trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), console=False)

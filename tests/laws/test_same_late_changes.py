@@ -176,8 +176,8 @@ def test_a_record_tells_nothing_that_was_logged_after_an_update_before_it() -> N
 
 
 def test_a_run_that_applies_nothing_any_more_ends_at_the_same_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("run", "behind"):
-        monkeypatch.setattr(f"trainwright.run.{module}.PATIENCE", 5)
+    for module in ("fit.run", "update.deferred_check"):
+        monkeypatch.setattr(f"trainwright.{module}.PATIENCE", 5)
 
     def run() -> Any:
         model = net()

@@ -217,12 +217,12 @@ def test_processes_that_never_come_are_an_error_and_no_hang(says) -> None:
 def test_one_process_looks_at_the_environment_alone(says, monkeypatch: pytest.MonkeyPatch) -> None:
     """A group takes imports and threads; nothing of that for a run of one process."""
     says({})
-    for name in ("watch", "launch", "launched", "launching"):
-        monkeypatch.delitem(sys.modules, f"trainwright.parallel.{name}", raising=False)
+    for name in ("peer_watch", "launcher", "launched", "launching"):
+        monkeypatch.delitem(sys.modules, f"trainwright.distributed.{name}", raising=False)
     world = as_world("auto")
     assert (world.rank, world.size, world.local_rank, world.is_main, world.device_index) == (0, 1, 0, True, None)
     error = ValueError()
     assert world.blame(error) is error
     with world.watched(lambda: "here"):
         world.failed(error)
-    assert not [name for name in ("watch", "launch") if f"trainwright.parallel.{name}" in sys.modules]
+    assert not [name for name in ("peer_watch", "launcher") if f"trainwright.distributed.{name}" in sys.modules]

@@ -294,7 +294,7 @@ def test_a_process_that_is_killed_while_its_thread_writes_has_lost_nothing_that_
     code = f"""
 import os, signal, sys, threading
 import torch
-from trainwright.runtime import storage
+from trainwright.checkpointing import commits
 from trainwright.checkpointing.checkpoint import Checkpoint
 keeper = Checkpoint({str(tmp_path)!r}).bind("one")
 keeper.prepare(resuming=False)

@@ -268,7 +268,7 @@ def is_function(data: Any) -> bool:
 
 def is_together(data: Any) -> bool:
     """Whether data are several loaders, read side by side."""
-    return _is(data, "together.Together")
+    return _is(data, "transforms.zipped.Together")
 
 
 def _is_source(data: Any) -> bool:
@@ -284,12 +284,12 @@ def _is_of_this_package(data: Any) -> bool:
     from trainwright.data.dataloader.loader import LoaderBatches
     from trainwright.data.streams import ReadyBatches
 
-    return isinstance(data, LoaderBatches | ReadyBatches) or _is(data, "side_by_side.SideBySide")
+    return isinstance(data, LoaderBatches | ReadyBatches) or _is(data, "transforms.side_by_side.SideBySide")
 
 
 def _is(data: Any, kind: str) -> bool:
     """Whether data are of a class of this folder, which only those import who have such data."""
-    module, name = kind.split(".")
+    module, _, name = kind.rpartition(".")
     imported = sys.modules.get(f"trainwright.data.{module}")
     return imported is not None and isinstance(data, getattr(imported, name))
 
