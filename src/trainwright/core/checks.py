@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from trainwright.core.errors import SettingError, message
+from trainwright.core.errors import SettingError
 
 _HOLDS = {"at least": operator.ge, "above": operator.gt, "at most": operator.le, "below": operator.lt}
 
@@ -52,7 +52,7 @@ def local_path(given: str | os.PathLike[str], written: str, *, reads: bool = Fal
         here = written.format(f'"{local}"')
         fix = f"{command}, then {here}" if reads else f"{here}, and every few minutes beside it: {command}"
     what = f"{written.format(repr(url))}: an address, not a path of this machine's file system"
-    raise SettingError(message(what, want=f"a local {'file' if file else 'directory'}", fix=fix))
+    raise SettingError(what, want=f"a local {'file' if file else 'directory'}", fix=fix)
 
 
 def check_whole(
@@ -60,7 +60,7 @@ def check_whole(
 ) -> None:
     """Refuse what is no whole number, or below `least`; True and False are none."""
     if not isinstance(value, int) or isinstance(value, bool) or (least is not None and value < least):
-        raise SettingError(message(written, want=what if least is None else f"{what}, at least {least}", fix=fix))
+        raise SettingError(written, want=what if least is None else f"{what}, at least {least}", fix=fix)
 
 
 def check_number(
@@ -82,13 +82,13 @@ def check_number(
         if math.isfinite(value) and all(_HOLDS[word](value, bound) for word, bound in given.items()):
             return
         wanted += [] if math.isfinite(value) else ["finite"]
-    raise SettingError(message(written, want=f"{what} {' and '.join(wanted)}".rstrip(), fix=fix))
+    raise SettingError(written, want=f"{what} {' and '.join(wanted)}".rstrip(), fix=fix)
 
 
 def check_flag(value: object, written: str, *, fix: str = "") -> None:
     """Refuse what is neither True nor False."""
     if not isinstance(value, bool):
-        raise SettingError(message(written, want="True or False", fix=fix))
+        raise SettingError(written, want="True or False", fix=fix)
 
 
 def check_choice(value: object, owner: str, name: str, *, choices: tuple[object, ...], fix: str = "") -> None:
@@ -96,7 +96,7 @@ def check_choice(value: object, owner: str, name: str, *, choices: tuple[object,
     if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
         *others, last = [f'"{choice}"' if isinstance(choice, str) else repr(choice) for choice in choices]
         want = f"{', '.join(others)} or {last}"
-        raise SettingError(message(f"{owner}({name}={value!r})", want=want, fix=fix))
+        raise SettingError(f"{owner}({name}={value!r})", want=want, fix=fix)
 
 
 class FormError(ValueError):

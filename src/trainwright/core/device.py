@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainwright.core.errors import SettingError, first_line, listed, message
+from trainwright.core.errors import SettingError, first_line, listed
 from trainwright.core.trees import mapping_like, parameters_in, sequence_like
 
 Home = torch.device | Callable[[str], torch.device]
@@ -32,7 +32,7 @@ def choose_device(wanted: str | torch.device, model: nn.Module) -> torch.device:
             raise _moved_nowhere(wanted, placed)
         if device.type == "meta" and placed and placed != [device]:
             what = f"device={str(wanted)!r}: the meta device has shapes and no data, and the weights would be lost"
-            raise SettingError(message(what, have=f"a model on {placed[0]}", fix='device="auto"'))
+            raise SettingError(what, have=f"a model on {placed[0]}", fix='device="auto"')
         return device
     if len(placed) > 1:
         return placed[0]
@@ -68,13 +68,11 @@ def refuse_meta(module: nn.Module, what: str, *, want: str = "") -> None:
     if empty:
         number = f"{len(empty)} of its {len(tensors)} tensors" if len(empty) < len(tensors) else "all of its tensors"
         raise SettingError(
-            message(
-                f"{what} lies on the meta device, without data",
-                have=f"{number}: {listed(empty)}",
-                want=want,
-                fix='build it outside of torch.device("meta"); or model.to_empty(device="cpu") and '
-                "load_weights(path, model), before Trainer(model, ...)",
-            )
+            f"{what} lies on the meta device, without data",
+            have=f"{number}: {listed(empty)}",
+            want=want,
+            fix='build it outside of torch.device("meta"); or model.to_empty(device="cpu") and '
+            "load_weights(path, model), before Trainer(model, ...)",
         )
 
 
@@ -151,30 +149,28 @@ def _named(wanted: str | torch.device) -> torch.device:
     except (RuntimeError, TypeError) as error:
         meant = f"cuda:{wanted}" if isinstance(wanted, int) else "cuda" if wanted == "gpu" else "auto"
         want = '"auto", "cpu", "cuda", "cuda:1", "mps"'
-        raise SettingError(message(f"device={wanted!r} is no device", want=want, fix=f'device="{meant}"')) from error
+        raise SettingError(f"device={wanted!r} is no device", want=want, fix=f'device="{meant}"') from error
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise SettingError(message(f"device={wanted!r}, and this torch sees no CUDA device", fix='device="auto"'))
+        raise SettingError(f"device={wanted!r}, and this torch sees no CUDA device", fix='device="auto"')
     if device.type == "cuda" and (device.index or 0) >= (there := torch.cuda.device_count()):
         what = f"device={str(wanted)!r}: there is no such CUDA device"
-        raise SettingError(message(what, have=f"{there} of them, numbered from 0", fix='device="auto"'))
+        raise SettingError(what, have=f"{there} of them, numbered from 0", fix='device="auto"')
     if device.type not in ("cpu", "cuda", "meta"):
         try:
             torch.empty(0, device=device)
         except (AssertionError, ImportError, NotImplementedError, RuntimeError) as error:  # it differs by backend
             what = f"device={str(wanted)!r}, and this torch cannot use it"
-            raise SettingError(message(what, have=first_line(error, 100), fix='device="auto"')) from error
+            raise SettingError(what, have=first_line(error, 100), fix='device="auto"') from error
     return device
 
 
 def _moved_nowhere(wanted: str | torch.device, placed: list[torch.device]) -> SettingError:
     """A model over several devices would have to be moved for `device=`, or the setting be ignored."""
     return SettingError(
-        message(
-            f"device={str(wanted)!r}, and the model lies on several devices",
-            have=", ".join(map(str, placed)),
-            want=f"no device: such a model is never moved; batches go where its first parameters are, {placed[0]}",
-            fix="leave device= out, or model.to(device) before, to have all of it on one",
-        )
+        f"device={str(wanted)!r}, and the model lies on several devices",
+        have=", ".join(map(str, placed)),
+        want=f"no device: such a model is never moved; batches go where its first parameters are, {placed[0]}",
+        fix="leave device= out, or model.to(device) before, to have all of it on one",
     )
 
 

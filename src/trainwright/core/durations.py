@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainwright.core.checks import check_number, check_whole
-from trainwright.core.errors import SettingError, message
+from trainwright.core.errors import SettingError
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,7 @@ def check_span(span: Span, of: str, *, call: str = "{}") -> None:
     """Refuse what cannot fall due between two updates; `of` is the setting that it was given for, in a `call`."""
     given = call.format(f"{of}={span!r}")
     if isinstance(span, Epochs) and span.n != int(span.n):
-        raise SettingError(
-            message(given, want="whole epochs, or a span that falls inside an epoch", fix="Updates(500)")
-        )
+        raise SettingError(given, want="whole epochs, or a span that falls inside an epoch", fix="Updates(500)")
     if not isinstance(span, Epochs | Updates | Seconds):
         fix = f"{of}=Updates({span})" if type(span) is int and span > 0 else f"{of}=Epochs(1)"
-        raise SettingError(message(given, want="Updates(n), Epochs(n) or Seconds(n)", fix=fix))
+        raise SettingError(given, want="Updates(n), Epochs(n) or Seconds(n)", fix=fix)

@@ -1,4 +1,4 @@
-"""Say what was given, what was expected and what to write instead."""
+"""The errors of this library: what is wrong, what was given, what was expected, and what to write instead."""
 
 from __future__ import annotations
 
@@ -9,13 +9,31 @@ from collections.abc import Sequence
 from types import FrameType
 
 NOTE = "trainwright: "
-"""What a note that is added to an error of others begins with."""
+"""The start of a note that is added to an error of the user's or torch's."""
 _ESCAPED = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 class TrainwrightError(Exception):
-    """Any error that this library raises on purpose, beside ``ValueError`` and ``TypeError`` for arguments."""
+    """Any error that this library raises on purpose, beside ``ValueError`` and ``TypeError`` for arguments.
+
+    `raise SettingError("clip=-1", want="a number above 0", fix="clip=1.0")` is how a setting is refused: `have`,
+    `want` and `fix` each add a line below the first, and so does the user's line that led here (`where`, by default
+    where one of the others is given). A text alone stays as it is, as pickle and errors from other processes need.
+    """
+
+    def __init__(
+        self,
+        what: str = "",
+        *,
+        have: str | None = None,
+        want: str | None = None,
+        fix: str | None = None,
+        where: bool | None = None,
+    ) -> None:
+        is_plain = have is None and want is None and fix is None and where is None
+        laid_out = what if is_plain else message(what, have=have, want=want, fix=fix, where=where is not False)
+        super().__init__(laid_out)
 
 
 class SettingError(TrainwrightError, ValueError):
@@ -23,28 +41,15 @@ class SettingError(TrainwrightError, ValueError):
 
 
 class DataError(TrainwrightError, ValueError):
-    """Data that cannot be trained on: empty, used up, or of a form that no step can read."""
+    """Data that cannot be trained on: empty, exhausted, or of a form that no step can read."""
 
 
 class StepError(TrainwrightError, RuntimeError):
-    """A step returned something that is no loss, or what it computed no longer holds when its backward runs."""
+    """A step returned something that is no loss, or its graph is no longer valid when backward runs."""
 
 
 class NonFiniteError(TrainwrightError, ArithmeticError):
     """A loss or a gradient was not finite; no weight was changed by it."""
-
-
-class Stopped(SystemExit):
-    """A signal has ended the run, after its update and a save; the process exits with 128 and the signal's number."""
-
-    def __init__(self, number: int, name: str) -> None:
-        super().__init__(128 + number)
-        self.signal = name
-        """What the signal is called: "SIGTERM"."""
-
-    def __reduce__(self) -> tuple[type[Stopped], tuple[int, str]]:
-        """It may come out of another process."""
-        return Stopped, (int(str(self.code)) - 128, self.signal)
 
 
 class CheckpointError(TrainwrightError, RuntimeError):
@@ -52,11 +57,39 @@ class CheckpointError(TrainwrightError, RuntimeError):
 
 
 class DistributedError(TrainwrightError, RuntimeError):
-    """Another process of the run has failed, does not answer or has not come."""
+    """Another process of the run has failed, does not answer or has not started."""
+
+
+class Stopped(SystemExit):
+    """A signal has ended the run, after its update and a save; the exit status is 128 plus the signal's number."""
+
+    def __init__(self, number: int, name: str) -> None:
+        super().__init__(128 + number)
+        self.signal = name
+        """The name of the signal: "SIGTERM"."""
+
+    def __reduce__(self) -> tuple[type[Stopped], tuple[int, str]]:
+        """It may be raised in another process and pickled."""
+        return Stopped, (int(str(self.code)) - 128, self.signal)
+
+
+def message(
+    what: str, *, have: str | None = None, want: str | None = None, fix: str | None = None, where: bool = True
+) -> str:
+    """Lay out a message: what is wrong, then `have`, `want`, `fix` and the user's own line.
+
+    For warnings and built-in errors; errors of this library lay out their own. Control characters are escaped: a text
+    may come from a file of an unknown author, and goes to a terminal.
+    """
+    lines = [what]
+    lines += [f"  {label:<6}{text}" for label, text in (("have", have), ("want", want), ("fix", fix)) if text]
+    if where and (line := user_line()):
+        lines.append(f"  {'where':<6}{line}")
+    return "\n".join(lines).translate(_ESCAPED)
 
 
 def first_line(error: BaseException, most: int | None = None) -> str:
-    """Say an error in a line: its class and the first line of its text, `most` letters of both at most."""
+    """The class of an error and the first line of its text, cut after `most` characters."""
     return f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")[:most]
 
 
@@ -64,18 +97,6 @@ def listed(names: Sequence[str], most: int = 4) -> str:
     """The first `most` names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(name if name.isprintable() else repr(name) for name in names[:most]) + more
-
-
-def message(what: str, *, have: str = "", want: str = "", fix: str = "", where: bool = True) -> str:
-    """Lay out an error message: what is wrong, then `have`, `want`, `fix` and the user's own line.
-
-    Control characters are escaped: what is shown may come from a file of somebody else, and goes to a terminal.
-    """
-    lines = [what]
-    lines += [f"  {label:<6}{text}" for label, text in (("have", have), ("want", want), ("fix", fix)) if text]
-    if where and (line := user_line()):
-        lines.append(f"  {'where':<6}{line}")
-    return "\n".join(lines).translate(_ESCAPED)
 
 
 def user_line(frame: FrameType | None = None) -> str:
@@ -94,7 +115,7 @@ def user_line(frame: FrameType | None = None) -> str:
 
 
 def warn_user(text: str) -> None:
-    """Warn at the user's line that has led here, such as the call of `fit`, however deep the call is nested."""
+    """Warn at the user's line that led here, such as the call of `fit`, however deep the call is nested."""
     frame, depth = sys._getframe(1), 2
     while frame.f_back is not None and not is_users(frame.f_code.co_filename):
         frame, depth = frame.f_back, depth + 1
@@ -112,5 +133,5 @@ def is_users(name: str) -> bool:
 
 
 def not_built(name: str, instead: str = "") -> SettingError:
-    """Refuse a setting whose part is designed but not built yet, by name."""
-    return SettingError(message(f"{name} is not built yet", fix=instead or f"leave {name} out"))
+    """The error that refuses a setting whose part is designed but not built yet."""
+    return SettingError(f"{name} is not built yet", fix=instead or f"leave {name} out")

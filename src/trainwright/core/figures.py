@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from trainwright.core.checks import local_path
-from trainwright.core.errors import SettingError, message
+from trainwright.core.errors import SettingError
 
 if TYPE_CHECKING:
     from trainwright.core.records import Best
@@ -71,7 +71,7 @@ def history_figure(
     A value that is not finite is a cross at the panel's foot. `best` is the `Best` of the run, marked in all panels.
     """
     if not rows:
-        raise SettingError(message("there is no history to draw", want="at least one validation or finished epoch"))
+        raise SettingError("there is no history to draw", want="at least one validation or finished epoch")
     epochs = [row["epoch"] for row in rows]
     unit = "epoch" if len(set(epochs)) == len(epochs) else "update"
     groups = _grouped(rows)
@@ -186,7 +186,7 @@ def _figure(width: float, height: float) -> Any:
         from matplotlib.layout_engine import ConstrainedLayoutEngine
     except ImportError as error:
         raise SettingError(
-            message("plots are drawn by matplotlib, which is not installed", fix='pip install "trainwright[plot]"')
+            "plots are drawn by matplotlib, which is not installed", fix='pip install "trainwright[plot]"'
         ) from error
 
     class Shown(Figure):
@@ -225,7 +225,7 @@ def _finished(figure: Any, path: str | Path | None) -> Any:
         ending = path.suffix.removeprefix(".").lower()
         if ending not in known:
             raise SettingError(
-                message(f"plot({str(path)!r})", want=f"a name that ends in .{', .'.join(known)}", fix='"plot.png"')
+                f"plot({str(path)!r})", want=f"a name that ends in .{', .'.join(known)}", fix='"plot.png"'
             )
         figure.savefig(path)
     return figure

@@ -9,7 +9,7 @@ from math import ceil
 from typing import NamedTuple
 
 from trainwright.core.durations import Epochs, Seconds, Updates
-from trainwright.core.errors import SettingError, message
+from trainwright.core.errors import SettingError
 
 FAR = 1 << 62
 """An update that no run reaches: the end of an epoch that is longer than its data have said."""
@@ -112,12 +112,9 @@ class Plan:
         total = self._total()
         if total is None:
             raise SettingError(
-                message(
-                    f"{asked_by} needs the total number of updates, and {self.train or 'the training data'} "
-                    "has no length",
-                    want="data with a length, or the number of updates",
-                    fix="fit(..., max_updates=10_000)",
-                )
+                f"{asked_by} needs the total number of updates, and {self.train or 'the training data'} has no length",
+                want="data with a length, or the number of updates",
+                fix="fit(..., max_updates=10_000)",
             )
         self.note(Need(asked_by, lambda plan: plan.updates, is_total=True))
         return total
@@ -127,19 +124,15 @@ class Plan:
         if isinstance(span, Updates):
             return span.n
         if isinstance(span, Seconds):
-            raise SettingError(
-                message(f"{asked_by}: {span} cannot be planned in updates", fix="use Updates(n) or Epochs(n)")
-            )
+            raise SettingError(f"{asked_by}: {span} cannot be planned in updates", fix="use Updates(n) or Epochs(n)")
         if isinstance(span, Epochs):
             self.note(Need(asked_by, lambda plan: plan.in_updates(span, asked_by)))
             return max(1, self._epochs_in_updates(span, asked_by))
         if isinstance(span, bool) or not isinstance(span, float) or not 0 <= span < 1:
             raise SettingError(
-                message(
-                    f"{asked_by}: {span!r} is no length",
-                    want="Updates(n), Epochs(n), or a fraction of the run as a float below 1",
-                    fix=f"Updates({span})" if isinstance(span, int) and span > 0 else "Updates(500)",
-                )
+                f"{asked_by}: {span!r} is no length",
+                want="Updates(n), Epochs(n), or a fraction of the run as a float below 1",
+                fix=f"Updates({span})" if isinstance(span, int) and span > 0 else "Updates(500)",
             )
         return max(1, round(span * self.horizon(asked_by))) if span else 0
 
@@ -148,10 +141,8 @@ class Plan:
         before, inside = self.updates_until(whole), self.updates_in(whole)
         if before is None or inside is None:
             raise SettingError(
-                message(
-                    f"{asked_by}: {span} cannot be counted in updates, for {self.train or 'the training data'} "
-                    "has no length",
-                    fix="use Updates(n), or fit(..., epoch_updates=n)",
-                )
+                f"{asked_by}: {span} cannot be counted in updates, for {self.train or 'the training data'} "
+                "has no length",
+                fix="use Updates(n), or fit(..., epoch_updates=n)",
             )
         return before + round((span.n - whole) * inside)

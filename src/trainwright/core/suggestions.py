@@ -248,21 +248,17 @@ OWN_ARGUMENTS = {
 def check_name(name: str, what: str = "metric") -> None:
     """Refuse a name that the run itself reports under, or that starts with `val_`."""
     if not isinstance(name, str) or not name:
-        raise SettingError(message(f"{what} name {name!r}", want="a string that is not empty"))
+        raise SettingError(f"{what} name {name!r}", want="a string that is not empty")
     if name in RESERVED:
         raise SettingError(
-            message(
-                f"{what} name {name!r} is reserved",
-                want=f"another name than {', '.join(sorted(RESERVED))}",
-                fix=f'"my_{name}"',
-            )
+            f"{what} name {name!r} is reserved",
+            want=f"another name than {', '.join(sorted(RESERVED))}",
+            fix=f'"my_{name}"',
         )
     if name.startswith("val_"):
         raise SettingError(
-            message(
-                f"{what} name {name!r} starts with val_, which validation puts there itself",
-                fix=f'"{name.removeprefix("val_")}"',
-            )
+            f"{what} name {name!r} starts with val_, which validation puts there itself",
+            fix=f'"{name.removeprefix("val_")}"',
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainwright.core.errors import SettingError, message
+from trainwright.core.errors import SettingError
 
 
 def sequence_like(like: Any, items: Iterable[Any]) -> Any:
@@ -56,7 +56,7 @@ def snapshot(tree: Any, *at: Any, into: Any = None) -> Any:
         kind, where = type(tree).__name__, "".join(f"[{key!r}]" for key in at)
         what = f"self.state{where} is a {kind}, which cannot be copied; an evaluation works on a copy"
         fix = f"keep it in an attribute of the Trainer: self.my_{kind.lower()} = ..."
-        raise SettingError(message(what, want="plain data and tensors", fix=fix)) from error
+        raise SettingError(what, want="plain data and tensors", fix=fix) from error
 
 
 def _is_alike(one: Tensor, other: Any) -> bool:
