@@ -65,7 +65,7 @@ def top_k(k: int) -> Callable[[Tensor, Tensor], SumLoss]:
     def metric(output: Tensor, target: Tensor) -> SumLoss:
         _check_classes(metric.__name__, output, target)
         if k > output.shape[1]:
-            raise SettingError(message(f"top_k({k}): the output scores {output.shape[1]} classes only"))
+            raise SettingError(f"top_k({k}): the output scores {output.shape[1]} classes only", where=True)
         hits = (output.topk(k, dim=1, sorted=False).indices == target.unsqueeze(1)).any(1)
         return _counted(hits, target)
 
@@ -85,9 +85,7 @@ class Derived:
 
     def __post_init__(self) -> None:
         if not callable(self.fn):
-            raise SettingError(
-                message(f"Derived({self.fn!r})", fix='Derived(lambda numbers: math.exp(numbers["loss"]))')
-            )
+            raise SettingError(f"Derived({self.fn!r})", fix='Derived(lambda numbers: math.exp(numbers["loss"]))')
 
 
 class Meters:
@@ -191,11 +189,9 @@ class Meters:
         saved = (set(tree["totals"]), set(tree["objects"]))
         if mine != saved:
             raise CheckpointError(
-                message(
-                    "the checkpoint holds sums of other metrics",
-                    have=", ".join(sorted(saved[0] | saved[1])),
-                    want=", ".join(sorted(mine[0] | mine[1])),
-                )
+                "the checkpoint holds sums of other metrics",
+                have=", ".join(sorted(saved[0] | saved[1])),
+                want=", ".join(sorted(mine[0] | mine[1])),
             )
         from trainwright.metrics.objects import load_object
 
@@ -296,10 +292,8 @@ class Meters:
     def _unfed(self, missing: str) -> SettingError:
         names = [name for name in self.names if name not in self._derived]
         return SettingError(
-            message(
-                f"metrics {', '.join(map(repr, names))} read an output and a target, and the step gave no {missing}",
-                fix="return StepOutput(loss, output, target)   # from training_step or validation_step",
-            )
+            f"metrics {', '.join(map(repr, names))} read an output and a target, and the step gave no {missing}",
+            fix="return StepOutput(loss, output, target)   # from training_step or validation_step",
         )
 
 
@@ -308,9 +302,7 @@ class _Numbers(dict[str, float]):
 
     def __missing__(self, name: str) -> float:
         raise SettingError(
-            message(
-                f"a derived metric asks for {name!r}.{did_you_mean(name, self)}", have=", ".join(self) or "no numbers"
-            )
+            f"a derived metric asks for {name!r}.{did_you_mean(name, self)}", have=", ".join(self) or "no numbers"
         )
 
 
@@ -323,18 +315,16 @@ def _derive(name: str, derived: Derived, numbers: Mapping[str, float]) -> float:
         error.add_note(f"trainwright: in the derived metric {name!r}, of {dict(numbers)}")
         raise
     if not isinstance(result, Real):
-        raise SettingError(message(f"derived metric {name!r} gave {result!r}", want="one number"))
+        raise SettingError(f"derived metric {name!r} gave {result!r}", want="one number")
     return float(result)
 
 
 def _is_object(name: str, metric: Any) -> bool:
     if isinstance(metric, type):
         raise SettingError(
-            message(
-                f"metric {name!r} is the class {metric.__name__}",
-                want="a function of (output, target), or an object",
-                fix=f"{metric.__name__}()",
-            )
+            f"metric {name!r} is the class {metric.__name__}",
+            want="a function of (output, target), or an object",
+            fix=f"{metric.__name__}()",
         )
     return all(callable(getattr(metric, method, None)) for method in ("update", "compute", "reset"))
 
@@ -342,11 +332,9 @@ def _is_object(name: str, metric: Any) -> bool:
 def _checked_function(name: str, metric: Any) -> MetricFunction:
     if not callable(metric):
         raise SettingError(
-            message(
-                f"metric {name!r} is {metric!r}",
-                want="a function of (output, target), an object with update, compute and reset, or Derived(fn)",
-                fix='metrics={"accuracy": accuracy}',
-            )
+            f"metric {name!r} is {metric!r}",
+            want="a function of (output, target), an object with update, compute and reset, or Derived(fn)",
+            fix='metrics={"accuracy": accuracy}',
         )
     try:
         signature = inspect.signature(metric)
@@ -357,13 +345,9 @@ def _checked_function(name: str, metric: Any) -> MetricFunction:
     except TypeError as error:
         called = getattr(metric, "__name__", type(metric).__name__)
         raise SettingError(
-            message(
-                f"metric {name!r}: {called}{signature} cannot be called with (output, target): {error}",
-                want="a function of (output, target)",
-                fix=f"call it, if it makes the metric: {called}(5)"
-                if metric is top_k
-                else "lambda output, target: ...",
-            )
+            f"metric {name!r}: {called}{signature} cannot be called with (output, target): {error}",
+            want="a function of (output, target)",
+            fix=f"call it, if it makes the metric: {called}(5)" if metric is top_k else "lambda output, target: ...",
         ) from None
     return metric  # type: ignore[no-any-return]
 
@@ -432,10 +416,8 @@ def _misfit(name: str, output: Tensor, target: Tensor) -> SettingError:
     elif output.dim() > 2 and target.shape == output.shape[:-1]:
         fix = f"lambda output, target: {name}(output.movedim(-1, 1), target)"
     return SettingError(
-        message(
-            f"{name} cannot compare these shapes",
-            have=shapes_of(output, target),
-            want="scores (N, C, d...) and class numbers (N, d...)",
-            fix=fix,
-        )
+        f"{name} cannot compare these shapes",
+        have=shapes_of(output, target),
+        want="scores (N, C, d...) and class numbers (N, d...)",
+        fix=fix,
     )

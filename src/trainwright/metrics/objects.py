@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from trainwright.checkpointing.tree import flatten
-from trainwright.core.errors import CheckpointError, SettingError, message
+from trainwright.core.errors import CheckpointError, SettingError
 
 
 def state_of(name: str, metric: Any, *, fed: bool) -> Any:
@@ -23,7 +23,7 @@ def state_of(name: str, metric: Any, *, fed: bool) -> Any:
             _check_attributes(name, metric, state)
             return state
         what = f"metric {name!r} cannot be saved: {type(metric).__name__} has neither attributes nor a state_dict"
-        raise CheckpointError(message(what, fix="give it state_dict() and load_state_dict(tree)"))
+        raise CheckpointError(what, fix="give it state_dict() and load_state_dict(tree)")
     if not fed:
         return None
     if callable(getattr(metric, "persistent", None)):
@@ -39,12 +39,10 @@ def _check_attributes(name: str, metric: Any, state: dict[str, Any]) -> None:
     kind = type(metric).__name__
     counted = ", ".join(f"{attribute!r}: self.{attribute}" for attribute in state if attribute not in wrong)
     raise CheckpointError(
-        message(
-            f"metric {name!r} cannot be saved with the run: its attribute {next(iter(wrong.values()))}",
-            want=f"attributes that are plain data, or a {kind} with state_dict and load_state_dict",
-            fix=f"in {kind}: def state_dict(self): return {{{counted}}}   # without {', '.join(wrong)}\n"
-            "        and def load_state_dict(self, tree): vars(self).update(tree)",
-        )
+        f"metric {name!r} cannot be saved with the run: its attribute {next(iter(wrong.values()))}",
+        want=f"attributes that are plain data, or a {kind} with state_dict and load_state_dict",
+        fix=f"in {kind}: def state_dict(self): return {{{counted}}}   # without {', '.join(wrong)}\n"
+        "        and def load_state_dict(self, tree): vars(self).update(tree)",
     )
 
 
@@ -86,4 +84,4 @@ def several(name: str, metric: Any, result: Any) -> SettingError:
         fix = f"def compute(self): return super().compute()[{next(iter(result))!r}]"
         fix += f"   # in a subclass of {type(metric).__name__}, one for each number"
     want = "one number, or a tensor of one element"
-    return SettingError(message(f"metric {name!r}: compute() gave {shown}", want=want, fix=fix))
+    return SettingError(f"metric {name!r}: compute() gave {shown}", want=want, fix=fix)

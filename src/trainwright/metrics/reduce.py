@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainwright.core.errors import CheckpointError, SettingError, message
+from trainwright.core.errors import CheckpointError, SettingError
 from trainwright.distributed.packing import packed
 
 
@@ -30,7 +30,7 @@ def check_mergeable(name: str, metric: Any, state: Callable[[], Any]) -> None:
     except (pickle.PicklingError, TypeError, AttributeError, CheckpointError) as error:
         fix = "give it state_dict() and load_state_dict(tree), of plain data and tensors"
         what = f"metric {name!r}: {_kind(metric)} cannot be sent to another process: {str(error).splitlines()[0]}"
-        raise SettingError(message(what, fix=fix)) from error
+        raise SettingError(what, fix=fix) from error
 
 
 def merge_objects(mine: Any, others: Sequence[Any]) -> None:
@@ -125,4 +125,4 @@ def _unmergeable(what: str, metric: Any) -> SettingError:
     names = [] if is_torchmetrics(metric) else names[:3]
     body = "; ".join(f"self.{name} += other.{name}" for name in names) or "..."
     want = "a member that takes in what another one of its class has taken in"
-    return SettingError(message(what, want=want, fix=f"def merge(self, other): {body}"))
+    return SettingError(what, want=want, fix=f"def merge(self, other): {body}")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trainwright.core.device import widest_float
-from trainwright.core.errors import DataError, SettingError, message
+from trainwright.core.errors import DataError, SettingError
 from trainwright.core.records import SumLoss
 from trainwright.core.suggestions import suggests
 from trainwright.metrics.metrics import IGNORED
@@ -149,11 +149,9 @@ class R2:
         first = self._state["first"]
         if len(first) != values.shape[1]:
             raise SettingError(
-                message(
-                    "R2 compares columns, and the batches have different numbers of them",
-                    have=f"{values.shape[1]} after {len(first)}",
-                    want="rows of one shape",
-                )
+                "R2 compares columns, and the batches have different numbers of them",
+                have=f"{values.shape[1]} after {len(first)}",
+                want="rows of one shape",
             )
         if first.device != values.device:
             self._state = {name: tensor.to(values.device, values.dtype) for name, tensor in self._state.items()}
@@ -177,11 +175,11 @@ class F1:
 
     def __init__(self, average: Kind = "macro", *, classes: Sequence[int] | None = None) -> None:
         if average not in get_args(Kind):
-            raise SettingError(message(f"F1({average!r})", want=" or ".join(map(repr, get_args(Kind)))))
+            raise SettingError(f"F1({average!r})", want=" or ".join(map(repr, get_args(Kind))))
         if classes is not None and (average == "binary" or not _are_class_numbers(classes)):
             fix = 'F1("binary")' if average == "binary" else "F1(classes=[1, 2])"
             want = "no classes: class 1 is scored" if average == "binary" else "class numbers, each once"
-            raise SettingError(message(f"F1({average!r}, classes={classes!r})", want=want, fix=fix))
+            raise SettingError(f"F1({average!r}, classes={classes!r})", want=want, fix=fix)
         self.average = average
         self.classes = None if classes is None else tuple(classes)
         self.reset()
@@ -211,7 +209,7 @@ class F1:
         without_score, without_class = self._flaws.tolist()
         if without_class:
             raise DataError(
-                message(f"F1: {without_class} targets are no class", want=f"numbers from 0 to {len(hits) - 1}, or -100")
+                f"F1: {without_class} targets are no class", want=f"numbers from 0 to {len(hits) - 1}, or -100"
             )
         if without_score or not sum(targets):
             return math.nan
@@ -253,20 +251,18 @@ class F1:
             self._check(classes)
         counts = torch.zeros(3, classes + 1, dtype=torch.int64) if self._counts is None else self._counts
         if counts.shape[1] != classes + 1:
-            raise SettingError(message(f"F1: an output of {classes} classes", want=f"{counts.shape[1] - 1}, as before"))
+            raise SettingError(f"F1: an output of {classes} classes", want=f"{counts.shape[1] - 1}, as before")
         self._counts, self._flaws = counts.to(device), self._flaws.to(device)
         return self._counts
 
     def _check(self, classes: int) -> None:
         if self.average == "binary" and classes != 2:
             raise SettingError(
-                message(
-                    f'F1("binary") scores one of two classes, and the output has {classes}',
-                    fix='F1("macro"), "micro" or "weighted"',
-                )
+                f'F1("binary") scores one of two classes, and the output has {classes}',
+                fix='F1("macro"), "micro" or "weighted"',
             )
         if self.classes is not None and max(self.classes) >= classes:
-            raise SettingError(message(f"F1(classes={self.classes})", want=f"numbers from 0 to {classes - 1}"))
+            raise SettingError(f"F1(classes={self.classes})", want=f"numbers from 0 to {classes - 1}")
 
 
 def _f1(hits: int, total: int) -> float:
@@ -299,12 +295,10 @@ def _misfit_of_classes(output: Tensor, target: Tensor) -> SettingError:
     elif output.dim() > 2 and target.shape == output.shape[:-1]:
         fix = "StepOutput(loss, output.movedim(-1, 1), target)"
     return SettingError(
-        message(
-            "F1 cannot compare these shapes",
-            have=shapes_of(output, target),
-            want="scores (N, C, d...) and class numbers (N, d...), or a logit and 0 or 1 for each row",
-            fix=fix,
-        )
+        "F1 cannot compare these shapes",
+        have=shapes_of(output, target),
+        want="scores (N, C, d...) and class numbers (N, d...), or a logit and 0 or 1 for each row",
+        fix=fix,
     )
 
 
@@ -324,7 +318,7 @@ def _difference(name: str, output: Any, target: Any) -> Tensor:
         elif target.shape == (*output.shape, 1):
             fix = "targets of shape (n): y.squeeze(-1)"
     want = "output and target of one shape, (n) or (n, d...); others are broadcast against each other"
-    raise SettingError(message(f"{name} cannot compare these", have=have, want=want, fix=fix))
+    raise SettingError(f"{name} cannot compare these", have=have, want=want, fix=fix)
 
 
 def _wide(values: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trainwright.core.checks import check_form, is_flag, is_number
 from trainwright.core.device import widest_float
-from trainwright.core.errors import SettingError, message
+from trainwright.core.errors import SettingError
 from trainwright.core.host_reads import read
 from trainwright.core.records import Count, MeanLoss, SumLoss
 from trainwright.metrics.flags import Hits
@@ -361,12 +361,10 @@ def _check_one(result: Any, rows: int, name: str) -> None:
     if callable(result):
         fix = f"{name} is a function that makes the function: call it, as in top_k(5)"
     raise SettingError(
-        message(
-            f"{name} is {_shown(result)}, for a batch of {rows} rows",
-            want="a number (a mean over the rows), a 1-dim tensor with one value per row, "
-            "MeanLoss(value, count) or SumLoss(total, count)",
-            fix=fix,
-        )
+        f"{name} is {_shown(result)}, for a batch of {rows} rows",
+        want="a number (a mean over the rows), a 1-dim tensor with one value per row, "
+        "MeanLoss(value, count) or SumLoss(total, count)",
+        fix=fix,
     )
 
 
@@ -375,11 +373,9 @@ def _check_shapes(total: Any, count: Any, name: str) -> None:
     if len(shapes[0]) < 2 and shapes[1] in ((), shapes[0]):
         return
     raise SettingError(
-        message(
-            f"{name} is a SumLoss of total {_shown(total)} and count {_shown(count)}",
-            want="two numbers, or two 1-dim tensors of one length",
-            fix="SumLoss(total.sum(), count.sum())",
-        )
+        f"{name} is a SumLoss of total {_shown(total)} and count {_shown(count)}",
+        want="two numbers, or two 1-dim tensors of one length",
+        fix="SumLoss(total.sum(), count.sum())",
     )
 
 
