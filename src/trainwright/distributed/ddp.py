@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from trainwright.core.checks import check_number
-from trainwright.core.errors import SettingError, StepError, message
+from trainwright.core.errors import SettingError, StepError
 from trainwright.core.suggestions import suggests
 from trainwright.distributed.world import Group
 
@@ -52,17 +52,17 @@ class DDP:
         flags = ("static_graph", "gradient_as_bucket_view", "sync_batchnorm", "sync_buffers", "same_noise")
         for name in flags:
             if not isinstance(getattr(self, name), bool):
-                raise SettingError(message(f"DDP({name}={getattr(self, name)!r})", want="True or False"))
+                raise SettingError(f"DDP({name}={getattr(self, name)!r})", want="True or False")
         if self.find_unused_parameters not in (True, False, "auto"):
             have = f"DDP(find_unused_parameters={self.find_unused_parameters!r})"
-            raise SettingError(message(have, want='True, False or "auto"'))
+            raise SettingError(have, want='True, False or "auto"')
         if self.compress not in (None, *COMPRESSIONS):
-            raise SettingError(message(f"DDP(compress={self.compress!r})", want='"bf16", "fp16" or None'))
+            raise SettingError(f"DDP(compress={self.compress!r})", want='"bf16", "fp16" or None')
         if self.bucket_mb is not None:
             check_number(self.bucket_mb, f"DDP(bucket_mb={self.bucket_mb!r})", above=0, what="megabytes, a number")
         check_number(self.timeout, f"DDP(timeout={self.timeout!r})", above=0, what="seconds, a number")
         if self.backend is not None and (not isinstance(self.backend, str) or not self.backend):
-            raise SettingError(message(f"DDP(backend={self.backend!r})", want='"nccl", "gloo" or None'))
+            raise SettingError(f"DDP(backend={self.backend!r})", want='"nccl", "gloo" or None')
 
 
 class Wrapped:
@@ -108,12 +108,10 @@ class Wrapped:
             self.ddp._check_reducer_finalized()
         except RuntimeError as error:
             raise StepError(
-                message(
-                    "parameters without a gradient in this update, which were used before: the gradients of the "
-                    "processes were not averaged",
-                    want="the same parameters in each update, or to be told otherwise",
-                    fix="Trainer(..., parallel=DDP(find_unused_parameters=True))",
-                )
+                "parameters without a gradient in this update, which were used before: the gradients of the "
+                "processes were not averaged",
+                want="the same parameters in each update, or to be told otherwise",
+                fix="Trainer(..., parallel=DDP(find_unused_parameters=True))",
             ) from error
 
 
@@ -128,7 +126,7 @@ def in_sync(model: nn.Module, world: Group, *, device: torch.device) -> None:
         have = "a model that is a BatchNorm layer itself" if _is_norm(model) else "a model on the cpu"
         what = "DDP(sync_batchnorm=True): torch's SyncBatchNorm, which takes a layer's place"
         fix = "DDP() without sync_batchnorm: each process normalises over its own rows"
-        raise SettingError(message(what, have=have, want="BatchNorm layers inside a model on an accelerator", fix=fix))
+        raise SettingError(what, have=have, want="BatchNorm layers inside a model on an accelerator", fix=fix)
     _convert(model, world)
 
 
@@ -155,11 +153,9 @@ def _compress(ddp: Any, kind: str, world: Group) -> None:
     except (TypeError, ValueError, RuntimeError) as error:
         backend = world.backend
         raise SettingError(
-            message(
-                f'DDP(compress="{kind}"): {backend} cannot: {error}',
-                want="bf16 on nccl, or fp16",
-                fix='DDP(compress="fp16")' if kind == "bf16" else "DDP() without compress",
-            )
+            f'DDP(compress="{kind}"): {backend} cannot: {error}',
+            want="bf16 on nccl, or fp16",
+            fix='DDP(compress="fp16")' if kind == "bf16" else "DDP() without compress",
         ) from error
 
 

@@ -8,7 +8,7 @@ import zlib
 from dataclasses import dataclass
 from typing import NoReturn
 
-from trainwright.core.errors import SettingError, message
+from trainwright.core.errors import SettingError
 
 _LAST_STEP = 0xFFFFFFF0
 """Slurm numbers the steps that are a shell of its own (batch, interactive, extern) from here on."""
@@ -228,4 +228,4 @@ def _number(name: str, *, least: int) -> int:
 def _refuse(
     what: str, *, want: str = "", fix: str = f"start the script with torchrun or `srun`, or {_ALONE}"
 ) -> NoReturn:
-    raise SettingError(message(what, have=variables(), want=want, fix=fix))
+    raise SettingError(what, have=variables(), want=want, fix=fix)

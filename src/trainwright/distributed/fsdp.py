@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainwright.core.checks import check_number
-from trainwright.core.errors import SettingError, message
+from trainwright.core.errors import SettingError
 from trainwright.core.suggestions import did_you_mean, suggests
 from trainwright.core.trees import parameters_in
 from trainwright.distributed.world import World
@@ -52,13 +52,13 @@ class FSDP:
         after = self.reshard_after_forward
         if not (after is None or isinstance(after, bool) or (isinstance(after, int) and after > 1)):
             want = "True, False, None, or the number of processes within which weights are kept, at least 2"
-            raise SettingError(message(f"FSDP(reshard_after_forward={after!r})", want=want))
+            raise SettingError(f"FSDP(reshard_after_forward={after!r})", want=want)
         if self.policy is not None and not _is_policy(self.policy):
             fix = "policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16), from torch.distributed.fsdp"
-            raise SettingError(message(f"FSDP(policy={self.policy!r})", want="a MixedPrecisionPolicy", fix=fix))
+            raise SettingError(f"FSDP(policy={self.policy!r})", want="a MixedPrecisionPolicy", fix=fix)
         check_number(self.timeout, f"FSDP(timeout={self.timeout!r})", above=0, what="seconds, a number")
         if self.backend is not None and (not isinstance(self.backend, str) or not self.backend):
-            raise SettingError(message(f"FSDP(backend={self.backend!r})", want='"nccl", "gloo" or None'))
+            raise SettingError(f"FSDP(backend={self.backend!r})", want='"nccl", "gloo" or None')
 
     def __str__(self) -> str:
         names = ", ".join(sorted(block.__name__ for block in self.blocks))
@@ -83,7 +83,7 @@ def shard(model: nn.Module, settings: FSDP, world: World, *, device: torch.devic
         if len(placed := {p.device for p in model.parameters()} - {torch.device("meta")}) > 1:
             have = ", ".join(sorted(map(str, placed)))
             what = "a model over several devices, and FSDP holds a process's shards on one"
-            raise SettingError(message(what, have=have, fix='parallel="auto", or a model on one device'))
+            raise SettingError(what, have=have, fix='parallel="auto", or a model on one device')
         check_forward(model, modules, calls_methods=any(model in having for having in called.values()))
         check_model(model, modules, processes=world.size, keep_within=settings.reshard_after_forward)
         extra: dict[str, Any] = {} if settings.policy is None else {"mp_policy": settings.policy}
@@ -98,7 +98,7 @@ def shard(model: nn.Module, settings: FSDP, world: World, *, device: torch.devic
         if group.mesh_info.mesh.size() != world.size:
             have = f"a mesh of {group.mesh_info.mesh.size()} of {world.size} processes"
             what = "the model was sharded over fewer processes than share the data"
-            raise SettingError(message(what, have=have, fix="fully_shard(...) without mesh=, or leave it to FSDP(...)"))
+            raise SettingError(what, have=have, fix="fully_shard(...) without mesh=, or leave it to FSDP(...)")
     for name, having in called.items():
         for module in having:
             register_fsdp_forward_method(module, name)
@@ -168,19 +168,15 @@ def check_optimizers(model: nn.Module, optimizers: Mapping[str, Optimizer]) -> N
     if left_out:
         name = next(type(one).__name__ for one in optimizers.values() if not all(map(is_sharded, parameters_in(one))))
         raise SettingError(
-            message(
-                f"the {name} was built on parameters that FSDP has replaced by shards",
-                have=f"{len(left_out)} parameters that nothing trains, such as {left_out[0]}",
-                want="an optimizer that is built when the model is sharded: a function of the model",
-                fix=f"optimizer=lambda model: {name}(model.parameters(), lr=...)",
-            )
+            f"the {name} was built on parameters that FSDP has replaced by shards",
+            have=f"{len(left_out)} parameters that nothing trains, such as {left_out[0]}",
+            want="an optimizer that is built when the model is sharded: a function of the model",
+            fix=f"optimizer=lambda model: {name}(model.parameters(), lr=...)",
         )
     raise SettingError(
-        message(
-            "parameters outside the model are trained, and FSDP averages only those of the model",
-            have=f"{len(plain)}, such as one of shape {tuple(plain[0].shape)}",
-            fix="make the loss with its parameters a part of the model",
-        )
+        "parameters outside the model are trained, and FSDP averages only those of the model",
+        have=f"{len(plain)}, such as one of shape {tuple(plain[0].shape)}",
+        fix="make the loss with its parameters a part of the model",
     )
 
 
@@ -191,14 +187,12 @@ def check_precision(settings: FSDP, precision: Any) -> None:
     cast = getattr(context, "fast_dtype", None)
     if kind == torch.float16 and cast is None:
         raise SettingError(
-            message(
-                "FSDP(policy=...) computes in float16 without a loss scale: small gradients become 0",
-                fix='param_dtype=torch.bfloat16, or precision="fp16"',
-            )
+            "FSDP(policy=...) computes in float16 without a loss scale: small gradients become 0",
+            fix='param_dtype=torch.bfloat16, or precision="fp16"',
         )
     if kind is not None and cast is not None and kind != cast:
         have = f"param_dtype={kind} and precision={str(precision)!r}"
-        raise SettingError(message("FSDP(policy=...) and precision= name two types", have=have, want="one of them"))
+        raise SettingError("FSDP(policy=...) and precision= name two types", have=have, want="one of them")
 
 
 def _checked_blocks(blocks: Any) -> frozenset[type[nn.Module]]:
@@ -206,28 +200,28 @@ def _checked_blocks(blocks: Any) -> frozenset[type[nn.Module]]:
     if isinstance(blocks, type | str | nn.Module) or not isinstance(blocks, Iterable):
         name = getattr(blocks if isinstance(blocks, type) else type(blocks), "__name__", "Block")
         fix = f"FSDP(blocks={{{name}}})" if isinstance(blocks, type | nn.Module) else fix
-        raise SettingError(message(f"FSDP(blocks={_short(blocks)})", want="a set of classes of modules", fix=fix))
+        raise SettingError(f"FSDP(blocks={_short(blocks)})", want="a set of classes of modules", fix=fix)
     found = frozenset(blocks)
     for block in found:
         if not isinstance(block, type) or not issubclass(block, nn.Module):
             fix = f"FSDP(blocks={{{type(block).__name__}}})" if isinstance(block, nn.Module) else fix
             what = f"FSDP(blocks={{{_short(block)}}})"
-            raise SettingError(message(what, want="classes of modules", fix=fix))
+            raise SettingError(what, want="classes of modules", fix=fix)
         if issubclass(block, nn.ModuleList | nn.ModuleDict):
             what = f"FSDP(blocks={{{block.__name__}}}): a list of modules has no forward that gathers their weights"
-            raise SettingError(message(what, fix="FSDP(blocks={Block}), with the class of its items"))
+            raise SettingError(what, fix="FSDP(blocks={Block}), with the class of its items")
     return found
 
 
 def _checked_methods(methods: Any) -> tuple[str, ...]:
     if isinstance(methods, str) or not isinstance(methods, Iterable):
         fix = f"methods=({methods!r},)" if isinstance(methods, str) else 'methods=("encode",)'
-        raise SettingError(message(f"FSDP(methods={methods!r})", want="names of methods", fix=fix))
+        raise SettingError(f"FSDP(methods={methods!r})", want="names of methods", fix=fix)
     names = tuple(methods)
     for name in names:
         if not isinstance(name, str) or not name.isidentifier():
             what = f"FSDP(methods=({_short(name)},))"
-            raise SettingError(message(what, want="names of methods", fix='methods=("encode",)'))
+            raise SettingError(what, want="names of methods", fix='methods=("encode",)')
     return names
 
 
@@ -263,7 +257,7 @@ def _having(name: str, modules: Sequence[nn.Module]) -> list[nn.Module]:
         known = {*dir(nn.Module), *dir(FSDPModule)}
         own = [method for kind in kinds for method in vars(kind) if method not in known and not method.startswith("_")]
         what = f"FSDP(methods=({name!r},)): neither the model nor a block has it.{did_you_mean(name, own)}"
-        raise SettingError(message(what, have=", ".join(own[:10]), want="methods that a step calls"))
+        raise SettingError(what, have=", ".join(own[:10]), want="methods that a step calls")
     return found
 
 

@@ -105,11 +105,9 @@ class _Launch:
         missing = sorted(set(range(self.size)) - set(self.values))
         if missing:
             raise DistributedError(
-                message(
-                    f"launch: {self.size} processes have not ended within {timeout:g} s",
-                    have=f"still running, and ended now: rank {', '.join(map(str, missing))}",
-                    fix="launch(..., timeout=...) with more seconds, or None",
-                )
+                f"launch: {self.size} processes have not ended within {timeout:g} s",
+                have=f"still running, and ended now: rank {', '.join(map(str, missing))}",
+                fix="launch(..., timeout=...) with more seconds, or None",
             )
         for process in self.processes:
             process.join(GRACE)  # what they do at their end
@@ -206,11 +204,9 @@ def _check(main: Any, processes: Any, timeout: Any) -> None:
         os._exit(UNGUARDED)  # a process that `launch` starts runs the script that called it: say so once, not n times
     if not callable(main):
         raise SettingError(
-            message(
-                f"launch({main!r}): that is no function",
-                want="the function itself, and its arguments after it",
-                fix="launch(main, processes=2), not launch(main(), ...)",
-            )
+            f"launch({main!r}): that is no function",
+            want="the function itself, and its arguments after it",
+            fix="launch(main, processes=2), not launch(main(), ...)",
         )
     check_whole(processes, f"launch(processes={processes!r})")
     if timeout is not None:
@@ -224,13 +220,13 @@ def _check_alone() -> None:
     have = describe()
     if have:
         raise SettingError(
-            message("launch: this is one of several processes already", have=have, fix="call main() directly here")
+            "launch: this is one of several processes already", have=have, fix="call main() directly here"
         )
     if not torch.distributed.is_available():
-        raise SettingError(message("launch: this torch is built without torch.distributed", fix="processes=1"))
+        raise SettingError("launch: this torch is built without torch.distributed", fix="processes=1")
     if multiprocessing.current_process().daemon:
         raise SettingError(
-            message("launch: called in a worker process, which may start none", fix="call it in the main process")
+            "launch: called in a worker process, which may start none", fix="call it in the main process"
         )
 
 

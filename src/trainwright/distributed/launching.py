@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from trainwright.core.errors import SettingError, message
+from trainwright.core.errors import SettingError
 from trainwright.distributed.environment import is_shell_of_slurm, read_environment
 
 
@@ -27,12 +27,10 @@ def choose_start(main: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, 
     in_the_way = _against_fork()
     if in_the_way:
         raise SettingError(
-            message(
-                "launch: this function can be brought into no other process",
-                have=f"new ones cannot import it: {why_not}\n        and this one cannot be copied: {in_the_way}",
-                fix="put the function and what it uses into a file of its own, import it from there, give it what it "
-                "needs as arguments; or call launch before anything touches the GPU",
-            )
+            "launch: this function can be brought into no other process",
+            have=f"new ones cannot import it: {why_not}\n        and this one cannot be copied: {in_the_way}",
+            fix="put the function and what it uses into a file of its own, import it from there, give it what it "
+            "needs as arguments; or call launch before anything touches the GPU",
         )
     return "fork", (main, args)
 

@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from trainwright.checkpointing import tensorfile
 from trainwright.checkpointing.pieces import Piece, Pieces, Stored, Whole
 from trainwright.checkpointing.tree import Elsewhere, Keys, where
-from trainwright.core.errors import CheckpointError, message
+from trainwright.core.errors import CheckpointError
 from trainwright.core.trees import parameters_in
 from trainwright.distributed.world import World
 from trainwright.modules.dtensors import put
@@ -281,7 +281,7 @@ def _check(tensor: DTensor, keys: Keys) -> None:
     elif tensor.grad_fn is not None:
         what = "belongs to a graph; store its .detach()"
     if what:
-        raise CheckpointError(message(f"{where(keys)} {what}: it cannot be saved"))
+        raise CheckpointError(f"{where(keys)} {what}: it cannot be saved", where=True)
 
 
 def _name(keys: Keys, taken: Mapping[str, Any]) -> str:

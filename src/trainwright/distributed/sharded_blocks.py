@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from trainwright.core.errors import SettingError, message
+from trainwright.core.errors import SettingError
 from trainwright.distributed.world import World
 from trainwright.modules.dtensors import is_sharded
 
@@ -28,7 +28,7 @@ def chosen(model: nn.Module, blocks: Collection[type[nn.Module]]) -> list[nn.Mod
             names = sorted({kind.__name__ for kind in kinds if not kind.__module__.startswith("torch.")})
             names += sorted({kind.__name__ for kind in kinds if kind.__module__.startswith("torch.")})
             what = f"FSDP(blocks={{{block.__name__}}}): the model has no module of this class"
-            raise SettingError(message(what, have=", ".join(names[:SHOWN]), want="classes of modules that it has"))
+            raise SettingError(what, have=", ".join(names[:SHOWN]), want="classes of modules that it has")
     found = [module for module in model.modules() if isinstance(module, tuple(blocks)) and module is not model]
     return [*reversed(found), model]  # a module comes before those in it
 
@@ -39,7 +39,7 @@ def check_model(
     """Refuse what `fully_shard` cannot shard, before anything is changed: SettingError with the parameter's name."""
     if keep_within is not None and not isinstance(keep_within, bool) and processes % keep_within:
         what = f"FSDP(reshard_after_forward={keep_within}) on {processes} processes"
-        raise SettingError(message(what, want=f"True, False, or a divisor of {processes}"))
+        raise SettingError(what, want=f"True, False, or a divisor of {processes}")
     names = {id(module): name for name, module in model.named_modules()}
     homes: dict[int, nn.Module] = {}
     for module in modules:
@@ -53,15 +53,13 @@ def check_model(
             where = names[id(module)] or type(module).__name__
             have = ", ".join(sorted(map(str, types)))
             what = f"the trained weights of {where} are of several types, and are gathered together"
-            raise SettingError(message(what, have=have, want="one type", fix="model.float(), or frozen weights"))
+            raise SettingError(what, have=have, want="one type", fix="model.float(), or frozen weights")
     for name, module in model.named_modules():
         if any(map(_is_meta, _own(module))) and not hasattr(module, "reset_parameters"):
             raise SettingError(
-                message(
-                    f"{name or 'the model'} ({type(module).__name__}) lies on the meta device and cannot be begun",
-                    want="a reset_parameters() that gives its own parameters and buffers their first values",
-                    fix=f"def reset_parameters(self) in {type(module).__name__}, or a model that is built on the CPU",
-                )
+                f"{name or 'the model'} ({type(module).__name__}) lies on the meta device and cannot be begun",
+                want="a reset_parameters() that gives its own parameters and buffers their first values",
+                fix=f"def reset_parameters(self) in {type(module).__name__}, or a model that is built on the CPU",
             )
 
 
@@ -75,18 +73,16 @@ def check_forward(model: nn.Module, modules: Sequence[nn.Module], *, calls_metho
         kind = type(model).__name__
         name = next((name for name, _ in model.named_children()), "G")
         raise SettingError(
-            message(
-                f"the model is a {kind}, which has no forward that gathers weights: FSDP cannot shard it",
-                have=", ".join(f"{name}: {type(child).__name__}" for name, child in model.named_children()),
-                want="a module of your own that holds the networks as attributes, and each network as a block",
-                fix=f"class Nets(nn.Module) with self.{name if name.isidentifier() else 'G'} = ..., and {fix}",
-            )
+            f"the model is a {kind}, which has no forward that gathers weights: FSDP cannot shard it",
+            have=", ".join(f"{name}: {type(child).__name__}" for name, child in model.named_children()),
+            want="a module of your own that holds the networks as attributes, and each network as a block",
+            fix=f"class Nets(nn.Module) with self.{name if name.isidentifier() else 'G'} = ..., and {fix}",
         )
     held = [name for name, _ in _held(model, set(map(id, modules)), "")]
     if held and not calls_methods:
         have = f"{len(held)} parameters outside of all blocks, such as {held[0]}"
         what = f"the {type(model).__name__} has no forward, so that nothing gathers weights which lie in no block"
-        raise SettingError(message(what, have=have, want="a forward, or every network as a block", fix=fix))
+        raise SettingError(what, have=have, want="a forward, or every network as a block", fix=fix)
 
 
 def first_weights(module: nn.Module, world: World, *, device: torch.device, known: dict[int, nn.Parameter]) -> None:
@@ -130,17 +126,15 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
     elif not parameter.is_contiguous():
         what, fix = "does not lie in memory row by row", "model.to(memory_format=torch.contiguous_format)"
     if what:
-        raise SettingError(message(f"{name} cannot be sharded: it {what}", fix=fix))
+        raise SettingError(f"{name} cannot be sharded: it {what}", fix=fix)
 
 
 def _shared(name: str, one: nn.Module, other: nn.Module) -> SettingError:
     return SettingError(
-        message(
-            f"{name} is shared by modules that are gathered at different times",
-            have=f"one {type(one).__name__} and one {type(other).__name__}",
-            want="weights that are shared within a block, or outside of all blocks",
-            fix="leave the class of the inner one out of FSDP(blocks=...)",
-        )
+        f"{name} is shared by modules that are gathered at different times",
+        have=f"one {type(one).__name__} and one {type(other).__name__}",
+        want="weights that are shared within a block, or outside of all blocks",
+        fix="leave the class of the inner one out of FSDP(blocks=...)",
     )
 
 

@@ -59,10 +59,8 @@ def as_world(parallel: Any, device_type: str = "cpu") -> World:
         return World()
     if not torch.distributed.is_available():
         raise SettingError(
-            message(
-                f"{1 if place is None else place.size} processes, and this torch is built without torch.distributed",
-                fix="install a torch that has it, or parallel=None",
-            )
+            f"{1 if place is None else place.size} processes, and this torch is built without torch.distributed",
+            fix="install a torch that has it, or parallel=None",
         )
     return _started(place, settings, device_type)
 
@@ -96,7 +94,7 @@ def _checked(parallel: Any) -> _Settings:
         name = getattr(parallel, "__name__", "")
         near = f"parallel={name}()" if isinstance(parallel, type) and name in ("DDP", "FSDP") else near
         want = '"auto", None, DDP(...) or FSDP(...)'
-        raise SettingError(message(f"parallel={parallel!r} is no setting", want=want, fix=near))
+        raise SettingError(f"parallel={parallel!r} is no setting", want=want, fix=near)
     return _Settings(parallel.timeout, parallel.backend, getattr(parallel, "needs_group", False))
 
 
@@ -107,11 +105,9 @@ def _of_initialised(settings: _Settings, device_type: str) -> World:
     stated = os.environ.get("WORLD_SIZE", str(size))
     if stated != str(size):
         raise SettingError(
-            message(
-                f"the initialised process group has {size} processes, and WORLD_SIZE is {stated}",
-                want="one of the two: the group that torch.distributed has, or the environment's",
-                fix="unset WORLD_SIZE, or let Trainer make the group, or parallel=None",
-            )
+            f"the initialised process group has {size} processes, and WORLD_SIZE is {stated}",
+            want="one of the two: the group that torch.distributed has, or the environment's",
+            fix="unset WORLD_SIZE, or let Trainer make the group, or parallel=None",
         )
     if size == 1:
         check_alone("the initialised process group has 1 process")
@@ -133,19 +129,15 @@ def _check_serves(dist: Any, settings: _Settings, device_type: str) -> None:
     devices = {pair.partition(":")[0] for pair in served} if ":" in next(iter(served)) else {device_type}
     if device_type not in devices:
         raise SettingError(
-            message(
-                f"the initialised process group carries no tensors of {device_type}",
-                have=f"its backend is {dist.get_backend_config()}",
-                fix=f'init_process_group("cpu:gloo,{device_type}:{_backend_of(dist, device_type)}"), or device="cpu"',
-            )
+            f"the initialised process group carries no tensors of {device_type}",
+            have=f"its backend is {dist.get_backend_config()}",
+            fix=f'init_process_group("cpu:gloo,{device_type}:{_backend_of(dist, device_type)}"), or device="cpu"',
         )
     if settings.backend is not None and settings.backend.rpartition(":")[2] not in dist.get_backend_config():
         raise SettingError(
-            message(
-                f"backend={settings.backend!r}, and the initialised process group is of another one",
-                have=dist.get_backend_config(),
-                fix="leave backend out",
-            )
+            f"backend={settings.backend!r}, and the initialised process group is of another one",
+            have=dist.get_backend_config(),
+            fix="leave backend out",
         )
 
 
@@ -207,13 +199,11 @@ def _met(dist: Any, place: Place, limit: timedelta, *, waiting: Waiting) -> Any:
         )
     except (dist.DistStoreError, dist.DistNetworkError, ValueError) as error:
         raise DistributedError(
-            message(
-                f"rank {place.rank}: the {place.size} processes have not met at {place.address}",
-                have=str(error).splitlines()[0],
-                want=f"{place.size} processes, ranks 0 to {place.size - 1}, within {limit.total_seconds():g} s",
-                fix="look at the other processes' output; all must reach that address, and no rank may come twice",
-                where=False,
-            )
+            f"rank {place.rank}: the {place.size} processes have not met at {place.address}",
+            have=str(error).splitlines()[0],
+            want=f"{place.size} processes, ranks 0 to {place.size - 1}, within {limit.total_seconds():g} s",
+            fix="look at the other processes' output; all must reach that address, and no rank may come twice",
+            where=False,
         ) from error
     return store
 
@@ -270,14 +260,12 @@ def _not_come(store: Any, place: Place, timeout: float) -> DistributedError:
     with suppress(dist.DistError):  # where the store is gone as well, nobody knows
         missing = [str(rank) for rank in _missing(store, place.size)]
         return DistributedError(
-            message(
-                f"rank {place.rank}: not all of the {place.size} processes have come to their Trainer",
-                have=f"missing: rank {', '.join(missing)}" if missing else "",
-                want=f"all of them within {timeout:g} s",
-                fix="every process must run the same script; for a slow start DDP(timeout=...)",
-            )
+            f"rank {place.rank}: not all of the {place.size} processes have come to their Trainer",
+            have=f"missing: rank {', '.join(missing)}" if missing else "",
+            want=f"all of them within {timeout:g} s",
+            fix="every process must run the same script; for a slow start DDP(timeout=...)",
         )
-    return DistributedError(message(f"rank {place.rank}: the process that has the store at {place.address} is gone"))
+    return DistributedError(f"rank {place.rank}: the process that has the store at {place.address} is gone", where=True)
 
 
 def _verdict(facts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -309,11 +297,9 @@ def _backend(dist: Any, settings: _Settings, device_type: str) -> str:
         if not dist.is_backend_available(name):
             have = [known for known in ("gloo", "nccl", "mpi", "ucc", "xccl") if dist.is_backend_available(known)]
             raise SettingError(
-                message(
-                    f"this torch has no backend {name!r} for several processes on {device_type}",
-                    have=f"torch {torch.__version__} has {', '.join(have) or 'none'}",
-                    fix='DDP(backend="gloo")' if "gloo" in have and name != "gloo" else "a torch that is built with it",
-                )
+                f"this torch has no backend {name!r} for several processes on {device_type}",
+                have=f"torch {torch.__version__} has {', '.join(have) or 'none'}",
+                fix='DDP(backend="gloo")' if "gloo" in have and name != "gloo" else "a torch that is built with it",
             )
     if ":" in asked or device_type == "cpu" or names[0] == "gloo":
         return asked
@@ -323,9 +309,7 @@ def _backend(dist: Any, settings: _Settings, device_type: str) -> str:
 def _backend_of(dist: Any, device_type: str) -> str:
     name: str | None = dist.Backend.default_device_backend_map.get(device_type)
     if name is None:
-        raise SettingError(
-            message(f"torch knows no backend for several processes on {device_type}", fix='device="cpu"')
-        )
+        raise SettingError(f"torch knows no backend for several processes on {device_type}", fix='device="cpu"')
     return name
 
 
@@ -337,11 +321,9 @@ def _device_index(device_type: str, local_rank: int) -> int:
     if count == 1:
         return 0
     raise SettingError(
-        message(
-            f"this is the process with local rank {local_rank}, and it sees {count} {device_type} devices",
-            want="a device for each process of a machine",
-            fix=f'--nproc-per-node {count}, or device="cpu"' if count else 'device="cpu"',
-        )
+        f"this is the process with local rank {local_rank}, and it sees {count} {device_type} devices",
+        want="a device for each process of a machine",
+        fix=f'--nproc-per-node {count}, or device="cpu"' if count else 'device="cpu"',
     )
 
 
