@@ -251,11 +251,9 @@ def _checked_policy(policy: Policy | None) -> Callable[..., Any] | None:
     elif callable(policy):
         return policy
     raise SettingError(
-        message(
-            f"checkpoint_activations(policy={policy!r})",
-            want='None, "matmuls", operations such as torch.ops.aten.mm.default, or a function that torch asks',
-            fix='policy="matmuls"',
-        )
+        f"checkpoint_activations(policy={policy!r})",
+        want='None, "matmuls", operations such as torch.ops.aten.mm.default, or a function that torch asks',
+        fix='policy="matmuls"',
     )
 
 
@@ -272,11 +270,11 @@ def _check_free(model: nn.Module, found: dict[str, nn.Module]) -> None:
     for name, module in model.named_modules():
         if module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule":
             what = f"checkpoint_activations, and {name or type(module).__name__} is compiled already"
-            raise SettingError(message(what, want="checkpoint_activations(model, ...) before torch.compile"))
+            raise SettingError(what, want="checkpoint_activations(model, ...) before torch.compile")
     for name, around, module in _pairs(model, found):
         if is_recomputed(module):
             what = f"checkpoint_activations: {name}{'' if name == around else f' of {around}'} is recomputed already"
-            raise SettingError(message(what, fix="remove() of what the first call returned"))
+            raise SettingError(what, fix="remove() of what the first call returned")
 
 
 def _pairs(model: nn.Module, found: dict[str, nn.Module]) -> Iterator[tuple[str, str, nn.Module]]:

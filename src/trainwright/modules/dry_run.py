@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from trainwright.core.device import change, devices_of, move
-from trainwright.core.errors import SettingError, first_line, message
+from trainwright.core.errors import SettingError, first_line
 from trainwright.core.rng import unmoved
 from trainwright.core.trees import tensors_in
 from trainwright.modules.dtensors import is_sharded
@@ -113,7 +113,7 @@ def dry(
 
     if is_sharded(*model.parameters()):
         what = "a model in shards cannot be copied"
-        raise SettingError(message(what, fix="measure it before Trainer(parallel=FSDP(...)) is made"))
+        raise SettingError(what, fix="measure it before Trainer(parallel=FSDP(...)) is made")
     with unmoved(), torch.enable_grad(), nullcontext() if on is None else on:
         twin, there = twin_on(model, on), given.beside(model) if on is None else given.on(on)
         known = [*twin.parameters(), *twin.buffers(), *tensors_in((there.inputs, there.keywords))]

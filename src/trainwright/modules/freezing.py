@@ -30,7 +30,7 @@ def freeze(module: M, pattern: str | None = None, *, norm: Literal["eval", "trai
     """
     _check_module("freeze", module)
     if norm not in ("eval", "train"):
-        raise SettingError(message(f"freeze(norm={norm!r})", want='"eval" or "train"', fix='freeze(..., norm="eval")'))
+        raise SettingError(f"freeze(norm={norm!r})", want='"eval" or "train"', fix='freeze(..., norm="eval")')
     found = _find(module, pattern, f"freeze(..., {pattern!r})")
     for parameter in found.parameters.values():
         parameter.requires_grad_(False)
@@ -69,7 +69,7 @@ def unfreeze(module: M, pattern: str | None = None) -> M:
     if found.parameters and not (layers or trained):
         dtypes = ", ".join(sorted({str(parameter.dtype) for parameter in found.parameters.values()}))
         what = f"unfreeze: {listed(list(found.parameters))} can hold no gradient"
-        raise SettingError(message(what, have=dtypes, want="parameters of a floating or complex type"))
+        raise SettingError(what, have=dtypes, want="parameters of a floating or complex type")
     return module
 
 

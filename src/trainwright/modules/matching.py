@@ -45,12 +45,10 @@ def find(module: nn.Module, pattern: str | None, setting: str) -> Found:
     known = {*named, *modules} - {""}
     children = ", ".join(name for name, _ in module.named_children())
     raise SettingError(
-        message(
-            f"{setting} matches nothing in {type(module).__name__}.{did_you_mean(pattern, known)}",
-            have=children or ", ".join(named) or "no parameters",
-            want="the name of a submodule, or a glob over the names of parameters",
-            fix='"layer1", "layer1.0", "layer1.*", "*.bias"',
-        )
+        f"{setting} matches nothing in {type(module).__name__}.{did_you_mean(pattern, known)}",
+        have=children or ", ".join(named) or "no parameters",
+        want="the name of a submodule, or a glob over the names of parameters",
+        fix='"layer1", "layer1.0", "layer1.*", "*.bias"',
     )
 
 
@@ -78,12 +76,12 @@ def find_blocks(model: nn.Module, blocks: Blocks | None, call: str) -> dict[str,
         if found == [model]:
             what = f"{call}: {type(model).__name__} repeats no class of modules that have modules inside"
             fix = f"{call}(model, {{Block}}), with a class, or names such as 'layers.*'"
-            raise SettingError(message(what, want="blocks=", fix=fix))
+            raise SettingError(what, want="blocks=", fix=fix)
         return {name: module for name, module in model.named_modules() if any(module is one for one in found)}
     chosen = _chosen(model, blocks, call, find=lambda means: dict(_outermost(model, "", means)))
     if lists := [f"{name} ({type(one).__name__})" for name, one in chosen.items() if isinstance(one, _LISTS)]:
         what = f"{call}: {lists[0]} has no forward of its own"
-        raise SettingError(message(what, want="the modules in it", fix=f"'{lists[0].split(' ')[0]}.*'"))
+        raise SettingError(what, want="the modules in it", fix=f"'{lists[0].split(' ')[0]}.*'")
     every = {id(one) for one in chosen.values()}
     around = {id(inner) for one in chosen.values() for inner in one.modules() if inner is not one}
     return {name: one for name, one in model.named_modules() if id(one) in every - around}
@@ -118,7 +116,7 @@ def _meanings(blocks: Any, call: str) -> Iterator[tuple[str, Means]]:
     several = isinstance(blocks, Iterable) and not isinstance(blocks, str | type | nn.Module)
     items = list(blocks) if several else [blocks]
     if not items:
-        raise SettingError(message(f"{call}(blocks={blocks!r})", want="a class, a name, or several", fix="{Block}"))
+        raise SettingError(f"{call}(blocks={blocks!r})", want="a class, a name, or several", fix="{Block}")
     for one in items:
         if isinstance(one, str):
             yield repr(one), lambda name, _, one=one: fnmatchcase(name, one)  # type: ignore[misc]
@@ -131,7 +129,7 @@ def _meanings(blocks: Any, call: str) -> Iterator[tuple[str, Means]]:
             given = f"{type(one).__name__}(...)" if isinstance(one, nn.Module) else repr(one)
             want = "classes of modules, names or globs over names, or one function of name and module"
             fix = f"blocks={{{type(one).__name__}}}" if isinstance(one, nn.Module) else "blocks={Block}"
-            raise SettingError(message(f"{call}(blocks={given})", want=want, fix=fix))
+            raise SettingError(f"{call}(blocks={given})", want=want, fix=fix)
 
 
 def _outermost(module: nn.Module, path: str, means: Means) -> Iterator[tuple[str, nn.Module]]:
@@ -150,4 +148,4 @@ def _nothing(model: nn.Module, said: str, call: str) -> SettingError:
     if type(model).__name__ == said:
         near = " It is the class of the model itself: to compute all of it again saves nothing."
     what = f"{call}: {said} means no module in {type(model).__name__}.{near}"
-    return SettingError(message(what, have=", ".join([*kinds][:12]) or "no modules", want="classes or names it has"))
+    return SettingError(what, have=", ".join([*kinds][:12]) or "no modules", want="classes or names it has")

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trainwright.core.errors import StepError, message
+from trainwright.core.errors import StepError
 from trainwright.core.rng import host_random_state, set_random_state
 from trainwright.core.trees import inside
 from trainwright.modules.freezing import has_running_statistics
@@ -77,11 +77,9 @@ class Replay:
                 names = (name for name, one in self._module.named_parameters() if one is parameter)
                 what = f"{next(names, 'a weight')} of a recomputed {type(self._module).__name__} has changed"
                 raise StepError(
-                    message(
-                        f"{what} between its forward and its backward",
-                        want="the weights that the forward had",
-                        fix="call backward before the optimizer's step, or leave the block out of blocks=",
-                    )
+                    f"{what} between its forward and its backward",
+                    want="the weights that the forward had",
+                    fix="call backward before the optimizer's step, or leave the block out of blocks=",
                 )
 
 
