@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
-from trainwright.core.errors import DataError, message
+from trainwright.core.errors import DataError
 from trainwright.distributed.batch_layout import Shard, Slice
 
 AT_ONCE = 1 << 20
@@ -199,16 +199,14 @@ def _columns(named: dict[str, Any]) -> list[Tensor]:
     shapes = ", ".join(f"{name} {tuple(column.shape)}" for name, column in columns.items()) or "no array"
     if len({column.shape[0] for column in columns.values()}) != 1:
         raise DataError(
-            message(
-                "the arrays of one data set differ in their number of rows",
-                have=shapes,
-                want="arrays or tensors that are equally long in dimension 0",
-                fix="write a list for ready batches: [(x1, y1), (x2, y2)]",
-            )
+            "the arrays of one data set differ in their number of rows",
+            have=shapes,
+            want="arrays or tensors that are equally long in dimension 0",
+            fix="write a list for ready batches: [(x1, y1), (x2, y2)]",
         )
     if len({column.device for column in columns.values()}) != 1:
         have = ", ".join(f"{name} on {column.device}" for name, column in columns.items())
-        raise DataError(message("the tensors of one data set lie on different devices", have=have, fix="move them"))
+        raise DataError("the tensors of one data set lie on different devices", have=have, fix="move them")
     return list(columns.values())
 
 
@@ -216,15 +214,13 @@ def _column(name: str, value: Any) -> Tensor:
     want = "tensors or NumPy arrays of numbers, their rows in dimension 0"
     if not isinstance(value, Tensor | np.ndarray):
         raise DataError(
-            message(
-                f"{name} of a tuple or dict that should be one data set is no array",
-                have=type(value).__name__,
-                want=want,
-                fix="np.asarray(...) for rows; a list for ready batches: [(x1, y1), (x2, y2)]",
-            )
+            f"{name} of a tuple or dict that should be one data set is no array",
+            have=type(value).__name__,
+            want=want,
+            fix="np.asarray(...) for rows; a list for ready batches: [(x1, y1), (x2, y2)]",
         )
     if value.ndim == 0:
-        raise DataError(message(f"{name} is a single number and has no rows", want=want))
+        raise DataError(f"{name} is a single number and has no rows", want=want)
     return value if isinstance(value, Tensor) else _tensor(name, value)
 
 
@@ -237,7 +233,7 @@ def _tensor(name: str, array: np.ndarray[Any, Any]) -> Tensor:
         have = f"{name}: {array.dtype}, shape {array.shape}"
         want = "an array of a dtype that torch has"
         fix = "array.astype(np.float32), or an integer dtype for classes"
-        raise DataError(message("torch has no tensor of this array", have=have, want=want, fix=fix)) from error
+        raise DataError("torch has no tensor of this array", have=have, want=want, fix=fix) from error
 
 
 class _Alias:

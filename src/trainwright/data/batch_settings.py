@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainwright.core.checks import check_flag, check_whole
-from trainwright.core.errors import SettingError, message
+from trainwright.core.errors import SettingError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +40,9 @@ class Dealing:
         check_whole(self.per_rank, f"batches(per_rank={self.per_rank!r})", fix="batches(data, per_rank=64)")
         if self.batch_size is not None:
             raise SettingError(
-                message(
-                    f"batches(batch_size={self.batch_size!r}, per_rank={self.per_rank})",
-                    want="one of the two: rows over all processes, or rows of each",
-                    fix="batches(data, 64), which gives the same batches on any number of processes",
-                )
+                f"batches(batch_size={self.batch_size!r}, per_rank={self.per_rank})",
+                want="one of the two: rows over all processes, or rows of each",
+                fix="batches(data, 64), which gives the same batches on any number of processes",
             )
 
     @property

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trainwright.core.checks import check_flag, check_form, is_count, is_dict, is_none_or
-from trainwright.core.errors import DataError, SettingError, message
+from trainwright.core.errors import DataError, SettingError
 from trainwright.core.suggestions import suggests
 from trainwright.data.arrays import Table
 from trainwright.data.batch_settings import Dealing
@@ -57,7 +57,7 @@ def batches(
         batch_size=batch_size, per_rank=per_rank, shuffle=shuffle, seed=seed, drop_last=drop_last, workers=workers
     )
     if collate is not None and not callable(collate):
-        raise SettingError(message(f"collate={collate!r}", want="a function from a list of rows to a batch"))
+        raise SettingError(f"collate={collate!r}", want="a function from a list of rows to a batch")
     check_flag(in_memory, f"batches(in_memory={in_memory!r})")
     if sampler is not None:
         from trainwright.data.sampled import check_sampler
@@ -327,12 +327,12 @@ class Batches:
 
     def _check_filled(self, dealt: int | None) -> None:
         if not len(self._data):
-            raise DataError(message("data set of 0 rows", want="at least one row"))
+            raise DataError("data set of 0 rows", want="at least one row")
         if dealt == 0:
-            raise DataError(message(f"the sampler {type(self._sampler).__name__} gives 0 rows", want="at least one"))
+            raise DataError(f"the sampler {type(self._sampler).__name__} gives 0 rows", want="at least one")
         if self.own_length == 0:
             what = f"{dealt} rows, batch_size {self._dealing.size}, drop_last=True leaves 0 batches"
-            raise DataError(message(what, fix=f"drop_last=False, or a batch_size of at most {dealt}"))
+            raise DataError(what, fix=f"drop_last=False, or a batch_size of at most {dealt}")
 
     def _settled_seed(self) -> int:
         # Arrays in their own order draw nothing, so that nothing is drawn for them.
@@ -379,7 +379,7 @@ class Batches:
 
     def _empty_sampler(self) -> DataError:
         what = f"the sampler {type(self._sampler).__name__} gave not one batch of {self.batch_size} rows"
-        return DataError(message(what, have=f"drop_last={self._dealing.drop_last}", want="at least one batch"))
+        return DataError(what, have=f"drop_last={self._dealing.drop_last}", want="at least one batch")
 
     def _read(self, seed: int, epoch: int, dealt: Iterator[Sequence[int]]) -> Iterator[Any]:
         """The batches of these row numbers."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from trainwright.core.errors import DataError, message
+from trainwright.core.errors import DataError
 from trainwright.core.trees import mapping_like, sequence_like
 from trainwright.distributed.batch_layout import Shard, Slice
 
@@ -32,12 +32,10 @@ def rows_of(batch: Any, name: str) -> int:
     if unknown or len(lengths) != 1:
         have = unknown or [f"{at} has {length} rows" for at, length in leaves.items()] or ["no tensor in it"]
         raise DataError(
-            message(
-                f"the rows of a ready batch of {name} are not known, and each process is to run a part of them",
-                have=", ".join(have[:6]),
-                want="tensors and arrays that are equally long in dimension 0, in tuples, lists, dicts or dataclasses",
-                fix="batches(rows, 64) or a DataLoader, which deal rows; or sharded(data) of each process's own",
-            )
+            f"the rows of a ready batch of {name} are not known, and each process is to run a part of them",
+            have=", ".join(have[:6]),
+            want="tensors and arrays that are equally long in dimension 0, in tuples, lists, dicts or dataclasses",
+            fix="batches(rows, 64) or a DataLoader, which deal rows; or sharded(data) of each process's own",
         )
     return int(lengths.pop())
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainwright.core.errors import DataError, message
+from trainwright.core.errors import DataError
 from trainwright.core.rng import unmoved
 
 _INSIDE = ("dataset", "datasets", "transform", "transforms", "target_transform")
@@ -85,12 +85,10 @@ class Generators:
         have, want = {*self._found, *self._stateful}, set(tree["start"])
         if have != want:
             raise DataError(
-                message(
-                    "the saved state belongs to another loader: its random generators differ",
-                    have=", ".join(sorted(have)) or "no generator",
-                    want=", ".join(sorted(want)) or "no generator",
-                    fix="build loader and sampler as when the state was saved, or fit(..., resume_data=False)",
-                )
+                "the saved state belongs to another loader: its random generators differ",
+                have=", ".join(sorted(have)) or "no generator",
+                want=", ".join(sorted(want)) or "no generator",
+                fix="build loader and sampler as when the state was saved, or fit(..., resume_data=False)",
             )
         self._loaded = tree
 

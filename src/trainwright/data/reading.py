@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from trainwright.core.errors import DataError, SettingError, message
+from trainwright.core.errors import DataError, SettingError
 from trainwright.data.arrays import Table
 from trainwright.data.generators import knows_its_state
 from trainwright.data.rows import rows_of
@@ -51,22 +51,20 @@ def read_whole(data: Any, *, collate: Any, workers: Any) -> Table:
         return given
     _refuse_what_changes(data)
     if not len(data):
-        raise DataError(message("data set of 0 rows", want="at least one row"))
+        raise DataError("data set of 0 rows", want="at least one row")
     return _Reading(data).whole()
 
 
 def _refuse_settings(collate: Any, workers: Any) -> None:
     if collate is not None:
         raise SettingError(
-            message(
-                "batches(in_memory=True, collate=...): rows in memory are columns, and no function puts them together",
-                want="one of the two",
-                fix="rows = [data[i] for i in range(len(data))]; batches(rows, 64, collate=collate)",
-            )
+            "batches(in_memory=True, collate=...): rows in memory are columns, and no function puts them together",
+            want="one of the two",
+            fix="rows = [data[i] for i in range(len(data))]; batches(rows, 64, collate=collate)",
         )
     if workers not in ("auto", 0):
         what = f"batches(in_memory=True, workers={workers}): nothing is left for workers to fetch"
-        raise SettingError(message(what, want="one of the two", fix="leave workers out"))
+        raise SettingError(what, want="one of the two", fix="leave workers out")
 
 
 def _refuse_what_changes(data: Any) -> None:
@@ -74,7 +72,7 @@ def _refuse_what_changes(data: Any) -> None:
     told = "set_epoch" if callable(getattr(data, "set_epoch", None)) else "state_dict" if knows_its_state(data) else ""
     if told:
         what = f"batches({name}, in_memory=True): its rows may change, for it has {told}"
-        raise DataError(message(what, want="a data set whose rows are always the same", fix=_ANEW))
+        raise DataError(what, want="a data set whose rows are always the same", fix=_ANEW)
 
 
 class _Reading:
@@ -107,7 +105,7 @@ class _Reading:
         fetched: list[Any] = self._rows.fetch(0, reading, numbers)
         if len(fetched) != len(numbers):
             what = f"{self._name}.__getitems__ was asked for {len(numbers)} rows, and gave {len(fetched)}"
-            raise DataError(message(what, fix=_ANEW))
+            raise DataError(what, fix=_ANEW)
         for number, row in zip(numbers, fetched, strict=True):
             kinds = list(self._kinds_of(row, ""))
             self._kinds = self._kinds or kinds
@@ -125,7 +123,7 @@ class _Reading:
         room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else size
         if size > room:
             what = f"batches({self._name}, in_memory=True): {rows:,} rows need {size >> 20:,} MB"
-            raise DataError(message(what, want=f"at most the memory of this machine, {room >> 20:,} MB", fix=_ANEW))
+            raise DataError(what, want=f"at most the memory of this machine, {room >> 20:,} MB", fix=_ANEW)
         self._columns = [torch.empty_like(column, device="cpu") for column in self._columns]
 
     def _check_again(self, part: Tensor, second: Tensor, *, at: int, start: int) -> None:
@@ -136,12 +134,10 @@ class _Reading:
         row = int((one != two).any(1).nonzero()[0])
         where = self._kinds[at][0]
         raise DataError(
-            message(
-                f"batches({self._name}, in_memory=True): row {start + row} is not the same in two readings",
-                have=f"{where or 'it'}: {_shown(part[row])}, then {_shown(second[row])}",
-                want="rows without random draws, and without a memory of what was read before",
-                fix=f"{_ANEW}; or draw in the step, for a whole batch",
-            )
+            f"batches({self._name}, in_memory=True): row {start + row} is not the same in two readings",
+            have=f"{where or 'it'}: {_shown(part[row])}, then {_shown(second[row])}",
+            want="rows without random draws, and without a memory of what was read before",
+            fix=f"{_ANEW}; or draw in the step, for a whole batch",
         )
 
     def _differs(self, number: int, *, have: _Kinds) -> DataError:
@@ -152,12 +148,10 @@ class _Reading:
         ]
         one, other = told or [f"{len(have)} values", f"{len(self._kinds)} values"]
         return DataError(
-            message(
-                f"batches({self._name}, in_memory=True): row {number} is not of the kind of row 0",
-                have=one,
-                want=f"{other}, as in row 0",
-                fix=f"{_ANEW}, with a collate function where they differ in shape",
-            )
+            f"batches({self._name}, in_memory=True): row {number} is not of the kind of row 0",
+            have=one,
+            want=f"{other}, as in row 0",
+            fix=f"{_ANEW}, with a collate function where they differ in shape",
         )
 
     def _kinds_of(self, value: Any, at: str) -> Iterator[tuple[str, str]]:
@@ -174,11 +168,9 @@ class _Reading:
             yield at, type(value).__name__
         else:
             raise DataError(
-                message(
-                    f"batches({self._name}, in_memory=True): {at or 'a row'} is a {type(value).__name__}",
-                    want="tensors, numbers and arrays of numbers, alone or in tuples, lists and dicts",
-                    fix=_ANEW,
-                )
+                f"batches({self._name}, in_memory=True): {at or 'a row'} is a {type(value).__name__}",
+                want="tensors, numbers and arrays of numbers, alone or in tuples, lists and dicts",
+                fix=_ANEW,
             )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from trainwright.core.errors import DataError, message
+from trainwright.core.errors import DataError
 from trainwright.data.arrays import Table, TableRows, table_of
 from trainwright.data.seeded import SeededRows
 
@@ -19,11 +19,9 @@ def rows_of(data: Any, collate: Callable[[list[Any]], Any] | None) -> Table | Se
         return table if collate is None else SeededRows(TableRows(table), collate)
     if isinstance(data, DataLoader | IterableDataset) or not _is_map_style(data):
         raise DataError(
-            message(
-                f"batches({type(data).__name__}, ...): no data set of rows",
-                want="a map-style Dataset (len and []), a tensor, an array, or a tuple or dict of equally long ones",
-                fix=_instead(data),
-            )
+            f"batches({type(data).__name__}, ...): no data set of rows",
+            want="a map-style Dataset (len and []), a tensor, an array, or a tuple or dict of equally long ones",
+            fix=_instead(data),
         )
     if collate is None:  # which makes rows of any shapes one batch
         _refuse_list_of_columns(data)
@@ -58,10 +56,8 @@ def _refuse_list_of_columns(data: Any) -> None:
     shapes = [tuple(one.shape) for one in data]
     if len(set(shapes)) > 1:
         raise DataError(
-            message(
-                "batches([...]): the items of a list are rows, and these rows differ in shape",
-                have=", ".join(map(str, shapes)),
-                want="a tuple for the columns of one data set",
-                fix="batches((x, y), ...)",
-            )
+            "batches([...]): the items of a list are rows, and these rows differ in shape",
+            have=", ".join(map(str, shapes)),
+            want="a tuple for the columns of one data set",
+            fix="batches((x, y), ...)",
         )

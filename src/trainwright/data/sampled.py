@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainwright.core.errors import DataError, SettingError, message
+from trainwright.core.errors import DataError, SettingError
 
 
 def check_sampler(sampler: Any, *, shuffle: bool) -> None:
     """Refuse a sampler beside `shuffle`, and one that can be iterated once."""
     if shuffle:
-        raise SettingError(message("batches(shuffle=True, sampler=...)", want="one of the two", fix="leave one out"))
+        raise SettingError("batches(shuffle=True, sampler=...)", want="one of the two", fix="leave one out")
     if hasattr(sampler, "__next__") or not hasattr(sampler, "__iter__"):
         raise SettingError(
-            message(
-                f"batches(sampler={type(sampler).__name__})",
-                want="row numbers that can be iterated anew in each epoch",
-                fix="a list, or an object of a torch Sampler class",
-            )
+            f"batches(sampler={type(sampler).__name__})",
+            want="row numbers that can be iterated anew in each epoch",
+            fix="a list, or an object of a torch Sampler class",
         )
 
 
@@ -26,10 +24,8 @@ def row_number(row: Any, *, of: int, sampler: Any) -> int:
     number = row if isinstance(row, int) else int(row) if hasattr(row, "__index__") else None
     if number is None or not 0 <= number < of:
         raise DataError(
-            message(
-                f"the sampler {type(sampler).__name__} gave {row!r}",
-                want=f"a row number from 0 to {of - 1}",
-                fix="for a batch sampler write DataLoader(data, batch_sampler=...)" if number is None else "",
-            )
+            f"the sampler {type(sampler).__name__} gave {row!r}",
+            want=f"a row number from 0 to {of - 1}",
+            fix="for a batch sampler write DataLoader(data, batch_sampler=...)" if number is None else "",
         )
     return number

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import Subset, default_collate
 
-from trainwright.core.errors import DataError, message
+from trainwright.core.errors import DataError
 
 _MASK = (1 << 64) - 1
 
@@ -86,12 +86,10 @@ class SeededRows:
         name = type(self.dataset).__name__
         sized = f" of {len(fetched)}" if isinstance(fetched, list | tuple) else ""
         return DataError(
-            message(
-                f"{name}.__getitems__ was asked for {rows} rows, and gave something else",
-                have=f"a {type(fetched).__name__}{sized}",
-                want=f"a list of {rows} rows, each as {name}[i] gives it",
-                fix="for whole batches batches(..., collate=collate), with def collate(batch): return batch",
-            )
+            f"{name}.__getitems__ was asked for {rows} rows, and gave something else",
+            have=f"a {type(fetched).__name__}{sized}",
+            want=f"a list of {rows} rows, each as {name}[i] gives it",
+            fix="for whole batches batches(..., collate=collate), with def collate(batch): return batch",
         )
 
     def _row(self, base: int, row: int) -> Any:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from copy import copy
 from typing import Any
 
-from trainwright.core.errors import DataError, SettingError, message
+from trainwright.core.errors import DataError, SettingError
 from trainwright.distributed.batch_layout import Shard
 
 _END = object()
@@ -95,12 +95,10 @@ def told(batches: Iterator[Any], part: Shard) -> Iterator[Any]:
 def elsewhere(name: str, *, role: str) -> DataError:
     """The error of a stream that is to go on inside an epoch, saved on another number of processes."""
     return DataError(
-        message(
-            f"{role} data: each process has a part of its own of {name}, which was saved inside an epoch",
-            have="another number of processes",
-            want="as many processes as when it was saved, or a checkpoint between two epochs",
-            fix="fit(..., resume_data=False) to begin the epoch anew",
-        )
+        f"{role} data: each process has a part of its own of {name}, which was saved inside an epoch",
+        have="another number of processes",
+        want="as many processes as when it was saved, or a checkpoint between two epochs",
+        fix="fit(..., resume_data=False) to begin the epoch anew",
     )
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from trainwright.core.errors import DataError, message
+from trainwright.core.errors import DataError
 from trainwright.core.rng import unmoved
 from trainwright.data.batches import Batches, batches
 from trainwright.data.dataloader.position import PER_EPOCH, check_kind
@@ -248,12 +248,10 @@ def _called(make: Any, epoch: int, role: str) -> Any:
         inspect.signature(make).bind(epoch)
     except TypeError as error:
         raise DataError(
-            message(
-                f"{role} data: the function cannot be called with the epoch",
-                have=str(error),
-                want="a function of one argument, the epoch from 0",
-                fix=f"lambda epoch: {getattr(make, '__name__', 'make')}()",
-            )
+            f"{role} data: the function cannot be called with the epoch",
+            have=str(error),
+            want="a function of one argument, the epoch from 0",
+            fix=f"lambda epoch: {getattr(make, '__name__', 'make')}()",
         ) from None
     except ValueError:
         pass  # a builtin without a signature
@@ -307,11 +305,9 @@ def mark(source: Any, role: str) -> Source:
     if not _is_of_this_package(source):
         name = type(source).__name__
         raise DataError(
-            message(
-                f"{role} data: sharded({name}(...)), a source of your own",
-                want="a loader, an iterable of batches, or a function epoch -> one of these",
-                fix=f"def deal(self, part) in {name}, after which epoch(...) gives a Slice(batch, None, None) for each",
-            )
+            f"{role} data: sharded({name}(...)), a source of your own",
+            want="a loader, an iterable of batches, or a function epoch -> one of these",
+            fix=f"def deal(self, part) in {name}, after which epoch(...) gives a Slice(batch, None, None) for each",
         )
     source.sharded = True
     marked: Source = source
@@ -322,11 +318,9 @@ def _data_set(data: Any, batch_size: int | None, *, shuffle: bool, role: str) ->
     if batch_size is not None or role != "train":
         return batches(data, EVALUATED_AT_ONCE if batch_size is None else batch_size, shuffle=shuffle)
     raise DataError(
-        message(
-            f"{role} data: {_name(data)} is a data set of rows, without a batch size",
-            want="a batch size, or ready batches (a list is batches)",
-            fix="batch_size=64, or batches(data, 64) in place of the data",
-        )
+        f"{role} data: {_name(data)} is a data set of rows, without a batch size",
+        want="a batch size, or ready batches (a list is batches)",
+        fix="batch_size=64, or batches(data, 64) in place of the data",
     )
 
 
@@ -337,11 +331,9 @@ def _refuse_batch_size(data: Any, batch_size: int | None, role: str) -> None:
     if isinstance(data, IterableDataset):
         fix = f"DataLoader(data, batch_size={batch_size})"
     raise DataError(
-        message(
-            f"{role} data: batch_size={batch_size} beside {_name(data)}, which is taken as batches already",
-            want="batch_size only with a data set of rows",
-            fix=fix,
-        )
+        f"{role} data: batch_size={batch_size} beside {_name(data)}, which is taken as batches already",
+        want="batch_size only with a data set of rows",
+        fix=fix,
     )
 
 
@@ -356,7 +348,7 @@ def _refuse_what_is_no_data(data: Any, role: str) -> None:
 
 
 def _no_data(data: Any, what: str, fix: str = "") -> DataError:
-    return DataError(message(what, have=repr(data)[:80], want=_FORMS, fix=fix))
+    return DataError(what, have=repr(data)[:80], want=_FORMS, fix=fix)
 
 
 def _name(data: Any) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from trainwright.core.errors import DataError, message
+from trainwright.core.errors import DataError
 from trainwright.data.generators import knows_its_state
 
 
@@ -77,4 +77,4 @@ def not_there(known: list[int], given: int | None) -> DataError:
     """The error of a resume at a batch that no state was kept for."""
     have = " and ".join(f"after {batches} batches" for batches in sorted(set(known)))
     fix = "resume from another checkpoint of the run, or fit(..., resume_data=False)"
-    return DataError(message(f"the data cannot go on after {given} batches of the epoch", have=have, fix=fix))
+    return DataError(f"the data cannot go on after {given} batches of the epoch", have=have, fix=fix)

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 
-from trainwright.core.errors import DataError, message
+from trainwright.core.errors import DataError
 from trainwright.core.rng import random_state, set_random_state, unmoved
 from trainwright.data.dataloader.order import asked_again
 from trainwright.data.dataloader.position import (
@@ -190,13 +190,11 @@ class ReadyBatches:
     def _no_batches(self) -> DataError:
         if self.repeatable:
             what = f"{self._role} data: {self.describe()} had no batch in this epoch"
-            return DataError(message(what, want="at least one batch per epoch"))
+            return DataError(what, want="at least one batch per epoch")
         return DataError(
-            message(
-                f"{self._role} data: the {type(self._data).__name__} is used up: it gives its batches once",
-                want="batches that can be read again in each epoch",
-                fix="a function that makes them anew, `lambda epoch: make(epoch)`, or a list of the batches",
-            )
+            f"{self._role} data: the {type(self._data).__name__} is used up: it gives its batches once",
+            want="batches that can be read again in each epoch",
+            fix="a function that makes them anew, `lambda epoch: make(epoch)`, or a list of the batches",
         )
 
 
@@ -381,7 +379,7 @@ class Continuing:
         elif left < 0:
             have = f"{loaded['taken']} batches taken from pass {loaded['pass']}, {-by} of them not trained on"
             what = "the saved state lies before the pass over the data that it was saved in"
-            raise DataError(message(what, have=have, fix="resume from another checkpoint of the run"))
+            raise DataError(what, have=have, fix="resume from another checkpoint of the run")
 
 
 def process_state(source: Any) -> Any:

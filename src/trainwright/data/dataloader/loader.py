@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from trainwright.core.errors import DataError, message
+from trainwright.core.errors import DataError
 from trainwright.core.rng import unmoved
 from trainwright.data.dataloader.inexact import why_inexact
 from trainwright.data.dataloader.order import Order, draws_at_most_at_first, refuse_draws
@@ -400,7 +400,7 @@ class LoaderBatches:
         else:
             sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
             want = f"at least one batch of {rows} rows from {type(sampler).__name__}"
-        return DataError(message(f"{self._role} data: {what}", want=want, fix=fix))
+        return DataError(f"{self._role} data: {what}", want=want, fix=fix)
 
 
 def _index_sampler(loader: DataLoader[Any]) -> Any:

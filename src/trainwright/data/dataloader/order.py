@@ -122,7 +122,7 @@ def refuse_draws(sampler: Any, *, workers: int, role: str) -> None:
     fix = "self.generator = torch.Generator().manual_seed(...) in the sampler, to draw from; or no checkpoint"
     if workers:
         what = f"{what}: with {workers} worker{'s' if workers > 1 else ''} no resume inside an epoch is exact"
-        raise DataError(message(what, want=want, fix=fix))
+        raise DataError(what, want=want, fix=fix)
     what = f"{what}: a resume inside an epoch is exact only where training itself draws nothing"
     warnings.warn(message(what, want=want, fix=fix), stacklevel=2)
 

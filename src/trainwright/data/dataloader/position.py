@@ -7,7 +7,7 @@ from itertools import chain, islice
 from typing import Any
 
 from trainwright.core.checks import check_form, is_dict
-from trainwright.core.errors import DataError, message
+from trainwright.core.errors import DataError
 
 
 def skipped(iterator: Iterator[Any], skip: int, name: str) -> Iterator[Any]:
@@ -15,12 +15,10 @@ def skipped(iterator: Iterator[Any], skip: int, name: str) -> Iterator[Any]:
     dropped = sum(1 for _ in islice(iterator, skip))
     if dropped < skip:
         raise DataError(
-            message(
-                f"{name} ended while the batches were skipped that the run has trained on already",
-                have=f"{dropped} batches",
-                want=f"at least {skip}, as when the state was saved",
-                fix="give the data that the run was started with, or fit(..., resume_data=False)",
-            )
+            f"{name} ended while the batches were skipped that the run has trained on already",
+            have=f"{dropped} batches",
+            want=f"at least {skip}, as when the state was saved",
+            fix="give the data that the run was started with, or fit(..., resume_data=False)",
         )
     return iterator
 
@@ -61,12 +59,10 @@ def check_kind(tree: Any, kind: str) -> None:
     if saved != kind:
         facts = tree["facts"] if "facts" in keys and isinstance(tree["facts"], dict) else {}
         raise DataError(
-            message(
-                "the data are of another kind than when the state was saved",
-                have=kind,
-                want=": ".join(filter(None, (saved, ", ".join(f"{name}={value}" for name, value in facts.items())))),
-                fix="give the data that the run was started with, or fit(..., resume_data=False)",
-            )
+            "the data are of another kind than when the state was saved",
+            have=kind,
+            want=": ".join(filter(None, (saved, ", ".join(f"{name}={value}" for name, value in facts.items())))),
+            fix="give the data that the run was started with, or fit(..., resume_data=False)",
         )
 
 
@@ -76,12 +72,10 @@ def check_facts(have: dict[str, Any], saved: dict[str, Any], *, what: str, fix: 
     differing = [name for name in saved if have.get(name) != saved[name]]
     if differing:
         raise DataError(
-            message(
-                what,
-                have=", ".join(f"{name}={have.get(name)}" for name in differing),
-                want=", ".join(f"{name}={saved[name]}" for name in differing),
-                fix=f"{fix}, or fit(..., resume_data=False)",
-            )
+            what,
+            have=", ".join(f"{name}={have.get(name)}" for name in differing),
+            want=", ".join(f"{name}={saved[name]}" for name in differing),
+            fix=f"{fix}, or fit(..., resume_data=False)",
         )
 
 

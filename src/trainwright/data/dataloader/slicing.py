@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
-from trainwright.core.errors import DataError, message
+from trainwright.core.errors import DataError
 from trainwright.core.rng import random_state, set_random_state, unmoved
 from trainwright.data.cutting import cut, cut_batches, rows_of
 from trainwright.data.dataloader.order import draws_at_most_at_first
@@ -62,12 +62,10 @@ class Dealt:
         first = list(islice(self._numbers, 1 if self._most is None else self._most + 1))
         if self._most is not None and len(first) > self._most:
             raise DataError(
-                message(
-                    "the order of the data is drawn at the start of an epoch, for all processes alike, and has no end",
-                    have=f"a sampler of more than {self._most:,} batches, many more than its length tells",
-                    want="a sampler that ends with the epoch",
-                    fix="a __len__ that tells how many batches an epoch has",
-                )
+                "the order of the data is drawn at the start of an epoch, for all processes alike, and has no end",
+                have=f"a sampler of more than {self._most:,} batches, many more than its length tells",
+                want="a sampler that ends with the epoch",
+                fix="a __len__ that tells how many batches an epoch has",
             )
         self._numbers = chain(first, self._numbers)
 
@@ -141,11 +139,9 @@ def most_to_pull(sampler: Any) -> int | None:
     if length is None:
         name = type(sampler).__name__
         raise DataError(
-            message(
-                f"the sampler {name} has no length, and its order cannot be drawn for all processes alike",
-                want="a sampler whose __len__ tells how many items an epoch has, so that they are drawn at its start",
-                fix=f"def __len__(self) in {name}",
-            )
+            f"the sampler {name} has no length, and its order cannot be drawn for all processes alike",
+            want="a sampler whose __len__ tells how many items an epoch has, so that they are drawn at its start",
+            fix=f"def __len__(self) in {name}",
         )
     return 4 * length + 1000  # lengths of samplers by size are often estimates
 
@@ -169,11 +165,9 @@ def refuse_loader(loader: DataLoader[Any], *, role: str, processes: int, batch_s
         raise unshared(loader, role=role, processes=processes)
     if loader.num_workers and not getattr(loader, "in_order", True):
         raise DataError(
-            message(
-                f"{role} data: in_order=False gives batches as they come, differently on each of {processes} processes",
-                want="the same order on all of them",
-                fix="DataLoader(..., in_order=True)",
-            )
+            f"{role} data: in_order=False gives batches as they come, differently on each of {processes} processes",
+            want="the same order on all of them",
+            fix="DataLoader(..., in_order=True)",
         )
 
 
@@ -187,12 +181,10 @@ def refuse_what_knows_its_rank(owner: Any, *, role: str, processes: int, batch_s
         asked = f", shuffle={shuffle}" if isinstance(shuffle, bool) else ""
         name = type(owner).__name__
         raise DataError(
-            message(
-                f"{role} data: {name} deals rows to processes, and a Trainer on {processes} processes deals them too",
-                have=f"{name}({size}={getattr(owner, size)}, {rank}={getattr(owner, rank)})",
-                want="a loader as on one process; its batch size counts rows over all processes",
-                fix=f"DataLoader(data, batch_size={rows}{asked}), or sharded(loader) to keep your own dealing",
-            )
+            f"{role} data: {name} deals rows to processes, and a Trainer on {processes} processes deals them too",
+            have=f"{name}({size}={getattr(owner, size)}, {rank}={getattr(owner, rank)})",
+            want="a loader as on one process; its batch size counts rows over all processes",
+            fix=f"DataLoader(data, batch_size={rows}{asked}), or sharded(loader) to keep your own dealing",
         )
 
 
@@ -203,12 +195,10 @@ def unshared(data: Any, *, role: str, processes: int) -> DataError:
     read, given = ("rows", "loader") if of_rows else ("batches", "data")
     place = f"before {given}" if hasattr(data, "__next__") else f"in {name}.__iter__"
     return DataError(
-        message(
-            f"{role} data: {name} is a stream, and each of {processes} processes would read all of it",
-            want="a part of its own for each process (and loader worker), and a mark that says so",
-            fix=f"index, total = shard(); {read} = itertools.islice({read}, index, None, total)   # {place}\n"
-            f"        sharded({given})   # in place of {given}",
-        )
+        f"{role} data: {name} is a stream, and each of {processes} processes would read all of it",
+        want="a part of its own for each process (and loader worker), and a mark that says so",
+        fix=f"index, total = shard(); {read} = itertools.islice({read}, index, None, total)   # {place}\n"
+        f"        sharded({given})   # in place of {given}",
     )
 
 
@@ -219,10 +209,8 @@ def deal(source: Any, part: Shard | None, *, role: str = "train") -> None:
             return
         name = type(source).__name__
         raise DataError(
-            message(
-                f"{role} data: the source {name} does not deal its batches to {part.size} processes",
-                want="deal(part), after which epoch(...) gives a Slice(batch, rows, whole) for each batch",
-                fix=f"def deal(self, part) in {name}, or parallel=None for a run of one process",
-            )
+            f"{role} data: the source {name} does not deal its batches to {part.size} processes",
+            want="deal(part), after which epoch(...) gives a Slice(batch, rows, whole) for each batch",
+            fix=f"def deal(self, part) in {name}, or parallel=None for a run of one process",
         )
     source.deal(part)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from trainwright.core.checks import check_flag, check_whole
-from trainwright.core.errors import DataError, SettingError, message
+from trainwright.core.errors import DataError, SettingError
 from trainwright.core.suggestions import suggests
 from trainwright.core.trees import sequence_like
 
@@ -71,7 +71,7 @@ class Augment:
         check_flag(self.flip, f"Augment(flip={self.flip!r})")
         check_whole(self.crop, f"Augment(crop={self.crop!r})", least=0, what="pixels around the image", fix="crop=4")
         if not self.flip and not self.crop:
-            raise SettingError(message("Augment() changes nothing", fix="Augment(flip=True, crop=4)"))
+            raise SettingError("Augment() changes nothing", fix="Augment(flip=True, crop=4)")
 
     def __call__(self, images: Tensor, draws: Draws) -> Tensor:
         """The images, flipped and cropped; a new tensor."""
@@ -110,19 +110,19 @@ class Normalize:
     def __post_init__(self) -> None:
         for name, numbers in (("mean", self.mean), ("std", self.std)):
             if not isinstance(numbers, Sequence) or not all(isinstance(one, int | float) for one in numbers):
-                raise SettingError(message(f"Normalize({name}={numbers!r})", want="a number for each channel"))
+                raise SettingError(f"Normalize({name}={numbers!r})", want="a number for each channel")
             object.__setattr__(self, name, tuple(map(float, numbers)))
         if len(self.mean) != len(self.std) or not self.mean or min(self.std) <= 0:
             want = "as many of both, one for each channel, and deviations above 0"
-            raise SettingError(message(f"Normalize({self.mean}, {self.std})", want=want))
+            raise SettingError(f"Normalize({self.mean}, {self.std})", want=want)
 
     def __call__(self, images: Tensor, draws: Draws) -> Tensor:
         """The images as float32, normalised; a new tensor."""
         if images.shape[1] != len(self.mean):
             have = f"{images.shape[1]} channels, in images of shape {tuple(images.shape)}"
-            raise DataError(message(f"Normalize of {len(self.mean)} channels", have=have, want=_FORM))
+            raise DataError(f"Normalize of {len(self.mean)} channels", have=have, want=_FORM)
         if images.dtype is not torch.uint8 and not images.is_floating_point():
-            raise DataError(message(f"Normalize of {images.dtype}", want="uint8, or floating point"))
+            raise DataError(f"Normalize of {images.dtype}", want="uint8, or floating point")
         mean, std = self._on(images.device)
         scaled = images.to(torch.float32, copy=True)
         if images.dtype is torch.uint8:
@@ -145,9 +145,9 @@ class Augmentation:
             if not callable(piece) or isinstance(piece, type):
                 name = piece.__name__ if isinstance(piece, type) else repr(piece)
                 want = "Augment(...), Normalize(...), a function of (images, draws), or a list of these"
-                raise SettingError(message(f"augment={name}", want=want, fix="augment=Augment(flip=True, crop=4)"))
+                raise SettingError(f"augment={name}", want=want, fix="augment=Augment(flip=True, crop=4)")
         if not self.pieces:
-            raise SettingError(message("augment=[] changes nothing", fix="leave augment out"))
+            raise SettingError("augment=[] changes nothing", fix="leave augment out")
         self.draws = any(not getattr(piece, "always", False) for piece in self.pieces)
         """Whether anything is drawn."""
 
@@ -173,7 +173,7 @@ def images_of(batch: Any) -> Tensor:
             return item
     shapes = ", ".join(str(tuple(one.shape)) if isinstance(one, Tensor) else type(one).__name__ for one in items)
     what, have = "augment= finds no images in a batch", f"a {type(batch).__name__} of {shapes}"
-    raise DataError(message(what, have=have, want=_FORM, fix="x[:, None] for images of one channel"))
+    raise DataError(what, have=have, want=_FORM, fix="x[:, None] for images of one channel")
 
 
 def _with_images(batch: Any, images: Tensor) -> Any:

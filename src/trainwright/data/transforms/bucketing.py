@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trainwright.core.checks import check_number, check_whole
-from trainwright.core.errors import DataError, SettingError, message
+from trainwright.core.errors import DataError, SettingError
 from trainwright.core.rng import unmoved
 from trainwright.core.suggestions import suggests
 from trainwright.data.arrays import Table, TableRows
@@ -50,13 +50,11 @@ def bucketed(
     Raises DataError for a row that is longer than `tokens`, and for lengths that are not those of the rows.
     """
     if collate is not None and not callable(collate):
-        raise SettingError(message(f"collate={collate!r}", want="a function from a list of rows to a batch"))
+        raise SettingError(f"collate={collate!r}", want="a function from a list of rows to a batch")
     rows = rows_of(data, collate)
     buckets = Buckets(lengths=_lengths_of(rows, lengths), batch_size=batch_size, tokens=tokens, slack=slack)
     if drop_last and tokens is not None:
-        raise SettingError(
-            message("bucketed(drop_last=True, tokens=...)", want="one of the two: no batch but one is not full")
-        )
+        raise SettingError("bucketed(drop_last=True, tokens=...)", want="one of the two: no batch but one is not full")
     order: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last, "workers": workers}
     dealing = Dealing(batch_size=buckets.most_rows(), varies=tokens is not None, **order)
     return Bucketed(rows, dealing, buckets)
@@ -75,7 +73,7 @@ class Buckets:
     def __post_init__(self) -> None:
         if self.batch_size is None and self.tokens is None:
             what = "bucketed() without a size of a batch"
-            raise SettingError(message(what, want="batch_size, tokens, or both", fix="bucketed(data, 64, lengths=...)"))
+            raise SettingError(what, want="batch_size, tokens, or both", fix="bucketed(data, 64, lengths=...)")
         check_number(self.slack, f"bucketed(slack={self.slack!r})", least=0, most=1, what="a share", fix="slack=0.1")
         for name in ("batch_size", "tokens"):
             value: Any = getattr(self, name)
@@ -84,11 +82,9 @@ class Buckets:
         longest = int(self.lengths.max()) if len(self.lengths) else 0
         if self.tokens is not None and longest > self.tokens:
             raise DataError(
-                message(
-                    f"row {int(self.lengths.argmax())} is {longest:,} long, and no batch has more than {self.tokens:,}",
-                    want="rows that fit into a batch",
-                    fix=f"tokens={longest}, or rows[:{self.tokens}] in the data",
-                )
+                f"row {int(self.lengths.argmax())} is {longest:,} long, and no batch has more than {self.tokens:,}",
+                want="rows that fit into a batch",
+                fix=f"tokens={longest}, or rows[:{self.tokens}] in the data",
             )
 
     def most_rows(self) -> int:
@@ -229,10 +225,8 @@ def _lengths_of(rows: Table | SeededRows, lengths: Any) -> Tensor:
 
 def _no_lengths(rows: Table | SeededRows, have: str) -> DataError:
     return DataError(
-        message(
-            "bucketed(lengths=...) are not the lengths of the rows",
-            have=have,
-            want=f"{len(rows)} whole numbers from 0 on, or a function of a row",
-            fix="lengths=[len(row) for row in data], or lambda row: len(row[0])",
-        )
+        "bucketed(lengths=...) are not the lengths of the rows",
+        have=have,
+        want=f"{len(rows)} whole numbers from 0 on, or a function of a row",
+        fix="lengths=[len(row) for row in data], or lambda row: len(row[0])",
     )

@@ -15,7 +15,7 @@ from torch.nn.functional import pad as widened
 from torch.nn.utils.rnn import pack_sequence, pad_sequence
 
 from trainwright.core.checks import check_choice, check_whole
-from trainwright.core.errors import DataError, SettingError, message
+from trainwright.core.errors import DataError, SettingError
 from trainwright.core.records import TARGETS
 from trainwright.core.suggestions import suggests
 
@@ -39,7 +39,7 @@ class Pad:
         check_whole(self.multiple, f"pad(multiple={self.multiple!r})")
         for name in ("value", "ignore_index"):
             if not isinstance(getattr(self, name), int | float) or isinstance(getattr(self, name), bool):
-                raise SettingError(message(f"pad({name}={getattr(self, name)!r})", want="a number"))
+                raise SettingError(f"pad({name}={getattr(self, name)!r})", want="a number")
         _check_dtype(self.dtype, "pad")
 
     def __call__(self, rows: list[Any]) -> Any:
@@ -57,7 +57,7 @@ class Pad:
         if self.of is not None and self.tell is not None and self.of not in told:
             have = ", ".join(map(repr, fields.keys))
             what = f"pad(of={self.of!r}): the rows have no such input of unequal lengths"
-            raise DataError(message(what, have=have, want="the key or position of an input that is a sequence"))
+            raise DataError(what, have=have, want="the key or position of an input that is a sequence")
         return fields.packed(joined, self._named(told))
 
     def _told(self, lengths: list[int], width: int) -> Tensor:
@@ -73,11 +73,9 @@ class Pad:
         dtype = sequences[0].dtype
         if not _holds(dtype, value):
             raise DataError(
-                message(
-                    f"padding by {value} in {dtype}, which has no such number",
-                    want="a value of the type that is padded",
-                    fix="pad(value=..., ignore_index=...), or .long() for the targets",
-                )
+                f"padding by {value} in {dtype}, which has no such number",
+                want="a value of the type that is padded",
+                fix="pad(value=..., ignore_index=...), or .long() for the targets",
             )
         padded = pad_sequence(sequences, batch_first=True, padding_value=value)
         missing = width - padded.shape[1]
@@ -122,7 +120,7 @@ class Pack:
         def join(key: Any, sequences: list[Tensor], *, target: bool) -> Any:
             if not all(map(len, sequences)):
                 at = [len(one) for one in sequences].index(0)
-                raise DataError(message(f"pack(): row {at} of a batch is empty", want="rows of at least one entry"))
+                raise DataError(f"pack(): row {at} of a batch is empty", want="rows of at least one entry")
             return pack_sequence(sequences, enforce_sorted=False)
 
         fields = _Fields(rows)
@@ -147,7 +145,7 @@ class Nest:
         _check_dtype(self.dtype, "nest")
         if not hasattr(torch, "jagged") or not hasattr(torch.nested, "nested_tensor"):
             what = f"nest(): torch {torch.__version__} has no nested tensors of layout torch.jagged"
-            raise SettingError(message(what, want="torch 2.4 or later", fix="pad(), with a mask"))
+            raise SettingError(what, want="torch 2.4 or later", fix="pad(), with a mask")
 
     def __call__(self, rows: list[Any]) -> Any:
         """The batch of these rows."""
@@ -202,7 +200,7 @@ class _Fields:
         if self._keyed:
             if taken := [name for name in told if name in joined]:
                 what = f"pad() adds {taken[0]!r} to the batch, and the rows have it already"
-                raise DataError(message(what, fix="pad(tell=None), or another name in the rows"))
+                raise DataError(what, fix="pad(tell=None), or another name in the rows")
             return {**joined, **told}
         if self._alone:
             return (joined[0], *told.values()) if told else joined[0]
@@ -218,7 +216,7 @@ class _Fields:
         else:
             alike = all(_has_fields(row) and len(row) == len(rows[0]) for row in rows)
         if not alike:
-            raise DataError(message("the rows of a batch differ in form", want="tuples of one length, or dicts alike"))
+            raise DataError("the rows of a batch differ in form", want="tuples of one length, or dicts alike")
         return [row[key] for row in rows]
 
     def _sequences(self, key: Any, column: list[Any], dtype: torch.dtype | None) -> list[Tensor]:
@@ -229,7 +227,7 @@ class _Fields:
         if None in shapes or any(one is not None and not one.ndim for one in found) or len(set(shapes)) > 1:
             kinds = {f"{type(given).__name__} of shape {tuple(getattr(given, 'shape', ()))}" for given in column}
             have = ", ".join(sorted(kinds)[:4])
-            raise DataError(message(f"{at} cannot be put together along their length", have=have, want=_FIX))
+            raise DataError(f"{at} cannot be put together along their length", have=have, want=_FIX)
         tensors: list[Tensor] = [one for one in found if one is not None]
         # An empty list says nothing of its type, and torch would take it for one of floats.
         types = [one.dtype for one, given in zip(tensors, column, strict=True) if not _is_empty_list(given)]
@@ -272,6 +270,4 @@ def _holds(dtype: torch.dtype, value: float) -> bool:
 
 def _check_dtype(dtype: Any, name: str) -> None:
     if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise SettingError(
-            message(f"{name}(dtype={dtype!r})", want="a dtype of torch", fix=f"{name}(dtype=torch.float32)")
-        )
+        raise SettingError(f"{name}(dtype={dtype!r})", want="a dtype of torch", fix=f"{name}(dtype=torch.float32)")

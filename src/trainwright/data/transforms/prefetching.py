@@ -13,7 +13,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from trainwright.core.checks import check_whole
-from trainwright.core.errors import DataError, message
+from trainwright.core.errors import DataError
 from trainwright.core.suggestions import suggests
 from trainwright.data import sharding
 from trainwright.data.batches import Batches
@@ -225,7 +225,7 @@ class _Reader:
         while not is_so():
             if not self._thread.is_alive():
                 what = "the thread that reads batches ahead is gone"
-                raise DataError(message(what, have="a process forked while it ran", fix="prefetch(...) in the child"))
+                raise DataError(what, have="a process forked while it ran", fix="prefetch(...) in the child")
             self._changed.wait(_POLL)
 
     def _run(self) -> None:
@@ -275,23 +275,19 @@ class _Reader:
 
 def _draws() -> DataError:
     return DataError(
-        message(
-            "prefetch(...): the data draw from the process's random state while they are read",
-            have="training would draw from it at the same time, in an order that differs from run to run",
-            want="data that draw from a generator of their own after their first batch",
-            fix="self.generator = torch.Generator().manual_seed(...) in the data; or the data without prefetch",
-        )
+        "prefetch(...): the data draw from the process's random state while they are read",
+        have="training would draw from it at the same time, in an order that differs from run to run",
+        want="data that draw from a generator of their own after their first batch",
+        fix="self.generator = torch.Generator().manual_seed(...) in the data; or the data without prefetch",
     )
 
 
 def _overlapping() -> DataError:
     return DataError(
-        message(
-            "prefetch(...): another pass has begun before this one was over",
-            have="data that tell their own position, and have only one",
-            want="one pass at a time",
-            fix="prefetch(...) over data of their own for each use",
-        )
+        "prefetch(...): another pass has begun before this one was over",
+        have="data that tell their own position, and have only one",
+        want="one pass at a time",
+        fix="prefetch(...) over data of their own for each use",
     )
 
 
@@ -317,4 +313,4 @@ def _refuse_what_reads_ahead(data: Any) -> None:
         elif hasattr(data, "__getitem__"):
             fix = "batches(data, 64, workers=2)"
     if what:
-        raise DataError(message(f"prefetch({name}): {what}", want="an iterable of batches", fix=fix))
+        raise DataError(f"prefetch({name}): {what}", want="an iterable of batches", fix=fix)

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 
-from trainwright.core.errors import DataError, message
+from trainwright.core.errors import DataError
 from trainwright.core.rng import seed, unmoved
 from trainwright.data.batches import Batches
 from trainwright.data.dataloader.loader import LoaderBatches
@@ -201,12 +201,10 @@ class SideBySide:
         for name, one in lengths.items():
             if one is None:
                 raise DataError(
-                    message(
-                        f"{self._role} data: together(length={length!r}), and {name} has no length",
-                        have=self.sources[name].describe(),
-                        want="loaders with a length, or the name of the one that gives the epoch",
-                        fix=f"together(..., length={next((n for n in lengths if lengths[n] is not None), name)!r})",
-                    )
+                    f"{self._role} data: together(length={length!r}), and {name} has no length",
+                    have=self.sources[name].describe(),
+                    want="loaders with a length, or the name of the one that gives the epoch",
+                    fix=f"together(..., length={next((n for n in lengths if lengths[n] is not None), name)!r})",
                 )
         choose = max if length == "longest" else min
         return choose(lengths, key=lambda name: lengths[name] or 0)
@@ -238,7 +236,7 @@ class SideBySide:
         for batch in stream:
             return batch
         what = f"{self._role} data: a pass over {name} had no batch"
-        raise DataError(message(what, have=self._told[name], want="at least one batch in every pass"))
+        raise DataError(what, have=self._told[name], want="at least one batch in every pass")
 
     def _slice(self, given: dict[str, Slice]) -> Slice:
         first = next(iter(given.values()))
@@ -253,12 +251,10 @@ class SideBySide:
         marks = {name: bool(getattr(one, "sharded", False)) for name, one in self.sources.items()}
         if len(set(marks.values())) > 1:
             raise DataError(
-                message(
-                    f"{self._role} data: of the loaders that are read together some are each process's own part",
-                    have=", ".join(f"{name}: {'its own' if own else 'dealt'}" for name, own in marks.items()),
-                    want="all of them dealt, or all of them marked",
-                    fix="together(a=sharded(...), b=sharded(...))",
-                )
+                f"{self._role} data: of the loaders that are read together some are each process's own part",
+                have=", ".join(f"{name}: {'its own' if own else 'dealt'}" for name, own in marks.items()),
+                want="all of them dealt, or all of them marked",
+                fix="together(a=sharded(...), b=sharded(...))",
             )
         if len({(one.rows, one.batch_size) for one in self.sources.values()}) == 1:
             return  # their short batches meet
@@ -271,22 +267,18 @@ class SideBySide:
         assert self._part is not None
         have = ", ".join(f"{n} rows of {name}" for name, n in rows.items() if n is not None)
         return DataError(
-            message(
-                f"{self._role} data: a batch read together has rows for some of {self._part.size} processes only",
-                have=have,
-                want=f"at least {self._part.size * self._part.least} rows in every batch of every loader",
-                fix="drop_last=True, or another batch size",
-            )
+            f"{self._role} data: a batch read together has rows for some of {self._part.size} processes only",
+            have=have,
+            want=f"at least {self._part.size * self._part.least} rows in every batch of every loader",
+            fix="drop_last=True, or another batch size",
         )
 
     def _once(self, name: str, source: Source) -> DataError:
         return DataError(
-            message(
-                f"{self._role} data: together({name}=...) can be iterated only once",
-                have=source.describe(),
-                want="loaders that can be read again",
-                fix="a list of the batches, or a function epoch -> batches",
-            )
+            f"{self._role} data: together({name}=...) can be iterated only once",
+            have=source.describe(),
+            want="loaders that can be read again",
+            fix="a list of the batches, or a function epoch -> batches",
         )
 
 

@@ -7,7 +7,7 @@ from copy import copy
 from keyword import iskeyword
 from typing import Any, cast
 
-from trainwright.core.errors import SettingError, message
+from trainwright.core.errors import SettingError
 from trainwright.core.suggestions import did_you_mean
 from trainwright.data.batches import Batches
 from trainwright.data.sources import open_source, takes_batch_size
@@ -40,11 +40,11 @@ class Together:
         for name, one in loaders.items():
             if isinstance(one, str):
                 meant = did_you_mean(name, ("length",))
-                raise SettingError(message(f"together({name}={one!r}): a string is no loader.{meant}"))
+                raise SettingError(f"together({name}={one!r}): a string is no loader.{meant}", where=True)
         if length not in (*LENGTHS, *loaders):
             names = ", ".join(map(repr, (*LENGTHS, *loaders)))
             meant = did_you_mean(length, (*LENGTHS, *loaders)) if isinstance(length, str) else ""
-            raise SettingError(message(f"together(length={length!r}).{meant}", want=f"one of {names}"))
+            raise SettingError(f"together(length={length!r}).{meant}", want=f"one of {names}")
 
     def __repr__(self) -> str:
         return f"together({', '.join(self.loaders)}, length={self.length!r})"
@@ -82,13 +82,13 @@ def _check_names(loaders: Mapping[str, Any]) -> None:
         if not name.isidentifier() or iskeyword(name) or name in LENGTHS:
             fix = "together(clean=..., noisy=...)"
             raise SettingError(
-                message(f"together(**{{{name!r}: ...}})", want="names that are identifiers, and no length", fix=fix)
+                f"together(**{{{name!r}: ...}})", want="names that are identifiers, and no length", fix=fix
             )
     if len(loaders) < 2:
         what = "together() of fewer than two loaders"
-        raise SettingError(message(what, have=", ".join(loaders) or "none", fix="together(a=first, b=second)"))
+        raise SettingError(what, have=", ".join(loaders) or "none", fix="together(a=first, b=second)")
     names = {id(data): name for name, data in reversed(list(loaders.items()))}
     for name, data in loaders.items():
         if names[id(data)] != name:
             what = f"together({names[id(data)]}=..., {name}=...) are one loader, which stands in one place"
-            raise SettingError(message(what, want="a loader of its own for each name"))
+            raise SettingError(what, want="a loader of its own for each name")
