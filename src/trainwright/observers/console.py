@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TextIO
 import torch
 
 from trainwright.core.checks import check_whole
-from trainwright.core.errors import SettingError, message
+from trainwright.core.errors import SettingError
 from trainwright.core.plan import Plan
 from trainwright.core.records import Result, Validation
 from trainwright.core.suggestions import suggests
@@ -117,7 +117,7 @@ def console_observers(console: bool | Console) -> list[Observer]:
     if console is True:
         console = Console()
     if not isinstance(console, Console):
-        raise SettingError(message(f"console={console!r}", want="True, False or Console(...)"))
+        raise SettingError(f"console={console!r}", want="True, False or Console(...)")
     if not console.stream.isatty():
         return [console]
     from trainwright.observers.live import LiveBar

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 from trainwright.core.checks import local_path
 from trainwright.core.durations import Updates
-from trainwright.core.errors import DataError, SettingError, message
+from trainwright.core.errors import DataError, SettingError
 from trainwright.core.plan import Plan
 from trainwright.core.records import Result, Saved, Update, Validation
 from trainwright.core.suggestions import suggests
@@ -52,15 +52,13 @@ class Journal(Observer):
         self.path = local_path(path, "Journal({})", file=True)
         if kind := _irregular(self.path):
             want, fix = "a regular file, which a resume reads back", 'Journal("runs/journal.jsonl")'
-            raise SettingError(message(f"Journal({str(self.path)!r})", have=kind, want=want, fix=fix))
+            raise SettingError(f"Journal({str(self.path)!r})", have=kind, want=want, fix=fix)
         self._every = updates.n if isinstance(updates, Updates) else updates
         if not isinstance(self._every, int) or isinstance(self._every, bool) or self._every < 1:
             raise SettingError(
-                message(
-                    f"Journal(updates={updates!r})",
-                    want="a whole number: every how many updates one is written",
-                    fix=f'Journal("{path}", updates=100)',
-                )
+                f"Journal(updates={updates!r})",
+                want="a whole number: every how many updates one is written",
+                fix=f'Journal("{path}", updates=100)',
             )
         self._file: TextIO | None = None
         self._start: dict[str, Any] = {}
@@ -206,7 +204,7 @@ def journal_to_csv(path: str | os.PathLike[str], csv_path: str | os.PathLike[str
     columns = list(dict.fromkeys(name for row in rows for name in row))
     if target.exists() and target.samefile(Path(path).expanduser()):
         what = f"journal_to_csv({str(path)!r}, {str(csv_path)!r}) would overwrite the journal"
-        raise SettingError(message(what, fix=f"journal_to_csv({str(path)!r}, {str(Path(path).with_suffix('.csv'))!r})"))
+        raise SettingError(what, fix=f"journal_to_csv({str(path)!r}, {str(Path(path).with_suffix('.csv'))!r})")
     with target.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(map(_cell, columns))
@@ -229,7 +227,7 @@ def _lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
     """Return the records with the byte each starts at."""
     if kind := _irregular(path):
         what = f"{path} cannot be read as a journal"
-        raise DataError(message(what, have=kind, want="a regular file", where=False))
+        raise DataError(what, have=kind, want="a regular file", where=False)
     records: list[tuple[int, dict[str, Any]]] = []
     with path.open("rb") as file:
         left = os.fstat(file.fileno()).st_size  # a file that grows meanwhile is read up to here
@@ -267,7 +265,7 @@ def _record(line: bytes, path: Path, number: int | str) -> dict[str, Any]:
         what = f"{path}: line {number} is no record of a journal"
         want = 'a line that a Journal has written: {"event":"update","update":1,...}'
         fix = "take that line out, or give the Journal another file; nothing was changed"
-        raise DataError(message(what, have=why, want=want, fix=fix, where=False))
+        raise DataError(what, have=why, want=want, fix=fix, where=False)
     found: dict[str, Any] = record
     return found
 

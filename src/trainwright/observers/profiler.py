@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from trainwright.core.checks import check_whole, local_path
-from trainwright.core.errors import SettingError, message
+from trainwright.core.errors import SettingError
 from trainwright.core.records import Result
 from trainwright.core.suggestions import suggests
 from trainwright.observers.live import write_line
@@ -66,7 +66,7 @@ class Profile(Inspecting):
         self._profiler, self._coming, self._begun, self._before = None, update, 0, before
         enabled: Any = getattr(torch.autograd, "_profiler_enabled", None)  # torch's own, without a promise
         if update and enabled is not None and enabled():
-            raise SettingError(message("Profile(...) in a run that is profiled already", fix="leave one of them out"))
+            raise SettingError("Profile(...) in a run that is profiled already", fix="leave one of them out")
 
     def warm_up(self, device: torch.device) -> None:
         """Start torch's profiler, which records nothing yet."""

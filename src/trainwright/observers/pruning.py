@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from trainwright.core.errors import SettingError, message
+from trainwright.core.errors import SettingError
 from trainwright.core.records import Validation
 from trainwright.core.suggestions import did_you_mean, suggests
 from trainwright.protocols import Observer
@@ -29,11 +29,11 @@ class Pruning(Observer):
     def __init__(self, trial: Any, monitor: str, *, per: Literal["epoch", "update"] = "epoch") -> None:
         if not callable(getattr(trial, "report", None)) or not callable(getattr(trial, "should_prune", None)):
             fix = 'def objective(trial): ... observers=[Pruning(trial, "val_accuracy")]'
-            raise SettingError(message(f"Pruning({trial!r}, ...)", want="the trial that Optuna gave", fix=fix))
+            raise SettingError(f"Pruning({trial!r}, ...)", want="the trial that Optuna gave", fix=fix)
         if not isinstance(monitor, str) or not monitor:
-            raise SettingError(message(f"Pruning(trial, {monitor!r})", want="the name of a number", fix='"val_loss"'))
+            raise SettingError(f"Pruning(trial, {monitor!r})", want="the name of a number", fix='"val_loss"')
         if per not in ("epoch", "update"):
-            raise SettingError(message(f"Pruning(per={per!r})", want='"epoch" or "update"'))
+            raise SettingError(f"Pruning(per={per!r})", want='"epoch" or "update"')
         _check_direction(trial, monitor)
         self.trial, self.monitor, self.per = trial, monitor, per
         self._last: int | None = None
@@ -68,7 +68,7 @@ class Pruning(Observer):
             return
         have = ", ".join(record.metrics)
         what = f"Pruning watches {self.monitor!r}, which is not reported.{did_you_mean(self.monitor, record.metrics)}"
-        raise SettingError(message(what, have=have, where=False))
+        raise SettingError(what, have=have, where=False)
 
 
 def _check_direction(trial: Any, monitor: str) -> None:
@@ -79,4 +79,4 @@ def _check_direction(trial: Any, monitor: str) -> None:
         what = f"Pruning watches {monitor!r} in a study that is to {direction.lower()}: it would prune the best"
         want = "a number that is better the same way as the objective's"
         fix = 'tune(..., mode="max") and Pruning(trial, "val_accuracy"); or mode="min" and "val_loss"'
-        raise SettingError(message(what, want=want, fix=fix))
+        raise SettingError(what, want=want, fix=fix)

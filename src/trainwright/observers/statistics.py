@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainwright.core.durations import Updates
-from trainwright.core.errors import SettingError, message
+from trainwright.core.errors import SettingError
 from trainwright.core.model_statistics import ModelStatistics
 from trainwright.core.suggestions import suggests
 from trainwright.observers.probes import Inspecting
@@ -23,10 +23,10 @@ class Statistics(Inspecting):
     def __init__(self, *, every: Updates = Updates(100), parameters: str = "*") -> None:  # noqa: B008
         if not isinstance(every, Updates):
             what = f"Statistics(every={every!r})"
-            raise SettingError(message(what, want="Updates(n)", fix="Statistics(every=Updates(100))"))
+            raise SettingError(what, want="Updates(n)", fix="Statistics(every=Updates(100))")
         if not isinstance(parameters, str) or not parameters:
             what = f"Statistics(parameters={parameters!r})"
-            raise SettingError(message(what, want="a pattern of names", fix='Statistics(parameters="head.*")'))
+            raise SettingError(what, want="a pattern of names", fix='Statistics(parameters="head.*")')
         self.span, self.parameters = every, parameters
         self.name = f"Statistics(every={every}, parameters={parameters!r})"
         self.latest: ModelStatistics | None = None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from numbers import Real
 
 from trainwright.core.durations import Epochs, Seconds, Span, Updates, check_span
-from trainwright.core.errors import SettingError, message
+from trainwright.core.errors import SettingError
 from trainwright.core.speed import Speed, together
 from trainwright.core.suggestions import suggests
 from trainwright.observers.table import amount, byte_size, joined
@@ -37,7 +37,7 @@ class Throughput(Observer):
         check_span(every, "every", call="Throughput({})")
         if isinstance(every, Seconds):
             what = f"Throughput(every={every}) would ask the clock at every update"
-            raise SettingError(message(what, want="Updates(n) or Epochs(n)", fix="Throughput(every=Updates(100))"))
+            raise SettingError(what, want="Updates(n) or Epochs(n)", fix="Throughput(every=Updates(100))")
         self.span: Updates | Epochs = every
         self.flops_per_row = _positive("flops_per_row", flops_per_row, "count_flops(model, x) / len(x)")
         self.peak = _positive("peak", peak, "989e12")
@@ -68,4 +68,4 @@ def _positive(name: str, value: float | None, example: str) -> float | None:
     ):
         return value
     what = f"Throughput({name}={value!r})"
-    raise SettingError(message(what, want="a number above 0, or None", fix=f"Throughput({name}={example})"))
+    raise SettingError(what, want="a number above 0, or None", fix=f"Throughput({name}={example})")

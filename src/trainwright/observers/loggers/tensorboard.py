@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainwright.core.checks import local_path
 from trainwright.core.durations import Seconds, Span, Updates
-from trainwright.core.errors import SettingError, message
+from trainwright.core.errors import SettingError
 from trainwright.core.plan import Plan
 from trainwright.core.records import Result, Saved, Update, Validation
 from trainwright.core.suggestions import suggests
@@ -34,12 +34,10 @@ class TensorBoardLogger(Observer):
     def __init__(self, directory: str | os.PathLike[str], *, every: Span = Updates(10)) -> None:  # noqa: B008
         if not isinstance(every, Updates | Seconds):
             what = f"TensorBoardLogger(every={every!r})"
-            raise SettingError(
-                message(what, want="Updates(n) or Seconds(n)", fix="TensorBoardLogger(..., every=Updates(10))")
-            )
+            raise SettingError(what, want="Updates(n) or Seconds(n)", fix="TensorBoardLogger(..., every=Updates(10))")
         if find_spec("tensorboard") is None:
             fix = 'pip install "trainwright[tensorboard]"'
-            raise SettingError(message("TensorBoardLogger(...) without the package tensorboard", fix=fix))
+            raise SettingError("TensorBoardLogger(...) without the package tensorboard", fix=fix)
         self.directory, self.every = local_path(directory, "TensorBoardLogger({})"), every
         self._hides: int | None = 0
         """The first step of earlier files that is not shown any more; None where all are."""
