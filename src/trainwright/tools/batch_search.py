@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from trainwright.core.checks import check_number, check_whole
-from trainwright.core.errors import SettingError, message
+from trainwright.core.errors import SettingError
 from trainwright.core.memory import free_memory, is_out_of_memory
 from trainwright.core.rng import unmoved
 from trainwright.core.suggestions import suggests
@@ -131,7 +131,7 @@ def find_batch_size(
         whole = peaks.left() if budget is None else budget
         if whole is None:
             what = f"how much memory {trainer.device} has is not known"
-            raise SettingError(message(what, fix="find_batch_size(..., budget=8 * 2**30)   # bytes"))
+            raise SettingError(what, fix="find_batch_size(..., budget=8 * 2**30)   # bytes")
         limit = whole if budget is not None or not peaks.refuses else None
         k = 2 if effective is not None or accumulated > 1 else 1  # a second one meets the gradients of the first
         trials = _Trials(trainer, kept, peaks, batch=(batch, rows), k=k, limit=limit)
@@ -208,9 +208,7 @@ class _Search:
         while not self._try(first):
             if first == 1 or not self.trials.left:
                 what = f"micro-batches of {first} rows do not fit in {room}"
-                raise SettingError(
-                    message(what, fix='a smaller batch_size, precision="bf16", checkpoint_activations()')
-                )
+                raise SettingError(what, fix='a smaller batch_size, precision="bf16", checkpoint_activations()')
             first = max(1, first // 4)
         if self.trials.left and first < self._most:
             second = int(min(2 * first, self._most))

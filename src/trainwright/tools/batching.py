@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainwright.core.errors import DataError, message
+from trainwright.core.errors import DataError
 from trainwright.core.trees import mapping_like, sequence_like
 from trainwright.data.cutting import cut, rows_of
 
@@ -22,7 +22,7 @@ def halved(batches: Sequence[Any]) -> list[Any]:
     for batch in batches:
         rows = rows_of(batch, "a batch")
         if rows < 2:
-            raise DataError(message("a batch of one row cannot be cut in two", want="two rows or more"))
+            raise DataError("a batch of one row cannot be cut in two", want="two rows or more")
         middle = (rows + 1) // 2
         found += [compact(cut(batch, part, of=rows)) for part in (range(middle), range(middle, rows))]
     return found
@@ -68,4 +68,4 @@ def _put_together(join: Any, parts: list[Any]) -> Any:
         return join(parts)
     except (RuntimeError, ValueError, TypeError) as error:
         shapes = ", ".join(str(tuple(part.shape)) for part in parts[:2])
-        raise DataError(message(f"batches of shapes {shapes} cannot be joined", want="rows of one shape")) from error
+        raise DataError(f"batches of shapes {shapes} cannot be joined", want="rows of one shape") from error

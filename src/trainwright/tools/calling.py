@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from trainwright.core.errors import SettingError, message
+from trainwright.core.errors import SettingError
 from trainwright.modules.dry_run import Given
 from trainwright.update.batches import split
 
@@ -29,12 +29,10 @@ def given_by(model: nn.Module, batch: Any, what: str) -> Given:
             return given
     have = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else f"a {type(batch).__name__} of {len(whole)}"
     raise SettingError(
-        message(
-            f"{what}: the model cannot be called with this batch",
-            have=have,
-            want=f"{type(model).__name__}.forward{inspect.signature(model.forward)}",
-            fix=f'{what}(model, batch, call=lambda model, batch: model(batch["image"]))' if what == "summary" else "",
-        )
+        f"{what}: the model cannot be called with this batch",
+        have=have,
+        want=f"{type(model).__name__}.forward{inspect.signature(model.forward)}",
+        fix=f'{what}(model, batch, call=lambda model, batch: model(batch["image"]))' if what == "summary" else "",
     )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
-from trainwright.core.errors import SettingError, first_line, message
+from trainwright.core.errors import SettingError, first_line
 from trainwright.core.rng import unmoved
 from trainwright.modules.activations import release_all
 from trainwright.modules.dry_run import Given
@@ -113,7 +113,7 @@ def _traced(twin: nn.Module, given: Given, what: str) -> tuple[fx.Graph, list[An
     kinds = [one.kind for one in inspect.signature(twin.forward).parameters.values()]
     if inspect.Parameter.VAR_POSITIONAL in kinds or inspect.Parameter.VAR_KEYWORD in kinds:
         what = f"{what} cannot follow the forward of {type(twin).__name__}: it takes any number of inputs"
-        raise SettingError(message(what, want="a forward that names its inputs"))
+        raise SettingError(what, want="a forward that names its inputs")
     bound = inspect.signature(twin.forward).bind(*given.inputs, **given.keywords)
     known = set(bound.arguments)
     bound.apply_defaults()
@@ -123,11 +123,9 @@ def _traced(twin: nn.Module, given: Given, what: str) -> tuple[fx.Graph, list[An
             graph = fx.Tracer().trace(twin, concrete_args=fixed or None)
     except Exception as error:  # the model's own forward runs on stand-ins, and may do anything with them
         raise SettingError(
-            message(
-                f"{what} cannot follow the forward of {type(twin).__name__}",
-                have=first_line(error, 160),
-                want="a forward that torch.fx traces: no branch on numbers, no loop over a tensor",
-            )
+            f"{what} cannot follow the forward of {type(twin).__name__}",
+            have=first_line(error, 160),
+            want="a forward that torch.fx traces: no branch on numbers, no loop over a tensor",
         ) from error
     return graph, list(bound.arguments.values())
 

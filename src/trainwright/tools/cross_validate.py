@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.core.checks import check_choice, check_number, check_whole
-from trainwright.core.errors import SettingError, message
+from trainwright.core.errors import SettingError
 from trainwright.core.rng import seed as start_random_state
 from trainwright.core.rng import unmoved
 from trainwright.core.suggestions import suggests
@@ -74,7 +74,7 @@ def cross_validate(
                 trainer = seen.checked(_made(make_trainer, index), index)
                 if drawn and trainer.world.size > 1:
                     what = "cross_validate without a seed in a run of several processes: each would draw its own"
-                    raise SettingError(message(what, fix="cross_validate(..., seed=0)"))
+                    raise SettingError(what, fix="cross_validate(..., seed=0)")
                 done.append(course.run(trainer, train, held_out, seed=number, predicts=predictions))
         except Exception as error:
             error.add_note(f"in fold {index} of {len(splits.pairs)}, counted from 0")
@@ -118,7 +118,7 @@ class _Course:
         if not isinstance(given, tuple | list) or len(given) != len(sets):
             have = f"{len(given)} of them" if isinstance(given, tuple | list) else f"a {type(given).__name__}"
             want = f"{len(sets)} data sets: the training rows, and the others as they were given"
-            raise SettingError(message("what prepare(train, *others) gave", have=have, want=want))
+            raise SettingError("what prepare(train, *others) gave", have=have, want=want)
         return list(given)
 
     def _batches(self, data: Any) -> Any:
@@ -153,7 +153,7 @@ class _Seen:
         if at != fold:
             what = f"folds {at} and {fold} would write their checkpoints to one directory, {directory}"
             fix = 'def make_trainer(fold): ... checkpoint=Checkpoint(f"runs/fold{fold}")'
-            raise SettingError(message(what, want="a directory for each", fix=fix))
+            raise SettingError(what, want="a directory for each", fix=fix)
 
 
 def _trained_things(trainer: Trainer[Any]) -> list[tuple[Any, str]]:
@@ -188,11 +188,9 @@ def _identity(thing: Any) -> tuple[str, int]:
 
 def _leak(what: str, fold: str) -> SettingError:
     return SettingError(
-        message(
-            f"make_trainer() gave {what} again, to {fold}: it has seen the rows that are to be held out",
-            want="a fresh model, optimizer and trainer at each call",
-            fix="def make_trainer(): model = Net(); return Trainer(model, torch.optim.AdamW(model.parameters()), ...)",
-        )
+        f"make_trainer() gave {what} again, to {fold}: it has seen the rows that are to be held out",
+        want="a fresh model, optimizer and trainer at each call",
+        fix="def make_trainer(): model = Net(); return Trainer(model, torch.optim.AdamW(model.parameters()), ...)",
     )
 
 
@@ -201,10 +199,10 @@ def _made(make_trainer: Callable[..., Any], fold: int) -> Trainer[Any]:
     if isinstance(make_trainer, Trainer) or not callable(make_trainer):
         what = f"make_trainer is a {type(make_trainer).__name__}"
         want = "a function that builds a fresh trainer for each fold"
-        raise SettingError(message(what, want=want, fix="def make_trainer(): return Trainer(...)"))
+        raise SettingError(what, want=want, fix="def make_trainer(): return Trainer(...)")
     made = make_trainer(fold) if _asks(make_trainer) else make_trainer()
     if not isinstance(made, Trainer):
-        raise SettingError(message(f"make_trainer() gave a {type(made).__name__}", want="a Trainer"))
+        raise SettingError(f"make_trainer() gave a {type(made).__name__}", want="a Trainer")
     return made
 
 
@@ -228,7 +226,7 @@ def _refuse_watching(trainer: Trainer[Any]) -> None:
         if isinstance(monitor, str) and monitor.startswith("val_"):
             what = f"{slot} watches {monitor!r}, and the rows held out are never shown to fit: the choice would leak"
             want = "a share of each fold's training rows to validate on"
-            raise SettingError(message(what, want=want, fix="cross_validate(..., validation=0.1)"))
+            raise SettingError(what, want=want, fix="cross_validate(..., validation=0.1)")
 
 
 def _check_settings(validation: Any, *, seed: Any, resume: Any) -> None:
@@ -240,4 +238,4 @@ def _check_settings(validation: Any, *, seed: Any, resume: Any) -> None:
     check_choice(resume, "cross_validate", "resume", choices=(None, "auto"), fix='resume="auto"')
     if resume is not None and seed is None:
         what = 'resume="auto" without a seed: the folds would be others than those that were begun'
-        raise SettingError(message(what, fix='cross_validate(..., seed=0, resume="auto")'))
+        raise SettingError(what, fix='cross_validate(..., seed=0, resume="auto")')

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from trainwright.core.errors import SettingError, message
+from trainwright.core.errors import SettingError
 from trainwright.core.suggestions import suggests
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -91,4 +91,4 @@ def _check_products() -> None:
             raise
         what = f"deterministic(), and CUDA has multiplied matrices without {WORKSPACE}"
         fix = f'os.environ["{WORKSPACE}"] = "{_FIXED[0]}" at the top of the script'
-        raise SettingError(message(what, want="a workspace that is set before the first product", fix=fix)) from None
+        raise SettingError(what, want="a workspace that is set before the first product", fix=fix) from None

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainwright.core.errors import DataError, message
+from trainwright.core.errors import DataError
 from trainwright.core.records import Result
 from trainwright.core.trees import sequence_like
 from trainwright.observers.table import duration, number
@@ -88,15 +88,13 @@ class CrossValidation:
         `folds[i].predictions` holds those of each fold in any case.
         """
         if any(fold.predictions is None for fold in self.folds):
-            raise DataError(message("the folds have made no predictions", fix="cross_validate(..., predictions=True)"))
+            raise DataError("the folds have made no predictions", fix="cross_validate(..., predictions=True)")
         most = int(self.held_out.max())
         if most > 1:
             raise DataError(
-                message(
-                    f"a row was held out {most} times, so that there is no one prediction for it",
-                    want="folds that hold each row out once",
-                    fix="the predictions of each fold, for its rows: folds[i].predictions, folds[i].rows",
-                )
+                f"a row was held out {most} times, so that there is no one prediction for it",
+                want="folds that hold each row out once",
+                fix="the predictions of each fold, for its rows: folds[i].predictions, folds[i].rows",
             )
         return self._laid([fold.predictions for fold in self.folds])
 
@@ -162,10 +160,8 @@ def _deviation(values: list[float]) -> float:
 
 def _apart(have: str) -> DataError:
     return DataError(
-        message(
-            "the predictions of the folds cannot be laid into one tensor",
-            have=have,
-            want="tensors of one shape for each row, or tuples and dicts of them",
-            fix="the predictions of each fold, for its rows: folds[i].predictions, folds[i].rows",
-        )
+        "the predictions of the folds cannot be laid into one tensor",
+        have=have,
+        want="tensors of one shape for each row, or tuples and dicts of them",
+        fix="the predictions of each fold, for its rows: folds[i].predictions, folds[i].rows",
     )

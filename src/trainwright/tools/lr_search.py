@@ -14,7 +14,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from trainwright.core.checks import check_choice, check_number, check_whole
-from trainwright.core.errors import SettingError, message
+from trainwright.core.errors import SettingError
 from trainwright.core.records import Update
 from trainwright.core.rng import unmoved
 from trainwright.core.suggestions import suggests
@@ -244,18 +244,18 @@ def _refuse_schedulers(trainer: Trainer[Any]) -> None:
     if any(map(has_scheduler, trainer.optimizers.values())):
         what = "find_lr of an optimizer that a torch scheduler was built on: the sweep sets the rate itself"
         fix = f"find_lr before the scheduler is built; {CLEARED}"
-        raise SettingError(message(what, want="an optimizer whose rate nothing else sets", fix=fix))
+        raise SettingError(what, want="an optimizer whose rate nothing else sets", fix=fix)
 
 
 def _own_rate(trainer: Trainer[Any]) -> float:
     """The rate that a schedule would start from in the first parameter group."""
     groups = [group for optimizer in trainer.optimizers.values() for group in optimizer.param_groups]
     if not groups or not all(isinstance(group.get("lr"), float | int | Tensor) for group in groups):
-        raise SettingError(message("find_lr of a trainer without an optimizer that has rates", want="lr in each group"))
+        raise SettingError("find_lr of a trainer without an optimizer that has rates", want="lr in each group")
     own = float(groups[0].get("initial_lr", groups[0]["lr"]))
     if own <= 0:
         what = f"find_lr of a first parameter group whose rate is {own:g}"
-        raise SettingError(message(what, want="a rate above 0: the others stay in proportion to it", fix="lr=1e-3"))
+        raise SettingError(what, want="a rate above 0: the others stay in proportion to it", fix="lr=1e-3")
     return own
 
 
@@ -269,8 +269,6 @@ def _check(lowest: float, highest: float, *, updates: int, spacing: str, diverge
     check_choice(spacing, "find_lr", "spacing", choices=("exponential", "linear"))
     if not (lowest > 0 or (lowest == 0 and spacing == "linear")) or not lowest < highest < math.inf:
         what = f"find_lr(lowest={lowest!r}, highest={highest!r})"
-        raise SettingError(
-            message(what, want="rates above 0, the highest above the lowest", fix="lowest=1e-7, highest=10")
-        )
+        raise SettingError(what, want="rates above 0, the highest above the lowest", fix="lowest=1e-7, highest=10")
     check_whole(updates, f"find_lr(updates={updates!r})", least=FEWEST)
     check_number(diverges, f"find_lr(diverges={diverges!r})", above=1, what="times the best loss,", fix="diverges=4")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 
 from trainwright.core.checks import check_choice, check_number
-from trainwright.core.errors import SettingError, message
+from trainwright.core.errors import SettingError
 from trainwright.core.suggestions import suggests
 from trainwright.modules.dtensors import is_sharded
 from trainwright.modules.matching import Blocks, named
@@ -97,7 +97,7 @@ def _masks(worth: Mapping[str, Tensor], amount: float) -> dict[str, Tensor]:
     zeros = round(amount * len(flat))
     if (before := int((flat < 0).sum())) > zeros:
         have = f"{before / len(flat):.1%} are masked"
-        raise SettingError(message(f"mask_weights(amount={amount:g})", have=have, want="as much or more"))
+        raise SettingError(f"mask_weights(amount={amount:g})", have=have, want="as much or more")
     mask = torch.ones(len(flat))
     mask[flat.argsort(stable=True)[:zeros]] = 0
     pieces = mask.split([one.numel() for one in worth.values()])
@@ -116,7 +116,7 @@ def _put(module: Any, mask: Tensor) -> None:
 
 def _check(model: nn.Module, found: Mapping[str, nn.Module]) -> None:
     if not found:
-        raise SettingError(message("mask_weights: no linear layer or convolution is meant", want="layers with weights"))
+        raise SettingError("mask_weights: no linear layer or convolution is meant", want="layers with weights")
     holders: dict[int, int] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
@@ -133,4 +133,4 @@ def _check(model: nn.Module, found: Mapping[str, nn.Module]) -> None:
             what, fix = "is shared with another module, which would go without the mask", "leave it out of layers="
         else:
             continue
-        raise SettingError(message(f"mask_weights: the weight of {name} {what}", fix=fix))
+        raise SettingError(f"mask_weights: the weight of {name} {what}", fix=fix)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.core.checks import check_choice, check_number, check_whole
-from trainwright.core.errors import SettingError, message
+from trainwright.core.errors import SettingError
 from trainwright.core.rng import unmoved
 from trainwright.core.suggestions import did_you_mean, suggests
 from trainwright.core.trees import tensors_in
@@ -80,7 +80,7 @@ def shrink(
     check_whole(multiple, f"shrink(multiple={multiple!r})")
     check_choice(scope, "shrink", "scope", choices=("layer", "global"))
     if by not in ("l1", "bn") and not callable(by):
-        raise SettingError(message(f"shrink(by={by!r})", want='"l1", "bn", or a function of a layer and its name'))
+        raise SettingError(f"shrink(by={by!r})", want='"l1", "bn", or a function of a layer and its name')
     given = given_by(model, example, "shrink").beside(model)
     groups = groups_of(model, given, "shrink")
     meant = None if layers is None else set(named(model, layers, "shrink"))
@@ -93,7 +93,7 @@ def shrink(
     open_ = {name: group for name, group in groups.items() if not group.why}
     if not open_:
         have = "; ".join(f"{name}: {group.why}" for name, group in groups.items()) or "no linear layer or convolution"
-        raise SettingError(message("shrink: no layer can lose channels", have=have))
+        raise SettingError("shrink: no layer can lose channels", have=have)
     scores = {name: _worth(model, group, by) for name, group in open_.items()}
     lost = _least(scores, amount, by_layer=scope == "layer", multiple=multiple)
     return _without(model, given, groups, lost=lost)
@@ -111,9 +111,9 @@ def remove_channels(model: nn.Module, example: Any, channels: Mapping[str, Colle
         size = groups[name].size
         if any(isinstance(one, bool) or not isinstance(one, int) or not 0 <= one < size for one in lost):
             want = f"channels from 0 to {size - 1}"
-            raise SettingError(message(f"remove_channels({{{name!r}: {sorted(lost)}}})", want=want))
+            raise SettingError(f"remove_channels({{{name!r}: {sorted(lost)}}})", want=want)
         if len(set(lost)) == size:
-            raise SettingError(message(f"remove_channels: {name} would have no channel left"))
+            raise SettingError(f"remove_channels: {name} would have no channel left", where=True)
     gone = {name: tuple(sorted(set(one))) for name, one in channels.items() if one}
     for name, group in groups.items():
         group.why = group.why or ("" if name in gone else "it was not asked for")
@@ -132,9 +132,9 @@ def _check_meant(groups: Mapping[str, Group], meant: set[str], call: str) -> Non
     for name in meant:
         if name not in groups:
             what = f"{call}: {name!r} is no linear layer or convolution that the forward calls."
-            raise SettingError(message(what + did_you_mean(name, groups), have=", ".join(groups) or "none"))
+            raise SettingError(what + did_you_mean(name, groups), have=", ".join(groups) or "none")
         if groups[name].why:
-            raise SettingError(message(f"{call}: {name} cannot lose channels: {groups[name].why}"))
+            raise SettingError(f"{call}: {name} cannot lose channels: {groups[name].why}", where=True)
 
 
 def _scales(model: nn.Module, group: Group) -> list[Tensor]:
@@ -155,7 +155,7 @@ def _worth(model: nn.Module, group: Group, by: By) -> Tensor:
     if scores.shape != (group.size,) or scores.isnan().any():
         have = f"shape {tuple(scores.shape)}" if scores.shape != (group.size,) else "NaN"
         what = f"shrink(by=...): what it returned for {group.maker} is no number for each channel"
-        raise SettingError(message(what, have=have, want=f"shape ({group.size},)"))
+        raise SettingError(what, have=have, want=f"shape ({group.size},)")
     return scores
 
 
@@ -253,7 +253,7 @@ def _try(
         elif torch.equal(ours, theirs):
             continue
         what = "the smaller model does not compute what the bigger one does without these channels"
-        raise SettingError(message(what, have=", ".join(lost), fix="layers= without the layer that is to blame"))
+        raise SettingError(what, have=", ".join(lost), fix="layers= without the layer that is to blame")
 
 
 def _silence(model: nn.Module, use: Use, channels: tuple[int, ...]) -> None:

@@ -19,7 +19,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, column_or_1d, validate_data
 from torch import Tensor, nn
 
-from trainwright.core.errors import SettingError, message
+from trainwright.core.errors import SettingError
 from trainwright.core.records import StepOutput, SumLoss
 from trainwright.core.rng import seed as start_random_state
 from trainwright.core.rng import unmoved
@@ -129,7 +129,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         if isinstance(build, nn.Module) or not callable(build):
             want = "a class, or a function (features, outputs) that builds a fresh one"
             what = f"{type(self).__name__}(module): a {type(build).__name__}"
-            raise SettingError(message(what, want=want, fix='module=Net, module_params={"width": 64}'))
+            raise SettingError(what, want=want, fix='module=Net, module_params={"width": 64}')
         params = self.module_params or {}
         _check_call(build, features, outputs, params=params)
         module = build(features, outputs, **params).to(getattr(torch, self.dtype))
@@ -156,12 +156,12 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
 
     def _rows_of_a_batch(self, rows: int) -> int:
         if isinstance(self.batch_size, str) and self.batch_size != "all":
-            raise SettingError(message(f"batch_size={self.batch_size!r}", want='a whole number, or "all"'))
+            raise SettingError(f"batch_size={self.batch_size!r}", want='a whole number, or "all"')
         return rows if isinstance(self.batch_size, str) else self.batch_size
 
     def _numpy_dtype(self) -> Any:
         if self.dtype not in ("float32", "float64"):
-            raise SettingError(message(f"dtype={self.dtype!r}", want='"float32" or "float64"'))
+            raise SettingError(f"dtype={self.dtype!r}", want='"float32" or "float64"')
         return np.dtype(self.dtype)
 
     def _read_target(self, y: Array) -> tuple[Array, int]:
@@ -217,7 +217,7 @@ class SklearnClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
         scores, classes = self._outputs(X), len(self.classes_)
         if scores.shape[1:] != (classes,):
             what = f"the module gives {tuple(scores.shape[1:])} for each row, and there are {classes} classes"
-            raise SettingError(message(what, want="a score for each", fix="nn.Linear(..., outputs) in the end"))
+            raise SettingError(what, want="a score for each", fix="nn.Linear(..., outputs) in the end")
         return scores
 
     def _gives_probabilities(self) -> bool:
@@ -287,7 +287,7 @@ def _check_call(build: Any, features: int, outputs: int, *, params: Mapping[str,
         called = f"module({features}, {outputs}{''.join(f', {name}=...' for name in params)})"
         fix = "def module(features, outputs, *, width=64): ..."
         what = f"{getattr(build, '__name__', build)} cannot be called as {called}"
-        raise SettingError(message(what, have=str(error), want="features, outputs, module_params", fix=fix)) from error
+        raise SettingError(what, have=str(error), want="features, outputs, module_params", fix=fix) from error
     except ValueError:  # a builder without a signature
         return
 
@@ -303,7 +303,7 @@ def _each_row(loss: Any) -> Callable[[Tensor, Tensor], Tensor]:
     if known is None or known.reduction != "mean" or getattr(loss, "weight", None) is not None:
         fix = "loss=nn.CrossEntropyLoss(), and the weights of classes in sample_weight"
         what = f"sample_weight with loss={loss!r}"
-        raise SettingError(message(what, want="a mean of torch's own, without weights of classes", fix=fix))
+        raise SettingError(what, want="a mean of torch's own, without weights of classes", fix=fix)
     return known.each_row
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
-from trainwright.core.errors import DataError, SettingError, message
+from trainwright.core.errors import DataError, SettingError
 from trainwright.core.rng import seed as start_random_state
 from trainwright.core.rng import unmoved
 from trainwright.core.trees import sequence_like
@@ -75,7 +75,7 @@ def split_rows(folds: Any, data: Any, *, target: Any, groups: Any, seed: int) ->
         stratifies = "Stratified" in type(folds).__name__
     if stratifies and classes is None:
         what = f"{type(folds).__name__}, and the data have no target that is known"
-        raise SettingError(message(what, want="the class of each row", fix="cross_validate(..., target=classes)"))
+        raise SettingError(what, want="the class of each row", fix="cross_validate(..., target=classes)")
     if hasattr(folds, "split") and not isinstance(folds, str | bytes):
         with unmoved():  # a splitter without a random_state draws from NumPy's global state
             start_random_state(mixed_seed(seed, 0))
@@ -85,7 +85,7 @@ def split_rows(folds: Any, data: Any, *, target: Any, groups: Any, seed: int) ->
         pairs = _given(folds)
     checked = tuple(_checked(pair, index, rows=rows, groups=groups) for index, pair in enumerate(pairs))
     if not checked:
-        raise SettingError(message("folds without one split", want="at least one pair of row numbers"))
+        raise SettingError("folds without one split", want="at least one pair of row numbers")
     return Splits(rows, checked, classes if stratifies else None, groups)
 
 
@@ -136,7 +136,7 @@ def _splitter(folds: int, rows: int, classes: NDArray[Any] | None, *, groups: An
 
     if isinstance(folds, bool) or not 2 <= folds <= rows:
         want = f"a whole number from 2 to {rows}, the rows"
-        raise SettingError(message(f"folds={folds!r}", want=want, fix="folds=5"))
+        raise SettingError(f"folds={folds!r}", want=want, fix="folds=5")
     if groups is not None:
         return GroupKFold(folds)
     if classes is not None and classes.ndim == 1 and classes.dtype.kind in "biu":
@@ -150,38 +150,32 @@ def _given(folds: Any) -> list[Any]:
     if isinstance(folds, Iterable) and not isinstance(folds, str | bytes | dict):
         return list(folds)
     raise SettingError(
-        message(
-            f"folds={folds!r}",
-            want="a number, a splitter of scikit-learn, or pairs (rows to train on, rows held out)",
-            fix="folds=5, or folds=StratifiedKFold(5, shuffle=True, random_state=0)",
-        )
+        f"folds={folds!r}",
+        want="a number, a splitter of scikit-learn, or pairs (rows to train on, rows held out)",
+        fix="folds=5, or folds=StratifiedKFold(5, shuffle=True, random_state=0)",
     )
 
 
 def _checked(pair: Any, index: int, *, rows: int, groups: NDArray[Any] | None) -> tuple[Rows, Rows]:
     """One split as two arrays of row numbers, without a row or a group on both sides."""
     if not isinstance(pair, Sequence) or len(pair) != 2:
-        raise SettingError(message(f"fold {index} is {pair!r}", want="a pair: (rows to train on, rows held out)"))
+        raise SettingError(f"fold {index} is {pair!r}", want="a pair: (rows to train on, rows held out)")
     train, held_out = (_numbers(part, index, rows) for part in pair)
     shared = np.intersect1d(train, held_out)
     if shared.size:
         raise DataError(
-            message(
-                f"fold {index} leaks: {shared.size} rows are trained on and held out",
-                have=f"row {int(shared[0])}" + (" and others" if shared.size > 1 else ""),
-                want="rows that are on one side only",
-            )
+            f"fold {index} leaks: {shared.size} rows are trained on and held out",
+            have=f"row {int(shared[0])}" + (" and others" if shared.size > 1 else ""),
+            want="rows that are on one side only",
         )
     if groups is not None:
         both = sorted({*groups[train].tolist()} & {*groups[held_out].tolist()})
         if both:
             raise DataError(
-                message(
-                    f"fold {index} leaks: {len(both)} groups are trained on and held out",
-                    have=f"group {both[0]!r}" + (" and others" if len(both) > 1 else ""),
-                    want="a splitter that keeps groups together",
-                    fix="folds=GroupKFold(5), or a number of folds",
-                )
+                f"fold {index} leaks: {len(both)} groups are trained on and held out",
+                have=f"group {both[0]!r}" + (" and others" if len(both) > 1 else ""),
+                want="a splitter that keeps groups together",
+                fix="folds=GroupKFold(5), or a number of folds",
             )
     return train, held_out
 
@@ -192,7 +186,7 @@ def _numbers(part: Any, index: int, rows: int) -> Rows:
     fits = numbers.ndim == 1 and numbers.size and numbers.dtype.kind in "iu"
     if not fits or numbers.min() < 0 or numbers.max() >= rows or len(np.unique(numbers)) < len(numbers):
         have = f"{numbers.size} of {numbers.dtype}" if not fits else f"{numbers.min()} to {numbers.max()}"
-        raise SettingError(message(f"the rows of fold {index}", have=have, want=want))
+        raise SettingError(f"the rows of fold {index}", have=have, want=want)
     return numbers.astype(np.int64)
 
 
@@ -200,7 +194,7 @@ def _column(given: Any, name: str, rows: int) -> NDArray[Any]:
     values = _array(given)
     if values.ndim < 1 or len(values) != rows:
         have = "a single value" if values.ndim < 1 else f"{len(values)} values for {rows} rows"
-        raise DataError(message(f"{name}=", have=have, want="one value for each row"))
+        raise DataError(f"{name}=", have=have, want="one value for each row")
     return values
 
 

@@ -44,7 +44,7 @@ def summary(
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             what = f"summary: {name} has no shape yet"
-            raise SettingError(message(what, fix="call model(one_batch) once before"))
+            raise SettingError(what, fix="call model(one_batch) once before")
     given = Given((batch,), call=call) if call is not None else given_by(model, batch, "summary")
     note = 'on="device"' if on == "device" else _why_not_meta(model)
     if note:

@@ -85,12 +85,12 @@ def variant(trainer: T, **settings: Any) -> T:
     """
     if trainer.world.size > 1 or trainer.parallel.shards:
         what = "a trial in a group of processes, or of a model in shards"
-        raise SettingError(message(what, want="one process", fix="call it in a run of its own: python script.py"))
+        raise SettingError(what, want="one process", fix="call it in a run of its own: python script.py")
     twin = copy.copy(trainer)
     twin.world, twin.parallel = World(), DDP()
     for name, value in {**_LEFT_OUT, **settings}.items():
         if name not in _SETTINGS:
-            raise SettingError(message(f"variant({name}=...)", want=f"one of {', '.join(sorted(_SETTINGS))}"))
+            raise SettingError(f"variant({name}=...)", want=f"one of {', '.join(sorted(_SETTINGS))}")
         setattr(twin, name, _SETTINGS[name](twin, value))
     twin.hooks = read_hooks(twin, overridden(type(twin), Trainer, HOOKS))
     twin.between, twin.counters, twin.history = Between(looks=False), Counters(), []
@@ -133,7 +133,7 @@ def ready(trainer: Trainer[Any], data: Any, *, updates: int, batch_size: int | N
         with unmoved(getattr(source, "generators", ())), data_kept(data):
             found = list(islice(source.epoch(0), number))
     if not found:
-        raise DataError(message("data without a batch", want="at least one batch"))
+        raise DataError("data without a batch", want="at least one batch")
     return [found[index % len(found)] for index in range(number)]
 
 
@@ -150,12 +150,10 @@ def open_afresh(data: Any, *, batch_size: int | None = None, role: str = "train"
             source._chosen = choosing(source._data, source._dealing.workers)
         return source
     raise DataError(
-        message(
-            f"{role} data that can be read only once, or go on where they were left: a trial would use them up",
-            have=f"a {type(data).__name__}",
-            want="data that start anew each time they are read",
-            fix="a list of ready batches: list(itertools.islice(stream, 50))",
-        )
+        f"{role} data that can be read only once, or go on where they were left: a trial would use them up",
+        have=f"a {type(data).__name__}",
+        want="data that start anew each time they are read",
+        fix="a list of ready batches: list(itertools.islice(stream, 50))",
     )
 
 
@@ -296,7 +294,7 @@ def _refuse_lazy(modules: Sequence[nn.Module]) -> None:
     if lazy:
         what = f"a trial of layers that have no shape yet: {', '.join(sorted(set(lazy)))}"
         fix = "run a batch through the model first: with torch.no_grad(): model(inputs)"
-        raise SettingError(message(what, want="layers whose weights are made", fix=fix))
+        raise SettingError(what, want="layers whose weights are made", fix=fix)
 
 
 def _is_lazy(module: nn.Module) -> bool:

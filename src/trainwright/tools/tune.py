@@ -16,7 +16,7 @@ from warnings import warn
 import torch
 
 from trainwright.core.checks import check_choice, check_whole
-from trainwright.core.errors import NonFiniteError, SettingError, first_line, message
+from trainwright.core.errors import NonFiniteError, SettingError, first_line
 from trainwright.core.rng import seed as start_random_state
 from trainwright.core.rng import unmoved
 from trainwright.core.suggestions import did_you_mean, suggests
@@ -84,7 +84,7 @@ def constrain(trial: Any, name: str, value: float, *, at_most: float) -> None:
     optuna = _optuna()
     for what, number in (("value", value), ("at_most", at_most)):
         if isinstance(number, bool) or not isinstance(number, Real) or math.isnan(float(number)):
-            raise SettingError(message(f"constrain({name!r}, {what}={number!r})", want="a number"))
+            raise SettingError(f"constrain({name!r}, {what}={number!r})", want="a number")
     trial.set_constraint(name, (float(value) - at_most) / (abs(at_most) or 1.0))
     if value > at_most:
         why = f"{name} {value:g} > {at_most:g}"
@@ -172,12 +172,12 @@ def _at_point(point: Mapping[str, Any]) -> Any:
 def _value_of(point: Mapping[str, Any], name: str, distribution: Any) -> Any:
     if name not in point:
         what = f"the objective asks for {name!r}, which the grid does not have.{did_you_mean(name, point)}"
-        raise SettingError(message(what, have=", ".join(point), fix=f"grid={{..., {name!r}: [...]}}"))
+        raise SettingError(what, have=", ".join(point), fix=f"grid={{..., {name!r}: [...]}}")
     value, choices = point[name], getattr(distribution, "choices", None)
     fits = value in choices if choices is not None else distribution.low <= value <= distribution.high
     if not fits:
         what = f"grid[{name!r}] has {value!r}, which the objective does not allow"
-        raise SettingError(message(what, want=str(distribution)))
+        raise SettingError(what, want=str(distribution))
     return value
 
 
@@ -187,7 +187,7 @@ def _checked_value(value: Any) -> float:
         isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.numel() == 1)
     ):
         fix = 'return result.best.value, or result.history[-1]["val_accuracy"]'
-        raise SettingError(message(f"the objective returned {value!r}", want="a number", fix=fix))
+        raise SettingError(f"the objective returned {value!r}", want="a number", fix=fix)
     if not math.isfinite(float(value)):
         raise NonFiniteError(f"the objective returned {float(value)}")
     return float(value)
@@ -201,7 +201,7 @@ def _study(url: str | None, name: str, mode: str, *, pruner: Any) -> Any:
     elif pruner is None:
         pruner = optuna.pruners.NopPruner()
     elif not isinstance(pruner, optuna.pruners.BasePruner):
-        raise SettingError(message(f"pruner={pruner!r}", want='"median", None, or a pruner of Optuna'))
+        raise SettingError(f"pruner={pruner!r}", want='"median", None, or a pruner of Optuna')
     direction = {"min": "minimize", "max": "maximize"}[mode]
     with _quiet(optuna.logging):
         study = optuna.create_study(
@@ -210,7 +210,7 @@ def _study(url: str | None, name: str, mode: str, *, pruner: Any) -> Any:
     if study.direction.name.lower() != direction:
         begun = "min" if mode == "max" else "max"
         what = f"the study {name!r} was begun with mode={begun!r}"
-        raise SettingError(message(what, have=f"mode={mode!r}", fix=f'mode={begun!r}, or name="another"'))
+        raise SettingError(what, have=f"mode={mode!r}", fix=f'mode={begun!r}, or name="another"')
     return study
 
 
@@ -238,7 +238,7 @@ def _begun(study: Any, seed: int | None, grid: Mapping[str, Sequence[Any]] | Non
         if json.dumps(now[what]) != json.dumps(before[what]) and not (what == "seed" and seed is None):
             told = f"the study {study.study_name!r} was begun with {what}={before[what]!r}"
             fix = 'name="another" for another search'
-            raise SettingError(message(told, have=f"{what}={now[what]!r}", fix=fix))
+            raise SettingError(told, have=f"{what}={now[what]!r}", fix=fix)
     return int(before["seed"])
 
 
@@ -247,7 +247,7 @@ def _path(storage: str | Path) -> Path:
     if "://" in text:
         what = f"storage={str(storage)!r}"
         fix = "Optuna's own study.optimize(objective), in which Pruning works as it does here"
-        raise SettingError(message(what, want="the path of an SQLite file", fix=fix))
+        raise SettingError(what, want="the path of an SQLite file", fix=fix)
     return Path(text).absolute()
 
 
@@ -266,36 +266,36 @@ def _alone(path: Path) -> Iterator[str]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             fix = "wait for it, or another storage"
-            raise SettingError(message(f"another process is searching in {path}", fix=fix)) from None
+            raise SettingError(f"another process is searching in {path}", fix=fix) from None
         yield f"sqlite:///{path}"
 
 
 def _check(objective: Any, mode: Any, *, trials: Any, grid: Any, sampler: Any) -> None:
     if not callable(objective):
-        raise SettingError(message(f"objective={objective!r}", want="a function of a trial that returns a number"))
+        raise SettingError(f"objective={objective!r}", want="a function of a trial that returns a number")
     check_choice(mode, "tune", "mode", choices=("min", "max"), fix='mode="max" for an accuracy')
     if trials is not None:
         check_whole(trials, f"tune(trials={trials!r})", fix="trials=20")
     if grid is None and trials is None:
-        raise SettingError(message("a search without an end", fix="trials=20, or grid={...}"))
+        raise SettingError("a search without an end", fix="trials=20, or grid={...}")
     if grid is not None and sampler is not None:
-        raise SettingError(message("both grid= and sampler=", want="one of them"))
+        raise SettingError("both grid= and sampler=", want="one of them")
     if grid is not None:
         _check_grid(grid)
     if (place := read_environment()) is not None:
         what = f"tune in one of {place.size} processes: each would search for itself"
-        raise SettingError(message(what, want="one process", fix="python script.py"))
+        raise SettingError(what, want="one process", fix="python script.py")
 
 
 def _check_grid(grid: Any) -> None:
     plain = (str, int, float, bool, type(None))
     if not isinstance(grid, Mapping) or not grid:
-        raise SettingError(message(f"grid={grid!r}", want="values by name", fix='grid={"lr": [1e-3, 1e-2]}'))
+        raise SettingError(f"grid={grid!r}", want="values by name", fix='grid={"lr": [1e-3, 1e-2]}')
     for name, values in grid.items():
         listed = isinstance(values, Sequence) and not isinstance(values, str) and len(values)
         if not listed or not all(isinstance(value, plain) for value in values):
             want = "a list of numbers, strings, booleans or None, at least one"
-            raise SettingError(message(f"grid[{name!r}]={values!r}", want=want))
+            raise SettingError(f"grid[{name!r}]={values!r}", want=want)
 
 
 def _optuna() -> Any:
@@ -303,8 +303,8 @@ def _optuna() -> Any:
         import optuna
     except ImportError as error:
         what = "tune needs Optuna, which is not installed"
-        raise SettingError(message(what, fix='pip install "trainwright[tune]"')) from error
+        raise SettingError(what, fix='pip install "trainwright[tune]"') from error
     if not hasattr(optuna.trial.FrozenTrial, "constraints"):
         what, have = "tune needs Optuna 5 or later", f"Optuna {optuna.__version__}"
-        raise SettingError(message(what, have=have, fix='pip install --upgrade "trainwright[tune]"'))
+        raise SettingError(what, have=have, fix='pip install --upgrade "trainwright[tune]"')
     return optuna
