@@ -62,6 +62,7 @@ class Own(Trainer):
         self.optimizer.step()
 
 
+WORDS = torch.randint(0, 3, (4, 3), generator=torch.Generator().manual_seed(0))
 IMAGES = (torch.randn(4, 8, 8, 1), Y)
 
 
@@ -81,6 +82,16 @@ def sequence(*layers):
 
 
 CASES = {
+    "rows mixed with features": (
+        *(lambda: (make(model=sequence(nn.Unflatten(1, (2, 2)), nn.Flatten(0, 1), nn.Linear(2, 3))), pieces()),),
+        *(ValueError, "CrossEntropyLoss", "CrossEntropyLoss got an output of 8 rows and a target of 4"),
+        "x.flatten(1) in forward for a view or reshape that mixes rows with features",
+    ),
+    "a target for each word": (
+        *(lambda: (make(model=sequence(nn.Embedding(3, 3), nn.Flatten(0, 1))), [(WORDS, WORDS)]), ValueError),
+        *("CrossEntropyLoss", "CrossEntropyLoss got an output of 12 rows and a target of 4"),
+        "target.flatten() in split(self, batch)",
+    ),
     "fractions for classes": (
         *(lambda: (make(), [(X, torch.rand(4))]), RuntimeError, "CrossEntropyLoss"),
         "the targets are float32 and hold fractions, so they are no classes",
@@ -113,7 +124,7 @@ CASES = {
     ),
     "whole numbers for yes and no": (
         *(lambda: binary(nn.BCEWithLogitsLoss(), y=Y[:, None] % 2), RuntimeError, "BCEWithLogitsLoss"),
-        "takes targets of the output's type, float32; they are int64",
+        "takes targets of the output's dtype, float32; they are int64",
         "target.float() in split(self, batch)",
     ),
     "logits for probabilities": (
@@ -265,6 +276,7 @@ SPLITS = {
     "one-hot classes": "target.argmax(1)",
     "a class that is too large": "target - 1",
     "whole numbers for yes and no": "target.float()",
+    "a target for each word": "target.flatten()",
 }
 INPUTS = {
     "float64 inputs": "inputs.float()",

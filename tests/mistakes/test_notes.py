@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from refusals import entry, make, noted, pieces
@@ -167,14 +170,36 @@ def test_a_batch_that_cannot_be_shown_does_not_replace_the_error():
 
     with pytest.raises(LookupError, match="mine") as caught:
         make(Mine).fit([Spiteful(x=X)], epochs=1)
-    assert caught.value.__notes__ == ["trainwright: what the failed step held cannot be shown: RuntimeError: not now"]
+    assert caught.value.__notes__ == [
+        "trainwright: the values of the failed step cannot be shown: RuntimeError: not now"
+    ]
 
 
 def test_nothing_is_noted_where_nothing_fails(monkeypatch):
-    monkeypatch.setattr("trainwright.diagnostics.explain._note", lambda site: pytest.fail("nothing has failed"))
+    monkeypatch.setattr("trainwright.diagnostics.explain._note", lambda failure: pytest.fail("nothing has failed"))
 
     class Fine(Trainer):
         def training_step(self, batch):
             return MeanLoss(self.loss(self.model(batch[0]), batch[1]), 4)
 
     assert make(Fine).fit(pieces(), pieces(1), epochs=1).updates == 4
+
+
+def test_the_rules_are_loaded_by_an_error_alone():
+    program = """
+import sys
+import torch
+from trainwright import Trainer
+
+model = torch.nn.Linear(4, 3)
+trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.nn.CrossEntropyLoss(), console=False)
+batch = torch.randn(4, 4), torch.tensor([0, 1, 2, 1])
+trainer.fit([batch], [batch], epochs=1)
+assert not {f"trainwright.diagnostics.{name}" for name in ("rules", "frames", "not_finite")} & set(sys.modules)
+try:
+    trainer.fit([(batch[0], batch[1].float())], epochs=1)
+except RuntimeError as error:
+    assert "why" in error.__notes__[0]
+assert "trainwright.diagnostics.rules" in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

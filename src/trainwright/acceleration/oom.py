@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainwright.core.errors import DataError, SettingError, StepError, first_line, listed, message
 from trainwright.core.memory import free_memory, is_out_of_memory
@@ -25,7 +24,7 @@ from trainwright.core.rng import have_moved, random_state, set_random_state
 from trainwright.core.trees import tensors_in
 from trainwright.data.cutting import cut, rows_of
 from trainwright.distributed.batch_layout import Shard
-from trainwright.modules.freezing import has_running_statistics
+from trainwright.modules.freezing import layers_mixing_rows
 from trainwright.modules.modes import evaluating
 from trainwright.update.hooks import let_go_of_memory
 from trainwright.update.window import Window
@@ -171,7 +170,7 @@ class Splitting:
         outcome = self._run.outcome
         if outcome.applied is True or outcome.stepping or outcome.stepped:
             return "a step had begun, and weights may be half-way"
-        layers = over_the_batch(self._owner)
+        layers = layers_mixing_rows(self._owner.model, self._owner.loss)
         if layers:
             return f"{', '.join(layers)} takes a mean over its micro-batch"
         if self._largest(tried) is None:
@@ -196,21 +195,9 @@ class Splitting:
         self._news.append(self.told)
 
 
-def over_the_batch(owner: Owner) -> list[str]:
-    """The layers, by name, whose outputs or statistics for a row depend on the other rows of its micro-batch."""
-    roots = {"": owner.model} | ({"loss": owner.loss} if isinstance(owner.loss, nn.Module) else {})
-    found: list[str] = []
-    for prefix, root in roots.items():
-        for name, module in root.named_modules(prefix=prefix):
-            moves = has_running_statistics(module) and module.training
-            if moves or (isinstance(module, _BatchNorm) and module.running_mean is None):
-                found.append(f"{type(module).__name__} {name!r}" if name else type(module).__name__)
-    return found
-
-
 def check_layers(owner: Owner) -> None:
     """Refuse layers that would compute otherwise in smaller micro-batches: SettingError."""
-    layers = over_the_batch(owner)
+    layers = layers_mixing_rows(owner.model, owner.loss)
     if not layers:
         return
     shown = listed(layers, 3)

@@ -1,51 +1,70 @@
-"""Hands an exception that comes out of a step to those who know its causes; they are imported when there is one."""
+"""Adds a note to an exception of a step: which batch, its shapes, and the cause and the fix where a rule knows them."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainwright.core.errors import NOTE, StepError, TrainwrightError
-from trainwright.diagnostics.frames import MISSING, Site, find_site, shown, title
-from trainwright.diagnostics.loss_rules import loss_name
-from trainwright.diagnostics.rules import Cause, cause_of, own_backward
+
+if TYPE_CHECKING:
+    from trainwright.diagnostics.frames import Failure
+
+_IN_VALIDATION = (
+    "without a validation_step, validation runs training_step, with the model in eval mode",
+    "def validation_step(self, batch): return StepOutput(None, self.model(batch[0]), batch[1])",
+)
 
 
 def explain(error: BaseException, owner: Any) -> None:
     """Add one note to an exception of a training, validation or predict step; type, message and traceback stay.
 
-    Errors of this library, interrupts, and errors that carry a note already are left alone.
+    Errors of this library, interrupts, and errors that carry such a note already are left alone.
     """
-    if isinstance(error, Exception):
-        add(error, owner)
-
-
-_IN_VALIDATION = """\
-  why      without a validation_step, validation runs training_step, with the model in eval mode
-  fix      def validation_step(self, batch): return StepOutput(None, self.model(batch[0]), batch[1])"""
-
-
-def add(error: Exception, owner: Any) -> None:
-    """Add one note to an exception of a training, validation or predict step; type, message and traceback stay.
-
-    Errors of this library, interrupts, and errors that carry a note already are left alone.
-    """
+    if not isinstance(error, Exception):
+        return
     if isinstance(error, StepError):
         _name_the_step(error, owner)
-    if isinstance(error, TrainwrightError):
-        return
-    if any(note.startswith(NOTE) for note in getattr(error, "__notes__", ())):
+    if isinstance(error, TrainwrightError) or any(note.startswith(NOTE) for note in getattr(error, "__notes__", ())):
         return
     try:
-        site = find_site(error, owner)
-        if site is not None:
-            error.add_note(_note(site))
-    except Exception as another:  # a step may hold any object; nothing that it does may replace the user's error
-        error.add_note(f"{NOTE}what the failed step held cannot be shown: {type(another).__name__}: {another}")
+        from trainwright.diagnostics.frames import read_failure
+
+        failure = read_failure(error, owner)
+        if failure is not None:
+            error.add_note(_note(failure))
+    except Exception as another:  # a step may hold any object; none of its errors may replace the user's
+        error.add_note(f"{NOTE}the values of the failed step cannot be shown: {type(another).__name__}: {another}")
+
+
+def _note(failure: Failure) -> str:
+    from trainwright.diagnostics.frames import MISSING, shown
+    from trainwright.diagnostics.rules import explanation_of
+
+    lines = [f"{NOTE}{_failed(failure)} failed on {failure.place}"]
+    entries = {"batch": failure.batch, "output": failure.output}
+    lines += [f"  {name:<9}{shown(value)}" for name, value in entries.items() if value is not MISSING]
+    found = explanation_of(failure)
+    if found is not None:
+        lines.append(_labelled(*found))
+    return "\n".join(lines)
+
+
+def _failed(failure: Failure) -> str:
+    """The name of what failed, as the user knows it."""
+    if failure.metric:
+        return f"metric {failure.metric!r}"
+    if failure.loss is not None:
+        return failure.loss.name
+    if failure.layer is not None:
+        return failure.layer.title + (f" of {type(failure.owner.model).__name__}" if failure.layer.name else "")
+    if failure.in_backward:
+        return "backward()"
+    return f"{type(failure.owner).__name__}.{failure.step or 'training_step'}"
 
 
 def _name_the_step(error: StepError, owner: Any) -> None:
-    """Say which step of the user's own returned what is no loss, and where it is written."""
+    """Add a note on the user's own step that returned no loss, and the line where it is defined."""
     called, trace = set(), error.__traceback__
     while trace is not None:
         called.add(trace.tb_frame.f_code.co_name)
@@ -55,48 +74,17 @@ def _name_the_step(error: StepError, owner: Any) -> None:
     name = next((name for name in names if own[name]), None)
     if name is None or ("weigh" not in called and "note" not in called) or hasattr(error, "__notes__"):
         return
+    from trainwright.diagnostics.rules import explain_own_backward
+
     code = getattr(type(owner), name).__code__
     note = f"{NOTE}{type(owner).__name__}.{name} ({Path(code.co_filename).name}:{code.co_firstlineno})"
-    backward = own_backward(owner) if name == "training_step" else None
-    if backward is not None:
-        note = "\n".join([note, *_labelled(backward)])
+    found = explain_own_backward(owner) if name == "training_step" else None
+    if found is not None:
+        note = f"{note}\n{_labelled(*found)}"
     elif name != names[0] and not str(error).startswith("a step returned None"):
-        note = f"{note}\n{_IN_VALIDATION}"
+        note = f"{note}\n{_labelled(*_IN_VALIDATION)}"
     error.add_note(note)
 
 
-def _note(site: Site) -> str:
-    lines = [f"{NOTE}{_failed(site)} failed on {site.place}"]
-    entries = {"batch": site.batch, "output": site.output}
-    lines += [f"  {name:<9}{shown(value)}" for name, value in entries.items() if value is not MISSING]
-    found = cause_of(site)
-    if found is not None:
-        lines += _labelled(found)
-    return "\n".join(lines)
-
-
-def _labelled(found: Cause) -> list[str]:
-    return [f"  {label:<9}{text}" for label, text in zip(("why", "fix"), found, strict=True)]
-
-
-def _failed(site: Site) -> str:
-    """What failed, by the name that the user knows it by."""
-    metric = _metric(site)
-    if metric:
-        return f"metric {metric!r}"
-    if site.in_loss:
-        return loss_name(site)
-    layer = site.layer
-    if layer is not None:
-        name, module, _ = layer
-        return title(name, module) + (f" of {type(site.owner.model).__name__}" if name else "")
-    if site.in_backward:
-        return "backward()"
-    step = site.step
-    return f"{type(site.owner).__name__}.{'training_step' if step is None else step.f_code.co_name}"
-
-
-def _metric(site: Site) -> str:
-    """The name of the metric that was taking in a batch."""
-    name = site.local("name", function="_update", module="trainwright.metrics.metrics")
-    return "" if name is MISSING else str(name)
+def _labelled(cause: str, fix: str) -> str:
+    return f"  why      {cause}\n  fix      {fix}"

@@ -1,16 +1,17 @@
-"""Reads from the frames of a traceback what a failed step was working on."""
+"""Reads the frames of a traceback once, into a record of facts about the step that failed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType, TracebackType
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
-from trainwright.update.window import Window
+from trainwright.update.window import Window, find_rows
 
 STEPS = ("training_step", "validation_step", "predict_step")
 MOST_ITEMS, DEEPEST = 4, 3
@@ -18,120 +19,138 @@ MOST_ITEMS, DEEPEST = 4, 3
 
 
 class Missing:
-    """Stands for what no frame holds: None may be a value."""
+    """The absence of a value in the frames, where None may be a value."""
 
 
 MISSING = Missing()
 
 
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The innermost module of the model that was called."""
+
+    name: str
+    """Its name in the model; empty for the model itself."""
+    module: nn.Module
+    given: Tensor | None
+    """Its input, where that is one tensor with dimensions."""
+
+    @property
+    def title(self) -> str:
+        """Its type, and its name where it has one."""
+        return title(self.name, self.module)
+
+
+@dataclass(frozen=True, slots=True)
+class LossCall:
+    """The call of a loss that failed."""
+
+    name: str
+    """The name by which the user knows it."""
+    function: str = ""
+    """Its function of `torch.nn.functional`; empty where none was reached."""
+    output: Any = None
+    target: Any = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Site:
-    """Where an exception came from: the loop, the batch in hand, and the frames from there inwards."""
+class Failure:
+    """The facts about a failed step that rules read."""
 
     owner: Any
+    """The Trainer."""
     error: BaseException
+    text: str
+    """The message of the error."""
     role: str
     """"train", the name of an evaluation, "predict" or "report"."""
     place: str
     """The batch in words: "train batch 3 of epoch 1"."""
     batch: Any
+    """The batch as the step got it, or MISSING."""
+    rows: int
+    """Rows of the batch; 0 where they are not known."""
     frames: tuple[FrameType, ...]
-    """The frames inside the loop's, outermost first."""
-    loop: FrameType
+    """The frames inside the loop over batches, outermost first."""
+    step: str
+    """The name of the step that was running, or `update`; empty where none was."""
+    in_default_step: bool
+    """Whether it was the Trainer's own step, which splits batches and calls the model and the loss."""
+    inputs: Any
+    """The arguments that the default step passes to the model, or MISSING."""
+    output: Any
+    """The output of the model where a frame still holds it, or MISSING."""
+    returned: Any
+    """The result of the step where it has returned, or None."""
+    layer: Layer | None
+    loss: LossCall | None
+    """The loss that was being computed, or None."""
+    metric: str
+    """The name of the metric that was updated, or an empty string."""
+    in_backward: bool
+    user_frame: FrameType | None
+    """The innermost frame of the user's own code."""
+    user_place: str
+    """Its function, file and line."""
 
     @property
-    def step(self) -> FrameType | None:
-        """The innermost frame of a step, for one may call another; else that of an `update` of the user's own."""
-        own = self.loop if self.loop.f_code.co_name == "update" else None
-        return next((frame for frame in reversed(self.frames) if frame.f_code.co_name in STEPS), own)
-
-    @property
-    def steps_by_default(self) -> bool:
-        """Whether it was the Trainer's own step, which splits batches and calls the model and the loss."""
-        return self.step is None or module_of(self.step) == "trainwright.trainer"
-
-    def local(self, *names: str, function: str = "", module: str = "") -> Any:
-        """The innermost local variable of one of these names, in frames of that function and module; else MISSING."""
-        for frame in reversed(self.frames):
-            fits = function in ("", frame.f_code.co_name) and module_of(frame).startswith(module)
-            for name in names if fits else ():
-                if name in frame.f_locals:
-                    return frame.f_locals[name]
-        return MISSING
-
-    @property
-    def output(self) -> Any:
-        """What the model gave, as far as a frame still holds it."""
-        step = self.step
-        given = MISSING if step is None else step.f_locals.get("output", MISSING)
-        if given is not MISSING:
-            return given
-        passed = self.local("output", module="trainwright.")
-        return self.local("input", module="torch.nn.functional") if passed is MISSING and self.in_loss else passed
-
-    @property
-    def in_loss(self) -> bool:
-        """Whether a loss was being computed."""
-        return self.calls_own_loss or self.torch_loss is not None
-
-    @property
-    def calls_own_loss(self) -> bool:
-        """Whether it was the Trainer's loss, called by the default step or by one of the user's own."""
-        loss, ours = self.owner.loss, ("trainwright.update.batches", "trainwright.update.losses")
-        return loss is not None and any(
-            frame.f_locals.get("self") is loss
-            or (module_of(frame) in ours and frame.f_code.co_name in ("loss_of", "exact_loss_of", "summed", "total"))
-            for frame in self.frames
-        )
-
-    @property
-    def torch_loss(self) -> FrameType | None:
-        """The frame of one of torch's loss functions, which has `input` and `target`."""
-        for frame in self.frames:
-            if module_of(frame) == "torch.nn.functional" and {"input", "target"} <= set(frame.f_code.co_varnames):
-                return frame
-        return None
-
-    @property
-    def layer(self) -> tuple[str, nn.Module, FrameType] | None:
-        """The innermost module of the model that was being called: its name in the model, itself, its frame."""
-        model = self.owner.model
-        names = {id(module): name for name, module in model.named_modules()}
-        for frame in reversed(self.frames):
-            module = frame.f_locals.get("self")
-            if isinstance(module, nn.Module) and id(module) in names and frame.f_code.co_name != "_call_impl":
-                return names[id(module)], module, frame
-        return None
-
-    @property
-    def inputs(self) -> Any:
-        """What the default step has passed to the model; else MISSING."""
-        step = self.step
-        return MISSING if step is None or not self.steps_by_default else step.f_locals.get("inputs", MISSING)
-
-    @property
-    def in_backward(self) -> bool:
-        """Whether gradients were being computed."""
-        return any(f.f_code.co_name == "backward" and module_of(f).startswith("torch.") for f in self.frames)
-
-    def own_lines(self) -> Iterator[tuple[FrameType, int]]:
-        """The frames of the user's own code with the line that each was at, innermost first."""
-        lines = {id(frame): line for frame, line in _lines(self.error.__traceback__)}
-        for frame in reversed(self.frames):
-            if not module_of(frame).startswith(("torch.", "trainwright.")) and not _installed(frame):
-                yield frame, lines[id(frame)]
+    def method(self) -> str:
+        """The method in which a batch is best changed: the user's own step, else `split`."""
+        if self.in_default_step:
+            return "split(self, batch)"
+        return f"{self.step}(self, {'window' if self.step == 'update' else 'batch'})"
 
 
-def find_site(error: BaseException, owner: Any) -> Site | None:
-    """The innermost loop over batches that the exception passed, or None where it came from no batch."""
-    frames = tuple(frame for frame, _ in _lines(error.__traceback__))
+def read_failure(error: BaseException, owner: Any) -> Failure | None:
+    """Read the innermost loop over batches that the exception passed; None where it came from no batch."""
+    lines = _lines(error.__traceback__)
+    frames = tuple(frame for frame, _ in lines)
     for index in range(len(frames) - 1, -1, -1):
-        frame, inner = frames[index], frames[index + 1 :]
-        role = _role(frame)
+        loop, inner = frames[index], frames[index + 1 :]
+        role = _role(loop)
         if role and inner and not _fetches(inner[0]):
-            batch, place = _in_hand(frame, inner, owner=owner, role=role)
-            return Site(owner=owner, error=error, role=role, place=place, batch=batch, frames=inner, loop=frame)
+            return _read(error, owner, role=role, loop=loop, frames=inner, lines=lines)
     return None
+
+
+def _read(
+    error: BaseException,
+    owner: Any,
+    *,
+    role: str,
+    loop: FrameType,
+    frames: tuple[FrameType, ...],
+    lines: list[tuple[FrameType, int]],
+) -> Failure:
+    batch, place = _batch(loop, frames, owner=owner, role=role)
+    # One step may call another: the innermost counts, or an `update` of the user's own.
+    own_update = loop if loop.f_code.co_name == "update" else None
+    step = next((frame for frame in reversed(frames) if frame.f_code.co_name in STEPS), own_update)
+    in_default_step = step is None or module_of(step) == "trainwright.trainer"
+    loss = _loss(frames, owner)
+    user = [(f, line) for f, line in lines if f in frames and _is_users(f)]
+    metric = _local(frames, "name", function="_update", module="trainwright.metrics.metrics")
+    return Failure(
+        owner=owner,
+        error=error,
+        text=str(error),
+        role=role,
+        place=place,
+        batch=batch,
+        rows=0 if batch is MISSING else find_rows(batch) or 0,
+        frames=frames,
+        step="" if step is None else step.f_code.co_name,
+        in_default_step=in_default_step,
+        inputs=step.f_locals.get("inputs", MISSING) if step is not None and in_default_step else MISSING,
+        output=_output(frames, step, in_loss=loss is not None),
+        returned=loop.f_locals.get("returned"),
+        layer=_layer(frames, owner.model),
+        loss=loss,
+        metric="" if metric is MISSING else str(metric),
+        in_backward=any(f.f_code.co_name == "backward" and module_of(f).startswith("torch.") for f in frames),
+        user_frame=user[-1][0] if user else None,
+        user_place=_place_in_code(*user[-1]) if user else "",
+    )
 
 
 def module_of(frame: FrameType) -> str:
@@ -143,16 +162,13 @@ def tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
     """Every tensor in a nested batch."""
     if isinstance(value, Tensor):
         yield value
-    elif depth < DEEPEST and isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors(item, depth + 1)
-    elif depth < DEEPEST and isinstance(value, list | tuple):
-        for item in value:
+    elif depth < DEEPEST and isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
             yield from tensors(item, depth + 1)
 
 
 def shown(value: Any, depth: int = 0) -> str:
-    """Shapes, dtypes and devices of a nested batch, with its many items left out: never a value of it."""
+    """Shapes, dtypes and devices of a nested batch without most of its items; never a value of it."""
     if isinstance(value, Tensor):
         return f"{tuple(value.shape)} {dtype_name(value)} {value.device}"
     if isinstance(value, np.ndarray):
@@ -172,45 +188,37 @@ def title(name: str, module: nn.Module) -> str:
 
 
 def dtype_name(tensor: Tensor) -> str:
-    """The name of a tensor's type without torch's prefix."""
+    """The name of a tensor's dtype without torch's prefix."""
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def place_of_fix(site: Site) -> str:
-    """The method in which a batch is best changed: the user's own step, else `split`."""
-    step = site.step
-    if step is None or site.steps_by_default:
-        return "split(self, batch)"
-    return f"{step.f_code.co_name}(self, {'window' if step.f_code.co_name == 'update' else 'batch'})"
-
-
-def _lines(traceback: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
-    """The frames of a traceback with the line that each was at, outermost first."""
-    while traceback is not None:
-        yield traceback.tb_frame, traceback.tb_lineno
-        traceback = traceback.tb_next
-
-
-def _installed(frame: FrameType) -> bool:
-    name = frame.f_code.co_filename
-    return name.startswith("<") or "site-packages" in name or "/lib/python" in name
 
 
 def _listed(items: list[str], size: int) -> str:
     return ", ".join(items) + (f", and {size - len(items)} more" if size > len(items) else "")
 
 
+def _lines(traceback: TracebackType | None) -> list[tuple[FrameType, int]]:
+    """The frames of a traceback with the line that each was at, outermost first."""
+    found = []
+    while traceback is not None:
+        found.append((traceback.tb_frame, traceback.tb_lineno))
+        traceback = traceback.tb_next
+    return found
+
+
+# The loop over batches, and the batch in hand.
+
+
 def _role(frame: FrameType) -> str:
     """What a frame loops over, where it is one of the loops over batches, or an `update` of the user's own."""
     name, module = frame.f_code.co_name, module_of(frame)
-    if module == "trainwright.trainer" and name == "compute_gradients":
+    if (module, name) == ("trainwright.trainer", "compute_gradients"):
         return "train" if isinstance(_window(frame), Window) else ""  # none in a frame that was cleared
     if (module, name) in (
         ("trainwright.evaluation.passes", "evaluate"),
         ("trainwright.evaluation.predictions", "predict"),
     ):
         return str(frame.f_locals.get("name", "predict"))
-    if module == "trainwright.evaluation.reports" and name == "_compared":
+    if (module, name) == ("trainwright.evaluation.reports", "_compared"):
         return "report"
     own = name == "update" and not module.startswith(("trainwright.", "torch."))
     return "train" if own and isinstance(_window(frame), Window) else ""
@@ -231,10 +239,10 @@ def _fetches(frame: FrameType) -> bool:
     return module_of(frame).startswith(readers)
 
 
-def _in_hand(loop: FrameType, inner: tuple[FrameType, ...], *, owner: Any, role: str) -> tuple[Any, str]:
-    """The batch in hand, as the step got it, and where it stands."""
+def _batch(loop: FrameType, inner: tuple[FrameType, ...], *, owner: Any, role: str) -> tuple[Any, str]:
+    """The batch in hand, as the step got it, and its place in words."""
     if role != "train":
-        step = next((frame for frame in inner if frame.f_code.co_name in STEPS), None)  # with the batch as moved
+        step = next((frame for frame in inner if frame.f_code.co_name in STEPS), None)  # it has the batch as moved
         made = loop.f_locals.get("outputs", loop.f_locals.get("pairs", ()))
         done = loop.f_locals.get("seen", len(made))
         batch = loop.f_locals.get("batch", MISSING) if step is None else _first_argument(step)
@@ -247,11 +255,11 @@ def _in_hand(loop: FrameType, inner: tuple[FrameType, ...], *, owner: Any, role:
     if loop.f_code.co_name == "update":
         position, batch = 0, window[0] if batch is MISSING else batch
     else:  # a micro-batch is counted when its loss is weighed
-        position = window.position + (not _comes_after_the_step(inner[0]))
+        position = window.position + (not _is_after_the_step(inner[0]))
     return batch, f"train batch {counters.batch + position + 1} {epoch}"
 
 
-def _comes_after_the_step(frame: FrameType) -> bool:
+def _is_after_the_step(frame: FrameType) -> bool:
     ours = module_of(frame).startswith("trainwright.") and frame.f_code.co_name != "training_step"
     return ours or (module_of(frame).startswith("torch.") and frame.f_code.co_name == "backward")
 
@@ -259,3 +267,68 @@ def _comes_after_the_step(frame: FrameType) -> bool:
 def _first_argument(frame: FrameType) -> Any:
     code = frame.f_code
     return frame.f_locals.get(code.co_varnames[1], MISSING) if code.co_argcount > 1 else MISSING
+
+
+# What was computed: a layer, a loss, an output.
+
+
+def _local(frames: tuple[FrameType, ...], name: str, *, module: str, function: str = "") -> Any:
+    """The innermost local variable of this name, in frames of that module and function; else MISSING."""
+    for frame in reversed(frames):
+        fits = function in ("", frame.f_code.co_name) and module_of(frame).startswith(module)
+        if fits and name in frame.f_locals:
+            return frame.f_locals[name]
+    return MISSING
+
+
+def _layer(frames: tuple[FrameType, ...], model: nn.Module) -> Layer | None:
+    names = {id(module): name for name, module in model.named_modules()}
+    for frame in reversed(frames):
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and id(module) in names and frame.f_code.co_name != "_call_impl":
+            given = frame.f_locals.get("input")
+            return Layer(names[id(module)], module, given if isinstance(given, Tensor) and given.ndim else None)
+    return None
+
+
+def _loss(frames: tuple[FrameType, ...], owner: Any) -> LossCall | None:
+    """The loss that was being computed: the Trainer's, or a loss of torch's that a step calls itself."""
+    loss, ours = owner.loss, ("trainwright.update.batches", "trainwright.update.losses")
+    is_trainers = loss is not None and any(
+        frame.f_locals.get("self") is loss
+        or (module_of(frame) in ours and frame.f_code.co_name in ("loss_of", "exact_loss_of", "summed", "total"))
+        for frame in frames
+    )
+    of_torch = [
+        frame
+        for frame in frames
+        if module_of(frame) == "torch.nn.functional" and {"input", "target"} <= set(frame.f_code.co_varnames)
+    ]
+    if not is_trainers and not of_torch:
+        return None
+    written = loss.func if isinstance(loss, partial) else loss
+    name = type(loss).__name__ if isinstance(loss, nn.Module) else str(getattr(written, "__name__", "the loss"))
+    if not of_torch:
+        return LossCall(name)
+    frame = of_torch[0]
+    function, held = frame.f_code.co_name, frame.f_locals
+    return LossCall(name if is_trainers else function, function, held["input"], held["target"])
+
+
+def _output(frames: tuple[FrameType, ...], step: FrameType | None, *, in_loss: bool) -> Any:
+    """The output of the model: of the step, of a function of ours that it was passed to, or of the loss."""
+    if step is not None and "output" in step.f_locals:
+        return step.f_locals["output"]
+    passed = _local(frames, "output", module="trainwright.")
+    return _local(frames, "input", module="torch.nn.functional") if passed is MISSING and in_loss else passed
+
+
+def _is_users(frame: FrameType) -> bool:
+    """Whether a frame runs the user's own code."""
+    file = frame.f_code.co_filename
+    installed = file.startswith("<") or "site-packages" in file or "/lib/python" in file
+    return not installed and not module_of(frame).startswith(("torch.", "trainwright."))
+
+
+def _place_in_code(frame: FrameType, line: int) -> str:
+    return f"{frame.f_code.co_qualname} ({frame.f_code.co_filename.rpartition('/')[2]}:{line})"

@@ -1,11 +1,17 @@
-"""Recognises why a step failed, from what its frames hold: a cause, and what to write instead."""
+"""The table of rules that explain why a step failed; it is loaded when one has.
+
+A rule is a function that takes a `Failure` (frames.py: the facts that the traceback holds) and returns an
+`Explanation`, or None where it does not apply. To add one, write the function, and add a line to `RULES`, at the end of
+this file, with the conditions under which it is asked. The first explanation is the one that is shown.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,302 +19,436 @@ from torch import Tensor, nn
 from trainwright.core.device import devices_of
 from trainwright.core.memory import is_out_of_memory
 from trainwright.core.suggestions import nearest
-from trainwright.diagnostics.frames import MISSING, Site, dtype_name, place_of_fix, tensors, title
-from trainwright.diagnostics.loss_rules import loss_cause
-from trainwright.update.window import find_rows
+from trainwright.diagnostics.frames import MISSING, Failure, dtype_name, shown, tensors
+from trainwright.modules.freezing import layers_mixing_rows
+from trainwright.update.losses import fix_of_shapes
 
-Cause = tuple[str, str]
-"""Why it failed, and what to write instead."""
-
-
-def cause_of(site: Site) -> Cause | None:
-    """Why a step failed and what to write instead, or None where it is not known."""
-    return next((found for look in _KNOWN if (found := look(site)) is not None), None)
+CLASS_LOSSES = ("cross_entropy", "nll_loss")
+BINARY_LOSSES = ("binary_cross_entropy", "binary_cross_entropy_with_logits")
+MOST_SEARCHED = 10_000_000
+"""Targets with more elements are not searched for their extremes."""
 
 
-def _memory(site: Site) -> Cause | None:
-    if not is_out_of_memory(site.error):
+class Explanation(NamedTuple):
+    """Why a step failed, and what to write instead."""
+
+    cause: str
+    fix: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One known cause of a failed step."""
+
+    explain: Callable[..., Explanation | None]
+    """Takes the failure; with `layer` also the module and its input, with `loss` also the output and the target."""
+    error: type[Exception] | tuple[type[Exception], ...] = Exception
+    """The class of the error."""
+    text: tuple[str, ...] = ()
+    """Parts of the error's message, of which one is there."""
+    layer: tuple[type[nn.Module], ...] = ()
+    """Types of the module that was called, with one tensor."""
+    loss: tuple[str, ...] = ()
+    """The function of `torch.nn.functional` that was called, with two tensors."""
+
+    def apply(self, failure: Failure) -> Explanation | None:
+        """Return the explanation of a failure, or None where the rule does not apply."""
+        if not isinstance(failure.error, self.error) or (self.text and not any(t in failure.text for t in self.text)):
+            return None
+        if self.layer:
+            layer = failure.layer
+            if layer is None or layer.given is None or not isinstance(layer.module, self.layer):
+                return None
+            return self.explain(failure, layer.module, layer.given)
+        if self.loss:
+            call = failure.loss
+            if call is None or call.function not in self.loss or not isinstance(call.output, Tensor):
+                return None
+            return self.explain(failure, call.output, call.target) if isinstance(call.target, Tensor) else None
+        return self.explain(failure)
+
+
+def explanation_of(failure: Failure) -> Explanation | None:
+    """Return the explanation of the first rule that applies, or None where none does."""
+    return next((found for rule in RULES if (found := rule.apply(failure)) is not None), None)
+
+
+# Memory.
+
+
+def _out_of_memory(failure: Failure) -> Explanation | None:
+    if not is_out_of_memory(failure.error):
         return None
-    rows = None if site.batch is MISSING else find_rows(site.batch)
-    what = "step" if rows is None else f"batch of {rows} row{'' if rows == 1 else 's'}"
-    why = f"the {what} does not fit in the memory of {site.owner.device}"
-    if rows is None or rows < 2:
-        return why, 'smaller inputs, or Trainer(..., precision="bf16")'
-    if site.role != "train":
-        return why, f"smaller batches for this data, such as batch_size={rows // 2}: its numbers stay the same"
-    of_epochs = dict(site.owner.accumulate)
-    k = 2 * of_epochs[max(epoch for epoch in of_epochs if epoch <= site.owner.counters.epoch)]
-    fix = f"batches of {rows // 2} rows with Trainer(..., accumulate={k}): the same rows in each update"
-    return why, fix if site.owner.on_oom is not None or not _may_split(site) else f'{fix}; or on_oom="split"'
+    owner, rows = failure.owner, failure.rows
+    what = "step" if not rows else f"batch of {rows} row{'' if rows == 1 else 's'}"
+    cause = f"the {what} does not fit in the memory of {owner.device}"
+    if rows < 2:
+        return Explanation(cause, 'smaller inputs, or Trainer(..., precision="bf16")')
+    if failure.role != "train":
+        fix = f"smaller batches for this data, such as batch_size={rows // 2}: its numbers stay the same"
+        return Explanation(cause, fix)
+    by_epoch = dict(owner.accumulate)
+    accumulate = 2 * by_epoch[max(epoch for epoch in by_epoch if epoch <= owner.counters.epoch)]
+    fix = f"batches of {rows // 2} rows with Trainer(..., accumulate={accumulate}): the same rows in each update"
+    may_split = owner.on_oom is None and owner.world.size == 1 and not layers_mixing_rows(owner.model, owner.loss)
+    return Explanation(cause, f'{fix}; or on_oom="split"' if may_split else fix)
 
 
-def _may_split(site: Site) -> bool:
-    """Whether `on_oom="split"` is not refused for what is trained."""
-    from trainwright.acceleration.oom import over_the_batch
-
-    return site.owner.world.size == 1 and not over_the_batch(site.owner)
-
-
-def _several_devices(site: Site) -> Cause | None:
-    model, placed = site.owner.model, devices_of(site.owner.model)
-    if len(placed) < 2 or "device" not in str(site.error):
-        return None
-    why = f"the model lies on {' and '.join(map(str, placed))}, and its batches are on {site.owner.device}"
-    fix = "x.to(layer.weight.device) before a layer that lies elsewhere, and output.to(x.device) at the end"
-    left = next((name for name, one in (*model.named_parameters(), *model.named_buffers()) if one.is_cpu), "")
-    away = [device for device in placed if device.type != "cpu"]
-    if not left or len(away) != 1:
-        return why, fix
-    return (
-        f"{why}: {left} was left on the cpu",
-        f"model.to({str(away[0])!r}) before Trainer(...); if it is meant so, {fix}",
+def _index_out_of_range_on_the_device(failure: Failure) -> Explanation | None:
+    return Explanation(
+        f"an index was out of range on {failure.owner.device}, at this batch or a little earlier",
+        'Trainer(..., device="cpu") names the place; nothing works on this device until the process ends',
     )
 
 
-def _devices(site: Site) -> Cause | None:
-    if "device" not in str(site.error):
+# Modules without a forward, and steps that call backward.
+
+
+def _module_without_forward(failure: Failure) -> Explanation | None:
+    owner = failure.owner
+    module = owner.model if failure.layer is None else failure.layer.module
+    cause = f"{_called(failure)} has no forward(), so it cannot be called"
+    if type(module) not in (nn.ModuleDict, nn.ModuleList):
+        near = nearest("forward", [own for own in vars(type(module)) if own != "forward"])
+        fix = f"def forward(self, ...) in {type(module).__name__}" + (f", which has {near}()" if near else "")
+        return Explanation(cause, fix)
+    if not failure.in_default_step or module is not owner.model:
+        return Explanation(cause, "call its parts in place of it")
+    if failure.role != "train":
+        step = "predict_step" if failure.role in ("predict", "report") else "validation_step"
+        return Explanation(cause, f"override {step}(self, batch)")
+    several = "update(self, window), with self.minimize(loss, name) for each of the optimizers"
+    return Explanation(cause, f"override {several if len(owner.optimizers) > 1 else 'training_step(self, batch)'}")
+
+
+def _step_that_calls_backward(failure: Failure) -> Explanation | None:
+    return explain_own_backward(failure.owner)
+
+
+def explain_own_backward(owner: Any) -> Explanation | None:
+    """The explanation where a training step of the user calls `backward` on its loss, as a hand-written loop does."""
+    if not any("backward" in code.co_names for code in _user_code(owner, "training_step")):
         return None
-    device, fix = site.owner.device, "create it with device=x.device, or by self.register_buffer(...) in the model"
-    for name, parameter in site.owner.model.named_parameters():
-        if not _same(parameter.device, device):
-            why = f"the model's {name} is on {parameter.device}, and the Trainer was built for {device}"
-            return why, f"move the model before Trainer(...), or Trainer(..., device={str(parameter.device)!r})"
-    away = [t for t in (() if site.batch is MISSING else tensors(site.batch)) if not _same(t.device, device)]
-    if away:
-        why = f"the model is on {device}, and the batch has a tensor on {away[0].device}"
-        return why, "return super().to_device(batch) from to_device(self, batch)"
-    for frame, line in site.own_lines():
-        place = f"{frame.f_code.co_qualname} ({frame.f_code.co_filename.rpartition('/')[2]}:{line})"
-        for name, value in frame.f_locals.items():
-            if isinstance(value, Tensor) and not _same(value.device, device):
-                return f"model and batch are on {device}; {name!r} in {place} is on {value.device}", fix
-        return f"model and batch are on {device}; a tensor made in {place} is not", fix
-    return None
-
-
-def _dtypes(site: Site) -> Cause | None:
-    wanted = next((p.dtype for p in site.owner.model.parameters() if p.is_floating_point()), None)
-    given = _called_layer(site)[2]
-    if wanted is None or given is None or given.dtype == wanted or not _speaks_of_types(site):
-        return None
-    cast = "float()" if wanted == torch.float32 else f"to({wanted})"
-    numpy = ", NumPy's own type" if given.dtype == torch.float64 else ""
-    why = f"the weights are {str(wanted).removeprefix('torch.')}, and the inputs {dtype_name(given)}{numpy}"
-    brought = site.batch is not MISSING and any(tensor.dtype == given.dtype for tensor in tensors(site.batch))
-    data = f"x = x.{cast} in the Dataset, or " if brought else ""
-    return why, f"{data}inputs.{cast} in {place_of_fix(site)}"
-
-
-def _speaks_of_types(site: Site) -> bool:
-    text = str(site.error)
-    known = (
-        "same dtype",
-        "should be the same",
-        "expected scalar type",
-        "does not match weight dtype",
-        "same data type",
-    )
-    return any(part in text for part in known)
-
-
-def _one_row(site: Site) -> Cause | None:
-    if "more than 1 value per channel" not in str(site.error):
-        return None
-    rows = None if site.batch is MISSING else find_rows(site.batch)
-    layer = site.layer
-    name = "BatchNorm" if layer is None else title(layer[0], layer[1])
-    why = f"{name} takes a mean over the rows of a batch, and this one has {rows} row{'' if rows == 1 else 's'}"
-    return why, "drop_last=True in batches(...) or DataLoader(...), or a batch_size that leaves no lone row"
-
-
-def _numbers_of_an_embedding(site: Site) -> Cause | None:
-    name, embedding, given = _called_layer(site)
-    if not isinstance(site.error, IndexError) or not isinstance(embedding, nn.Embedding):
-        return None
-    if given is None or not given.is_cpu or not given.numel():
-        return None
-    least, most, size = int(given.min()), int(given.max()), embedding.num_embeddings
-    why = f"{title(name, embedding)} has {size} rows, 0 to {size - 1}; the inputs go from {least} to {most}"
-    return why, f"nn.Embedding({most + 1}, {embedding.embedding_dim})" if least >= 0 else "number the inputs from 0"
-
-
-def _features(site: Site) -> Cause | None:
-    name, linear, given = _called_layer(site)
-    if not isinstance(site.error, RuntimeError) or not isinstance(linear, nn.Linear) or given is None:
-        return None
-    have, want, gives = given.shape[-1], linear.in_features, linear.out_features
-    if have == want:
-        return None
-    why = f"{title(name, linear)} takes {want} features; it got {have}, in {tuple(given.shape)}"
-    if given.ndim > 2 and given[0].numel() == want:
-        return why, "nn.Flatten() before it"
-    return why, f"nn.Linear({have}, {gives}) in place of nn.Linear({want}, {gives})"
-
-
-def _channels(site: Site) -> Cause | None:
-    name, module, given = _called_layer(site)
-    if not isinstance(site.error, RuntimeError) or not isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-        return None
-    dims, want = module.weight.ndim, module.in_channels
-    if given is None or (given.ndim == dims and given.shape[1] == want):
-        return None
-    why = f"{title(name, module)} takes (rows, {want} channels, ...); it got {tuple(given.shape)}"
-    if given.ndim == dims - 1 and want == 1:
-        return why, f"x.unsqueeze(1) in forward, or inputs.unsqueeze(1) in {place_of_fix(site)}"
-    if given.ndim == dims and given.shape[-1] == want:
-        return why, f"x.movedim(-1, 1) in forward, or inputs.movedim(-1, 1) in {place_of_fix(site)}"
-    return (why, f"nn.{type(module).__name__}({given.shape[1]}, ...)") if given.ndim == dims else None
-
-
-def _called_layer(site: Site) -> tuple[str, nn.Module | None, Tensor | None]:
-    """The innermost module that was called, by name, and what it was called with where that is one tensor."""
-    if site.layer is None:
-        return "", None, None
-    name, module, frame = site.layer
-    given = frame.f_locals.get("input")
-    return name, module, given if isinstance(given, Tensor) and given.ndim else None
-
-
-def splits_in_training(owner: Any) -> bool:
-    """Whether a training step takes inputs and target from `split`: the default one, or one that calls either."""
-    codes = _own_codes(owner, "training_step")
-    return not owner.hooks.steps_itself or any({"split", "training_step"} & set(code.co_names) for code in codes)
-
-
-def own_backward(owner: Any) -> Cause | None:
-    """The cause where a training step of the user's own calls `backward` on its loss, as a plain loop does."""
-    if not any("backward" in code.co_names for code in _own_codes(owner, "training_step")):
-        return None
-    return (
+    return Explanation(
         "training_step calls backward() itself",
         "return the loss: the loop calls backward() and the optimizer's step()",
     )
 
 
-def _own_codes(owner: Any, name: str) -> list[CodeType]:
-    """The code of a step in each subclass that writes one."""
-    written = [vars(cls)[name] for cls in type(owner).__mro__ if name in vars(cls)]
-    codes = [getattr(function, "__code__", None) for function in written[:-1]]  # the last is the Trainer's
-    return [code for code in codes if code is not None]
+# Losses: an output and a target that the loss does not take.
 
 
-def _backward_twice(site: Site) -> Cause | None:
-    known = ("backward through the graph a second time", "does not require grad")
-    return own_backward(site.owner) if any(text in str(site.error) for text in known) else None
-
-
-def _no_forward(site: Site) -> Cause | None:
-    """A model of parts, without a `forward` of its own, in a step that calls it."""
-    if not isinstance(site.error, NotImplementedError) or 'missing the required "forward"' not in str(site.error):
+def _output_that_is_no_tensor(failure: Failure) -> Explanation | None:
+    output, owner = failure.output, failure.owner
+    if failure.loss is None or output is MISSING or isinstance(output, Tensor):
         return None
-    name, module, _ = site.layer or ("", site.owner.model, None)
-    why = f"{title(name, module)} has no forward(), so it cannot be called"
-    if type(module) not in (nn.ModuleDict, nn.ModuleList):
-        near = nearest("forward", [own for own in vars(type(module)) if own != "forward"])
-        return why, f"def forward(self, ...) in {type(module).__name__}" + (f", which has {near}()" if near else "")
-    if not site.steps_by_default or name:
-        return why, "call its parts in place of it"
-    if site.role == "train":
-        several = "update(self, window), with self.minimize(loss, name) for each of the optimizers"
-        return why, "override " + (several if len(site.owner.optimizers) > 1 else "training_step(self, batch)")
-    step = "predict_step" if site.role in ("predict", "report") else "validation_step"
-    return why, f"override {step}(self, batch)"
+    loss, part = failure.loss.name, _scores(output)
+    kind = f"a {type(output).__name__}" + (f" of {len(output)}" if isinstance(output, tuple | list | Mapping) else "")
+    cause = f"{type(owner.model).__name__} returned {kind}: {shown(output)}; {loss} takes one tensor"
+    if not failure.in_default_step:
+        return Explanation(cause, f"{part} in {failure.method}")
+    package = "nn." if hasattr(nn, loss) else "nn.functional." if hasattr(nn.functional, loss) else ""
+    function = package + (f"{loss}()" if isinstance(owner.loss, nn.Module) else loss)
+    return Explanation(cause, f"Trainer(..., loss=lambda output, target: {function}({part}, target))")
 
 
-def _no_gradient(site: Site) -> Cause | None:
-    if "does not require grad" not in str(site.error) or not site.in_backward:
+def _scores(output: Any) -> str:
+    """The part of an output that the loss most likely takes, as it is written in Python."""
+    if isinstance(output, tuple | list):
+        return f"output[{next((i for i, value in enumerate(output) if isinstance(value, Tensor)), 0)}]"
+    held: Mapping[str, Any] = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
+    names = [name for name, value in held.items() if isinstance(value, Tensor)]
+    name = "logits" if "logits" in names else next(iter(names), "logits")
+    return f"output[{name!r}]" if isinstance(output, Mapping) else f"output.{name}"
+
+
+def _classes_of_another_dtype(failure: Failure, output: Tensor, target: Tensor) -> Explanation | None:
+    if target.dtype in (torch.int64, torch.uint8) or target.ndim != output.ndim - 1:
         return None
-    returned = site.loop.f_locals.get("returned")
-    output = getattr(returned, "output", None)
-    why = "the loss depends on no weight that is trained"
-    if isinstance(output, Tensor) and output.requires_grad:
-        why = "the output requires a gradient, and the loss that was made of it does not"
-    elif not any(p.requires_grad for p in site.owner.model.parameters()):
-        why = "no parameter of the model requires a gradient any more"
-        return why, "parameter.requires_grad_(True) for those that are to be trained"
-    return (
-        why,
-        "return the loss as it was computed: no detach(), item(), torch.tensor(loss) or torch.no_grad() around it",
+    cause = f"{_loss(failure)} takes class numbers as int64; the targets are {dtype_name(target)}"
+    if target.is_floating_point():
+        if target.numel() >= MOST_SEARCHED or not bool((target == target.floor()).all()):
+            cause += " and hold fractions, so they are no classes"
+            return Explanation(cause, "nn.MSELoss() for numbers in place of classes")
+        cause += " and all whole numbers"
+    return Explanation(cause, f"y = y.long() in the Dataset, or target.long() in {failure.method}")
+
+
+def _classes_of_another_shape(failure: Failure, output: Tensor, target: Tensor) -> Explanation | None:
+    if output.ndim < 2 or target.ndim != output.ndim or target.is_floating_point():
+        return None
+    cause = f"{_loss(failure)} takes one class number per row, (rows,); the targets are {tuple(target.shape)}"
+    if target.shape[1] == 1:
+        return Explanation(cause, f"target.squeeze(1) in {failure.method}")
+    if target.shape == output.shape:
+        return Explanation(f"{cause}, one-hot", f"target.argmax(1) in {failure.method}")
+    return None
+
+
+def _classes_out_of_range(failure: Failure, output: Tensor, target: Tensor) -> Explanation | None:
+    if not target.is_cpu or not 0 < target.numel() < MOST_SEARCHED:
+        return None
+    classes, least, most = output.shape[1 if output.ndim > 1 else 0], int(target.min()), int(target.max())
+    if most < classes:
+        padding = f"loss=nn.CrossEntropyLoss(ignore_index={least}), if these do not count"
+        return Explanation(f"the smallest target is {least}; classes are numbered from 0", padding)
+    shift = "" if least < 1 or most > classes else f", or target - 1 in {failure.method}"
+    return Explanation(
+        f"the largest target is {most}, and the model has {classes} outputs, for the classes 0 to {classes - 1}",
+        f"a last layer of {most + 1} outputs{shift}",
     )
 
 
-def _shards(site: Site) -> Cause | None:
-    """A call of a part of a sharded model that does not gather its weights."""
-    if "mixed torch.Tensor and DTensor" not in str(site.error):
+def _rows_of_another_number(failure: Failure, output: Tensor, target: Tensor) -> Explanation | None:
+    if not output.ndim or not target.ndim or len(output) == len(target):
         return None
-    model = site.owner.model
-    own = [frame.f_code.co_name for frame in site.frames if frame.f_locals.get("self") is model]
+    cause = f"{_loss(failure)} got an output of {len(output)} rows and a target of {len(target)}"
+    if output.ndim == 2 and target.numel() == len(output):
+        return Explanation(cause, f"target.flatten() in {failure.method}")
+    return Explanation(cause, "x.flatten(1) in forward for a view or reshape that mixes rows with features")
+
+
+def _binary_targets_of_another_dtype(failure: Failure, output: Tensor, target: Tensor) -> Explanation | None:
+    if target.is_floating_point():
+        return None
+    wanted = f"{_loss(failure)} takes targets of the output's dtype, {dtype_name(output)}"
+    return Explanation(
+        f"{wanted}; they are {dtype_name(target)}",
+        f"y = y.float() in the Dataset, or target.float() in {failure.method}",
+    )
+
+
+def _binary_targets_of_another_shape(failure: Failure, output: Tensor, target: Tensor) -> Explanation | None:
+    if output.shape == target.shape:
+        return None
+    wanted = f"{_loss(failure)} takes targets of the output's shape {tuple(output.shape)}"
+    return Explanation(f"{wanted}; they are {tuple(target.shape)}", fix_of_shapes(output, target, failure.method))
+
+
+def _no_probabilities(failure: Failure, output: Tensor, target: Tensor) -> Explanation | None:
+    if not output.is_cpu:
+        return None
+    least, most = float(output.detach().min()), float(output.detach().max())
+    if least < 0 or most > 1:
+        cause = f"BCELoss takes probabilities; the outputs go from {least:.4g} to {most:.4g}"
+        return Explanation(cause, "nn.BCEWithLogitsLoss() in place of nn.BCELoss()")
+    return Explanation("BCELoss takes targets from 0 to 1; these are not", f"targets of 0 and 1 from {failure.method}")
+
+
+def _loss(failure: Failure) -> str:
+    return "" if failure.loss is None else failure.loss.name
+
+
+# Devices and dtypes.
+
+
+def _model_on_several_devices(failure: Failure) -> Explanation | None:
+    model, placed = failure.owner.model, devices_of(failure.owner.model)
+    if len(placed) < 2:
+        return None
+    cause = f"the model lies on {' and '.join(map(str, placed))}, and its batches are on {failure.owner.device}"
+    fix = "x.to(layer.weight.device) before a layer that lies elsewhere, and output.to(x.device) at the end"
+    left = next((name for name, one in (*model.named_parameters(), *model.named_buffers()) if one.is_cpu), "")
+    away = [device for device in placed if device.type != "cpu"]
+    if left and len(away) == 1:
+        cause = f"{cause}: {left} was left on the cpu"
+        fix = f"model.to({str(away[0])!r}) before Trainer(...); if it is meant so, {fix}"
+    return Explanation(cause, fix)
+
+
+def _model_that_was_moved(failure: Failure) -> Explanation | None:
+    device = failure.owner.device
+    for name, parameter in failure.owner.model.named_parameters():
+        if not _same_device(parameter.device, device):
+            return Explanation(
+                f"the model's {name} is on {parameter.device}, and the Trainer was built for {device}",
+                f"move the model before Trainer(...), or Trainer(..., device={str(parameter.device)!r})",
+            )
+    return None
+
+
+def _batch_on_another_device(failure: Failure) -> Explanation | None:
+    device = failure.owner.device
+    away = [tensor.device for tensor in tensors(failure.batch) if not _same_device(tensor.device, device)]
+    if not away:
+        return None
+    return Explanation(
+        f"the model is on {device}, and the batch has a tensor on {away[0]}",
+        "return super().to_device(batch) from to_device(self, batch)",
+    )
+
+
+def _tensor_made_on_another_device(failure: Failure) -> Explanation | None:
+    device, frame, place = failure.owner.device, failure.user_frame, failure.user_place
+    if frame is None:
+        return None
+    which = f"a tensor made in {place} is not"
+    for name, value in frame.f_locals.items():
+        if isinstance(value, Tensor) and not _same_device(value.device, device):
+            which = f"{name!r} in {place} is on {value.device}"
+            break
+    fix = "create it with device=x.device, or by self.register_buffer(...) in the model"
+    return Explanation(f"model and batch are on {device}; {which}", fix)
+
+
+def _same_device(one: torch.device, other: torch.device) -> bool:
+    return one.type == other.type and (one.index is None or other.index is None or one.index == other.index)
+
+
+def _inputs_of_another_dtype(failure: Failure, module: nn.Module, given: Tensor) -> Explanation | None:
+    wanted = next((p.dtype for p in failure.owner.model.parameters() if p.is_floating_point()), given.dtype)
+    if given.dtype == wanted:
+        return None
+    cast = "float()" if wanted == torch.float32 else f"to({wanted})"
+    numpy = ", NumPy's own type" if given.dtype == torch.float64 else ""
+    from_data = any(tensor.dtype == given.dtype for tensor in tensors(failure.batch))
+    return Explanation(
+        f"the weights are {str(wanted).removeprefix('torch.')}, and the inputs {dtype_name(given)}{numpy}",
+        (f"x = x.{cast} in the Dataset, or " if from_data else "") + f"inputs.{cast} in {failure.method}",
+    )
+
+
+# Layers: inputs of another shape or range.
+
+
+def _one_row_under_batch_norm(failure: Failure) -> Explanation | None:
+    layer = "BatchNorm" if failure.layer is None else failure.layer.title
+    rows = f"{failure.rows} row{'' if failure.rows == 1 else 's'}"
+    return Explanation(
+        f"{layer} takes a mean over the rows of a batch, and this one has {rows}",
+        "drop_last=True in batches(...) or DataLoader(...), or a batch_size that leaves no lone row",
+    )
+
+
+def _index_outside_an_embedding(failure: Failure, embedding: nn.Embedding, given: Tensor) -> Explanation | None:
+    if not given.is_cpu or not given.numel():
+        return None
+    least, most, size = int(given.min()), int(given.max()), embedding.num_embeddings
+    cause = f"{_called(failure)} has {size} rows, 0 to {size - 1}; the inputs go from {least} to {most}"
+    fix = f"nn.Embedding({most + 1}, {embedding.embedding_dim})" if least >= 0 else "number the inputs from 0"
+    return Explanation(cause, fix)
+
+
+def _weights_in_shards(failure: Failure) -> Explanation | None:
+    model = failure.owner.model
+    own = [frame.f_code.co_name for frame in failure.frames if frame.f_locals.get("self") is model]
     method = next((name for name in own if name not in ("forward", "inner") and not name.startswith("_")), None)
-    name, module, _ = site.layer or ("", model, None)
-    why = f"the weights of {title(name, module)} are in shards: only the forward of a sharded module gathers them"
+    module = model if failure.layer is None else failure.layer.module
+    cause = f"the weights of {_called(failure)} are in shards: only the forward of a sharded module gathers them"
     if method is not None:
-        return why, f"FSDP(..., methods=({method!r},)), which has {method}() gather them too"
-    return why, f"call the model itself, or FSDP(blocks={{..., {type(module).__name__}}})"
+        return Explanation(cause, f"FSDP(..., methods=({method!r},)), which has {method}() gather them too")
+    return Explanation(cause, f"call the model itself, or FSDP(blocks={{..., {type(module).__name__}}})")
 
 
-def _second_backward(site: Site) -> Cause | None:
-    if "backward through the graph a second time" not in str(site.error) or not site.in_backward:
+def _features_of_a_linear(failure: Failure, linear: nn.Linear, given: Tensor) -> Explanation | None:
+    have, want, out = given.shape[-1], linear.in_features, linear.out_features
+    if have == want:
         return None
-    why = "the loss reaches back into an earlier batch: something computed there was kept and used again"
-    return why, "hidden = hidden.detach() on whatever is kept for the next batch"
+    cause = f"{_called(failure)} takes {want} features; it got {have}, in {tuple(given.shape)}"
+    if given.ndim > 2 and given[0].numel() == want:
+        return Explanation(cause, "nn.Flatten() before it")
+    return Explanation(cause, f"nn.Linear({have}, {out}) in place of nn.Linear({want}, {out})")
 
 
-def _arguments(site: Site) -> Cause | None:
-    """A call of the model with other arguments than its `forward` takes."""
-    inputs, model = site.inputs, site.owner.model
-    if not isinstance(site.error, TypeError) or not isinstance(inputs, tuple) or _binds(model.forward, inputs):
+def _channels_of_a_convolution(failure: Failure, conv: nn.Conv2d, given: Tensor) -> Explanation | None:
+    ndim, want, method = conv.weight.ndim, conv.in_channels, failure.method
+    if given.ndim == ndim and given.shape[1] == want:
+        return None
+    cause = f"{_called(failure)} takes (rows, {want} channels, ...); it got {tuple(given.shape)}"
+    if given.ndim == ndim - 1 and want == 1:
+        return Explanation(cause, f"x.unsqueeze(1) in forward, or inputs.unsqueeze(1) in {method}")
+    if given.ndim == ndim and given.shape[-1] == want:
+        return Explanation(cause, f"x.movedim(-1, 1) in forward, or inputs.movedim(-1, 1) in {method}")
+    return Explanation(cause, f"nn.{type(conv).__name__}({given.shape[1]}, ...)") if given.ndim == ndim else None
+
+
+def _called(failure: Failure) -> str:
+    """The innermost module that was called, by type and name; the model where none was."""
+    return type(failure.owner.model).__name__ if failure.layer is None else failure.layer.title
+
+
+# Backward.
+
+
+def _loss_without_a_graph(failure: Failure) -> Explanation | None:
+    if not failure.in_backward:
+        return None
+    output = getattr(failure.returned, "output", None)
+    fix = "return the loss as it was computed: no detach(), item(), torch.tensor(loss) or torch.no_grad() around it"
+    if isinstance(output, Tensor) and output.requires_grad:
+        return Explanation("the output requires a gradient, and the loss that was made of it does not", fix)
+    if any(parameter.requires_grad for parameter in failure.owner.model.parameters()):
+        return Explanation("the loss depends on no weight that is trained", fix)
+    return Explanation(
+        "no parameter of the model requires a gradient any more",
+        "parameter.requires_grad_(True) for those that are to be trained",
+    )
+
+
+def _graph_of_an_earlier_batch(failure: Failure) -> Explanation | None:
+    if not failure.in_backward:
+        return None
+    return Explanation(
+        "the loss reaches back into an earlier batch: a tensor computed there is used again",
+        "hidden = hidden.detach() on the tensors that are carried to the next batch",
+    )
+
+
+# Calls of the model with other arguments than its forward takes.
+
+
+def _other_inputs_than_forward_takes(failure: Failure) -> Explanation | None:
+    inputs, model = failure.inputs, failure.owner.model
+    if not isinstance(inputs, tuple) or _takes(model.forward, inputs):
         return None
     names = list(inspect.signature(model.forward).parameters)
-    if site.role in ("predict", "report") and not splits_in_training(site.owner):
+    takes = f"{type(model).__name__}.forward takes ({', '.join(names)})"
+    if failure.role in ("predict", "report") and not splits_in_training(failure.owner):
         # Which item is the target, and which rows count, is known to the user's training_step alone.
-        why = f"the default predict_step gives all items but the last to {type(model).__name__}.forward, which takes"
-        made = "StepOutput(None, output, target)" if site.role == "report" else "output"
-        return (
-            f"{why} ({', '.join(names)})",
-            f"def predict_step(self, batch): ...; return {made}   # as in training_step",
+        returned = "StepOutput(None, output, target)" if failure.role == "report" else "output"
+        return Explanation(
+            f"{takes}, and the default predict_step gives it all items but the last",
+            f"def predict_step(self, batch): ...; return {returned}   # as in training_step",
         )
-    why = (
-        f"{type(model).__name__}.forward takes ({', '.join(names)}); the batch without its last item has {len(inputs)}"
-    )
-    if _ends_in_weights(site):
-        return f"{why}: its last item, a number for each row, is taken as the target", _weighed_step(site)
+    cause = f"{takes}; the batch without its last item has {len(inputs)}"
+    if _ends_in_weights(failure):
+        cause += ": its last item, a number for each row, is taken as the target"
+        return Explanation(cause, f"def training_step(self, batch): {_weighted_step(failure)}")
     taken = ", ".join(f"batch[{index}]" for index in range(min(len(names), len(inputs))))
-    return why, f"def split(self, batch): return ({taken},), batch[-1]"
+    return Explanation(cause, f"def split(self, batch): return ({taken},), batch[-1]")
 
 
-def _ends_in_weights(site: Site) -> bool:
+def _ends_in_weights(failure: Failure) -> bool:
     """Whether a batch is (inputs ..., target, weight), with a weight for each row."""
-    items = site.batch
+    items = failure.batch
     if not isinstance(items, tuple | list) or len(items) < 3 or not all(isinstance(one, Tensor) for one in items):
         return False
     *inputs, target, weight = items
     per_row = weight.ndim == 1 and weight.is_floating_point() and target.ndim > 0 and len(weight) == len(target)
-    return per_row and _binds(site.owner.model.forward, tuple(inputs))
+    return per_row and _takes(failure.owner.model.forward, tuple(inputs))
 
 
-def _weighed_step(site: Site) -> str:
-    """The training step that takes the mean of the loss over the rows, each by its weight."""
-    loss, metrics = site.owner.loss, bool(site.owner.metrics)
-    takes, calls = ("x", "x") if len(site.batch) == 3 else ("*x", "*x")
+def _weighted_step(failure: Failure) -> str:
+    """The body of a training step that takes the mean of the loss over the rows, each by its weight."""
+    loss, inputs = failure.owner.loss, "x" if len(failure.batch) == 3 else "*x"
     name = getattr(loss, "__name__", "")
-    each = "loss_of_rows({0})"
+    each = "loss_of_rows(output, y)"
     if isinstance(loss, nn.Module):
-        each = f"nn.{type(loss).__name__}(reduction='none')({{0}})"
+        each = f"nn.{type(loss).__name__}(reduction='none')(output, y)"
     elif name and hasattr(nn.functional, name):
-        each = f"F.{name}({{0}}, reduction='none')"
+        each = f"F.{name}(output, y, reduction='none')"
     mean = "MeanLoss(loss, weight.sum())"
-    returned = f"StepOutput({mean}, output, y)" if metrics else mean
     lines = [
-        f"{takes}, y, weight = batch",
-        f"output = self.model({calls})",
-        f"each = {each.format('output, y')}.reshape(len(weight), -1).mean(1)",
+        f"{inputs}, y, weight = batch",
+        f"output = self.model({inputs})",
+        f"each = {each}.reshape(len(weight), -1).mean(1)",
         "loss = (each * weight).sum() / weight.sum()",
-        f"return {returned}",
+        f"return {f'StepOutput({mean}, output, y)' if failure.owner.metrics else mean}",
     ]
-    return f"def training_step(self, batch): {'; '.join(lines)}"
+    return "; ".join(lines)
 
 
-def _binds(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bool:
+def _takes(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bool:
     try:
         inspect.signature(function).bind(*arguments)
     except TypeError:
@@ -316,18 +456,50 @@ def _binds(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bool:
     return True
 
 
-def _device_assert(site: Site) -> Cause | None:
-    if "device-side assert" not in str(site.error):
-        return None
-    why = f"an index was out of range on {site.owner.device}, at this batch or a little earlier"
-    return why, 'Trainer(..., device="cpu") names the place; nothing works on this device until the process ends'
+def splits_in_training(owner: Any) -> bool:
+    """Whether a training step takes inputs and target from `split`: the default one, or one that calls either."""
+    codes = _user_code(owner, "training_step")
+    return not owner.hooks.steps_itself or any({"split", "training_step"} & set(code.co_names) for code in codes)
 
 
-def _same(one: torch.device, other: torch.device) -> bool:
-    return one.type == other.type and (one.index is None or other.index is None or one.index == other.index)
+def _user_code(owner: Any, name: str) -> list[CodeType]:
+    """The code of a step in each subclass that overrides it."""
+    written = [vars(cls)[name] for cls in type(owner).__mro__ if name in vars(cls)]
+    codes = [getattr(function, "__code__", None) for function in written[:-1]]  # the last is the Trainer's
+    return [code for code in codes if code is not None]
 
 
-_KNOWN = (
-    *(_memory, _device_assert, _no_forward, _backward_twice, loss_cause, _several_devices, _devices, _dtypes, _one_row),
-    *(_numbers_of_an_embedding, _shards, _features, _channels, _no_gradient, _second_backward, _arguments),
+_DEVICE = ("device",)
+_OF_DTYPES = (
+    *("same dtype", "should be the same", "expected scalar type", "does not match weight dtype", "same data type"),
 )
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+RULES = (
+    Rule(_out_of_memory),
+    Rule(_index_out_of_range_on_the_device, text=("device-side assert",)),
+    Rule(_module_without_forward, error=NotImplementedError, text=('missing the required "forward"',)),
+    Rule(_step_that_calls_backward, text=("backward through the graph a second time", "does not require grad")),
+    Rule(_output_that_is_no_tensor, error=(TypeError, AttributeError)),
+    Rule(_classes_of_another_dtype, loss=CLASS_LOSSES),
+    Rule(_classes_of_another_shape, loss=CLASS_LOSSES),
+    Rule(_classes_out_of_range, loss=CLASS_LOSSES, error=IndexError),
+    Rule(_rows_of_another_number, loss=CLASS_LOSSES, text=("batch_size",)),
+    Rule(_binary_targets_of_another_dtype, loss=BINARY_LOSSES),
+    Rule(_binary_targets_of_another_shape, loss=BINARY_LOSSES),
+    Rule(_no_probabilities, loss=BINARY_LOSSES, text=("between 0 and 1",)),
+    Rule(_model_on_several_devices, text=_DEVICE),
+    Rule(_model_that_was_moved, text=_DEVICE),
+    Rule(_batch_on_another_device, text=_DEVICE),
+    Rule(_tensor_made_on_another_device, text=_DEVICE),
+    Rule(_inputs_of_another_dtype, text=_OF_DTYPES, layer=(nn.Module,)),
+    Rule(_one_row_under_batch_norm, text=("more than 1 value per channel",)),
+    Rule(_index_outside_an_embedding, layer=(nn.Embedding,), error=IndexError),
+    Rule(_weights_in_shards, text=("mixed torch.Tensor and DTensor",)),
+    Rule(_features_of_a_linear, layer=(nn.Linear,), error=RuntimeError),
+    Rule(_channels_of_a_convolution, layer=_CONVOLUTIONS, error=RuntimeError),
+    Rule(_loss_without_a_graph, text=("does not require grad",)),
+    Rule(_graph_of_an_earlier_batch, text=("backward through the graph a second time",)),
+    Rule(_other_inputs_than_forward_takes, error=TypeError),
+)
+"""The table: rules are asked in this order."""
