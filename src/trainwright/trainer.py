@@ -175,18 +175,18 @@ class Trainer(Generic[M]):
         )
         resuming = Resume(resume, resume_data, resume_fresh)
         with running(self, train, val, batch_size=batch_size, ends=ends, resume=resuming) as (run, pauses):
-            counters = run.counters
+            counters, strategy = run.counters, run.strategy
             while not counters.stopped:
                 for window in run.windows():
                     if run.rates is not None:
                         run.rates.apply(counters.updates)
-                    applied = run.count(window, run.update(window))
+                    applied = run.count(window, strategy.update(window))
                     if applied and run.after_update is not None:
                         run.after_update()
                     if applied and run.average is not None:
                         run.average.take(counters.updates)
-                    if run.teller is not None:
-                        run.teller.tell(window, skipped=run.outcome.held_back)
+                    if strategy.reports:
+                        strategy.report(window)
                     if counters.updates >= run.due and not run.at_end:  # else the pause of the epoch's end does it
                         self._pause(pauses)
                 if run.epoch_over or run.stopped_between:
@@ -233,11 +233,11 @@ class Trainer(Generic[M]):
         if closure is not None:
             return manual_optimization.step_by_closure(run, closure, name)
         chosen = run.steppers.all if name is None else run.steppers.choose(name)
-        flag = run.settle(chosen.gradients)
+        found_inf = run.strategy.scale_gradients(chosen.gradients)
         for stepper in chosen.steppers:
             if stepper.limits:
                 stepper.limit()  # measure and clip
-        applied = run.judge(flag, chosen)
+        applied = run.strategy.check(found_inf, chosen)
         if applied:
             for stepper in chosen.steppers:
                 stepper.step()  # the optimizer's

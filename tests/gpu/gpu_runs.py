@@ -189,7 +189,7 @@ def precision_of(case: Case) -> Any:
 def checked_at_once() -> Iterator[None]:
     """Have runs inside read the numbers of each update before its step, as on the CPU."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(finite_check, "LATE", set())
+        patch.setattr(finite_check, "ASYNC_DEVICES", set())
         yield
 
 

@@ -12,13 +12,13 @@ from torch import nn
 from trainwright import LossScaler, MixedPrecision, Plan, SumLoss, Trainer, Window
 from trainwright.data.dataloader.loader import LoaderBatches
 from trainwright.evaluation import passes
-from trainwright.fit import fetching, run
+from trainwright.fit import fetching
 from trainwright.fit.run import Run
 from trainwright.modules import modes
 from trainwright.optim import gradients
 from trainwright.optim.gradients import Gradients
 from trainwright.schedules.table import TableRates
-from trainwright.update import batches, loss_tracker, nonfinite_policy, window
+from trainwright.update import batches, finite_check, loss_tracker, nonfinite_policy, window
 from trainwright.update.loss_tracker import Ledger
 from trainwright.update.losses import KnownLoss
 
@@ -85,7 +85,7 @@ def autocast_is_forgotten(patch):
 def clipping_is_forgotten(patch):
     def apply(self):
         chosen = self._run.steppers.all
-        applied = self._run.judge(self._run.settle(chosen.gradients), chosen)
+        applied = self._run.strategy.check(self._run.strategy.scale_gradients(chosen.gradients), chosen)
         if applied:
             self.optimizer.step()
         return applied
@@ -97,7 +97,7 @@ def unscales_after_clipping(patch):
     def apply(self):
         chosen = self._run.steppers.all
         chosen.steppers[0].limit()
-        applied = self._run.judge(self._run.settle(chosen.gradients), chosen)
+        applied = self._run.strategy.check(self._run.strategy.scale_gradients(chosen.gradients), chosen)
         if applied:
             self.optimizer.step()
         return applied
@@ -106,7 +106,7 @@ def unscales_after_clipping(patch):
 
 
 def applies_an_overflow(patch):
-    without(patch, run, "applies_anyway", True)
+    without(patch, finite_check, "applies_policy", True)
 
 
 def counts_a_skipped_update(patch):
@@ -123,8 +123,8 @@ def scale_is_never_adapted(patch):
 def an_overflow_puts_statistics_back(patch):
     around(
         patch,
-        run,
-        "applies_anyway",
+        finite_check,
+        "applies_policy",
         after=lambda self, *_, **__: self.statistics.put_back(),
     )
 

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from trainwright import StepOutput, SumLoss, Trainer
-from trainwright.fit import run
 from trainwright.fit.run import Run
 from trainwright.optim.gradients import Gradients
 from trainwright.schedules.table import TableRates
-from trainwright.update import batches, loss_tracker, manual_optimization
+from trainwright.update import batches, finite_check, loss_tracker, manual_optimization
 from trainwright.update.buffers import Buffers, Statistics
+from trainwright.update.finite_check import ImmediateCheck
 from trainwright.update.loss_tracker import Ledger
 from trainwright.update.optimizer_steps import NamedParts, NamedRates, Stepper, Steppers
 
@@ -123,7 +123,7 @@ def trials_are_never_judged(patch):
 
 
 def a_bad_step_is_applied(patch):
-    without(patch, run, "applies_anyway", True)
+    without(patch, finite_check, "applies_policy", True)
 
 
 def state_stays_as_a_bad_window_left_it(patch):
@@ -139,7 +139,7 @@ def the_error_names_the_update_before(patch):
     def before(self, *_, **__):
         self.counters.updates -= 1
 
-    around(patch, run, "applies_anyway", before=before)
+    around(patch, finite_check, "applies_policy", before=before)
 
 
 # Several optimizers.
@@ -166,14 +166,14 @@ def a_name_is_ignored(patch):
 
 
 def each_step_counts_as_an_update(patch):
-    whole = Run.judge
+    whole = ImmediateCheck.check
 
-    def judge(self, flag, chosen):
-        applied = whole(self, flag, chosen)
-        self.counters.updates += applied and chosen.steppers[0].name == "D"
+    def check(self, found_inf, chosen):
+        applied = whole(self, found_inf, chosen)
+        self._run.counters.updates += applied and chosen.steppers[0].name == "D"
         return applied
 
-    patch.setattr(Run, "judge", judge)
+    patch.setattr(ImmediateCheck, "check", check)
 
 
 def only_the_first_schedule_is_applied(patch):
@@ -224,8 +224,12 @@ def named_losses_are_told_as_their_sum(patch):
 
 
 def one_that_is_held_back_holds_back_all(patch):
-    whole = Run.judge
-    patch.setattr(Run, "judge", lambda self, flag, chosen: whole(self, flag, chosen) and not self.outcome.overflowed)
+    whole = ImmediateCheck.check
+
+    def check(self, found_inf, chosen):
+        return whole(self, found_inf, chosen) and not self._run.outcome.overflowed
+
+    patch.setattr(ImmediateCheck, "check", check)
 
 
 def one_that_is_held_back_is_no_update(patch):
@@ -237,18 +241,19 @@ def one_that_is_held_back_is_no_update(patch):
 
 
 def a_loss_that_is_bad_is_not_looked_at(patch):
-    whole = Run.judge
+    whole = ImmediateCheck.check
 
-    def judge(self, flag, chosen):
-        if self.outcome.losing is not None:
-            loss, *rest = self.outcome.losing
-            self.outcome.losing = (loss.nan_to_num(), *rest)
+    def check(self, found_inf, chosen):
+        outcome = self._run.outcome
+        if outcome.losing is not None:
+            loss, *rest = outcome.losing
+            outcome.losing = (loss.nan_to_num(), *rest)
             for parameter in chosen.gradients.parameters:
                 parameter.grad.nan_to_num_()
             chosen.gradients.lower_flags()
-        return whole(self, flag, chosen)
+        return whole(self, found_inf, chosen)
 
-    patch.setattr(Run, "judge", judge)
+    patch.setattr(ImmediateCheck, "check", check)
 
 
 def only_the_first_optimizer_is_loaded(patch):
@@ -260,21 +265,24 @@ def only_the_first_optimizer_is_loaded(patch):
 
 
 def an_average_is_taken_at_each_step(patch):
-    around(patch, Run, "judge", before=lambda self, *_: self.average.take(self.counters.updates))
+    def take(self, *_):
+        self._run.average.take(self._run.counters.updates)
+
+    around(patch, ImmediateCheck, "check", before=take)
 
 
 # Scale, steps by hand, numbers.
 
 
 def the_scale_adapts_at_each_step(patch):
-    around(patch, Run, "judge", after=lambda self, *_: self.scaler.adapt(self.outcome.overflowed))
+    around(patch, ImmediateCheck, "check", after=lambda self, *_: self.scaler.adapt(self._run.outcome.overflowed))
 
 
 def the_last_step_decides_on_the_scale(patch):
     def forget(self, *_):
-        self.outcome.overflowed = None
+        self._run.outcome.overflowed = None
 
-    around(patch, Run, "judge", before=forget)
+    around(patch, ImmediateCheck, "check", before=forget)
 
 
 def a_flag_is_never_lowered(patch):
@@ -282,7 +290,7 @@ def a_flag_is_never_lowered(patch):
 
 
 def a_backward_by_hand_is_unscaled(patch):
-    around(patch, Run, "judge", before=lambda self, *_: setattr(self.outcome, "scaled", True))
+    around(patch, ImmediateCheck, "check", before=lambda self, *_: setattr(self._run.outcome, "scaled", True))
 
 
 def a_scaled_minimize_speaks_for_the_update(patch):
@@ -296,7 +304,7 @@ def a_scaled_minimize_speaks_for_the_update(patch):
 
 
 def an_unjudged_step_is_let_pass(patch):
-    without(patch, Run, "_adapt")
+    without(patch, ImmediateCheck, "_adapt")
 
 
 def steps_by_hand_are_not_noticed(patch):

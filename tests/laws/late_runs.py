@@ -17,7 +17,7 @@ ROWS, SIZE = 22, 4
 
 def on_the_cpu(patch: pytest.MonkeyPatch) -> None:
     """Have updates be judged late on the CPU too."""
-    patch.setattr(finite_check, "LATE", {"cpu", "meta", "cuda"})
+    patch.setattr(finite_check, "ASYNC_DEVICES", {"cpu", "meta", "cuda"})
 
 
 def data(seed: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:

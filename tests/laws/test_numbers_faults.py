@@ -22,7 +22,7 @@ from trainwright.schedules.stepped import SteppedRates
 from trainwright.schedules.table import TableRates
 from trainwright.update.loss_tracker import Ledger
 from trainwright.update.losses import KnownLoss
-from trainwright.update.reporter import Teller
+from trainwright.update.reporter import UpdateReporter
 
 from . import test_numbers as numbers
 from . import test_numbers_early_stopping as early_stopping
@@ -233,14 +233,14 @@ def the_total_forgets_short_windows(patch):
 
 @fault(schedule.check_rates_are_torchs, "cosine, warmup", "two", "drop last")
 def the_rate_that_is_told_is_the_next_one(patch):
-    whole = Teller.tell
+    whole = UpdateReporter.report
 
     def late(self, window, *, skipped):
         self._owner._run.rates.apply(self._counters.updates)
         self._steppers.forget_rates()
         whole(self, window, skipped=skipped)
 
-    patch.setattr(Teller, "tell", late)
+    patch.setattr(UpdateReporter, "report", late)
 
 
 @fault(stages.check_a_next_stage_starts_anew, "cosine, warmup")

@@ -13,8 +13,8 @@ from laws.late_runs import OPTIMIZERS, Watches, data, net, on_the_cpu, same, sta
 from trainwright import EMA, ClipNorm, MixedPrecision, OneCycle, StepLR, Trainer, Update, Updates
 from trainwright.core.errors import NonFiniteError
 from trainwright.optim.fused import DirectStep
-from trainwright.update import device_side
-from trainwright.update.device_side import DeviceRates
+from trainwright.update import device_state
+from trainwright.update.device_state import DeviceRates
 
 SLOTS: dict[str, dict[str, Any]] = {
     "nothing": {},
@@ -89,7 +89,7 @@ def test_what_is_held_back_late_is_held_back_at_once(
 
 @pytest.mark.parametrize("rows", [5, 6, 9])
 def test_a_table_of_rates_goes_on_where_it_ends(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_side, "ROWS", rows)
+    monkeypatch.setattr(device_state, "ROWS", rows)
     schedule = StepLR(Updates(3), gamma=0.8)
     batches = poisoned(2) * 4
     at_once, told, _ = trained(batches, on_nonfinite="skip", schedule=schedule, epochs=2)
@@ -168,16 +168,16 @@ def test_a_record_is_told_three_updates_late_and_all_are_told_before_a_pause(mon
 
 
 def test_numbers_on_their_way_keep_no_autograd_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    from trainwright.core.async_reads import Lagging
+    from trainwright.update.device_state import AsyncReads
 
     on_the_cpu(monkeypatch)
-    real, sent = Lagging.push, list[Any]()
+    real, sent = AsyncReads.push, list[Any]()
 
     def push(self: Any, values: Any, deliver: Any, **more: Any) -> None:
         sent.extend(entry[1] for entry in deliver.args[0].entries)
         real(self, values, deliver, **more)
 
-    monkeypatch.setattr(Lagging, "push", push)
+    monkeypatch.setattr(AsyncReads, "push", push)
     trained(data(), epochs=1)
     assert len(sent) == 6
     assert not any(value.requires_grad for value in sent)
@@ -304,16 +304,16 @@ def puts_back_the_last(patch: pytest.MonkeyPatch) -> None:
 
 
 def lets_the_clock_run_on(patch: pytest.MonkeyPatch) -> None:
-    from trainwright.update.deferred_check import Behind
+    from trainwright.update.deferred_check import DeferredCheck
 
-    real = Behind.judge
+    real = DeferredCheck.check
 
-    def judge(self: Any, *given: Any) -> bool:
-        judged = real(self, *given)
-        self._place = (self._place[0] + 1, *self._place[1:])
-        return judged
+    def check(self: Any, *given: Any) -> bool:
+        checked = real(self, *given)
+        self._before = (self._before[0] + 1, *self._before[1:])
+        return checked
 
-    patch.setattr(Behind, "judge", judge)
+    patch.setattr(DeferredCheck, "check", check)
 
 
 @pytest.mark.parametrize("fault", [forgets_the_flag, keeps_no_statistics, puts_back_the_last, lets_the_clock_run_on])
@@ -325,20 +325,20 @@ def test_a_fault_is_noticed(fault: Any) -> None:
 
 
 def stops_the_clock(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("trainwright.update.device_side.DeviceJudge.count", lambda self: None)
+    patch.setattr("trainwright.update.device_state.DeviceVerdict.count", lambda self: None)
 
 
 def bakes_the_rates(patch: pytest.MonkeyPatch) -> None:
     real = DeviceRates.at
-    patch.setattr(DeviceRates, "at", lambda self, clock, known: real(self, torch.zeros_like(clock), known))
+    patch.setattr(DeviceRates, "at", lambda self, applied: real(self, torch.zeros_like(applied)))
 
 
 def adapts_no_scale(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("trainwright.update.device_side.DeviceScale.adapt", lambda self, overflowed: None)
+    patch.setattr("trainwright.update.device_state.DeviceScale.adapt", lambda self, overflowed: None)
 
 
 def takes_none_back(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("trainwright.update.deferred_check.Behind._count", lambda self, *, held_back: None)
+    patch.setattr("trainwright.update.deferred_check.DeferredCheck._count", lambda self, *, left_out: None)
 
 
 @pytest.mark.parametrize("fault", [stops_the_clock, bakes_the_rates, adapts_no_scale, takes_none_back])

@@ -33,7 +33,7 @@ from trainwright import (
 )
 from trainwright.core.plan import Plan
 from trainwright.fit.epochs import Lengths, RunPlan
-from trainwright.update.device_side import DeviceRates
+from trainwright.update.device_state import DeviceRates
 
 generator = torch.Generator().manual_seed(0)
 X = torch.randn(40, 3, generator=generator)

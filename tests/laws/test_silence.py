@@ -22,7 +22,8 @@ from trainwright import (
     Updates,
     accuracy,
 )
-from trainwright.core import async_reads, host_reads
+from trainwright.core import host_reads
+from trainwright.update import device_state
 from trainwright.update.loss_tracker import Ledger
 
 UPDATES_IN_EPOCH = 5
@@ -33,7 +34,7 @@ class Gates:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.arrivals = self.reads = 0
-        patch.setattr(async_reads, "fetch", self._fetch)
+        patch.setattr(device_state, "fetch", self._fetch)
         patch.setattr(host_reads, "_read_together", self._read)
         patch.setattr(torch, "allclose", lambda *_, **__: True)  # compares the weights when the fit has ended
 
@@ -177,7 +178,7 @@ def test_a_step_of_ones_own_is_as_silent(accumulate: int, gates: Gates) -> None:
 NOT_SILENT: dict[str, tuple[dict[str, Any], str]] = {
     "an optimizer without a fused kernel": ({"optimizer": torch.optim.RMSprop}, "RMSprop has no fused kernel"),
     "one that was not built fused": ({"optimizer": torch.optim.AdamW}, "AdamW was not built with fused=True"),
-    "a policy that skips, and BatchNorm": ({"on_nonfinite": "skip"}, "BatchNorm statistics are put back"),
+    "a policy that skips, and BatchNorm": ({"on_nonfinite": "skip"}, "BatchNorm statistics are restored"),
 }
 
 
@@ -232,6 +233,6 @@ def test_an_item_in_the_step_is_noticed(gates: Gates, monkeypatch: pytest.Monkey
 
 
 def test_a_read_for_each_update_is_noticed(gates: Gates, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainwright.update.finite_check.why_judged_at_once", lambda *_, **__: ("so",))
+    monkeypatch.setattr("trainwright.fit.run.why_immediate", lambda *_, **__: ("so",))
     with pytest.raises(AssertionError):
         test_a_fit_reads_between_updates_alone("bare", gates)

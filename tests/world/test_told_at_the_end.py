@@ -85,7 +85,10 @@ def check_told_alone(first: dict[str, Any], error: str) -> None:
     alone = [update for update, rank in first["told"] if rank == 0.0]
     assert alone and alone == list(range(alone[0], UPDATES + 1))
     which = f"update {UPDATES} was" if len(alone) == 1 else f"updates {alone[0]} to {UPDATES} were"
-    assert f"{which} told with the numbers of rank 0 alone: the run ended before the processes met" in first["notes"]
+    assert (
+        f"{which} reported with the numbers of rank 0 alone: the run ended before the ranks synchronized"
+        in first["notes"]
+    )
 
 
 def test_an_error_of_all_has_the_waiting_updates_told_with_the_first_processs_numbers(ranks2: Pool) -> None:

@@ -75,8 +75,7 @@ class Splitting:
         return news
 
     def let_go(self) -> Told:
-        """Leave the run as it is over; returns what is left, without the copies."""
-        self._run.update = self._owner.update
+        """Return what is left when the run is over, without the copies."""
         return Told(self.told)
 
     def update(self, window: Window) -> Any:

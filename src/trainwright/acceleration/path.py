@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from trainwright.core.async_reads import AHEAD
 from trainwright.precision.mixed_precision import LossScaler
 from trainwright.update import finite_check
+from trainwright.update.device_state import AHEAD
 from trainwright.update.owner import Owner
 
 
 def fast_path(owner: Owner) -> str:
     """Name the path of the updates, with its cost on this device: L1 for silent ones, L0 where each is read at once."""
-    why = owner.between.judged_at_once
+    why = owner.between.why_immediate
     if why is None:  # no run yet, and so no schedule that is bound
         scaler = LossScaler() if getattr(owner.precision, "kind", "") == "fp16" else None
-        why = finite_check.why_judged_at_once(
+        why = finite_check.why_immediate(
             owner, checks=owner.on_nonfinite != "ignore" or scaler is not None, scaler=scaler
         )
     reads = "one read per update, of loss, flag and norm together: " + "; ".join(why)
     if not why:
         reads = f"nothing is read before its time, which is up to {AHEAD} updates later"
-    elif owner.device.type not in finite_check.LATE:
+    elif owner.device.type not in finite_check.ASYNC_DEVICES:
         reads = "its numbers are read at once, which waits for nothing"
     compiled = owner.between.compiled
     how = "eager" if compiled is None else f"compiled ({compiled})"

@@ -98,8 +98,7 @@ class Pauses:
         """Bring the counters up to date, and find out whether an end is reached."""
         counters = self.counters
         self.run.boundary.place, self.run.woken = BETWEEN, False
-        if self.run.behind is not None:
-            self.run.behind.drain()
+        self.run.strategy.flush()
         for meter in self._meters:
             meter.pause()
         if self.run.agreement is not None:
@@ -132,8 +131,7 @@ class Pauses:
         self._clock = asked.seconds
         if self.run.spread is not None:
             self.run.spread.check_trained()
-        if self.run.teller is not None:
-            self.run.teller.tell_late()
+        self.run.strategy.reporter.report_held()
         if asked.signal:
             self.run.signals.obey(asked.signal)
 

@@ -48,11 +48,9 @@ def rescue(pauses: Pauses, error: BaseException) -> list[str]:
 def _tell_updates(pauses: Pauses) -> list[str]:
     """Tell the updates that have waited for other processes, which do not come any more; what has failed in it."""
     run = pauses.run
-    if run.teller is None:
-        return []
     with run.signals.held():
         try:
-            run.teller.tell_alone()
+            run.strategy.reporter.report_held_alone()
         except Exception as failed:
             return [f"an observer failed when it was told of the last updates: {failed}"]
     return []

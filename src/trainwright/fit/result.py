@@ -160,8 +160,8 @@ class Leaving:
 
     def _told_notes(self) -> tuple[str, ...]:
         """Which updates were told with the numbers of one process, where several have run."""
-        teller = self.run.teller
-        return (teller.note,) if teller is not None and teller.note else ()
+        note = self.run.strategy.reporter.note
+        return (note,) if note else ()
 
     def _saved_notes(self) -> tuple[str, ...]:
         """From where a run that ended in an error, or by a signal, can go on."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.checkpointing.state import Random
-from trainwright.core import host_reads
-from trainwright.core.async_reads import AHEAD
 from trainwright.core.plan import Plan
 from trainwright.core.progress import Counters
 from trainwright.core.trees import snapshot
@@ -25,27 +23,25 @@ from trainwright.fit.fetching import fetched
 from trainwright.fit.per_rank_state import retake_shards
 from trainwright.fit.signals import Signals
 from trainwright.optim.averaging import Average
-from trainwright.optim.gradients import Gradients
 from trainwright.optim.named import check_parameters
 from trainwright.precision.mixed_precision import check_weights
 from trainwright.protocols import Scaler, Source
 from trainwright.update import nonfinite_policy
 from trainwright.update.buffers import Buffers, Statistics
-from trainwright.update.finite_check import applies_anyway, bind_late, read_numbers
+from trainwright.update.finite_check import ImmediateCheck, why_immediate
 from trainwright.update.loss_tracker import Ledger
 from trainwright.update.manual_optimization import note_minimized
 from trainwright.update.nonfinite_policy import PATIENCE
-from trainwright.update.optimizer_steps import Chosen, Steppers, bind_rates
+from trainwright.update.optimizer_steps import Steppers, bind_rates
 from trainwright.update.owner import Owner
 from trainwright.update.rollback import BETWEEN, COUNTING, UPDATING, Boundary
 from trainwright.update.status import Outcome
+from trainwright.update.strategy import UpdateStrategy
 from trainwright.update.window import Window
 
 if TYPE_CHECKING:
     from trainwright.fit.rank_sync import Agreement
-    from trainwright.update.deferred_check import Behind
     from trainwright.update.distributed_step import Spread
-    from trainwright.update.reporter import Teller
 
 GRACE = 20.0
 """Seconds that a signal waits for the end of an update, where no checkpoint slot says otherwise."""
@@ -54,18 +50,12 @@ GRACE = 20.0
 class Run:
     """What the loop reads and writes at each update, bound once before the first."""
 
-    _unjudged = False
-    """Whether gradients were checked that nobody has judged."""
-    by_closure = False
-    """Whether an optimizer is making a step that calls a closure of ours."""
+    scaler: Scaler | None
+    """The loss scale; None without one."""
+    checks: bool
+    """Whether gradients are looked at before they are applied."""
     _idle = 0
     """Updates in a row in which no step was applied."""
-    folds = False
-    """Whether the steps do to the gradients what is owed, and what clipping asks for."""
-    behind: Behind | None = None
-    """What judges updates where the host does not wait to hear of them; None where each is judged at once."""
-    teller: Teller | None = None
-    """Who watches updates; None where nobody does."""
 
     def __init__(self, owner: Owner, source: Source, plan: Plan, *, signals: Signals) -> None:
         self.owner, self.source = owner, source
@@ -103,9 +93,9 @@ class Run:
         self.first_batch = FirstBatch(looks=looks)
         """What looks at the losses of the first update of the first stage."""
         self._kept_state: dict[str, Any] = {}
-        self.update: Callable[[Window], Any] = owner.update
-        """What a window's update is made by: the trainer's own method, or what splits windows for want of memory."""
-        bind_late(self)
+        self.strategy = choose_strategy(self)
+        """How updates are made."""
+        self.scaler = self.strategy.scaler
         self._plan_epoch()
 
     def _bind_processes(self, owner: Owner) -> None:
@@ -140,10 +130,9 @@ class Run:
         )
         precision, device = owner.precision, owner.device.type
         self.autocast = None if precision is None else precision.autocast(device)
-        self.scaler: Scaler | None = None if precision is None else precision.scaler(device)
+        self.scaler = None if precision is None else precision.scaler(device)
         check_weights(self.scaler, self.gradients.parameters)
         self.checks = owner.on_nonfinite != "ignore" or self.scaler is not None
-        """Whether gradients are looked at before they are applied."""
 
     @property
     def plan(self) -> Plan:
@@ -208,17 +197,13 @@ class Run:
                 self._take_groups()
                 if self.spread is not None:
                     self.spread.plan()
-        if self._unjudged:  # an update of the user's own gave its gradients up
-            self.steppers.lower_flags()
-            self._unjudged = False
         if self.statistics.keeps:
             self.statistics.keep()
         if not self.counters.rows:
             self.first_batch.open()
         if self._keeps_state:
             self._kept_state = snapshot(self.owner.state, into=self._kept_state)
-        if self.behind is not None:
-            self.behind.begin()
+        self.strategy.begin(window)
 
     def _owes_pause(self) -> bool:
         """Whether a pause comes first that was due, or broken off, where the run was left that is resumed."""
@@ -242,45 +227,10 @@ class Run:
         if self.owner.hooks.updates_itself:
             if self.spread is not None:
                 self.spread.note(self.gradients.parameters)
-            self.settle(self.gradients)
+            self.strategy.scale_gradients(self.gradients)
         if self.spread is not None and not self.spread.is_default:  # code of the user's own reads the loss of all
             return torch.as_tensor(self.spread.loss, dtype=loss.dtype, device=loss.device)
         return loss * owed if isinstance(owed, Tensor) or owed != 1.0 else loss
-
-    def settle(self, gradients: Gradients) -> Tensor | None:
-        """Multiply gradients by what is owed; return the flag of non-finite ones where they are checked."""
-        factor, self.factor = self.factor, 1.0
-        if self.spread is not None:
-            self.spread.settle(gradients.parameters)
-        flag = None
-        if self.folds:  # the norms tell what is not finite, and the kernels of the steps multiply
-            for stepper in self.steppers.all.steppers:
-                stepper.owed = factor
-            return gradients.flag if self.checks else None
-        if self.checks:
-            self._unjudged = True
-            flag = gradients.multiply_and_check(factor)
-        elif isinstance(factor, Tensor) or factor != 1.0:
-            gradients.multiply(factor)
-        if self.spread is not None:
-            self.spread.note(gradients.parameters)
-        return flag
-
-    def judge(self, flag: Tensor | None, chosen: Chosen) -> bool:
-        """Read the update's numbers, and say whether `chosen` may step; raises where that is the policy."""
-        outcome = self.outcome
-        if self.behind is not None:
-            outcome.applied, self._unjudged = True, False
-            return self.behind.judge(flag, chosen)
-        bad, value = read_numbers(self, flag, chosen)
-        if not bad and (flag is None or host_reads.finite(value)):
-            outcome.applied = True
-            outcome.overflowed = outcome.overflowed is True
-            self._unjudged = self._unjudged and chosen is not self.steppers.all
-            return True
-        applied = applies_anyway(self, chosen, bad=bad, loss=value)
-        outcome.applied = applied or outcome.applied is True  # one step that was applied makes it an update
-        return applied
 
     def count(self, window: Window, returned: Any) -> bool:
         """Count the update and close its numbers; return whether a step was applied in it."""
@@ -294,10 +244,7 @@ class Run:
             ledger.note_returned(returned)
         if outcome.minimized:
             note_minimized(self, returned)
-        if ledger.waiting and self.behind is None:
-            ledger.close()
-        if self.scaler is not None:
-            self._adapt(self.scaler)
+        self.strategy.finish()
         counters.batch += 1 if window.alone else window.all_batches
         counters.rows += window.rows[0] if window.alone else window.all_rows
         if outcome.applied or outcome.stepped:
@@ -348,7 +295,7 @@ class Run:
                 check_passes(self.source)
         if self.spread is not None:
             self.spread.plan()
-        known = 1 if self.behind is None else AHEAD + 1
+        known = 1 + self.strategy.updates_ahead
         self._keeps_state = owner.on_nonfinite == "skip"
         if self._keeps_state:
             self._buffers.meet(one for one in (owner.model, owner.loss) if isinstance(one, nn.Module))
@@ -358,24 +305,14 @@ class Run:
 
     def _take_groups(self) -> None:
         """Take over the optimizers' parameters as they are grouped now; a group may be added at any time."""
-        if self.behind is not None:
-            self.behind.drain()
+        self.strategy.flush()
         self.steppers.take_groups()
         self.gradients = self.steppers.all.gradients
-        if self.behind is not None:
-            self.behind.bind(self.steppers)
+        self.strategy.regroup()
 
     def _feed(self) -> None:
         """Run the training data once through the model: an average estimates its BatchNorm statistics by it."""
         feed(self.owner, self.source)
-
-    def _adapt(self, scaler: Scaler) -> None:
-        """Adapt the loss scale once, by all that this update has seen."""
-        outcome = self.outcome
-        if outcome.overflowed is not None:
-            scaler.adapt(outcome.overflowed)
-        elif outcome.stepped:
-            raise nonfinite_policy.not_judged() if outcome.scaled else nonfinite_policy.not_scaled()
 
     def _after_update(self) -> None:
         """Run the user's hook; a torch scheduler that is stepped in it sets the next update's rate."""
@@ -390,7 +327,7 @@ class Run:
     def _note_beginning(self, optimizer: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         self.outcome.stepping = True
         self.steppers.note_rates(optimizer)
-        if self.spread is not None and not self.by_closure:  # a step by hand is to be the same on all processes
+        if self.spread is not None and not self.strategy.in_closure:  # a step by hand is the same on all ranks
             self.spread.before_step(optimizer, closure=len(given) + len(named) > 1)  # the first is the optimizer
 
     def stop(self, reason: str) -> None:
@@ -420,16 +357,25 @@ class Run:
             return math.ceil(counters.batch / plan.accumulated(counters.epoch)) >= plan.epoch_updates
         return counters.batch == self.source.length  # data that give more than they said go on
 
-    def refuse(self, chosen: Chosen) -> bool:
-        """Hold back a step after it was made and undone; raises where that is the policy."""
-        self.outcome.stepped = False
-        self.outcome.applied = applies_anyway(
-            self, chosen, bad=True, loss=self.ledger.loss if self.ledger.noted else 0.0
-        )
-        return self.outcome.applied
-
     def _put_back(self) -> None:
         """Put back the user's state and the buffers: at an update's end, for graphs in it may still hold them."""
         self.statistics.put_back()
         self.owner.state.clear()
         self.owner.state.update(snapshot(self._kept_state))
+
+
+def choose_strategy(run: Run) -> UpdateStrategy:
+    """Choose how the updates of a run are made: checked at once or later, and split where memory runs out."""
+    owner = run.owner
+    owner.between.why_immediate = why = why_immediate(owner, checks=run.checks, scaler=run.scaler, rates=run.rates)
+    owner.between.splits, update = None, owner.update
+    if owner.on_oom is not None:
+        from trainwright.acceleration.oom import Splitting
+
+        owner.between.splits = splitting = Splitting(run)
+        update = splitting.update
+    if why:
+        return ImmediateCheck(run, update=update)
+    from trainwright.update.deferred_check import DeferredCheck
+
+    return DeferredCheck(run, update=update)

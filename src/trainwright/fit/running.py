@@ -307,10 +307,10 @@ def _told_at(failed: BaseException) -> str:
 
 def _first_of(error: BaseException, run: Run) -> BaseException:
     """What ends the run: `error`, or a number that was not finite in an update before it, heard of only now."""
-    if run.behind is None or (run.signals.pending and isinstance(error, KeyboardInterrupt)):
+    if run.signals.pending and isinstance(error, KeyboardInterrupt):
         return error
     try:
-        run.behind.drain()
+        run.strategy.flush()
     except NonFiniteError as first:
         return first
     return error
@@ -333,6 +333,7 @@ def _ended(owner: Owner, result: Result, left: int | None) -> dict[str, Any]:
 def _let_go(owner: Owner, run: Run) -> None:
     """Take the run from its owner, but for what the next stage needs."""
     owner.between.rates = run.rates
+    run.strategy.close()
     if owner.between.splits is not None:
         owner.between.splits = owner.between.splits.let_go()
     owner.hold(NOT_RUNNING, NOT_RUNNING)

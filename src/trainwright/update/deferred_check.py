@@ -1,240 +1,247 @@
-"""Judges updates on the device, where nobody waits: what it decided is heard some updates later, in order."""
+"""The deferred check: the device decides whether an update is applied, and the host reads that some updates later."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import nan
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from trainwright.core.async_reads import Lagging
 from trainwright.core.records import Update
-from trainwright.optim.fused import ready_to_mask, step_of
+from trainwright.optim.fused import ready_to_mask
 from trainwright.precision.mixed_precision import LossScaler
 from trainwright.schedules.table import TableRates
 from trainwright.update import nonfinite_policy
-from trainwright.update.device_side import DeviceJudge, DeviceRates, DeviceScale
+from trainwright.update.device_state import AHEAD, AsyncReads, DeviceRates, DeviceScale, DeviceVerdict
 from trainwright.update.finite_check import trace
 from trainwright.update.nonfinite_policy import PATIENCE
 from trainwright.update.numbers import Entry
-from trainwright.update.optimizer_steps import Chosen, Steppers
-from trainwright.update.reporter import Teller
+from trainwright.update.optimizer_steps import Chosen
+from trainwright.update.strategy import UpdateStrategy
 from trainwright.update.window import Window
 
 if TYPE_CHECKING:
     from trainwright.fit.run import Run
+    from trainwright.optim.gradients import Gradients
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
-    """What is known of an update when it is sent off: all but what the device has computed."""
+class _Pending:
+    """What the host knows of an update whose numbers it has not read yet."""
 
     update: Update
     entries: list[Entry]
     values: dict[str, float]
     """What probes had returned for its record."""
-    place: tuple[int, int]
+    before: tuple[int, int]
     """Micro-batches and rows before it."""
     after: tuple[int, int]
-    """The same after it."""
-    kept: int
-    """How often statistics had been kept when it was made."""
+    """Micro-batches and rows up to its end."""
+    captured: int
+    """How often statistics had been copied when it was made."""
     norms: tuple[str, ...]
     """The optimizers whose norms are among its numbers."""
     window: Window
     """Its micro-batches as the data gave them, for an error that looks at them."""
 
 
-class Behind(Teller):
-    """Tells of each update when its numbers have arrived, and raises the error of one that was not finite.
+class DeferredCheck(UpdateStrategy):
+    """Lets the device check each update, and reads its numbers up to three updates later, without a wait in between.
 
-    A loss, gradient or norm that is not finite raises a flag on the device that stays up: the kernels of that update
-    and of those after it leave the weights and the optimizer's state as they are. So the error may come up to three
-    updates late, and then all is as it was before the update that it names. Under a loss scale, and with "skip", an
-    update may be held back alone (`DeviceJudge`): then the clock lies on the device too, and the host's runs ahead by
-    the updates of which it has not heard yet, until the next pause.
+    A loss, gradient or norm that is not finite raises a flag on the device, torch's `found_inf`. The fused kernels of
+    that update and of all later ones then leave weights and optimizer state as they are, so that the error may come up
+    to three updates late and still finds everything as it was before the update that it names.
+
+    Under a loss scale, and with "skip", single updates are left out (`DeviceVerdict`). The number of applied updates,
+    which a schedule reads, is then known on the device alone; the host counts every update that it cannot know yet as
+    applied, and corrects that when its numbers arrive.
     """
 
-    def __init__(self, run: Run) -> None:
-        super().__init__(run.owner, run.steppers)
-        device, policy = run.owner.device, run.owner.on_nonfinite
-        self._run, self._ring = run, Lagging(device)
-        self.flag: Tensor | None = None
-        """What tells that an update had something in it that is not finite; None where nothing is judged."""
-        self._place = (0, 0)
-        self._known = 0
+    reports = True
+    updates_ahead = AHEAD
+
+    def __init__(self, run: Run, *, update: Callable[[Window], Any]) -> None:
+        super().__init__(run, update=update)
+        device = run.owner.device
+        self._reads = AsyncReads(device)
+        self._found_inf: Tensor | None = None
+        """The flag of the update in hand; None where nothing is checked."""
+        self._before = (0, 0)
+        self._applied = 0
         """Updates of this stage that are known to be applied."""
         self._last = 0
-        """The clock before the update that was heard of last."""
+        """The applied updates before the one whose numbers were read last."""
         self._idle = 0
-        """Updates in a row that are known to be held back."""
-        self._judge: DeviceJudge | None = None
+        """Updates in a row that are known to be left out."""
+        self._fuses_clipping = False
+        """Whether the steps multiply and clip the gradients themselves."""
+        self._verdict: DeviceVerdict | None = None
         self._rates: DeviceRates | None = None
-        if run.scaler is not None or policy == "skip":
-            self._judge_there()
+        if run.scaler is not None or run.owner.on_nonfinite == "skip":
+            scale = DeviceScale(run.scaler, device) if isinstance(run.scaler, LossScaler) else None
+            self.scaler = scale
+            self._verdict = DeviceVerdict(run.owner.on_nonfinite, device, scale)
+            self._loss_flag = torch.zeros((), dtype=torch.float32, device=device)
+            self._rates = DeviceRates(run.rates, device) if isinstance(run.rates, TableRates) else None
 
-    def __bool__(self) -> bool:
-        """Always: the numbers have to be heard, whoever watches."""
-        return True
-
-    def bind(self, steppers: Steppers) -> None:
-        """Have the steps heed the flag of the gradients as they are grouped now."""
-        flag = steppers.all.gradients.flag if self._run.checks else None
-        flag = flag if self._judge is None else self._judge.held_back
+    def regroup(self) -> None:
+        """Have the steps read the flag of the gradients, and the rates on the device, as they are grouped now."""
+        steppers = self._run.steppers
+        found_inf = steppers.all.gradients.flag if self._run.checks else None
+        if self._verdict is not None:
+            found_inf = self._verdict.left_out
         if self._rates is not None:
-            self._rates.meet(len(steppers.rates))
-        rates = None if self._rates is None else self._rates_now
-        self._run.folds = all(stepper.may_fold() for stepper in steppers.all.steppers)
+            self._rates.resize(len(steppers.rates))
+        self._fuses_clipping = all(stepper.can_fuse_clipping() for stepper in steppers.all.steppers)
         for stepper in steppers.all.steppers:
-            if flag is not None:
+            if found_inf is not None:
                 ready_to_mask(stepper.optimizer)
-            stepper.folds = self._run.folds
-            scale = {"scale": partial(getattr, stepper, "scale")} if stepper.folds else {}
-            stepper.step = step_of(stepper.optimizer, flag, rates, **scale)
+            rates = None if self._rates is None else self._rates_now
+            stepper.make_step(found_inf, rates, fuses_clipping=self._fuses_clipping)
 
-    def begin(self) -> None:
-        """Turn to the next update, on the host."""
+    def begin(self, window: Window) -> None:
+        """Prepare the update of a window: note where it begins, and have its rates lie on the device."""
+        super().begin(window)
         counters = self._run.counters
-        self._place = (counters.batch, counters.rows)
-        if not self._ring.waiting:
-            self._begin(counters.updates)
+        self._before = (counters.batch, counters.rows)
+        if not self._reads.pending:
+            self._applied = counters.updates
+            if self._verdict is not None:
+                self._verdict.reset(counters.updates)
         if self._rates is not None:
-            self._rates.reach(self._known)
+            self._rates.reach(self._applied)
 
-    def judge(self, flag: Tensor | None, chosen: Chosen) -> bool:
-        """Have the device judge the loss, the gradients and the norms; the steps that follow heed it."""
-        ledger = self._run.ledger
-        self.flag = flag
-        if flag is None:
+    def scale_gradients(self, gradients: Gradients) -> Tensor | None:
+        """Return the flag; where clipping is fused the steps multiply, and the norm tells what is not finite."""
+        if not self._fuses_clipping:
+            return super().scale_gradients(gradients)
+        run = self._run
+        for stepper in run.steppers.all.steppers:
+            stepper.factor = run.factor
+        run.factor = 1.0
+        return gradients.flag if run.checks else None
+
+    def check(self, found_inf: Tensor | None, chosen: Chosen) -> bool:
+        """Have the device check the loss, the gradients and the norms; the steps that follow read its flag."""
+        self._run.outcome.applied, self._is_unchecked, self._found_inf = True, False, found_inf
+        if found_inf is None:
             return True
+        losses = self._run.ledger.losses
         norms = [stepper.norm for stepper in chosen.steppers if isinstance(stepper.norm, Tensor)]
-        if self._judge is None:
-            chosen.gradients.check_too([*ledger.losses, *norms])
+        if self._verdict is None:
+            chosen.gradients.check_too([*losses, *norms])
             return True
         chosen.gradients.check_too(norms)
         self._loss_flag.zero_()
-        chosen.gradients.check_too(ledger.losses, self._loss_flag)
-        self._judge.judge(flag, self._loss_flag)
-        flag.zero_()
+        chosen.gradients.check_too(losses, self._loss_flag)
+        self._verdict.decide(found_inf, self._loss_flag)
+        found_inf.zero_()
         return True
 
-    def tell(self, window: Window, *, skipped: bool) -> None:
-        """Send the numbers of this update on their way; hear of those that have arrived."""
+    def report(self, window: Window) -> None:
+        """Send the numbers of this update to the host, and report those updates whose numbers have arrived."""
         run, ledger = self._run, self._run.ledger
         norms = {one.name: one.norm for one in run.steppers.all.steppers if one.norm is not None}
-        told = _Told(
-            update=self._record(window, skipped=False, loss=nan, norm=None, values=run.steppers.numbers()),
-            # A graph of autograd would keep the memory of an update until its numbers are heard.
-            entries=[(name, _let_go(value), count, summed) for name, value, count, summed in ledger.collect()],
+        pending = _Pending(
+            update=self.reporter.record(window, skipped=False, loss=nan, norm=None, values=run.steppers.numbers()),
+            # A graph of autograd would hold the memory of an update until its numbers are read.
+            entries=[(name, _detached(value), count, summed) for name, value, count, summed in ledger.collect()],
             values=ledger.values,
-            place=self._place,
+            before=self._before,
             after=(run.counters.batch, run.counters.rows),
-            kept=run.statistics.kept,
+            captured=run.statistics.kept,
             norms=tuple(norms),
             window=Window(window.batches, window.rows, move=window.mover),  # a new one: no batch stays on the device
         )
-        if self._judge is not None:
-            self._judge.count()
-        self._ring.push(self._values(told.entries, list(norms.values())), partial(self._hear, told))
+        if self._verdict is not None:
+            self._verdict.count()
+        self._reads.push(self._numbers(pending.entries, list(norms.values())), partial(self._receive, pending))
 
-    def drain(self) -> None:
-        """Wait for all updates that were made, and hear of them; the host's rates are then those of the last one."""
-        heard = self._ring.waiting
-        self._ring.drain()
-        if heard and self._rates is not None and self._run.rates is not None:
+    def flush(self) -> None:
+        """Wait for the numbers of all updates; the rates of the groups are then those of the last one."""
+        pending = self._reads.pending
+        self._reads.flush()
+        if pending and self._rates is not None and self._run.rates is not None:
             self._run.rates.apply(self._last)
 
-    def _begin(self, updates: int) -> None:
-        """Go on from what the host knows, when nothing is under way."""
-        self._known = updates
-        if self._judge is not None:
-            self._judge.set_clock(updates)
-
-    def _values(self, entries: list[Entry], norms: Sequence[float | Tensor]) -> list[float | Tensor]:
-        """All numbers of an update, in the order in which they are heard."""
-        verdict: list[float | Tensor] = [0.0 if self.flag is None else self.flag, 0.0]
-        if self._judge is not None:
-            verdict = [self._judge.ends, self._judge.held_back]
-        return [*[entry[1] for entry in entries], *[entry[2] for entry in entries], *verdict, *norms]
-
-    def _judge_there(self) -> None:
-        run, device = self._run, self._run.owner.device
-        scale = DeviceScale(run.scaler, device) if isinstance(run.scaler, LossScaler) else None
-        run.scaler = scale
-        self._judge = DeviceJudge(run.owner.on_nonfinite, device, scale)
-        self._loss_flag = torch.zeros((), dtype=torch.float32, device=device)
-        self._rates = DeviceRates(run.rates, device) if isinstance(run.rates, TableRates) else None
+    def _numbers(self, entries: list[Entry], norms: Sequence[float | Tensor]) -> list[float | Tensor]:
+        """All numbers of an update: values, their counts, whether it ends the run, whether it is left out, norms."""
+        flags: list[float | Tensor] = [0.0 if self._found_inf is None else self._found_inf, 0.0]
+        if self._verdict is not None:
+            flags = [self._verdict.ends_run, self._verdict.left_out]
+        return [*[entry[1] for entry in entries], *[entry[2] for entry in entries], *flags, *norms]
 
     def _rates_now(self) -> list[Tensor]:
         assert self._rates is not None
-        assert self._judge is not None
-        return self._rates.at(self._judge.clock)
+        assert self._verdict is not None
+        return self._rates.at(self._verdict.applied)
 
-    def _hear(self, told: _Told, numbers: list[float]) -> None:
-        run, ledger, size = self._run, self._run.ledger, 2 * len(told.entries)
+    def _receive(self, pending: _Pending, numbers: list[float]) -> None:
+        """Take over the numbers of an update that have arrived: add them up, count it, report it, or raise."""
+        run, ledger, size = self._run, self._run.ledger, 2 * len(pending.entries)
         in_hand = ledger.values
-        ledger.take_for(told.entries, numbers, told.values)
-        ends, held_back, *norms = numbers[size:]
-        if ends:
-            self._refuse(told, norms)
-        rates = told.update.lrs if self._rates is None else tuple(self._rates.of(self._known))
-        self._last = self._known
-        self._count(held_back=held_back != 0)
+        ledger.take_for(pending.entries, numbers, pending.values)
+        ends_run, left_out, *norms = numbers[size:]
+        if ends_run:
+            self._raise(pending, norms)
+        rates = pending.update.lrs if self._rates is None else tuple(self._rates.of(self._applied))
+        self._last = self._applied
+        self._count(left_out=left_out != 0)
         if self._idle >= PATIENCE:
-            self._go_back(told.after)
+            self._rewind(pending.after)
             raise nonfinite_policy.nothing_applied(f"{PATIENCE} updates in a row", told=True)
-        named = dict(zip(told.norms, norms, strict=True))
+        named = dict(zip(pending.norms, norms, strict=True))
         update = replace(
-            told.update,
-            update=run.counters.earlier_updates + self._known,
-            skipped=held_back != 0,
+            pending.update,
+            update=run.counters.earlier_updates + self._applied,
+            skipped=left_out != 0,
             lr=rates[0],
             lrs=rates,
             grad_norm=named.get(run.steppers.all.steppers[0].name),
         )
         grad_norms = {f"grad_norm_{name}": norm for name, norm in named.items()} if run.steppers.named else {}
-        self._tell_whole(update, {"loss": ledger.loss, **ledger.values, **grad_norms})
+        self.reporter.send(update, {"loss": ledger.loss, **ledger.values, **grad_norms})
         ledger.values = in_hand
 
-    def _count(self, *, held_back: bool) -> None:
-        """Take back what the host's clock was ahead, where an update was held back."""
+    def _count(self, *, left_out: bool) -> None:
+        """Correct the counters of the host, which took the update for applied."""
         counters = self._run.counters
-        if not held_back:
-            self._known, self._idle = self._known + 1, 0
+        if not left_out:
+            self._applied, self._idle = self._applied + 1, 0
             return
         counters.updates -= 1
         counters.skipped += 1
         self._idle += 1
 
-    def _refuse(self, told: _Told, norms: list[float]) -> None:
-        """Put back what has moved since before an update, and raise."""
+    def _raise(self, pending: _Pending, norms: list[float]) -> None:
+        """Restore what has moved since before an update that is not finite, and raise."""
         run, counters = self._run, self._run.counters
-        run.statistics.put_back(ago=run.statistics.kept - told.kept)
+        run.statistics.put_back(ago=run.statistics.kept - pending.captured)
         run.gradients.lower_flags()
-        self._go_back(told.place)
-        run.ledger.window = told.window
+        self._rewind(pending.before)
+        run.ledger.window = pending.window
         raise nonfinite_policy.error(
             update=counters.earlier_updates + counters.updates + 1,
             loss=run.ledger.loss,
-            lr=told.update.lr if self._rates is None else self._rates.of(self._known)[0],
+            lr=pending.update.lr if self._rates is None else self._rates.of(self._applied)[0],
             norm=norms[0] if norms else None,
             counted=run.ledger.counted,
             trace=partial(trace, run),
         )
 
-    def _go_back(self, place: tuple[int, int]) -> None:
-        """Have the clock and the rates be those of the updates heard of, and forget those after them."""
+    def _rewind(self, place: tuple[int, int]) -> None:
+        """Set counters and rates to the updates whose numbers were read, and drop those after them."""
         run, counters = self._run, self._run.counters
-        self._ring.forget()
+        self._reads.drop()
         run.ledger.collect()
-        counters.updates, (counters.batch, counters.rows) = self._known, place
+        counters.updates, (counters.batch, counters.rows) = self._applied, place
         if run.rates is not None:
             run.rates.apply(counters.updates)
 
 
-def _let_go(value: float | Tensor) -> float | Tensor:
+def _detached(value: float | Tensor) -> float | Tensor:
     return value.detach() if isinstance(value, Tensor) else value

@@ -91,8 +91,8 @@ class Between:
     """What the last `fit` has compiled, in counts and words; None where it compiles nothing."""
     splits: Any = None
     """What splits the windows of the last `fit` where memory runs out; None where that is not asked for."""
-    judged_at_once: tuple[str, ...] | None = None
-    """Why the last `fit` judged each update at once; empty where it had not to, None before the first."""
+    why_immediate: tuple[str, ...] | None = None
+    """Why the last `fit` checked each update before its step; empty where it did not, None before the first."""
     looks: bool = True
     """Whether mistakes of the first batch are warned of; a trial of a tool, one of many first batches, does not."""
     looked_at: set[str] = field(default_factory=set)

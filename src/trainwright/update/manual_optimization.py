@@ -63,10 +63,10 @@ def step_by_closure(run: Run, closure: Callable[[], Any], name: str | None) -> b
         with torch.enable_grad():
             loss = closure()
         loss = _of_all(run, loss, chosen)
-        flag = run.settle(chosen.gradients)
+        found_inf = run.strategy.scale_gradients(chosen.gradients)
         stepper.limit()
         if not norms:
-            if not run.judge(flag, chosen):
+            if not run.strategy.check(found_inf, chosen):
                 raise _HeldBack
             norms.append(stepper.norm)
         stepper.norm = norms[0]  # what is told is the norm of the window's gradient, not that of a trial
@@ -80,18 +80,18 @@ def step_by_closure(run: Run, closure: Callable[[], Any], name: str | None) -> b
     with torch.no_grad():
         torch._foreach_copy_(weights, before)
     optimizer.state.clear()
-    return run.refuse(chosen)
+    return run.strategy.refuse(chosen)
 
 
 def _has_stepped(run: Run, optimizer: Any, evaluate: Callable[[], Any]) -> bool:
     """Have an optimizer step by a closure of ours; whether it did, or its first gradient was held back."""
-    run.by_closure = True
+    run.strategy.in_closure = True
     try:
         optimizer.step(evaluate)
     except _HeldBack:
         return False
     finally:
-        run.by_closure = False
+        run.strategy.in_closure = False
     return True
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _BESIDE_ZERO = 1e-6
 """What torch's `clip_grad_norm_` adds to the norm that it divides by."""
-_FOLDED = {torch.float32, torch.float16, torch.bfloat16}
+_FUSED = {torch.float32, torch.float16, torch.bfloat16}
 
 
 class Stepper:
@@ -34,7 +34,8 @@ class Stepper:
     __slots__ = (
         "_wholly",
         "clip",
-        "folds",
+        "factor",
+        "fuses_clipping",
         "gradients",
         "groups",
         "limits",
@@ -43,7 +44,6 @@ class Stepper:
         "norm",
         "noted",
         "optimizer",
-        "owed",
         "scale",
         "step",
     )
@@ -60,12 +60,12 @@ class Stepper:
         """Whether a norm that a clip returns may lie in shards."""
         self.step = step_of(optimizer)
         """One step of the optimizer."""
-        self.folds = False
-        """Whether the kernels of the step do what clipping and the factor that is owed would do to the gradients."""
-        self.owed: float | Tensor = 1.0
-        """The factor that the gradients still owe, where the kernels multiply by it."""
+        self.fuses_clipping = False
+        """Whether the kernels of the step multiply and clip the gradients."""
+        self.factor: float | Tensor = 1.0
+        """What the kernels multiply the gradients by, where they do."""
         self.scale: Tensor | None = None
-        """What the kernels divide the gradients by."""
+        """What the kernels divide the gradients by: torch's `grad_scale`."""
         self.noted: list[float] | None = None
         """The rates of the update in hand, where code of the user's own may have set others since; else None."""
         self.gradients = Gradients(optimizer)
@@ -79,10 +79,18 @@ class Stepper:
         self.gradients = Gradients.of(self.optimizer, before=self.gradients, order=order)
         self.groups = len(self.optimizer.param_groups)
 
+    def make_step(
+        self, found_inf: Tensor | None, rates: Callable[[], list[Tensor]] | None, *, fuses_clipping: bool
+    ) -> None:
+        """Have the kernels of the step read `found_inf`, the rates of the groups from `rates`, and clip if asked to."""
+        self.fuses_clipping = fuses_clipping
+        scale = (lambda: self.scale) if fuses_clipping else None
+        self.step = step_of(self.optimizer, found_inf, rates, scale=scale)
+
     def limit(self) -> None:
         """Measure the norm where something asks for it, and clip."""
-        if self.folds:
-            self._fold()
+        if self.fuses_clipping:
+            self._fuse_clipping()
             return
         self.norm = self.gradients.norm() if self.measures_norm else None
         if self.clip is not None:
@@ -90,18 +98,18 @@ class Stepper:
             norm = whole(norm) if self._wholly and norm is not None else norm
             self.norm = norm if self.norm is None else self.norm
 
-    def may_fold(self) -> bool:
-        """Whether one pass for the norm, and the kernels of the step, could do all: what torch computes in float32."""
+    def can_fuse_clipping(self) -> bool:
+        """Whether the kernels of the step can multiply and clip, after one pass for the norm: torch's, in float32."""
         usual = type(self.gradients) is Gradients and type(self.clip) is ClipNorm and self.clip.norm_type == 2.0
         kinds = {parameter.dtype for parameter in self.gradients.parameters}
-        return usual and kinds <= _FOLDED and not why_not_masked(self.optimizer)
+        return usual and kinds <= _FUSED and not why_not_masked(self.optimizer)
 
-    def _fold(self) -> None:
-        """Measure the norm, and have the kernels divide by what clipping, and all that is owed, come to."""
+    def _fuse_clipping(self) -> None:
+        """Measure the norm, and set what the kernels divide by: `factor` and the clip in one number."""
         assert isinstance(self.clip, ClipNorm)
-        self.norm = norm = self.gradients.norm() * self.owed
+        self.norm = norm = self.gradients.norm() * self.factor
         share = torch.clamp(self.clip.max_norm / (norm + _BESIDE_ZERO), max=1.0)
-        self.scale = (share * self.owed).reciprocal().float()
+        self.scale = (share * self.factor).reciprocal().float()
 
     @property
     def rates(self) -> list[float]:

@@ -1,4 +1,4 @@
-"""Tells those who watch updates: one record of plain floats for each, where it is somebody's turn."""
+"""Reports updates to the observers that override `on_update`: one record of plain floats for each."""
 
 from __future__ import annotations
 
@@ -19,41 +19,37 @@ from trainwright.update.window import Window
 if TYPE_CHECKING:
     from trainwright.update.optimizer_steps import Steppers
 
-Late = tuple[Update, dict[str, tuple[float, float]]]
-"""The record of an update, and the sum and count of each number of this process in it."""
 
+class UpdateReporter:
+    """The observers that override `on_update`, each with the trigger that says when its turn is.
 
-class Teller:
-    """The observers that override `on_update`, each with what rings when its turn has come.
-
-    Of several processes the first one's are told. What hooks of the user's own give, each of them knows of its own
-    rows: then records wait until all meet, about once a second, and are told with the numbers of all; where the run
-    ends in an error before they meet, with those of the first process, which the Result says.
+    Rank 0 reports. Numbers that hooks of the user return are known to each rank for its own rows: such records are
+    held until the ranks synchronize, about once a second, and are then reported with the numbers of all ranks. Where
+    the run ends in an error before that, they are reported with the numbers of rank 0, and the Result says so.
     """
 
     def __init__(self, owner: Owner, steppers: Steppers) -> None:
         self._owner, self._counters, self._steppers = owner, owner.counters, steppers
         hooks = owner.hooks
-        self._waits = owner.world.size > 1 and (hooks.logs_freely or hooks.after_update is not None)
-        self._late: list[Late] = []
+        self._holds = owner.world.size > 1 and (hooks.logs_freely or hooks.after_update is not None)
+        """Whether records are held until the ranks synchronize."""
+        self._held: list[tuple[Update, dict[str, tuple[float, float]]]] = []
+        """Records, each with sum and count of every number of this rank."""
         self.note = ""
-        """Which updates were told with the numbers of this process alone; empty where none was."""
+        """Which updates were reported with the numbers of rank 0 alone; empty for none."""
         self._notify = [
             (observer.on_update, _bell(observer, owner.counters))
             for observer in owner.observers
             if type(observer).on_update is not Observer.on_update
         ]
         here = len(self._notify) > 0
-        self._is_needed = any(owner.world.total(here)) if self._waits else here
+        self.is_needed = any(owner.world.total(here)) if self._holds else here
+        """Whether there is an observer: on any rank, where all ranks exchange numbers."""
 
-    def __bool__(self) -> bool:
-        """Whether anybody watches: on any process where all exchange numbers for it."""
-        return self._is_needed
-
-    def tell(self, window: Window, *, skipped: bool) -> None:
-        """Tell those whose turn it is about the update of this window."""
-        if self._waits:
-            self._late.append((self._update(window, skipped=skipped), self._numbers()))
+    def report(self, window: Window, *, skipped: bool) -> None:
+        """Report the update of this window to the observers whose turn it is."""
+        if self._holds:
+            self._held.append((self._update(window, skipped=skipped), self._numbers()))
             return
         update = None
         for notify, bell in self._notify if self._owner.is_main else ():
@@ -61,27 +57,28 @@ class Teller:
                 update = self._update(window, skipped=skipped) if update is None else update
                 notify(update)
 
-    def tell_late(self) -> None:
-        """Tell what has waited; for all processes alike."""
-        late, self._late = self._late, []
-        if not self._waits:
+    def report_held(self) -> None:
+        """Report the held records with the numbers of all ranks; called by all of them."""
+        held, self._held = self._held, []
+        if not self._holds:
             return
-        everybody = self._owner.world.gather([numbers for _, numbers in late])
-        for (update, _), *each in zip(late, *everybody, strict=True):
-            self._tell_whole(update, _added(each))
+        ranks = self._owner.world.gather([numbers for _, numbers in held])
+        for (update, _), *each in zip(held, *ranks, strict=True):
+            self.send(update, _added(each))
 
-    def tell_alone(self) -> None:
-        """Tell what has waited with the numbers of this process alone: the others do not come any more."""
-        late, self._late = self._late, []
-        if not late or not self._notify or not self._owner.is_main:
+    def report_held_alone(self) -> None:
+        """Report the held records with the numbers of this rank: the others do not synchronize any more."""
+        held, self._held = self._held, []
+        if not held or not self._notify or not self._owner.is_main:
             return
-        first, last = late[0][0].update, late[-1][0].update
+        first, last = held[0][0].update, held[-1][0].update
         which = f"update {first} was" if first == last else f"updates {first} to {last} were"
-        self.note = f"{which} told with the numbers of rank 0 alone: the run ended before the processes met"
-        for update, numbers in late:
-            self._tell_whole(update, _added([numbers]))
+        self.note = f"{which} reported with the numbers of rank 0 alone: the run ended before the ranks synchronized"
+        for update, numbers in held:
+            self.send(update, _added([numbers]))
 
-    def _tell_whole(self, update: Update, numbers: dict[str, float]) -> None:
+    def send(self, update: Update, numbers: dict[str, float]) -> None:
+        """Send a record, completed by `numbers`, to the observers whose turn it is."""
         loss = numbers.pop("loss", update.loss)
         complete = replace(update, loss=loss, values={**update.values, **numbers})
         for notify, bell in self._notify if self._owner.is_main else ():
@@ -101,11 +98,12 @@ class Teller:
         named = steppers.numbers() | steppers.norms() if steppers.named else {}
         norm = norm if isinstance(norm, float) else None
         values = {**ledger.values, **named}
-        return self._record(window, skipped=skipped, loss=ledger.loss, norm=norm, values=values)
+        return self.record(window, skipped=skipped, loss=ledger.loss, norm=norm, values=values)
 
-    def _record(
+    def record(
         self, window: Window, *, skipped: bool, loss: float, norm: float | None, values: dict[str, float]
     ) -> Update:
+        """Return the record of the update of this window."""
         counters, rates = self._counters, self._steppers.rates
         return Update(
             update=counters.earlier_updates + counters.updates,

@@ -60,8 +60,8 @@ class Before:
         run.gradients.zero()
         run.outcome, run.factor = Outcome(), 1.0
         for stepper in run.steppers.all.steppers:
-            stepper.norm, stepper.owed, stepper.scale = None, 1.0, None
-        if run.behind is None:  # else the flag may be that of an earlier update, of which nobody has heard yet
+            stepper.norm, stepper.factor, stepper.scale = None, 1.0, None
+        if not run.strategy.updates_ahead:  # else the flag may be that of an earlier update, whose numbers are not read
             run.steppers.lower_flags()
         run.ledger.go_back(self._numbers, window)
         owner.state.clear()
