@@ -13,6 +13,7 @@ import torch
 
 from trainwright import TrainwrightError
 from trainwright.core.plan import Plan
+from trainwright.core.records import SumLoss
 from trainwright.data.dataloader.loader import LoaderBatches
 from trainwright.evaluation import passes
 from trainwright.fit.early_stopping import Watch
@@ -80,15 +81,10 @@ def the_training_loss_is_a_mean_of_batch_means(patch):
 
 @fault(numbers.check_validation_loss_is_the_mean_over_rows)
 def the_validation_loss_is_a_mean_of_batch_means(patch):
-    close = Ledger.close_totals
+    def by_batch(self, output, target):
+        return SumLoss(self.mean(output, target), 1)
 
-    def by_batch(self):
-        counts = [len(targets) for targets in self.targets]
-        self.read_totals[:] = [total / n for total, n in zip(self.read_totals, counts, strict=True)]
-        self.targets[:] = [targets[:1] for targets in self.targets]
-        close(self)
-
-    patch.setattr(Ledger, "close_totals", by_batch)
+    patch.setattr(KnownLoss, "summed", by_batch)
 
 
 @fault(numbers.check_elements_weigh_a_loss_over_elements, 1)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainwright import MeanLoss, StepOutput, Trainer
-from trainwright.evaluation import passes
+from trainwright.update.losses import CountObserver
 
 CLASSES = 5
 WEIGHT = torch.tensor([1.0, 2.0, 0.5, 1.5, 3.0])
@@ -78,7 +78,7 @@ def test_validation_counts_what_training_counts(kind, loss):
 
 
 def test_the_law_sees_that_rows_are_counted(monkeypatch):
-    monkeypatch.setattr(passes, "_counted", lambda owner, ledger, step: step)
+    monkeypatch.setattr(CountObserver, "count_of", lambda self, loss: None)
     with pytest.raises(AssertionError):
         check("bare", "function")
 

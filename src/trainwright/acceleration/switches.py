@@ -11,7 +11,7 @@ from typing import Any
 
 from trainwright.acceleration import layout
 from trainwright.protocols import Source
-from trainwright.update.losses import Counting, counted_by_torch, counted_outside_graphs
+from trainwright.update.losses import CountObserver, counted_by_torch, counted_outside_graphs
 from trainwright.update.owner import Owner
 
 
@@ -78,7 +78,7 @@ def _compiled(owner: Owner, source: Source) -> Iterator[str]:
     try:
         with (
             kept_in(fast.cache, saves=owner.is_main),
-            compiled(owner.model, fast.regions, fast.options, is_short=is_short, looks_on=Counting) as record,
+            compiled(owner.model, fast.regions, fast.options, is_short=is_short, looks_on=CountObserver) as record,
         ):
             owner.between.compiled = record
             ledger.told_by_torch = counted_outside_graphs

@@ -19,7 +19,6 @@ from trainwright.core.rng import seed, unmoved
 from trainwright.core.trees import snapshot
 from trainwright.data.sources import beside
 from trainwright.diagnostics.explain import explain
-from trainwright.evaluation.summing import summing
 from trainwright.fit.per_rank_state import own_batches, same_buffers, standing, undealt
 from trainwright.metrics.metrics import Meters
 from trainwright.modules import modes
@@ -27,7 +26,7 @@ from trainwright.precision.mixed_precision import switched
 from trainwright.protocols import Source
 from trainwright.update.hooks import let_go_of_memory, mover
 from trainwright.update.loss_tracker import Ledger
-from trainwright.update.losses import Counting
+from trainwright.update.losses import CountObserver
 from trainwright.update.owner import Owner, networks_of
 
 READ_EVERY = 128
@@ -187,18 +186,16 @@ def evaluate(owner: Owner, source: Source, *, name: str, batches: int | None = N
     with ledger_aside(owner, ledger):
         try:
             with traceless(owner, source) as aside:
-                take, to_device = None, mover(owner, aside, trains=False)
+                step, to_device = _observed(owner, ledger), mover(owner, aside, trains=False)
                 for batch in islice(owner.between.watched(_passed(owner, aside, ledger)), batches):
                     ledger.batch = batch
-                    if take is None and to_device is None:
-                        take = summing(owner, ledger, aside, first=batch, cut=batches is not None)
-                    if take is None:
-                        take = _taking(owner, ledger)
-                    take(batch if to_device is None else to_device(batch))
+                    returned = step(batch if to_device is None else to_device(batch))
+                    if not seen:
+                        ledger.check_fed(returned)
+                    ledger.note(returned)
                     seen += 1
                     if not seen % READ_EVERY:
                         ledger.close()
-                        ledger.close_totals()
                 ledger.merge(owner.world)
                 numbers = ledger.means(f"{name}_") if owner.is_main else {}
                 if not any(owner.world.total(seen)):
@@ -261,37 +258,30 @@ def _without_hidden(
     return numbers, errors
 
 
-def _taking(owner: Owner, ledger: Ledger) -> Callable[[Any], None]:
-    """What runs the step with a batch, and takes down what it returns."""
-    plain = with_autocast(owner, owner.validation_step)
-    step, seen = _counted(owner, ledger, plain), False
+def _observed(owner: Owner, ledger: Ledger) -> Callable[[Any], Any]:
+    """Return the step of an evaluation; where neither a known loss nor `count` gives the count of a mean, observed.
 
-    def take(batch: Any) -> None:
-        nonlocal step, seen
-        returned = step(batch)
-        if not seen:
-            seen = True
-            ledger.check_fed(returned)
-        if ledger.noting:
-            ledger.note(returned)
-        if ledger.counting is not None and not ledger.counting.found:
-            ledger.counting, step = None, plain
-
-    return take
-
-
-def _counted(owner: Owner, ledger: Ledger, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Have what a step's loss is a mean over be looked for, where neither the default step nor `count` tells it."""
-    if owner.hooks.summed is not None or owner.hooks.counts_itself:
+    In the default step the loss alone is observed. A step of the user's own, or a model with a loss of its own, may
+    compute the mean anywhere: then all of the step is, unless none was found in its first batch.
+    """
+    step, hooks = with_autocast(owner, owner.validation_step), owner.hooks
+    if hooks.summed is not None or hooks.counts_itself:
         return step
-    ledger.counting = counting = Counting()
+    ledger.count_source = observer = CountObserver()
+    if not (hooks.validates_itself or hooks.steps_itself or owner.loss is None or "validation_step" in vars(owner)):
+        return step
 
-    def watched(batch: Any) -> Any:
-        counting.begin()
-        with counting:
+    observed = False
+
+    def observed_step(batch: Any) -> Any:
+        nonlocal observed
+        if observed and not observer.found:
+            ledger.count_source = None
             return step(batch)
+        observed = True
+        return observer.observe(step, batch)
 
-    return watched
+    return observed_step
 
 
 def with_autocast(owner: Owner, step: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -127,7 +127,8 @@ def exact_loss_of(owner: Owner, output: Any, target: Any) -> Any:
     if known is not None and known.each_element and output.shape != target.shape:
         check_shapes(owner.loss, output, target)
     if known is None or (owner.hooks.counts_itself and known.reduction == "mean"):
-        return owner.loss(output, target)
+        observer = owner.ledger.count_source
+        return owner.loss(output, target) if observer is None else observer.observe(owner.loss, output, target)
     return known.summed(output, target) if known.reduction == "mean" else SumLoss(known.total(output, target))
 
 

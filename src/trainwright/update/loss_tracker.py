@@ -5,22 +5,17 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from trainwright.core import host_reads
-from trainwright.core.device import widest_float
 from trainwright.core.errors import SettingError, message
 from trainwright.core.records import Count, StepOutput, SumLoss
 from trainwright.core.suggestions import check_name
 from trainwright.metrics.metrics import Meters
 from trainwright.update.hooks import Hooks
-from trainwright.update.losses import Counting, KnownLoss, Outcome, SumOver, counted_by_torch, read_outcome
+from trainwright.update.losses import CountObserver, Outcome, counted_by_torch, read_outcome
 from trainwright.update.numbers import Numbers, Told, mean_of, number
-from trainwright.update.window import Window, above_nothing, find_rows, rows_of, without_nothing
-
-FEW = 4096
-"""Targets of a batch that are kept, to be counted with those of others: more are counted faster than copied."""
+from trainwright.update.window import Window, above_nothing, find_rows, rows_of
 
 
 class Ledger(Numbers):
@@ -32,8 +27,8 @@ class Ledger(Numbers):
     """Whether a loss of the window in hand was taken down."""
     _within = False
     """Whether an epoch is in hand, so that a number that is logged has one to belong to."""
-    counting: Counting | None = None
-    """What finds counts in an evaluation, where no gradient tells them."""
+    count_source: CountObserver | None = None
+    """What finds the count of a mean in an evaluation, where no gradient holds it."""
 
     def __init__(self, meters: Meters | None = None, hooks: Hooks | None = None) -> None:
         super().__init__(meters)
@@ -44,14 +39,6 @@ class Ledger(Numbers):
         self._counter = None if hooks is None else hooks.count
         self._trusts_counter = hooks is not None and hooks.counts_itself
         self._rows_of = rows_of if hooks is None else hooks.rows
-        self.read_totals: list[float] = []
-        """Sums of an evaluation that were read at once."""
-        self.targets: list[Tensor] = []
-        """What they are over, not counted yet: tensors that nobody else writes into."""
-        self.known: KnownLoss | None = None
-        """What counts them."""
-        self._totals: list[Tensor] = []
-        self._total_counts: list[Count] = []
         self.told_by_torch = counted_by_torch
         """What finds the count in a loss that torch has made."""
         self.noting = True
@@ -154,36 +141,27 @@ class Ledger(Numbers):
 
     def note(self, returned: Any) -> None:
         """Take down what an evaluation step returned for the batch in hand."""
+        if not self.noting:
+            return
         if type(returned) is StepOutput:
             if self.meters is not None:
                 self.meters.update(returned.output, returned.target, self._rows_of(self.batch))
             returned = returned.loss
             if returned is None:
                 return
-        if type(returned) is SumOver:  # what the default step gives, nearly always
-            total, targets, self.known = returned.total, returned.targets, returned.known
-            if not total.is_cpu:
-                self._totals.append(total)
-                self.targets.append(targets)
-                return
-            self.read_totals.append(
-                host_reads.host_value(total)
-            )  # read at once, so that its memory serves for the next
-            # Whoever gives the batches may write the next one into the same memory: copied, or counted at once.
-            if targets.numel() <= FEW:
-                self.targets.append(targets.clone())
-            else:
-                self._total_counts.append(self.known.count(targets))
-            return
-        if type(returned) is SumLoss and returned.count is not None and returned.total.ndim == 0:
-            self._totals.append(without_nothing(returned.total, returned.count))
-            self._total_counts.append(returned.count)
-            return
-        outcome = read_outcome(returned)
-        count = outcome.count
+        if type(returned) is SumLoss and type(returned.count) is int:  # what the default step returns, nearly always
+            outcome = Outcome(returned.total, returned.count, True)
+        else:
+            outcome = read_outcome(returned)
+        loss, count = outcome.loss, outcome.count
         if count is None:
-            count = self._rows_of(self.batch) if outcome.summed else self._count_of(outcome.loss)
-        self._note(outcome, count)
+            count = self._rows_of(self.batch) if outcome.summed else self._count_of(loss)
+        if outcome.named is None and type(count) is int and count > 0 and loss.is_cpu and loss.ndim == 0:
+            value = host_reads.host_value(loss)  # there is nothing to wait for, and the next loss gets its memory
+            self._sums["loss"] = self._sums.get("loss", 0.0) + (value if outcome.summed else value * count)
+            self._counts["loss"] = self._counts.get("loss", 0.0) + count
+        else:
+            self._note(outcome, count)
 
     def note_returned(self, returned: Any) -> None:
         """Take down what an `update` returned: a loss where no step of this window gave one, and other numbers."""
@@ -236,31 +214,12 @@ class Ledger(Numbers):
         if self.noting:
             self._entries.append((name, number(name, value), self.count if count is None else count, False))
 
-    def close_totals(self) -> None:
-        """Read the sums that an evaluation has noted, in one stack, and count what they are over."""
-        if self.targets and self.known is not None:
-            self._total_counts.append(self.known.count(torch.cat(self.targets)))
-            self.targets.clear()
-        if not self._total_counts and not self.read_totals:
-            return
-        wide = widest_float(self._totals[0].device) if self._totals else None
-        stacked = torch.stack(self._totals).sum(dtype=wide) if self._totals else 0.0
-        total, *counts = host_reads.read([stacked, *self._total_counts])
-        summed = self._sums.get("loss", 0.0)
-        for read in self.read_totals:
-            summed += read
-        self._sums["loss"] = summed + total
-        self._counts["loss"] = self._counts.get("loss", 0.0) + sum(counts)
-        self._totals, self._total_counts = [], []
-        self.read_totals.clear()
-
     def means(self, prefix: str = "") -> dict[str, float]:
         """Return every mean since the last `reset`, metrics and derived numbers included; NaN over nothing.
 
         Metrics that only the steps of validation feed are left out of training's numbers.
         """
         self.close()
-        self.close_totals()
         means = {name: (self._sums.get(name, 0.0) / n if n else math.nan) for name, n in self._counts.items()}
         if self.meters is None or (self.window is not None and not self.meters.fed):
             if self.must_feed and self.meters is not None:
@@ -316,7 +275,7 @@ class Ledger(Numbers):
 
     def _count_of(self, loss: Tensor) -> Count:
         """What a mean is over that did not tell: as in training, what torch divided by, else `count`."""
-        found = None if self.counting is None else self.counting.count_of(loss)
+        found = None if self.count_source is None else self.count_source.count_of(loss)
         return self.count if found is None else found
 
     def _note(self, outcome: Outcome, count: Count) -> None:

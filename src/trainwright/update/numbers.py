@@ -85,9 +85,6 @@ class Numbers:
         if entries:
             self.take(entries, numbers)
 
-    def close_totals(self) -> None:
-        """Read what is summed up apart from the numbers; here nothing is."""
-
     def counted_values(self, *, with_loss: bool) -> dict[str, tuple[float, float]]:
         """Sum and count of each number of the update in hand, its loss too where that is this process's alone."""
         loss = {"loss": (self.loss * self.counted, self.counted)} if with_loss and self.counted else {}
@@ -133,7 +130,6 @@ class Numbers:
         from trainwright.distributed.packing import packed, unpacked
 
         self.close()
-        self.close_totals()
         probed = set() if world.is_main else {name for name, kind in self._kinds.items() if kind == "probed number"}
         counts = {name: count for name, count in self._counts.items() if name not in probed}
         meters = None if self.meters is None else self.meters.sent()
