@@ -20,8 +20,6 @@ UPWARD = {
     ("update.finite_check", "diagnostics.not_finite"),
     ("update.hooks", "acceleration.transfer"),
     ("update.reporter", "fit.due"),
-    ("update.rollback", "checkpointing.state"),
-    ("update.rollback", "fit.per_rank_state"),
 }
 """Imports of a package that stands later in the order: (file, imported file)."""
 

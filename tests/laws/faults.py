@@ -125,7 +125,7 @@ def an_overflow_puts_statistics_back(patch):
         patch,
         finite_check,
         "applies_policy",
-        after=lambda self, *_, **__: self.statistics.put_back(),
+        after=lambda self, *_, **__: self.snapshot and self.snapshot.restore(),
     )
 
 

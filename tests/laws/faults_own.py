@@ -12,10 +12,10 @@ from trainwright.fit.run import Run
 from trainwright.optim.gradients import Gradients
 from trainwright.schedules.table import TableRates
 from trainwright.update import batches, finite_check, loss_tracker, manual_optimization
-from trainwright.update.buffers import Buffers, Statistics
 from trainwright.update.finite_check import ImmediateCheck
 from trainwright.update.loss_tracker import Ledger
 from trainwright.update.optimizer_steps import NamedParts, NamedRates, Stepper, Steppers
+from trainwright.update.snapshot import Buffers, Tensors, UserState
 
 from .faults import around, without
 
@@ -127,12 +127,12 @@ def a_bad_step_is_applied(patch):
 
 
 def state_stays_as_a_bad_window_left_it(patch):
-    patch.setattr(Run, "_put_back", lambda self: self.statistics.put_back())
+    without(patch, UserState, "restore")
 
 
 def statistics_stay_as_a_bad_window_left_them(patch):
-    without(patch, Statistics, "put_back")
-    without(patch, Buffers, "put_back")
+    without(patch, Tensors, "restore")
+    without(patch, Buffers, "restore")
 
 
 def the_error_names_the_update_before(patch):

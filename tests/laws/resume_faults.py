@@ -18,17 +18,17 @@ from trainwright.core.rng import set_random_state
 from trainwright.data.batches import Batches
 from trainwright.data.dataloader import worker
 from trainwright.data.dataloader.loader import LoaderBatches
-from trainwright.fit import running
+from trainwright.fit import rollback, running
 from trainwright.fit.between_updates import Pauses
 from trainwright.fit.early_stopping import Watch
+from trainwright.fit.rollback import Rollback
 from trainwright.observers.journal import Journal
 from trainwright.optim.averaged_weights import Average
 from trainwright.precision.mixed_precision import LossScaler
 from trainwright.schedules.stepped import SteppedRates
 from trainwright.schedules.table import TableRates
-from trainwright.update import rollback
 from trainwright.update.loss_tracker import Ledger
-from trainwright.update.rollback import Boundary
+from trainwright.update.snapshot import Buffers
 
 from .faults import around, without
 
@@ -64,13 +64,13 @@ def the_state_at_the_epochs_start_is_that_of_the_boundary(patch):
 
 
 def the_state_after_the_skipping_is_kept(patch):
-    def opened(self, opens=Boundary.open_epoch):
+    def opened(self, opens=Rollback.open_epoch):
         iterator = opens(self)
         if self._owner.counters.batch:  # resumed inside the epoch: as if only the order had been drawn
             set_random_state(self._random.epoch_start)
         return iterator
 
-    patch.setattr(Boundary, "open_epoch", opened)
+    patch.setattr(Rollback, "open_epoch", opened)
 
 
 def a_pause_after_the_resume_draws_from_anywhere(patch):
@@ -78,7 +78,7 @@ def a_pause_after_the_resume_draws_from_anywhere(patch):
 
 
 def what_the_fetch_has_drawn_is_saved(patch):
-    around(patch, Boundary, "put_back", after=lambda self: setattr(self._random, "uses_kept", False))
+    around(patch, Rollback, "restore", after=lambda self: setattr(self._random, "uses_kept", False))
 
 
 # Where the data stand.
@@ -217,11 +217,7 @@ def what_is_saved_misses_the_last_update(patch):
 
 
 def an_error_leaves_the_buffers_moved(patch):
-    def forget(self):
-        self._buffers = []
-        self._kept = self._kept and {**self._kept, "buffers": []}
-
-    around(patch, Boundary, "fetch", after=forget)
+    without(patch, Buffers, "restore")
 
 
 def an_error_leaves_the_random_states_moved(patch):

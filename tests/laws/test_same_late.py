@@ -293,14 +293,14 @@ def forgets_the_flag(patch: pytest.MonkeyPatch) -> None:
 
 
 def keeps_no_statistics(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("trainwright.update.buffers.Statistics.put_back", lambda self, *, ago=0: None)
+    patch.setattr("trainwright.update.snapshot.Tensors.restore", lambda self, ago=0: None)
 
 
 def puts_back_the_last(patch: pytest.MonkeyPatch) -> None:
-    from trainwright.update.buffers import Statistics
+    from trainwright.update.snapshot import Tensors
 
-    real = Statistics.put_back
-    patch.setattr(Statistics, "put_back", lambda self, *, ago=0: real(self, ago=0 * ago))
+    real = Tensors.restore
+    patch.setattr(Tensors, "restore", lambda self, ago=0: real(self, 0))
 
 
 def lets_the_clock_run_on(patch: pytest.MonkeyPatch) -> None:

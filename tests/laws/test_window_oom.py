@@ -22,9 +22,8 @@ from trainwright import (
     batches,
     freeze,
 )
-from trainwright.acceleration import path
 from trainwright.core.rng import random_state
-from trainwright.update import window_snapshot
+from trainwright.update import finite_check, snapshot
 from trainwright.update.window import Window
 
 from .late_runs import on_the_cpu
@@ -145,7 +144,7 @@ def fused(most):
 @pytest.mark.slow
 def test_updates_that_are_judged_late_are_split_alike(monkeypatch):
     on_the_cpu(monkeypatch)
-    monkeypatch.setattr(path, "LATE", {"cpu"})
+    monkeypatch.setattr(finite_check, "LATE", {"cpu"})
     x, y = numbers(dtype=torch.float32)
     data, parts = (list(zip(x.split(n), y.split(n), strict=True)) for n in (8, 2))
     (ours, history, drawn), (theirs, expected, wanted) = split_and_born(
@@ -175,24 +174,22 @@ def test_random_states_and_buffers_are_as_if_nothing_had_failed(kind):
 
 
 @pytest.mark.slow
-def test_the_law_sees_a_random_state_that_is_not_put_back(monkeypatch):
-    monkeypatch.setattr(window_snapshot, "set_random_state", lambda state: None)
+def test_the_law_sees_a_random_state_that_is_not_restored(monkeypatch):
+    monkeypatch.setattr(snapshot, "set_random_state", lambda state: None)
     with pytest.raises(AssertionError):
         check_bitwise(metrics={"accuracy": accuracy})
 
 
 @pytest.mark.slow
-def test_the_law_sees_a_buffer_that_is_not_put_back(monkeypatch):
-    monkeypatch.setattr(window_snapshot._Buffer, "put_back", lambda self: None)
+def test_the_law_sees_a_buffer_that_is_not_restored(monkeypatch):
+    monkeypatch.setattr(snapshot.Buffers, "restore", lambda self, ago=0: None)
     with pytest.raises(AssertionError):
         check_bitwise(Counting, metrics={"accuracy": accuracy})
 
 
 @pytest.mark.slow
 def test_the_law_sees_numbers_that_count_twice(monkeypatch):
-    from trainwright.update.loss_tracker import Ledger
-
-    monkeypatch.setattr(Ledger, "go_back", lambda self, kept, window: None)
+    monkeypatch.setattr(snapshot.LossTotals, "restore", lambda self, ago=0: None)
     with pytest.raises(AssertionError):
         check_bitwise(metrics={"accuracy": accuracy})
 

@@ -16,10 +16,11 @@ from trainwright.distributed.batch_layout import Shard
 from trainwright.distributed.ddp import Wrapped
 from trainwright.distributed.world import Group
 from trainwright.evaluation import passes
+from trainwright.fit import rollback
 from trainwright.fit.between_updates import Pauses
 from trainwright.fit.per_rank_state import opened
 from trainwright.schedules.table import TableRates
-from trainwright.update import distributed_step, rollback
+from trainwright.update import distributed_step
 from trainwright.update.loss_tracker import Ledger
 from trainwright.update.losses import Outcome
 from trainwright.update.sharded_window import DealtWindow

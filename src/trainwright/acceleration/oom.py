@@ -15,20 +15,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainwright.core.errors import DataError, SettingError, StepError, first_line, listed, message
 from trainwright.core.memory import free_memory, is_out_of_memory
 from trainwright.core.records import Count
 from trainwright.core.rng import have_moved, random_state, set_random_state
-from trainwright.core.trees import tensors_in
+from trainwright.core.trees import parameters_of, tensors_in
 from trainwright.data.cutting import cut, rows_of
 from trainwright.distributed.batch_layout import Shard
 from trainwright.modules.freezing import layers_mixing_rows
 from trainwright.modules.modes import evaluating
 from trainwright.update.hooks import let_go_of_memory
+from trainwright.update.owner import networks_of
+from trainwright.update.snapshot import Buffers, LossTotals, RngStates, Snapshot, UserState
+from trainwright.update.status import Outcome
 from trainwright.update.window import Window
-from trainwright.update.window_snapshot import Before
 
 if TYPE_CHECKING:
     from trainwright.fit.run import Run
@@ -52,7 +54,12 @@ class Splitting:
 
     def __init__(self, run: Run) -> None:
         self._run, self._owner = run, run.owner
-        self._before = Before(run)
+        owner = run.owner
+        self._random = RngStates()
+        buffers = Buffers(lambda: networks_of(owner))
+        self._snapshot = Snapshot(LossTotals(owner.ledger), UserState(owner), buffers, self._random)
+        """What a window changes before its first step; random states come last, after all that could draw."""
+        self._weights = _WeightMarks(run)
         self._epoch = -1
         self._is_checked = False
         """Whether parts of a batch are known to give the loss of the whole, or nobody can tell."""
@@ -83,8 +90,10 @@ class Splitting:
         if self._run.counters.epoch != self._epoch:
             self._epoch = self._run.counters.epoch
             check_layers(self._owner)
-            self._before.meet()
-        self._before.keep()
+            self._snapshot.refresh()
+            self._weights.refresh()
+        self._snapshot.capture()
+        self._weights.capture()
         tried, failed = self._cut(window), None
         while True:
             self._owner.ledger.window = tried
@@ -110,21 +119,33 @@ class Splitting:
         return returned
 
     def _finer(self, window: Window, tried: Window, failed: BaseException) -> Window:
-        """Put back what a failed try has moved; the window in smaller micro-batches."""
+        """Restore what a failed try has changed; return the window in smaller micro-batches."""
         hooks, index = self._owner.hooks, self._largest(tried)
         assert index is not None
         window.let_go()
         tried.let_go()
-        self._before.put_back(window)
+        self._rewind(window)
         free_memory(self._owner.device, lambda: let_go_of_memory(hooks))
-        if self._before.weights_have_moved:
+        if self._weights.changed:
             raise _noted(failed, "weights were changed before memory ran out")
         self.limit = _size(tried.batches[index]) / 2
         finer = self._cut(window)
         if not self._is_checked:
             self._check(tried, index, failed, most=max(finer.rows))
-            self._before.put_back(window)
+            self._rewind(window)
         return finer
+
+    def _rewind(self, window: Window) -> None:
+        """Return to the start of the window; what it had computed is dropped."""
+        run = self._run
+        run.gradients.zero()
+        run.outcome, run.factor = Outcome(), 1.0
+        for stepper in run.steppers.all.steppers:
+            stepper.norm, stepper.factor, stepper.scale = None, 1.0, None
+        if not run.strategy.updates_ahead:  # else an earlier update may have raised the flag, not read yet
+            run.steppers.lower_flags()
+        run.ledger.begin(window)
+        self._snapshot.restore()  # after `begin`, which clears the numbers of the update
 
     def _check(self, tried: Window, index: int, failed: BaseException, *, most: int) -> None:
         """Raise where the loss of a few rows of a micro-batch is not that of their parts."""
@@ -185,13 +206,47 @@ class Splitting:
         before, after = max((rows, math.ceil(rows / n)) for batch, rows in each if (n := self._pieces(batch, rows)) > 1)
         update = counters.earlier_updates + counters.updates + 1
         told = f"out of memory in update {update}: micro-batches of {before} rows are run in parts of up to {after}"
-        if self._before.has_drawn:
+        if self._random.changed:
             told += ", and noise such as dropout is drawn for each part"
         if self._unknown:
             told += f"; that parts give the loss of the whole is not checked: {self._unknown}"
         cure = f"batches of {after} rows" if len(window.batches) == 1 else "smaller batches"
         self.told = f"{told}; {cure} with accumulate={k} do so from the start"
         self._news.append(self.told)
+
+
+class _WeightMarks:
+    """Tells whether any weight was written to: a window that changed weights cannot be run again."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        hooks = run.owner.hooks
+        self._measures = hooks.updates_itself or hooks.computes_itself
+        """Whether code of the user's own may write through `.data`, which no version counter shows."""
+        self._weights: list[Tensor] = []
+
+    def refresh(self) -> None:
+        """Find the weights again: `begin_epoch` may have changed the layers."""
+        weights = [p for root in networks_of(self._run.owner) for p in parameters_of(root)]
+        self._weights = list({id(p): p for p in weights + self._run.gradients.parameters}.values())
+
+    def capture(self) -> None:
+        """Note version and memory of each weight, and its norm where versions do not suffice."""
+        self._marks = [(p._version, p.data_ptr()) for p in self._weights]
+        self._norms = self._measured() if self._measures else []
+
+    @property
+    def changed(self) -> bool:
+        """Whether any weight was written to or moved since."""
+        if [(p._version, p.data_ptr()) for p in self._weights] != self._marks:
+            return True
+        measured = self._measured() if self._measures else []
+        return any(not torch.equal(a, b) for a, b in zip(self._norms, measured, strict=True))
+
+    def _measured(self) -> list[Tensor]:
+        """Return a number of each weight that nearly any write changes."""
+        with torch.no_grad():
+            return [p.detach().norm() if p.is_floating_point() else p.sum() for p in self._weights]
 
 
 def check_layers(owner: Owner) -> None:

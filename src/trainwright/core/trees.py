@@ -33,7 +33,7 @@ def mapping_like(like: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     return made
 
 
-def snapshot(tree: Any, *at: Any, into: Any = None) -> Any:
+def copy_tree(tree: Any, *at: Any, into: Any = None) -> Any:
     """Copy dicts, lists and tuples with their tensors (detached); anything else as `deepcopy` does.
 
     `at`: the keys that lead to it. `into`: an earlier copy that nobody needs any more; tensors of the same form are
@@ -44,11 +44,11 @@ def snapshot(tree: Any, *at: Any, into: Any = None) -> Any:
     spare: Any
     if type(tree) is dict:
         spare = into if type(into) is dict else {}
-        return {key: snapshot(value, *at, key, into=spare.get(key)) for key, value in tree.items()}
+        return {key: copy_tree(value, *at, key, into=spare.get(key)) for key, value in tree.items()}
     if type(tree) in (list, tuple):
         alike = type(into) in (list, tuple) and len(into) == len(tree)
         return type(tree)(
-            snapshot(value, *at, index, into=into[index] if alike else None) for index, value in enumerate(tree)
+            copy_tree(value, *at, index, into=into[index] if alike else None) for index, value in enumerate(tree)
         )
     try:
         return deepcopy(tree)

@@ -17,16 +17,16 @@ from torch import Tensor, nn
 
 from trainwright.core.records import StepOutput
 from trainwright.core.rng import unmoved
-from trainwright.core.trees import snapshot, tensors_in
+from trainwright.core.trees import copy_tree, tensors_in
 from trainwright.diagnostics.frames import title
 from trainwright.modules import modes
 from trainwright.modules.dtensors import is_sharded
 from trainwright.update.batches import split as default_split
-from trainwright.update.buffers import Buffers
 from trainwright.update.loss_tracker import Ledger
 from trainwright.update.losses import read_outcome
 from trainwright.update.nonfinite_policy import Trace
 from trainwright.update.owner import networks_of
+from trainwright.update.snapshot import Buffers, Snapshot
 
 if TYPE_CHECKING:
     from trainwright.fit.run import Run
@@ -206,20 +206,18 @@ class _Search:
     @contextmanager
     def _aside(self) -> Iterator[None]:
         """Everything that a second forward and backward may move is put back at the end: nothing of them is noted."""
-        owner, buffers = self._owner, Buffers()
+        owner = self._owner
         roots = networks_of(owner)
         state, ledger = owner.state, owner.ledger
-        buffers.meet(roots)
-        buffers.keep()
         with ExitStack() as undo:
-            undo.callback(buffers.put_back)
+            undo.enter_context(Snapshot(Buffers(lambda: roots)))
             undo.enter_context(unmoved())
             undo.enter_context(modes.untouched(*roots))
             if "torch._dynamo" in sys.modules:  # hooks inside of what is compiled are called in eager mode alone
                 undo.enter_context(torch.compiler.set_stance("force_eager"))
             undo.callback(setattr, owner, "state", state)
             undo.callback(setattr, owner, "ledger", ledger)
-            owner.state = snapshot(state)
+            owner.state = copy_tree(state)
             owner.ledger = Ledger(None, owner.hooks)
             for root in roots:
                 for name, module in root.named_modules():

@@ -12,11 +12,10 @@ from warnings import warn
 
 import torch
 
-from trainwright.core import host_reads
 from trainwright.core.errors import DataError, SettingError, message, user_line
 from trainwright.core.process_state import beside_training
 from trainwright.core.rng import seed, unmoved
-from trainwright.core.trees import snapshot
+from trainwright.core.trees import copy_tree
 from trainwright.data.sources import beside
 from trainwright.diagnostics.explain import explain
 from trainwright.fit.per_rank_state import own_batches, same_buffers, standing, undealt
@@ -101,7 +100,7 @@ class _state_aside:  # a class, as the one below, since every evaluation enters 
 
     def __enter__(self) -> None:
         self._state = self._owner.state
-        self._owner.state = snapshot(self._state)
+        self._owner.state = copy_tree(self._state)
 
     def __exit__(self, *error: object) -> None:
         self._owner.state = self._state
@@ -127,10 +126,12 @@ def feed(owner: Owner, source: Source) -> None:
     weights first must not show in their statistics. With `on_nonfinite="skip"` a batch whose statistics are not finite
     is left out, as training leaves it out.
     """
+    from trainwright.update.snapshot import Tensors  # rare: imports must stay quick
+
     ledger, aside = Ledger(None, owner.hooks), beside(source)
     to_device = mover(owner, aside, trains=True)
     generators = getattr(aside, "generators", ())
-    statistics = modes.running_statistics(owner.model) if owner.on_nonfinite == "skip" else []
+    statistics = Tensors(modes.running_statistics(owner.model) if owner.on_nonfinite == "skip" else [])
     with ExitStack() as stack:
         stack.enter_context(ledger_aside(owner, ledger))
         stack.enter_context(unmoved(generators))
@@ -141,10 +142,9 @@ def feed(owner: Owner, source: Source) -> None:
         seed(0, generators)
         for batch in owner.between.watched(undealt(owner, aside)):
             ledger.batch = batch
-            kept = [statistic.clone() for statistic in statistics]
+            statistics.capture()
             step(batch if to_device is None else to_device(batch))
-            if not all(host_reads.read([torch.isfinite(statistic).all() for statistic in statistics])):
-                torch._foreach_copy_(statistics, kept)
+            statistics.restore_nonfinite()
 
 
 @contextmanager

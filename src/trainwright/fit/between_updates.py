@@ -15,13 +15,13 @@ from trainwright.evaluation.passes import probing
 from trainwright.fit.due import Bell
 from trainwright.fit.plan import Ends
 from trainwright.fit.result import Leaving
+from trainwright.fit.rollback import BETWEEN
 from trainwright.fit.run import Run
 from trainwright.fit.saving import Saves
 from trainwright.observers.probes import Inspecting, Probe
 from trainwright.observers.throughput import Throughput
 from trainwright.protocols import Source, listeners
 from trainwright.update.owner import listening
-from trainwright.update.rollback import BETWEEN
 
 if TYPE_CHECKING:
     from trainwright.fit.inspection import Inspector
@@ -97,7 +97,7 @@ class Pauses:
     def arrive(self, *, epoch_ended: bool) -> None:
         """Bring the counters up to date, and find out whether an end is reached."""
         counters = self.counters
-        self.run.boundary.place, self.run.woken = BETWEEN, False
+        self.run.rollback.phase, self.run.woken = BETWEEN, False
         self.run.strategy.flush()
         for meter in self._meters:
             meter.pause()

@@ -21,7 +21,7 @@ def fetched(run: Run) -> Iterator[Window]:
     left = None if plan.epoch_updates is None else plan.epoch_updates - math.ceil(counters.batch / size)
     move = mover(run.owner, run.source, trains=True)
     with run.signals.waiting():
-        opened = run.boundary.open_epoch()
+        opened = run.rollback.open_epoch()
     run.lengths.opened()
     batches = run.signals.batches(opened)
     run.signals.watch_children()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from trainwright.core.errors import CheckpointError, Stopped, first_line
 from trainwright.fit.between_updates import Pauses
+from trainwright.fit.rollback import BETWEEN, FETCHING, OPENING, UPDATING
 from trainwright.fit.signals import Interrupted
-from trainwright.update.rollback import BETWEEN, FETCHING, OPENING, UPDATING
 
 
 def rescue(pauses: Pauses, error: BaseException) -> list[str]:
@@ -29,7 +29,7 @@ def rescue(pauses: Pauses, error: BaseException) -> list[str]:
     is_whole = bool(trained) and not alone and _is_whole(pauses, error, asked=asked)
     would = bool(trained) and not alone and not asked and not is_whole
     pauses.leaving.could_save = would and _is_whole(pauses, error, asked=True)
-    own = run.boundary.put_back() if is_whole else None
+    own = run.rollback.restore() if is_whole else None
     with run.signals.held():
         what = "the state at the end could not be saved"
         try:
@@ -70,7 +70,7 @@ def _is_whole(pauses: Pauses, error: BaseException, *, asked: bool) -> bool:
     `asked`: whether it is for errors of user code too.
     """
     run, outcome = pauses.run, pauses.run.outcome
-    place = run.boundary.place
+    place = run.rollback.phase
     if isinstance(error, Interrupted):
         return not error.late and place in (BETWEEN, OPENING, FETCHING)
     if not isinstance(error, Exception | KeyboardInterrupt | SystemExit) or isinstance(error, CheckpointError):

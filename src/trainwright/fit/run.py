@@ -9,32 +9,32 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainwright.checkpointing.state import Random
 from trainwright.core.plan import Plan
 from trainwright.core.progress import Counters
-from trainwright.core.trees import snapshot
 from trainwright.diagnostics.first_batch import FirstBatch, is_compiled
 from trainwright.evaluation.passes import check_passes, feed
 from trainwright.evaluation.shown_weights import Shown
 from trainwright.fit.epochs import Lengths
 from trainwright.fit.fetching import fetched
 from trainwright.fit.per_rank_state import retake_shards
+from trainwright.fit.rollback import BETWEEN, COUNTING, UPDATING, Rollback
 from trainwright.fit.signals import Signals
+from trainwright.modules.modes import running_statistics
 from trainwright.optim.averaging import Average
 from trainwright.optim.named import check_parameters
 from trainwright.precision.mixed_precision import check_weights
 from trainwright.protocols import Scaler, Source
 from trainwright.update import nonfinite_policy
-from trainwright.update.buffers import Buffers, Statistics
 from trainwright.update.finite_check import ImmediateCheck, why_immediate
 from trainwright.update.loss_tracker import Ledger
 from trainwright.update.manual_optimization import note_minimized
 from trainwright.update.nonfinite_policy import PATIENCE
 from trainwright.update.optimizer_steps import Steppers, bind_rates
-from trainwright.update.owner import Owner
-from trainwright.update.rollback import BETWEEN, COUNTING, UPDATING, Boundary
+from trainwright.update.owner import Owner, trained_modules
+from trainwright.update.snapshot import Buffers, Snapshot, Tensors, UserState
 from trainwright.update.status import Outcome
 from trainwright.update.strategy import UpdateStrategy
 from trainwright.update.window import Window
@@ -63,7 +63,7 @@ class Run:
         self.lengths = Lengths(plan, source, owner.counters)
         self.ledger: Ledger = owner.ledger
         self.random = Random()
-        self.boundary = Boundary(owner, source, self.random, ledger=owner.ledger)
+        self.rollback = Rollback(owner, source, self.random, tracker=owner.ledger)
         self.signals = signals
         signals.wake = self.wake
         self._bind_processes(owner)
@@ -87,12 +87,12 @@ class Run:
         self.outcome = Outcome()
         """What becomes of the update in hand."""
         self._begun = -1
-        self._buffers = Buffers()
         between = owner.between
         looks = owner.is_main and between.looks and not between.begun and not is_compiled(owner.model)
         self.first_batch = FirstBatch(looks=looks)
         """What looks at the losses of the first update of the first stage."""
-        self._kept_state: dict[str, Any] = {}
+        self.snapshot: Snapshot | None = None
+        """What a forward of the update in progress may change, as it was before; None where nothing is copied."""
         self.strategy = choose_strategy(self)
         """How updates are made."""
         self.scaler = self.strategy.scaler
@@ -115,7 +115,7 @@ class Run:
     def _bind_slots(self, owner: Owner) -> None:
         # A norm may be a collective, and is judged: all processes measure it, whoever of them has the observer.
         wants_norm = any(owner.world.total(any("grad_norm" in observer.wants for observer in owner.observers)))
-        modules = [one for one in (owner.model, owner.loss) if isinstance(one, nn.Module)]
+        modules = trained_modules(owner)
         self.steppers = Steppers(owner.optimizers, owner.clip, wants_norm=wants_norm, modules=modules)
         self.gradients = self.steppers.all.gradients
         """The gradients of all optimizers together."""
@@ -156,7 +156,7 @@ class Run:
 
     def windows(self) -> Iterator[Window]:
         """The windows of what is left of the epoch; fewer where the run is stopped in the middle of it."""
-        counters, boundary, clock = self.counters, self.boundary, time.perf_counter
+        counters, rollback, clock = self.counters, self.rollback, time.perf_counter
         if self._owes_pause():
             return
         self.signals.check()
@@ -171,18 +171,18 @@ class Run:
         begun = clock()
         grouped = fetched(self)
         while True:
-            boundary.fetch()
+            rollback.before_fetch()
             window = next(grouped, None)
             if window is None:
                 break
-            boundary.place = UPDATING
+            rollback.phase = UPDATING
             self.waited += clock() - begun
             self._begin(window)
             yield window
             if counters.stopped and not self.at_end:
                 return
             begun = clock()
-        boundary.place = BETWEEN
+        rollback.phase = BETWEEN
         self.epoch_over = True
 
     def _begin(self, window: Window) -> None:
@@ -197,12 +197,10 @@ class Run:
                 self._take_groups()
                 if self.spread is not None:
                     self.spread.plan()
-        if self.statistics.keeps:
-            self.statistics.keep()
+        if self.snapshot is not None:
+            self.snapshot.capture()
         if not self.counters.rows:
             self.first_batch.open()
-        if self._keeps_state:
-            self._kept_state = snapshot(self.owner.state, into=self._kept_state)
         self.strategy.begin(window)
 
     def _owes_pause(self) -> bool:
@@ -235,11 +233,11 @@ class Run:
     def count(self, window: Window, returned: Any) -> bool:
         """Count the update and close its numbers; return whether a step was applied in it."""
         ledger, counters, outcome = self.ledger, self.counters, self.outcome
-        self.boundary.place = COUNTING
+        self.rollback.phase = COUNTING
         if not counters.rows:
             self.first_batch.warn()
-        if outcome.left_out:
-            self._put_back()
+        if outcome.left_out and self.snapshot is not None:
+            self.snapshot.restore()  # only now: graphs of this update may still hold the buffers
         if returned is not None and (not ledger.noted or type(returned) is dict) and not self._is_told:
             ledger.note_returned(returned)
         if outcome.minimized:
@@ -252,7 +250,8 @@ class Run:
             self._idle = 0
             return True
         counters.skipped += outcome.held_back
-        self.statistics.mend()
+        if self.snapshot is not None:
+            self.snapshot.restore_nonfinite()
         self._idle += 1
         if self._idle >= PATIENCE:
             raise nonfinite_policy.nothing_applied(f"{PATIENCE} updates in a row", told=outcome.applied is not None)
@@ -295,13 +294,20 @@ class Run:
                 check_passes(self.source)
         if self.spread is not None:
             self.spread.plan()
-        known = 1 + self.strategy.updates_ahead
-        self._keeps_state = owner.on_nonfinite == "skip"
-        if self._keeps_state:
-            self._buffers.meet(one for one in (owner.model, owner.loss) if isinstance(one, nn.Module))
-            self.statistics: Statistics | Buffers = self._buffers
-        else:
-            self.statistics = Statistics(owner.model, keeps=owner.on_nonfinite != "ignore", updates=known)
+        self._plan_snapshot()
+        self.rollback.refresh()
+
+    def _plan_snapshot(self) -> None:
+        """Choose what is copied before each update: all that a skip restores, or statistics alone, or nothing."""
+        owner = self.owner
+        if owner.on_nonfinite == "skip":
+            if self.snapshot is None:
+                self.snapshot = Snapshot(Buffers(lambda: trained_modules(owner)), UserState(owner))
+            self.snapshot.refresh()
+            return
+        statistics = [] if owner.on_nonfinite == "ignore" else running_statistics(owner.model)
+        slots = 1 + self.strategy.updates_ahead
+        self.snapshot = Snapshot(Tensors(statistics, slots=slots)) if statistics else None
 
     def _take_groups(self) -> None:
         """Take over the optimizers' parameters as they are grouped now; a group may be added at any time."""
@@ -356,12 +362,6 @@ class Run:
         if plan.epoch_updates is not None:
             return math.ceil(counters.batch / plan.accumulated(counters.epoch)) >= plan.epoch_updates
         return counters.batch == self.source.length  # data that give more than they said go on
-
-    def _put_back(self) -> None:
-        """Put back the user's state and the buffers: at an update's end, for graphs in it may still hold them."""
-        self.statistics.put_back()
-        self.owner.state.clear()
-        self.owner.state.update(snapshot(self._kept_state))
 
 
 def choose_strategy(run: Run) -> UpdateStrategy:

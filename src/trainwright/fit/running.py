@@ -30,6 +30,7 @@ from trainwright.fit.per_rank_state import align_buffers, beside_others
 from trainwright.fit.plan import Ends, Resume, check_monitors, make_plan
 from trainwright.fit.rescue import ends_in, rescue
 from trainwright.fit.resuming import find
+from trainwright.fit.rollback import ENDED
 from trainwright.fit.run import GRACE, Run
 from trainwright.fit.same_config import check_alike
 from trainwright.fit.setup import NOT_RUNNING, open_data, settings_of
@@ -41,9 +42,8 @@ from trainwright.optim.named import ONLY, check_parameters, check_saved_schedule
 from trainwright.precision.mixed_precision import switched
 from trainwright.protocols import Observer, Source, Stateful
 from trainwright.update.optimizer_steps import NamedParts, monitors
-from trainwright.update.owner import Owner, listening
-from trainwright.update.rollback import ENDED
-from trainwright.update.window_snapshot import buffers_stay
+from trainwright.update.owner import Owner, listening, networks_of
+from trainwright.update.snapshot import Buffers, Snapshot
 
 
 @contextmanager
@@ -220,7 +220,7 @@ def _begin(run: Run, plan: Plan, begun: list[Observer]) -> None:
 def _leave(run: Run, pauses: Pauses) -> CheckpointError | None:
     """Leave the model with the weights that `fit` promises; return the error of the last save, where it failed."""
     owner = run.owner
-    run.boundary.place = ENDED
+    run.rollback.phase = ENDED
     if pauses.leaving.passed is None:
         pauses.leaving.lost = _lost(pauses)
         pauses.leaving.restore_best()
@@ -379,7 +379,7 @@ def _ready_to_save(owner: Owner, run: Run, pauses: Pauses) -> list[str]:
             )
         )
     own = {name: part for name, part in parts.items() if name not in ours}
-    run.boundary.bind(own)
+    run.rollback.bind(own)
     with run.shown.evaluated():
         tree = state.gather(parts)
     dry_save(tree)
@@ -421,7 +421,8 @@ def _rehearse(owner: Owner, run: Run, val: Mapping[str, Source]) -> None:
     owner.ledger.must_feed = not val and bool(owner.metrics)
     for name, source in val.items():
         if source.repeatable:
-            with buffers_stay(owner):  # an evaluation itself leaves those that its own forwards move
+            # An evaluation leaves the buffers as its own forwards have changed them.
+            with Snapshot(Buffers(lambda: networks_of(owner))):
                 produced |= set(evaluate(owner, source, name=name, batches=1).numbers)
         else:
             produced |= {f"{name}_{number}" for number in ("loss", *owner.metrics)}

@@ -42,7 +42,7 @@ class _Pending:
     after: tuple[int, int]
     """Micro-batches and rows up to its end."""
     captured: int
-    """How often statistics had been copied when it was made."""
+    """How often the snapshot had been captured when it was made."""
     norms: tuple[str, ...]
     """The optimizers whose norms are among its numbers."""
     window: Window
@@ -153,7 +153,7 @@ class DeferredCheck(UpdateStrategy):
             values=ledger.values,
             before=self._before,
             after=(run.counters.batch, run.counters.rows),
-            captured=run.statistics.kept,
+            captured=0 if run.snapshot is None else run.snapshot.captured,
             norms=tuple(norms),
             window=Window(window.batches, window.rows, move=window.mover),  # a new one: no batch stays on the device
         )
@@ -220,7 +220,8 @@ class DeferredCheck(UpdateStrategy):
     def _raise(self, pending: _Pending, norms: list[float]) -> None:
         """Restore what has moved since before an update that is not finite, and raise."""
         run, counters = self._run, self._run.counters
-        run.statistics.put_back(ago=run.statistics.kept - pending.captured)
+        if run.snapshot is not None:
+            run.snapshot.restore(ago=run.snapshot.captured - pending.captured)
         run.gradients.lower_flags()
         self._rewind(pending.before)
         run.ledger.window = pending.window

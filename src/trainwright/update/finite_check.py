@@ -114,7 +114,8 @@ def applies_policy(run: Run, chosen: Chosen, *, overflowed: bool, loss: float) -
     chosen.gradients.lower_flags()
     outcome.left_out = outcome.left_out or verdict == "skip"
     if verdict == "raise":
-        run.statistics.put_back()
+        if run.snapshot is not None:
+            run.snapshot.restore()
         norm = chosen.steppers[0].norm
         own = ledger.counted if ledger.noted else None
         counted = own if spread is None or spread.counted is None else float(spread.counted)

@@ -100,17 +100,6 @@ class Ledger(Numbers):
             return returned
         return self._weighed(read_outcome(returned), position)
 
-    def keep(self) -> Any:
-        """What `go_back` goes back to, where an update is about to begin."""
-        return self.state_dict(), dict(self.values)
-
-    def go_back(self, kept: Any, window: Window) -> None:
-        """Forget what was noted of the window in hand."""
-        tree, values = kept
-        self.begin_at(tree)
-        self.begin(window)
-        self.values, self._earlier = dict(values), {}
-
     def alone(self, returned: Any) -> tuple[Tensor, Count, bool]:
         """Return a loss that an `update` of the user's own minimizes by itself, its count, and whether it is a sum.
 
@@ -230,7 +219,7 @@ class Ledger(Numbers):
 
     def begin_at(self, tree: dict[str, Any]) -> None:
         """Go back to saved sums, and forget what was noted since."""
-        self._entries, self._probed = [], {}
+        self._entries, self._probed, self._earlier = [], {}, {}
         self.load_state_dict(tree)
 
     def reset(self) -> None:

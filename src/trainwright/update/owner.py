@@ -90,6 +90,11 @@ def listening(owner: Owner) -> Sequence[Observer]:
     return owner.observers if owner.is_main else ()
 
 
+def trained_modules(owner: Owner) -> list[nn.Module]:
+    """The model, and a loss that is a module."""
+    return [one for one in (owner.model, owner.loss) if isinstance(one, nn.Module)]
+
+
 def networks_of(owner: Owner) -> list[nn.Module]:
     """The model, a loss that is a module, and the frozen modules."""
-    return [one for one in (owner.model, owner.loss, *owner.frozen.values()) if isinstance(one, nn.Module)]
+    return trained_modules(owner) + list(owner.frozen.values())

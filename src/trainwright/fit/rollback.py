@@ -1,0 +1,96 @@
+"""Records which phase of the loop a run is in, and rolls an interrupted window back to its start.
+
+Between two windows the state of the run is consistent. While the data of an epoch are opened, or a window is fetched,
+only random states and the position in the data have changed. While a window is updated its forward passes change
+buffers, totals and `state` too, and from the first optimizer step on the weights: then nothing can be rolled back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from trainwright.checkpointing.state import Random
+from trainwright.core.rng import random_state, set_random_state
+from trainwright.core.trees import copy_tree
+from trainwright.fit.per_rank_state import opened
+from trainwright.protocols import Source, Stateful, Tree
+from trainwright.update.loss_tracker import Ledger
+from trainwright.update.owner import Owner, trained_modules
+from trainwright.update.snapshot import Buffers, LossTotals, Snapshot, StateDicts, UserState
+
+BETWEEN, OPENING, FETCHING = "between", "opening", "fetching"
+UPDATING, COUNTING, ENDED = "updating", "counting", "ended"
+"""The phases: between two windows; opening the data of an epoch; fetching a window; updating by it; counting, averaging
+and reporting the update; and after the loop, when the model may hold other weights than the trained ones."""
+
+
+class Rollback:
+    """The phase of a run, and a snapshot from before the window in progress where an error may be saved from inside."""
+
+    def __init__(self, owner: Owner, source: Source, random: Random, *, tracker: Ledger) -> None:
+        self.phase = BETWEEN
+        self._owner, self._source, self._random = owner, source, random
+        saves_errors = owner.on_error == "save" and owner.world.size == 1  # several processes save nothing for an error
+        self._snapshot: Snapshot | None = None
+        """What a window changes before its first step; None where an error inside a window is not saved."""
+        if saves_errors:
+            self._snapshot = Snapshot(Buffers(lambda: trained_modules(owner)), LossTotals(tracker), UserState(owner))
+        self._user_parts = StateDicts({})
+        """The user's own parts: their states are not loaded back, but saved as they were."""
+        self._captures_random = owner.checkpoint is not None and (saves_errors or source.draws_global_rng)
+        self._mark_source: Any = None if owner.checkpoint is None else getattr(source, "at_boundary", None)
+        self._before_opening: dict[str, Tree] = {}
+
+    def bind(self, user_parts: Mapping[str, Stateful]) -> None:
+        """Add the user's own parts, which a window may change too."""
+        if self._snapshot is not None:
+            self._user_parts = StateDicts(user_parts)
+
+    def refresh(self) -> None:
+        """Find the buffers again: `begin_epoch` may have changed the layers."""
+        if self._snapshot is not None:
+            self._snapshot.refresh()
+
+    def open_epoch(self) -> Iterator[Any]:
+        """Return the iterator of the current epoch, at its next batch; a resume sets every random state there."""
+        counters, random = self._owner.counters, self._random
+        loaded = random_state() if random.stands else random.loaded
+        if self._owner.checkpoint is not None:
+            random.kept = random_state() if loaded is None else loaded
+            start = {} if loaded is None else random.epoch_start
+            self._before_opening = {"data": copy_tree(self._source.state_dict()), "epoch_start": start}
+        # A signal may end the run at any line: before this one `random` holds the state, then `_before_opening` does.
+        self.phase = OPENING
+        random.loaded, random.stands = None, False
+        if loaded is None:
+            iterator = opened(self._owner.world, self._source, counters.epoch)
+            random.epoch_start = random.kept or {}
+        else:
+            set_random_state(random.epoch_start)
+            iterator = opened(self._owner.world, self._source, counters.epoch, skip=counters.batch)
+            set_random_state(loaded)
+        self.phase, self._before_opening = BETWEEN, {}
+        return iterator
+
+    def before_fetch(self) -> None:
+        """Capture what is to be rolled back: the next window is about to be fetched."""
+        if self._mark_source is not None:
+            self._mark_source()
+        self._random.kept = random_state() if self._captures_random else None
+        if self._snapshot is not None:
+            self._snapshot.capture()
+            self._user_parts.capture()
+        self.phase = FETCHING  # last: a signal handler of the user's own may raise at any line before
+
+    def restore(self) -> dict[str, Tree]:
+        """Roll back to the start of the window in progress; return the states that other parts are saved with."""
+        self._random.uses_kept = self.phase in (OPENING, FETCHING, UPDATING)
+        if self.phase == OPENING:
+            self._random.epoch_start = self._before_opening["epoch_start"]
+            return {"data": self._before_opening["data"]}
+        if self.phase != UPDATING:
+            return {}
+        assert self._snapshot is not None
+        self._snapshot.restore()
+        return self._user_parts.trees

@@ -1,0 +1,309 @@
+"""Copies what an update, a pass or a trial may change, and restores it: one snapshot, given the parts to copy."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from trainwright.core import host_reads
+from trainwright.core.rng import have_moved, random_state, set_random_state
+from trainwright.core.trees import copy_tree, inside
+from trainwright.protocols import Stateful, Tree
+
+if TYPE_CHECKING:
+    from trainwright.update.loss_tracker import Ledger
+    from trainwright.update.owner import Owner
+
+
+class SnapshotPart:
+    """One thing that a snapshot copies. `capture` writes into the storage of the capture before it."""
+
+    slots = 1
+    """How many of the last captures can be restored."""
+
+    def refresh(self) -> None:
+        """Find out again which objects there are to copy. No-op here."""
+
+    def capture(self) -> None:
+        """Copy the present values."""
+        raise NotImplementedError
+
+    def restore(self, ago: int = 0) -> None:
+        """Write the values of the last capture back, or those of the capture `ago` before it."""
+        raise NotImplementedError
+
+    def restore_nonfinite(self) -> None:
+        """Restore where a value has become NaN or infinite since the last capture. No-op here."""
+
+
+class Snapshot:
+    """Captures and restores its parts, in their order. As a context manager it restores at the end of the block.
+
+    An update that is not applied restores the buffers and `state`; a window that is split after memory ran out restores
+    totals and random states as well; the rollback of an interrupted window the user's own parts; a trial all that a
+    trainer holds. Nothing is copied that is not in a part.
+    """
+
+    def __init__(self, *parts: SnapshotPart) -> None:
+        self.parts = parts
+        self.captured = 0
+        """How often it was captured."""
+
+    def refresh(self) -> None:
+        """Have each part find out again which objects there are: layers may be added between two epochs."""
+        for part in self.parts:
+            part.refresh()
+
+    def capture(self) -> None:
+        """Copy the present values of all parts."""
+        self.captured += 1
+        for part in self.parts:
+            part.capture()
+
+    def restore(self, *, ago: int = 0) -> None:
+        """Write all parts back as they were at the last capture, or at the capture `ago` before it."""
+        assert all(ago < part.slots for part in self.parts), "this capture is overwritten"
+        for part in self.parts:
+            part.restore(ago)
+
+    def restore_nonfinite(self) -> None:
+        """Restore each part of which a value has become NaN or infinite since the last capture.
+
+        A skipped overflow leaves BatchNorm statistics advanced, as torch's GradScaler does. Statistics that are not
+        finite would never recover: a step up an overflowed gradient makes such, as SAM takes one.
+        """
+        for part in self.parts:
+            part.restore_nonfinite()
+
+    def __enter__(self) -> Snapshot:
+        self.capture()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.restore()
+
+
+class Tensors(SnapshotPart):
+    """Tensors that stay the same objects, such as BatchNorm statistics; one kernel copies those of a device and dtype.
+
+    `slots`: how many captures are held. The deferred check restores from before an update several updates ago.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], *, slots: int = 1) -> None:
+        self.slots, self._tensors = slots, list(tensors)
+        kinds: dict[Any, list[Tensor]] = defaultdict(list)
+        for tensor in self._tensors:
+            kinds[tensor.device, tensor.dtype].append(tensor)
+        self._groups = list(kinds.values())
+        self._copies = [[[one.detach().clone() for one in group] for group in self._groups] for _ in range(slots)]
+        self._last = 0
+        """The slot of the last capture."""
+
+    def capture(self) -> None:
+        """Copy the values into the next slot."""
+        self._last = (self._last + 1) % self.slots
+        for copies, tensors in zip(self._copies[self._last], self._groups, strict=True):
+            torch._foreach_copy_(copies, tensors)
+
+    def restore(self, ago: int = 0) -> None:
+        """Write the values back, all of them."""
+        for copies, tensors in zip(self._copies[(self._last - ago) % self.slots], self._groups, strict=True):
+            torch._foreach_copy_(tensors, copies)
+
+    def restore_nonfinite(self) -> None:
+        """Restore all of them where one is not finite."""
+        if not all(host_reads.read([torch.isfinite(tensor).all() for tensor in self._tensors])):
+            self.restore()
+
+
+class Buffers(SnapshotPart):
+    """Every buffer of some modules and the modules inside them.
+
+    A forward may write into a buffer, also through `.data`, which no version counter shows; it may assign another
+    tensor to it, register it or remove it. So all of them are copied, into storage that is allocated once.
+    """
+
+    def __init__(self, roots: Callable[[], Iterable[nn.Module]]) -> None:
+        """`roots`: returns the outermost modules, each time that `refresh` is called."""
+        self._roots = roots
+        self._modules: list[nn.Module] = []
+        self._signature: list[tuple[int, torch.Size]] | None = None
+        """Identity and shape of each buffer when the storage was arranged."""
+        self._layout: list[tuple[MutableMapping[str, Tensor | None], dict[str, Tensor | None]]] = []
+        """The buffers of each module, and which tensors they were at the last capture."""
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        """Each buffer with its copy."""
+        self._grouped: list[tuple[list[Tensor], list[Tensor]]] = []
+        """Copies and buffers of each device and dtype, which one kernel copies together."""
+        self._single: list[tuple[Tensor, Tensor]] = []
+        """Copies and buffers that no such kernel takes."""
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Collect the modules inside the roots."""
+        self._modules = list(dict.fromkeys(module for root in self._roots() for module in inside(root)))
+        self._signature = None
+
+    def capture(self) -> None:
+        """Copy every buffer, and note which tensor it is."""
+        each = [module._buffers for module in self._modules]
+        present = [tensor for buffers in each for tensor in buffers.values() if tensor is not None]
+        signature = [(id(tensor), tensor.shape) for tensor in present]
+        if signature != self._signature:
+            self._arrange(each, present)
+            self._signature = signature
+        with torch.no_grad():
+            for copies, buffers in self._grouped:
+                torch._foreach_copy_(copies, buffers)
+            for copy, buffer in self._single:
+                copy.copy_(buffer)
+
+    def restore(self, ago: int = 0) -> None:
+        """Write back the values of changed buffers, and assign the tensors that were there before."""
+        replaced: dict[int, Tensor] = {}
+        with torch.no_grad():
+            for buffer, copy in self._copies:
+                if not _is_equal(buffer, copy):
+                    restored = _write_back(buffer, copy)
+                    if restored is not buffer:
+                        replaced[id(buffer)] = restored
+        for buffers, before in self._layout:
+            for name in [name for name in buffers if name not in before]:
+                del buffers[name]
+            for name, tensor in before.items():
+                wanted = tensor if tensor is None else replaced.get(id(tensor), tensor)
+                if name not in buffers or buffers[name] is not wanted:
+                    buffers[name] = wanted
+
+    def restore_nonfinite(self) -> None:
+        """Restore all of them where an element that was finite is not finite now."""
+        if any(not torch.isfinite(now[torch.isfinite(copy)]).all() for now, copy in self._floating()):
+            self.restore()
+
+    def _floating(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each floating-point buffer as it is now, with its copy; a buffer of another shape has none."""
+        copies = {id(buffer): copy for buffer, copy in self._copies}
+        for buffers, before in self._layout:
+            for name, tensor in before.items():
+                now = dict(buffers.items()).get(name)  # of a compiled script these are no dict
+                if tensor is not None and now is not None and now.shape == tensor.shape and now.is_floating_point():
+                    yield now, copies[id(tensor)]
+
+    def _arrange(self, each: list[Any], present: list[Tensor]) -> None:
+        """Note which buffers there are; storage of the same kind as before is used again."""
+        spare: dict[Any, list[Tensor]] = defaultdict(list)
+        for _, copy in self._copies:
+            spare[_kind_of(copy)].append(copy)
+        self._layout = [(buffers, dict(buffers.items())) for buffers in each]
+        self._copies, self._single = [], []
+        kinds: dict[Any, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
+        for buffer in {id(tensor): tensor for tensor in present}.values():
+            free = spare[_kind_of(buffer)]
+            copy = free.pop() if free else buffer.detach().clone()
+            self._copies.append((buffer, copy))
+            if type(buffer) is Tensor and buffer.layout is torch.strided:
+                kinds[buffer.device, buffer.dtype][0].append(copy)
+                kinds[buffer.device, buffer.dtype][1].append(buffer)
+            else:
+                self._single.append((copy, buffer))
+        self._grouped = list(kinds.values())
+
+
+class UserState(SnapshotPart):
+    """The user's `state` of a trainer."""
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
+        self._copy: dict[str, Any] = {}
+
+    def capture(self) -> None:
+        """Copy it, tensors into the storage of the last copy."""
+        self._copy = copy_tree(self._owner.state, into=self._copy)
+
+    def restore(self, ago: int = 0) -> None:
+        """Fill the same dict again."""
+        self._owner.state.clear()
+        self._owner.state.update(copy_tree(self._copy))
+
+
+class LossTotals(SnapshotPart):
+    """The running sums of an epoch's losses and metrics, and the numbers of the update in progress."""
+
+    def __init__(self, tracker: Ledger) -> None:
+        self._tracker = tracker
+        self._sums: dict[str, Any] = {}
+        self._values: dict[str, float] = {}
+
+    def capture(self) -> None:
+        """Copy sums and numbers; what was recorded before is read from the device."""
+        self._sums, self._values = copy_tree(self._tracker.state_dict()), dict(self._tracker.values)
+
+    def restore(self, ago: int = 0) -> None:
+        """Set sums and numbers; what was recorded since is dropped."""
+        self._tracker.begin_at(copy_tree(self._sums))
+        self._tracker.values = dict(self._values)
+
+
+class RngStates(SnapshotPart):
+    """The global random states: Python, NumPy, torch, and each accelerator in use."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, Any] = {}
+
+    def capture(self) -> None:
+        """Take the states; torch and NumPy return copies."""
+        self._states = random_state()
+
+    def restore(self, ago: int = 0) -> None:
+        """Set the states."""
+        set_random_state(self._states)
+
+    @property
+    def changed(self) -> bool:
+        """Whether a random number was drawn since."""
+        return have_moved(self._states)
+
+
+class StateDicts(SnapshotPart):
+    """Objects with `state_dict` and `load_state_dict`, by name."""
+
+    def __init__(self, objects: Mapping[str, Stateful]) -> None:
+        self._objects = objects
+        self.trees: dict[str, Tree] = {}
+        """The captured state of each."""
+
+    def capture(self) -> None:
+        """Copy the state of each."""
+        self.trees = {name: copy_tree(one.state_dict()) for name, one in self._objects.items()}
+
+    def restore(self, ago: int = 0) -> None:
+        """Load the state of each."""
+        for name, one in self._objects.items():
+            one.load_state_dict(copy_tree(self.trees[name]))
+
+
+def _kind_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what two tensors share if one can be copied into the other without an allocation."""
+    return type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.layout
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors hold the same numbers; False where either holds a NaN."""
+    plain = one.layout is torch.strided and not one.is_meta
+    return plain and one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+
+
+def _write_back(buffer: Tensor, copy: Tensor) -> Tensor:
+    """Write a copy back into a buffer; return another tensor with its values where torch does not allow that."""
+    if _kind_of(buffer) != _kind_of(copy) or buffer.layout is not torch.strided or buffer.is_inference():
+        return copy.clone()
+    target, values = buffer, copy
+    for dim, stride in enumerate(buffer.stride()):
+        if stride == 0:  # an expanded tensor: its elements share one place in memory
+            target, values = target.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    target.copy_(values)
+    return buffer
