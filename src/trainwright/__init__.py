@@ -26,7 +26,7 @@ from trainwright.observers.console import Console
 from trainwright.optim.clip import ClipNorm, ClipValue
 from trainwright.optim.gradients import Gradients
 from trainwright.precision.mixed_precision import LossScaler, MixedPrecision
-from trainwright.protocols import Clip, Metric, Observer, Precision, Rates, Scaler, Schedule, Source, Stateful
+from trainwright.protocols import Clip, Metric, Observer, Precision, Scaler, Schedule, Source, Stateful
 from trainwright.trainer import Trainer
 from trainwright.update.window import Window, windows
 
@@ -61,18 +61,9 @@ if TYPE_CHECKING:
     from trainwright.optim.groups import param_groups
     from trainwright.optim.layerwise import Lamb, Lars
     from trainwright.optim.optimizers import adamw, muon, sgd
-    from trainwright.schedules.standard import (
-        Cosine,
-        Cyclic,
-        Exponential,
-        Linear,
-        MultiStep,
-        OneCycle,
-        Plateau,
-        StepLR,
-        TorchSchedule,
-        WarmupStableDecay,
-    )
+    from trainwright.schedules.cycles import Cyclic, OneCycle
+    from trainwright.schedules.standard import Cosine, Exponential, Linear, MultiStep, StepLR, WarmupStableDecay
+    from trainwright.schedules.stepped import Plateau, TorchSchedule
     from trainwright.tools.advice import Advice, Effect
     from trainwright.tools.advise import advise
     from trainwright.tools.batch_search import LargestBatch, find_batch_size
@@ -120,10 +111,9 @@ else:
         "optim.layerwise": ("Lamb", "Lars"),
         "optim.optimizers": ("adamw", "muon", "sgd"),
         "checkpointing.load": ("latest_checkpoint", "load_weights", "save_weights"),
-        "schedules.standard": (
-            *("Cosine", "Cyclic", "Exponential", "Linear", "MultiStep", "OneCycle", "Plateau", "StepLR"),
-            *("TorchSchedule", "WarmupStableDecay"),
-        ),
+        "schedules.cycles": ("Cyclic", "OneCycle"),
+        "schedules.standard": ("Cosine", "Exponential", "Linear", "MultiStep", "StepLR", "WarmupStableDecay"),
+        "schedules.stepped": ("Plateau", "TorchSchedule"),
         "metrics.scores": ("F1", "MAE", "R2", "RMSE"),
         "tools.advice": ("Advice", "Effect"),
         "tools.advise": ("advise",),
@@ -221,7 +211,6 @@ __all__ = [
     "Profile",
     "Progress",
     "Pruning",
-    "Rates",
     "Report",
     "Result",
     "Saved",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
@@ -17,6 +17,7 @@ from trainwright.core.suggestions import refuse_near_names
 if TYPE_CHECKING:
     from trainwright.core.model_statistics import ModelStatistics
     from trainwright.core.speed import Speed
+    from trainwright.schedules.rates import Rates
 
 Tree = Any
 """None, bool, int, float, str, bytes, tensor, ndarray, list, tuple, dict with str or int keys."""
@@ -70,27 +71,11 @@ class Clip(Protocol):
         """Clip the `.grad` of `parameters`; return their total norm before clipping, or None."""
 
 
-class Rates(Stateful, Protocol):
-    """A schedule bound to one optimizer and one plan."""
-
-    monitor: str | None
-    """The number that `observe` reads; None where it reads none."""
-
-    def apply(self, updates: int) -> None:
-        """Set the rates of the update that follows `updates` applied ones."""
-
-    def observe(self, metrics: Mapping[str, float]) -> None:
-        """Called after each validation."""
-
-    def epoch_ended(self) -> None:
-        """Called after each epoch."""
-
-
 class Schedule(Protocol):
-    """A learning-rate schedule: settings only; `bind` makes the thing with state."""
+    """A learning-rate schedule: the settings. `bind` makes the object with state, which sets the rates of a run."""
 
     def bind(self, optimizer: Optimizer, plan: Plan) -> Rates:
-        """The schedule of this optimizer over this plan; every contradiction is raised here."""
+        """The rates of this optimizer over this plan; SettingError where the plan contradicts the settings."""
         ...
 
 

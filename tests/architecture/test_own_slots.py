@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright import Best, Observer, Plan, Result, Saved, Trainer, Update
+from trainwright.schedules.rates import Rates
 
 DATA = [(torch.randn(8, 4), torch.randint(0, 3, (8,))) for _ in range(4)]
 
@@ -69,9 +70,7 @@ class OwnSchedule:
         return OwnRates(optimizer)
 
 
-class OwnRates:
-    monitor: str | None = None
-
+class OwnRates(Rates):
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
 
@@ -81,15 +80,6 @@ class OwnRates:
 
     def observe(self, metrics: Mapping[str, float]) -> None:
         assert "val_loss" in metrics
-
-    def epoch_ended(self) -> None:
-        pass
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, tree: Any) -> None:
-        assert tree == {}
 
 
 class OwnStopping:

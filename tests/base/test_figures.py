@@ -215,9 +215,9 @@ def test_epochs_are_those_that_were_given():
 )
 def test_every_schedule_of_the_clock_draws_what_bind_gives(schedule):
     from trainwright.core.plan import Plan
-    from trainwright.schedules.table import StandIn
+    from trainwright.schedules.table import BareOptimizer
 
-    optimizer = StandIn([{"lr": 0.2}])
+    optimizer = BareOptimizer([{"lr": 0.2}])
     rates = schedule.bind(optimizer, Plan(max_updates=20, epoch_updates=4))
     expected = []
     for update in range(20):

@@ -10,11 +10,12 @@ from torch import nn
 from trainwright import StepOutput, SumLoss, Trainer
 from trainwright.fit.run import Run
 from trainwright.optim.gradients import Gradients
+from trainwright.schedules.rates import NamedRates
 from trainwright.schedules.table import TableRates
 from trainwright.update import batches, finite_check, loss_tracker, manual_optimization
 from trainwright.update.finite_check import ImmediateCheck
 from trainwright.update.loss_tracker import Ledger
-from trainwright.update.optimizer_steps import NamedParts, NamedRates, Stepper, Steppers
+from trainwright.update.optimizer_steps import NamedParts, Stepper, Steppers
 from trainwright.update.snapshot import Buffers, Tensors, UserState
 
 from .faults import around, without

@@ -241,7 +241,7 @@ def the_rate_that_is_told_is_the_next_one(patch):
 
 @fault(stages.check_a_next_stage_starts_anew, "cosine, warmup")
 def a_next_stage_starts_from_the_last_rate(patch):
-    patch.setattr(TableRates, "put_back", lambda self: None)
+    patch.setattr(TableRates, "restore_groups", lambda self: None)
 
 
 @fault(schedule.check_plateau_is_torchs, schedule.Plateau("val_loss", factor=0.5, patience=1))

@@ -12,19 +12,17 @@ from torch.optim import lr_scheduler as torchs
 
 from trainwright.core.durations import Epochs, Updates
 from trainwright.core.plan import Plan
+from trainwright.schedules.cycles import Cyclic, OneCycle
 from trainwright.schedules.standard import (
     Cosine,
-    Cyclic,
     Exponential,
     FunctionSchedule,
     Linear,
     MultiStep,
-    OneCycle,
-    Plateau,
     StepLR,
-    TorchSchedule,
     WarmupStableDecay,
 )
+from trainwright.schedules.stepped import Plateau, TorchSchedule
 
 
 def parameter():

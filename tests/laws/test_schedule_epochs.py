@@ -503,11 +503,11 @@ def test_a_table_on_a_device_is_sent_anew_when_the_plan_is_another():
     plan = RunPlan(batches=3, epochs=9)
     rates = StepLR(Epochs(1), gamma=0.5).bind(torch.optim.SGD(net().parameters(), lr=0.1), plan)
     table = DeviceRates(rates, torch.device("cpu"))
-    table.meet(1)
+    table.resize(1)
     table.reach(0)
     read = lambda update: table.at(torch.tensor(update))[0].item()  # noqa: E731
     assert [read(update) for update in (2, 3)] == pytest.approx([0.1, 0.05])
-    rates.replan(RunPlan(batches=3, epochs=9, past=((5, 5),)), since=3)
+    rates.replan(RunPlan(batches=3, epochs=9, past=((5, 5),)))
     table.reach(3)
     assert [read(update) for update in (4, 5, 8)] == pytest.approx([0.1, 0.05, 0.025])
 

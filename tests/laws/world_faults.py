@@ -97,7 +97,7 @@ def the_schedule_steps_on_each_process(patch: Patch) -> None:
     whole = TableRates.apply
 
     def apply(self: TableRates, updates: int) -> None:
-        last = len(self._columns[0].rates) - 1
+        last = self._rows - 1
         whole(self, min(updates * dist.get_world_size(), max(last, updates)))
 
     patch.setattr(TableRates, "apply", apply)

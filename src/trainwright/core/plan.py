@@ -136,6 +136,13 @@ class Plan:
             )
         return max(1, round(span * self.horizon(asked_by))) if span else 0
 
+    def epoch_at(self, update: int, asked_by: str) -> float:
+        """The position of an update, in epochs; SettingError where epochs have no length."""
+        epoch, begin = 0, 0
+        while (end := self._epochs_in_updates(Epochs(epoch + 1), asked_by)) <= update:
+            epoch, begin = epoch + 1, end
+        return epoch + (update - begin) / (end - begin)
+
     def _epochs_in_updates(self, span: Epochs, asked_by: str) -> int:
         whole = int(span.n)
         before, inside = self.updates_until(whole), self.updates_in(whole)

@@ -11,8 +11,8 @@ from typing import Any
 from trainwright.core.errors import DataError, message
 from trainwright.core.plan import FAR, Need, Plan
 from trainwright.core.progress import Counters
-from trainwright.protocols import Rates, Source
-from trainwright.update.optimizer_steps import tables_of
+from trainwright.protocols import Source
+from trainwright.schedules.rates import Rates
 from trainwright.update.window import Window
 
 
@@ -100,7 +100,7 @@ class Lengths:
     def bound(self, rates: Rates | None) -> None:
         """Take the schedules that were bound."""
         self._rates = rates
-        self._matters = bool(self.needs) or any(table.follows_epochs for table in tables_of(rates))
+        self._matters = bool(self.needs) or (rates is not None and rates.follows_epochs)
 
     def opened(self) -> None:
         """Compare the length that the data of the epoch in hand tell with the planned one."""
@@ -125,7 +125,7 @@ class Lengths:
         begun = plan.past[-1][0] if plan.past else 0
         self.plan = replace(plan, past=(*plan.past, (begun + self._made, clock)), now=None)
         if self._matters and planned != clock:
-            self._replan(since=clock)
+            self._replan()
 
     def state_dict(self) -> list[list[int]]:
         """The epochs that are over: [how many alike, windows, applied updates] of each."""
@@ -140,7 +140,7 @@ class Lengths:
         planned = self.plan.planned
         self.plan = replace(self.plan, past=tuple(past[1:]))
         if any({windows, clock} != {planned.ends_until(epoch)} for epoch, (windows, clock) in enumerate(past)):
-            self._replan(since=None)
+            self._replan(loaded=True)
 
     def _beyond(self, windows: Iterator[Window], expected: int) -> Iterator[Window]:
         """What comes after as many windows as the epoch was to have."""
@@ -162,12 +162,13 @@ class Lengths:
         if wrong:
             raise self._refused(wrong, found, real=real, known=known)
         self.plan = replace(plan, now=windows)
-        self._replan(since=self._counters.updates)
+        self._replan()
 
-    def _replan(self, *, since: int | None) -> None:
-        for table in tables_of(self._rates):
-            if since is None or table.follows_epochs:
-                table.replan(self.plan, since=since)
+    def _replan(self, *, loaded: bool = False) -> None:
+        """Plan the schedules that follow the ends of epochs anew; all of them where a checkpoint was loaded."""
+        for rates in () if self._rates is None else self._rates.each():
+            if loaded or rates.follows_epochs:
+                rates.replan(self.plan)
 
     @property
     def _size(self) -> int:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from trainwright.fit.between_updates import Pauses
     from trainwright.fit.plan import Ends, Resume
     from trainwright.fit.run import Run
-    from trainwright.protocols import Rates, Schedule, Source, Stateful
+    from trainwright.protocols import Schedule, Source, Stateful
+    from trainwright.schedules.rates import Rates
     from trainwright.update.owner import Owner
 
 
@@ -38,8 +39,8 @@ def parts_of(run: Run, pauses: Pauses) -> dict[str, Stateful]:
 
 
 def bind_rates(schedule: Any, optimizers: Mapping[str, Optimizer], plan: Plan) -> Rates | None:
-    """`run.steppers.bind_rates`: the schedule of a run, or one for each of its optimizers."""
-    from trainwright.update.optimizer_steps import bind_rates
+    """`schedules.rates.bind_rates`: the schedule of a run, or one for each of its optimizers."""
+    from trainwright.schedules.rates import bind_rates
 
     return bind_rates(schedule, optimizers, plan)
 
@@ -77,7 +78,7 @@ def save_weights(owner: Owner, path: str | Path) -> None:
 
 
 def as_schedule(value: object) -> Schedule | None:
-    """`slots.schedule.as_schedule`: what was given as one, checked."""
-    from trainwright.schedules.standard import as_schedule
+    """`schedules.given.as_schedule`: what was given as one, checked."""
+    from trainwright.schedules.given import as_schedule
 
     return as_schedule(value)

@@ -146,7 +146,7 @@ class Leaving:
     def _notes(self) -> tuple[str, ...]:
         counters, total = self.counters, self.run.plan.updates
         rates = self.run.rates
-        short = 0 if total is None or rates is None or rates.monitor is not None else total - counters.updates
+        short = 0 if total is None or rates is None or rates.monitors else total - counters.updates
         if counters.skipped and not counters.updates:
             return (f"nothing was trained: all {counters.skipped} updates were skipped",)
         if not counters.skipped or short <= 0 or self.ends.epochs != counters.epoch:

@@ -27,12 +27,13 @@ from trainwright.optim.averaging import Average
 from trainwright.optim.named import check_parameters
 from trainwright.precision.mixed_precision import check_weights
 from trainwright.protocols import Scaler, Source
+from trainwright.schedules.rates import bind_rates
 from trainwright.update import nonfinite_policy
 from trainwright.update.finite_check import ImmediateCheck, why_immediate
 from trainwright.update.loss_tracker import Ledger
 from trainwright.update.manual_optimization import note_minimized
 from trainwright.update.nonfinite_policy import PATIENCE
-from trainwright.update.optimizer_steps import Steppers, bind_rates
+from trainwright.update.optimizer_steps import Steppers
 from trainwright.update.owner import Owner, trained_modules
 from trainwright.update.snapshot import Buffers, Snapshot, Tensors, UserState
 from trainwright.update.status import Outcome

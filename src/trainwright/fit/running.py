@@ -41,7 +41,7 @@ from trainwright.modules.modes import untrained, wake
 from trainwright.optim.named import ONLY, check_parameters, check_saved_schedulers
 from trainwright.precision.mixed_precision import switched
 from trainwright.protocols import Observer, Source, Stateful
-from trainwright.update.optimizer_steps import NamedParts, monitors
+from trainwright.update.optimizer_steps import NamedParts
 from trainwright.update.owner import Owner, listening, networks_of
 from trainwright.update.snapshot import Buffers, Snapshot
 
@@ -427,7 +427,8 @@ def _rehearse(owner: Owner, run: Run, val: Mapping[str, Source]) -> None:
         else:
             produced |= {f"{name}_{number}" for number in ("loss", *owner.metrics)}
     free = (owner.hooks.logs_freely, owner.hooks.evaluates_itself)
-    check_monitors(owner, has_val=bool(val), produced=produced, free=free, rates=monitors(run.rates))
+    monitors = () if run.rates is None else run.rates.monitors
+    check_monitors(owner, has_val=bool(val), produced=produced, free=free, rates=monitors)
 
 
 def _take_state(owner: Owner, tree: Any) -> None:

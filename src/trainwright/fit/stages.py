@@ -58,8 +58,8 @@ def _begin(owner: Owner, *, resumes: bool) -> None:
             earlier_epochs=counters.earlier_epochs + (0 if again else counters.epoch),
         )
         counters.load_state_dict(fresh.state_dict())
-    if hasattr(between.rates, "put_back"):
-        between.rates.put_back()
+    if between.rates is not None:
+        between.rates.restore_groups()
     between.notes = ()
     if between.shown is not None:
         if not between.shown.put_back():
@@ -111,7 +111,7 @@ class _Before:
 
 
 class _Taken:
-    """Rates that a schedule's `put_back` had given to the groups and that were taken from them again."""
+    """Rates that a schedule's `restore_groups` had given to the groups and that were taken from them again."""
 
     def __init__(self, groups: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
         self.changed = [
@@ -123,7 +123,7 @@ class _Taken:
         for group, key, _, value in self.changed:
             _set(group, key, value)
 
-    def put_back(self) -> None:
+    def restore_groups(self) -> None:
         """Give them to the groups once more, unless others were set by hand since."""
         for group, key, given, value in self.changed:
             if _plain(group[key]) == value:

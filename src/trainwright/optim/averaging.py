@@ -18,7 +18,8 @@ from trainwright.core.errors import SettingError, message
 from trainwright.core.plan import Plan
 from trainwright.core.suggestions import suggests
 from trainwright.optim.averaged_weights import Average
-from trainwright.schedules.lengths import Length, check_length, epoch_at, settings_text
+from trainwright.schedules.lengths import Length, check_length
+from trainwright.schedules.settings import settings_text
 
 __all__ = ["EMA", "SWA", "Average", "Averaging"]
 
@@ -155,4 +156,4 @@ def _whole_epochs(plan: Plan) -> int | None:
     """Epochs that such a run finishes; None where nobody knows."""
     if plan.updates is None or not plan.updates_in(0):
         return plan.epochs
-    return int(epoch_at(plan, plan.updates))
+    return int(plan.epoch_at(plan.updates, "SWA"))

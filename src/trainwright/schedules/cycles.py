@@ -1,4 +1,4 @@
-"""Schedules that go up and down, with the momentum the other way round: torch's OneCycleLR and CyclicLR."""
+"""Schedules that go up and down, with the momentum the other way round: torch's `OneCycleLR` and `CyclicLR`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Any, Literal
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR
 
-from trainwright.core.checks import check_choice, check_number
+from trainwright.core.checks import check_number
 from trainwright.core.durations import Updates
-from trainwright.core.errors import SettingError, message
+from trainwright.core.errors import SettingError
 from trainwright.core.plan import Plan
 from trainwright.core.suggestions import suggests
-from trainwright.schedules.lengths import Length, check_length, check_warmup, constant, settings_text, warmup_updates
-from trainwright.schedules.plot import Drawn
-from trainwright.schedules.table import Recipe, TableRates, group_name
+from trainwright.schedules.lengths import Length, constant, warmup_updates
+from trainwright.schedules.rates import Rates
+from trainwright.schedules.settings import BuiltinSchedule
+from trainwright.schedules.table import TableSpec, group_name
 
 CycleMomentum = Literal["auto"] | bool
 PerGroup = float | Sequence[float]
@@ -25,17 +26,17 @@ PerGroup = float | Sequence[float]
 
 @suggests
 @dataclass(frozen=True, slots=True)
-class OneCycle(Drawn):
+class OneCycle(BuiltinSchedule):
     """torch's `OneCycleLR` over the whole run: up to `max_lr`, then down, with the momentum the other way round.
 
-    `warmup` is torch's `pct_start`, the part of the run in which the rate rises; a span is turned into that part.
+    `warmup` is torch's `pct_start`, the part of the run in which the rate rises; a duration is turned into that part.
     `cycle_momentum="auto"` is as in torch for a group that has a momentum (or a first beta) above 0, and off for
     one that has none; True is then refused. The other arguments have torch's names and defaults.
 
     Like every schedule it also works in a loop of your own:
 
     >>> import torch
-    >>> from trainwright.core.plan import Plan
+    >>> from trainwright import OneCycle, Plan
     >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
     >>> rates = OneCycle(max_lr=0.5).bind(optimizer, Plan(max_updates=100))
     >>> for update in range(100):
@@ -56,54 +57,43 @@ class OneCycle(Drawn):
     three_phase: bool = False
 
     def __post_init__(self) -> None:
-        check_length(self.warmup, "OneCycle(max_lr, warmup={})", least=0)
-        check_choice(self.anneal_strategy, "OneCycle", "anneal_strategy", choices=("cos", "linear"))
-        check_choice(self.cycle_momentum, "OneCycle", "cycle_momentum", choices=("auto", True, False))
+        self._check_length("warmup", least=0)
+        self._check_choice("anneal_strategy", "cos", "linear")
+        self._check_choice("cycle_momentum", "auto", True, False)
         _check_per_group(self, "max_lr", above=0)
         _check_per_group(self, "base_momentum", "max_momentum", least=0, below=1)
-        _check_per_group(self, "div_factor", "final_div_factor", above=0)
+        self._check_number("div_factor", "final_div_factor", above=0)
 
-    def bind(self, optimizer: Optimizer, plan: Plan) -> TableRates:
+    def bind(self, optimizer: Optimizer, plan: Plan) -> Rates:
         """The rates of this optimizer over this plan, whose number of updates must be known."""
-        _check_lists(self, optimizer, ("max_lr", "base_momentum", "max_momentum"))
-        return TableRates(self._recipe, optimizer, plan)
+        _check_lists(self, optimizer)
+        return BuiltinSchedule.bind(self, optimizer, plan)
 
-    def _recipe(self, plan: Plan) -> Recipe:
+    def spec(self, plan: Plan) -> TableSpec:
+        """Torch's scheduler over the run."""
         total = plan.horizon("OneCycle")
         rise = self.warmup if isinstance(self.warmup, float) else plan.in_updates(self.warmup, "OneCycle") / total
         if self.three_phase and rise > 0.5:
-            raise SettingError(message("OneCycle(three_phase=True) falls as long as it rises", want="warmup <= 0.5"))
+            raise SettingError("OneCycle(three_phase=True) falls as long as it rises", want="warmup <= 0.5")
         if rise > 1 or rise * total == 1:
             raise SettingError(
-                message(
-                    f"OneCycle(warmup={self.warmup}) is {rise * total:g} of the {total} updates of this run",
-                    want="a rise within the run and not of exactly one update, where torch's formula divides by zero",
-                    fix="warmup=0.0, or a longer run",
-                )
+                f"OneCycle(warmup={self.warmup}) is {rise * total:g} of the {total} updates of this run",
+                want="a rise within the run and not of exactly one update, where torch's formula divides by zero",
+                fix="warmup=0.0, or a longer run",
             )
+        alike = ("anneal_strategy", "div_factor", "final_div_factor", "three_phase")
 
-        def build(stand_in: Optimizer, index: int) -> LRScheduler:
-            return OneCycleLR(
-                stand_in,
-                _pick(self.max_lr, index, "OneCycle(max_lr)"),
-                total_steps=total,
-                pct_start=float(rise),
-                anneal_strategy=self.anneal_strategy,
-                cycle_momentum=_cycles(self.cycle_momentum, stand_in, index),
-                base_momentum=_pick(self.base_momentum, index, "OneCycle(base_momentum)"),
-                max_momentum=_pick(self.max_momentum, index, "OneCycle(max_momentum)"),
-                div_factor=self.div_factor,
-                final_div_factor=self.final_div_factor,
-                three_phase=self.three_phase,
-            )
+        def build(optimizer: Optimizer, index: int) -> LRScheduler:
+            arguments = _arguments_of(self, optimizer, index, "max_lr", *alike)
+            return OneCycleLR(optimizer, total_steps=total, pct_start=float(rise), **arguments)
 
-        return Recipe(text=settings_text(self), total=total, build=build, each_group=True)
+        return TableSpec(build=build, per_group=bool(_lists_of(self)))
 
 
 @suggests
 @dataclass(frozen=True, slots=True)
-class Cyclic(Drawn):
-    """torch's `CyclicLR`: up from `base_lr` to `max_lr` and down again, for as long as the run goes.
+class Cyclic(BuiltinSchedule):
+    """torch's `CyclicLR`: up from `base_lr` to `max_lr` and down again, until the run ends.
 
     A warm-up rises to `base_lr`. `cycle_momentum="auto"` is as in torch for a group that has a momentum (or a first
     beta) above 0, and off for one that has none. The other arguments have torch's names and defaults.
@@ -126,95 +116,83 @@ class Cyclic(Drawn):
     def __post_init__(self) -> None:
         _check_per_group(self, "base_lr", "max_lr", above=0)
         _check_per_group(self, "base_momentum", "max_momentum", least=0, below=1)
-        check_length(self.step_size_up, "Cyclic(base_lr, max_lr, step_size_up={})")
-        if self.step_size_down is not None:
-            check_length(self.step_size_down, "Cyclic(base_lr, max_lr, step_size_down={})")
-        check_choice(self.mode, "Cyclic", "mode", choices=("triangular", "triangular2", "exp_range"))
-        check_choice(self.scale_mode, "Cyclic", "scale_mode", choices=("cycle", "iterations"))
-        check_choice(self.cycle_momentum, "Cyclic", "cycle_momentum", choices=("auto", True, False))
-        check_number(self.gamma, f"Cyclic(gamma={self.gamma!r})", above=0)
-        check_warmup(self.warmup, "Cyclic")
+        self._check_length("step_size_up")
+        self._check_length("step_size_down", optional=True)
+        self._check_choice("mode", "triangular", "triangular2", "exp_range")
+        self._check_choice("scale_mode", "cycle", "iterations")
+        self._check_choice("cycle_momentum", "auto", True, False)
+        self._check_number("gamma", above=0)
+        self._check_length("warmup", least=0, optional=True)
 
-    def bind(self, optimizer: Optimizer, plan: Plan) -> TableRates:
+    def bind(self, optimizer: Optimizer, plan: Plan) -> Rates:
         """The rates of this optimizer over this plan."""
-        _check_lists(self, optimizer, ("base_lr", "max_lr", "base_momentum", "max_momentum"))
-        return TableRates(self._recipe, optimizer, plan)
+        _check_lists(self, optimizer)
+        return BuiltinSchedule.bind(self, optimizer, plan)
 
-    def _recipe(self, plan: Plan) -> Recipe:
+    def spec(self, plan: Plan) -> TableSpec:
+        """Torch's scheduler, after the warm-up."""
         up = constant(self.step_size_up, plan, "Cyclic(step_size_up=)")
         down = up if self.step_size_down is None else constant(self.step_size_down, plan, "Cyclic(step_size_down=)")
+        alike = ("mode", "gamma", "scale_fn", "scale_mode")
 
-        def build(stand_in: Optimizer, index: int) -> LRScheduler:
-            return CyclicLR(
-                stand_in,
-                _pick(self.base_lr, index, "Cyclic(base_lr)"),
-                _pick(self.max_lr, index, "Cyclic(max_lr)"),
-                step_size_up=up,
-                step_size_down=down,
-                mode=self.mode,
-                gamma=self.gamma,
-                scale_fn=self.scale_fn,
-                scale_mode=self.scale_mode,
-                cycle_momentum=_cycles(self.cycle_momentum, stand_in, index),
-                base_momentum=_pick(self.base_momentum, index, "Cyclic(base_momentum)"),
-                max_momentum=_pick(self.max_momentum, index, "Cyclic(max_momentum)"),
-            )
+        def build(optimizer: Optimizer, index: int) -> LRScheduler:
+            arguments = _arguments_of(self, optimizer, index, "base_lr", "max_lr", *alike)
+            return CyclicLR(optimizer, step_size_up=up, step_size_down=down, **arguments)
 
         warmup = warmup_updates(self.warmup, plan, "Cyclic")
-        return Recipe(
-            text=settings_text(self),
-            total=plan.planned.updates,
-            build=build,
-            warmup=warmup,
-            ends=False,
-            each_group=True,
-        )
+        return TableSpec(build=build, warmup=warmup, ends=False, per_group=bool(_lists_of(self)))
 
 
-def _cycles(setting: CycleMomentum, stand_in: Optimizer, index: int) -> bool:
-    """Whether torch cycles this group's momentum: it would set one, silently, where there was none."""
-    group = stand_in.param_groups[0]
+def _arguments_of(settings: OneCycle | Cyclic, optimizer: Optimizer, index: int, *names: str) -> dict[str, Any]:
+    """Torch's arguments of these names for one group, and those of its momentum."""
+    lists = _lists_of(settings)
+    arguments = {}
+    for name in (*names, "base_momentum", "max_momentum"):
+        values = lists.get(name)
+        if values is not None and index >= len(values):
+            what = f"{type(settings).__name__}({name}) has {len(values)} values"
+            raise SettingError(what, want="one for each parameter group")
+        arguments[name] = getattr(settings, name) if values is None else values[index]
+    # Without a momentum torch would set one silently, on plain SGD 0.95.
+    group = optimizer.param_groups[0]
     has = bool(group["betas"][0]) if "betas" in group else bool(group.get("momentum"))
-    if setting is True and not has:
+    if settings.cycle_momentum is True and not has:
         raise SettingError(
-            message(
-                f"cycle_momentum=True, but {group_name(index, group)} has no momentum to cycle",
-                want="a momentum (or a first beta) above 0 in every group",
-                fix='cycle_momentum="auto", or momentum=0.9 in the optimizer',
-            )
+            f"cycle_momentum=True, but {group_name(index, group)} has no momentum to cycle",
+            want="a momentum (or a first beta) above 0 in every group",
+            fix='cycle_momentum="auto", or momentum=0.9 in the optimizer',
         )
-    return has and setting is not False
+    return arguments | {"cycle_momentum": has and settings.cycle_momentum is not False}
 
 
-def _pick(values: PerGroup, index: int, written: str) -> float:
-    if not isinstance(values, Sequence):
-        return values
-    if index >= len(values):
-        raise SettingError(message(f"{written} has {len(values)} values", want="one for each parameter group"))
-    return values[index]
+def _lists_of(settings: Any) -> dict[str, tuple[float, ...]]:
+    """The settings that have one value for each group."""
+    values = {name: getattr(settings, name) for name in settings.__slots__}
+    return {name: value for name, value in values.items() if isinstance(value, tuple)}
 
 
-def _check_lists(settings: Any, optimizer: Optimizer, names: tuple[str, ...]) -> None:
+def _check_lists(settings: OneCycle | Cyclic, optimizer: Optimizer) -> None:
     groups = len(optimizer.param_groups)
-    for name in names:
-        values = getattr(settings, name)
-        if isinstance(values, Sequence) and len(values) != groups:
+    for name, values in _lists_of(settings).items():
+        if len(values) != groups:
             raise SettingError(
-                message(
-                    f"{type(settings).__name__}({name}={values!r})",
-                    have=f"{len(values)} values for {groups} parameter groups",
-                    want="one for each group, or one number for all",
-                )
+                f"{type(settings).__name__}({name}={values!r})",
+                have=f"{len(values)} values for {groups} parameter groups",
+                want="one for each group, or one number for all",
             )
 
 
 def _check_per_group(
-    settings: Any, *names: str, above: float | None = None, least: float | None = None, below: float | None = None
+    settings: OneCycle | Cyclic,
+    *names: str,
+    above: float | None = None,
+    least: float | None = None,
+    below: float | None = None,
 ) -> None:
     for name in names:
         values = getattr(settings, name)
         if isinstance(values, list):
             object.__setattr__(settings, name, tuple(values))
+        written = f"{type(settings).__name__}({name}={values!r})"
         for value in values if isinstance(values, list | tuple) else (values,):
-            written = f"{type(settings).__name__}({name}={values!r})"
             check_number(value, written, above=above, least=least, below=below)

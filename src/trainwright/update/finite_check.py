@@ -14,7 +14,8 @@ from trainwright.core.trees import inside
 from trainwright.modules.modes import running_statistics
 from trainwright.optim.fused import why_not_masked
 from trainwright.precision.mixed_precision import LossScaler
-from trainwright.protocols import Rates, Scaler
+from trainwright.protocols import Scaler
+from trainwright.schedules.rates import Rates
 from trainwright.schedules.table import TableRates
 from trainwright.update import nonfinite_policy
 from trainwright.update.optimizer_steps import Chosen

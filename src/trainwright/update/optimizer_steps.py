@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.core.errors import SettingError, message
-from trainwright.core.plan import Plan
 from trainwright.core.suggestions import did_you_mean
 from trainwright.core.trees import parameters_in, parameters_of
 from trainwright.modules.dtensors import is_sharded, whole
@@ -18,10 +17,7 @@ from trainwright.optim.clip import ClipNorm
 from trainwright.optim.fused import step_of, why_not_masked
 from trainwright.optim.gradients import Gradients
 from trainwright.optim.named import ONLY
-from trainwright.protocols import Clip, Rates, Schedule, Tree
-
-if TYPE_CHECKING:
-    from trainwright.schedules.table import TableRates
+from trainwright.protocols import Clip, Tree
 
 _BESIDE_ZERO = 1e-6
 """What torch's `clip_grad_norm_` adds to the norm that it divides by."""
@@ -233,63 +229,6 @@ class Steppers:
         self.all = Chosen(steppers, gradients)
 
 
-class NamedRates:
-    """The schedules of several optimizers as one."""
-
-    def __init__(self, rates: Mapping[str, Rates]) -> None:
-        self.rates = dict(rates)
-        monitors = [each.monitor for each in rates.values() if each.monitor is not None]
-        self.monitor: str | None = monitors[0] if monitors else None
-        self.monitors = tuple(monitors)
-
-    def apply(self, updates: int) -> None:
-        """Set the rates of every optimizer for the update that follows `updates` applied ones."""
-        for rates in self.rates.values():
-            rates.apply(updates)
-
-    def observe(self, metrics: Mapping[str, float]) -> None:
-        """Show every schedule the numbers."""
-        for rates in self.rates.values():
-            rates.observe(metrics)
-
-    def epoch_ended(self) -> None:
-        """Tell every schedule."""
-        for rates in self.rates.values():
-            rates.epoch_ended()
-
-    def put_back(self) -> None:
-        """Give the groups of every optimizer the values that they had before."""
-        for rates in self.rates.values():
-            put_back = getattr(rates, "put_back", None)
-            if put_back is not None:
-                put_back()
-
-    def state_dict(self) -> Tree:
-        """Each schedule's state by name."""
-        return {name: rates.state_dict() for name, rates in self.rates.items()}
-
-    def load_state_dict(self, tree: Tree, /) -> str | None:
-        """Take each schedule's state; returns what they report."""
-        said = [(name, rates.load_state_dict(tree[name])) for name, rates in self.rates.items()]
-        return "; ".join(f"{name}: {report}" for name, report in said if isinstance(report, str)) or None
-
-
-def tables_of(rates: Rates | None) -> list[TableRates]:
-    """The schedules among these that are tables, which another plan makes others."""
-    from trainwright.schedules.table import TableRates
-
-    each = rates.rates.values() if isinstance(rates, NamedRates) else [rates]
-    return [one for one in each if isinstance(one, TableRates)]
-
-
-def monitors(rates: Rates | None) -> tuple[str, ...]:
-    """The numbers that schedules read."""
-    if rates is None:
-        return ()
-    named: tuple[str, ...] = getattr(rates, "monitors", (rates.monitor,) if rates.monitor is not None else ())
-    return named
-
-
 class NamedParts:
     """Several parts of a checkpoint as one, by name."""
 
@@ -306,14 +245,3 @@ class NamedParts:
             raise ValueError(f"the checkpoint has {sorted(tree)}, this Trainer {sorted(self.parts)}")
         for name, part in self.parts.items():
             part.load_state_dict(tree[name])
-
-
-def bind_rates(schedule: Any, optimizers: Mapping[str, Optimizer], plan: Plan) -> Rates | None:
-    """Bind a schedule, or one for each of several optimizers; None where there is none."""
-    if schedule is None:
-        return None
-    if isinstance(schedule, Mapping):
-        each: Mapping[str, Schedule] = schedule
-        return NamedRates({name: one.bind(optimizers[name], plan) for name, one in each.items()})
-    rates: Rates = schedule.bind(next(iter(optimizers.values())), plan)
-    return rates

@@ -1,8 +1,9 @@
-"""What a bound schedule owns and leaves alone, and what a call costs."""
+"""Tables of rates: which values of the groups they write and restore, and what a call costs."""
 
 from __future__ import annotations
 
 import sys
+import tracemalloc
 from collections import Counter
 
 import pytest
@@ -11,10 +12,12 @@ from torch.optim import SGD, Adam, AdamW
 from torch.optim import lr_scheduler as torchs
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from trainwright.core.durations import Updates
+from trainwright.core.durations import Epochs, Updates
 from trainwright.core.errors import SettingError
 from trainwright.core.plan import Plan
-from trainwright.schedules.standard import Cosine, Cyclic, FunctionSchedule, OneCycle, Plateau, TorchSchedule
+from trainwright.schedules.cycles import Cyclic, OneCycle
+from trainwright.schedules.standard import Cosine, FunctionSchedule, StepLR
+from trainwright.schedules.stepped import Plateau, TorchSchedule
 
 
 def parameter():
@@ -33,7 +36,7 @@ def linear(update, total):
     return 1 - update / total
 
 
-# --- who owns what --------------------------------------------------------------------------------------------------
+# --- values of groups ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("schedule", (Cosine(), Plateau("val_loss"), TorchSchedule(lambda o: torchs.StepLR(o, 3))))
@@ -92,7 +95,7 @@ def test_a_group_that_is_added_follows_from_its_own_rate_and_survives_a_resume()
     assert [rate(resumed), rate(resumed, 1)] == rates.at(12)
 
 
-def test_a_group_that_is_added_is_met_by_plateau_and_refused_by_a_scheduler_that_cannot():
+def test_a_group_that_is_added_follows_plateau_and_is_refused_by_a_scheduler_that_cannot_take_it():
     for schedule in (Plateau("val_loss", patience=0), TorchSchedule(lambda o: torchs.StepLR(o, 3))):
         optimizer = sgd()
         rates = schedule.bind(optimizer, Plan())
@@ -121,8 +124,8 @@ def test_groups_that_were_removed_are_refused():
     "schedule", (OneCycle(0.5), Cosine(warmup=0.1), Plateau("val_loss"), TorchSchedule(lambda o: torchs.StepLR(o, 3)))
 )
 def test_nothing_but_rates_and_momenta_of_the_optimizer_is_touched(schedule):
-    heard = []
-    hook = register_optimizer_step_post_hook(lambda *_: heard.append(1))
+    called = []
+    hook = register_optimizer_step_post_hook(lambda *_: called.append(1))
     try:
         optimizer = sgd(momentum=0.9)
         step, keys, state = optimizer.step, set(optimizer.param_groups[0]), torch.get_rng_state()
@@ -132,7 +135,7 @@ def test_nothing_but_rates_and_momenta_of_the_optimizer_is_touched(schedule):
         hook.remove()
     assert optimizer.step == step and not hasattr(optimizer.step, "_wrapped_by_lr_sched")
     assert set(optimizer.param_groups[0]) == keys
-    assert not heard
+    assert not called
     assert torch.equal(state, torch.get_rng_state())
 
 
@@ -144,18 +147,18 @@ def test_torch_sets_no_momentum_where_there_was_none():
         rates.apply(4)
         assert optimizer.param_groups[0]["momentum"] != 0.9
         assert optimizer.param_groups[1]["momentum"] == 0
-        rates.put_back()
+        rates.restore_groups()
     without = Adam([parameter()], betas=(0.0, 0.99))
     OneCycle(0.5).bind(without, Plan(max_updates=30)).apply(0)
     assert without.param_groups[0]["betas"] == (0.0, 0.99)
 
 
 @pytest.mark.parametrize("schedule", (OneCycle(0.5), TorchSchedule(lambda o, total: torchs.OneCycleLR(o, 0.5, total))))
-def test_put_back_gives_the_optimizer_its_own_rates_again(schedule):
+def test_restore_groups_gives_the_optimizer_its_own_rates(schedule):
     optimizer = AdamW([parameter()], lr=0.1, betas=(0.8, 0.9))
     rates = schedule.bind(optimizer, Plan(max_updates=30))
     rates.apply(20)
-    rates.put_back()
+    rates.restore_groups()
     assert rate(optimizer) == 0.1
     assert optimizer.param_groups[0]["betas"] == (0.8, 0.9)
 
@@ -168,7 +171,7 @@ def test_put_back_gives_the_optimizer_its_own_rates_again(schedule):
         (TorchSchedule(lambda o, total: torchs.OneCycleLR(o, 0.5, total)), "betas"),
     ),
 )
-def test_put_back_after_loading_a_finished_run_gives_the_saved_rates(schedule, key):
+def test_restore_groups_after_loading_a_finished_run_gives_the_saved_rates(schedule, key):
     def optimizer():
         return AdamW([parameter()], lr=0.1, betas=(0.8, 0.9))
 
@@ -181,7 +184,7 @@ def test_put_back_after_loading_a_finished_run_gives_the_saved_rates(schedule, k
     loaded.load_state_dict(finished.state_dict())
     again.load_state_dict(rates.state_dict())
     assert loaded.param_groups[0][key] not in (0.1, (0.8, 0.9))
-    again.put_back()
+    again.restore_groups()
     assert loaded.param_groups[0]["lr"] == 0.1
     assert loaded.param_groups[0]["betas"] == (0.8, 0.9)
 
@@ -234,6 +237,57 @@ def test_applying_costs_one_python_call():
     finally:
         sys.setprofile(None)
     assert Counter(calls) == {"apply": 100}
+
+
+@pytest.mark.usefixtures("no_garbage")
+def test_applying_costs_one_python_call_for_any_number_of_groups_and_cycled_momenta():
+    groups = [{"params": [parameter()], "lr": 0.1 * (1 + index % 2)} for index in range(4)]
+    optimizer = AdamW(groups, betas=(0.9, 0.99))
+    rates = OneCycle(0.5).bind(optimizer, Plan(max_updates=64))
+    rates.apply(1)
+    calls = []
+    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        for update in range(2, 62):
+            rates.apply(update)
+    finally:
+        sys.setprofile(None)
+    assert Counter(calls) == {"apply": 60}
+
+
+SPANNING = {
+    **{"one cycle": OneCycle(0.5), "cosine": Cosine(warmup=0.1), "function": FunctionSchedule(linear)},
+    "steps of epochs": StepLR(Epochs(1)),
+}
+
+
+@pytest.mark.parametrize("schedule", SPANNING.values(), ids=SPANNING)
+def test_a_run_of_a_thousand_million_updates_starts_with_a_short_table(schedule):
+    optimizer, steps = sgd(momentum=0.9), Counter()
+    rates = schedule.bind(optimizer, Plan(max_updates=10**9, epoch_updates=10**6))
+    tracemalloc.start()
+    sys.setprofile(lambda frame, event, _: steps.update([event]))
+    try:
+        for update in range(3):
+            rates.apply(update)
+    finally:
+        sys.setprofile(None)
+        grown = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert steps["call"] < 20_000  # one block of rows
+    assert grown < 1_000_000
+
+
+def test_a_table_of_steps_fills_a_million_rows_with_few_calls():
+    rates = StepLR(Epochs(100), gamma=0.5).bind(sgd(), Plan(batches=10**3, epochs=10**6))
+    calls = []
+    sys.setprofile(lambda frame, event, _: calls.append(event) if event == "call" else None)
+    try:
+        (rate,) = rates.at(10**6)
+    finally:
+        sys.setprofile(None)
+    assert rate == 0.1 * 0.5**10
+    assert len(calls) < 2_000
 
 
 def test_groups_that_start_alike_share_a_table():

@@ -13,20 +13,19 @@ from trainwright.core.durations import Epochs, Seconds, Updates
 from trainwright.core.errors import SettingError
 from trainwright.core.plan import Plan
 from trainwright.schedules import cycles
+from trainwright.schedules.cycles import Cyclic, OneCycle
+from trainwright.schedules.given import as_schedule
+from trainwright.schedules.rates import Rates, bind_rates
 from trainwright.schedules.standard import (
     Cosine,
-    Cyclic,
     Exponential,
     FunctionSchedule,
     Linear,
     MultiStep,
-    OneCycle,
-    Plateau,
     StepLR,
-    TorchSchedule,
     WarmupStableDecay,
-    as_schedule,
 )
+from trainwright.schedules.stepped import Plateau, TorchSchedule
 
 
 def parameter():
@@ -51,7 +50,7 @@ def linear(update, total):
 @pytest.mark.parametrize(
     ("make", "both"),
     [
-        (lambda: StepLR(30), r"StepLR\(Epochs\(30\)\) or StepLR\(Updates\(30\)\)"),
+        (lambda: StepLR(30), r"StepLR\(step=Epochs\(30\)\) or StepLR\(step=Updates\(30\)\)"),
         (lambda: Cosine(warmup=500), r"Cosine\(warmup=Epochs\(500\)\) or Cosine\(warmup=Updates\(500\)\)"),
         (lambda: MultiStep([30, 60]), r"Epochs\(30\)\]\) or .*Updates\(30\)"),
         (lambda: Exponential(0.9, every=1), r"every=Epochs\(1\)\) or .*every=Updates\(1\)"),
@@ -214,9 +213,9 @@ def test_a_length_of_epochs_begins_where_the_warmup_ends_and_may_outlast_the_run
     assert rates.at(15)[0] == pytest.approx(0.1 * 0.25)
 
 
-def test_a_scheduler_of_unit_epoch_hears_how_many_epochs_the_run_begins():
-    heard = []
-    schedule = TorchSchedule(lambda o, total: heard.append(total) or torchs.StepLR(o, total), unit="epoch")
+def test_a_scheduler_of_unit_epoch_gets_the_number_of_epochs_that_the_run_begins():
+    totals = []
+    schedule = TorchSchedule(lambda o, total: totals.append(total) or torchs.StepLR(o, total), unit="epoch")
     for plan in (
         Plan(batches=3, max_updates=7),
         Plan(batches=3, max_updates=6),
@@ -224,7 +223,7 @@ def test_a_scheduler_of_unit_epoch_hears_how_many_epochs_the_run_begins():
         Plan(batches=3, epochs=4),
     ):
         schedule.bind(sgd(), plan)
-    assert heard == [3, 2, 5, 4]
+    assert totals == [3, 2, 5, 4]
 
 
 def test_a_rate_that_overflows_is_refused():
@@ -250,3 +249,34 @@ def test_the_last_rate_of_the_run_holds_after_its_end(schedule):
         rates.apply(update)
         assert rate(optimizer) == last
     assert rates.at(10_000) == [last]
+
+
+# --- schedules of the user's own --------------------------------------------------------------------------------------
+
+
+class Own:
+    """A schedule of the user's own, which returns what it was given."""
+
+    def __init__(self, bound):
+        self.bound = bound
+
+    def bind(self, optimizer, plan):
+        return self.bound
+
+
+@pytest.mark.parametrize("named", (False, True))
+def test_a_bind_that_returns_no_rates_is_refused_with_the_class_to_derive_from(named):
+    optimizer = sgd()
+    schedule = {"a": Own(0.1)} if named else Own(0.1)
+    with pytest.raises(SettingError, match=r"Own.bind\(optimizer, plan\) returned float(.|\n)*schedules.Rates"):
+        bind_rates(schedule, {"a": optimizer}, Plan())
+    mine = Rates()
+    assert bind_rates(Own(mine), {"a": optimizer}, Plan()) is mine
+
+
+def test_the_schedules_of_several_optimizers_read_the_monitors_of_all():
+    schedules = {"a": Plateau("val_loss"), "b": Cosine(), "c": Plateau("val_score", mode="max")}
+    rates = bind_rates(schedules, {name: sgd() for name in schedules}, Plan(max_updates=5))
+    assert rates.monitors == ("val_loss", "val_score")
+    assert not rates.follows_epochs
+    assert bind_rates(StepLR(Epochs(1)), {"a": sgd()}, Plan(batches=3, epochs=2)).follows_epochs

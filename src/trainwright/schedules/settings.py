@@ -1,0 +1,129 @@
+"""`BuiltinSchedule`: what the schedules of this package share as settings: checks, warm-up, `bind` and `plot`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch.optim import Optimizer
+
+from trainwright.core.checks import check_choice, check_number, check_whole
+from trainwright.core.durations import Epochs
+from trainwright.core.errors import SettingError
+from trainwright.core.plan import Plan
+from trainwright.schedules.lengths import check_length
+from trainwright.schedules.rates import Rates
+from trainwright.schedules.table import BareOptimizer, TableRates, TableSpec
+
+
+class BuiltinSchedule:
+    """Base class of the settings of a schedule: a subclass is a frozen dataclass that has `spec`, or its own `bind`."""
+
+    __slots__ = ()
+
+    def bind(self, optimizer: Optimizer, plan: Plan) -> Rates:
+        """The rates of this optimizer over this plan; SettingError where the plan contradicts the settings."""
+        return TableRates(self.spec, optimizer, plan, text=settings_text(self))
+
+    def spec(self, plan: Plan) -> TableSpec:
+        """What torch's scheduler is in this plan, and when it is stepped."""
+        raise NotImplementedError
+
+    def plot(
+        self,
+        *,
+        updates: int,
+        lr: float | Sequence[float] = 1.0,
+        updates_per_epoch: int | None = None,
+        path: str | Path | None = None,
+    ) -> Any:
+        """Draw the rate of each of `updates` updates; return a matplotlib Figure, saved under `path` where given.
+
+        `lr` is the rate of the optimizer, or one for each parameter group; 1.0 shows factors of it. Lengths in epochs
+        need `updates_per_epoch`. SettingError for a schedule that depends on the validations of a run.
+        """
+        from trainwright.core.figures import schedule_figure
+
+        rows = _rates_by_update(self, updates=updates, lr=lr, updates_per_epoch=updates_per_epoch)
+        return schedule_figure(rows, title=settings_text(self), updates_per_epoch=updates_per_epoch, path=path)
+
+    def _check_number(
+        self,
+        *names: str,
+        above: float | None = None,
+        least: float | None = None,
+        below: float | None = None,
+        most: float | None = None,
+    ) -> None:
+        for name in names:
+            value = getattr(self, name)
+            written = f"{type(self).__name__}({name}={value!r})"
+            check_number(value, written, above=above, least=least, below=below, most=most)
+
+    def _check_choice(self, name: str, *choices: object) -> None:
+        check_choice(getattr(self, name), type(self).__name__, name, choices=choices)
+
+    def _check_length(self, name: str, *, least: float | None = None, optional: bool = False) -> None:
+        value = getattr(self, name)
+        if value is not None or not optional:
+            check_length(value, f"{type(self).__name__}({name}={{}})", least=least)
+
+
+def settings_text(settings: Any) -> str:
+    """The settings of a dataclass as they are written, the same in every process: functions by name, not by address."""
+    shown = [
+        f"{field.name}={_shown(getattr(settings, field.name))}"
+        for field in fields(settings)
+        if field.default is MISSING or getattr(settings, field.name) != field.default
+    ]
+    return f"{type(settings).__name__}({', '.join(shown)})"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, partial):
+        keywords = [f"{name}={_shown(given)}" for name, given in value.keywords.items()]
+        return f"partial({', '.join([_shown(value.func), *map(_shown, value.args), *keywords])})"
+    if callable(value):
+        return str(getattr(value, "__qualname__", type(value).__qualname__))
+    return repr(value)
+
+
+def _rates_by_update(
+    schedule: Any, *, updates: int, lr: float | Sequence[float], updates_per_epoch: int | None
+) -> list[list[float]]:
+    """Return the rates of the groups for each update of a run on an optimizer without parameters."""
+    own = tuple(lr) if isinstance(lr, Sequence) else (lr,)
+    for value in own:
+        check_number(value, f"plot(lr={lr!r})", least=0)
+    check_whole(updates, f"plot(updates={updates!r})")
+    given = list(_values(schedule))
+    if updates_per_epoch is not None:
+        check_whole(updates_per_epoch, f"plot(updates_per_epoch={updates_per_epoch!r})")
+    elif any(isinstance(value, Epochs) or value == "epoch" for value in given):
+        raise SettingError(
+            f"{settings_text(schedule)} counts epochs, and nothing says how long they are",
+            fix=f"plot(updates={updates}, updates_per_epoch=100)",
+        )
+    optimizer = BareOptimizer([{"lr": float(value)} for value in own])
+    rates = schedule.bind(optimizer, Plan(max_updates=updates, epoch_updates=updates_per_epoch))
+    if rates.monitor is not None or "validation" in given:
+        raise SettingError(
+            f"{settings_text(schedule)} cannot be drawn: its rates depend on the validations of a run",
+            fix="result = trainer.fit(...); result.plot()   # draws the rates that were used",
+        )
+    rows = []
+    for update in range(updates):
+        rates.apply(update)
+        rows.append([float(group["lr"]) for group in optimizer.param_groups])
+        if updates_per_epoch is not None and not (update + 1) % updates_per_epoch:
+            rates.epoch_ended()
+    return rows
+
+
+def _values(settings: Any) -> Iterator[Any]:
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        yield from value if isinstance(value, tuple) else (value,)
