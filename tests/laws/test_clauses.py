@@ -164,8 +164,8 @@ CLAUSES: dict[str, dict[str, tuple[str, str]]] = {
     },
     "Same": {
         "the deferred check": (
-            "laws/test_same_late.py::test_late_is_at_once",
-            "laws/test_same_late.py::test_a_fault_is_noticed",
+            "laws/test_same_deferred.py::test_a_deferred_check_is_an_immediate_one",
+            "laws/test_same_deferred.py::test_a_fault_is_noticed",
         ),
         "data in memory and recognised loaders": (
             "laws/test_same_data.py::test_a_fit_over_a_recognised_loader_ends_with_the_weights_of_the_plain_loop",

@@ -183,7 +183,7 @@ NOT_SILENT: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", NOT_SILENT)
-def test_what_must_be_judged_at_once_is_read_once_an_update_and_says_why(case: str, gates: Gates) -> None:
+def test_what_must_be_checked_at_once_is_read_once_an_update_and_says_why(case: str, gates: Gates) -> None:
     slots, why = NOT_SILENT[case]
     model, seen = net(), []
     make = slots.get("optimizer", lambda p: torch.optim.AdamW(p, fused=True))

@@ -23,10 +23,10 @@ from trainwright import (
     freeze,
 )
 from trainwright.core.rng import random_state
-from trainwright.update import finite_check, snapshot
+from trainwright.update import snapshot
 from trainwright.update.window import Window
 
-from .late_runs import on_the_cpu
+from .deferred_runs import defer_on_cpu
 from .models import Losses, assert_equal, distance
 from .oom_cases import Counting, Noisy, Scarce, by_hand, numbers, scarce
 from .window_cases import UNEVEN, Shape, draw, masked, summed, tensor_count, valid
@@ -142,9 +142,8 @@ def fused(most):
 
 
 @pytest.mark.slow
-def test_updates_that_are_judged_late_are_split_alike(monkeypatch):
-    on_the_cpu(monkeypatch)
-    monkeypatch.setattr(finite_check, "LATE", {"cpu"})
+def test_updates_whose_check_is_deferred_are_split_alike(monkeypatch):
+    defer_on_cpu(monkeypatch)
     x, y = numbers(dtype=torch.float32)
     data, parts = (list(zip(x.split(n), y.split(n), strict=True)) for n in (8, 2))
     (ours, history, drawn), (theirs, expected, wanted) = split_and_born(
@@ -157,7 +156,7 @@ def test_updates_that_are_judged_late_are_split_alike(monkeypatch):
 
 
 def test_a_loss_that_is_not_finite_is_told_late_of_the_update_that_had_it(monkeypatch):
-    on_the_cpu(monkeypatch)
+    defer_on_cpu(monkeypatch)
     x, y = numbers(40, dtype=torch.float32)
     x[12] = torch.nan  # in the second update, of which nobody has heard when the third is split
     model, optimizer = fused(8)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from laws.late_runs import data, on_the_cpu, trained
+from laws.deferred_runs import data, defer_on_cpu, trained
 from trainwright import accuracy
 from trainwright.optim.gradients import Gradients
 from trainwright.update.loss_tracker import Ledger
@@ -38,7 +38,7 @@ def leaves(node: Any) -> list[Any]:
 def test_nothing_of_autograd_outlives_its_update(
     accumulate: int, precision: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    on_the_cpu(monkeypatch)
+    defer_on_cpu(monkeypatch)
     marks, kept, looked = list[weakref.ref[Mark]](), list[Mark](), list[int]()
     zero, weigh = Gradients.zero, Ledger.weigh
 

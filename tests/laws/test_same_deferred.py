@@ -1,4 +1,4 @@
-"""Law Same: an update that is judged late is the one that is judged at once, errors included."""
+"""Law Same: an update whose check is deferred is the one that is checked at once, errors included."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from laws.late_runs import OPTIMIZERS, Watches, data, net, on_the_cpu, same, state, trained
+from laws.deferred_runs import OPTIMIZERS, Watches, data, defer_on_cpu, net, same, state, trained
 from trainwright import EMA, ClipNorm, MixedPrecision, OneCycle, StepLR, Trainer, Update, Updates
 from trainwright.core.errors import NonFiniteError
 from trainwright.optim.fused import DirectStep
@@ -29,10 +29,10 @@ SLOTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("slots", SLOTS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_late_is_at_once(optimizer: str, slots: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deferred_check_is_an_immediate_one(optimizer: str, slots: str, monkeypatch: pytest.MonkeyPatch) -> None:
     norm = slots in ("windows", "nothing")
     at_once, told, _ = trained(data(), model=net(norm=norm), optimizer=optimizer, **SLOTS[slots])
-    on_the_cpu(monkeypatch)
+    defer_on_cpu(monkeypatch)
     late, told_late, error = trained(data(), model=net(norm=norm), optimizer=optimizer, **SLOTS[slots])
     assert error is None
     agree(state(at_once), state(late), slots)
@@ -59,7 +59,7 @@ HELD_BACK: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("parts", HELD_BACK)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("bad", [0, 2, None])
-def test_what_is_held_back_late_is_held_back_at_once(
+def test_what_the_device_leaves_out_the_host_leaves_out(
     bad: int | None, optimizer: str, parts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slots = HELD_BACK[parts]
@@ -71,7 +71,7 @@ def test_what_is_held_back_late_is_held_back_at_once(
         return trainer, told
 
     at_once, told = run()
-    on_the_cpu(monkeypatch)
+    defer_on_cpu(monkeypatch)
     late, told_late = run()
     assert at_once.result is not None
     assert late.result is not None
@@ -88,12 +88,12 @@ def test_what_is_held_back_late_is_held_back_at_once(
 
 
 @pytest.mark.parametrize("rows", [5, 6, 9])
-def test_a_table_of_rates_goes_on_where_it_ends(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_of_rates_is_sent_anew_where_it_ends(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_state, "ROWS", rows)
     schedule = StepLR(Updates(3), gamma=0.8)
     batches = poisoned(2) * 4
     at_once, told, _ = trained(batches, on_nonfinite="skip", schedule=schedule, epochs=2)
-    on_the_cpu(monkeypatch)
+    defer_on_cpu(monkeypatch)
     late, told_late, error = trained(batches, on_nonfinite="skip", schedule=schedule, epochs=2)
     assert error is None
     assert [record.lrs for record in told.records] == [record.lrs for record in told_late.records]
@@ -101,7 +101,7 @@ def test_a_table_of_rates_goes_on_where_it_ends(rows: int, monkeypatch: pytest.M
 
 
 def test_a_table_of_rates_is_sent_once_and_not_at_each_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_the_cpu(monkeypatch)
+    defer_on_cpu(monkeypatch)
     sent, real = [], DeviceRates._send
     monkeypatch.setattr(DeviceRates, "_send", lambda self, first: sent.append(first) or real(self, first))
     model = net()
@@ -137,8 +137,8 @@ def close(a: Any, b: Any) -> None:
             close(x, y)
 
 
-def test_the_end_is_reached_exactly_whatever_was_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_the_cpu(monkeypatch)
+def test_the_end_is_reached_exactly_whatever_was_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    defer_on_cpu(monkeypatch)
     told = Watches()
     model = net()
     trainer = Trainer(
@@ -160,17 +160,17 @@ def test_the_end_is_reached_exactly_whatever_was_held_back(monkeypatch: pytest.M
     )
 
 
-def test_a_record_is_told_three_updates_late_and_all_are_told_before_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_the_cpu(monkeypatch)
+def test_a_record_arrives_three_updates_later_and_all_arrive_before_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    defer_on_cpu(monkeypatch)
     _, told, _ = trained(data(), epochs=2)
     assert [record.update for record in told.records] == list(range(1, 13))
     assert told.at == [4, 5, 6, 6, 6, 6, 10, 11, 12, 12, 12, 12]
 
 
-def test_numbers_on_their_way_keep_no_autograd_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pending_numbers_hold_no_autograd_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     from trainwright.update.device_state import AsyncReads
 
-    on_the_cpu(monkeypatch)
+    defer_on_cpu(monkeypatch)
     real, sent = AsyncReads.push, list[Any]()
 
     def push(self: Any, values: Any, deliver: Any, **more: Any) -> None:
@@ -220,7 +220,7 @@ def test_what_is_not_finite_leaves_all_as_before_it(
         return trainer, told, str(error)
 
     at_once, told, said = run()
-    on_the_cpu(monkeypatch)
+    defer_on_cpu(monkeypatch)
     late, told_late, said_late = run()
     assert said == said_late
     agree(masked(state(at_once)), masked(state(late)), slots)
@@ -259,8 +259,8 @@ def exploding(at: int) -> list[Any]:
     return batches
 
 
-def test_an_error_of_ones_own_comes_after_what_was_not_finite_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_the_cpu(monkeypatch)
+def test_an_error_of_the_user_comes_after_what_was_not_finite_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    defer_on_cpu(monkeypatch)
 
     def failing() -> Any:
         yield from poisoned(2)[:4]
@@ -272,8 +272,8 @@ def test_an_error_of_ones_own_comes_after_what_was_not_finite_before_it(monkeypa
     assert [record.update for record in told.records] == [1, 2]
 
 
-def test_an_error_of_ones_own_is_raised_after_all_updates_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_the_cpu(monkeypatch)
+def test_an_error_of_the_user_is_raised_after_all_updates_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    defer_on_cpu(monkeypatch)
 
     def failing() -> Any:
         yield from data()[:4]
@@ -342,8 +342,8 @@ def takes_none_back(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("fault", [stops_the_clock, bakes_the_rates, adapts_no_scale, takes_none_back])
-def test_a_fault_of_what_is_held_back_is_noticed(fault: Any) -> None:
+def test_a_fault_of_what_is_left_out_is_noticed(fault: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         fault(patch)
         with pytest.raises((AssertionError, RuntimeError, IndexError)):
-            test_what_is_held_back_late_is_held_back_at_once(None, "adamw", "fp16 and one cycle", patch)
+            test_what_the_device_leaves_out_the_host_leaves_out(None, "adamw", "fp16 and one cycle", patch)

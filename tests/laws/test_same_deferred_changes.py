@@ -1,4 +1,4 @@
-"""Law Same, late: what counts nothing, hooks after an update, and groups whose kernels leave nothing out any more."""
+"""Law Same, deferred: batches that count nothing, hooks after an update, groups whose kernels leave nothing out."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from laws.late_runs import Watches, data, net, on_the_cpu, same, state
-from laws.test_same_late import masked, poisoned
+from laws.deferred_runs import Watches, data, defer_on_cpu, net, same, state
+from laws.test_same_deferred import masked, poisoned
 from trainwright import Checkpoint, Observer, StepLR, Trainer, Updates
 from trainwright.core.errors import NonFiniteError
 
@@ -49,7 +49,7 @@ def test_a_micro_batch_that_counts_nothing_is_left_out_unless_all_do(
         return masked(state(trainer)), told.records, error
 
     at_once = run()
-    on_the_cpu(monkeypatch)
+    defer_on_cpu(monkeypatch)
     late = run()
     assert same(at_once[0], late[0])
     assert at_once[1:] == late[1:]
@@ -72,7 +72,7 @@ def test_no_after_update_follows_an_update_that_is_refused(monkeypatch: pytest.M
         return model.state_dict()
 
     at_once = weights()
-    on_the_cpu(monkeypatch)
+    defer_on_cpu(monkeypatch)
     assert same(at_once, weights())
 
 
@@ -107,7 +107,7 @@ def dampened(optimizer: Any) -> None:
 
 @pytest.mark.parametrize("policy", ["raise", "skip"])
 @pytest.mark.parametrize("change", [unfused, hooked, dampened])
-def test_groups_that_change_in_a_run_are_held_back_too(
+def test_groups_that_change_in_a_run_are_left_out_too(
     change: Any, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run() -> Any:
@@ -124,13 +124,13 @@ def test_groups_that_change_in_a_run_are_held_back_too(
         return state(trainer), error
 
     at_once, said = run()
-    on_the_cpu(monkeypatch)
+    defer_on_cpu(monkeypatch)
     late, said_late = run()
     assert said == said_late
     assert same(at_once[0], late[0])
 
 
-def test_a_run_goes_on_from_a_checkpoint_of_an_optimizer_that_was_not_fused(
+def test_a_run_resumes_from_a_checkpoint_of_an_optimizer_that_was_not_fused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fit(folder: str, *, fused: bool, epochs: int) -> Any:
@@ -145,7 +145,7 @@ def test_a_run_goes_on_from_a_checkpoint_of_an_optimizer_that_was_not_fused(
     fit("late", fused=False, epochs=1)
     with pytest.warns(UserWarning, match="fused=False of the optimizer's group 0 is the checkpoint's"):
         at_once = fit("now", fused=True, epochs=2)
-    on_the_cpu(monkeypatch)
+    defer_on_cpu(monkeypatch)
     with pytest.warns(UserWarning, match="fused=False"):
         late = fit("late", fused=True, epochs=2)
     assert same(at_once, late)
@@ -164,7 +164,7 @@ class Thinned(Watches):
     every = Updates(3)
 
 
-def test_a_record_tells_nothing_that_was_logged_after_an_update_before_it() -> None:
+def test_a_record_holds_nothing_that_was_logged_after_an_update_before_it() -> None:
     told: Observer = Thinned()
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
@@ -175,7 +175,7 @@ def test_a_record_tells_nothing_that_was_logged_after_an_update_before_it() -> N
     assert trainer.history[0]["number"] == pytest.approx((4 * (1 + 2 + 3 + 4 + 5) + 2 * 6) / 22)
 
 
-def test_a_run_that_applies_nothing_any_more_ends_at_the_same_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_applies_nothing_any_more_ends_at_the_same_update(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("fit.run", "update.deferred_check"):
         monkeypatch.setattr(f"trainwright.{module}.PATIENCE", 5)
 
@@ -192,5 +192,5 @@ def test_a_run_that_applies_nothing_any_more_ends_at_the_same_clock(monkeypatch:
 
     at_once = run()
     assert at_once[0] == (3, 5, 8, 32)
-    on_the_cpu(monkeypatch)
+    defer_on_cpu(monkeypatch)
     assert run() == at_once

@@ -1,4 +1,4 @@
-"""Runs whose updates are judged late, on the CPU, where every number can be looked at."""
+"""Runs with the deferred check on the CPU, where every number can be looked at."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from trainwright.update import finite_check
 ROWS, SIZE = 22, 4
 
 
-def on_the_cpu(patch: pytest.MonkeyPatch) -> None:
-    """Have updates be judged late on the CPU too."""
+def defer_on_cpu(patch: pytest.MonkeyPatch) -> None:
+    """Defer the check of updates on the CPU too."""
     patch.setattr(finite_check, "ASYNC_DEVICES", {"cpu", "meta", "cuda"})
 
 
@@ -41,7 +41,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 class Watches(Observer):
-    """Keeps the record of every update, and when it was told."""
+    """Keeps the record of every update, and the count of updates when it arrived."""
 
     wants = ("grad_norm",)
 
