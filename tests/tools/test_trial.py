@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from trainwright import EMA, DataError, Fast, Observer, SettingError, Trainer, accuracy, batches, find_lr
 from trainwright.core.process_state import flushes_denormal
-from trainwright.tools import trial
 from trainwright.tools.trial import ready, traceless, variant
+from trainwright.update import snapshot
 
 
 def rows(n=40):
@@ -72,12 +72,12 @@ def everything(trainer):
     return hashlib.sha256(pickle.dumps((modules, weights, optimizer, draws, own, switches))).hexdigest()
 
 
-def in_every_way(trainer, kept):
+def in_every_way(trainer, before):
     """What a trial may do, and worse."""
     variant(trainer, precision="bf16", fast=Fast(channels_last=True)).fit(
         ready(trainer, rows(), updates=3, batch_size=8), epochs=2
     )
-    kept.put_back()
+    before.restore()
     for module in trainer.model.modules():
         module.train(not module.training)
     first = trainer.model[0]
@@ -120,7 +120,7 @@ def test_a_trial_leaves_the_hash_of_everything_as_it_was(trained, fails):
 
 
 def test_the_law_sees_a_trial_that_forgets_the_random_states(monkeypatch):
-    monkeypatch.setattr(trial, "set_random_state", lambda *_: None)
+    monkeypatch.setattr(snapshot, "set_random_state", lambda *_: None)
     state = random.getstate(), np.random.get_state(), torch.get_rng_state()
     with pytest.raises(AssertionError):
         check_trial(False, False)

@@ -16,7 +16,8 @@ from trainwright.tools.findings import findings
 from trainwright.tools.loading import loader_techniques
 from trainwright.tools.measuring import Block, Way, most_taken, run_block
 from trainwright.tools.phases import Phases, measure_phases
-from trainwright.tools.trial import Kept, check_trainer, data_kept, open_afresh, ready, traceless
+from trainwright.tools.trainer_snapshot import TrainerSnapshot
+from trainwright.tools.trial import check_trainer, data_kept, open_afresh, ready, traceless
 from trainwright.tools.ways import Technique, as_it_is, techniques
 from trainwright.trainer import Trainer
 
@@ -36,7 +37,7 @@ PLANNED = 0.9
 ENOUGH = 120.0
 """Seconds of the whole that all techniques have their turns in."""
 SHARE = 3
-"""Time is kept for what starts slowly where the whole is so many times as long as that takes."""
+"""Time is reserved for what starts slowly where the whole is so many times as long as that takes."""
 READY = 24
 """Updates for which ready batches are drawn at most."""
 
@@ -65,23 +66,23 @@ def advise(
     check_trainer(trainer, "advise")
     check_number(seconds, f"advise(seconds={seconds!r})", above=0, what="seconds,", fix="seconds=60")
     budget = Budget(seconds)
-    with traceless(trainer) as kept, data_kept(train):
+    with traceless(trainer) as before, data_kept(train):
         source = open_afresh(train, batch_size=batch_size)
-        trial = _Trial(trainer, kept, budget)
+        trial = _Trial(trainer, before, budget)
         first = ready(trainer, train, updates=2, batch_size=batch_size)
         trial.calibrate(as_it_is(open_afresh(first)))
         drawn = ready(trainer, train, updates=trial.updates + WARM, batch_size=batch_size)
         batches = [compact(batch) for batch in drawn]
         found = findings(trainer, batches, train=train, val=val, batch_size=batch_size)
-        kept.put_back()
-        phases = measure_phases(trainer, kept, source, updates=trial.updates, warm=1)
+        before.restore()
+        phases = measure_phases(trainer, before, source, updates=trial.updates, warm=1)
         row = trial.seconds_per_row
         wanted = techniques(trainer, batches)
         patience = min(0.1 * seconds, budget.left)
         wanted += loader_techniques(trainer, train, seconds_per_row=_reading(phases, row), patience=patience)
         bases = {"ready": as_it_is(open_afresh(batches)), "loader": as_it_is(source)}
         memory, noise, tried = trial.all(wanted, bases)
-        whole = run_block(trainer, kept, bases["loader"], updates=trial.updates, warm=1)
+        whole = run_block(trainer, before, bases["loader"], updates=trial.updates, warm=1)
     found = [*([] if phases.finding is None else [phases.finding]), *found]
     return Advice(
         tried=tuple(sorted(tried, key=lambda one: -(one.speedup or 0.0))),
@@ -133,8 +134,8 @@ class _Pairs:
 class _Trial:
     """Runs blocks of updates of one trainer by turns, within a budget."""
 
-    def __init__(self, trainer: Trainer[Any], kept: Kept, budget: Budget) -> None:
-        self._trainer, self._kept, self._budget = trainer, kept, budget
+    def __init__(self, trainer: Trainer[Any], before: TrainerSnapshot, budget: Budget) -> None:
+        self._trainer, self._before, self._budget = trainer, before, budget
         self.updates = 1
         """Updates of one block."""
         self.seconds_per_row = 0.0
@@ -142,8 +143,8 @@ class _Trial:
 
     def calibrate(self, way: Way) -> None:
         """Find how many updates a block may have."""
-        block = run_block(self._trainer, self._kept, way, updates=2, warm=1)
-        block = run_block(self._trainer, self._kept, way, updates=2, warm=1)
+        block = run_block(self._trainer, self._before, way, updates=2, warm=1)
+        block = run_block(self._trainer, self._before, way, updates=2, warm=1)
         each = 1 / block.updates_per_second
         self.seconds_per_row = block.seconds[0]
         length = min(BLOCK, self._budget.seconds / 400)
@@ -191,7 +192,7 @@ class _Trial:
         return "CPU time" if on_cpu else "wall clock"
 
     def _reserve(self, slow: Sequence[_Pairs]) -> float:
-        """Seconds that are kept for techniques that start slowly."""
+        """Seconds reserved for techniques that start slowly."""
         starts = [one.technique.start for one in slow]
         return 1.5 * sum(start for start in starts if SHARE * start <= self._budget.seconds)
 
@@ -201,7 +202,7 @@ class _Trial:
         block = self._block(one) if technique_first else None
         if one.why_not:
             return
-        base = run_block(self._trainer, self._kept, one.base, updates=self.updates, warm=WARM)
+        base = run_block(self._trainer, self._before, one.base, updates=self.updates, warm=WARM)
         block = block or self._block(one)
         one.seconds = time.perf_counter() - begun
         if block is not None:
@@ -213,7 +214,7 @@ class _Trial:
         if self._budget.left < start:
             one.why_not = f"it may take {start:.0f} s to begin with; give seconds={ENOUGH:.0f} or more"
             return
-        base = run_block(self._trainer, self._kept, one.base, updates=self.updates, warm=WARM_SLOWLY, segments=5)
+        base = run_block(self._trainer, self._before, one.base, updates=self.updates, warm=WARM_SLOWLY, segments=5)
         block = self._block(one, segments=5, warm=WARM_SLOWLY)
         if block is not None:
             self._note(one, base, block)
@@ -223,7 +224,7 @@ class _Trial:
         assert one.technique.way is not None
         how = {"updates": self.updates, "warm": warm, "segments": segments}
         try:
-            return run_block(self._trainer, self._kept, one.technique.way, **how)
+            return run_block(self._trainer, self._before, one.technique.way, **how)
         except Exception as error:
             one.why_not = first_line(error, 160)
             one.ratios.clear()
@@ -242,12 +243,12 @@ class _Trial:
     def _measure_memory(self, quick: Sequence[_Pairs], base: Way) -> int:
         """What an update takes as it is; of techniques by the same count, where the device tells nothing."""
         if self._trainer.device.type == "cuda":
-            return run_block(self._trainer, self._kept, base, updates=1, warm=1).peak or 0
-        whole = most_taken(self._trainer, self._kept, base)
+            return run_block(self._trainer, self._before, base, updates=1, warm=1).peak or 0
+        whole = most_taken(self._trainer, self._before, base)
         for one in quick:
             if one.technique.against == "ready" and one.technique.way is not None:
                 try:
-                    one.memory = most_taken(self._trainer, self._kept, one.technique.way) / max(1, whole)
+                    one.memory = most_taken(self._trainer, self._before, one.technique.way) / max(1, whole)
                 except Exception as error:
                     one.why_not = first_line(error, 160)
         return whole

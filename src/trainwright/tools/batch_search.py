@@ -21,7 +21,8 @@ from trainwright.modules.peak_memory import Peaks, peaks_of
 from trainwright.observers.table import byte_size
 from trainwright.tools.batching import joined
 from trainwright.tools.scaling import linear_scaled, sqrt_scaled
-from trainwright.tools.trial import Kept, check_trainer, open_afresh, ready, traceless, variant
+from trainwright.tools.trainer_snapshot import TrainerSnapshot
+from trainwright.tools.trial import check_trainer, open_afresh, ready, traceless, variant
 from trainwright.trainer import Trainer
 from trainwright.update.owner import networks_of
 
@@ -126,7 +127,7 @@ def find_batch_size(
     limits = {"`most` rows": most, "the rows of an update": effective}
     limits |= {"all rows of the data": of_data if most is None else None}
     accumulated = max(k for _, k in trainer.accumulate)
-    with traceless(trainer) as kept:
+    with traceless(trainer) as before:
         peaks = peaks_of(trainer.device, _known(trainer))
         whole = peaks.left() if budget is None else budget
         if whole is None:
@@ -134,7 +135,7 @@ def find_batch_size(
             raise SettingError(what, fix="find_batch_size(..., budget=8 * 2**30)   # bytes")
         limit = whole if budget is not None or not peaks.refuses else None
         k = 2 if effective is not None or accumulated > 1 else 1  # a second one meets the gradients of the first
-        trials = _Trials(trainer, kept, peaks, batch=(batch, rows), k=k, limit=limit)
+        trials = _Trials(trainer, before, peaks, batch=(batch, rows), k=k, limit=limit)
         search = _Search(trials, allowed=whole * share, limits=limits)
         room = f"the memory of {trainer.device}" if budget is None else f"a budget of {byte_size(budget)}"
         search.run(rows, room=room)
@@ -145,10 +146,17 @@ class _Trials:
     """Runs a few updates of so many rows, and puts everything back."""
 
     def __init__(
-        self, trainer: Trainer[Any], kept: Kept, peaks: Peaks, *, batch: tuple[Any, int], k: int, limit: int | None
+        self,
+        trainer: Trainer[Any],
+        before: TrainerSnapshot,
+        peaks: Peaks,
+        *,
+        batch: tuple[Any, int],
+        k: int,
+        limit: int | None,
     ) -> None:
         self.trainer, self.peaks = trainer, peaks
-        self._kept, self._batch, self._k, self._limit = kept, batch, k, limit
+        self._before, self._batch, self._k, self._limit = before, batch, k, limit
         self.made: list[Fitting] = []
 
     def fits(self, rows: int) -> bool:
@@ -162,7 +170,7 @@ class _Trials:
             if not is_out_of_memory(error):
                 raise
             traceback.clear_frames(error.__traceback__)  # they hold what was computed
-        self._kept.put_back()
+        self._before.restore()
         free_memory(self.trainer.device)
         fits = found is not None and (self._limit is None or found <= self._limit)
         self.made.append(Fitting(rows=rows, bytes=found, fits=fits))

@@ -15,7 +15,8 @@ import torch
 from trainwright.data.sources import beside
 from trainwright.modules.tensor_memory import Living
 from trainwright.protocols import Source
-from trainwright.tools.trial import Kept, variant
+from trainwright.tools.trainer_snapshot import TrainerSnapshot
+from trainwright.tools.trial import variant
 from trainwright.trainer import Trainer
 from trainwright.update.hooks import let_go_of_memory
 
@@ -48,23 +49,25 @@ class Block:
     """Bytes that the allocator had at most beside what was there before; None where the device does not tell."""
 
 
-def run_block(trainer: Trainer[Any], kept: Kept, way: Way, *, updates: int, warm: int, segments: int = 1) -> Block:
-    """Make `warm` and then `segments` times `updates` updates from the state that is kept, which is then put back.
+def run_block(
+    trainer: Trainer[Any], before: TrainerSnapshot, way: Way, *, updates: int, warm: int, segments: int = 1
+) -> Block:
+    """Make `warm` and then `segments` times `updates` updates from the captured state, which is then restored.
 
     They are one `fit` of a variant of the trainer, so that what is timed is what `fit` does. The clock is read where
     the loop asks for the first micro-batch of a window: all updates before are then made, and a device that works on
     its own is waited for.
     """
-    before = _reset_peak(trainer.device)
+    held = _reset_peak(trainer.device)
     try:
         with way.around(trainer):
             twin = variant(trainer, **{"average": trainer.average, **way.settings})
             clock = Clock(twin, warm=warm, updates=updates, segments=segments)
             result = twin.fit(clock.over(way.data), epochs=1)
-            peak = None if before is None else torch.cuda.max_memory_allocated(trainer.device) - before
+            peak = None if held is None else torch.cuda.max_memory_allocated(trainer.device) - held
             let_go_of_memory(twin.hooks)
     finally:
-        kept.put_back()
+        before.restore()
     return Block(
         seconds=clock.per_row(clock.stamps),
         cpu=clock.per_row(clock.cpu_stamps),
@@ -136,17 +139,17 @@ def _all_as_the_first(source: Any, epochs: Callable[[int], Iterator[Any]]) -> Ca
     return begun
 
 
-def most_taken(trainer: Trainer[Any], kept: Kept, way: Way) -> int:
+def most_taken(trainer: Trainer[Any], before: TrainerSnapshot, way: Way) -> int:
     """The bytes of tensors that one update has alive at most, beside those that were there before it."""
     with way.around(trainer):
         twin = variant(trainer, **{"average": trainer.average, **way.settings})
         clock = Clock(twin, warm=0, updates=1, segments=1)
-        living = Living(kept.tensors)
+        living = Living(before.tensors)
         try:
             with living:
                 twin.fit(clock.over(way.data), epochs=1)
         finally:
-            kept.put_back()
+            before.restore()
     return living.peak
 
 

@@ -11,7 +11,8 @@ from typing import Any
 from trainwright.protocols import Source
 from trainwright.tools.finding import Finding
 from trainwright.tools.measuring import Clock, synchronise
-from trainwright.tools.trial import Kept, variant
+from trainwright.tools.trainer_snapshot import TrainerSnapshot
+from trainwright.tools.trial import variant
 from trainwright.trainer import Trainer
 from trainwright.update.hooks import let_go_of_memory
 
@@ -95,7 +96,7 @@ class Phases:
         return {**asdict(self), "shares": self.shares, "reading": self.reading}
 
 
-def measure_phases(trainer: Trainer[Any], kept: Kept, data: Source, *, updates: int, warm: int) -> Phases:
+def measure_phases(trainer: Trainer[Any], before: TrainerSnapshot, data: Source, *, updates: int, warm: int) -> Phases:
     """Make a few updates from the user's data with a clock around each phase; the state is put back afterwards.
 
     On a device that works on its own each phase is waited for, so that they do not overlap as they do in a run.
@@ -110,7 +111,7 @@ def measure_phases(trainer: Trainer[Any], kept: Kept, data: Source, *, updates: 
             twin.fit(source, epochs=1)
             let_go_of_memory(twin.hooks)
     finally:
-        kept.put_back()
+        before.restore()
     total = clock.stamps[-1] - clock.stamps[0]
     return spans.phases(total, updates)
 

@@ -68,14 +68,14 @@ def smoke_run(
     """
     check_trainer(trainer, "smoke_run")
     check_whole(updates, f"smoke_run(updates={updates!r})")
-    with traceless(trainer) as kept:
+    with traceless(trainer) as before:
         found = ready(trainer, train, updates=updates, batch_size=batch_size)
         held_out = None if val is None else _held_out(val, batch_size)
         parts = {name: getattr(trainer, name) for name in _BY_LENGTH if getattr(trainer, name) is not None}
         try:
             return _run(trainer, found, held_out, updates=updates, parts=parts)
         except SettingError as error:
-            kept.put_back()
+            before.restore()
             if not parts:
                 raise
             told = _run(trainer, found, held_out, updates=updates, parts={})  # raises again what is not theirs

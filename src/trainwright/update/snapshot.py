@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -79,7 +79,7 @@ class Snapshot:
         for part in self.parts:
             part.restore_nonfinite()
 
-    def __enter__(self) -> Snapshot:
+    def __enter__(self) -> Self:
         self.capture()
         return self
 

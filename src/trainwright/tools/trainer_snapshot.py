@@ -1,0 +1,201 @@
+"""Copies everything that a trial of a trainer may change, in the memory of the host, and restores it in place."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from trainwright.core.errors import SettingError
+from trainwright.core.trees import parameters_in
+from trainwright.data.generators import Other
+from trainwright.modules.modes import unnoticed
+from trainwright.update.owner import networks_of
+from trainwright.update.snapshot import RngStates, Snapshot, SnapshotPart, StateDicts
+
+if TYPE_CHECKING:
+    from trainwright.trainer import Trainer
+
+
+class TrainerSnapshot(Snapshot):
+    """All that a trainer, its modules and its optimizers hold, its counters, and the random states.
+
+    Random states come first, so that an error in a later part does not leave them changed.
+    """
+
+    def __init__(self, trainer: Trainer[Any]) -> None:
+        modules = [module for root in networks_of(trainer) for module in root.modules()]
+        _refuse_lazy(modules)
+        optimizers = list(trainer.optimizers.values())
+        self._objects = ObjectGraph((trainer, *modules, *optimizers), tensors=parameters_in(*optimizers))
+        super().__init__(RngStates(), self._objects, StateDicts({"counters": trainer.counters}))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Every captured tensor: weights, buffers, gradients, optimizer states."""
+        return self._objects.tensors
+
+
+class ObjectGraph(SnapshotPart):
+    """What some objects hold in their attributes: containers, arrays, generators and tensors, down to the last.
+
+    The same containers and tensors are filled again. Other objects in them are taken as they are.
+    """
+
+    def __init__(self, roots: Sequence[Any], *, tensors: Sequence[Tensor] = ()) -> None:
+        self._roots, self._more = roots, tensors
+
+    def capture(self) -> None:
+        """Walk through the objects, and copy what they hold."""
+        self._containers: dict[int, tuple[Any, Any]] = {}
+        self._slots: list[tuple[Any, str, Any]] = []
+        self._generators: dict[int, tuple[Any, Any]] = {}
+        tensors: dict[int, Tensor] = {}
+        for root in self._roots:
+            self._walk(vars(root), tensors)
+            for name in _slots_of(type(root)):
+                self._slots.append((root, name, getattr(root, name, _UNSET)))
+                self._walk(self._slots[-1][-1], tensors)
+        for tensor in self._more:
+            tensors[id(tensor)] = tensor
+        self._memory = TensorMemory(list(tensors.values()))
+        self._memory.capture()
+
+    def restore(self, ago: int = 0) -> None:
+        """Fill all of them again; the copies stay, so that this can be done again."""
+        for container, held in self._containers.values():
+            _refill(container, held)
+        for owner, name, value in self._slots:
+            _set_slot(owner, name, value)
+        for generator, state in self._generators.values():
+            generator.set_state(state)
+        self._memory.restore()
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Every captured tensor, gradients included."""
+        return self._memory.tensors
+
+    def _walk(self, value: Any, tensors: dict[int, Tensor]) -> None:
+        """Note a container with what it holds, and the tensors inside."""
+        if isinstance(value, Tensor):
+            tensors[id(value)] = value
+        elif isinstance(value, LRScheduler):  # one that a hook steps; its optimizer is a root of its own
+            self._walk(vars(value), tensors)
+        elif type(value) in _CONTAINERS and id(value) not in self._containers:
+            self._containers[id(value)] = (value, copy.copy(value))
+            for one in value.values() if isinstance(value, dict) else value:
+                self._walk(one, tensors)
+        elif type(value) is tuple:
+            for one in value:
+                self._walk(one, tensors)
+        elif type(value) is np.ndarray and value.flags.writeable:
+            self._containers[id(value)] = (value, value.copy())
+        elif isinstance(value, _GENERATORS):
+            generator = value if isinstance(value, torch.Generator) else Other(value)
+            self._generators[id(value)] = (generator, generator.get_state())
+
+
+class TensorMemory(SnapshotPart):
+    """Tensors with their gradients and `requires_grad`: each value goes back into the memory that it was in."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        leaves = [tensor for tensor in tensors if tensor.is_leaf]
+        self._gradients = [(leaf, leaf.requires_grad, leaf.grad) for leaf in leaves]
+        self.tensors = [*tensors, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+        """The tensors, then their gradients."""
+
+    def capture(self) -> None:
+        """Copy the values to the host, and note where they lie."""
+        self._aliases = [tensor.detach() for tensor in self.tensors]
+        self._values = [_unexpanded(tensor.detach()).to("cpu", copy=True) for tensor in self.tensors]
+        self._hidden = unnoticed(self.tensors)  # a look at version counters finds the weights unchanged
+
+    @torch.no_grad()
+    def restore(self, ago: int = 0) -> None:
+        """Write values, memory, `requires_grad` and gradients back."""
+        with self._hidden:
+            for tensor, alias, value in zip(self.tensors, self._aliases, self._values, strict=True):
+                if _is_strided(tensor) and (tensor.data_ptr() != alias.data_ptr() or tensor.stride() != alias.stride()):
+                    tensor.data = alias
+                with torch.inference_mode() if tensor.is_inference() else nullcontext():
+                    _unexpanded(tensor).copy_(value)
+        for tensor, trained, gradient in self._gradients:
+            if tensor.requires_grad != trained:
+                tensor.requires_grad_(trained)
+            if tensor.grad is not gradient:
+                tensor.grad = gradient
+
+
+_CONTAINERS = (list, dict, set, OrderedDict, defaultdict, Counter, deque)
+"""What is filled again with what it held; any other object is taken as it is."""
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_UNSET: Any = object()
+
+
+def _is_strided(tensor: Tensor) -> bool:
+    """Return whether a tensor lies in one piece of memory; a sparse or nested one is made of several."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _unexpanded(tensor: Tensor) -> Tensor:
+    """Return the tensor with each element once, where it was expanded: one element is written for all."""
+    if not _is_strided(tensor):
+        return tensor
+    for dimension, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dimension] > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
+
+
+def _refuse_lazy(modules: Sequence[nn.Module]) -> None:
+    """Refuse layers whose weights have no shape yet: their first batch initializes them for good."""
+    lazy = [type(module).__name__ for module in modules if _is_lazy(module)]
+    if lazy:
+        what = f"a trial of layers that have no shape yet: {', '.join(sorted(set(lazy)))}"
+        fix = "run a batch through the model first: with torch.no_grad(): model(inputs)"
+        raise SettingError(what, want="layers whose weights are made", fix=fix)
+
+
+def _is_lazy(module: nn.Module) -> bool:
+    own = (*module._parameters.values(), *module._buffers.values())
+    return any(isinstance(one, nn.UninitializedParameter | nn.UninitializedBuffer) for one in own)
+
+
+def _slots_of(kind: type) -> list[str]:
+    """Return the names in `__slots__` of a class and its bases."""
+    found: list[str] = []
+    for one in kind.__mro__:
+        own = vars(one).get("__slots__", ())
+        found += (name for name in ([own] if isinstance(own, str) else own) if name not in ("__dict__", "__weakref__"))
+    return [name for name in found if not name.startswith("__")]
+
+
+def _set_slot(owner: Any, name: str, value: Any) -> None:
+    if value is not _UNSET:
+        setattr(owner, name, value)
+    elif hasattr(owner, name):
+        delattr(owner, name)
+
+
+def _refill(container: Any, held: Any) -> None:
+    """Make a list, dict, set, deque or array hold what a copy of it does."""
+    if isinstance(container, np.ndarray):
+        container[...] = held
+        return
+    if isinstance(container, list):
+        container[:] = held
+        return
+    container.clear()
+    if isinstance(container, deque):
+        container.extend(held)
+    else:
+        container.update(held)
