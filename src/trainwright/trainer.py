@@ -27,8 +27,8 @@ from trainwright.core.suggestions import (
 from trainwright.distributed.ddp import DDP
 from trainwright.evaluation import passes
 from trainwright.fit import setup
-from trainwright.fit.lazy import as_schedule, bind_rates, fast_path, parts_of, report, running, save_weights
 from trainwright.fit.plan import EACH_EPOCH, Ends, Resume, make_plan
+from trainwright.fit.record import StageRecord
 from trainwright.metrics.metrics import Meters
 from trainwright.observers.console import Console, console_observers
 from trainwright.observers.live import write_line
@@ -37,7 +37,7 @@ from trainwright.optim.named import by_name, check_schedulers, make_optimizers
 from trainwright.precision.mixed_precision import as_precision
 from trainwright.protocols import Clip, Observer, Precision, Schedule, Stateful
 from trainwright.update import batches, manual_optimization
-from trainwright.update.hooks import Between, overridden, read_hooks
+from trainwright.update.hooks import overridden, read_hooks
 from trainwright.update.loss_tracker import Ledger
 from trainwright.update.nonfinite_policy import Policy, as_policy
 from trainwright.update.window import Window, accumulation, rows_of
@@ -117,7 +117,7 @@ class Trainer(Generic[M]):
         setup.check_shards(self)
         self.accumulate = accumulation(accumulate)
         self.clip: Any = by_name(clip, as_clip, what="clip", optimizers=self.optimizers)
-        self.schedule: Any = by_name(schedule, as_schedule, what="schedule", optimizers=self.optimizers)
+        self.schedule: Any = by_name(schedule, setup.checked_schedule, what="schedule", optimizers=self.optimizers)
         check_schedulers(self)
         self.early_stopping = setup.checked_slot("early_stopping", early_stopping, 'EarlyStopping("val_loss")')
         self.checkpoint = setup.checked_slot("checkpoint", checkpoint, 'Checkpoint("runs/1")')
@@ -126,8 +126,8 @@ class Trainer(Generic[M]):
         self.on_error, self.on_oom = setup.checked_rescues(on_error, on_oom, checkpoint=checkpoint, world=self.world)
         self.observers: Sequence[Observer] = (*console_observers(console), *setup.checked_observers(observers))
         self.hooks = read_hooks(self, overridden(type(self), Trainer, HOOKS))
-        self.between = Between()
-        self.between.looked_at = looked_at = set() if self.is_main else set(self.metrics)
+        looked_at = set() if self.is_main else set(self.metrics)
+        self._record = StageRecord(checked_metrics=looked_at)
         self.ledger = Ledger(Meters(self.metrics, looked_at=looked_at) if self.metrics else None, self.hooks)
         self.counters, self.history = Counters(), list[dict[str, float]]()
         self.state: dict[str, Any] = {}
@@ -166,6 +166,9 @@ class Trainer(Generic[M]):
         with other data; `resume_fresh=("schedule", "average")` starts the named parts anew. A signal ends it after the
         update in hand and a save: KeyboardInterrupt, or Stopped.
         """
+        # Imported at its first call, as the rest of a run's machinery: `import trainwright` stays cheap.
+        from trainwright.fit.context import FitContext
+
         ends = Ends(
             epochs=epochs,
             max_updates=max_updates,
@@ -174,7 +177,7 @@ class Trainer(Generic[M]):
             validate=validate,
         )
         resuming = Resume(resume, resume_data, resume_fresh)
-        with running(self, train, val, batch_size=batch_size, ends=ends, resume=resuming) as (run, pauses):
+        with FitContext(self, train, val, batch_size=batch_size, ends=ends, resume=resuming) as (run, pauses):
             counters, strategy = run.counters, run.strategy
             while not counters.stopped:
                 for window in run.windows():
@@ -319,6 +322,8 @@ class Trainer(Generic[M]):
 
     def parts(self) -> dict[str, Stateful]:
         """Return everything that belongs in a checkpoint, by name; add to `super().parts()` what is your own."""
+        from trainwright.fit.parts import parts_of
+
         return parts_of(self._run, self._pauses)
 
     # What a user calls.
@@ -341,6 +346,8 @@ class Trainer(Generic[M]):
         self, data: Any, *, kind: Asked = "auto", names: Sequence[str] | None = None, batch_size: int | None = None
     ) -> Report:
         """Return scikit-learn's report on classes ("classes"), or R2, MAE and RMSE ("values"), over all rows."""
+        from trainwright.evaluation.reports import report
+
         return report(self, setup.open_one(self, data, "report", batch_size=batch_size), kind=kind, names=names)
 
     @suggests
@@ -356,6 +363,8 @@ class Trainer(Generic[M]):
         batch_size: int | None = None,
     ) -> Plan:
         """Return the arithmetic of such a `fit`, without doing any of it; contradictions in it are raised."""
+        from trainwright.schedules.rates import bind_rates
+
         ends = Ends(epochs=epochs, max_updates=max_updates, max_seconds=max_seconds, epoch_updates=epoch_updates)
         with unmoved():
             source, held_out = setup.open_data(self, train, val, ends=ends, batch_size=batch_size, meets=False)
@@ -389,7 +398,9 @@ class Trainer(Generic[M]):
 
         CheckpointError on all of them where it cannot be written.
         """
-        save_weights(self, path)
+        from trainwright.fit.result import write_weights
+
+        write_weights(self, path)
 
     @suggests
     def stop(self, reason: str) -> None:
@@ -409,6 +420,8 @@ class Trainer(Generic[M]):
     @property
     def fast_path(self) -> str:
         """Which path the updates take, and why."""
+        from trainwright.acceleration.path import fast_path
+
         return fast_path(self)
 
     def __dir__(self) -> list[str]:

@@ -21,12 +21,13 @@ from trainwright.core.process_state import matmul_precisions
 from trainwright.data.dataloader.loader import LoaderBatches
 from trainwright.evaluation import passes, shown_weights
 from trainwright.evaluation.shown_weights import Shown
-from trainwright.fit import between_updates, running, stages
+from trainwright.fit import between_updates, context, stages
 from trainwright.fit.run import Run
 from trainwright.modules import modes
 from trainwright.modules.modes import wake
 from trainwright.optim.averaged_weights import Average
 from trainwright.precision import mixed_precision
+from trainwright.schedules import rates as schedule_rates
 
 from .faults import around, without
 
@@ -40,7 +41,7 @@ def nothing(*_, **__):
 
 
 def _left(patch, change):
-    around(patch, running, "_let_go", after=lambda owner, run: change(owner))
+    around(patch, context, "_release_run", after=lambda owner, run: change(owner))
 
 
 def _nobody(*_):
@@ -214,11 +215,11 @@ def leaves_an_attribute_on_the_loader(patch):
 
 
 def leaves_a_model_awake(patch):
-    patch.setattr(running, "_awake", lambda owner: nullcontext(tuple(wake(owner.model))[:0]))
+    patch.setattr(context, "_awake", lambda owner: nullcontext(tuple(wake(owner.model))[:0]))
 
 
 def leaves_a_frozen_module_changed(patch):
-    patch.setattr(running, "untrained", lambda *roots: nullcontext([root.requires_grad_(False) for root in roots]))
+    patch.setattr(context, "untrained", lambda *roots: nullcontext([root.requires_grad_(False) for root in roots]))
 
 
 # What a fit, or a trainer that is only built, draws, touches or believes.
@@ -245,7 +246,7 @@ def makes_tuples_of_batches(patch):
 
 
 def trains_in_what_surrounds_it(patch):
-    patch.setattr(running, "training_afresh", nothing)
+    patch.setattr(context, "training_afresh", nothing)
 
 
 def computes_in_the_autocast_around(patch):
@@ -263,11 +264,11 @@ def all_trainers_share_what_they_know(patch):
 
 
 def a_refused_fit_is_forgotten(patch):
-    without(patch, stages._Before, "put_back")
+    without(patch, stages.LastStage, "_restore")
 
 
 def a_refused_fit_takes_the_rates(patch):
-    without(patch, stages._Taken, "put_back")
+    without(patch, stages._TakenRates, "put_back")
 
 
 # What a pass without a trace leaves.
@@ -346,14 +347,14 @@ def a_pass_counts_its_rows(patch):
 
 
 def a_plan_sets_the_rates(patch):
-    whole = trainer.bind_rates
+    whole = schedule_rates.bind_rates
 
     def bind(*args):
         rates = whole(*args)
         rates.apply(1)
         return rates
 
-    patch.setattr(trainer, "bind_rates", bind)
+    patch.setattr(schedule_rates, "bind_rates", bind)
 
 
 def a_probe_is_a_callback(patch):

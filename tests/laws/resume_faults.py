@@ -18,7 +18,7 @@ from trainwright.core.rng import set_random_state
 from trainwright.data.batches import Batches
 from trainwright.data.dataloader import worker
 from trainwright.data.dataloader.loader import LoaderBatches
-from trainwright.fit import rollback, running
+from trainwright.fit import parts, rollback
 from trainwright.fit.between_updates import Pauses
 from trainwright.fit.early_stopping import Watch
 from trainwright.fit.rollback import Rollback
@@ -137,14 +137,14 @@ def the_buffers_are_forgotten(patch):
 
 
 def the_average_starts_anew(patch):
-    whole = trainer.parts_of
+    whole = parts.parts_of
 
     def forgets(run, pauses):
         parts = whole(run, pauses)
         average = {"state_dict": parts["average"].state_dict, "load_state_dict": lambda tree: None}
         return parts | {"average": SimpleNamespace(**average)}
 
-    patch.setattr(trainer, "parts_of", forgets)
+    patch.setattr(parts, "parts_of", forgets)
 
 
 def the_average_forgets_how_many_it_has_taken(patch):
@@ -190,11 +190,11 @@ def the_sums_of_the_epoch_are_forgotten(patch):
 
 
 def the_history_starts_anew(patch):
-    around(patch, running, "_take_progress", after=lambda run, *_: run.owner.history.clear())
+    around(patch, parts.RunProgress, "load_state_dict", after=lambda self, *_: self._run.owner.history.clear())
 
 
 def the_users_state_is_forgotten(patch):
-    without(patch, running, "_take_state")
+    without(patch, parts, "_load_state")
 
 
 def it_is_forgotten_when_was_validated(patch):

@@ -21,7 +21,7 @@ from trainwright import (
     Updates,
     latest_checkpoint,
 )
-from trainwright.fit import running
+from trainwright.fit import context
 
 
 class Disk:
@@ -86,7 +86,7 @@ def test_a_run_of_which_no_save_succeeded_raises(async_save, every, tmp_path, di
 
 
 def test_the_law_sees_a_last_save_that_only_warns(tmp_path, disk, monkeypatch):
-    monkeypatch.setattr(running, "_lost", lambda _: None)
+    monkeypatch.setattr(context, "_await_last_save", lambda _: None)
     with warnings.catch_warnings(), pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
         warnings.simplefilter("ignore")
         check_no_save_succeeds(True, "auto", tmp_path, disk)

@@ -11,7 +11,7 @@ from torch import nn
 
 from trainwright import Checkpoint, Observer, Trainer, batches
 from trainwright.checkpointing.load import load_checkpoint
-from trainwright.fit import running
+from trainwright.fit import context
 
 GONE = "as built (those of this stage are gone)"
 
@@ -72,6 +72,6 @@ def test_a_stage_that_starts_anew_holds_on_to_nothing_of_the_checkpoint_before_i
         model, optimizer, nn.MSELoss(), checkpoint=Checkpoint(tmp_path), observers=[watching], console=False
     )
     trainer.fit(batches(data, 4), epochs=1)
-    monkeypatch.setattr(running, "load_checkpoint", noted)
+    monkeypatch.setattr(context, "load_checkpoint", noted)
     trainer.fit(batches(data, 4), epochs=1, resume="auto")
     assert len(read) == 2 and watching.alive == []

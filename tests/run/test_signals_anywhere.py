@@ -12,7 +12,7 @@ from cut import ENDING, USUAL, Cut, Cuttable, check_ended, check_equal, go, send
 from torch import nn
 
 from trainwright import Observer, Stopped, Trainer, batches, latest_checkpoint
-from trainwright.fit import running as running_module
+from trainwright.fit import context
 
 
 class Told(Observer):
@@ -56,14 +56,14 @@ def test_a_signal_before_the_first_window_ends_the_run_with_a_result(place, numb
 @pytest.mark.parametrize("place", ["loading", "begin_epoch", "on_fit_start"])
 def test_a_signal_while_a_run_is_resumed_loses_nothing(place, directory, monkeypatch):
     ended = go(directory, Cut("after_update", 5, send(signal.SIGTERM)))
-    load = running_module.load_checkpoint
+    load = context.load_checkpoint
 
     def loading(*given, **named):
         if place == "loading":
             send(signal.SIGTERM)()
         return load(*given, **named)
 
-    monkeypatch.setattr(running_module, "load_checkpoint", loading)
+    monkeypatch.setattr(context, "load_checkpoint", loading)
     told = Told(place, signal.SIGTERM)
     again = go(directory, Cut(place, 1, send(signal.SIGTERM)), resume="auto", observers=[told])
     check_ended(again, signal.SIGTERM)
@@ -75,8 +75,8 @@ def test_a_signal_while_a_run_is_resumed_loses_nothing(place, directory, monkeyp
 
 def test_a_signal_while_a_finished_run_is_loaded_ends_it_too(directory, monkeypatch):
     assert go(directory)[2] is None
-    load = running_module.load_checkpoint
-    monkeypatch.setattr(running_module, "load_checkpoint", lambda *a, **k: (send(signal.SIGTERM)(), load(*a, **k))[1])
+    load = context.load_checkpoint
+    monkeypatch.setattr(context, "load_checkpoint", lambda *a, **k: (send(signal.SIGTERM)(), load(*a, **k))[1])
     again = go(directory, resume="auto")
     check_ended(again, signal.SIGTERM)
     assert again[0].result.updates == 8

@@ -29,7 +29,6 @@ class Sped:
 def sped_up(owner: Owner, source: Source) -> Iterator[Sped]:
     """Compile and switch inside what `owner.fast` asks for, and what is faster by default; all undone afterwards."""
     fast, switched = owner.fast, _fused(owner)
-    owner.between.compiled = None
     with ExitStack() as undo:
         if _lies_channels_last(owner):
             undo.enter_context(layout.channels_last(owner.model, owner.optimizers.values()))
@@ -53,7 +52,7 @@ def _fused(owner: Owner) -> list[str]:
 
 def told(owner: Owner) -> tuple[str, ...]:
     """What was compiled so far, and how windows are split, as lines; none where nothing is."""
-    compiled, splits = owner.between.compiled, owner.between.splits
+    compiled, splits = owner._record.compiled, owner._record.splits
     lines = () if compiled is None else (f"compiled {compiled}",)
     return lines if splits is None or not splits.told else (*lines, splits.told)
 
@@ -80,7 +79,7 @@ def _compiled(owner: Owner, source: Source) -> Iterator[str]:
             kept_in(fast.cache, saves=owner.is_main),
             compiled(owner.model, fast.regions, fast.options, is_short=is_short, looks_on=CountObserver) as record,
         ):
-            owner.between.compiled = record
+            owner._record.compiled = record
             ledger.told_by_torch = counted_outside_graphs
             yield f"compiles {record.what}"
     finally:

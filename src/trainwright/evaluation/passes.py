@@ -52,7 +52,7 @@ def traceless(owner: Owner, source: Source, *, shows_gradients: bool = False) ->
     the place of training's.
     """
     roots = networks_of(owner)
-    alone = not owner.between.under_way
+    alone = not owner._record.is_under_way
     try:
         with (
             unmoved(getattr(source, "generators", ())),
@@ -80,14 +80,14 @@ def _together(owner: Owner) -> Iterator[None]:
 
 def showing(owner: Owner) -> AbstractContextManager[None]:
     """The weights that count, inside."""
-    if owner.between.passed_over:
+    if owner._record.lacks_weights:
         line = user_line()  # how many frames lie between differs: the place is told in words
         warn(
             "the last fit was passed over, and its weights were not kept: the model holds those it was built with "
             f"until the next fit{f' ({line})' if line else ''}",
             stacklevel=2,
         )
-    return _NOTHING if owner.between.shown is None else owner.between.shown.evaluated()
+    return _NOTHING if owner._record.weights is None else owner._record.weights.evaluated()
 
 
 class _state_aside:  # a class, as the one below, since every evaluation enters them
@@ -140,7 +140,7 @@ def feed(owner: Owner, source: Source) -> None:
         stack.enter_context(_state_aside(owner))
         step = with_autocast(owner, owner.training_step)
         seed(0, generators)
-        for batch in owner.between.watched(undealt(owner, aside)):
+        for batch in owner._record.read_batches(undealt(owner, aside)):
             ledger.batch = batch
             statistics.capture()
             step(batch if to_device is None else to_device(batch))
@@ -187,7 +187,7 @@ def evaluate(owner: Owner, source: Source, *, name: str, batches: int | None = N
         try:
             with traceless(owner, source) as aside:
                 step, to_device = _observed(owner, ledger), mover(owner, aside, trains=False)
-                for batch in islice(owner.between.watched(_passed(owner, aside, ledger)), batches):
+                for batch in islice(owner._record.read_batches(_passed(owner, aside, ledger)), batches):
                     ledger.batch = batch
                     returned = step(batch if to_device is None else to_device(batch))
                     if not seen:
@@ -220,7 +220,7 @@ def evaluate_sets(owner: Owner, sources: Mapping[str, Source]) -> dict[str, floa
     for name, source in sources.items():
         evaluation = evaluate(owner, source, name=name)
         numbers |= evaluation.numbers
-        owner.between.errors |= evaluation.errors
+        owner._record.errors |= evaluation.errors
     return numbers
 
 
@@ -245,7 +245,7 @@ def _meters(owner: Owner, spread: str | None) -> Meters | None:
                 )
             )
         metrics[_HIDDEN] = owner.hooks.known.each_row
-    return Meters(metrics, spread=spread is not None, looked_at=owner.between.looked_at) if metrics else None
+    return Meters(metrics, spread=spread is not None, looked_at=owner._record.checked_metrics) if metrics else None
 
 
 def _without_hidden(

@@ -34,6 +34,7 @@ class Pauses:
     def __init__(self, run: Run, val: Mapping[str, Source], ends: Ends, *, keeper: Keeping | None) -> None:
         self.run, self.val, self.ends = run, val, ends
         self.owner, self.counters, self.history = run.owner, run.counters, run.owner.history
+        self.record = run.owner._record
         early = run.owner.early_stopping
         self.watch: Any = None if early is None else early.bind()
         self.keeper = keeper
@@ -64,7 +65,7 @@ class Pauses:
         self.run.owed = counters.pause or ("update" if counters.paused < counters.updates else "")
         counters.stopped = counters.stopped or self.ended()
         if not counters.stopped:
-            self.leaving.final = None
+            self.record.final_validation = None
         if self.run.agreement is not None:
             self._check_probes()
             self.run.agreement.start()
@@ -160,8 +161,8 @@ class Pauses:
 
     def validate(self, evaluate: Callable[..., dict[str, float]], *, final: bool = False) -> dict[str, float]:
         """The numbers of every set of validation data; `final`: only because the run ends early."""
-        between = self.owner.between
-        between.errors, between.watched = {}, self.run.signals.batches
+        record = self.record
+        record.errors, record.read_batches = {}, self.run.signals.batches
         self.counters.pause = "final" if final else "epoch" if self._epoch_ended else "update"
         numbers: dict[str, float] = {}
         # Of several processes none may leave a validation alone: a signal waits for its end, and for all to hear of it.
@@ -171,7 +172,7 @@ class Pauses:
                 for name, source in self.val.items():
                     numbers |= self._checked(evaluate(source, name=name))
         finally:
-            between.watched = iter
+            record.read_batches = iter
         return self.owner.world.same(numbers)
 
     def _checked(self, numbers: Any) -> Mapping[str, float]:
@@ -239,8 +240,8 @@ class Pauses:
         if not self.counters.stopped or self.planned_end() or measured:
             return
         numbers = self.validate(evaluate, final=True) if self.val else None
-        self.leaving.final = self._row(numbers)
-        self.tell(self.leaving.final, best=False, validated=bool(self.val), epoch_ended=False, final=True)
+        self.record.final_validation = row = self._row(numbers)
+        self.tell(row, best=False, validated=bool(self.val), epoch_ended=False, final=True)
 
     def _told(self) -> dict[str, float]:
         """The training numbers that were told last, for a run that is stopped between two epochs."""
@@ -257,7 +258,7 @@ class Pauses:
         best = False
         early, watch, keeper, rates = self.owner.early_stopping, self.watch, self.keeper, self.run.rates
         if early is not None and self._concerns(early.monitor, row, validated=validated):
-            best = watch.judge(row, self.owner.between.errors, **where)
+            best = watch.judge(row, self.record.errors, **where)
             if best and getattr(early, "restore_best", False):
                 self.leaving.keep_best()
             self.counters.stopped = self.counters.stopped or watch.stopped
@@ -293,7 +294,7 @@ class Pauses:
             rows=rows,
             waiting=min(1.0, self.run.waited / seconds) if seconds else 0.0,
             skipped=counters.skipped,
-            notes=(*news_of((self.run.source, *self.val.values())), *self.owner.between.take_news()),
+            notes=(*news_of((self.run.source, *self.val.values())), *self.record.take_news()),
             final=final,
         )
         self._last_time, self._last_rows, self.run.waited = now, counters.rows, 0.0
@@ -318,7 +319,7 @@ class Pauses:
         try:
             self.saves.save()
         except CheckpointError as failed:  # the state cannot be encoded
-            self.leaving.lost = failed
+            self.record.save_error = failed
 
     def go_on(self) -> None:
         """Have the loop pause where something falls due next: at once, where it was woken in the pause that ends."""

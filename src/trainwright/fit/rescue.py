@@ -28,7 +28,7 @@ def rescue(pauses: Pauses, error: BaseException) -> list[str]:
     asked = run.owner.on_error == "save"
     is_whole = bool(trained) and not alone and _is_whole(pauses, error, asked=asked)
     would = bool(trained) and not alone and not asked and not is_whole
-    pauses.leaving.could_save = would and _is_whole(pauses, error, asked=True)
+    pauses.record.could_save = would and _is_whole(pauses, error, asked=True)
     own = run.rollback.restore() if is_whole else None
     with run.signals.held():
         what = "the state at the end could not be saved"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,18 @@ from torch import Tensor
 from trainwright.acceleration.switches import told
 from trainwright.checkpointing.checkpoint import Keeping
 from trainwright.checkpointing.commits import is_name, is_of_run, update_name, update_of
-from trainwright.checkpointing.load import load_weights
+from trainwright.checkpointing.load import load_weights, save_weights
+from trainwright.checkpointing.rank0 import first_of
 from trainwright.checkpointing.weights import load_into
+from trainwright.core.checks import local_path
 from trainwright.core.errors import CheckpointError, warn_user
 from trainwright.core.records import Best, Result
+from trainwright.evaluation.passes import showing
+from trainwright.fit.per_rank_state import standing
 from trainwright.fit.plan import Ends
 from trainwright.fit.run import Run
 from trainwright.modules.dtensors import is_sharded
+from trainwright.update.owner import Owner
 
 
 class Leaving:
@@ -28,18 +34,7 @@ class Leaving:
     def __init__(self, run: Run, ends: Ends, *, keeper: Keeping | None, watch: Any) -> None:
         self.run, self.owner, self.counters = run, run.owner, run.counters
         self.ends, self.keeper, self.watch = ends, keeper, watch
-        self.restored: Best | None = None
-        """The best whose weights the model was left with."""
-        self.left: int | None = None
-        """The update whose weights the model holds at the end, where a best was put back."""
-        self.passed: dict[str, Any] | None = None
-        """How this stage ended, where a checkpoint of a later one says that it has."""
-        self.final: dict[str, float] | None = None
-        """The numbers of an early end that no validation was due at."""
-        self.lost: CheckpointError | None = None
-        """The error of the save at the end, where the run has ended well and that save has failed."""
-        self.could_save = False
-        """Whether the state at the end, which was not saved, would have been with `on_error="save"`."""
+        self.record = run.owner._record
 
     @property
     def restores_from_memory(self) -> bool:
@@ -93,7 +88,7 @@ class Leaving:
         except CheckpointError:
             self._warn_of(best, "are those of another model: it has changed since")
             return
-        self.restored, self.left = best, best.update
+        self.record.restored = best
 
     def _warn_of(self, best: Best, why: str) -> None:
         if self.owner.is_main:  # of several processes all come to the same, and one says it
@@ -102,7 +97,7 @@ class Leaving:
 
     def result(self) -> Result:
         """Say how the run ended."""
-        counters, passed = self.counters, self.passed
+        counters, passed = self.counters, self.record.ended
         best = None if self.keeper is None else self.keeper.best
         if passed is not None:
             best = None if passed["best"] is None else Best(**passed["best"])
@@ -123,12 +118,12 @@ class Leaving:
             if passed is None
             else tuple(passed["notes"]),
             blocked=getattr(self.keeper, "blocked", 0.0),
-            final_validation=self.final if passed is None else passed["final"],
+            final_validation=self.record.final_validation if passed is None else passed["final"],
         )
 
     def _restored_text(self, best: Best | None) -> str:
         """Which best the model holds, by name where the run's `best` is one of another number."""
-        restored = self.restored
+        restored = self.record.restored
         if restored is None:
             return ""
         by = f" by {restored.name}" if best is not None and best.name != restored.name else ""
@@ -167,7 +162,7 @@ class Leaving:
         """From where a run that ended in an error, or by a signal, can go on."""
         keeper, again = self.keeper, 'fit(..., resume="auto")'
         # Rank 0 writes: after an error, when nobody waits for anybody, only it knows which saves are complete.
-        if keeper is None or not self.owner.between.failed or not self.owner.is_main:
+        if keeper is None or not self.record.failed or not self.owner.is_main:
             return ()
         reached = self.counters.earlier_updates + self.counters.updates
         saved = [path for path in keeper.saved if not is_name(path.name) or is_of_run(path, keeper.run_id)]
@@ -177,8 +172,29 @@ class Leaving:
         if known and known[0] >= reached:
             return (f"saved at update {known[0]}: {again} goes on from there",)
         where = f"not saved at its end: {again} goes on from update {known[0]}" if known else ""
-        kept = f'; Trainer(on_error="save") would have kept update {reached}' if self.could_save else ""
+        kept = f'; Trainer(on_error="save") would have kept update {reached}' if self.record.could_save else ""
         return (f"{where or f'nothing is saved: {again} begins anew'}{kept}",)
+
+
+def write_weights(owner: Owner, path: str | Path) -> None:
+    """Write the weights that count to one file, on rank 0; return, or raise its error, on every rank afterwards."""
+    path = local_path(path, "save_weights({})", file=True)
+    with owner.world.watched(partial(standing, owner)), showing(owner):
+        weights = whole_weights(owner)
+        if owner.world.size == 1:
+            save_weights(path, weights)
+        else:
+            first_of(owner.world, lambda: save_weights(path, weights))
+
+
+def whole_weights(owner: Owner) -> dict[str, Any]:
+    """The model's weights as plain tensors; those of a model that several processes hold in parts, on the first one."""
+    if not owner.parallel.shards:
+        weights: dict[str, Any] = owner.model.state_dict()
+        return weights
+    from trainwright.distributed.gathered_weights import full_state_dict
+
+    return full_state_dict(owner.model, owner.world)
 
 
 def _layout(state_dict: Mapping[str, Any]) -> dict[str, Any]:

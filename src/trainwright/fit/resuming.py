@@ -74,7 +74,7 @@ class Found:
 
         Returns what the header says where nothing was found to go on from and the model was trained already.
         """
-        if self.path is None and self.before is None and self._asked and owner.between.failed:
+        if self.path is None and self.before is None and self._asked and owner._record.follows_failure:
             found = f"no checkpoint in {keeper.settings.directory}"
             return [f"{found}: it begins with the weights and the optimizer as the fit that failed has left them"]
         if self.before is not None and self.before.path is not None:
@@ -181,11 +181,12 @@ class Found:
         self.tree.clear()
         owner.counters.load_state_dict(ended["counters"])
         owner.history[:] = self._progress["history"][: ended["rows"]]
-        pauses.leaving.passed = ended
+        record = owner._record
+        record.ended = ended
         held = pauses.leaving.path_at(ended["left"])
-        owner.between.passed_over = held is None or not _holds(owner, held)
-        if owner.between.passed_over:
-            pauses.leaving.passed = {**ended, "weights": "as built (those of this stage are gone)"}
+        record.lacks_weights = held is None or not _holds(owner, held)
+        if record.lacks_weights:
+            record.ended = {**ended, "weights": "as built (those of this stage are gone)"}
         return [f"passed over: {self.path} is of a later fit of this run"]
 
     @property

@@ -88,8 +88,8 @@ class Run:
         self.outcome = Outcome()
         """What becomes of the update in hand."""
         self._begun = -1
-        between = owner.between
-        looks = owner.is_main and between.looks and not between.begun and not is_compiled(owner.model)
+        record = owner._record
+        looks = owner.is_main and record.warns and not record.stages and not is_compiled(owner.model)
         self.first_batch = FirstBatch(looks=looks)
         """What looks at the losses of the first update of the first stage."""
         self.snapshot: Snapshot | None = None
@@ -368,12 +368,12 @@ class Run:
 def choose_strategy(run: Run) -> UpdateStrategy:
     """Choose how the updates of a run are made: checked at once or later, and split where memory runs out."""
     owner = run.owner
-    owner.between.why_immediate = why = why_immediate(owner, checks=run.checks, scaler=run.scaler, rates=run.rates)
-    owner.between.splits, update = None, owner.update
+    owner._record.why_immediate = why = why_immediate(owner, checks=run.checks, scaler=run.scaler, rates=run.rates)
+    update = owner.update
     if owner.on_oom is not None:
         from trainwright.acceleration.oom import Splitting
 
-        owner.between.splits = splitting = Splitting(run)
+        owner._record.splits = splitting = Splitting(run)
         update = splitting.update
     if why:
         return ImmediateCheck(run, update=update)

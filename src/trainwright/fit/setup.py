@@ -27,13 +27,14 @@ from trainwright.distributed.ddp import DDP, in_sync
 from trainwright.distributed.world import World
 from trainwright.fit.per_rank_state import as_on_the_first, deal, standing
 from trainwright.fit.plan import Ends
+from trainwright.fit.record import StageRecord
 from trainwright.metrics.metrics import Meters
 from trainwright.modules.dtensors import is_sharded
 from trainwright.optim.clip import ClipNorm, ClipValue
 from trainwright.optim.named import ONLY, check_schedulers
 from trainwright.precision.mixed_precision import MixedPrecision
-from trainwright.protocols import EVENTS, Observer, Source
-from trainwright.update.hooks import Between, Hooks, check_arguments, overridden
+from trainwright.protocols import EVENTS, Observer, Schedule, Source
+from trainwright.update.hooks import Hooks, check_arguments, overridden
 from trainwright.update.loss_tracker import Ledger
 from trainwright.update.owner import Owner
 from trainwright.update.reporter import check_every
@@ -100,6 +101,15 @@ def checked_on_oom(on_oom: Any, world: World) -> str | None:
         want = "one process, or micro-batches that fit on each"
         raise SettingError(message(what, want=want, fix="accumulate=2 and half the batch size: the same rows"))
     return "split" if on_oom else None
+
+
+def checked_schedule(value: object) -> Schedule | None:
+    """Check `schedule=`."""
+    if value is None:
+        return None
+    from trainwright.schedules.given import as_schedule  # only where there is one: torch's schedulers are heavy
+
+    return as_schedule(value)
 
 
 def checked_metrics(metrics: Mapping[str, Any] | None, world: World) -> dict[str, Any]:
@@ -178,16 +188,6 @@ def processes(
         what = "the model was sharded by fully_shard already"
         raise SettingError(message(what, have=f"parallel={parallel!r}", fix="parallel=FSDP(blocks={Block})"))
     return world, settings, chosen
-
-
-def whole_weights(owner: Owner) -> dict[str, Any]:
-    """The model's weights as plain tensors; those of a model that several processes hold in parts, on the first one."""
-    if not owner.parallel.shards:
-        weights: dict[str, Any] = owner.model.state_dict()
-        return weights
-    from trainwright.distributed.gathered_weights import full_state_dict
-
-    return full_state_dict(owner.model, owner.world)
 
 
 def check_shards(owner: Owner) -> None:
@@ -288,7 +288,14 @@ def _met(owner: Owner) -> Iterator[None]:
 
 def _check_own(owner: Owner) -> None:
     """Refuse to start where a subclass has put something else in the place of what the run is kept in."""
-    own = {"between": Between, "counters": Counters, "history": list, "hooks": Hooks, "ledger": Ledger, "state": dict}
+    own = {
+        "_record": StageRecord,
+        "counters": Counters,
+        "history": list,
+        "hooks": Hooks,
+        "ledger": Ledger,
+        "state": dict,
+    }
     for name, kind in own.items():
         if not isinstance(getattr(owner, name), kind):
             have = f"a {type(getattr(owner, name)).__name__}"

@@ -1,9 +1,8 @@
-"""What one `fit` starts anew, and what it gives back where it is refused before its first update."""
+"""The start of a stage, which is one `fit`: what begins anew, and what a `fit` that is refused gives back."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -17,63 +16,50 @@ from trainwright.update.hooks import let_go_of_memory
 from trainwright.update.owner import Owner
 
 
-@contextmanager
-def stage(owner: Owner, *, resumes: bool, epochs: int | None = None) -> Iterator[None]:
-    """Start a stage; where an error comes before its loop, the trainer is afterwards as the last `fit` left it.
+def start_stage(owner: Owner, undo: ExitStack, *, resumes: bool, epochs: int | None) -> None:
+    """Start a stage; where an error comes before its loop, `undo` leaves the trainer as its last `fit` did.
 
     SettingError where a `fit` of the same trainer is under way.
     """
-    between = owner.between
-    if between.under_way:
+    last = owner._record
+    if last.is_under_way:
         what, fix = "fit() from within a fit() of the same Trainer", "another Trainer, with a model of its own"
         raise SettingError(message(what, want="one fit at a time", fix=fix))
-    between.under_way, between.refused_to = True, _Before(owner)
-    try:
-        _begin(owner, resumes=resumes)
-        between.notes += _note_a_loop(owner, epochs)
-        align_weights(owner)  # not before: trained weights are put back where nobody has written to averaged ones
-        yield
-    except BaseException:
-        if between.refused_to is not None:
-            between.refused_to.put_back(owner)
-        raise
-    finally:
-        between.under_way, between.refused_to = False, None
-        let_go_of_memory(owner.hooks)
-
-
-def _begin(owner: Owner, *, resumes: bool) -> None:
-    """Start the counters of a `fit` anew, the totals over all stages apart, and the rates from the optimizer's own.
-
-    A `fit` that resumes after one that failed is the same stage once more.
-    """
-    counters, between = owner.counters, owner.between
-    between.passed_over = False
+    before = LastStage(owner)
+    record = owner._record = last.next_stage()
+    undo.push(before.leave)
     owner.ledger.reset()
-    if between.begun:
-        again = between.failed and resumes
-        fresh = Counters(
-            stage=counters.stage + (not again),
-            earlier_updates=counters.earlier_updates + (0 if again else counters.updates),
-            earlier_epochs=counters.earlier_epochs + (0 if again else counters.epoch),
-        )
-        counters.load_state_dict(fresh.state_dict())
-    if between.rates is not None:
-        between.rates.restore_groups()
-    between.notes = ()
-    if between.shown is not None:
-        if not between.shown.put_back():
-            between.notes = ("the weights were changed since the last fit: they are trained, not the ones it averaged",)
-        between.shown = None
+    if last.stages:
+        _count_anew(owner.counters, continues=last.failed and resumes)
+    if last.rates is not None:
+        last.rates.restore_groups()
+    if before.revert_weights():
+        line = "the weights were changed since the last fit: they are trained, not the ones it averaged"
+        record.notes = (line,)
+    record.notes += _note_a_loop(owner, epochs)
+    align_weights(owner)  # after the trained weights are back: averaged ones that were written to are not replaced
+
+
+def _count_anew(counters: Counters, *, continues: bool) -> None:
+    """Start the counters of a stage, but for the totals of earlier ones.
+
+    `continues`: it resumes after a `fit` that failed, and is the same stage once more.
+    """
+    fresh = Counters(
+        stage=counters.stage + (not continues),
+        earlier_updates=counters.earlier_updates + (0 if continues else counters.updates),
+        earlier_epochs=counters.earlier_epochs + (0 if continues else counters.epoch),
+    )
+    counters.load_state_dict(fresh.state_dict())
 
 
 def _note_a_loop(owner: Owner, epochs: int | None) -> tuple[str, ...]:
-    """The header's line, once, where a line of the user's calls `fit(epochs=1)` again and a slot spans one `fit`."""
-    between, line = owner.between, user_line()
-    looped = epochs == 1 and between.called == line != ""
+    """Return the header's line, once, where `fit(epochs=1)` stands in a loop and a slot starts anew each time."""
+    record, line = owner._record, user_line()
+    looped = epochs == 1 and record.caller == line != ""
     anew = [name for name in ("schedule", "early_stopping") if getattr(owner, name) is not None]
-    if between.called != "-":
-        between.called = "-" if looped and anew else line if epochs == 1 else ""
+    if record.caller != "-":
+        record.caller = "-" if looped and anew else line if epochs == 1 else ""
     if not looped or not anew:
         return ()
     verb = "starts" if len(anew) == 1 else "start"
@@ -81,37 +67,54 @@ def _note_a_loop(owner: Owner, epochs: int | None) -> tuple[str, ...]:
     return (f"fit(epochs=1) in a loop ({line}): the {slots} {verb} anew with each fit: write fit(epochs=n)",)
 
 
-class _Before:
-    """What the last `fit` has left: counters, rates, and the weights that count in the model's place."""
+class LastStage:
+    """The trainer as its last `fit` left it: record, counters, rates, and the weights that count."""
 
     def __init__(self, owner: Owner) -> None:
+        self._owner, self._record = owner, owner._record
         self._counters = owner.counters.state_dict()
-        self._rates, self._shown = owner.between.rates, owner.between.shown
         self._groups = [
             (group, {key: _plain(value) for key, value in group.items() if key != "params"})
             for optimizer in owner.optimizers.values()
             for group in optimizer.param_groups
         ]
-        tensors = [] if self._shown is None else [*owner.model.parameters(), *owner.model.buffers()]
+        weights = self._record.weights
+        tensors = [] if weights is None else [*owner.model.parameters(), *owner.model.buffers()]
         self._weights = [(tensor, tensor.detach().clone()) for tensor in tensors]
 
-    def put_back(self, owner: Owner) -> None:
-        """Make it so again."""
-        between = owner.between
+    def revert_weights(self) -> bool:
+        """Load the trained weights in place of those that count; return whether somebody has changed them since."""
+        weights = self._record.weights
+        if weights is None or weights.put_back():
+            return False
+        self._weights, self._record.weights = [], None  # they are the user's now
+        return True
+
+    def leave(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """End the stage: as an `__exit__`. Restores the trainer where an error came before the loop."""
+        owner = self._owner
+        owner._record.is_under_way = False
+        if error is not None and not owner._record.has_begun:
+            self._restore()
+        let_go_of_memory(owner.hooks)
+
+    def _restore(self) -> None:
+        owner, record = self._owner, self._record
+        owner._record = record
         owner.counters.load_state_dict(self._counters)
-        taken = _Taken(self._groups)
-        between.rates = taken if taken.changed else self._rates
-        if self._shown is None or between.notes:  # weights that were changed meanwhile are the user's
+        taken = _TakenRates(self._groups)
+        if taken.changed:
+            record.rates = taken
+        if record.weights is None:
             return
-        self._shown.leave()
-        between.shown = self._shown
+        record.weights.leave()
         with unnoticed(tensor for tensor, _ in self._weights), torch.no_grad():  # `leave` has noted them as they are
             for tensor, value in self._weights:
                 tensor.copy_(value)
 
 
-class _Taken:
-    """Rates that a schedule's `restore_groups` had given to the groups and that were taken from them again."""
+class _TakenRates:
+    """Rates that a schedule's `restore_groups` had given to the groups, and that a refusal has taken from them again."""
 
     def __init__(self, groups: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
         self.changed = [
@@ -131,7 +134,7 @@ class _Taken:
 
 
 def _plain(value: Any) -> Any:
-    """A setting of a group, a rate in a tensor as a number."""
+    """Return a setting of a group, a rate in a tensor as a number."""
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 

@@ -22,14 +22,14 @@ from trainwright.data.sources import beside, open_source
 from trainwright.distributed.ddp import DDP
 from trainwright.distributed.world import World
 from trainwright.fit import setup
-from trainwright.fit.lazy import as_schedule
+from trainwright.fit.record import StageRecord
 from trainwright.metrics.metrics import Meters
 from trainwright.optim.clip import as_clip
 from trainwright.optim.named import by_name
 from trainwright.precision.mixed_precision import as_precision
 from trainwright.tools.trainer_snapshot import TrainerSnapshot
 from trainwright.trainer import HOOKS, Trainer
-from trainwright.update.hooks import Between, overridden, read_hooks
+from trainwright.update.hooks import overridden, read_hooks
 from trainwright.update.loss_tracker import Ledger
 from trainwright.update.nonfinite_policy import as_policy
 from trainwright.update.window import accumulation
@@ -78,7 +78,7 @@ def variant(trainer: T, **settings: Any) -> T:
             raise SettingError(f"variant({name}=...)", want=f"one of {', '.join(sorted(_SETTINGS))}")
         setattr(twin, name, _SETTINGS[name](twin, value))
     twin.hooks = read_hooks(twin, overridden(type(twin), Trainer, HOOKS))
-    twin.between, twin.counters, twin.history = Between(looks=False), Counters(), []
+    twin._record, twin.counters, twin.history = StageRecord(warns=False), Counters(), []
     twin.ledger = Ledger(Meters(twin.metrics) if twin.metrics else None, twin.hooks)
     twin.result = None
     twin.hold(setup.NOT_RUNNING, setup.NOT_RUNNING)
@@ -93,7 +93,7 @@ _SETTINGS: dict[str, Any] = {
     "precision": lambda twin, value: as_precision(value, twin.device),
     "accumulate": lambda _, value: accumulation(value),
     "clip": lambda twin, value: by_name(value, as_clip, what="clip", optimizers=twin.optimizers),
-    "schedule": lambda twin, value: by_name(value, as_schedule, what="schedule", optimizers=twin.optimizers),
+    "schedule": lambda twin, value: by_name(value, setup.checked_schedule, what="schedule", optimizers=twin.optimizers),
     "on_nonfinite": lambda _, value: as_policy(value),
     "fast": lambda _, value: setup.checked_fast(value),
     "metrics": lambda twin, value: setup.checked_metrics(value, twin.world),

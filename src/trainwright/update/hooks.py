@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -57,60 +56,6 @@ class Hooks:
     """Whether `compute_gradients` is the user's own."""
     updates_itself: bool
     """Whether code of the user's own may read gradients, so that they are whole when `compute_gradients` returns."""
-
-
-@dataclass(slots=True)
-class Between:
-    """What one `fit` or evaluation leaves for what comes after it."""
-
-    run_id: str = ""
-    """Marks this run's checkpoints; empty before the first."""
-    rates: Any = None
-    """The schedule of the stage before, bound."""
-    errors: dict[str, float] = field(default_factory=dict)
-    """Standard errors of the last evaluations."""
-    shown: Any = None
-    """The weights that the last `fit` trained, beside those that the model shows."""
-    stages: list[dict[str, Any]] = field(default_factory=list)
-    """How each finished stage ended, for a checkpoint of a later one."""
-    notes: tuple[str, ...] = ()
-    """Lines for the header of the next `fit`."""
-    called: str = ""
-    """The user's line that called the last `fit`, while each has been of one epoch; "-" where that was said."""
-    begun: bool = False
-    """Whether a `fit` has run at all."""
-    passed_over: bool = False
-    """Whether the last `fit` was passed over and its weights were not kept: the model holds those it was built with."""
-    under_way: bool = False
-    """Whether a `fit` is under way."""
-    refused_to: Any = None
-    """What there is to go back to where it is refused; None once it is in its loop."""
-    watched: Callable[[Iterator[Any]], Iterator[Any]] = iter
-    """What an evaluation reads its batches through: a validation of a run is ended by a signal while it waits."""
-    compiled: Any = None
-    """What the last `fit` has compiled, in counts and words; None where it compiles nothing."""
-    splits: Any = None
-    """What splits the windows of the last `fit` where memory runs out; None where that is not asked for."""
-    why_immediate: tuple[str, ...] | None = None
-    """Why the last `fit` checked each update before its step; empty where it did not, None before the first."""
-    looks: bool = True
-    """Whether mistakes of the first batch are warned of; a trial of a tool, one of many first batches, does not."""
-    looked_at: set[str] = field(default_factory=set)
-    """The metrics whose first batch was looked at for a count in the place of a mean."""
-    failed: bool = False
-    """Whether the last one ended in an error, so that a resume goes on in it."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Between:
-        """A copy for the copy of a trainer; TypeError where other weights or rates are to be put back in this one."""
-        if self.rates is not None or (self.shown is not None and self.shown.average is not None):
-            what = "copy.deepcopy of a Trainer that has trained with a schedule or an average"
-            fix = "copy.deepcopy(trainer.model), and a Trainer of its own for the copy"
-            raise TypeError(message(what, want="a Trainer as it was before its first fit", fix=fix))
-        return Between(**{each.name: copy.deepcopy(getattr(self, each.name), memo) for each in fields(self)})
-
-    def take_news(self) -> tuple[str, ...]:
-        """What was found while training since somebody asked last, in a line each."""
-        return () if self.splits is None else tuple(self.splits.take_news())
 
 
 def overridden(cls: type, base: type, hooks: Collection[str]) -> set[str]:

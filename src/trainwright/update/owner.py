@@ -13,13 +13,14 @@ from trainwright.core.progress import Counters
 from trainwright.core.records import Result
 from trainwright.distributed.world import World
 from trainwright.protocols import Observer, Precision, Stateful
-from trainwright.update.hooks import Between, Hooks
+from trainwright.update.hooks import Hooks
 from trainwright.update.loss_tracker import Ledger
 
 if TYPE_CHECKING:
     from trainwright.acceleration.fast import Fast
     from trainwright.checkpointing.checkpoint import Saving
     from trainwright.fit.early_stopping import Stopping
+    from trainwright.fit.record import StageRecord
     from trainwright.optim.averaging import Averaging
     from trainwright.update.nonfinite_policy import Policy
 
@@ -51,7 +52,7 @@ class Owner(Protocol):
     observers: Sequence[Observer]
 
     hooks: Hooks
-    between: Between
+    _record: StageRecord
     ledger: Ledger
     counters: Counters
     history: list[dict[str, float]]

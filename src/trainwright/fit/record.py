@@ -1,0 +1,92 @@
+"""What the trainer knows about its newest `fit`, and what one `fit` leaves for the next."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from trainwright.core.errors import CheckpointError, message
+from trainwright.core.records import Best
+
+
+@dataclass(slots=True)
+class StageRecord:
+    """One stage, which is one `fit`: made when it starts, read by evaluations after it, followed by the next one's.
+
+    A `fit` that is refused before its first update gives the place back to the record before it: the trainer is then
+    as its last `fit` left it.
+    """
+
+    # Carried over from stage to stage.
+    run_id: str = ""
+    """Marks the checkpoints of this run; empty before the first."""
+    stages: list[dict[str, Any]] = field(default_factory=list)
+    """How each finished stage ended, as a checkpoint of a later one saves it."""
+    caller: str = ""
+    """The user's line that called the last `fit`, while each was of one epoch; "-" once the header has said so."""
+    warns: bool = True
+    """Whether mistakes in the first batch are warned of; a trial of a tool, one of many first batches, does not."""
+    checked_metrics: set[str] = field(default_factory=set)
+    """The metrics whose first batch was checked for a count in the place of a mean."""
+
+    # How far the stage is.
+    is_under_way: bool = False
+    """Whether its `fit` has not returned yet."""
+    has_begun: bool = False
+    """Whether observers know of it: from then on it is not refused, and counts as a stage."""
+    failed: bool = False
+    """Whether it has not ended well: true from its first update to its end. A resume then continues the same stage."""
+
+    follows_failure: bool = False
+    """Whether the stage before it has failed."""
+
+    # How its updates are made.
+    why_immediate: tuple[str, ...] | None = None
+    """Why each update is checked at once; empty where that is deferred, None before the first run."""
+    compiled: Any = None
+    """What was compiled, in counts and words; None where nothing is."""
+    splits: Any = None
+    """What splits windows where memory runs out; None where that is not asked for."""
+
+    # What it came to.
+    notes: tuple[str, ...] = ()
+    """Lines for its header."""
+    rates: Any = None
+    """Its schedule, bound; set when it is over."""
+    weights: Any = None
+    """Its `Shown`: the trained weights beside those that the model shows; None where no loop has begun."""
+    errors: dict[str, float] = field(default_factory=dict)
+    """Standard errors of the last evaluation, by the names of its numbers."""
+    read_batches: Callable[[Iterator[Any]], Iterator[Any]] = iter
+    """Wraps the batches of evaluations: a signal ends a validation of the run while it waits for data."""
+    final_validation: dict[str, float] | None = None
+    """The numbers of an early end at which no validation was due."""
+    ended: dict[str, Any] | None = None
+    """How it ended, where the checkpoint of a later stage says that it has."""
+    lacks_weights: bool = False
+    """Whether it had ended before and its weights are gone: the model holds those that it was built with."""
+    restored: Best | None = None
+    """The best whose weights the model was left with."""
+    save_error: CheckpointError | None = None
+    """The error of the save at the end, where the run itself has ended well."""
+    could_save: bool = False
+    """Whether `on_error="save"` would have saved the state at the end, which is lost."""
+
+    def next_stage(self) -> StageRecord:
+        """The record of the `fit` that follows."""
+        carried = {name: getattr(self, name) for name in ("run_id", "caller", "warns", "checked_metrics")}
+        return StageRecord(**carried, stages=list(self.stages), is_under_way=True, follows_failure=self.failed)
+
+    def take_news(self) -> tuple[str, ...]:
+        """Lines on what was found while training, since the last call."""
+        return () if self.splits is None else tuple(self.splits.take_news())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StageRecord:
+        """A copy for the copy of a trainer; TypeError where it refers to other weights or rates of this one."""
+        if self.rates is not None or (self.weights is not None and self.weights.average is not None):
+            what = "copy.deepcopy of a Trainer that has trained with a schedule or an average"
+            fix = "copy.deepcopy(trainer.model), and a Trainer of its own for the copy"
+            raise TypeError(message(what, want="a Trainer as it was before its first fit", fix=fix))
+        return StageRecord(**{each.name: copy.deepcopy(getattr(self, each.name), memo) for each in fields(self)})
