@@ -20,7 +20,7 @@ def test_the_page_of_the_loop_quotes_all_four_methods_whole():
     source = (ROOT / "src/trainwright/trainer.py").read_text(encoding="utf-8")
     for name in ("fit", "update", "compute_gradients", "apply_gradients"):
         body = re.search(rf"\n    def {name}\(.*?\"\"\"\n(.*?)\n\n    def ", source, re.S)[1]
-        loop = body.find("        with running")  # what comes before it in fit makes the arguments ready
+        loop = body.find("        with FitContext")  # what comes before it in fit makes the arguments ready
         assert dedent(body[max(loop, 0) :]) in quoted, name
 
 
