@@ -169,13 +169,7 @@ class Trainer(Generic[M]):
         # Imported at its first call, as the rest of a run's machinery: `import trainwright` stays cheap.
         from trainwright.fit.context import FitContext
 
-        ends = Ends(
-            epochs=epochs,
-            max_updates=max_updates,
-            max_seconds=max_seconds,
-            epoch_updates=epoch_updates,
-            validate=validate,
-        )
+        ends = Ends(epochs, max_updates, max_seconds, epoch_updates, validate)
         resuming = Resume(resume, resume_data, resume_fresh)
         with FitContext(self, train, val, batch_size=batch_size, ends=ends, resume=resuming) as (run, pauses):
             counters, strategy = run.counters, run.strategy
@@ -365,7 +359,7 @@ class Trainer(Generic[M]):
         """Return the arithmetic of such a `fit`, without doing any of it; contradictions in it are raised."""
         from trainwright.schedules.rates import bind_rates
 
-        ends = Ends(epochs=epochs, max_updates=max_updates, max_seconds=max_seconds, epoch_updates=epoch_updates)
+        ends = Ends(epochs, max_updates, max_seconds, epoch_updates)
         with unmoved():
             source, held_out = setup.open_data(self, train, val, ends=ends, batch_size=batch_size, meets=False)
         planned = make_plan(self, source, held_out, ends=ends)

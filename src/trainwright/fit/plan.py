@@ -24,9 +24,9 @@ from trainwright.update.owner import Owner
 EACH_EPOCH = Epochs(1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Ends:
-    """When a `fit` ends, and how often it validates."""
+    """When a `fit` ends, and how often it validates; in the order of its arguments."""
 
     epochs: int | None = None
     max_updates: int | None = None
