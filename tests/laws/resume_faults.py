@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainwright import Trainer, trainer
+from trainwright import Trainer
 from trainwright.checkpointing import state
 from trainwright.checkpointing.manager import Keeper
 from trainwright.checkpointing.state import Random
