@@ -114,7 +114,7 @@ class LastStage:
 
 
 class _TakenRates:
-    """Rates that a schedule's `restore_groups` had given to the groups, and that a refusal has taken from them again."""
+    """Rates that `restore_groups` of a schedule had set, and that a refusal has taken back."""
 
     def __init__(self, groups: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
         self.changed = [
