@@ -17,6 +17,7 @@ from trainwright import EarlyStopping, StepOutput, Trainer
 from trainwright.core.errors import DataError, SettingError
 from trainwright.metrics.metrics import Meters
 from trainwright.metrics.scores import F1, MAE, R2, RMSE
+from trainwright.metrics.totals import Total
 
 NEAR = pytest.approx
 UNEVEN = [1, 7, 2, 30, 3]
@@ -274,9 +275,10 @@ class Reads(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("metric", [R2(), MAE(), RMSE(), F1()])
-def test_an_update_reads_nothing_back(metric):
+def test_an_update_reads_nothing_from_a_device(metric, monkeypatch):
+    monkeypatch.setitem(Total.__init__.__kwdefaults__, "wide", True)  # sums as on an accelerator
     output, target = (normal(9, 3), whole(3, 9)) if isinstance(metric, F1) else (normal(9), normal(9, seed=1))
-    meters = Meters({"it": metric})
+    meters = Meters({"it": type(metric)()})
     with Reads() as reads:
         meters.update(output, target, 9)
         meters.update(output, target, 9)

@@ -8,8 +8,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainwright.core.errors import SettingError
 from trainwright.core.records import MeanLoss, SumLoss
-from trainwright.metrics import flags as flag
-from trainwright.metrics.flags import Hits
 from trainwright.metrics.totals import Reading, Total, read_totals
 
 
@@ -163,7 +161,7 @@ def test_there_is_no_error_of_sums_over_more_than_a_row(sums, count):
 
 def test_adding_reads_nothing_back_and_keeps_no_graph():
     weight = torch.ones((), requires_grad=True)
-    total = Total(spread=True)
+    total = Total(spread=True, wide=True)  # as on an accelerator
     with Ops() as ops:
         total.add(weight * 2, 4)
         total.add(weight * 2, torch.tensor(4))
@@ -259,23 +257,13 @@ def flags(n=7):
 
 def test_right_guesses_are_counted_as_whole_numbers_over_the_rows_that_count():
     guess, target = flags()
-    by_name, by_flags = Total(), Total()
-    for _ in range(3):
-        by_name.take(Hits(guess, target, ignored=-100), len(guess))
-        by_flags.take(SumLoss(guess == target, target != -100), len(guess))
+    total, spread = Total(), Total(spread=True)
+    for each in (total, total, total, spread):
+        each.take(SumLoss(guess == target, target != -100), len(guess))
     right, counted = int((guess == target).sum()), int((target != -100).sum())
-    assert by_name.read() == by_flags.read() == Reading(right / counted, 3 * counted, None)
-    assert by_name.tensors() == []  # nothing is left to be read back
-
-
-def test_right_guesses_are_a_sum_like_any_other():
-    guess, target = flags()
-    hits = Hits(guess, target, ignored=-100)
-    assert torch.equal(hits.total, guess == target) and torch.equal(hits.count, target != -100)
-    spread = Total(spread=True)
-    spread.take(hits, len(guess))
-    share = spread.value
-    assert spread.error == pytest.approx(math.sqrt(share * (1 - share) / spread.count))
+    assert total.read() == Reading(right / counted, 3 * counted, None)
+    assert total.tensors() == []  # nothing is left to be read
+    assert spread.error == pytest.approx(math.sqrt(spread.value * (1 - spread.value) / counted))
 
 
 def test_flags_and_other_numbers_add_up():
@@ -286,25 +274,3 @@ def test_flags_and_other_numbers_add_up():
     assert (total.value, total.count) == ((2 + 0.75 + 2) / 6, 6)
     total.take(SumLoss(torch.tensor([True]), torch.tensor([False])), 1)  # a row that does not count is no row
     assert total.count == 6
-
-
-@pytest.mark.parametrize("taken", [1, flag.TOGETHER - 1, flag.TOGETHER, 2 * flag.TOGETHER + 3])
-def test_flags_that_wait_are_all_counted_whoever_asks(taken, monkeypatch):
-    monkeypatch.setattr(flag, "lies_on_host", lambda tensor: False)  # as on an accelerator
-    guess, target = flags()
-    there = Hits(guess, target, ignored=-100)
-    there.on_host = False
-    total, plain, other = Total(), Total(), Total()
-    for _ in range(taken):
-        total.take(there, len(guess))
-        plain.add_sum(int((guess == target).sum()), int((target != -100).sum()))
-    assert len(total._flags.hits) == taken % flag.TOGETHER
-    copy = Total()
-    copy.load_state_dict(total.state_dict())
-    assert copy.read() == plain.read() == total.read()
-    other.take(there, len(guess))
-    total.merge(other)
-    assert total.count == (taken + 1) * int((target != -100).sum())
-    other.take(there, len(guess))
-    other.reset()
-    assert math.isnan(other.value)

@@ -21,7 +21,6 @@ from trainwright.core.records import SumLoss
 from trainwright.core.rng import unmoved
 from trainwright.core.suggestions import check_name, did_you_mean
 from trainwright.core.trees import detached, tensors_in
-from trainwright.metrics.flags import Hits
 from trainwright.metrics.totals import Reading, Total, read_totals
 from trainwright.protocols import Metric
 from trainwright.update.losses import shapes_of
@@ -54,8 +53,7 @@ def accuracy(output: Tensor, target: Tensor) -> SumLoss:
         hits = (output > 0).flatten() == (target > 0.5).flatten()
         return SumLoss(hits if len(hits) == len(output) else hits.count_nonzero(), len(hits))
     _check_classes("accuracy", output, target)
-    guess = output.argmax(1)
-    return Hits(guess, target, ignored=IGNORED) if guess.dim() == 1 else _counted(guess == target, target)
+    return _counted(output.argmax(1) == target, target)
 
 
 def top_k(k: int) -> Callable[[Tensor, Tensor], SumLoss]:
