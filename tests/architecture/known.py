@@ -16,8 +16,6 @@ UPWARD = {
     ("protocols", "core.plan"),
     ("protocols", "core.records"),
     ("protocols", "core.suggestions"),
-    ("update.finite_check", "acceleration.oom"),
-    ("update.finite_check", "diagnostics.not_finite"),
     ("update.hooks", "acceleration.transfer"),
     ("update.reporter", "fit.due"),
 }
@@ -40,6 +38,5 @@ CIRCLES = [
     {"evaluation.passes", "evaluation.predictions", "fit.per_rank_state"},
     {"modules.activations", "modules.dry_run"},
     {"optim.muon", "optim.optimizers"},
-    {"update.deferred_check", "update.finite_check"},
 ]
 """Files that import each other in a circle."""

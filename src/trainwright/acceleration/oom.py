@@ -1,7 +1,7 @@
 """Runs a window again in smaller micro-batches where memory runs out: the same rows, and so the same update.
 
-What a failed try may have moved is put back first: random states, buffers, `trainer.state`, gradients, numbers. Once an
-optimizer has begun its step nothing is tried again, for weights may be half-way then.
+Before the second try all that the failed one may have changed is restored: random states, buffers, `trainer.state`,
+gradients, numbers. Once an optimizer has begun its step nothing is tried again: weights may have changed in part.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from trainwright.modules.modes import evaluating
 from trainwright.update.hooks import let_go_of_memory
 from trainwright.update.owner import networks_of
 from trainwright.update.snapshot import Buffers, LossTotals, RngStates, Snapshot, UserState
-from trainwright.update.status import Outcome
 from trainwright.update.window import Window
 
 if TYPE_CHECKING:
@@ -37,19 +36,19 @@ if TYPE_CHECKING:
     from trainwright.update.owner import Owner
 
 
-class Told(NamedTuple):
-    """What is left of splitting when its run is over."""
+class SplitSummary(NamedTuple):
+    """What was split in a run that is over."""
 
-    told: str
+    split: str
 
     def __str__(self) -> str:
-        return self.told or "windows are run in parts where memory runs out"
+        return self.split or "windows are run in parts where memory runs out"
 
 
-class Splitting:
-    """Stands in the place of a trainer's `update` while a run lasts.
+class WindowSplitter:
+    """Makes updates with the trainer's `update`, in smaller micro-batches where memory runs out.
 
-    What fits is remembered as elements of a batch, not as rows: batches of longer rows are cut finer.
+    The size that fits is remembered as elements of a batch, not as rows: batches of longer rows are cut finer.
     """
 
     def __init__(self, run: Run) -> None:
@@ -62,28 +61,28 @@ class Splitting:
         self._weights = _WeightMarks(run)
         self._epoch = -1
         self._is_checked = False
-        """Whether parts of a batch are known to give the loss of the whole, or nobody can tell."""
+        """Whether parts of a batch are known to give the loss of the complete one, or that cannot be checked."""
         self._unknown = ""
-        """Why nobody can."""
+        """Why it cannot be checked."""
         self._news: list[str] = []
         self.limit: float | None = None
         """Elements that a micro-batch may have; None where no memory has run out."""
-        self.told = ""
-        """What was split, in a line; empty where nothing was."""
+        self.split = ""
+        """What was split, in a line; empty for nothing."""
         if run.owner.hooks.begin_epoch is None:  # else layers may yet be frozen
             check_layers(run.owner)
 
     def __str__(self) -> str:
-        return str(Told(self.told))
+        return str(SplitSummary(self.split))
 
     def take_news(self) -> list[str]:
-        """What was split since somebody asked last."""
+        """Return what was split since the last call."""
         news, self._news = self._news, []
         return news
 
-    def let_go(self) -> Told:
+    def summary(self) -> SplitSummary:
         """Return what is left when the run is over, without the copies."""
-        return Told(self.told)
+        return SplitSummary(self.split)
 
     def update(self, window: Window) -> Any:
         """Make the update of a window, in as many micro-batches as memory asks for."""
@@ -108,14 +107,14 @@ class Splitting:
                     raise _noted(error, why)  # noqa: B904 - the error itself
                 failed = error
             except _ReadByUpdate:
-                if failed is None:  # a resumed run goes on with what has fitted before
+                if failed is None:  # a resumed run begins with the size that has fitted before
                     fix = "self.compute_gradients(window), or without on_oom"
                     raise StepError(message(_READS, fix=fix)) from None
                 raise _noted(failed, _READS) from None
             traceback.clear_frames(failed.__traceback__)  # they hold what was computed
             tried = self._finer(window, tried, failed)
         if failed is not None:
-            self._tell(window, tried)
+            self._report(window, tried)
         return returned
 
     def _finer(self, window: Window, tried: Window, failed: BaseException) -> Window:
@@ -137,28 +136,22 @@ class Splitting:
 
     def _rewind(self, window: Window) -> None:
         """Return to the start of the window; what it had computed is dropped."""
-        run = self._run
-        run.gradients.zero()
-        run.outcome, run.factor = Outcome(), 1.0
-        for stepper in run.steppers.all.steppers:
-            stepper.norm, stepper.factor, stepper.scale = None, 1.0, None
-        if not run.strategy.updates_ahead:  # else an earlier update may have raised the flag, not read yet
-            run.steppers.lower_flags()
-        run.ledger.begin(window)
+        self._run.strategy.discard()
+        self._run.ledger.begin(window)
         self._snapshot.restore()  # after `begin`, which clears the numbers of the update
 
     def _check(self, tried: Window, index: int, failed: BaseException, *, most: int) -> None:
-        """Raise where the loss of a few rows of a micro-batch is not that of their parts."""
+        """Raise where the loss of a few rows of a micro-batch is not the loss of their parts."""
         few = min(tried.rows[index], FEW, max(2, most))
         cuts = [range(few)], [range(few * 3 // 8 or 1), range(few * 3 // 8 or 1, few)]
         whole, parts = ([_part(tried, index, one) for one in each] for each in cuts)
-        found = compared(self._run, self._made(tried, whole), self._made(tried, parts))
+        found = compare_parts(self._run, self._made(tried, whole), self._made(tried, parts))
         if found.refused:
             raise _noted(failed, found.refused)
         self._is_checked, self._unknown = not found.again, found.unknown
 
     def _cut(self, window: Window) -> Window:
-        """The window in micro-batches of at most `limit` elements, as far as rows allow; itself where they are."""
+        """Return the window in micro-batches of at most `limit` elements; itself where they are small enough."""
         if self.limit is None:
             return window
         parts: list[tuple[Any, int]] = []
@@ -168,7 +161,7 @@ class Splitting:
         return window if len(parts) == len(window.batches) else self._made(window, parts)
 
     def _pieces(self, batch: Any, rows: int) -> int:
-        """In how many parts a micro-batch is run."""
+        """Return the number of parts of a micro-batch."""
         n = 1 if self.limit is None else min(rows, math.ceil(_size(batch) / self.limit))
         return 1 if n < 2 or _why_whole(batch, rows) else n
 
@@ -199,20 +192,20 @@ class Splitting:
             return whole or "each micro-batch is one row already"
         return ""
 
-    def _tell(self, window: Window, finer: Window) -> None:
-        """Say what is split from now on, and where that is not the same update to the last bit of its noise."""
+    def _report(self, window: Window, finer: Window) -> None:
+        """Note what is split from now on, and whether noise such as dropout is then drawn otherwise."""
         counters, k = self._run.counters, len(finer.batches)
         each = zip(window.batches, window.rows, strict=True)
         before, after = max((rows, math.ceil(rows / n)) for batch, rows in each if (n := self._pieces(batch, rows)) > 1)
         update = counters.earlier_updates + counters.updates + 1
-        told = f"out of memory in update {update}: micro-batches of {before} rows are run in parts of up to {after}"
+        split = f"out of memory in update {update}: micro-batches of {before} rows are run in parts of up to {after}"
         if self._random.changed:
-            told += ", and noise such as dropout is drawn for each part"
+            split += ", and noise such as dropout is drawn for each part"
         if self._unknown:
-            told += f"; that parts give the loss of the whole is not checked: {self._unknown}"
+            split += f"; that parts give the loss of the whole is not checked: {self._unknown}"
         cure = f"batches of {after} rows" if len(window.batches) == 1 else "smaller batches"
-        self.told = f"{told}; {cure} with accumulate={k} do so from the start"
-        self._news.append(self.told)
+        self.split = f"{split}; {cure} with accumulate={k} do so from the start"
+        self._news.append(self.split)
 
 
 class _WeightMarks:
@@ -274,7 +267,7 @@ class _ReadByUpdate(Exception):
 
 
 class _Parts(Window):
-    """A window of the same rows in other micro-batches, which `compute_gradients` runs, and nobody else may read."""
+    """A window of the same rows in other micro-batches, which only `compute_gradients` may read."""
 
     _guarded = False
 
@@ -282,7 +275,7 @@ class _Parts(Window):
     def of(
         cls, window: Window, parts: Sequence[tuple[Any, int]], counts: list[Count] | None, *, guarded: bool
     ) -> Window:
-        """Make one of what a window was cut into."""
+        """Return the window of the parts that another one was cut into."""
         made = cls([batch for batch, _ in parts], [rows for _, rows in parts], counts, move=window.mover)
         made._guarded = guarded
         return made
@@ -299,7 +292,7 @@ class _Parts(Window):
         frame = sys._getframe(2) if self._guarded else None
         if frame is None:
             return
-        while frame is not None and frame.f_code is not Splitting.update.__code__:
+        while frame is not None and frame.f_code is not WindowSplitter.update.__code__:
             if frame.f_code.co_name == "compute_gradients":
                 return
             frame = frame.f_back
@@ -307,7 +300,7 @@ class _Parts(Window):
 
 
 def _part(window: Window, index: int, rows: range) -> tuple[Any, int]:
-    """Those rows of a micro-batch, and how many they are."""
+    """Return these rows of a micro-batch, and their number."""
     batch = window.batches[index]
     part = cut(batch, rows, of=window.rows[index])
     share = getattr(window.mover, "share", None)
@@ -317,7 +310,7 @@ def _part(window: Window, index: int, rows: range) -> tuple[Any, int]:
 
 
 def _size(batch: Any) -> int:
-    """What memory is taken to grow with: the elements of a batch, its rows where it has no tensor or array."""
+    """Return the size that memory is taken to grow with: the elements of all tensors and arrays of a batch."""
     return sum(tensor.numel() for tensor in tensors_in(batch)) or _elements(batch)
 
 
@@ -354,33 +347,33 @@ COARSE = 3e-2
 """The same in half precision."""
 
 
-class Found(NamedTuple):
-    """What came of a comparison; nothing where parts give the loss of the whole."""
+class PartsLoss(NamedTuple):
+    """The result of a comparison; all empty where the parts give the loss of the complete batch."""
 
     refused: str = ""
     """Why they do not."""
     unknown: str = ""
-    """Why nobody can tell."""
+    """Why it cannot be checked."""
     again: bool = False
-    """Whether it may be told of fewer rows."""
+    """Whether it may be checked with fewer rows."""
 
 
-def compared(run: Run, whole: Window, parts: Window) -> Found:
+def compare_parts(run: Run, whole: Window, parts: Window) -> PartsLoss:
     """Run the steps of some rows at once, and of the same rows in parts; the gradients are dropped.
 
-    What the steps have moved is left to the caller to put back.
+    The caller restores what the steps have changed.
     """
     if run.owner.hooks.computes_itself:
-        return Found(unknown="`compute_gradients` is your own")
+        return PartsLoss(unknown="`compute_gradients` is your own")
     try:
         return _compared(run, whole, parts)
     except Exception as error:  # a step may fail on a part in any way; memory may be too small even for that
         if is_out_of_memory(error):
-            return Found(unknown="there is no memory for two rows at once", again=True)
-        return Found(refused=f"a part of its rows cannot be run: {first_line(error)}")
+            return PartsLoss(unknown="there is no memory for two rows at once", again=True)
+        return PartsLoss(refused=f"a part of its rows cannot be run: {first_line(error)}")
 
 
-def _compared(run: Run, whole: Window, parts: Window) -> Found:
+def _compared(run: Run, whole: Window, parts: Window) -> PartsLoss:
     before = random_state()
     losses, draws = _losses(run, whole, parts), have_moved(before)
     if draws:  # noise differs between a whole and its parts: without it, if that is possible
@@ -389,15 +382,15 @@ def _compared(run: Run, whole: Window, parts: Window) -> Found:
         with evaluating(*roots):
             losses, draws = _losses(run, whole, parts), have_moved(before)
     if draws:
-        return Found(unknown="steps draw random numbers in eval mode too")
+        return PartsLoss(unknown="steps draw random numbers in eval mode too")
     one, several, largest = losses
     if not math.isfinite(one) or not math.isfinite(several):
-        return Found(unknown="the loss of the first rows is not finite")
+        return PartsLoss(unknown="the loss of the first rows is not finite")
     if abs(one - several) <= _close(run) * max(abs(one), largest):
-        return Found()
+        return PartsLoss()
     n = ", ".join(map(str, parts.rows))
     why = "a row's loss depends on the other rows of its micro-batch"
-    return Found(f"{why}: of {sum(parts.rows)} rows at once it is {one:.6g}, in parts of {n} it is {several:.6g}")
+    return PartsLoss(f"{why}: of {sum(parts.rows)} rows at once it is {one:.6g}, in parts of {n} it is {several:.6g}")
 
 
 def _losses(run: Run, whole: Window, parts: Window) -> tuple[float, float, float]:

@@ -54,7 +54,7 @@ def told(owner: Owner) -> tuple[str, ...]:
     """What was compiled so far, and how windows are split, as lines; none where nothing is."""
     compiled, splits = owner._record.compiled, owner._record.splits
     lines = () if compiled is None else (f"compiled {compiled}",)
-    return lines if splits is None or not splits.told else (*lines, splits.told)
+    return lines if splits is None or not splits.split else (*lines, splits.split)
 
 
 def _lies_channels_last(owner: Owner) -> bool:

@@ -321,7 +321,7 @@ def _release_run(owner: Owner, run: Run) -> None:
     record.rates = run.rates
     run.strategy.close()
     if record.splits is not None:
-        record.splits = record.splits.let_go()
+        record.splits = record.splits.summary()
     owner.hold(NOT_RUNNING, NOT_RUNNING)
 
 

@@ -6,12 +6,14 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from trainwright.checkpointing.state import Random
+from trainwright.core.errors import first_line
 from trainwright.core.plan import Plan
 from trainwright.core.progress import Counters
 from trainwright.diagnostics.first_batch import FirstBatch, is_compiled
@@ -371,12 +373,23 @@ def choose_strategy(run: Run) -> UpdateStrategy:
     owner._record.why_immediate = why = why_immediate(owner, checks=run.checks, scaler=run.scaler, rates=run.rates)
     update = owner.update
     if owner.on_oom is not None:
-        from trainwright.acceleration.oom import Splitting
+        from trainwright.acceleration.oom import WindowSplitter
 
-        owner._record.splits = splitting = Splitting(run)
-        update = splitting.update
+        owner._record.splits = splitter = WindowSplitter(run)
+        update = splitter.update
+    trace = partial(_trace, run)
     if why:
-        return ImmediateCheck(run, update=update)
+        return ImmediateCheck(run, update=update, trace=trace)
     from trainwright.update.deferred_check import DeferredCheck
 
-    return DeferredCheck(run, update=update)
+    return DeferredCheck(run, update=update, trace=trace)
+
+
+def _trace(run: Run) -> nonfinite_policy.Trace:
+    """Find where the update in hand stopped being finite: the batch, the weights, or a module's forward or backward."""
+    from trainwright.diagnostics import not_finite
+
+    try:
+        return not_finite.trace(run)
+    except Exception as error:  # a batch may hold any object; nothing that it does may replace the error of the update
+        return nonfinite_policy.Trace((f"where it began cannot be shown: {first_line(error, 200)}",))

@@ -17,8 +17,7 @@ from trainwright.precision.mixed_precision import LossScaler
 from trainwright.schedules.table import TableRates
 from trainwright.update import nonfinite_policy
 from trainwright.update.device_state import AHEAD, AsyncReads, DeviceRates, DeviceScale, DeviceVerdict
-from trainwright.update.finite_check import trace
-from trainwright.update.nonfinite_policy import PATIENCE
+from trainwright.update.nonfinite_policy import PATIENCE, Trace
 from trainwright.update.numbers import Entry
 from trainwright.update.optimizer_steps import Chosen
 from trainwright.update.strategy import UpdateStrategy
@@ -64,8 +63,8 @@ class DeferredCheck(UpdateStrategy):
     reports = True
     updates_ahead = AHEAD
 
-    def __init__(self, run: Run, *, update: Callable[[Window], Any]) -> None:
-        super().__init__(run, update=update)
+    def __init__(self, run: Run, *, update: Callable[[Window], Any], trace: Callable[[], Trace]) -> None:
+        super().__init__(run, update=update, trace=trace)
         device = run.owner.device
         self._reads = AsyncReads(device)
         self._found_inf: Tensor | None = None
@@ -231,7 +230,7 @@ class DeferredCheck(UpdateStrategy):
             lr=pending.update.lr if self._rates is None else self._rates.of(self._applied)[0],
             norm=norms[0] if norms else None,
             counted=run.ledger.counted,
-            trace=partial(trace, run),
+            trace=self.trace,
         )
 
     def _rewind(self, place: tuple[int, int]) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from trainwright.core import host_reads
-from trainwright.core.errors import first_line
 from trainwright.core.trees import inside
 from trainwright.modules.modes import running_statistics
 from trainwright.optim.fused import why_not_masked
@@ -18,6 +16,7 @@ from trainwright.protocols import Scaler
 from trainwright.schedules.rates import Rates
 from trainwright.schedules.table import TableRates
 from trainwright.update import nonfinite_policy
+from trainwright.update.nonfinite_policy import Trace
 from trainwright.update.optimizer_steps import Chosen
 from trainwright.update.strategy import UpdateStrategy
 from trainwright.update.window import Window
@@ -34,8 +33,8 @@ ASYNC_DEVICES = {"cuda", "meta"}
 class ImmediateCheck(UpdateStrategy):
     """Reads loss, gradients and norms before each step, in one read, and applies the policy to them."""
 
-    def __init__(self, run: Run, *, update: Callable[[Window], Any]) -> None:
-        super().__init__(run, update=update)
+    def __init__(self, run: Run, *, update: Callable[[Window], Any], trace: Callable[[], Trace]) -> None:
+        super().__init__(run, update=update, trace=trace)
         self.reports = self.reporter.is_needed
 
     def check(self, found_inf: Tensor | None, chosen: Chosen) -> bool:
@@ -127,7 +126,7 @@ def applies_policy(run: Run, chosen: Chosen, *, overflowed: bool, loss: float) -
             norm=norm if isinstance(norm, float) else None,
             counted=counted,
             whole=not owner.hooks.updates_itself,
-            trace=partial(trace, run),
+            trace=run.strategy.trace,
         )
     return verdict == "apply"
 
@@ -176,13 +175,3 @@ def has_buffers(owner: Owner) -> bool:
     """Whether the model or the loss has any buffer."""
     roots = [one for one in (owner.model, owner.loss) if isinstance(one, nn.Module)]
     return any(tensor is not None for root in roots for module in inside(root) for tensor in module._buffers.values())
-
-
-def trace(run: Run) -> nonfinite_policy.Trace:
-    """Say where the update in hand stopped being finite: the batch, the weights, or a module's forward or backward."""
-    from trainwright.diagnostics import not_finite
-
-    try:
-        return not_finite.trace(run)
-    except Exception as error:  # a batch may hold any object; nothing that it does may replace the error of the update
-        return nonfinite_policy.Trace((f"where it began cannot be shown: {first_line(error, 200)}",))

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from trainwright.protocols import Scaler
+from trainwright.update.nonfinite_policy import Trace
 from trainwright.update.reporter import UpdateReporter
+from trainwright.update.status import Outcome
 from trainwright.update.window import Window
 
 if TYPE_CHECKING:
@@ -21,6 +23,7 @@ class UpdateStrategy:
     """How the updates of a run are made. A run has one, chosen before its first update.
 
     `update`: makes the update of a window; the trainer's own method, or what splits windows for want of memory.
+    `trace`: finds where the update in hand stopped being finite, for the error.
     """
 
     reports = False
@@ -32,8 +35,8 @@ class UpdateStrategy:
     _is_unchecked = False
     """Whether gradients were scaled and flagged, and no check has read the flag."""
 
-    def __init__(self, run: Run, *, update: Callable[[Window], Any]) -> None:
-        self.update = update
+    def __init__(self, run: Run, *, update: Callable[[Window], Any], trace: Callable[[], Trace]) -> None:
+        self.update, self.trace = update, trace
         self.scaler: Scaler | None = run.scaler
         """The loss scale; None without one."""
         self.reporter = UpdateReporter(run.owner, run.steppers)
@@ -77,6 +80,16 @@ class UpdateStrategy:
 
     def report(self, window: Window) -> None:
         """Report the update of a window to the observers."""
+
+    def discard(self) -> None:
+        """Drop what the window in hand has computed: it is run again."""
+        run = self._run
+        run.gradients.zero()
+        run.outcome, run.factor = Outcome(), 1.0
+        for stepper in run.steppers.all.steppers:
+            stepper.norm, stepper.factor, stepper.scale = None, 1.0, None
+        if not self.updates_ahead:  # else an earlier update may have raised the flag, which is not read yet
+            run.steppers.lower_flags()
 
     def flush(self) -> None:
         """Wait for the numbers of all updates, and raise what they say. No-op where they are read at once."""
