@@ -57,7 +57,8 @@ if TYPE_CHECKING:
     from trainwright.observers.pruning import Pruning
     from trainwright.observers.statistics import Statistics
     from trainwright.observers.throughput import Throughput
-    from trainwright.optim.averaging import EMA, SWA, Average, Averaging
+    from trainwright.optim.averaged_weights import AveragedWeights
+    from trainwright.optim.averaging import EMA, SWA, WeightAveraging
     from trainwright.optim.groups import param_groups
     from trainwright.optim.layerwise import Lamb, Lars
     from trainwright.optim.optimizers import adamw, muon, sgd
@@ -103,7 +104,8 @@ else:
         "evaluation.reports": ("Report",),
         "modules.activations": ("checkpoint_activations",),
         "modules.flops": ("count_flops",),
-        "optim.averaging": ("EMA", "SWA", "Average", "Averaging"),
+        "optim.averaged_weights": ("AveragedWeights",),
+        "optim.averaging": ("EMA", "SWA", "WeightAveraging"),
         "checkpointing.checkpoint": ("Checkpoint", "Keeping", "Saving"),
         "fit.early_stopping": ("EarlyStopping", "Stopping", "Watching"),
         "acceleration.fast": ("Fast",),
@@ -156,8 +158,7 @@ __all__ = [
     "SWA",
     "Advice",
     "Augment",
-    "Average",
-    "Averaging",
+    "AveragedWeights",
     "Batches",
     "Best",
     "Bucketed",
@@ -245,6 +246,7 @@ __all__ = [
     "Validation",
     "WarmupStableDecay",
     "Watching",
+    "WeightAveraging",
     "Window",
     "__version__",
     "accuracy",

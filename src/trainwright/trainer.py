@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from trainwright.fit.between_updates import Pauses
     from trainwright.fit.early_stopping import Stopping
     from trainwright.fit.run import Run
-    from trainwright.optim.averaging import Averaging
+    from trainwright.optim.averaging import WeightAveraging
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -92,7 +92,7 @@ class Trainer(Generic[M]):
         schedule: Schedule | Callable[[int, int], float] | Mapping[str, Any] | None = None,
         early_stopping: Stopping | None = None,
         checkpoint: Saving | None = None,
-        average: Averaging | None = None,
+        average: WeightAveraging | None = None,
         frozen: Mapping[str, nn.Module] | None = None,
         on_nonfinite: str = "raise",
         parallel: str | DDP | FSDP | None = "auto",

@@ -25,7 +25,7 @@ from trainwright.fit import between_updates, context, stages
 from trainwright.fit.run import Run
 from trainwright.modules import modes
 from trainwright.modules.modes import wake
-from trainwright.optim.averaged_weights import Average
+from trainwright.optim.averaged_weights import AveragedWeights
 from trainwright.precision import mixed_precision
 from trainwright.schedules import rates as schedule_rates
 
@@ -326,9 +326,9 @@ def a_pass_wakes_what_is_in_eval_mode(patch):
 
 def a_pass_leaves_averaged_weights(patch):
     def forget(self):
-        self.holds = False
+        self.is_applied = False
 
-    patch.setattr(Average, "_put_raw", forget)
+    patch.setattr(AveragedWeights, "_load_raw", forget)
 
 
 def a_pass_leaves_weights_rounded(patch):

@@ -23,7 +23,7 @@ from trainwright.fit.between_updates import Pauses
 from trainwright.fit.early_stopping import Watch
 from trainwright.fit.rollback import Rollback
 from trainwright.observers.journal import Journal
-from trainwright.optim.averaged_weights import Average
+from trainwright.optim.averaged_weights import AveragedWeights
 from trainwright.precision.mixed_precision import LossScaler
 from trainwright.schedules.stepped import SteppedRates
 from trainwright.schedules.table import TableRates
@@ -148,7 +148,7 @@ def the_average_starts_anew(patch):
 
 
 def the_average_forgets_how_many_it_has_taken(patch):
-    around(patch, Average, "load_state_dict", after=lambda self, tree: setattr(self, "taken", 0))
+    around(patch, AveragedWeights, "load_state_dict", after=lambda self, tree: setattr(self, "taken", 0))
 
 
 def the_scale_is_forgotten(patch):

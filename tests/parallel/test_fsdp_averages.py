@@ -76,12 +76,12 @@ def left_and_put_back(changes: str) -> Any:
     average = EMA(0.5).bind(model)
     updates = iter(range(1, 100))
     trained, _ = sharded_loop(PAIRS, model=model, each=lambda model: average.take(next(updates)))
-    average.leave()
+    average.apply()
     if changes == "one shard" and world.rank == 1:
         model.first.weight.to_local().data.add_(1.0)
     if changes == "all":
         model.load_state_dict(model.state_dict())
-    done = average.put_back()
+    done = average.revert()
     return done, differ(full_state_dict(model, world), trained) if world.is_main else len(full_state_dict(model, world))
 
 

@@ -156,7 +156,7 @@ def test_the_models_own_objects_are_kept_and_errors_leave_the_raw_weights():
     average = EMA(0.5).bind(model)
     with average.swapped():
         pass  # nothing to swap yet
-    assert not average.leave()
+    assert not average.apply()
     for update in train(model, updates=3):
         average.take(update)
     raw, objects = values(model), [id(parameter) for parameter in model.parameters()]
@@ -224,8 +224,8 @@ def test_a_failing_pass_leaves_everything_as_it_was():
     with pytest.raises(DataError, match="no batch went through 1"), average.swapped(lambda: None):
         pytest.fail("it must not get here")
     with pytest.raises(OSError):
-        average.leave(failing)
-    assert same(values(model), raw) and model[1].momentum == momentum and not average.holds
+        average.apply(failing)
+    assert same(values(model), raw) and model[1].momentum == momentum and not average.is_applied
     assert average.needs_statistics and all(module.training for module in model.modules())
 
 
@@ -282,7 +282,7 @@ def test_a_norm_that_no_batch_went_through_keeps_its_statistics():
     average.take(1)
     with average.swapped(lambda: model(X)):
         assert model.unused.running_mean[0] == 3.0
-    average.meet(model)
+    average.attach(model)
     assert not average.needs_statistics
 
 

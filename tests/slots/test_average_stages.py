@@ -42,23 +42,23 @@ def test_what_is_left_is_put_back():
         raw = values(model)
         with average.swapped(forward_of(model)):
             inside = values(model)
-        assert not average.put_back() and same(values(model), raw)  # nothing was left
-        assert average.leave()
-        assert same(values(model), inside) and average.holds
+        assert not average.revert() and same(values(model), raw)  # nothing was left
+        assert average.apply()
+        assert same(values(model), inside) and average.is_applied
         with average.swapped():
             assert same(values(model), inside)
         assert same(values(model), inside)
-        assert average.put_back() and same(values(model), raw) and not average.holds
+        assert average.revert() and same(values(model), raw) and not average.is_applied
         average.take(4)
 
 
 def test_a_model_that_was_moved_is_unchanged():
     model, average = averaged()
     raw = values(model)
-    average.leave()
+    average.apply()
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()  # what `model.to(device)` does
-    assert average.put_back() and same(values(model), raw)
+    assert average.revert() and same(values(model), raw)
 
 
 def load_again(model):
@@ -88,28 +88,28 @@ def convert(model):
 @pytest.mark.parametrize("change", [load_again, assign, edit_data, replace_data, new_layer, convert])
 def test_weights_that_somebody_changed_stay(change):
     model, average = averaged()
-    average.leave()
+    average.apply()
     change(model)
     changed = values(model)
-    assert not average.put_back()
-    assert same(values(model), changed) and not average.holds
+    assert not average.revert()
+    assert same(values(model), changed) and not average.is_applied
 
 
 def test_weights_loaded_on_top_are_what_was_left():
     model, average = averaged()
     raw = weights(model)
-    average.leave()
+    average.apply()
     with torch.no_grad():
         model[0].weight.fill_(7)
-    assert average.leave()
+    assert average.apply()
     assert (model[0].weight == 7).all()
-    assert average.put_back() and same(weights(model), raw)
-    average.leave()
+    assert average.revert() and same(weights(model), raw)
+    average.apply()
     with torch.no_grad():
         model[0].weight.fill_(7)
-    average.leave()
+    average.apply()
     model[0].weight.data.fill_(8)
-    assert not average.put_back()
+    assert not average.revert()
 
 
 def test_new_parameters_join_with_their_current_value_and_old_ones_leave():
@@ -118,11 +118,11 @@ def test_new_parameters_join_with_their_current_value_and_old_ones_leave():
     for update in train(model, updates=3):
         average.take(update)
     groups = average._groups
-    average.meet(model)
+    average.attach(model)
     assert average._groups is groups
     before = average._groups[0].averages[0].clone()
     model[1] = nn.Linear(4, 2)
-    average.meet(model)
+    average.attach(model)
     with average.swapped():
         assert torch.equal(model[0].weight, before)
         joined = weights(model[1])
@@ -140,18 +140,18 @@ def test_a_changed_model_has_its_statistics_estimated_anew():
     model, average = averaged(SWA(Updates(1), Updates(1)))
     with average.swapped(forward_of(model)):
         pass
-    average.meet(model)
+    average.attach(model)
     assert not average.needs_statistics
     model[3] = nn.BatchNorm1d(6, affine=False)  # no parameters, but statistics
-    average.meet(model)
+    average.attach(model)
     assert average.needs_statistics
     with average.swapped(forward_of(model)):
         pass
     model[3] = nn.BatchNorm1d(6, affine=False, track_running_stats=False)
-    average.meet(model)
+    average.attach(model)
     assert average.needs_statistics
     model[1] = model[3]
-    average.meet(model)
+    average.attach(model)
     assert not average.needs_statistics
 
 
@@ -159,7 +159,7 @@ def test_a_parameter_that_was_resized_or_converted_is_met_as_it_is():
     model, average = averaged()
     model[4].weight.data = torch.ones(3, 6)
     model[0].double()
-    average.meet(model)
+    average.attach(model)
     average.take(4)
     with average.swapped():
         assert (model[4].weight == 1).all() and model[0].weight.dtype == torch.float64
@@ -212,7 +212,7 @@ def test_the_state_goes_with_the_averaged_weights():
     with pytest.raises(CheckpointError, match=r"with average.swapped\(\): save"):
         average.state_dict()
     raw = weights(model)
-    average.leave()
+    average.apply()
     assert same(list(average.state_dict()["raw"].values()), raw)
     fresh = EMA().bind(model).state_dict()
     assert fresh["raw"] is None and fresh["taken"] == 0

@@ -15,7 +15,7 @@ from trainwright.checkpointing.state import first_names, named_parameters
 from trainwright.core.errors import SettingError, message
 from trainwright.core.trees import parameters_in
 from trainwright.modules.modes import unnoticed
-from trainwright.optim.averaging import Average
+from trainwright.optim.averaged_weights import AveragedWeights
 from trainwright.protocols import Tree
 
 
@@ -30,7 +30,7 @@ class Shown:
         self,
         model: nn.Module,
         *,
-        average: Average | None,
+        average: AveragedWeights | None,
         optimizers: Mapping[str, Optimizer],
         loss: Any = None,
         forward: Callable[[], None] | None = None,
@@ -80,7 +80,7 @@ class Shown:
         if self.average is not None:
             if not self._inside:
                 self._buffers = [(buffer, buffer.detach().clone()) for buffer in self.model.buffers()]
-            self.average.leave(self._forward)
+            self.average.apply(self._forward)
         self._show()
         self._inside = True
 
@@ -88,7 +88,7 @@ class Shown:
         """Take the trained weights up again; False where somebody has changed the weights since `leave`."""
         if self.average is None or not self.average.taken:
             return True
-        if not self.average.put_back():
+        if not self.average.revert():
             return False
         with torch.no_grad():
             for buffer, trained in self._buffers:  # those of a restored best are of another update

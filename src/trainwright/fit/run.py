@@ -25,7 +25,7 @@ from trainwright.fit.per_rank_state import retake_shards
 from trainwright.fit.rollback import BETWEEN, COUNTING, UPDATING, Rollback
 from trainwright.fit.signals import Signals
 from trainwright.modules.modes import running_statistics
-from trainwright.optim.averaging import Average
+from trainwright.optim.averaged_weights import AveragedWeights
 from trainwright.optim.named import check_parameters
 from trainwright.precision.mixed_precision import check_weights
 from trainwright.protocols import Scaler, Source
@@ -124,7 +124,7 @@ class Run:
         """The gradients of all optimizers together."""
         plan = self.lengths.noting
         self.rates = bind_rates(owner.schedule, owner.optimizers, plan)
-        average: Average | None = None if owner.average is None else owner.average.bind(owner.model, plan)
+        average: AveragedWeights | None = None if owner.average is None else owner.average.bind(owner.model, plan)
         self.lengths.bound(self.rates)
         self.average = average if average is not None and average.each_update else None
         """The average, where each update counts in it."""
@@ -292,7 +292,7 @@ class Run:
         self._take_groups()
         average = self.shown.average
         if average is not None:
-            average.meet(owner.model)
+            average.attach(owner.model)
             if average.will_need_statistics:
                 check_passes(self.source)
         if self.spread is not None:

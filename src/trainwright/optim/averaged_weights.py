@@ -1,8 +1,8 @@
-"""One model's average during one `fit`: taken, swapped into the model and out again, saved and loaded.
+"""Averages the weights of one model during one `fit`, swaps them in and out, and saves and loads them.
 
-The arithmetic is that of `torch.optim.swa_utils`, over lists that are grouped once; what was averaged how often is
-counted on the host, so that nothing is read from the device. Integer and boolean parameters are never averaged: like
-buffers, the averaged model has their current value. Of a sharded model each process averages its shards.
+The arithmetic is that of `torch.optim.swa_utils`, over lists that are grouped once. The number of averages is counted
+on the host, so that nothing is read from the device. Integer and boolean parameters are never averaged: like buffers,
+the averaged model has their current value. Of a sharded model each rank averages its shards.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from trainwright.modules.dtensors import everywhere, is_sharded, local, put, res
 from trainwright.modules.modes import mode
 
 Fold = Callable[[list[Tensor], list[Tensor], int], object]
-"""Folds weights into their averages, in place: (averages, weights, averages taken before)."""
+"""Updates averages in place: (averages, weights, number of averages before)."""
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
 
 
-class Average:
-    """The average of a model's weights during one `fit`, and the weights themselves; a part of every checkpoint.
+class AveragedWeights:
+    """The average of a model's weights during one `fit`, and its raw weights while the model holds the average.
 
-    Inside `swapped()`, and after `leave()`, the model's own parameters hold the averages.
+    Inside `swapped()`, and after `apply()`, the model's own parameters hold the average. Part of every checkpoint.
     """
 
     def __init__(
@@ -46,120 +46,120 @@ class Average:
         self.settings = settings
         self.name: str = type(settings).__name__
         self.text = text
-        """The settings in words, for the header of a run; a checkpoint knows them too."""
+        """The settings as text, for the header of a run and for its checkpoints."""
         self.taken = 0
-        """Averages taken."""
+        """Number of averages taken."""
         self.each_update = each_update
-        """Whether `take` must be called after each update; else `epoch_ended` is enough."""
-        self.holds = False
-        """Whether the model holds the averaged weights now."""
+        """Whether averages are taken after updates; otherwise at the ends of epochs, by `epoch_ended`."""
+        self.is_applied = False
+        """Whether the model holds the average now."""
         self._model, self._fold, self._due, self._estimates = model, fold, due, estimates
         self._groups = _grouped(model, {})
         if any(is_sharded(*group.weights) for group in self._groups):
             self._fold = _on_shards(fold)
-        self._no_grad = torch.no_grad()  # made once: a take then costs six calls of Python
-        self._asleep: frozenset[str] = frozenset()
+        self._no_grad = torch.no_grad()  # made once: taking an average then costs six Python calls
+        self._in_eval: frozenset[str] = frozenset()
         """Modules that were in eval mode when the last average was taken, in a model in train mode."""
         self._statistics: dict[str, Tensor] | None = None
         """BatchNorm statistics of the averaged weights; None where they must be estimated."""
         self._raw_statistics: dict[str, Tensor] = {}
-        self._left: list[_Left] | None = None
+        self._applied: list[_AppliedWeight] | None = None
 
     def take(self, updates: int) -> None:
-        """Take an average where one is due after `updates` applied updates; called after each of them."""
+        """Take an average if one is due after `updates` applied updates. Called after each update."""
         if self.each_update and (self._due is None or self._due(updates, 0)):
             self._take()
 
     def epoch_ended(self, updates: int, epochs: int) -> None:
-        """Take an average where one is due after `epochs` finished epochs; called after each, before validation."""
+        """Take an average if one is due after `epochs` finished epochs. Called after each, before validation."""
         if not self.each_update and (self._due is None or self._due(updates, epochs)):
             self._take()
 
     @contextmanager
     def swapped(self, forward: Forward | None = None) -> Iterator[None]:
-        """Have the model hold the averaged weights inside; afterwards its own, bit for bit, also after an error.
+        """Give the model the average inside the block; afterwards its raw weights, bit for bit, also after an error.
 
-        Without an average yet, or where the model holds it already, nothing changes. `forward` runs the training data
-        once through the model, in train mode and without gradients; it is called where `needs_statistics`.
+        No-op before the first average, and where the model holds the average already. `forward` runs the training data
+        once through the model, in train mode and without gradients; it is called if `needs_statistics`.
         """
-        if self.holds or not self.taken:
+        if self.is_applied or not self.taken:
             yield
             return
-        self._keep_raw(forward)
+        self._copy_raw(forward)
         try:
-            self._put_averaged(forward)
+            self._load_averages(forward)
             yield
         finally:
-            self._put_raw()
+            self._load_raw()
 
     @property
     def needs_statistics(self) -> bool:
-        """Whether BatchNorm statistics must be estimated before the averaged weights can be evaluated."""
+        """Whether BatchNorm statistics must be estimated before the average can be evaluated."""
         stale = self._estimates and self.taken > 0 and self._statistics is None
-        return stale and bool(estimable(self._model, self._asleep))
+        return stale and bool(estimable(self._model, self._in_eval))
 
     @property
     def will_need_statistics(self) -> bool:
-        """Whether it will have to estimate BatchNorm statistics, of the model as it is now."""
-        return self._estimates and bool(estimable(self._model, _asleep(self._model)))
+        """Whether BatchNorm statistics of the present model will have to be estimated."""
+        return self._estimates and bool(estimable(self._model, _in_eval(self._model)))
 
-    def leave(self, forward: Forward | None = None) -> bool:
-        """Leave the averaged weights in the model, for good or until `put_back`; return whether there are any.
+    def apply(self, forward: Forward | None = None) -> bool:
+        """Give the model the average, until `revert` if that is called; return whether there is one.
 
-        Called once more after other weights were loaded on top, it takes note of them: they are then what was left.
+        Called again after other weights were loaded into the model, it records those as the applied ones.
         """
         if not self.taken:
             return False
-        if self._left is not None:
-            self._left = [left.as_it_is() for left in self._left]
+        if self._applied is not None:
+            self._applied = [left.refreshed() for left in self._applied]
             return True
-        assert not self.holds
-        self._keep_raw(forward)
+        assert not self.is_applied
+        self._copy_raw(forward)
         try:
-            self._put_averaged(forward)
+            self._load_averages(forward)
         except BaseException:
-            self._put_raw()
+            self._load_raw()
             raise
         pairs = [pair for group in self._groups for pair in zip(group.weights, group.averages, strict=True)]
-        self._left = [_Left(weight, weight._version, average) for weight, average in pairs]
+        self._applied = [_AppliedWeight(weight, weight._version, average) for weight, average in pairs]
         return True
 
-    def put_back(self) -> bool:
-        """Give the model its own weights back after `leave`; return whether that was done.
+    def revert(self) -> bool:
+        """Give the model its raw weights after `apply`; return whether that was done.
 
-        Where anybody has changed the weights since, or replaced parameters, they stay: what was loaded is what is
-        trained. A model that was only moved between devices is unchanged.
+        Nothing is done if weights were changed or parameters replaced since: weights that were loaded are trained on.
+        A model that was only moved between devices counts as unchanged.
         """
-        left, self._left = self._left, None
+        left, self._applied = self._applied, None
         if left is None:
             return False
-        self.holds = False
+        self.is_applied = False
         reshard(self._model)
         present = {id(parameter) for parameter in self._model.parameters()}
         unchanged = all(id(one.weight) in present and one.unchanged for one in left)
         if not everywhere(unchanged, [one.weight for one in left]):
             return False
-        self._put_raw()
+        self._load_raw()
         return True
 
-    def meet(self, model: nn.Module) -> None:
-        """Take over the parameters that the model has now: new ones join with their current value as their average."""
-        assert not self.holds
+    def attach(self, model: nn.Module) -> None:
+        """Average the parameters that the model has now; a new one starts with its current value as its average."""
+        assert not self.is_applied
         known = {id(w): a for group in self._groups for w, a in zip(group.weights, group.averages, strict=True)}
         groups = _grouped(model, known)
         self._model = model
         if [group.key for group in groups] != [group.key for group in self._groups]:
             self._groups, self._statistics = groups, None
-        norms = statistics_of(estimable(model, self._asleep)) if self._estimates else {}
+        norms = statistics_of(estimable(model, self._in_eval)) if self._estimates else {}
         if set(self._statistics or {}) != set(norms):
             self._statistics = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The raw weights and counts, for a checkpoint whose model holds the averaged ones: asked inside `swapped()`.
+        """Return the raw weights and counts, for a checkpoint whose model holds the average: call inside `swapped()`.
 
-        The tensors are those in use, not copies. CheckpointError where the model does not hold the average.
+        The tensors are not copied. CheckpointError if the model does not hold the average.
         """
-        if self.taken and not self.holds:
+        if self.taken and not self.is_applied:
             raise CheckpointError(
                 message(
                     f"the state of {self.name} was asked for while the model holds its raw weights",
@@ -174,18 +174,18 @@ class Average:
             "taken": self.taken,
             "raw": raw if self.taken else None,
             "statistics": self._raw_statistics if self.taken else {},
-            "asleep": sorted(self._asleep),
+            "asleep": sorted(self._in_eval),
         }
 
     def load_state_dict(self, tree: Mapping[str, Any]) -> str | None:
-        """Take the weights that the model was just loaded with as the average, and give the model its raw ones.
+        """Use the weights that were just loaded into the model as the average, and give the model its raw weights.
 
-        Returns a line where the settings differ. CheckpointError for another kind of average or another model.
+        Returns a line if the settings differ. CheckpointError for another kind of average or another model.
         """
-        assert self._left is not None or not self.holds
+        assert self._applied is not None or not self.is_applied
         self._check(tree)
-        self.taken, self.holds, self._left = tree["taken"], False, None
-        self._asleep, self._statistics = frozenset(tree["asleep"]), None
+        self.taken, self.is_applied, self._applied = tree["taken"], False, None
+        self._in_eval, self._statistics = frozenset(tree["asleep"]), None
         if tree["raw"] is not None:
             with torch.no_grad():
                 for group in self._groups:
@@ -198,9 +198,9 @@ class Average:
         return f"resumed: the average was {tree['settings']} until now, and goes on as {self.text}"
 
     def _take(self) -> None:
-        if self.holds:
+        if self.is_applied:
             what = f"{self.name}: an average was to be taken while the model holds the averaged weights"
-            raise SettingError(message(what, want="the weights that are trained", fix="put_back() first"))
+            raise SettingError(message(what, want="the weights that are trained", fix="average.revert() first"))
         with self._no_grad:
             if self.taken:
                 for group in self._groups:
@@ -210,15 +210,15 @@ class Average:
                     _copy(group.averages, group.weights)
         self.taken += 1
         if self._estimates:
-            self._statistics, self._asleep = None, _asleep(self._model)
+            self._statistics, self._in_eval = None, _in_eval(self._model)
 
-    def _keep_raw(self, forward: Forward | None) -> None:
-        """Copy what the model holds, into buffers that are allocated once."""
+    def _copy_raw(self, forward: Forward | None) -> None:
+        """Copy the weights of the model into storage that is allocated once."""
         if self.needs_statistics and forward is None:
             raise SettingError(
                 message(
                     f"{self.name}: BatchNorm statistics must be estimated before the averaged weights are evaluated",
-                    have=", ".join(list(estimable(self._model, self._asleep))[:5]) or "the model itself",
+                    have=", ".join(list(estimable(self._model, self._in_eval))[:5]) or "the model itself",
                     want="a function that runs the training data once through the model",
                     fix="average.swapped(lambda: [model(x) for x, _ in train])",
                 )
@@ -230,38 +230,38 @@ class Average:
                     group.raw = [torch.empty_like(average) for average in group.averages]
                 _copy(group.raw, group.weights)
             if self._estimates:
-                norms = estimable(self._model, self._asleep)
+                norms = estimable(self._model, self._in_eval)
                 self._raw_statistics = {name: value.clone() for name, value in statistics_of(norms).items()}
 
-    def _put_averaged(self, forward: Forward | None) -> None:
-        self.holds = True
+    def _load_averages(self, forward: Forward | None) -> None:
+        self.is_applied = True
         with torch.no_grad():
             for group in self._groups:
                 _copy(group.weights, group.averages)
             if self._estimates:
                 if self._statistics is None:
-                    new = estimate(self._model, self._asleep, forward)
+                    new = estimate(self._model, self._in_eval, forward)
                     reshard(self._model)
-                    self._statistics = {**self._raw_statistics, **new}  # a layer that is never used keeps its own
+                    self._statistics = {**self._raw_statistics, **new}  # a layer that no batch reaches has none
                 self._set_statistics(self._statistics)
 
-    def _put_raw(self) -> None:
+    def _load_raw(self) -> None:
         reshard(self._model)
         with torch.no_grad():
             for group in self._groups:
                 _copy(group.weights, group.raw)
             self._set_statistics(self._raw_statistics)
-        self.holds = False
+        self.is_applied = False
 
     def _set_statistics(self, values: Mapping[str, Tensor]) -> None:
-        live = statistics_of(estimable(self._model, self._asleep)) if values else {}
+        live = statistics_of(estimable(self._model, self._in_eval)) if values else {}
         for name, value in values.items():
             live[name].copy_(value)
 
     def _load_statistics(self, raw: Mapping[str, Tensor]) -> None:
-        """Keep the statistics that the model was loaded with as those of the averaged weights; put the raw ones in."""
+        """Use the statistics that the model was loaded with as those of the average; give the model the raw ones."""
         if self._estimates:
-            live = statistics_of(estimable(self._model, self._asleep))
+            live = statistics_of(estimable(self._model, self._in_eval))
             self._statistics = {name: value.clone() for name, value in live.items()}
             self._set_statistics(raw)
 
@@ -291,7 +291,7 @@ class Average:
 
 @dataclass(slots=True)
 class _Group:
-    """The parameters of one device and dtype, their averages, and room for the raw values while these are swapped."""
+    """The parameters of one device and dtype, their averages, and storage for raw values while averages are applied."""
 
     names: list[str] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
@@ -300,14 +300,14 @@ class _Group:
 
     @property
     def key(self) -> list[tuple[str, int, int]]:
-        """What is the same as long as the same parameters have the same averages."""
+        """Names and identities: equal as long as the same parameters have the same averages."""
         pairs = zip(self.names, self.weights, self.averages, strict=True)
         return [(name, id(weight), id(average)) for name, weight, average in pairs]
 
 
 @dataclass(frozen=True, slots=True)
-class _Left:
-    """A parameter as `leave` left it."""
+class _AppliedWeight:
+    """A parameter with the value that `apply` gave it."""
 
     weight: Tensor
     version: int
@@ -315,9 +315,9 @@ class _Left:
 
     @property
     def unchanged(self) -> bool:
-        """Whether nobody wrote to it.
+        """Whether the parameter was not written to.
 
-        In-place writes raise torch's version counter, also with the same values (`load_state_dict`); edits through
+        In-place writes increase torch's version counter, even with the same values (`load_state_dict`); writes through
         `.data` do not, so the values are compared too.
         """
         if self.weight._version != self.version or self.weight.dtype != self.value.dtype:
@@ -325,13 +325,15 @@ class _Left:
         now, value = local((self.weight.detach(), self.value))
         return now.shape == value.shape and torch.allclose(now.to(value.device), value, rtol=0, atol=0, equal_nan=True)
 
-    def as_it_is(self) -> _Left:
-        """The same parameter as it is now."""
-        return self if self.unchanged else _Left(self.weight, self.weight._version, self.weight.detach().clone())
+    def refreshed(self) -> _AppliedWeight:
+        """The same parameter with its present value."""
+        return (
+            self if self.unchanged else _AppliedWeight(self.weight, self.weight._version, self.weight.detach().clone())
+        )
 
 
 def _grouped(model: nn.Module, known: Mapping[int, Tensor]) -> list[_Group]:
-    """The parameters of a model by device and dtype, with the averages that are known, else their current values."""
+    """Group the parameters of a model by device and dtype, with their `known` averages or their current values."""
     reshard(model)
     groups: dict[tuple[torch.device, torch.dtype], _Group] = {}
     for name, weight in model.named_parameters():
@@ -354,7 +356,7 @@ def _grouped(model: nn.Module, known: Mapping[int, Tensor]) -> list[_Group]:
 
 
 def _are_tensors(value: object) -> bool:
-    """Whether a value is a dict of tensors."""
+    """Return whether a value is a dict of tensors."""
     return isinstance(value, Mapping) and all(isinstance(one, Tensor) for one in value.values())
 
 
@@ -363,7 +365,7 @@ def _copy(into: list[Tensor], values: list[Tensor]) -> None:
 
 
 def _on_shards(fold: Fold) -> Fold:
-    """The same arithmetic on what this process holds: it is one element at a time."""
+    """Return the same arithmetic on the local shards: it is elementwise."""
 
     def folded(averages: list[Tensor], weights: list[Tensor], taken: int) -> object:
         return fold(local(averages), local(weights), taken)
@@ -371,8 +373,8 @@ def _on_shards(fold: Fold) -> Fold:
     return folded
 
 
-def _asleep(model: nn.Module) -> frozenset[str]:
-    """The modules that were put in eval mode within a model in train mode."""
+def _in_eval(model: nn.Module) -> frozenset[str]:
+    """Return the names of modules in eval mode inside a model in train mode."""
     if not model.training:
         return frozenset()
     return frozenset(name for name, module in model.named_modules() if not module.training)
@@ -386,17 +388,17 @@ Forward = Callable[[], object]
 """Runs the training data once through a model."""
 
 
-def estimable(model: nn.Module, asleep: Collection[str]) -> dict[str, _BatchNorm]:
-    """The BatchNorm layers that track statistics, by name, without those asleep: in eval mode by the user's wish."""
+def estimable(model: nn.Module, in_eval: Collection[str]) -> dict[str, _BatchNorm]:
+    """Return the BatchNorm layers that track statistics, by name, without those that the user has in eval mode."""
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, _BatchNorm) and module.num_batches_tracked is not None and name not in asleep
+        if isinstance(module, _BatchNorm) and module.num_batches_tracked is not None and name not in in_eval
     }
 
 
 def statistics_of(norms: Mapping[str, _BatchNorm]) -> dict[str, Tensor]:
-    """The buffers of BatchNorm layers, by name."""
+    """Return the buffers of BatchNorm layers, by name."""
     return {
         f"{name}.{key}".lstrip("."): buffer
         for name, norm in norms.items()
@@ -404,22 +406,22 @@ def statistics_of(norms: Mapping[str, _BatchNorm]) -> dict[str, Tensor]:
     }
 
 
-def estimate(model: nn.Module, asleep: Collection[str], forward: Forward | None) -> dict[str, Tensor]:
-    """The statistics of the weights that the model holds: plain means over all batches that `forward` runs.
+def estimate(model: nn.Module, in_eval: Collection[str], forward: Forward | None) -> dict[str, Tensor]:
+    """Return the statistics of the model's present weights: plain means over all batches that `forward` runs.
 
-    Called without gradients. The model is in train mode meanwhile, what is asleep apart; modes, momenta and every
-    buffer are put back. A layer that no batch went through is left out. DataError where that is so for all of them.
+    As torch's `update_bn` does. Called without gradients, in train mode except for `in_eval`; modes, momenta and every
+    buffer are restored. A layer that no batch went through is left out; DataError if that holds for all of them.
     """
-    norms = estimable(model, asleep)
+    norms = estimable(model, in_eval)
     if not norms:
         return {}
     assert forward is not None
     momenta = {name: norm.momentum for name, norm in norms.items()}
-    with _training(model, asleep):
+    with _training(model, in_eval):
         try:
             for norm in norms.values():
                 norm.reset_running_stats()
-                norm.momentum = None  # torch's word for a plain mean over all batches
+                norm.momentum = None  # None is torch's way to ask for a plain mean over all batches
             forward()
             seen = {name: norm for name, norm in norms.items() if int(norm.num_batches_tracked or 0)}
             if not seen:
@@ -433,8 +435,8 @@ def estimate(model: nn.Module, asleep: Collection[str], forward: Forward | None)
 
 
 @contextmanager
-def _training(model: nn.Module, asleep: Collection[str]) -> Iterator[None]:
-    """Train mode inside, what is asleep apart; afterwards every mode and every buffer is what it was."""
+def _training(model: nn.Module, in_eval: Collection[str]) -> Iterator[None]:
+    """Train mode inside except for `in_eval`; restores every mode and every buffer."""
     buffers = [
         (module, name, buffer, buffer.clone())
         for module in model.modules()
@@ -444,7 +446,7 @@ def _training(model: nn.Module, asleep: Collection[str]) -> Iterator[None]:
     try:
         with mode(model, train=True):
             for name, module in model.named_modules():
-                if name in asleep:
+                if name in in_eval:
                     module.training = False
             yield
     finally:

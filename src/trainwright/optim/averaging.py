@@ -1,13 +1,9 @@
-"""Averages of the weights over the updates as users write them: settings that are bound to the model of a run.
-
-The arithmetic is that of `torch.optim.swa_utils`.
-"""
+"""Settings of weight averaging: EMA and SWA, with the arithmetic of `torch.optim.swa_utils`."""
 
 from __future__ import annotations
 
 import inspect
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Protocol
 
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_avg_fn, get_swa_multi_avg_fn
@@ -17,24 +13,24 @@ from trainwright.core.durations import Epochs, Span, Updates
 from trainwright.core.errors import SettingError, message
 from trainwright.core.plan import Plan
 from trainwright.core.suggestions import suggests
-from trainwright.optim.averaged_weights import Average
+from trainwright.optim.averaged_weights import AveragedWeights
 from trainwright.schedules.lengths import Length, check_length
 from trainwright.schedules.settings import settings_text
 
-__all__ = ["EMA", "SWA", "Average", "Averaging"]
 
+class WeightAveraging:
+    """Base class of the settings that fill the slot `average`; `bind` makes the object with state for each `fit`."""
 
-class Averaging(Protocol):
-    """What fills the slot `average`: settings only; `bind` makes the thing with state, anew for each `fit`."""
+    __slots__ = ()
 
-    def bind(self, model: nn.Module, plan: Plan | None = None) -> Average:
-        """The average of this model's weights over this plan; every contradiction is raised here."""
-        ...
+    def bind(self, model: nn.Module, plan: Plan | None = None) -> AveragedWeights:
+        """Return the averages of this model over this plan; settings that contradict the plan are refused here."""
+        raise NotImplementedError
 
 
 @suggests
 @dataclass(frozen=True, slots=True)
-class EMA:
+class EMA(WeightAveraging):
     """Exponential moving average, taken after every update: decay x average + (1 - decay) x weights.
 
     The first one copies the weights. `warmup`: until it is larger, the decay of update n is (1 + n) / (10 + n), as in
@@ -49,10 +45,10 @@ class EMA:
         check_number(self.decay, f"EMA(decay={self.decay!r})", least=0, below=1)
         check_flag(self.warmup, f"EMA(warmup={self.warmup!r})", fix=f"EMA({self.decay!r}, warmup=True)")
 
-    def bind(self, model: nn.Module, plan: Plan | None = None) -> Average:
-        """The average of this model's weights; no plan is needed."""
+    def bind(self, model: nn.Module, plan: Plan | None = None) -> AveragedWeights:
+        """Return the averages of this model; no plan is needed."""
         fold = self._warming if self.warmup else inspect.unwrap(get_ema_multi_avg_fn(self.decay))
-        return Average(self, model, fold=fold, text=settings_text(self))
+        return AveragedWeights(self, model, fold=fold, text=settings_text(self))
 
     def _warming(self, averages: list[Tensor], weights: list[Tensor], taken: int) -> None:
         update = taken + 1
@@ -61,7 +57,7 @@ class EMA:
 
 @suggests
 @dataclass(frozen=True, slots=True)
-class SWA:
+class SWA(WeightAveraging):
     """Stochastic weight averaging: the plain mean of the weights at every `every`, from `start` on (arXiv 1803.05407).
 
     `start`: a span, or a fraction of the run; the weights there are the first of the mean. `every`: Epochs(n), at the
@@ -74,15 +70,15 @@ class SWA:
 
     def __post_init__(self) -> None:
         check_length(self.start, "SWA(start={})", least=0)
-        whole = isinstance(self.every, Epochs) and self.every.n == int(self.every.n)
-        if not whole and not isinstance(self.every, Updates):
+        is_epochs = isinstance(self.every, Epochs) and self.every.n == int(self.every.n)
+        if not is_epochs and not isinstance(self.every, Updates):
             what = f"SWA(every={self.every!r})"
             raise SettingError(message(what, want="whole epochs, or updates", fix="every=Epochs(1) or Updates(500)"))
 
-    def bind(self, model: nn.Module, plan: Plan | None = None) -> Average:
-        """The average of this model's weights over this plan; without one `start` must say its updates or epochs.
+    def bind(self, model: nn.Module, plan: Plan | None = None) -> AveragedWeights:
+        """Return the averages of this model over this plan; without a plan `start` must be in updates or epochs.
 
-        SettingError where no average would be taken in this plan.
+        SettingError if no average would be taken in this plan.
         """
         times = self._times(plan)
         begin = f"epoch {times.epoch:g}" if times.epoch else f"update {times.update}"
@@ -90,7 +86,9 @@ class SWA:
         if plan is not None:
             _refuse_never(times, plan, text)
         each_update = not times.each_epoch
-        return Average(self, model, fold=_mean, text=text, due=times.due, each_update=each_update, estimates=True)
+        return AveragedWeights(
+            self, model, fold=_mean, text=text, due=times.due, each_update=each_update, estimates=True
+        )
 
     def _times(self, plan: Plan | None) -> _Times:
         n, each_epoch = int(self.every.n), isinstance(self.every, Epochs)
@@ -101,7 +99,7 @@ class SWA:
         if plan is None:
             raise SettingError(
                 message(
-                    f"SWA(start={self.start!r}) without a plan: nobody knows at which update that is",
+                    f"SWA(start={self.start!r}) without a plan: at which update that is, is unknown",
                     want="a start in updates, or the plan of the run",
                     fix="SWA(Updates(1000)).bind(model), or .bind(model, Plan(max_updates=10_000))",
                 )
@@ -111,7 +109,7 @@ class SWA:
 
 @dataclass(frozen=True, slots=True)
 class _Times:
-    """When an SWA is taken: at every nth update or end of an epoch, from an update or an epoch on."""
+    """The times of an SWA: every n-th update or end of an epoch, from an update or an epoch on."""
 
     n: int
     each_epoch: bool
@@ -119,7 +117,7 @@ class _Times:
     epoch: float = 0
 
     def due(self, updates: int, epochs: int) -> bool:
-        """Whether to take one after so many updates and finished epochs."""
+        """Return whether an average is due after so many updates and finished epochs."""
         begun = updates >= self.update and epochs >= self.epoch
         return begun and (epochs if self.each_epoch else updates) % self.n == 0
 
@@ -129,7 +127,7 @@ _mean_of_many = inspect.unwrap(get_swa_multi_avg_fn())
 
 
 def _mean(averages: list[Tensor], weights: list[Tensor], taken: int) -> None:
-    """Fold weights into a plain mean, by what torch's `AveragedModel` takes on this device: on a CPU no foreach."""
+    """Update a plain mean with the function that torch's `AveragedModel` uses on this device: on a CPU no foreach."""
     if averages[0].device.type != "cpu":
         _mean_of_many(averages, weights, taken)
         return
@@ -138,12 +136,12 @@ def _mean(averages: list[Tensor], weights: list[Tensor], taken: int) -> None:
 
 
 def _refuse_never(times: _Times, plan: Plan, text: str) -> None:
-    """Refuse an SWA that would not take one average in this plan, as far as the plan knows."""
-    plan = plan.planned  # what depends on the lengths of epochs was asked of the plan that notes it
-    whole = _whole_epochs(plan) if times.each_epoch else plan.updates
-    if whole is None:
+    """Refuse an SWA that takes no average in this plan, as far as the plan is known."""
+    plan = plan.planned  # the plan that records which settings depend on epoch lengths was asked before
+    total = _finished_epochs(plan) if times.each_epoch else plan.updates
+    if total is None:
         return
-    last = whole // times.n * times.n
+    last = total // times.n * times.n
     updates = plan.updates_until(last) if times.each_epoch else last
     if last > 0 and times.due(times.update if updates is None else updates, last):
         return
@@ -152,8 +150,8 @@ def _refuse_never(times: _Times, plan: Plan, text: str) -> None:
     raise SettingError(message(f"{text} takes no average in a run of {run}", want="a start inside it", fix=fix))
 
 
-def _whole_epochs(plan: Plan) -> int | None:
-    """Epochs that such a run finishes; None where nobody knows."""
+def _finished_epochs(plan: Plan) -> int | None:
+    """Return the number of epochs that such a run finishes; None if unknown."""
     if plan.updates is None or not plan.updates_in(0):
         return plan.epochs
     return int(plan.epoch_at(plan.updates, "SWA"))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from trainwright.checkpointing.checkpoint import Saving
     from trainwright.fit.early_stopping import Stopping
     from trainwright.fit.record import StageRecord
-    from trainwright.optim.averaging import Averaging
+    from trainwright.optim.averaging import WeightAveraging
     from trainwright.update.nonfinite_policy import Policy
 
 
@@ -34,7 +34,7 @@ class Owner(Protocol):
     optimizers: dict[str, Optimizer]
     frozen: dict[str, nn.Module]
     state: dict[str, Any]
-    average: Averaging | None
+    average: WeightAveraging | None
     device: torch.device
     precision: Precision | None
     accumulate: tuple[tuple[int, int], ...]
