@@ -14,12 +14,11 @@ from trainwright.core.errors import SettingError
 from trainwright.core.plan import Plan
 from trainwright.schedules import cycles
 from trainwright.schedules.cycles import Cyclic, OneCycle
-from trainwright.schedules.given import as_schedule
+from trainwright.schedules.given import FunctionSchedule, as_schedule
 from trainwright.schedules.rates import Rates, bind_rates
 from trainwright.schedules.standard import (
     Cosine,
     Exponential,
-    FunctionSchedule,
     Linear,
     MultiStep,
     StepLR,

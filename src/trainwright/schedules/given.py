@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, cast
 
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from trainwright.core.errors import SettingError
-from trainwright.schedules.standard import FunctionSchedule
+from trainwright.core.plan import Plan
+from trainwright.schedules.lengths import Length, rest_after, warmup_updates
+from trainwright.schedules.settings import BuiltinSchedule, settings_text
+from trainwright.schedules.table import TableSpec
 
 if TYPE_CHECKING:
     from trainwright.protocols import Schedule
@@ -59,6 +65,51 @@ def as_schedule(value: object) -> Schedule | None:
         "or a function (update, total) -> factor",
         fix=f"schedule={_EXAMPLES[meant or 'Cosine']}",
     )
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionSchedule(BuiltinSchedule):
+    """torch's `LambdaLR` over the run: any function `(update, total) -> factor` of each group's own rate.
+
+    With w updates of warm-up the function counts from its end: update 0 of total - w.
+    """
+
+    fn: Callable[[int, int], float]
+    _: KW_ONLY
+    warmup: Length | None = None
+
+    def __post_init__(self) -> None:
+        self._check_length("warmup", least=0, optional=True)
+        try:
+            inspect.signature(self.fn).bind(0, 1)
+        except ValueError:
+            return  # a builtin without a signature
+        except TypeError as error:
+            name = getattr(self.fn, "__name__", repr(self.fn))
+            raise SettingError(
+                f"{name} is no schedule: {error}",
+                want="a function of (update, total) that returns a factor of the rate",
+                fix="schedule=lambda update, total: 1 - update / total",
+            ) from None
+
+    def spec(self, plan: Plan) -> TableSpec:
+        """Torch's `LambdaLR` with the function, over what the warm-up leaves of the run."""
+        warmup = warmup_updates(self.warmup, plan, "FunctionSchedule")
+        rest = rest_after(plan, warmup, "FunctionSchedule")
+
+        def factor(update: int) -> float:
+            given = self.fn(update, rest)
+            try:
+                value = float(given)
+            except (TypeError, ValueError):
+                value = math.nan
+            if not 0 <= value < math.inf:
+                raise SettingError(
+                    f"{settings_text(self)} gave {given} for {update=}, {rest=}", want="a factor of at least 0"
+                )
+            return value
+
+        return TableSpec(build=lambda optimizer, _: LambdaLR(optimizer, factor), warmup=warmup)
 
 
 def _named(name: str) -> str | None:

@@ -45,6 +45,19 @@ def warmup_updates(warmup: Length | None, plan: Plan, owner: str) -> int:
     return 0 if warmup is None else plan.in_updates(warmup, f"{owner}(warmup=)")
 
 
+def rest_after(plan: Plan, warmup: int, owner: str) -> int:
+    """Updates that the warm-up leaves of the run."""
+    total = plan.horizon(owner)
+    if warmup >= total:
+        raise SettingError(
+            f"{owner}(warmup=): the warm-up leaves nothing of the run",
+            have=f"{warmup} updates of warm-up, {total} updates in all",
+            want="a warm-up that is shorter than the run",
+            fix="warmup=0.1",
+        )
+    return total - warmup
+
+
 def end_of(length: Length, plan: Plan, *, start: int, asked_by: str) -> int:
     """The update at which a length ends that begins at update `start`.
 

@@ -1,4 +1,4 @@
-"""Learning-rate schedules that go down, by steps or by a curve, and functions `(update, total) -> factor`.
+"""Learning-rate schedules that go down, by steps or by a curve.
 
 Each runs torch's own scheduler of that name, so its rates are torch's to the last bit. A schedule reads the clock of
 applied updates: accumulation, processes and skipped updates do not move it.
@@ -10,7 +10,6 @@ A schedule that ends with the run holds its last rate from then on.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -32,6 +31,7 @@ from trainwright.schedules.lengths import (
     end_of,
     every,
     is_whole,
+    rest_after,
     start_of,
     warmup_updates,
 )
@@ -188,7 +188,7 @@ class Linear(BuiltinSchedule):
         """Torch's scheduler over `over`, or over what the warm-up leaves of the run."""
         warmup = warmup_updates(self.warmup, plan, "Linear")
         if self.over is None:
-            length = _rest(plan, warmup, "Linear")
+            length = rest_after(plan, warmup, "Linear")
         else:
             length = end_of(self.over, plan, start=warmup, asked_by="Linear(over=)") - warmup
 
@@ -217,7 +217,7 @@ class Cosine(BuiltinSchedule):
     def spec(self, plan: Plan) -> TableSpec:
         """Torch's scheduler over what the warm-up leaves of the run."""
         warmup = warmup_updates(self.warmup, plan, "Cosine")
-        rest = _rest(plan, warmup, "Cosine")
+        rest = rest_after(plan, warmup, "Cosine")
 
         def build(optimizer: Optimizer, _: int) -> LRScheduler:
             group = optimizer.param_groups[0]
@@ -274,61 +274,3 @@ _SHAPES: dict[str, Callable[[float], float]] = {
     "sqrt": lambda p: 1 - math.sqrt(p),
     "cosine": lambda p: (1 + math.cos(math.pi * p)) / 2,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class FunctionSchedule(BuiltinSchedule):
-    """torch's `LambdaLR` over the run: any function `(update, total) -> factor` of each group's own rate.
-
-    With w updates of warm-up the function counts from its end: update 0 of total - w.
-    """
-
-    fn: Callable[[int, int], float]
-    _: KW_ONLY
-    warmup: Length | None = None
-
-    def __post_init__(self) -> None:
-        self._check_length("warmup", least=0, optional=True)
-        try:
-            inspect.signature(self.fn).bind(0, 1)
-        except ValueError:
-            return  # a builtin without a signature
-        except TypeError as error:
-            name = getattr(self.fn, "__name__", repr(self.fn))
-            raise SettingError(
-                f"{name} is no schedule: {error}",
-                want="a function of (update, total) that returns a factor of the rate",
-                fix="schedule=lambda update, total: 1 - update / total",
-            ) from None
-
-    def spec(self, plan: Plan) -> TableSpec:
-        """Torch's `LambdaLR` with the function, over what the warm-up leaves of the run."""
-        warmup = warmup_updates(self.warmup, plan, "FunctionSchedule")
-        rest = _rest(plan, warmup, "FunctionSchedule")
-
-        def factor(update: int) -> float:
-            given = self.fn(update, rest)
-            try:
-                value = float(given)
-            except (TypeError, ValueError):
-                value = math.nan
-            if not 0 <= value < math.inf:
-                raise SettingError(
-                    f"{settings_text(self)} gave {given} for {update=}, {rest=}", want="a factor of at least 0"
-                )
-            return value
-
-        return TableSpec(build=lambda optimizer, _: torchs.LambdaLR(optimizer, factor), warmup=warmup)
-
-
-def _rest(plan: Plan, warmup: int, owner: str) -> int:
-    """Updates that the warm-up leaves of the run."""
-    total = plan.horizon(owner)
-    if warmup >= total:
-        raise SettingError(
-            f"{owner}(warmup=): the warm-up leaves nothing of the run",
-            have=f"{warmup} updates of warm-up, {total} updates in all",
-            want="a warm-up that is shorter than the run",
-            fix="warmup=0.1",
-        )
-    return total - warmup

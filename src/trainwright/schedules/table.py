@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 BLOCK = 256
 """Rows that are added at a time, over all tables together."""
 
+_UNKNOWN = object()
 Base = dict[str, Any]
 """The settings of a parameter group before the schedule: plain numbers, flags and tuples of them."""
 _READ_BY_TABLES = ("lr", "initial_lr", "momentum", "betas")
@@ -74,9 +75,7 @@ class TableSpec:
 class ScheduledGroup:
     """A parameter group that a schedule writes to. A value that anybody else has written since is an error."""
 
-    __slots__ = ("base", "group", "index", "keys", "table", "written")
-
-    table: Table
+    __slots__ = ("base", "group", "index", "keys", "written")
 
     def __init__(self, index: int, group: dict[str, Any]) -> None:
         self.index, self.group = index, group
@@ -84,15 +83,15 @@ class ScheduledGroup:
         self.keys = {"lr"}
         """What the schedule writes."""
         self.written: dict[str, Any] = {key: _mark(group[key]) for key in ("lr", "momentum", "betas") if key in group}
-        """The values as they were last seen: any other was set by hand."""
+        """The values as they were last seen, `_UNKNOWN` after loading: any other was set by hand."""
 
     def write(self, group: dict[str, Any], key: str, value: Any) -> None:
         """Set a value, a tensor in place; SettingError where another was set by hand since."""
         if group is not self.group:  # Optimizer.load_state_dict replaces the dicts of groups: their values were loaded
             self.group = group
-            self.written.clear()
-        held = group[key]
-        if key in self.written and _mark(held) != self.written[key]:
+            self.forget()
+        held, known = group[key], self.written.get(key, _UNKNOWN)
+        if known is not _UNKNOWN and _mark(held) != known:
             raise self._set_by_hand(key, held)
         if isinstance(held, Tensor):
             held.fill_(value)
@@ -103,13 +102,18 @@ class ScheduledGroup:
     def restore(self, group: dict[str, Any]) -> None:
         """Set the values that the group had before the schedule, but for those that were set by hand since."""
         for key in self.keys:
-            if group is not self.group or key not in self.written or _mark(group[key]) == self.written[key]:
+            known = self.written.get(key, _UNKNOWN)
+            if group is not self.group or known is _UNKNOWN or _mark(group[key]) == known:
                 self.write(group, key, self.base[key])
+
+    def forget(self) -> None:
+        """Accept whatever the group holds when it is next written: its values were loaded."""
+        self.written.update(dict.fromkeys(self.written, _UNKNOWN))
 
     def load(self, base: Base) -> None:
         """Take over saved settings; the values that the group holds now were loaded too."""
         self.base = dict(base)
-        self.written.clear()
+        self.forget()
 
     def _set_by_hand(self, key: str, held: Any) -> SettingError:
         tensor = isinstance(held, Tensor)
@@ -192,6 +196,16 @@ class GroupRates(Rates):
                 raise FormError(f"'betas' has {len(saved['betas'])} numbers")
 
 
+class _Column(NamedTuple):
+    """What `apply` needs of a group, looked up once."""
+
+    written: dict[str, Any]
+    rates: array[float]
+    momenta: array[float] | None
+    later_betas: tuple[float, ...] | None
+    """The betas that are not cycled, where the first one is."""
+
+
 class TableRates(GroupRates):
     """A schedule that is a function of the clock alone: each rate is looked up in the table of its group.
 
@@ -210,34 +224,33 @@ class TableRates(GroupRates):
         """Set the rates of the update that follows `updates` applied ones; SettingError for a value set by hand."""
         groups = self._optimizer.param_groups
         row = updates
-        if not 0 <= updates < self._rows or len(groups) != len(self._groups):
+        if not 0 <= updates < self._rows or len(groups) != len(self._columns):
             row = self._reach(updates)
-        for group, scheduled in zip(groups, self._groups, strict=True):
-            table, written = scheduled.table, scheduled.written
-            # The very object that was written last says, for a number as for a tensor on a device, that nobody else
-            # has written since. Anything else takes the slow way, which accepts it or raises.
-            if group["lr"] is written.get("lr"):
-                group["lr"] = written["lr"] = table.rates[row]
+        for index, (written, rates, momenta, later_betas) in enumerate(self._columns):
+            group, rate = groups[index], rates[row]
+            # The object that was written last is still there: nobody else has written since. `write` decides on any
+            # other, and on tensors, which stay the same object when they are written to.
+            if group["lr"] is written["lr"]:
+                group["lr"] = written["lr"] = rate
             else:
-                scheduled.write(group, "lr", table.rates[row])
-            key = table.key
-            if key is not None:
-                momentum: Any = table.momenta[row]
-                value = momentum if key == "momentum" else (momentum, *table.later_betas)
-                if group[key] is written.get(key):
+                self._groups[index].write(group, "lr", rate)
+            if momenta is not None:
+                key = "momentum" if later_betas is None else "betas"
+                value = momenta[row] if later_betas is None else (momenta[row], *later_betas)
+                if group[key] is written[key]:
                     group[key] = written[key] = value
                 else:
-                    scheduled.write(group, key, value)
+                    self._groups[index].write(group, key, value)
 
     def at(self, updates: int) -> list[float]:
         """The rate of each group in the update that follows `updates` applied ones; nothing is set."""
         row = self._reach(updates)
-        return [scheduled.table.rates[row] for scheduled in self._groups]
+        return [column.rates[row] for column in self._columns]
 
     @property
     def cycles(self) -> bool:
         """Whether momenta or betas change with the rates."""
-        return any(scheduled.table.key is not None for scheduled in self._groups)
+        return any(column.momenta is not None for column in self._columns)
 
     def replan(self, plan: Plan) -> None:
         """Make the tables of another plan."""
@@ -257,8 +270,9 @@ class TableRates(GroupRates):
         return news
 
     def _make_tables(self) -> None:
-        self._tables: dict[tuple[Any, ...], Table] = {}
+        self._tables: dict[tuple[Any, ...], RateTable] = {}
         self._rows = 0
+        self._columns: list[_Column] = []
         for scheduled in self._groups:
             self._add_table(scheduled)
         self._grow(1)
@@ -267,11 +281,12 @@ class TableRates(GroupRates):
         base = {key: scheduled.base[key] for key in _READ_BY_TABLES if key in scheduled.base}
         start = (scheduled.index if self._spec.per_group else None, *base.items())
         if start not in self._tables:
-            self._tables[start] = Table(self._spec, base, scheduled.index, text=self._text)
+            self._tables[start] = RateTable(self._spec, base, scheduled.index, text=self._text)
             self._tables[start].grow(self._rows)
-        scheduled.table = self._tables[start]
-        if scheduled.table.key is not None:
-            scheduled.keys.add(scheduled.table.key)
+        table = self._tables[start]
+        if table.key is not None:
+            scheduled.keys.add(table.key)
+        self._columns.append(_Column(scheduled.written, table.rates, table.momenta, table.later_betas))
 
     def _grow(self, rows: int) -> None:
         for table in self._tables.values():
@@ -291,7 +306,7 @@ class TableRates(GroupRates):
         return row
 
 
-class Table:
+class RateTable:
     """The rates of one parameter group by update, and its momenta where the schedule cycles them."""
 
     def __init__(self, spec: TableSpec, base: Base, index: int, *, text: str) -> None:
@@ -303,7 +318,7 @@ class Table:
         cycled = isinstance(scheduler, OneCycleLR | CyclicLR) and scheduler.cycle_momentum
         self.key = ("betas" if "betas" in base else "momentum") if cycled else None
         """What of the group is cycled besides the rate; None: nothing."""
-        self.later_betas = base.get("betas", ())[1:]
+        self.later_betas = base["betas"][1:] if self.key == "betas" else None
         if spec.warmup:
             rise = LinearLR(optimizer, start_factor=1 / (spec.warmup + 1), total_iters=spec.warmup)
             scheduler = SequentialLR(optimizer, [rise, scheduler], milestones=[spec.warmup])
@@ -311,7 +326,8 @@ class Table:
         self._scheduler = scheduler
         self._steps = count(1) if spec.steps is None else chain(range(1, spec.warmup + 1), spec.steps())
         self._next_step = next(self._steps)
-        self.rates, self.momenta = array("d"), array("d")
+        self.rates = array("d")
+        self.momenta = None if self.key is None else array("d")
 
     def grow(self, rows: int) -> None:
         """Step torch's scheduler until there are `rows` rows."""
@@ -325,7 +341,7 @@ class Table:
                 raise SettingError(f"{self._text}: the rate of group {self._index} at update={row} is {rate}")
             held = min(self._next_step, rows) - row
             self.rates.extend(array("d", [rate]) * held)
-            if self.key is not None:
+            if self.key is not None and self.momenta is not None:
                 momentum = self._group[self.key]
                 self.momenta.extend(array("d", [momentum if self.key == "momentum" else momentum[0]]) * held)
 
