@@ -326,4 +326,4 @@ def a_users_count_is_not_asked(patch):
 
 
 def applies_a_window_that_counts_nothing(patch):
-    without(patch, nonfinite_policy, "judge", "apply")
+    without(patch, nonfinite_policy, "decide", "apply")

@@ -257,7 +257,7 @@ class Run:
             self.snapshot.restore_nonfinite()
         self._idle += 1
         if self._idle >= PATIENCE:
-            raise nonfinite_policy.nothing_applied(f"{PATIENCE} updates in a row", told=outcome.applied is not None)
+            raise nonfinite_policy.nothing_applied(f"{PATIENCE} updates in a row", skipped=outcome.applied is not None)
         return False
 
     @property
@@ -282,7 +282,7 @@ class Run:
     def check_epoch(self, updates_before: int) -> None:
         """Refuse to go on after an epoch in which an `update` of the user's own made no step at all."""
         if self.counters.updates == updates_before and self._idle and self.outcome.applied is None:
-            raise nonfinite_policy.nothing_applied("an epoch", told=False)
+            raise nonfinite_policy.nothing_applied("an epoch", skipped=False)
 
     def _plan_epoch(self) -> None:
         """Take what is trained and what is kept as it is now: layers may come, be frozen or be set free."""

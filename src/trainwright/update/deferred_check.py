@@ -192,7 +192,7 @@ class DeferredCheck(UpdateStrategy):
         self._count(left_out=left_out != 0)
         if self._idle >= PATIENCE:
             self._rewind(pending.after)
-            raise nonfinite_policy.nothing_applied(f"{PATIENCE} updates in a row", told=True)
+            raise nonfinite_policy.nothing_applied(f"{PATIENCE} updates in a row", skipped=True)
         named = dict(zip(pending.norms, norms, strict=True))
         update = replace(
             pending.update,

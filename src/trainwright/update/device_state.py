@@ -80,7 +80,7 @@ class DeviceScale:
 
 
 class DeviceVerdict:
-    """The policy for values that are not finite, decided on the device: `nonfinite_policy.judge` in zeros and ones."""
+    """The policy for values that are not finite, decided on the device: `nonfinite_policy.decide` in zeros and ones."""
 
     def __init__(self, policy: Policy, device: torch.device, scale: DeviceScale | None) -> None:
         self._policy, self._scale = policy, scale

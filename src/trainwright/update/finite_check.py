@@ -84,7 +84,7 @@ class ImmediateCheck(UpdateStrategy):
         if outcome.overflowed is not None:
             scaler.adapt(outcome.overflowed)
         elif outcome.stepped:
-            raise nonfinite_policy.not_judged() if outcome.scaled else nonfinite_policy.not_scaled()
+            raise nonfinite_policy.not_checked() if outcome.scaled else nonfinite_policy.not_scaled()
 
     def refuse(self, chosen: Chosen) -> bool:
         """Apply the policy to a step that was made and undone; returns whether it counts as applied."""
@@ -102,7 +102,7 @@ class ImmediateCheck(UpdateStrategy):
 def applies_policy(run: Run, chosen: Chosen, *, overflowed: bool, loss: float) -> bool:
     """Return whether an update whose loss or gradient is not finite is applied; raise where the policy says so."""
     owner, ledger, scaler, outcome, spread = run.owner, run.ledger, run.scaler, run.outcome, run.spread
-    verdict = nonfinite_policy.judge(
+    verdict = nonfinite_policy.decide(
         owner.on_nonfinite,
         loss_is_finite=host_reads.finite(loss),
         gradient_is_finite=not overflowed,
@@ -125,7 +125,7 @@ def applies_policy(run: Run, chosen: Chosen, *, overflowed: bool, loss: float) -
             lr=chosen.steppers[0].rates[0],
             norm=norm if isinstance(norm, float) else None,
             counted=counted,
-            whole=not owner.hooks.updates_itself,
+            unchanged=not owner.hooks.updates_itself,
             trace=run.strategy.trace,
         )
     return verdict == "apply"

@@ -1,11 +1,11 @@
-"""Judge an update whose loss or gradient is not finite: raise, skip, or let it pass."""
+"""What becomes of an update whose loss or gradient is not finite: raise, skip or apply; and the errors that say so."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from trainwright.core.errors import NonFiniteError, SettingError, StepError, message
+from trainwright.core.errors import NonFiniteError, SettingError, StepError
 from trainwright.core.suggestions import did_you_mean
 
 Policy = Literal["raise", "skip", "ignore"]
@@ -29,18 +29,17 @@ def as_policy(setting: str) -> Policy:
     for policy in POLICIES:
         if setting == policy:
             return policy  # type: ignore[return-value]
-    raise SettingError(
-        message(f"on_nonfinite={setting!r}.{did_you_mean(str(setting), POLICIES)}", want='"raise", "skip" or "ignore"')
-    )
+    what = f"on_nonfinite={setting!r}.{did_you_mean(str(setting), POLICIES)}"
+    raise SettingError(what, want='"raise", "skip" or "ignore"')
 
 
-def judge(
+def decide(
     policy: Policy, *, loss_is_finite: bool, gradient_is_finite: bool, scaled: bool = False, at_floor: bool = False
 ) -> Verdict | Literal["raise"]:
-    """Say what becomes of an update.
+    """Return what becomes of an update.
 
-    An overflow of a scaled gradient under a finite loss belongs to the scaler, unless its scale is at the floor.
-    A finite loss can have an infinite gradient, so both are judged.
+    An overflow of a scaled gradient under a finite loss belongs to the loss scale, unless that is at its floor.
+    A finite loss can have an infinite gradient, so both are looked at.
     """
     if loss_is_finite and gradient_is_finite:
         return "apply"
@@ -49,61 +48,51 @@ def judge(
     return "apply" if policy == "ignore" else policy
 
 
-def nothing_applied(span: str, *, told: bool) -> NonFiniteError | StepError:
-    """Build the error for a run that goes on without training anything; `told`: updates were held back."""
-    if told:
+def nothing_applied(span: str, *, skipped: bool) -> NonFiniteError | StepError:
+    """Return the error for a run that trains nothing any more; `skipped`: because updates were skipped."""
+    if skipped:
         return NonFiniteError(
-            message(
-                f"{span} without one update that was applied: every loss or gradient was not finite",
-                want="an update now and then",
-                fix="look at the data, the learning rate and the initial loss scale",
-                where=False,
-            )
-        )
-    return StepError(
-        message(
-            f"{span} without one step of the optimizer",
-            want="an update(self, window) that calls apply_gradients()",
-            fix="self.apply_gradients()",
+            f"{span} without one update that was applied: every loss or gradient was not finite",
+            want="an update now and then",
+            fix="look at the data, the learning rate and the initial loss scale",
             where=False,
         )
+    return StepError(
+        f"{span} without one step of the optimizer",
+        want="an update(self, window) that calls apply_gradients()",
+        fix="self.apply_gradients()",
+        where=False,
     )
 
 
 def reaches_nothing(name: str) -> StepError:
-    """Build the error for a loss that was given to `minimize` and depends on no weight of that optimizer."""
+    """Return the error for a loss that was given to `minimize` and depends on no weight of that optimizer."""
     whose = f"the optimizer {name!r}" if name else "the optimizer"
     return StepError(
-        message(
-            f"minimize: this loss reaches no weight of {whose}",
-            want="a loss that was computed from weights which it trains",
-            fix="name the optimizer that is meant, and leave out a .detach() that cuts the way" if name else "",
-            where=False,
-        )
+        f"minimize: this loss reaches no weight of {whose}",
+        want="a loss that was computed from weights which it trains",
+        fix="name the optimizer that is meant, and leave out a .detach() that cuts the way" if name else "",
+        where=False,
     )
 
 
 def not_scaled() -> StepError:
-    """Build the error for gradients under a loss scale that no backward of the library's made."""
+    """Return the error for gradients under a loss scale that were made by a `backward()` of the user."""
     return StepError(
-        message(
-            "precision='fp16' and a backward() of your own: its gradients were not scaled",
-            want="gradients whose loss was multiplied by the loss scale",
-            fix="self.minimize(loss), or self.compute_gradients(window), in the place of loss.backward()",
-            where=False,
-        )
+        "precision='fp16' and a backward() of your own: its gradients were not scaled",
+        want="gradients whose loss was multiplied by the loss scale",
+        fix="self.minimize(loss), or self.compute_gradients(window), in the place of loss.backward()",
+        where=False,
     )
 
 
-def not_judged() -> StepError:
-    """Build the error for a step under a loss scale of gradients that nobody has looked at."""
+def not_checked() -> StepError:
+    """Return the error for a step under a loss scale by gradients that were never checked."""
     return StepError(
-        message(
-            "precision='fp16' and a step() of your own: an overflow would have gone into the weights",
-            want="gradients that are checked before a step, and the loss scale adapted by them",
-            fix="self.apply_gradients(), in the place of optimizer.step()",
-            where=False,
-        )
+        "precision='fp16' and a step() of your own: an overflow would have gone into the weights",
+        want="gradients that are checked before a step, and the loss scale adapted by them",
+        fix="self.apply_gradients(), in the place of optimizer.step()",
+        where=False,
     )
 
 
@@ -114,10 +103,13 @@ def error(
     lr: float,
     norm: float | None,
     counted: float | None,
-    whole: bool = True,
+    unchanged: bool = True,
     trace: Callable[[], Trace] | None = None,
 ) -> NonFiniteError:
-    """Build the error that names the update, its loss, learning rate, gradient norm, and what `trace` finds."""
+    """Return the error that names the update, its loss, learning rate, gradient norm, and what `trace` finds.
+
+    `counted`: what the loss is a mean over. `unchanged`: whether no optimizer has made a step in this update.
+    """
     what = "loss" if loss - loss != 0 else "gradient"
     shown = "" if norm is None else f", gradient norm {norm:g}"
     found = Trace() if trace is None or counted == 0 else trace()
@@ -127,12 +119,11 @@ def error(
         fix = "the batch counts nothing (every target is ignored, or every weight is 0): leave such batches out"
     elif what == "loss" and (found.by_loss or not found.lines):
         fix += "; if a mean over nothing is the cause, return SumLoss(total, count) from the step"
+    effect = "no weight was changed" if unchanged else "it was not applied"
     return NonFiniteError(
-        message(
-            f"update {update}: the {what} is not finite; {'no weight was changed' if whole else 'it was not applied'}",
-            have="\n        ".join([f"loss {loss:g}, learning rate {lr:g}{shown}", *found.lines]),
-            want="finite numbers",
-            fix=fix,
-            where=False,
-        )
+        f"update {update}: the {what} is not finite; {effect}",
+        have="\n        ".join([f"loss {loss:g}, learning rate {lr:g}{shown}", *found.lines]),
+        want="finite numbers",
+        fix=fix,
+        where=False,
     )

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from trainwright import MixedPrecision, NonFiniteError, Observer, SettingError, Trainer
-from trainwright.update.nonfinite_policy import judge
+from trainwright.update.nonfinite_policy import decide
 
 
 class Told(Observer):
@@ -121,7 +121,7 @@ def test_ignore_lets_it_pass():
     assert not torch.isfinite(trainer.model[0].weight).any()
 
 
-def test_the_gradient_is_judged_before_it_is_clipped():
+def test_the_gradient_is_checked_before_it_is_clipped():
     """Clipping by value turns an infinite gradient into a finite one."""
     from trainwright import ClipValue
 
@@ -185,4 +185,4 @@ def test_an_overflow_at_the_floor_of_the_scale_raises():
 def test_verdicts(facts, verdict):
     for policy in ("raise", "skip", "ignore"):
         own = "apply" if policy == "ignore" else policy
-        assert judge(policy, **facts) == (verdict or own)
+        assert decide(policy, **facts) == (verdict or own)
