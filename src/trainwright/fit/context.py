@@ -29,7 +29,8 @@ from trainwright.fit.parts import parts_of
 from trainwright.fit.per_rank_state import align_buffers, beside_others
 from trainwright.fit.plan import Ends, Resume, check_monitors, make_plan
 from trainwright.fit.rescue import ends_in, rescue
-from trainwright.fit.resuming import find
+from trainwright.fit.resume_plan import plan_resume
+from trainwright.fit.resuming import resume
 from trainwright.fit.rollback import ENDED
 from trainwright.fit.run import GRACE, Run
 from trainwright.fit.same_config import check_alike
@@ -119,24 +120,24 @@ class FitContext:
         plan = make_plan(owner, source, val, ends=ends, notes=notes)
         run = self._run = Run(owner, source, plan, signals=self._signals)
         keeper, loaded = self._open_directory(undo, refused=refused)
-        found = find(loaded, self._resume, stage=owner.counters.stage)
+        resuming = plan_resume(owner, loaded, self._resume)
         pauses = self._pauses = Pauses(run, val, ends, keeper=keeper)
         owner.hold(run, pauses)
         undo.callback(_release_run, owner, run)
         run.shown.start()
-        found.begin_epochs(owner, run)
-        if not found.passes:
+        for epoch in range(resuming.begun_epochs):
+            owner.counters.epoch = epoch
+            run.begin_epoch(epoch)
+        if resuming.ended is None:
             _rehearse(owner, run, val)
-        if found.path is not None:
-            reports = found.pass_stage(owner, pauses) if found.passes else found.load(owner, pauses)
+        lines = [*resuming.lines, *resume(resuming, owner, pauses)]
+        finished = ""
+        if resuming.checkpoint is not None:
             sped.loaded()
-            finished = found.place if owner.counters.stopped else ""
-            plan = replace(plan, notes=(*plan.notes, *reports), finished=finished)
-        if keeper is not None:
-            lines = [*found.go_on(owner, keeper), *_check_saves(owner, run, pauses)]
-            plan = replace(plan, notes=(*plan.notes, *lines))
+            finished = resuming.place if owner.counters.stopped else ""
+        lines += _check_saves(owner, run, pauses)
+        self._plan = replace(plan, notes=(*plan.notes, *lines), finished=finished)
         pauses.start()
-        self._plan = plan
 
     def _open_directory(self, undo: ExitStack, *, refused: Mapping[Path, str]) -> tuple[Keeping | None, Loaded | None]:
         """Bind the checkpoint slot, and read the checkpoint that is resumed."""
@@ -349,7 +350,8 @@ def _awake(owner: Owner) -> Iterator[tuple[str, ...]]:
 
 def _check_saves(owner: Owner, run: Run, pauses: Pauses) -> list[str]:
     """Refuse a state that cannot be saved, before the first update; return header lines on inexact resumes of data."""
-    assert pauses.keeper is not None
+    if pauses.keeper is None:
+        return []
     owner._record.run_id = pauses.keeper.run_id
     source: Any = run.source
     if hasattr(source, "must_resume"):
