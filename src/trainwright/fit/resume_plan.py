@@ -63,7 +63,7 @@ def plan_resume(owner: Owner, loaded: Loaded | None, asked: Resume) -> ResumePla
         begun = ended["counters"]["epoch"] + ended["counters"]["begun"]
         return ResumePlan(lines=(line,), checkpoint=loaded, progress=progress, ended=ended, begun_epochs=begun)
     if saved_stage == stage:
-        return _continued(owner, loaded, progress, asked)
+        return _continued(owner, loaded, asked, progress=progress)
     if asked.where != "auto":
         raise SettingError(
             f"resume={str(asked.where)!r} was saved in fit number {saved_stage + 1} of its run, "
@@ -82,7 +82,7 @@ def _start_lines(owner: Owner, asked: Resume) -> tuple[str, ...]:
     return (f"{found}: it begins with the weights and the optimizer as the fit that failed has left them",)
 
 
-def _continued(owner: Owner, loaded: Loaded, progress: Mapping[str, Any], asked: Resume) -> ResumePlan:
+def _continued(owner: Owner, loaded: Loaded, asked: Resume, *, progress: Mapping[str, Any]) -> ResumePlan:
     """Return the plan of a `fit` that continues at a checkpoint of its own."""
     fresh, counters, now = tuple(asked.fresh), progress["counters"], settings_of(owner)
     saved = progress.get("settings", {})

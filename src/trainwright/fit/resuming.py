@@ -33,9 +33,9 @@ def resume(plan: ResumePlan, owner: Owner, pauses: Pauses) -> list[str]:
     if pauses.keeper is not None and retained is not None:
         _adopt(pauses.keeper, retained)
     if plan.ended is not None:
-        _pass_over(plan, plan.ended, owner, pauses)
+        _pass_over(plan, owner, pauses)
         return []
-    return [] if plan.checkpoint is None else _load(plan, plan.checkpoint, owner, pauses)
+    return [] if plan.checkpoint is None else _load(plan, owner, pauses)
 
 
 def _adopt(keeper: Keeping, loaded: Loaded) -> None:
@@ -45,9 +45,10 @@ def _adopt(keeper: Keeping, loaded: Loaded) -> None:
     adopt(loaded.path, loaded.manifest, **newer)
 
 
-def _pass_over(plan: ResumePlan, ended: dict[str, Any], owner: Owner, pauses: Pauses) -> None:
+def _pass_over(plan: ResumePlan, owner: Owner, pauses: Pauses) -> None:
     """Take the counters, history and weights that the stage ended with."""
-    assert plan.checkpoint is not None and plan.progress is not None
+    ended = plan.ended
+    assert ended is not None and plan.checkpoint is not None and plan.progress is not None
     plan.checkpoint.tree.clear()
     owner.counters.load_state_dict(ended["counters"])
     owner.history[:] = plan.progress["history"][: ended["rows"]]
@@ -68,11 +69,11 @@ def _load_model(owner: Owner, path: Path) -> bool:
     return True
 
 
-def _load(plan: ResumePlan, loaded: Loaded, owner: Owner, pauses: Pauses) -> list[str]:
+def _load(plan: ResumePlan, owner: Owner, pauses: Pauses) -> list[str]:
     """Load the checkpoint into everything bound; return lines for the header."""
     counters, run = owner.counters, pauses.run
     given = _settings(owner)
-    reports, lines = _restore(plan, loaded, owner, pauses)
+    reports, lines = _restore(plan, owner, pauses)
     reports += [*unfuse_spoiled(owner), *_unused(owner, given)]
     counters.stopped = pauses.ended() or ("" if pauses.watch is None or counters.pause else pauses.watch.stopped)
     for report in reports if owner.world.is_main and not counters.stopped else ():  # a finished run does not continue
@@ -91,9 +92,10 @@ def _load(plan: ResumePlan, loaded: Loaded, owner: Owner, pauses: Pauses) -> lis
     return [*lines, *reports]
 
 
-def _restore(plan: ResumePlan, loaded: Loaded, owner: Owner, pauses: Pauses) -> tuple[list[str], list[str]]:
+def _restore(plan: ResumePlan, owner: Owner, pauses: Pauses) -> tuple[list[str], list[str]]:
     """Give every part its state; return the reports of the parts, and lines for the header alone."""
-    source = pauses.run.source
+    source, loaded = pauses.run.source, plan.checkpoint
+    assert loaded is not None
     parts, tree, origin = dict(owner.parts()), dict(loaded.tree), str(loaded.path)
     loaded.tree.clear()
     own, number = own_of(owner, tree)
@@ -102,7 +104,7 @@ def _restore(plan: ResumePlan, loaded: Loaded, owner: Owner, pauses: Pauses) -> 
         tree.pop(name, None)
     saved = tree.pop(state.PARAMETERS, None)
     rates = _rates(owner) if "schedule" in plan.fresh else []
-    _start_anew(plan.fresh, owner, parts, tree)
+    _start_anew(plan.fresh, owner, parts=parts, tree=tree)
     state.check(parts, tree, origin=origin, fresh=plan.fresh)
     tree, matched = state.in_order(parts, tree, saved, origin=origin)
     if is_sharded(*owner.model.parameters()):
@@ -118,7 +120,7 @@ def _restore(plan: ResumePlan, loaded: Loaded, owner: Owner, pauses: Pauses) -> 
     return reports, matched
 
 
-def _start_anew(fresh: tuple[str, ...], owner: Owner, parts: dict[str, Any], tree: dict[str, Tree]) -> None:
+def _start_anew(fresh: tuple[str, ...], owner: Owner, *, parts: dict[str, Any], tree: dict[str, Tree]) -> None:
     """Take the parts of `resume_fresh` out of both: they stay as they were built."""
     known = sorted({*SLOTS_WITH_STATE, *parts, *tree} - set(state.NEVER_FRESH))
     for name in fresh:
