@@ -118,7 +118,7 @@ class Trainer(Generic[M]):
         self.accumulate = accumulation(accumulate)
         self.clip: Any = by_name(clip, as_clip, what="clip", optimizers=self.optimizers)
         self.schedule: Any = by_name(schedule, setup.checked_schedule, what="schedule", optimizers=self.optimizers)
-        check_schedulers(self)
+        check_schedulers(self.schedule, self.optimizers)
         self.early_stopping = setup.checked_slot("early_stopping", early_stopping, 'EarlyStopping("val_loss")')
         self.checkpoint = setup.checked_slot("checkpoint", checkpoint, 'Checkpoint("runs/1")')
         self.average = setup.checked_slot("average", average, "EMA(0.999)")

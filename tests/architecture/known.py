@@ -11,7 +11,6 @@ UPWARD = {
     ("metrics.objects", "checkpointing.tree"),
     ("metrics.scores", "update.losses"),
     ("modules.matching", "acceleration.compilation"),
-    ("optim.named", "update.owner"),
     ("protocols", "core.durations"),
     ("protocols", "core.plan"),
     ("protocols", "core.records"),
@@ -37,6 +36,5 @@ CIRCLES = [
     },
     {"evaluation.passes", "evaluation.predictions", "fit.per_rank_state"},
     {"modules.activations", "modules.dry_run"},
-    {"optim.muon", "optim.optimizers"},
 ]
 """Files that import each other in a circle."""

@@ -110,7 +110,7 @@ def test_sgd_of_reduced_precision_on_the_cpu_is_not_made_fused_where_the_kernel_
     rows = torch.randn(8, 16, generator=torch.Generator().manual_seed(0)).to(dtype), torch.arange(8)
     made = partial(torch.optim.SGD, lr=0.1, momentum=momentum)
     given = Trainer(cast(), made(cast().parameters()), nn.CrossEntropyLoss(), console=False)
-    assert fused_hint(given, None) == []
+    assert fused_hint(given.optimizers, None) == []
     trainer = Trainer(cast(), made, nn.CrossEntropyLoss(), console=False)
     trainer.fit([rows] * 3, epochs=1)
     by_hand = cast()

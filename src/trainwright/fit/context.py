@@ -106,7 +106,7 @@ class FitContext:
     def _bind(self, source: Source, val: Mapping[str, Source], undo: ExitStack, *, refused: Mapping[Path, str]) -> None:
         """Plan, bind, check and load everything that the fit needs; `undo` takes it back."""
         owner, ends, resumes = self._owner, self._ends, self._resume.where is not None
-        check_parameters(owner)
+        check_parameters(owner.model, owner.loss, owner.optimizers)
         undo.enter_context(beside_others(owner))
         check_alike(owner, source, val, ends=ends, resumes=resumes)
         start_stage(owner, undo, resumes=resumes, epochs=ends.epochs)
@@ -370,7 +370,7 @@ def _check_saves(owner: Owner, run: Run, pauses: Pauses) -> list[str]:
     with run.shown.evaluated():
         tree = state.gather(parts)
     dry_save(tree)
-    check_saved_schedulers(owner, own, {name: tree[name] for name in tree if name in own or name == "state"})
+    check_saved_schedulers(owner.optimizers, own, {name: tree[name] for name in tree if name in own or name == "state"})
     return [line for line in [getattr(source, "resumes", "")] if line]
 
 

@@ -221,7 +221,7 @@ def _notes(owner: Owner, source: Source, plan: Plan) -> list[str]:
         notes.append("validates by your training_step, in eval mode")
     if str(owner.precision) == "tf32" and owner.device.type == "cpu":
         notes.append("tf32 has no effect on a cpu")
-    notes += fused_hint(owner, plan.updates)
+    notes += fused_hint(owner.optimizers, plan.updates) if owner.fast.defaults else []
     if (early := owner.early_stopping) is not None:
         notes.append(f"stops early on {early.monitor}")
     if (checkpoint := owner.checkpoint) is not None:

@@ -22,7 +22,7 @@ from trainwright.fit.between_updates import Pauses
 from trainwright.fit.per_rank_state import own_of, take_own
 from trainwright.fit.resume_plan import ResumePlan
 from trainwright.modules.dtensors import is_sharded
-from trainwright.optim.named import has_scheduler, unfuse_spoiled
+from trainwright.optim.named import disable_wrong_kernels, has_scheduler
 from trainwright.protocols import Tree
 from trainwright.update.owner import Owner, listening
 
@@ -74,7 +74,7 @@ def _load(plan: ResumePlan, owner: Owner, pauses: Pauses) -> list[str]:
     counters, run = owner.counters, pauses.run
     given = _settings(owner)
     reports, lines = _restore(plan, owner, pauses)
-    reports += [*unfuse_spoiled(owner), *_unused(owner, given)]
+    reports += [*disable_wrong_kernels(owner.optimizers), *_unused(owner, given)]
     counters.stopped = pauses.ended() or ("" if pauses.watch is None or counters.pause else pauses.watch.stopped)
     for report in reports if owner.world.is_main and not counters.stopped else ():  # a finished run does not continue
         warn_user(report)  # it matters without a console too

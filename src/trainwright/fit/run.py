@@ -288,7 +288,7 @@ class Run:
         """Take what is trained and what is kept as it is now: layers may come, be frozen or be set free."""
         owner = self.owner
         retake_shards(owner)
-        check_parameters(owner)
+        check_parameters(owner.model, owner.loss, owner.optimizers)
         self._take_groups()
         average = self.shown.average
         if average is not None:

@@ -257,7 +257,7 @@ def open_data(
 
     _check_own(owner)
     _check_optimizers(owner)
-    check_schedulers(owner)
+    check_schedulers(owner.schedule, owner.optimizers)
     _check_shapes(owner.model)
     check_val(train, val)
     ends.check_given()

@@ -1,4 +1,4 @@
-"""What `optimizer=`, `clip=` and `schedule=` are made into: one of each, or one for every name."""
+"""Makes optimizers from `optimizer=`, checks `clip=` and `schedule=`: one of each, or a dict of them by name."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ from trainwright.core.device import place_state
 from trainwright.core.errors import SettingError, message
 from trainwright.core.suggestions import did_you_mean
 from trainwright.core.trees import parameters_in
-from trainwright.update.owner import Owner
 
 T = TypeVar("T")
 ONLY = "optimizer"
-"""The name of an optimizer that was given without one."""
+"""Name of an optimizer that was given without a name."""
 CLEARED = "a new optimizer clears it"
-HINTED = 1000
-"""Updates of a run below which nothing is said of what could be faster."""
+LONG_RUN = 1000
+"""Number of updates from which the header of a run names what would be faster."""
 
 
 def make_optimizers(optimizer: Any, model: nn.Module, *, fuses: bool = True) -> dict[str, Optimizer]:
-    """Take Optimizers as they are; call a torch class or a partial with named parameters, a function with the model.
+    """Return optimizers by name, from an Optimizer, a torch class or a partial of one, or a function of the model.
 
-    With `fuses`, a class or a partial is asked for torch's fused kernels, where they serve all of the parameters. A
-    dict gives several by name; a class or a partial in it gets the parameters of the submodule of that name. Without a
-    name the only one is called "optimizer"; None gives an empty dict.
+    A class or a partial is called with named parameters, and with `fuses` uses torch's fused kernels if they support
+    all of them. In a dict it gets the parameters of the submodule of its name. An optimizer without a name is called
+    "optimizer"; None gives an empty dict.
     """
     if optimizer is None:
         return {}
@@ -72,20 +71,20 @@ def by_name(
     return {name: check(one) for name, one in setting.items() if one is not None}
 
 
-def fused_hint(owner: Owner, updates: int | None) -> list[str]:
-    """Say of optimizers that were given as they are that fused ones are faster, where a run is long enough for it."""
+def fused_hint(optimizers: Mapping[str, Optimizer], updates: int | None) -> list[str]:
+    """Return a line for each optimizer class that would be faster if fused, for runs long enough for it to matter."""
     from trainwright.optim.optimizers import could_be_fused
 
-    if not owner.fast.defaults or (updates is not None and updates < HINTED):
+    if updates is not None and updates < LONG_RUN:
         return []
-    names = {type(one).__name__: None for one in owner.optimizers.values() if could_be_fused(one)}
+    names = {type(one).__name__: None for one in optimizers.values() if could_be_fused(one)}
     return [f"{name}(..., fused=True) would make the same updates faster" for name in names]
 
 
-def check_parameters(owner: Owner) -> None:
-    """Refuse a trainable parameter in no optimizer, an optimizer of another model, and one whose kernel is wrong."""
-    trained = {id(p) for p in parameters_in(*owner.optimizers.values())}
-    roots = {"model": owner.model, "loss": owner.loss}
+def check_parameters(model: nn.Module, loss: Any, optimizers: Mapping[str, Optimizer]) -> None:
+    """Refuse a trainable parameter in no optimizer, an optimizer of another model, and a fused kernel that is wrong."""
+    trained = {id(p) for p in parameters_in(*optimizers.values())}
+    roots = {"model": model, "loss": loss}
     trainable = {
         f"{root}.{name}": parameter
         for root, module in roots.items()
@@ -96,22 +95,20 @@ def check_parameters(owner: Owner) -> None:
     left_out = [name for name, p in trainable.items() if id(p) not in trained]
     if left_out or not trainable:
         raise _nothing_trains(left_out, len(trainable))
-    for optimizer in owner.optimizers.values():
+    for optimizer in optimizers.values():
         _check_kernel(optimizer)
 
 
 def has_scheduler(optimizer: Any) -> bool:
-    """Whether a scheduler of torch's was built on this optimizer: it leaves a wrapper around `step`, for good."""
+    """Return whether a torch scheduler was built on this optimizer: it wraps `step`, and never removes the wrapper."""
     return hasattr(getattr(optimizer, "step", None), "_wrapped_by_lr_sched")
 
 
-def check_schedulers(owner: Owner) -> None:
-    """Refuse `schedule=` for an optimizer that a scheduler of torch's was built on: both would set its rate."""
-    schedules = (
-        owner.schedule if isinstance(owner.schedule, Mapping) else dict.fromkeys(owner.optimizers, owner.schedule)
-    )
-    for name, schedule in schedules.items():
-        if schedule is not None and has_scheduler(owner.optimizers[name]):
+def check_schedulers(schedule: Any, optimizers: Mapping[str, Optimizer]) -> None:
+    """Refuse `schedule=` for an optimizer that a torch scheduler was built on: both would set its rate."""
+    schedules = schedule if isinstance(schedule, Mapping) else dict.fromkeys(optimizers, schedule)
+    for name, one in schedules.items():
+        if one is not None and has_scheduler(optimizers[name]):
             which = "" if name == ONLY else f" {name!r}"
             raise SettingError(
                 message(
@@ -123,18 +120,20 @@ def check_schedulers(owner: Owner) -> None:
             )
 
 
-def check_saved_schedulers(owner: Owner, parts: Mapping[str, Any], trees: Mapping[str, Any]) -> None:
-    """Refuse checkpoints without the state of a torch scheduler that the user steps: a resume would start it anew.
+def check_saved_schedulers(
+    optimizers: Mapping[str, Optimizer], parts: Mapping[str, Any], trees: Mapping[str, Any]
+) -> None:
+    """Refuse checkpoints without the state of a torch scheduler that the user steps: a resume would reset it.
 
-    `parts`: what `parts()` adds of the user's own; `trees`: its states, and the user's `state`.
+    `parts`: the parts that the user's `parts()` adds; `trees`: their states, and the user's `state`.
     """
-    marked = sum(map(has_scheduler, owner.optimizers.values()))
+    marked = sum(map(has_scheduler, optimizers.values()))
     if not marked:
         return
     from torch.optim.lr_scheduler import LRScheduler
 
-    whole = sum(isinstance(part, LRScheduler) for part in parts.values())
-    if max(whole, _scheduler_states(trees)) < marked:
+    saved = sum(isinstance(part, LRScheduler) for part in parts.values())
+    if max(saved, _scheduler_states(trees)) < marked:
         raise SettingError(
             message(
                 "a torch scheduler was built on the optimizer, and no checkpoint would hold its state",
@@ -145,7 +144,7 @@ def check_saved_schedulers(owner: Owner, parts: Mapping[str, Any], trees: Mappin
 
 
 def _scheduler_states(tree: Any) -> int:
-    """How many states of torch's schedulers are in a tree; those inside of one (`SequentialLR`) are part of it."""
+    """Count states of torch schedulers in a tree; those inside another one (`SequentialLR`) do not count."""
     if isinstance(tree, Mapping):
         if "_last_lr" in tree:
             return 1
@@ -153,33 +152,33 @@ def _scheduler_states(tree: Any) -> int:
     return sum(map(_scheduler_states, tree)) if isinstance(tree, list | tuple) else 0
 
 
-def unfuse_spoiled(owner: Owner) -> list[str]:
-    """Switch off a fused kernel that a checkpoint has switched on, and that is wrong here; what to say about it."""
+def disable_wrong_kernels(optimizers: Mapping[str, Optimizer]) -> list[str]:
+    """Switch off fused kernels that a checkpoint has switched on and that are wrong here; return a line for each."""
     from trainwright.optim.fused import spoiled
 
-    said = []
-    for optimizer in owner.optimizers.values():
+    lines = []
+    for optimizer in optimizers.values():
         dtype = spoiled(optimizer)
         if dtype is not None:
             for group in optimizer.param_groups:
                 group["fused"] = False
             kind, name = str(dtype).removeprefix("torch."), type(optimizer).__name__
-            said.append(
+            lines.append(
                 f"resumed: fused=True of {name} is the checkpoint's, False is used: here it is wrong for {kind}"
             )
-    return said
+    return lines
 
 
 def _make(optimizer: Any, model: nn.Module, what: str, *, root: nn.Module | None, fuses: bool) -> Optimizer:
-    """One optimizer; `root` is the module whose parameters a torch class is called with."""
+    """Make one optimizer; `root` is the module whose parameters a torch class is called with."""
     if isinstance(optimizer, Optimizer):
         place_state(optimizer)
         return optimizer
-    from trainwright.optim.optimizers import Factory, adamw, fused_for, muon, sgd
+    from trainwright.optim.optimizers import OptimizerFactory, adamw, fused_for, muon, sgd
 
     made: Any = None
     target = optimizer.func if isinstance(optimizer, partial) else optimizer
-    grouped = isinstance(optimizer, Factory)
+    grouped = isinstance(optimizer, OptimizerFactory)
     if grouped or (inspect.isclass(target) and issubclass(target, Optimizer)):
         name = f"{optimizer.name}(...)" if grouped else target.__name__
         if root is None:
