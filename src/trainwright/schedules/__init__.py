@@ -11,3 +11,41 @@ Promises: each rate has the bits of torch's scheduler of that name; the clock of
 a resume looks up the next rate; a schedule ends exactly with the run, and a value of a group that is set by hand is
 refused. A new schedule: a frozen dataclass on `BuiltinSchedule` with `spec(plan)`, in `standard` or `cycles`.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainwright.schedules.cycles import Cyclic, OneCycle
+    from trainwright.schedules.rates import Rates
+    from trainwright.schedules.standard import Cosine, Exponential, Linear, MultiStep, StepLR, WarmupStableDecay
+    from trainwright.schedules.stepped import Plateau, TorchSchedule
+
+__all__ = [
+    "Cosine",
+    "Cyclic",
+    "Exponential",
+    "Linear",
+    "MultiStep",
+    "OneCycle",
+    "Plateau",
+    "Rates",
+    "StepLR",
+    "TorchSchedule",
+    "WarmupStableDecay",
+]
+
+_FILES = {
+    "rates": ("Rates",),
+    "cycles": ("Cyclic", "OneCycle"),
+    "standard": ("Cosine", "Exponential", "Linear", "MultiStep", "StepLR", "WarmupStableDecay"),
+    "stepped": ("Plateau", "TorchSchedule"),
+}
+"""The public names by file. Each file is imported when one of its names is first read: a fit needs one of them."""
+
+
+def __getattr__(name: str) -> Any:
+    for file, names in _FILES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{file}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
