@@ -126,8 +126,8 @@ class Ballast(Fault):
         os.close(fd)
 
     def stop(self) -> None:
-        """Empty it."""
-        self.directory.with_name("ballast").unlink()
+        """Empty it; a process that is killed late may have done so."""
+        self.directory.with_name("ballast").unlink(missing_ok=True)
 
 
 REFUSING: dict[str, Callable[[Path], Fault]] = {
