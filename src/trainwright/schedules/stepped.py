@@ -219,13 +219,15 @@ class SteppedRates(GroupRates):
         if tree["scheduler"] != named:
             news = f"schedule changed: {tree['scheduler']} -> {named}"
         self._start()
-        if (tree["monitor"], tree["mode"]) == (self.monitor, self._setup.mode):
-            for step in range(tree["steps"]):
+        unit = self._setup.unit
+        if unit != "update" and (tree["monitor"], tree["mode"]) == (self.monitor, self._setup.mode):
+            for step in range(tree["steps"]):  # by updates `apply` steps it, as far as the clock has come
                 self._step(*tree["seen"][step : step + 1])
-        if self._setup.unit == "validation":
-            for bare, saved in zip(self._bare.param_groups, tree["groups"], strict=True):
-                bare.update(saved)
-            self._note_keys()
+        for scheduled, bare, saved in zip(self._groups, self._bare.param_groups, tree["groups"], strict=True):
+            known = {key: value for key, value in saved.items() if key in scheduled.base}
+            scheduled.keys.update(known)
+            if unit == "validation":
+                bare.update(known)
         return news
 
     def _start(self) -> None:
