@@ -32,8 +32,9 @@ from trainwright.update.window import Window, windows
 
 if TYPE_CHECKING:
     from trainwright.acceleration.fast import Fast
-    from trainwright.checkpointing.checkpoint import Checkpoint, Keeping, Saving
-    from trainwright.checkpointing.load import latest_checkpoint, load_weights, save_weights
+    from trainwright.checkpointing.checkpoint import Checkpoint
+    from trainwright.checkpointing.load import latest_checkpoint, load_weights
+    from trainwright.checkpointing.weights import save_weights
     from trainwright.core.model_statistics import ModelStatistics, ParameterStatistics
     from trainwright.core.speed import Speed
     from trainwright.data.sharding import shard, sharded
@@ -106,13 +107,14 @@ else:
         "modules.flops": ("count_flops",),
         "optim.averaged_weights": ("AveragedWeights",),
         "optim.averaging": ("EMA", "SWA", "WeightAveraging"),
-        "checkpointing.checkpoint": ("Checkpoint", "Keeping", "Saving"),
+        "checkpointing.checkpoint": ("Checkpoint",),
         "fit.early_stopping": ("EarlyStopping", "Stopping", "Watching"),
         "acceleration.fast": ("Fast",),
         "optim.groups": ("param_groups",),
         "optim.layerwise": ("Lamb", "Lars"),
         "optim.optimizers": ("adamw", "muon", "sgd"),
-        "checkpointing.load": ("latest_checkpoint", "load_weights", "save_weights"),
+        "checkpointing.load": ("latest_checkpoint", "load_weights"),
+        "checkpointing.weights": ("save_weights",),
         "schedules.cycles": ("Cyclic", "OneCycle"),
         "schedules.standard": ("Cosine", "Exponential", "Linear", "MultiStep", "StepLR", "WarmupStableDecay"),
         "schedules.stepped": ("Plateau", "TorchSchedule"),
@@ -184,7 +186,6 @@ __all__ = [
     "Fold",
     "Gradients",
     "Journal",
-    "Keeping",
     "LRRange",
     "Lamb",
     "LargestBatch",
@@ -215,7 +216,6 @@ __all__ = [
     "Report",
     "Result",
     "Saved",
-    "Saving",
     "Scaler",
     "Schedule",
     "Seconds",

@@ -44,7 +44,7 @@ from trainwright.update.window import Window, accumulation, rows_of
 
 if TYPE_CHECKING:
     from trainwright.acceleration.fast import Fast
-    from trainwright.checkpointing.checkpoint import Saving
+    from trainwright.checkpointing.checkpoint import Checkpoint
     from trainwright.distributed.fsdp import FSDP
     from trainwright.evaluation.reports import Asked, Report
     from trainwright.fit.between_updates import Pauses
@@ -91,7 +91,7 @@ class Trainer(Generic[M]):
         clip: float | Clip | Mapping[str, Any] | None = None,
         schedule: Schedule | Callable[[int, int], float] | Mapping[str, Any] | None = None,
         early_stopping: Stopping | None = None,
-        checkpoint: Saving | None = None,
+        checkpoint: Checkpoint | None = None,
         average: WeightAveraging | None = None,
         frozen: Mapping[str, nn.Module] | None = None,
         on_nonfinite: str = "raise",

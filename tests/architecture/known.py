@@ -2,9 +2,6 @@
 
 UPWARD = {
     ("distributed.launcher_signals", "fit.signals"),
-    ("distributed.resharding", "checkpointing.pieces"),
-    ("distributed.resharding", "checkpointing.tensorfile"),
-    ("distributed.resharding", "checkpointing.tree"),
     ("evaluation.passes", "fit.per_rank_state"),
     ("evaluation.predictions", "fit.per_rank_state"),
     ("metrics.metrics", "update.losses"),
@@ -21,7 +18,6 @@ UPWARD = {
 """Imports of a package that stands later in the order: (file, imported file)."""
 
 CIRCLES = [
-    {"checkpointing.distributed_load", "checkpointing.load"},
     {
         "data.auto_workers",
         "data.batches",

@@ -1,18 +1,20 @@
-"""Every slot is a small Protocol: a user's own minimal class fills it, and what it does is what happens."""
+"""Every slot can be filled by a minimal class of a user's own, and what it does is what happens."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainwright import Best, Observer, Plan, Result, Saved, Trainer, Update
+from trainwright import Best, Checkpoint, Observer, Plan, Result, Saved, Trainer, Update
+from trainwright.checkpointing.manager import CheckpointManager
+from trainwright.distributed.world import World
 from trainwright.schedules.rates import Rates
 
 DATA = [(torch.randn(8, 4), torch.randint(0, 3, (8,))) for _ in range(4)]
@@ -108,52 +110,34 @@ class OwnWatch:
         self.waited = tree["waited"]
 
 
-class OwnCheckpoint:
-    """Keeps the trees of all checkpoints in memory; it is its own keeper."""
+class OwnCheckpoint(Checkpoint):
+    """Checkpoints in memory."""
 
-    directory: str | Path = "nowhere"
-    best: Any = None
-    mode = None
-    every: Literal["auto"] = "auto"
-    restore_best = False
+    def bind(self, run_id: str, *, world: World | None = None) -> CheckpointManager:
+        managers.append(OwnManager(self, run_id))
+        return managers[-1]
 
-    def __init__(self) -> None:
+
+class OwnManager(CheckpointManager):
+    """Keeps the trees of all checkpoints in memory."""
+
+    def __init__(self, settings: Checkpoint, run_id: str) -> None:
+        super().__init__(settings, run_id)
         self.trees: dict[int, Any] = {}
         self.released = False
-
-    def bind(self, run_id: str) -> OwnCheckpoint:
-        self.run_id = run_id
-        return self
-
-    @property
-    def settings(self) -> OwnCheckpoint:
-        return self
-
-    @property
-    def saved(self) -> list[Path]:
-        return []
 
     def prepare(self, *, resuming: bool) -> None:
         assert not resuming
 
-    def adopt(self, path: Path, manifest: Mapping[str, Any]) -> None:
-        raise AssertionError("nothing is resumed")
-
-    def judge(self, metrics: Mapping[str, float], *, epoch: int, update: int) -> bool:
-        raise AssertionError("no number is watched")
-
-    def save(self, tree: Mapping[str, Any], *, update: int, epoch: int, metrics: Mapping[str, float]) -> Saved:
+    def save(self, tree: Mapping[str, Any], *, update: int, **_: Any) -> None:
         self.trees[update] = tree
-        return Saved(Path("nowhere"), update, best=False)
+        self._saved.append(Saved(Path("nowhere"), update, best=False))
 
-    def release(self) -> None:
+    def release(self, *, wait: bool = True) -> None:
         self.released = True
 
-    def state_dict(self) -> dict[str, Any]:
-        return {}
 
-    def load_state_dict(self, tree: Any) -> None:
-        assert tree == {}
+managers: list[OwnManager] = []
 
 
 class OwnMetric:
@@ -252,19 +236,18 @@ def test_early_stopping_that_restores_the_best_weights_beside_a_checkpoint() -> 
             self.best = Best("val_loss", 1.0, epoch, update) if self.waited == 1 else self.best
             return self.waited == 1
 
-    checkpoint = OwnCheckpoint()
-    own = trainer(early_stopping=Restoring(), checkpoint=checkpoint)
+    own = trainer(early_stopping=Restoring(), checkpoint=OwnCheckpoint("nowhere"))
     assert own.fit(DATA, DATA, epochs=9).weights == "best of epoch 1"
-    assert torch.equal(checkpoint.trees[4]["model"]["weight"], own.model.weight)
+    assert torch.equal(managers[-1].trees[4]["model"]["weight"], own.model.weight)
 
 
 def test_checkpoint() -> None:
-    checkpoint = OwnCheckpoint()
-    own = trainer(checkpoint=checkpoint)
+    own = trainer(checkpoint=OwnCheckpoint("nowhere"))
     own.fit(DATA, epochs=2)
-    assert list(checkpoint.trees) == [4, 8]
-    assert torch.equal(checkpoint.trees[8]["model"]["weight"], own.model.weight)
-    assert checkpoint.released
+    (manager,) = managers[-1:]
+    assert list(manager.trees) == [4, 8]
+    assert torch.equal(manager.trees[8]["model"]["weight"], own.model.weight)
+    assert manager.released
 
 
 def test_metric() -> None:

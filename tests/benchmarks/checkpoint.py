@@ -32,8 +32,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from trainwright import Checkpoint
-from trainwright.checkpointing import commits
-from trainwright.checkpointing.load import encode, load_tree
+from trainwright.checkpointing import commit as commits
+from trainwright.checkpointing import format as formats
+from trainwright.checkpointing.format import encode, load_tree
 from trainwright.checkpointing.tensorfile import Contents
 
 MANIFEST = {"run": "benchmark", "update": 1, "epoch": 0, "metrics": {}}
@@ -84,9 +85,7 @@ def save_raw(tree: dict[str, Any]) -> Case:
 
 
 def save_ours(tree: dict[str, Any], checksum: Any = "crc32") -> Case:
-    return lambda folder: commits.commit(
-        folder, commits.update_name(1), encode(tree), manifest=MANIFEST, checksum=checksum
-    )
+    return lambda folder: commits.commit(folder, encode(tree), manifest=MANIFEST, checksum=checksum)
 
 
 def save_torch(tree: dict[str, Any], *, synced: bool) -> Case:
@@ -120,7 +119,7 @@ def save_dcp(tree: dict[str, Any]) -> Case:
 
 def load_raw(folder: Path) -> list[Tensor]:
     held = []
-    for path in sorted((folder / commits.update_name(1)).iterdir()):
+    for path in sorted((folder / formats.update_name(1)).iterdir()):
         held.append(torch.empty(path.stat().st_size, dtype=torch.uint8))
         with open(path, "rb", buffering=0) as file:
             data, at = held[-1].numpy().data, 0
@@ -130,7 +129,7 @@ def load_raw(folder: Path) -> list[Tensor]:
 
 
 def load_ours(folder: Path) -> object:
-    return load_tree(folder / commits.update_name(1))
+    return load_tree(folder / formats.update_name(1))
 
 
 def load_torch(folder: Path) -> object:
@@ -251,10 +250,10 @@ def background(tree: dict[str, Any], root: Path, rounds: int) -> None:
     found: dict[str, list[float]] = {"copy": [], "first": [], "later": [], "whole": [], "extra": []}
     for number in range(rounds + 1):
         shutil.rmtree(root / "background", ignore_errors=True)
-        keeper = Checkpoint(root / "background", keep=1).bind("benchmark")
-        keeper.prepare(resuming=False)
+        manager = Checkpoint(root / "background", keep=1).bind("benchmark")
+        manager.prepare(resuming=False)
         before = reset_peak()
-        keeper.expect(tree)
+        manager.reserve(tree)
         time.sleep(1.0)  # what `fit` does before its first save takes longer
         seconds = dict.fromkeys(found, 0.0)
         for update, name in ((1, "first"), (2, "later")):
@@ -263,12 +262,12 @@ def background(tree: dict[str, Any], root: Path, rounds: int) -> None:
             for place, tensor in zip(places, tensors, strict=True):
                 place.copy_(tensor)
             seconds["copy"] += (time.perf_counter() - begun) / 2
-            blocked = keeper.blocked
-            keeper.save(tree, update=update, epoch=0)
-            seconds[name] = keeper.blocked - blocked
-            seconds["whole"] += keeper.written(wait=True)[0].seconds / 2
+            blocked = manager.blocked
+            manager.save(tree, update=update, epoch=0)
+            seconds[name] = manager.blocked - blocked
+            seconds["whole"] += manager.completed(wait=True)[0].seconds / 2
         seconds["extra"] = peak() - before
-        keeper.release()
+        manager.release()
         for name in found if number else ():
             found[name].append(seconds[name])
     copy = statistics.median(found["copy"])

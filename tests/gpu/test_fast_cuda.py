@@ -32,8 +32,8 @@ from gpu_runs import (
 from torch import nn
 
 from trainwright import Fast, NonFiniteError, Observer, Throughput, Trainer, Updates, batches
-from trainwright.checkpointing.staging import Arena, needs
 from trainwright.checkpointing.tensorfile import Contents
+from trainwright.checkpointing.writer import memory_needs
 from trainwright.optim.fused import ready_to_mask, step_of
 
 pytestmark = pytest.mark.gpu
@@ -258,9 +258,9 @@ def test_a_thousand_updates_take_no_more_memory_than_fifty(kind: str, device: to
 def copied(device: torch.device) -> tuple[dict[str, Any], dict[str, Any], bool]:
     """Tensors of a device, what a checkpoint's memory holds of them, and whether that is pinned."""
     model = net().to(device)
-    arena, tensors_of = Arena(), dict(model.state_dict())
+    arena, tensors_of = Memory(), dict(model.state_dict())
     files: dict[str, Any] = {"model": Contents(tensors_of, {})}
-    arena.reserve(*needs(files))
+    arena.reserve(*memory_needs(files))
     held: Any = arena.copy(files)["model"]
     values = {name: one.clone() for name, one in held.tensors.items()}
     pinned = all(one.is_pinned() for one in held.tensors.values()) if device.type == "cuda" else False
@@ -318,7 +318,7 @@ def test_the_meter_tells_what_large_products_reach(device: torch.device) -> None
     measured(device, width=4096, size=8192, updates=4)  # what is loaded first
     speeds, seconds = measured(device, width=4096, size=8192, updates=40)
     last = speeds[-1]
-    assert last.flops_per_row == (6 * 4 - 2) * 4096**2  # the input needs no gradient
+    assert last.flops_per_row == (6 * 4 - 2) * 4096**2  # the input memory_needs no gradient
     if last.peak is None:
         pytest.skip(last.note)
     assert 0.2 < last.mfu < 1.0

@@ -11,7 +11,7 @@ from torch import nn
 
 from trainwright import Trainer
 from trainwright.checkpointing import state
-from trainwright.checkpointing.manager import Keeper
+from trainwright.checkpointing.manager import CheckpointManager
 from trainwright.checkpointing.state import Random
 from trainwright.core.progress import Counters
 from trainwright.core.rng import set_random_state
@@ -164,7 +164,7 @@ def patience_starts_anew(patch):
 
 
 def the_best_is_forgotten(patch):
-    without(patch, Keeper, "load_state_dict")
+    without(patch, CheckpointManager, "load_state_dict")
 
 
 def the_plateau_is_forgotten(patch):

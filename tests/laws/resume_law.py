@@ -25,7 +25,7 @@ from laws.resume_cells import Cell, drawn, name, uninterrupted
 from laws.resume_data import BATCHES
 from laws.resume_run import ERROR, SIGNALS, Interrupt, flattened, train
 from trainwright import latest_checkpoint, read_journal
-from trainwright.checkpointing.load import load_tree
+from trainwright.checkpointing.format import load_tree
 
 LIMIT = 120
 """Seconds after which a phase hangs."""
@@ -259,7 +259,7 @@ def told(at: dict[str, Any]) -> str:
 def last_told(directory: Path) -> str:
     """What `told` says of the last checkpoint of a run."""
     path = latest_checkpoint(directory)
-    return "nothing" if path is None else told({"name": path.name, **load_tree(path)[0]["progress"]["counters"]})
+    return "nothing" if path is None else told({"name": path.name, **load_tree(path)["progress"]["counters"]})
 
 
 def _start(reference: Trace, phase: Trace) -> int:

@@ -43,7 +43,7 @@ from trainwright import (
     batches,
     latest_checkpoint,
 )
-from trainwright.checkpointing.load import load_tree
+from trainwright.checkpointing.format import load_tree
 from trainwright.core.errors import CheckpointError
 
 EPOCHS = 3
@@ -108,7 +108,7 @@ def train(cell: Cell, directory: Path, *, interrupt: Interrupt | None = None, re
         "modes": [module.training for module in model.modules()],
         "optimizer": trainer.optimizer.state_dict(),
         "state": trainer.state,
-        "checkpoint": load_tree(latest_checkpoint(directory / "checkpoints"))[0],
+        "checkpoint": load_tree(latest_checkpoint(directory / "checkpoints")),
     }
     flat = {"events": watch.event, **flattened(outcome)}
     (directory / "outcome.json").write_text(json.dumps(flat))
@@ -326,7 +326,7 @@ def flattened(tree: Any, where: str = "") -> dict[str, Any]:
 def _holds(path, *, skipped):
     """Whether a checkpoint is whole of a state with so many updates held back; one of the same name may replace it."""
     try:
-        return path.exists() and load_tree(path)[0]["progress"]["counters"]["skipped"] >= skipped
+        return path.exists() and load_tree(path)["progress"]["counters"]["skipped"] >= skipped
     except CheckpointError:
         return False
 

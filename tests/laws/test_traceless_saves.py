@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from trainwright import EMA, SWA, Checkpoint, EarlyStopping, OneCycle, Trainer, Updates, batches
-from trainwright.checkpointing import commits
+from trainwright.checkpointing import commit as commits
 from trainwright.core.errors import CheckpointError
 from trainwright.core.rng import random_state
 from trainwright.evaluation.shown_weights import Shown

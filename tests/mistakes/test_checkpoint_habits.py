@@ -131,5 +131,5 @@ def test_resume_without_a_slot_is_refused_with_the_slot_to_write(tmp_path):
 def test_resume_without_a_slot_names_a_wrong_path_first(tmp_path):
     with pytest.raises(CheckpointError, match="does not exist"):
         make().fit(pieces(), epochs=1, resume=tmp_path / "nothing")
-    with pytest.raises(CheckpointError, match="holds no whole checkpoint"):
+    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
         make().fit(pieces(), epochs=1, resume=tmp_path)

@@ -23,7 +23,7 @@ from trainwright import (
     load_weights,
     read_journal,
 )
-from trainwright.checkpointing.load import load_tree
+from trainwright.checkpointing.format import load_tree
 from trainwright.fit import between_updates
 
 BY_VALIDATION = {"early_stopping": EarlyStopping("val_loss", patience=3), "schedule": Plateau("val_loss", patience=0)}
@@ -95,7 +95,7 @@ def check_same(whole, resumed, directories, *, told):
     assert lines(directories[0]) == lines(directories[1])
     last, other = (latest_checkpoint(directory / "c") for directory in directories)
     assert last.name == other.name
-    first, second = (load_tree(path)[0] for path in (last, other))
+    first, second = (load_tree(path) for path in (last, other))
     for part in sorted(set(first) - {"data"}):  # the position in data that are at their end: the workers' memory of it
         assert flat(first[part]) == flat(second[part]), part
 

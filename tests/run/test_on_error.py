@@ -25,7 +25,7 @@ from trainwright import (
     batches,
     latest_checkpoint,
 )
-from trainwright.checkpointing.load import load_tree
+from trainwright.checkpointing.format import load_tree
 
 NOTHING = 'nothing is saved: fit(..., resume="auto") begins anew'
 
@@ -147,7 +147,7 @@ def test_what_a_loss_counts_in_a_buffer_is_saved_as_before_the_window(directory)
 
     broken = go(directory, loss=Counting(5), on_error="save")
     assert type(broken[2]) is BreaksError
-    saved = load_tree(latest_checkpoint(directory))[0]
+    saved = load_tree(latest_checkpoint(directory))
     assert saved["loss"]["calls"] == saved["progress"]["counters"]["batch"] > 0
 
 
@@ -332,7 +332,7 @@ def test_a_save_that_fails_too_is_a_note_on_the_error_which_stays(async_save, di
     assert note.startswith("trainwright: the state at the end could not be saved") and "the disk is full" in note
     assert f"the newest complete checkpoint is {directory / 'update-0000000003'}" in note
     assert trainer.result.stopped == "BreaksError: in the user's code"
-    lost = "the last save failed: the disk is full; the newest whole checkpoint is update-0000000003"
+    lost = "the last save failed: the disk is full; the newest complete checkpoint is update-0000000003"
     assert trainer.result.notes == (lost, 'not saved at its end: fit(..., resume="auto") goes on from update 3')
 
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim import LBFGS, SGD, Adam, AdamW
 
 from trainwright import EMA, Checkpoint, CheckpointError, Trainer, Updates, batches, latest_checkpoint
-from trainwright.checkpointing import commits
-from trainwright.checkpointing.load import encode, load_tree
+from trainwright.checkpointing import commit as commits
+from trainwright.checkpointing.format import encode, load_tree, read_manifest
 from trainwright.checkpointing.state import PARAMETERS
 from trainwright.fit.per_rank_state import own_state, take_own
 
@@ -317,7 +317,7 @@ def test_parameters_without_a_name_are_matched_by_position_and_shape_with_one_li
 def nameless(directory):
     """Write the newest checkpoint again, without the names of parameters."""
     path = latest_checkpoint(directory)
-    tree, manifest = load_tree(path)
+    tree, manifest = load_tree(path), read_manifest(path)
     del tree[PARAMETERS]
     fields = {key: manifest[key] for key in ("run", "update", "epoch", "metrics", "settings", "monitor", "mode")}
     commits.commit(directory, path.name, encode(tree), manifest=fields)

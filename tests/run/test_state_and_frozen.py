@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trainwright import Checkpoint, CheckpointError, Probe, SettingError, Trainer, Updates, batches
-from trainwright.checkpointing.commits import read_manifest
+from trainwright.checkpointing.format import read_manifest
 
 x = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
 y = torch.arange(12) % 3

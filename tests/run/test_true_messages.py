@@ -24,7 +24,7 @@ from trainwright import (
     prefetch,
     together,
 )
-from trainwright.checkpointing import commits
+from trainwright.checkpointing import format as formats
 
 X = torch.randn(16, 3, generator=torch.Generator().manual_seed(0))
 Y = X.sum(1, keepdim=True)
@@ -148,7 +148,7 @@ def test_the_note_of_a_failed_run_names_a_checkpoint_that_is_there(tmp_path, lef
             if self.progress.updates != 5:
                 return
             self._pauses.saves.hear(wait=True)
-            newest, older = commits.scan(tmp_path / "run")
+            newest, older = formats.list_checkpoints(tmp_path / "run")
             for path in {"all": [], "the older": [newest], "none": [newest, older]}.get(left, [newest]):
                 shutil.rmtree(path)
             if left == "of another run":
@@ -170,13 +170,13 @@ EVIL = "\x1b[31m\r\x9b\x7f"
 
 def forge(path, change):
     """Change a manifest and seal it again, as somebody with an editor would."""
-    text = (path / commits.MANIFEST).read_bytes()
+    text = (path / formats.MANIFEST).read_bytes()
     manifest = json.loads(text)
     change(manifest)
     seal = [name for name in manifest if name in ("crc32", "sha256")][-1]
     del manifest[seal]
     body = json.dumps(manifest).encode()[:-1]
-    (path / commits.MANIFEST).write_bytes(body + commits._seal(body, seal))
+    (path / formats.MANIFEST).write_bytes(body + formats.seal(body, seal))
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def forge(path, change):
 )
 def test_control_characters_of_a_manifest_are_never_printed(tmp_path, change, capfd):
     made(tmp_path).fit(READY, max_updates=4)
-    for path in commits.scan(tmp_path):
+    for path in formats.list_checkpoints(tmp_path):
         forge(path, change)
     said = []
     for use in (

@@ -30,7 +30,7 @@ from trainwright import (
     latest_checkpoint,
     load_weights,
 )
-from trainwright.checkpointing import commits
+from trainwright.checkpointing import format as formats
 from trainwright.checkpointing.files import write_file
 
 generator = torch.Generator().manual_seed(1)
@@ -51,7 +51,7 @@ def trained(directory, *, epochs, resume="auto", keep=3, kind=Trainer, **slots):
 
 def rewrite(path, change):
     """Change the files of a checkpoint, a dict of name to bytes, and make every size and checksum right again."""
-    manifest = json.loads((path / commits.MANIFEST).read_bytes())
+    manifest = json.loads((path / formats.MANIFEST).read_bytes())
     del manifest["crc32"]
     files = {name: (path / name).read_bytes() for name in manifest["files"]}
     change(files, manifest)
@@ -60,7 +60,7 @@ def rewrite(path, change):
     entries = {name: write_file(path / name, data) for name, data in files.items()}
     manifest["files"] = {name: entries.get(name, entry) for name, entry in manifest["files"].items()}
     body = json.dumps(manifest, indent=1).removesuffix("\n}").encode()
-    (path / commits.MANIFEST).write_bytes(body + commits._seal(body, "crc32"))
+    (path / formats.MANIFEST).write_bytes(body + formats.seal(body, "crc32"))
 
 
 def edit(change):
@@ -98,10 +98,10 @@ def run(tmp_path):
 @pytest.mark.parametrize("kind", UNREADABLE)
 def test_a_newest_checkpoint_that_cannot_be_decoded_is_passed_over_and_the_run_goes_on_from_the_older_one(kind, run):
     directory, whole = run
-    rewrite(directory / commits.update_name(8), UNREADABLE[kind])
-    commits.verify(directory / commits.update_name(8))  # every sum is right
+    rewrite(directory / formats.update_name(8), UNREADABLE[kind])
+    formats.verify(directory / formats.update_name(8))  # every sum is right
     with pytest.warns(UserWarning, match="passed over"):
-        assert latest_checkpoint(directory) == directory / commits.update_name(6)
+        assert latest_checkpoint(directory) == directory / formats.update_name(6)
     with pytest.warns(UserWarning, match="passed over"):
         load_weights(directory, which="last")
     with pytest.warns(UserWarning, match="passed over for an older checkpoint"):
@@ -109,30 +109,30 @@ def test_a_newest_checkpoint_that_cannot_be_decoded_is_passed_over_and_the_run_g
     assert resumed.progress.updates == 12
     for name, value in whole.items():
         assert torch.equal(value, resumed.model.state_dict()[name]), name
-    assert [path.name for path in commits.scan(directory)] == [commits.update_name(n) for n in (12, 10, 8)]
+    assert [path.name for path in formats.list_checkpoints(directory)] == [formats.update_name(n) for n in (12, 10, 8)]
 
 
 def test_one_that_cannot_be_decoded_does_not_count_among_those_that_are_kept(run):
     directory, _ = run
-    rewrite(directory / commits.update_name(6), UNREADABLE["an unknown node"])
-    rewrite(directory / commits.update_name(8), UNREADABLE["an unknown node"])
+    rewrite(directory / formats.update_name(6), UNREADABLE["an unknown node"])
+    rewrite(directory / formats.update_name(8), UNREADABLE["an unknown node"])
     with pytest.warns(UserWarning, match="passed over"):
         trained(directory, epochs=2, keep=2, resume="auto")
     # 4 was resumed, 6 and 8 are written anew; 2 and 4 would be kept as well if what cannot be read counted as kept
-    assert [path.name for path in commits.scan(directory)] == [commits.update_name(n) for n in (8, 6)]
+    assert [path.name for path in formats.list_checkpoints(directory)] == [formats.update_name(n) for n in (8, 6)]
 
 
 def test_an_older_checkpoint_is_resumed_by_its_path_where_the_newer_one_cannot_be_read(run):
     directory, whole = run
-    rewrite(directory / commits.update_name(8), UNREADABLE["an unknown node"])
-    resumed = trained(directory, epochs=3, resume=directory / commits.update_name(6))
+    rewrite(directory / formats.update_name(8), UNREADABLE["an unknown node"])
+    resumed = trained(directory, epochs=3, resume=directory / formats.update_name(6))
     for name, value in whole.items():
         assert torch.equal(value, resumed.model.state_dict()[name]), name
 
 
 def test_where_none_can_be_decoded_the_run_is_refused_with_every_reason(run):
     directory, _ = run
-    for path in commits.scan(directory):
+    for path in formats.list_checkpoints(directory):
         rewrite(path, UNREADABLE["an unknown node"])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -219,7 +219,7 @@ def fuzzed(saved, directory, seed):
     """Edit one place of the newest checkpoint and resume: it is loaded, passed over, or an error of ours."""
     generator = random.Random(seed)
     shutil.copytree(saved, directory)
-    newest = commits.scan(directory)[0]
+    newest = formats.list_checkpoints(directory)[0]
     what, said = generator.choice(("state.json",) * 6 + ("manifest", "model.safetensors", "state.safetensors")), []
 
     def change(files, manifest):
@@ -320,9 +320,9 @@ EDITED = {
 def test_an_edited_checkpoint_with_right_sums_is_named_and_the_older_one_is_taken(kind, run):
     directory, whole = run
     change, says = EDITED[kind]
-    rewrite(directory / commits.update_name(8), change)
+    rewrite(directory / formats.update_name(8), change)
     with pytest.raises(CheckpointError, match=says):
-        trained(directory, epochs=3, resume=directory / commits.update_name(8))
+        trained(directory, epochs=3, resume=directory / formats.update_name(8))
     with pytest.warns(UserWarning, match=f"{says}(.|\n)*passed over for an older checkpoint"):
         resumed = trained(directory, epochs=3)
     assert resumed.progress.updates == 12
@@ -336,10 +336,10 @@ def test_state_that_no_part_takes_is_an_error_where_begin_epoch_would_run_twice(
             pass
 
     directory, _ = run
-    rewrite(directory / commits.update_name(8), EDITED["sums that are texts"][0])
+    rewrite(directory / formats.update_name(8), EDITED["sums that are texts"][0])
     with pytest.raises(CheckpointError, match="part 'totals' cannot be loaded"):
         trained(directory, epochs=3, kind=Hooked)
-    rewrite(directory / commits.update_name(8), EDITED["a negative counter"][0])
+    rewrite(directory / formats.update_name(8), EDITED["a negative counter"][0])
     with pytest.warns(UserWarning, match="passed over"):
         assert trained(directory, epochs=3, kind=Hooked).progress.updates == 12
 

@@ -12,12 +12,12 @@ import weakref
 
 import pytest
 
-from trainwright.checkpointing.background import Background
+from trainwright.checkpointing.writer import Writer
 
 
 @pytest.fixture
-def background():
-    made = Background("test")
+def writer():
+    made = Writer("test", async_save=True)
     yield made
     made.close(lambda: None)
 
@@ -34,84 +34,86 @@ class Gate:
         return self.result
 
 
-def results(background):
-    return [done.error or done.result for done in background.done()]
+def results(writer):
+    return [done.error or done.result for done in writer.outcomes()]
 
 
-def test_a_job_is_done_in_another_thread_and_its_result_is_kept_until_it_is_asked_for(background):
-    background.hand(threading.get_ident)
-    background.wait()
-    (ident,) = results(background)
-    assert ident != threading.get_ident() and results(background) == []
+def test_a_job_is_done_in_another_thread_and_its_result_is_kept_until_it_is_asked_for(writer):
+    writer.start(threading.get_ident)
+    writer.wait()
+    (ident,) = results(writer)
+    assert ident != threading.get_ident() and results(writer) == []
 
 
 def test_the_thread_begins_with_the_first_job_and_ends_with_the_last():
     before = set(threading.enumerate())  # of other tests too, whose threads may end meanwhile
-    background = Background("test")
+    writer = Writer("test", async_save=True)
     assert set(threading.enumerate()) <= before
-    background.hand(lambda: None)
+    writer.start(lambda: None)
     (thread,) = set(threading.enumerate()) - before
     assert thread.daemon and thread.name == "test"
-    background.close(lambda: None)
+    writer.close(lambda: None)
     thread.join(60)
     assert not thread.is_alive() and set(threading.enumerate()) <= before
-    background.close(lambda: None)
+    writer.close(lambda: None)
 
 
-def test_the_next_job_waits_until_the_last_is_done(background):
+def test_the_next_job_waits_until_the_last_is_done(writer):
     first, order = Gate("first"), []
-    background.hand(first)
+    writer.start(first)
     assert first.begun.wait(10)
     threading.Timer(0.05, lambda: (order.append("opened"), first.opened.set())).start()
-    background.hand(lambda: order.append("second"))
-    background.wait()
+    writer.start(lambda: order.append("second"))
+    writer.wait()
     assert order == ["opened", "second"]
-    assert results(background) == ["first", None]
+    assert results(writer) == ["first", None]
 
 
-def test_an_error_of_a_job_is_kept_once_and_the_thread_goes_on(background):
-    background.hand(lambda: 1 / 0)
-    background.hand(lambda: "next")
-    background.wait()
-    error, result = results(background)
+def test_an_error_of_a_job_is_kept_once_and_the_thread_goes_on(writer):
+    writer.start(lambda: 1 / 0)
+    writer.start(lambda: "next")
+    writer.wait()
+    error, result = results(writer)
     assert isinstance(error, ZeroDivisionError) and result == "next"
-    assert results(background) == []
+    assert results(writer) == []
 
 
-def test_even_the_end_of_the_program_raised_by_a_job_is_kept(background):
-    background.hand(lambda: sys.exit(3))
-    background.wait()
-    assert isinstance(results(background)[0], SystemExit)
+def test_even_the_end_of_the_program_raised_by_a_job_is_kept(writer):
+    writer.start(lambda: sys.exit(3))
+    writer.wait()
+    assert isinstance(results(writer)[0], SystemExit)
 
 
-def test_a_chore_comes_after_the_job_in_flight_and_only_the_latest_one_is_done(background):
+def test_a_chore_comes_after_the_job_in_flight_and_only_the_latest_one_is_done(writer):
     gate, order = Gate(), []
-    background.hand(gate)
+    writer.start(gate)
     assert gate.begun.wait(10)
-    background.prepare(lambda: order.append("old"))
-    background.prepare(lambda: order.append("new"))
+    writer.run_idle(lambda: order.append("old"))
+    writer.run_idle(lambda: order.append("new"))
     gate.opened.set()
-    background.wait()
+    writer.wait()
     assert order == ["new"]
-    assert results(background) == [None]
-    background.prepare(lambda: 1 / 0)
-    background.wait()
-    assert isinstance(results(background)[0], ZeroDivisionError)
+    assert results(writer) == [None]
+    writer.run_idle(lambda: 1 / 0)
+    writer.wait()
+    assert isinstance(results(writer)[0], ZeroDivisionError)
 
 
 def test_news_are_told_by_the_thread_after_results_and_after_errors_when_they_can_be_asked_for():
     seen = []
-    background = Background("test", news=lambda: seen.append((threading.current_thread().name, *results(background))))
-    background.hand(lambda: 7)
-    background.hand(lambda: 1 / 0)
-    background.prepare(lambda: None)
-    background.close(lambda: None)
+    writer = Writer(
+        "test", async_save=True, on_result=lambda: seen.append((threading.current_thread().name, *results(writer)))
+    )
+    writer.start(lambda: 7)
+    writer.start(lambda: 1 / 0)
+    writer.run_idle(lambda: None)
+    writer.close(lambda: None)
     assert seen[0] == ("test", 7)
     assert seen[1][0] == "test" and isinstance(seen[1][1], ZeroDivisionError) and len(seen) == 2
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_nothing_of_a_job_that_is_done_is_held(background, fails):
+def test_nothing_of_a_job_that_is_done_is_held(writer, fails):
     class Job:
         def __call__(self):
             held = [self]
@@ -121,85 +123,84 @@ def test_nothing_of_a_job_that_is_done_is_held(background, fails):
                 except OSError as error:
                     raise RuntimeError(f"of {len(held)}") from error
 
-    background.hand(job := Job())
+    writer.start(job := Job())
     seen = weakref.ref(job)
     del job
-    background.wait()
+    writer.wait()
     gc.collect()
     assert seen() is None
-    (done,) = background.done()
+    (done,) = writer.outcomes()
     assert (done.error is not None) == fails
     if fails:
         assert done.error.__traceback__ is not None and isinstance(done.error.__cause__, OSError)
 
 
-def test_a_job_done_here_is_kept_as_any_other_but_ctrl_c_gets_through(background):
-    def interrupted():
+def test_a_job_done_here_is_kept_as_any_other_but_ctrl_c_gets_through(writer):
+    def interrupted(_):
         raise KeyboardInterrupt
 
-    background.here(threading.get_ident)
-    background.here(lambda: 1 / 0)
-    ident, error = results(background)
+    writer = Writer("test", async_save=False)
+    writer.submit({}, lambda _: threading.get_ident())
+    writer.submit({}, lambda _: 1 / 0)
+    ident, error = results(writer)
     assert ident == threading.get_ident() and isinstance(error, ZeroDivisionError)
     with pytest.raises(KeyboardInterrupt):
-        background.here(interrupted)
-    assert results(background) == []
+        writer.submit({}, interrupted)
+    assert results(writer) == []
 
 
-@pytest.mark.parametrize("waits", ["wait", "hand", "close"])
+@pytest.mark.parametrize("waits", ["wait", "start", "close"])
 def test_ctrl_c_ends_every_wait_at_once_and_the_job_goes_on(waits):
-    background, gate, ended = Background("test"), Gate("whole"), threading.Event()
-    background.hand(gate)
+    writer, gate, ended = Writer("test", async_save=True), Gate("whole"), threading.Event()
+    writer.start(gate)
     assert gate.begun.wait(10)
     threading.Timer(0.05, os.kill, [os.getpid(), signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt):
-        {"wait": background.wait, "hand": lambda: background.hand(gate), "close": lambda: background.close(ended.set)}[
-            waits
-        ]()
+        {"wait": writer.wait, "start": lambda: writer.start(gate), "close": lambda: writer.close(ended.set)}[waits]()
     assert not ended.is_set()
     gate.opened.set()
     if waits != "close":
-        background.close(ended.set)
+        writer.close(ended.set)
     assert ended.wait(10)
-    assert results(background) == ["whole"]
+    assert results(writer) == ["whole"]
 
 
 @pytest.mark.slow
 def test_a_process_ends_though_a_job_hangs():
     code = """
 import threading
-from trainwright.checkpointing.background import Background
-background, begun = Background("test"), threading.Event()
-background.hand(lambda: (begun.set(), threading.Event().wait()))
+from trainwright.checkpointing.writer import Writer
+writer, begun = Writer("test", async_save=True), threading.Event()
+writer.start(lambda: (begun.set(), threading.Event().wait()))
 begun.wait()
 """
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=30).returncode == 0
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_a_child_that_is_forked_while_a_job_runs_is_none_the_worse(background):
+def test_a_child_that_is_forked_while_a_job_runs_is_none_the_worse(writer):
     gate = Gate("whole")
-    background.hand(gate)
+    writer.start(gate)
     assert gate.begun.wait(10)
     pid = os.fork()
     if pid == 0:
         os._exit(len([thread for thread in threading.enumerate() if thread.name == "test" and thread.is_alive()]))
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     gate.opened.set()
-    background.wait()
-    assert results(background) == ["whole"]
+    writer.wait()
+    assert results(writer) == ["whole"]
 
 
 def test_a_forked_child_does_not_wait_for_the_thread_that_it_has_not():
     go_on = threading.Event()
-    background = Background("test")
-    background.hand(go_on.wait)
+    writer = Writer("test", async_save=True)
+    writer.start(go_on.wait)
     child = os.fork()
     if not child:
         signal.alarm(20)
-        background.wait()
-        background.close(lambda: None)
+        writer.wait()
+        writer.close(lambda: None)
         os._exit(3)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
     go_on.set()
-    background.close(lambda: None)
+    writer.close(lambda: None)

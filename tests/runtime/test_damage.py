@@ -20,16 +20,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainwright.checkpointing import commits, files, load
-from trainwright.checkpointing.commits import commit, update_name
-from trainwright.checkpointing.load import (
-    encode,
-    find_checkpoint,
-    latest_checkpoint,
-    load_checkpoint,
-    load_tree,
-    load_weights,
-)
+from trainwright.checkpointing import files
+from trainwright.checkpointing import format as formats
+from trainwright.checkpointing.commit import commit
+from trainwright.checkpointing.format import encode, load_tree, read_manifest
+from trainwright.checkpointing.load import latest_checkpoint, load_checkpoint, load_weights
 from trainwright.checkpointing.tensorfile import Contents, write
 from trainwright.checkpointing.tree import flatten, unflatten
 from trainwright.core.errors import CheckpointError
@@ -48,7 +43,7 @@ def tree(update):
 def put(root, update, **changes):
     """A checkpoint, some of its files replaced by other bytes, the checksums of which are right."""
     manifest = {"run": "r", "update": update, "epoch": 0, "metrics": {}}
-    return commit(root, update_name(update), encode(tree(update)) | changes, manifest=manifest)
+    return commit(root, encode(tree(update)) | changes, manifest=manifest)
 
 
 @pytest.fixture
@@ -57,6 +52,11 @@ def run(tmp_path):
     root = tmp_path / "run"
     root.mkdir()
     return root, put(root, 1), put(root, 2)
+
+
+def find_checkpoint(resume, directory):
+    loaded = load_checkpoint(resume, directory)
+    return None if loaded is None else loaded.path
 
 
 def passed_over(run, words):
@@ -120,7 +120,7 @@ def test_every_cut_every_torn_end_and_a_flipped_bit_of_every_byte_are_found(name
 
 def test_a_checkpoint_of_a_later_format_is_passed_over_by_its_version(run, monkeypatch):
     root = run[0]
-    monkeypatch.setattr(commits, "FORMAT_VERSION", 2)
+    monkeypatch.setattr(formats, "FORMAT_VERSION", 2)
     put(root, 2)
     monkeypatch.undo()
     passed_over(run, "format version 2, and this trainwright reads 1")
@@ -137,7 +137,7 @@ def test_what_stands_in_place_of_a_checkpoint_is_not_followed(kind, run):
 def test_where_nothing_is_whole_every_defect_is_listed(run):
     (run[1] / "state.json").unlink()
     (run[2] / "manifest.json").write_bytes(b"{}")
-    with pytest.warns(UserWarning), pytest.raises(CheckpointError, match="no whole checkpoint") as caught:
+    with pytest.warns(UserWarning), pytest.raises(CheckpointError, match="no complete checkpoint") as caught:
         load_checkpoint("auto", run[0])
     assert "1/state.json cannot be read: No such file" in str(caught.value)
     assert "2/manifest.json is damaged" in str(caught.value)
@@ -276,7 +276,7 @@ def test_the_law_sees_a_loader_that_unpickles(run, tmp_path, monkeypatch):
                 return pickle.loads(text if isinstance(text, bytes) else text.encode("latin-1"))
             return json.loads(text)
 
-    monkeypatch.setattr(load, "json", Unpickles)
+    monkeypatch.setattr(formats, "json", Unpickles)
     with pytest.raises((AssertionError, pytest.fail.Exception)):
         check_nothing_is_executed("state.json", run, tmp_path, monkeypatch)
     assert (tmp_path / "ran").exists()
@@ -365,17 +365,17 @@ def test_the_writer_of_these_tests_writes_what_is_read(run):
     target = io.BytesIO()
     write(target, {"w": torch.ones(1)}, {})
     put(run[0], 2, **{"model.safetensors": target.getvalue()})
-    assert load_tree(run[2])[0]["model"]["w"] == 1.0
+    assert load_tree(run[2])["model"]["w"] == 1.0
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_sha256_on_request_is_checked_as_crc32_is(name, run):
     manifest = {"run": "r", "update": 2, "epoch": 0, "metrics": {}, "settings": "abc"}
-    commit(run[0], update_name(2), encode(tree(2)), manifest=manifest, checksum="sha256")
+    commit(run[0], encode(tree(2)), manifest=manifest, checksum="sha256")
     found = load_checkpoint("auto", run[0])
     data = (run[2] / "state.json").read_bytes()
     assert found.manifest["files"]["state.json"] == {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    assert found.manifest["settings"] == "abc" and "settings" not in load_tree(run[1])[1]
+    assert found.manifest["settings"] == "abc" and "settings" not in read_manifest(run[1])
     path = run[2] / name
     whole = path.read_bytes()
     for at in range(0, len(whole), 9):

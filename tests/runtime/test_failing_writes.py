@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainwright.checkpointing import commits
-from trainwright.checkpointing.commits import commit, lock, make_root, read_manifest, remove, scan, update_name, verify
-from trainwright.checkpointing.load import save_weights
+from trainwright.checkpointing import commit as commits
+from trainwright.checkpointing.commit import commit, lock, make_directory, remove
+from trainwright.checkpointing.format import list_checkpoints, read_manifest, update_name, verify
 from trainwright.checkpointing.tensorfile import Contents
+from trainwright.checkpointing.weights import save_weights
 from trainwright.core.errors import CheckpointError
 
 CALLS = ("open", "write", "fsync", "rename", "mkdir", "close")
@@ -25,9 +26,7 @@ REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, err
 
 def put(root, update=1, data=b"weights", **options):
     files = {"model": Contents({"w": torch.ones(3)}, {}), "one.bin": data, "two.bin": b""}
-    return commit(
-        root, update_name(update), files, manifest={"run": "r", "update": update, "epoch": 0, "metrics": {}}, **options
-    )
+    return commit(root, files, manifest={"run": "r", "update": update, "epoch": 0, "metrics": {}}, **options)
 
 
 class Faults:
@@ -104,12 +103,12 @@ def test_a_drive_that_stays_broken_loses_nothing_once_it_is_back(replaces, tmp_p
         verify(first)
         with lock(tmp_path):
             pass
-        assert all(verify(path) for path in scan(tmp_path))
+        assert all(verify(path) for path in list_checkpoints(tmp_path))
         if second:
             assert (second / "one.bin").read_bytes() in (b"old", b"new")
             put(tmp_path, 2, b"old")
-        elif len(scan(tmp_path)) > 1:
-            remove(scan(tmp_path)[0])
+        elif len(list_checkpoints(tmp_path)) > 1:
+            remove(list_checkpoints(tmp_path)[0])
         assert not [name for name in os.listdir(tmp_path) if name.startswith((".tmp", ".old", ".trash"))]
 
 
@@ -155,7 +154,7 @@ def test_leftovers_that_cannot_be_seen_to_are_told_of(tmp_path, monkeypatch):
         with pytest.raises(CheckpointError, match=r"could not be cleaned(.|\n)*Input/output"), lock(tmp_path):
             pass
     with lock(tmp_path):
-        assert [path.name for path in scan(tmp_path)] == ["update-0000000001"]
+        assert [path.name for path in list_checkpoints(tmp_path)] == ["update-0000000001"]
 
 
 def test_a_victim_that_cannot_be_renamed_stays_whole(tmp_path, monkeypatch):
@@ -170,7 +169,7 @@ def test_a_victim_that_cannot_be_renamed_stays_whole(tmp_path, monkeypatch):
 
 
 def test_a_root_that_vanished_is_not_made_anew(tmp_path):
-    make_root(tmp_path / "run")
+    make_directory(tmp_path / "run")
     with lock(tmp_path / "run"):
         put(tmp_path / "run")
         os.rename(tmp_path / "run", tmp_path / "moved")
@@ -184,7 +183,7 @@ def test_neither_the_clock_nor_the_times_of_files_say_what_is_newest(tmp_path, m
     for update in (1, 2, 3):
         monkeypatch.setattr(time, "time", lambda update=update: 1e9 - 1e8 * update)
         os.utime(put(tmp_path, update), (1e9 - 1e8 * update,) * 2)
-    assert [read_manifest(path)["update"] for path in scan(tmp_path)] == [3, 2, 1]
+    assert [read_manifest(path)["update"] for path in list_checkpoints(tmp_path)] == [3, 2, 1]
 
 
 def test_a_weights_file_that_cannot_be_written_leaves_the_old_one(tmp_path):
@@ -202,12 +201,12 @@ LIMITED = """
 import os, resource, sys, torch
 from pathlib import Path
 from trainwright.core.errors import CheckpointError
-from trainwright.checkpointing.commits import commit
+from trainwright.checkpointing.commit import commit
 from trainwright.checkpointing.tensorfile import Contents
 resource.setrlimit(resource.RLIMIT_FSIZE, (20 << 20,) * 2)
 files = {"model": Contents({"w": torch.ones(8 << 20)}, {})}
 try:
-    commit(Path(sys.argv[1]), "update-0000000002", files, manifest={"run": "r", "update": 2, "epoch": 0, "metrics": {}})
+    commit(Path(sys.argv[1]), files, manifest={"run": "r", "update": 2, "epoch": 0, "metrics": {}})
 except CheckpointError as error:
     print(error.__cause__.errno, error)
 """

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright.checkpointing import commits, staging
-from trainwright.checkpointing.load import encode, load_tree
-from trainwright.checkpointing.staging import ALIGNED, Arena, needs
+from trainwright.checkpointing import commit as commits
+from trainwright.checkpointing import writer
+from trainwright.checkpointing.format import encode, load_tree
 from trainwright.checkpointing.tensorfile import TAGS, Contents
+from trainwright.checkpointing.writer import ALIGNMENT, Memory, memory_needs
 
 MIB = 1 << 20
 
@@ -47,23 +48,23 @@ def test_copies_hold_the_values_of_every_dtype_layout_and_shape():
         torch.ones(2).expand(5, 2),
     ]
     files = files_of(*tensors)
-    for reserved in (0, needs(files)[0] // 2, needs(files)[0]):  # none, not enough, enough
-        arena = Arena()
+    for reserved in (0, memory_needs(files)[0] // 2, memory_needs(files)[0]):  # none, not enough, enough
+        arena = Memory()
         arena.reserve(reserved)
         copied = arena.copy(files)
         assert copied["a.json"] == b"{}" and copied["a.safetensors"].metadata == {"of": "a"}
         for tensor, copy in zip(tensors, tensors_of(copied), strict=True):
             assert (copy.dtype, copy.shape) == (tensor.dtype, tensor.shape)
-            assert copy.is_contiguous() and not copy.requires_grad and copy.data_ptr() % ALIGNED == 0
+            assert copy.is_contiguous() and not copy.requires_grad and copy.data_ptr() % ALIGNMENT == 0
             raw = [one.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8) for one in (tensor, copy)]
             assert torch.equal(*raw)
-        assert arena.wanted == needs(files)[0]
+        assert arena.used == memory_needs(files)[0]
 
 
 def test_copies_share_nothing_with_what_they_were_made_of():
     weight, array = torch.ones(5), np.ones(3)
-    arena, files = Arena(), encode({"model": {"w": weight}, "state": {"array": array}})
-    arena.reserve(needs(files)[0])
+    arena, files = Memory(), encode({"model": {"w": weight}, "state": {"array": array}})
+    arena.reserve(memory_needs(files)[0])
     copied = arena.copy(files)
     weight.zero_()
     array[:] = 0
@@ -78,12 +79,12 @@ def test_ties_and_views_come_back_shared_out_of_the_copies(tmp_path):
         "model": model.state_dict(),
         "state": {"base": base, "view": base[2:8].view(2, 3), "turned": base.view(3, 4).t()},
     }
-    arena = Arena()
+    arena = Memory()
     path = commits.commit(
-        tmp_path, commits.update_name(1), arena.copy(encode(tree)),
+        tmp_path, arena.copy(encode(tree)),
         manifest={"run": "r", "update": 1, "epoch": 0, "metrics": {}},
     )  # fmt: skip
-    back, _ = load_tree(path)
+    back = load_tree(path)
     state = back["state"]
     state["base"][2] = 70.0
     assert state["view"][0, 0] == 70.0 == state["turned"][2, 0] and state["turned"].stride() == (1, 4)
@@ -91,15 +92,15 @@ def test_ties_and_views_come_back_shared_out_of_the_copies(tmp_path):
 
 
 def test_the_memory_is_used_again_and_given_back_before_a_larger_one_is_taken(monkeypatch):
-    arena, files = Arena(), files_of(torch.ones(1000))
-    arena.reserve(needs(files)[0])
+    arena, files = Memory(), files_of(torch.ones(1000))
+    arena.reserve(memory_needs(files)[0])
     first = [tensor.data_ptr() for tensor in tensors_of(arena.copy(files))]
     assert [tensor.data_ptr() for tensor in tensors_of(arena.copy(files))] == first
     arena.reserve(10)  # less is there already
     assert [tensor.data_ptr() for tensor in tensors_of(arena.copy(files))] == first
     sizes = []
-    allocate = staging._host_memory
-    monkeypatch.setattr(staging, "_host_memory", lambda size: (sizes.append((size, arena.size)), allocate(size))[1])
+    allocate = writer._host_memory
+    monkeypatch.setattr(writer, "_host_memory", lambda size: (sizes.append((size, arena.size)), allocate(size))[1])
     arena.reserve(3 * MIB)
     assert sizes == [(3 * MIB, 0)] and arena.size == 3 * MIB
 
@@ -107,29 +108,29 @@ def test_the_memory_is_used_again_and_given_back_before_a_larger_one_is_taken(mo
 def test_an_arena_is_as_large_as_the_state_and_no_larger():
     tensors = [torch.empty(n) for n in (1, 1 << 18, 5, 1 << 19, 17)]
     total = sum(tensor.nbytes for tensor in tensors)
-    assert total <= needs(files_of(*tensors))[0] <= total + ALIGNED * len(tensors)
+    assert total <= memory_needs(files_of(*tensors))[0] <= total + ALIGNMENT * len(tensors)
 
 
 def test_only_what_does_not_fit_is_allocated_on_demand(monkeypatch):
-    arena = Arena()
+    arena = Memory()
     arena.reserve(MIB)
     sizes = []
-    allocate = staging._host_memory
-    monkeypatch.setattr(staging, "_host_memory", lambda size: (sizes.append(size), allocate(size))[1])
+    allocate = writer._host_memory
+    monkeypatch.setattr(writer, "_host_memory", lambda size: (sizes.append(size), allocate(size))[1])
     grown = files_of(torch.ones(MIB // 8), torch.ones(MIB // 4), torch.ones(16))
     copied = arena.copy(grown)
-    assert sizes == [MIB + 64] and arena.wanted == MIB // 2 + MIB + 64
+    assert sizes == [MIB + 64] and arena.used == MIB // 2 + MIB + 64
     assert all(tensor.eq(1).all() for tensor in tensors_of(copied))
-    arena.reserve(arena.wanted)
+    arena.reserve(arena.used)
     arena.copy(grown)
-    assert sizes == [MIB + 64, arena.wanted]
+    assert sizes == [MIB + 64, arena.used]
 
 
 @pytest.mark.skipif(not hasattr(resource, "RUSAGE_THREAD"), reason="this system does not count the faults of a thread")
 def test_a_copy_into_reserved_memory_finds_every_page_there():
     source = files_of(*(torch.ones(MIB) for _ in range(4)))  # 16 MiB: 4096 pages
-    arena = Arena()
-    arena.reserve(needs(source)[0])
+    arena = Memory()
+    arena.reserve(memory_needs(source)[0])
     before = faults()
     arena.copy(source)
     assert faults() - before < 200
@@ -138,8 +139,8 @@ def test_a_copy_into_reserved_memory_finds_every_page_there():
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_workers_that_were_forked_do_not_make_a_copy_dearer_and_can_forget_it():
     source = files_of(*(torch.ones(MIB) for _ in range(4)))
-    arena = Arena()
-    arena.reserve(needs(source)[0])
+    arena = Memory()
+    arena.reserve(memory_needs(source)[0])
     arena.copy(source)
     read, write = os.pipe()
     pid = os.fork()
@@ -159,15 +160,15 @@ def test_workers_that_were_forked_do_not_make_a_copy_dearer_and_can_forget_it():
 
 def test_memory_that_the_system_does_not_have_is_an_error_of_the_system():
     with pytest.raises(OSError):
-        Arena().reserve(1 << 60)
+        Memory().reserve(1 << 60)
 
 
 @pytest.mark.gpu
 def test_tensors_of_a_device_are_copied_into_pinned_memory_of_the_boundary():
     tensor = torch.ones(4 * MIB, device="cuda")
     files = files_of(tensor, torch.ones(3), torch.ones(8, 8, device="cuda").t())
-    arena = Arena()
-    arena.reserve(*needs(files))
+    arena = Memory()
+    arena.reserve(*memory_needs(files))
     assert arena._block.is_pinned()
     copied = arena.copy(files)
     tensor.zero_()

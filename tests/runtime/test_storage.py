@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from trainwright.checkpointing import commits, files
-from trainwright.checkpointing.commits import commit, lock, make_root, read_manifest, remove, scan, update_name, verify
+from trainwright.checkpointing import commit as commits
+from trainwright.checkpointing import files
+from trainwright.checkpointing.commit import commit, lock, make_directory, remove
+from trainwright.checkpointing.format import list_checkpoints, read_manifest, update_name, verify
 from trainwright.core.errors import CheckpointError
 
 MANIFEST = {"run": "r", "update": 3, "epoch": 1, "metrics": {"loss": 0.5}}
@@ -19,7 +21,7 @@ MANIFEST = {"run": "r", "update": 3, "epoch": 1, "metrics": {"loss": 0.5}}
 
 def put(root, update=3, data=b"weights", **manifest):
     contents = {"one.bin": data, "two.bin": b""}
-    return commit(root, update_name(update), contents, manifest=MANIFEST | {"update": update} | manifest)
+    return commit(root, contents, manifest=MANIFEST | {"update": update} | manifest)
 
 
 def hidden(root):
@@ -41,12 +43,12 @@ def test_a_commit_is_whole_and_its_manifest_comes_back(tmp_path):
 
 
 def test_only_the_owner_may_read(tmp_path):
-    make_root(tmp_path / "a" / "run")
+    make_directory(tmp_path / "a" / "run")
     os.umask(old := os.umask(0))
     before = os.umask(0)
     try:
         path = put(tmp_path / "a" / "run")
-        make_root(tmp_path / "b")
+        make_directory(tmp_path / "b")
         with lock(tmp_path / "b"):
             pass
     finally:
@@ -66,7 +68,7 @@ def test_nothing_is_left_of_a_save_that_fails(error, tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", fails)
     with pytest.raises(CheckpointError if isinstance(error, OSError) else type(error)) as caught:
-        commit(tmp_path, update_name(3), {"one.bin": b"half"}, manifest=MANIFEST)
+        commit(tmp_path, {"one.bin": b"half"}, manifest=MANIFEST)
     if isinstance(error, OSError):
         assert "No space left" in str(caught.value) and caught.value.__cause__ is error
     assert os.listdir(tmp_path) == [old.name] and (old / "one.bin").read_bytes() == before
@@ -194,7 +196,7 @@ def test_a_name_in_a_manifest_cannot_leave_its_directory(name, tmp_path):
     with pytest.raises(CheckpointError, match="no plain name"):
         verify(path)
     with pytest.raises(CheckpointError, match="no plain name"):
-        commit(tmp_path, update_name(4), {name: b""}, manifest=MANIFEST)
+        commit(tmp_path, {name: b""}, manifest=MANIFEST)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +230,7 @@ def test_a_manifest_that_this_version_cannot_read_is_refused(change, words, tmp_
 def test_a_link_to_a_checkpoint_is_not_followed(tmp_path):
     path = put(tmp_path)
     (tmp_path / update_name(9)).symlink_to(path)
-    assert scan(tmp_path)[0].name == update_name(9)
+    assert list_checkpoints(tmp_path)[0].name == update_name(9)
     with pytest.raises(CheckpointError, match="links are not followed"):
         verify(tmp_path / update_name(9))
     remove(tmp_path / update_name(9))
@@ -246,11 +248,15 @@ def test_the_scan_sees_whole_names_only_newest_first(tmp_path):
         "notes",
     ):
         (tmp_path / name).mkdir()
-    assert [path.name for path in scan(tmp_path)] == ["update-12345678901", "update-0000000040", "update-0000000005"]
-    assert scan(tmp_path / "nowhere") == []
+    assert [path.name for path in list_checkpoints(tmp_path)] == [
+        "update-12345678901",
+        "update-0000000040",
+        "update-0000000005",
+    ]
+    assert list_checkpoints(tmp_path / "nowhere") == []
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="file"):
-        scan(tmp_path / "file")
+        list_checkpoints(tmp_path / "file")
 
 
 def test_reading_the_manifest_alone_notices_files_of_another_size(tmp_path):
@@ -336,7 +342,7 @@ def test_a_writer_killed_between_putting_aside_and_renaming_loses_nothing(tmp_pa
     os.rename(new, tmp_path / ".tmp-update-0000000003-1-00000000")
     with lock(tmp_path):
         pass
-    assert [path.name for path in scan(tmp_path)] == [old.name] and hidden(tmp_path) == []
+    assert [path.name for path in list_checkpoints(tmp_path)] == [old.name] and hidden(tmp_path) == []
     assert (old / "one.bin").read_bytes() == b"new"
     verify(old)
 
@@ -346,15 +352,15 @@ def test_a_half_written_leftover_never_becomes_a_checkpoint(tmp_path):
     flip(new / "one.bin", 3)
     os.rename(new, tmp_path / ".tmp-update-0000000003-1-00000000")
     with lock(tmp_path):
-        assert scan(tmp_path) == [] and hidden(tmp_path) == []
+        assert list_checkpoints(tmp_path) == [] and hidden(tmp_path) == []
 
 
 def test_a_root_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").touch()
     for root in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(CheckpointError, match="cannot be written"):
-            make_root(root)
-    make_root(tmp_path / "a" / "b" / "c")
+            make_directory(root)
+    make_directory(tmp_path / "a" / "b" / "c")
     assert os.listdir(tmp_path / "a" / "b" / "c") == []
 
 

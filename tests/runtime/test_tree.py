@@ -18,8 +18,9 @@ from torch import nn
 
 from trainwright.checkpointing.files import read_file, replace_file
 from trainwright.checkpointing.tensorfile import Contents, read
-from trainwright.checkpointing.tree import MAX_DEPTH, flatten, unflatten, where
+from trainwright.checkpointing.tree import MAX_DEPTH, flatten, unflatten
 from trainwright.core.errors import CheckpointError
+from trainwright.core.trees import path_text
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.uint8, torch.bool]
 DTYPES += [torch.complex64, torch.complex128, torch.uint16]
@@ -249,8 +250,8 @@ def test_a_tree_that_contains_itself_is_refused():
 
 
 def test_places_are_written_as_in_python():
-    assert where(("state", "queue", 3)) == "state['queue'][3]"
-    assert where((0, "a")) == "tree[0]['a']"
+    assert path_text(("state", "queue", 3)) == "state['queue'][3]"
+    assert path_text((0, "a")) == "tree[0]['a']"
 
 
 BASE = {"t": torch.arange(6, dtype=torch.uint8)}

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from trainwright.checkpointing import commits
+from trainwright.checkpointing import format as formats
+from trainwright.checkpointing.load import load_checkpoint
 
 NAN, INF = float("nan"), float("inf")
 
@@ -25,24 +26,30 @@ def tree_of(model, update=0):
     return {"model": model.state_dict(), "progress": {"updates": update, 3: (1, NAN)}, "state": {"a": torch.arange(3)}}
 
 
-def save(keeper, update, **metrics):
+def save(manager, update, **metrics):
     """Judge and save, as a run does after a validation; what is whole then."""
-    begin(keeper, update, **metrics)
-    return keeper.written(wait=True)[-1]
+    begin(manager, update, **metrics)
+    return manager.completed(wait=True)[-1]
 
 
-def begin(keeper, update, **metrics):
+def begin(manager, update, **metrics):
     """Judge and hand on to be saved."""
-    if keeper.settings.best in metrics:
-        keeper.judge(metrics, epoch=update // 10, update=update)
-    keeper.save(tree_of(Tied(), update), update=update, epoch=update // 10, metrics=metrics)
+    if manager.settings.best in metrics:
+        manager.judge(metrics, epoch=update // 10, update=update)
+    manager.save(tree_of(Tied(), update), update=update, epoch=update // 10, metrics=metrics)
 
 
 def updates(directory):
-    return sorted(int(path.name.removeprefix("update-")) for path in commits.scan(Path(directory)))
+    return sorted(int(path.name.removeprefix("update-")) for path in formats.list_checkpoints(Path(directory)))
 
 
 def flip(path):
     data = bytearray(path.read_bytes())
     data[-1 if path.suffix == ".safetensors" else len(data) // 2] ^= 16
     path.write_bytes(data)
+
+
+def find_checkpoint(resume, directory, **given):
+    """The path of the checkpoint that `resume` means."""
+    loaded = load_checkpoint(resume, directory, **given)
+    return None if loaded is None else loaded.path

@@ -1,4 +1,4 @@
-"""What the tests of the checkpoint slot start: keepers, and file systems that are slow or refuse."""
+"""What the tests of the checkpoint slot start: managers, and file systems that are slow or refuse."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ import threading
 
 import pytest
 
-from trainwright.checkpointing import commits
+from trainwright.checkpointing import commit as commits
 from trainwright.checkpointing.checkpoint import Checkpoint
 
 
 @pytest.fixture
 def start(tmp_path):
-    """A function that makes a prepared keeper; all are released at the end."""
-    keepers = []
+    """A function that makes a prepared manager; all are released at the end."""
+    managers = []
 
     def make(name="run", run_id="one", *, resuming=False, **settings):
-        keeper = Checkpoint(tmp_path / name, **settings).bind(run_id)
-        keepers.append(keeper)
-        keeper.prepare(resuming=resuming)
-        return keeper
+        manager = Checkpoint(tmp_path / name, **settings).bind(run_id)
+        managers.append(manager)
+        manager.prepare(resuming=resuming)
+        return manager
 
     yield make
-    for keeper in keepers:
-        keeper.release()
+    for manager in managers:
+        manager.release()
 
 
 class Slow:

@@ -1,4 +1,4 @@
-"""A sharded model and its keeper, on every process of a pool: shared by the tests of checkpoints that all write."""
+"""A sharded model and its manager, on every process of a pool: shared by the tests of checkpoints that all write."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ def tree_of(model, optimizer, update):
 
 def keep(directory, *, resuming=False, **settings):
     world = Group()
-    keeper = Checkpoint(directory, **settings).bind("one", world=world)
-    keeper.prepare(resuming=resuming)
-    return world, keeper
+    manager = Checkpoint(directory, **settings).bind("one", world=world)
+    manager.prepare(resuming=resuming)
+    return world, manager
 
 
 def whole(state):
@@ -79,30 +79,30 @@ def whole(state):
 
 def run(directory, at=(2, 4), **settings):
     """Train, saving at some updates; what the whole state was at the last."""
-    _, keeper = keep(directory, **settings)
+    _, manager = keep(directory, **settings)
     model, optimizer = made()
     done = 0
     for update in at:
         train(model, optimizer, update - done, start=done)
         done = update
-        keeper.save(tree_of(model, optimizer, update), update=update, epoch=0)
+        manager.save(tree_of(model, optimizer, update), update=update, epoch=0)
         state = whole(model.state_dict()), whole(optimizer.state_dict()["state"])
         with torch.no_grad():  # what is trained meanwhile
             kept = [parameter.to_local().clone() for parameter in model.parameters()]
             for parameter in model.parameters():
                 parameter.to_local().zero_()
-        keeper.written(wait=True)
+        manager.completed(wait=True)
         with torch.no_grad():
             for parameter, before in zip(model.parameters(), kept, strict=True):
                 parameter.to_local().copy_(before)
-    keeper.release()
+    manager.release()
     return state
 
 
 def resume(directory, where="auto", *, shards=True):
     """Load into a fresh model, sharded or not; the state, and that of two updates later."""
     world = Group()
-    loaded = load_checkpoint(where, directory, world=world, later=shards)
+    loaded = load_checkpoint(where, directory, world=world, lazy_shards=shards)
     assert loaded is not None
     model, optimizer = made(shards=shards)
     tree = loaded.tree
@@ -124,31 +124,31 @@ def weights_into(directory):
 
 def resume_and_save(directory):
     """Go on from the newest checkpoint, and save update 3."""
-    world, keeper = keep(directory, resuming=True)
+    world, manager = keep(directory, resuming=True)
     model, optimizer = made()
-    loaded = load_checkpoint("auto", directory, run=keeper.run_id, world=world, later=True)
-    keeper.adopt(loaded.path, loaded.manifest)
+    loaded = load_checkpoint("auto", directory, run=manager.run_id, world=world, lazy_shards=True)
+    manager.adopt(loaded)
     place(loaded.tree, {"model": model, "optimizer": optimizer}, world=world)
-    keeper.save(tree_of(model, optimizer, 3), update=3, epoch=0)
-    keeper.written(wait=True)
-    keeper.release()
-    return [path.name for path in keeper.saved]
+    manager.save(tree_of(model, optimizer, 3), update=3, epoch=0)
+    manager.completed(wait=True)
+    manager.release()
+    return [path.name for path in manager.saved]
 
 
 def trained_meanwhile(directory):
     """Save, and train on before a byte is written; whether the checkpoint holds the state of its boundary."""
-    _, keeper = keep(directory)
+    _, manager = keep(directory)
     model, optimizer = made()
     train(model, optimizer, 1)
     state, gate, write = whole(model.state_dict()), threading.Event(), tensorfile.write
     files.tensorfile.write = lambda *given: (gate.wait(20), write(*given))[1]
     try:
-        keeper.save(tree_of(model, optimizer, 1), update=1, epoch=0)
+        manager.save(tree_of(model, optimizer, 1), update=1, epoch=0)
         train(model, optimizer, 1, start=1)
         gate.set()
-        keeper.written(wait=True)
+        manager.completed(wait=True)
     finally:
         files.tensorfile.write = write
-        keeper.release()
+        manager.release()
     saved = load_weights(directory, which="last")
     return all(torch.equal(saved[name], value) for name, value in state.items())

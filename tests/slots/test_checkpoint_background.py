@@ -21,149 +21,151 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from trainwright.checkpointing import commits
+from trainwright.checkpointing import commit as commits
+from trainwright.checkpointing import format as formats
 from trainwright.checkpointing.checkpoint import Checkpoint
-from trainwright.checkpointing.load import latest_checkpoint, load_tree
+from trainwright.checkpointing.format import load_tree, read_manifest
+from trainwright.checkpointing.load import latest_checkpoint
 from trainwright.core.errors import CheckpointError
 
 # The copy
 
 
 def test_a_checkpoint_holds_the_weights_of_its_boundary_whatever_is_trained_meanwhile(start, slow):
-    keeper, model = start(), nn.Linear(50, 50)
+    manager, model = start(), nn.Linear(50, 50)
     before = model.weight.detach().clone()
-    keeper.expect({"model": model.state_dict()})
-    keeper.save({"model": model.state_dict(), "progress": {"updates": 3}}, update=3, epoch=0)
-    assert slow.begun.wait(10) and keeper.written() == [] and keeper.saved == []
+    manager.reserve({"model": model.state_dict()})
+    manager.save({"model": model.state_dict(), "progress": {"updates": 3}}, update=3, epoch=0)
+    assert slow.begun.wait(10) and manager.completed() == [] and manager.saved == []
     with torch.no_grad():
         model.weight.zero_()
     slow.through.set()
-    (saved,) = keeper.written(wait=True)
-    tree, _ = load_tree(saved.path)
-    assert torch.equal(tree["model"]["weight"], before) and keeper.saved == [saved.path]
+    (saved,) = manager.completed(wait=True)
+    tree = load_tree(saved.path)
+    assert torch.equal(tree["model"]["weight"], before) and manager.saved == [saved.path]
     assert slow.threads[0] is not threading.current_thread()
 
 
 def test_without_async_save_it_is_written_before_save_returns(start, slow):
-    keeper = start(async_save=False)
+    manager = start(async_save=False)
     slow.through.set()
-    begin(keeper, 1)
+    begin(manager, 1)
     assert slow.threads == [threading.current_thread()]
-    (saved,) = keeper.written()
-    assert keeper.saved == [saved.path] and 0 < saved.seconds <= saved.blocked <= keeper.blocked
+    (saved,) = manager.completed()
+    assert manager.saved == [saved.path] and 0 < saved.seconds <= saved.blocked <= manager.blocked
 
 
 def test_the_next_save_waits_until_the_last_is_whole(start, slow):
-    keeper = start()
-    begin(keeper, 1)
+    manager = start()
+    begin(manager, 1)
     assert slow.begun.wait(10)
     threading.Timer(0.1, slow.through.set).start()
-    begin(keeper, 2)
-    assert keeper.saved[-1].name == commits.update_name(1)  # whole before the second was copied
-    one, two = keeper.written(wait=True)
-    assert (one.update, two.update) == (1, 2) and keeper.written() == []
+    begin(manager, 2)
+    assert manager.saved[-1].name == formats.update_name(1)  # whole before the second was copied
+    one, two = manager.completed(wait=True)
+    assert (one.update, two.update) == (1, 2) and manager.completed() == []
     assert one.blocked < 0.1 <= two.blocked and two.seconds < 10
-    assert keeper.blocked >= one.blocked + two.blocked
+    assert manager.blocked >= one.blocked + two.blocked
 
 
 def test_the_memory_of_the_copies_is_touched_ahead_and_used_again(start, tmp_path):
-    keeper, model = start(), nn.Linear(300, 300)
+    manager, model = start(), nn.Linear(300, 300)
     tree = {"model": model.state_dict()}
-    keeper.expect(tree)
+    manager.reserve(tree)
     pointers = set()
     for update in (1, 2, 3):
-        keeper.save(tree, update=update, epoch=0)
-        keeper.written(wait=True)
-        pointers.add(keeper._arena._block.data_ptr())
+        manager.save(tree, update=update, epoch=0)
+        manager.completed(wait=True)
+        pointers.add(manager._writer.memory._block.data_ptr())
     state_bytes = sum(tensor.nbytes for tensor in model.state_dict().values())
-    assert len(pointers) == 1 and state_bytes <= keeper._arena.size <= state_bytes + 1024
+    assert len(pointers) == 1 and state_bytes <= manager._writer.memory.size <= state_bytes + 1024
 
 
 def test_a_state_that_has_grown_is_saved_and_has_room_from_then_on(start):
-    keeper = start()
-    keeper.expect({"model": {}, "state": {"queue": torch.zeros(10)}})
+    manager = start()
+    manager.reserve({"model": {}, "state": {"queue": torch.zeros(10)}})
     queue = torch.arange(100_000.0)
     for update in (1, 2):
-        keeper.save({"model": {}, "state": {"queue": queue + update}}, update=update, epoch=0)
-        (saved,) = keeper.written(wait=True)
-        assert torch.equal(load_tree(saved.path)[0]["state"]["queue"], queue + update)
-        assert keeper._arena.size >= queue.nbytes
+        manager.save({"model": {}, "state": {"queue": queue + update}}, update=update, epoch=0)
+        (saved,) = manager.completed(wait=True)
+        assert torch.equal(load_tree(saved.path)["state"]["queue"], queue + update)
+        assert manager._writer.memory.size >= queue.nbytes
 
 
 @pytest.mark.slow
 def test_nothing_of_the_trees_is_held_when_a_save_is_done(start, refuses):
-    keeper = start()
+    manager = start()
     for number in (0, errno.ENOSPC):
         refuses(number)
         tensor = torch.ones(10)
         seen = weakref.ref(tensor)
-        keeper.save({"model": {}, "state": {"a": tensor}}, update=1 + number, epoch=0)
-        keeper._background.wait()
+        manager.save({"model": {}, "state": {"a": tensor}}, update=1 + number, epoch=0)
+        manager._writer.wait()
         del tensor
         gc.collect()
         assert seen() is None
     with pytest.raises(CheckpointError, match="disk is full"):
-        keeper.written(wait=True)
+        manager.completed(wait=True)
 
 
 def test_where_there_is_no_memory_for_a_copy_training_waits_and_is_told(start, monkeypatch):
-    keeper = start()
+    manager = start()
 
     def refuse(_):
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr(keeper._arena, "copy", refuse)
+    monkeypatch.setattr(manager._writer.memory, "copy", refuse)
     with pytest.warns(UserWarning, match=r"no memory for a copy of the state .*training waits"):
-        begin(keeper, 1)
-    assert [saved.update for saved in keeper.written()] == [1]
+        begin(manager, 1)
+    assert [saved.update for saved in manager.completed()] == [1]
 
 
 def test_what_cannot_be_saved_is_refused_in_training_and_when_it_is_expected(start, tmp_path):
-    keeper = start()
+    manager = start()
     with pytest.raises(CheckpointError, match="queue"):
-        keeper.expect({"state": {"queue": {2}}})
+        manager.reserve({"state": {"queue": {2}}})
     with pytest.raises(CheckpointError, match="queue"):
-        keeper.save({"state": {"queue": {2}}}, update=1, epoch=0)
-    assert keeper.written(wait=True) == [] and updates(tmp_path / "run") == []
+        manager.save({"state": {"queue": {2}}}, update=1, epoch=0)
+    assert manager.completed(wait=True) == [] and updates(tmp_path / "run") == []
 
 
 # What is told
 
 
 def test_news_come_when_a_checkpoint_is_whole_and_when_it_has_failed(start, refuses):
-    keeper, told = start(), threading.Event()
-    keeper.news = told.set
-    begin(keeper, 1)
-    assert told.wait(10) and [saved.update for saved in keeper.written()] == [1]
+    manager, told = start(), threading.Event()
+    manager.on_result = told.set
+    begin(manager, 1)
+    assert told.wait(10) and [saved.update for saved in manager.completed()] == [1]
     told.clear()
     refuses(errno.EIO)
-    begin(keeper, 2)
+    begin(manager, 2)
     assert told.wait(10)
     with pytest.warns(UserWarning, match="update-0000000002"):
-        assert keeper.written() == []
+        assert manager.completed() == []
 
 
 def test_the_best_has_no_path_until_it_is_whole(start, slow):
-    keeper = start(best="val_loss")
-    begin(keeper, 5, val_loss=1.0)
-    assert keeper.best.update == 5 and keeper.best.path is None
+    manager = start(best="val_loss")
+    begin(manager, 5, val_loss=1.0)
+    assert manager.best.update == 5 and manager.best.path is None
     slow.through.set()
-    (saved,) = keeper.written(wait=True)
-    assert saved.best and keeper.best.path == saved.path
+    (saved,) = manager.completed(wait=True)
+    assert saved.best and manager.best.path == saved.path
 
 
 def test_a_record_tells_size_and_time(start):
     model = nn.Linear(100, 100)
-    keeper = start()
-    keeper.save({"model": model.state_dict()}, update=1, epoch=0)
-    (saved,) = keeper.written(wait=True)
+    manager = start()
+    manager.save({"model": model.state_dict()}, update=1, epoch=0)
+    (saved,) = manager.completed(wait=True)
     on_disk = sum(file.stat().st_size for file in saved.path.iterdir())
     assert 4 * 100 * 101 <= saved.size <= on_disk and saved.seconds > 0 and saved.blocked > 0
 
 
 def test_the_checksum_that_is_asked_for_is_written(start):
     for name, length in (("crc32", 8), ("sha256", 64)):
-        manifest = load_tree(save(start(name, checksum=name), 1).path)[1]
+        manifest = read_manifest(save(start(name, checksum=name), 1).path)
         assert all(len(entry[name]) == length for entry in manifest["files"].values())
 
 
@@ -187,100 +189,102 @@ def test_the_same_are_kept_in_the_background_as_without(mode, saves, top, keep, 
     for async_save in (True, False):
         directory, refused = tmp_path_factory.mktemp("run"), set()
 
-        def refusing(root, name, files, *, refused=refused, **fields):
+        def refusing(root, files, *, refused=refused, **fields):
+            name = formats.update_name(fields["manifest"]["update"])
             if name in refused:
                 raise CheckpointError(name) from OSError(errno.ENOSPC, "full")
-            return commit(root, name, files, **fields)
+            return commit(root, files, **fields)
 
-        keeper = Checkpoint(directory, best="n", mode=mode, top=top, keep=keep, async_save=async_save).bind("one")
-        keeper.prepare(resuming=False)
+        manager = Checkpoint(directory, best="n", mode=mode, top=top, keep=keep, async_save=async_save).bind("one")
+        manager.prepare(resuming=False)
         with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             patch.setattr(commits, "commit", refusing)
             for update, (value, refuses, asked) in enumerate(saves, start=1):
-                refused |= {commits.update_name(update)} if refuses else set()
+                refused |= {formats.update_name(update)} if refuses else set()
                 metrics = {} if value is None else {"n": value}
                 if metrics:
-                    keeper.judge(metrics, epoch=0, update=update)
-                keeper.save({"model": {}, "n": update}, update=update, epoch=0, metrics=metrics)
+                    manager.judge(metrics, epoch=0, update=update)
+                manager.save({"model": {}, "n": update}, update=update, epoch=0, metrics=metrics)
                 if asked:
-                    keeper.written()
+                    manager.completed()
             with suppress(CheckpointError):  # the last save may be one that is refused
-                keeper.written(wait=True)
-        names = [path.name for path in keeper.saved]
-        best = keeper.best and (keeper.best.update, keeper.best.path and keeper.best.path.name)
-        assert names == [commits.update_name(update) for update in reversed(updates(directory))]
+                manager.completed(wait=True)
+        names = [path.name for path in manager.saved]
+        best = manager.best and (manager.best.update, manager.best.path and manager.best.path.name)
+        assert names == [formats.update_name(update) for update in reversed(updates(directory))]
         kept.append((names, best))
-        keeper.release()
+        manager.release()
         shutil.rmtree(directory)
     assert kept[0] == kept[1]
 
 
 def test_what_is_judged_while_a_save_is_in_flight_changes_nothing_of_it(start, slow, tmp_path):
-    keeper = start(best="val_loss", keep=1)
+    manager = start(best="val_loss", keep=1)
     slow.through.set()
-    save(keeper, 1, val_loss=2.0)
+    save(manager, 1, val_loss=2.0)
     slow.through.clear()
-    begin(keeper, 2)
-    keeper.judge({"val_loss": 1.0}, epoch=0, update=3)  # it is not saved yet: the best that is whole must stay
+    begin(manager, 2)
+    manager.judge({"val_loss": 1.0}, epoch=0, update=3)  # it is not saved yet: the best that is whole must stay
     slow.through.set()
-    (saved,) = keeper.written(wait=True)
+    (saved,) = manager.completed(wait=True)
     assert updates(tmp_path / "run") == [1, 2] and not saved.best
 
 
 def test_the_best_stays_though_it_was_saved_without_its_number(start, tmp_path):
-    keeper = start(best="val_loss", keep=1)
-    keeper.judge({"val_loss": 1.0}, epoch=0, update=1)
+    manager = start(best="val_loss", keep=1)
+    manager.judge({"val_loss": 1.0}, epoch=0, update=1)
     for update in (1, 2, 3):
-        begin(keeper, update)
-    keeper.written(wait=True)
+        begin(manager, update)
+    manager.completed(wait=True)
     assert updates(tmp_path / "run") == [1, 3]
 
 
 def test_a_victim_that_cannot_be_removed_is_told_in_training_and_the_save_is_whole(start, monkeypatch, tmp_path):
-    keeper = start(keep=1)
-    save(keeper, 1)
+    manager = start(keep=1)
+    save(manager, 1)
 
     def refuse(_):
         raise OSError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(commits, "remove", refuse)
-    begin(keeper, 2)
+    begin(manager, 2)
     with pytest.warns(UserWarning, match="update-0000000001 is no longer needed and could not be removed"):
-        assert [saved.update for saved in keeper.written(wait=True)] == [2]
+        assert [saved.update for saved in manager.completed(wait=True)] == [2]
 
 
 # Ends
 
 
 def test_release_waits_for_the_save_in_flight_and_then_unlocks(start, slow, tmp_path):
-    keeper = start()
-    begin(keeper, 1)
+    manager = start()
+    begin(manager, 1)
     assert slow.begun.wait(10)
     with pytest.raises(CheckpointError, match="another run"):
         start(resuming=True)
     threading.Timer(0.05, slow.through.set).start()
-    keeper.release()
-    assert updates(tmp_path / "run") == [1] and [saved.update for saved in keeper.written()] == [1]
-    assert keeper._arena.size == 0
+    memory = manager._writer.memory
+    manager.release()
+    assert updates(tmp_path / "run") == [1] and [saved.update for saved in manager.completed()] == [1]
+    assert memory.size == 0
     start(resuming=True)
 
 
 @pytest.mark.parametrize("async_save", [True, False])
 def test_release_unlocks_where_nothing_was_saved_and_may_come_twice(async_save, start):
-    keeper = start(async_save=async_save)
-    keeper.release()
-    keeper.release()
-    start().expect({"model": {}})
+    manager = start(async_save=async_save)
+    manager.release()
+    manager.release()
+    start().reserve({"model": {}})
 
 
 def test_a_second_ctrl_c_gets_through_and_the_thread_unlocks_when_it_is_done(start, slow, tmp_path):
-    keeper = start()
-    begin(keeper, 1)
+    manager = start()
+    begin(manager, 1)
     assert slow.begun.wait(10)
     threading.Timer(0.05, os.kill, [os.getpid(), signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt):
-        keeper.release()
+        manager.release()
     with pytest.raises(CheckpointError, match="another run"):
         start(resuming=True)
     slow.through.set()
@@ -294,50 +298,51 @@ def test_a_process_that_is_killed_while_its_thread_writes_has_lost_nothing_that_
     code = f"""
 import os, signal, sys, threading
 import torch
-from trainwright.checkpointing import commits
+from trainwright.checkpointing import commit as commits
+from trainwright.checkpointing import format as formats
 from trainwright.checkpointing.checkpoint import Checkpoint
-keeper = Checkpoint({str(tmp_path)!r}).bind("one")
-keeper.prepare(resuming=False)
+manager = Checkpoint({str(tmp_path)!r}).bind("one")
+manager.prepare(resuming=False)
 for update in (1, 2):
-    keeper.save({{"model": {{"w": torch.ones(1000)}}}}, update=update, epoch=0)
-    keeper.written(wait=True)
+    manager.save({{"model": {{"w": torch.ones(1000)}}}}, update=update, epoch=0)
+    manager.completed(wait=True)
 inside = threading.Event()
 def hang(*_, **__):
     inside.set()
     threading.Event().wait()
 commits.sync_directory = hang
-keeper.save({{"model": {{"w": torch.ones(1000)}}}}, update=3, epoch=0)
+manager.save({{"model": {{"w": torch.ones(1000)}}}}, update=3, epoch=0)
 inside.wait()
 os.kill(os.getpid(), signal.SIGKILL)
 """
     run = subprocess.run([sys.executable, "-c", code], check=False, timeout=60, capture_output=True, text=True)
     assert run.returncode == -signal.SIGKILL, run.stderr
-    assert latest_checkpoint(tmp_path).name == commits.update_name(2)
+    assert latest_checkpoint(tmp_path).name == formats.update_name(2)
     assert any(name.startswith(".tmp") for name in os.listdir(tmp_path))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_worker_that_is_forked_while_the_thread_writes_can_end_without_a_trace(start, slow, tmp_path):
-    keeper = start()
-    begin(keeper, 1)
+    manager = start()
+    begin(manager, 1)
     assert slow.begun.wait(10)
     pid = os.fork()
     if pid == 0:
-        del keeper
+        del manager
         gc.collect()
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     slow.through.set()
-    (saved,) = keeper.written(wait=True)
-    assert load_tree(saved.path)[1]["update"] == 1
-    assert save(keeper, 2).update == 2
+    (saved,) = manager.completed(wait=True)
+    assert read_manifest(saved.path)["update"] == 1
+    assert save(manager, 2).update == 2
 
 
 def test_a_tied_model_and_its_tree_are_as_they_were_after_a_save(start):
     model = Tied()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    keeper = start()
-    keeper.save(tree_of(model), update=1, epoch=0)
-    keeper.written(wait=True)
+    manager = start()
+    manager.save(tree_of(model), update=1, epoch=0)
+    manager.completed(wait=True)
     assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
     assert model.head.weight is model.embed.weight

@@ -6,17 +6,18 @@ import shutil
 from functools import partial
 
 import pytest
-from checkpoints import Tied, save, updates
+from checkpoints import Tied, find_checkpoint, save, updates
 
-from trainwright.checkpointing import commits, files
-from trainwright.checkpointing.load import find_checkpoint, latest_checkpoint, load_tree, load_weights
+from trainwright.checkpointing import files
+from trainwright.checkpointing import format as formats
+from trainwright.checkpointing.load import latest_checkpoint, load_checkpoint, load_weights
 from trainwright.core.errors import CheckpointError, SettingError
 
 
 def test_a_directory_of_another_run_is_refused_with_both_cures(start, tmp_path):
-    keeper = start()
-    save(keeper, 5)
-    keeper.release()
+    manager = start()
+    save(manager, 5)
+    manager.release()
     with pytest.raises(CheckpointError) as caught:
         start(run_id="two")
     text = str(caught.value)
@@ -26,14 +27,14 @@ def test_a_directory_of_another_run_is_refused_with_both_cures(start, tmp_path):
 
 
 def test_a_directory_with_a_damaged_checkpoint_is_not_started_over(start, tmp_path):
-    keeper = start()
-    (save(keeper, 5).path / "manifest.json").write_text("{}")
-    keeper.release()
+    manager = start()
+    (save(manager, 5).path / "manifest.json").write_text("{}")
+    manager.release()
     with pytest.raises(CheckpointError, match="another run"):
         start(run_id="two")
     with (
         pytest.warns(UserWarning, match="manifest"),
-        pytest.raises(CheckpointError, match=r"no whole checkpoint\n.*update-0000000005"),
+        pytest.raises(CheckpointError, match=r"no complete checkpoint\n.*update-0000000005"),
     ):
         find_checkpoint("auto", tmp_path / "run")
 
@@ -51,16 +52,16 @@ def test_a_directory_that_cannot_be_written_is_refused_before_training(start, tm
 
 
 def test_an_older_checkpoint_is_not_resumed_among_later_ones(start, tmp_path):
-    keeper = start()
+    manager = start()
     for update in (1, 2, 3):
-        save(keeper, update)
-    keeper.release()
+        save(manager, update)
+    manager.release()
     older = tmp_path / "run" / "update-0000000001"
-    manifest = load_tree(older)[1]
+    loaded = load_checkpoint(older, None)
     with pytest.raises(CheckpointError, match="update-0000000002, update-0000000003"):
-        start(resuming=True, run_id="two").adopt(older, manifest)
+        start(resuming=True, run_id="two").adopt(loaded)
     elsewhere = start("elsewhere", run_id="two", resuming=True, best="val_loss")
-    elsewhere.adopt(older, manifest)
+    elsewhere.adopt(loaded)
     elsewhere.load_state_dict({"best": "val_loss", "mode": "min", "top": [{"value": 1.0, "epoch": 0, "update": 1}]})
     assert elsewhere.run_id == "one" and elsewhere.best.path == older
     save(elsewhere, 2, val_loss=3.0)
@@ -68,12 +69,12 @@ def test_an_older_checkpoint_is_not_resumed_among_later_ones(start, tmp_path):
 
 
 def test_a_run_is_not_resumed_into_the_directory_of_another(start, tmp_path):
-    keeper = start()
-    path = save(keeper, 1).path
+    manager = start()
+    path = save(manager, 1).path
     other = start("other", run_id="other")
     save(other, 9)
     with pytest.raises(CheckpointError, match="holds another run"):
-        other.adopt(path, load_tree(path)[1])
+        other.adopt(load_checkpoint(path, None))
 
 
 def test_a_directory_of_several_runs_is_told_apart_by_the_id(start, tmp_path):
@@ -87,8 +88,8 @@ def test_a_directory_of_several_runs_is_told_apart_by_the_id(start, tmp_path):
 
 
 def test_what_resume_means(start, tmp_path):
-    keeper = start()
-    one, two = save(keeper, 1).path, save(keeper, 2).path
+    manager = start()
+    one, two = save(manager, 1).path, save(manager, 2).path
     run = tmp_path / "run"
     assert find_checkpoint(None, run) is None
     assert find_checkpoint("auto", run) == find_checkpoint(run, None) == find_checkpoint(str(two), run) == two
@@ -110,16 +111,16 @@ def test_what_resume_means(start, tmp_path):
 @pytest.mark.parametrize("look", [latest_checkpoint, load_weights, partial(load_weights, which="last")])
 @pytest.mark.parametrize("nth", range(1, 7))
 def test_who_reads_while_a_run_saves_and_removes_finds_a_whole_checkpoint(look, nth, start, tmp_path, monkeypatch):
-    keeper, opened, open_file = start(keep=1, best="loss"), [], files.open_file
-    save(keeper, 5, loss=2.0)
+    manager, opened, open_file = start(keep=1, best="loss"), [], files.open_file
+    save(manager, 5, loss=2.0)
 
     def slow(path, **given):
         opened.append(path)
         if len(opened) == nth:
-            save(keeper, 6, loss=1.0)  # 5 is removed
+            save(manager, 6, loss=1.0)  # 5 is removed
         return open_file(path, **given)
 
-    for module in (files, commits):
+    for module in (files, formats):
         monkeypatch.setattr(module, "open_file", slow)
     found = look(tmp_path / "run")
     assert updates(tmp_path / "run") == ([6] if len(opened) >= nth else [5])

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from checkpoints import begin, save, updates
 
-from trainwright.checkpointing import commits
-from trainwright.checkpointing.writer import Failure
+from trainwright.checkpointing import commit as commits
+from trainwright.checkpointing import format as formats
+from trainwright.checkpointing.manager import SaveFailure
 from trainwright.core.errors import CheckpointError
 
 ERRORS = {
@@ -28,13 +29,13 @@ ERRORS = {
 
 
 def updates_path(tmp_path, update):
-    return re.escape(str(tmp_path / "run" / commits.update_name(update)))
+    return re.escape(str(tmp_path / "run" / formats.update_name(update)))
 
 
-def whole(keeper, update, **metrics):
+def whole(manager, update, **metrics):
     """Save and wait; what `written` says."""
-    begin(keeper, update, **metrics)
-    return keeper.written(wait=True)
+    begin(manager, update, **metrics)
+    return manager.completed(wait=True)
 
 
 # What fails
@@ -45,179 +46,179 @@ def whole(keeper, update, **metrics):
 def test_where_the_system_refuses_a_warning_says_why_and_the_next_save_is_whole(
     number, async_save, start, refuses, tmp_path
 ):
-    keeper = start(async_save=async_save)
-    save(keeper, 1)
+    manager = start(async_save=async_save)
+    save(manager, 1)
     refuses(number)
     for update in (2, 3):
-        begin(keeper, update)
-        keeper._background.wait()
+        begin(manager, update)
+        manager._writer.wait()
         with pytest.warns(UserWarning, match="could not be written") as caught:
-            assert keeper.written() == []
+            assert manager.completed() == []
         (text,) = [str(one.message) for one in caught]
-        assert ERRORS[number] in text.lower() and commits.update_name(update) in text and str(tmp_path / "run") in text
-        assert f"would go on from {tmp_path / 'run' / commits.update_name(1)}" in text and "next save tries" in text
+        assert ERRORS[number] in text.lower() and formats.update_name(update) in text and str(tmp_path / "run") in text
+        assert f"would resume from {tmp_path / 'run' / formats.update_name(1)}" in text and "next save tries" in text
         assert ("number 2 that failed in a row" in text) == (update == 3)
-        assert keeper.written() == []  # told once
+        assert manager.completed() == []  # told once
     refuses(0)
-    assert [saved.update for saved in whole(keeper, 4)] == [4]
+    assert [saved.update for saved in whole(manager, 4)] == [4]
     assert updates(tmp_path / "run") == [1, 4]
     refuses(number)
-    begin(keeper, 5)
+    begin(manager, 5)
     with pytest.raises(
         CheckpointError, match=f"; the newest complete checkpoint is {updates_path(tmp_path, 4)}"
     ) as last:
-        keeper.written(wait=True)
+        manager.completed(wait=True)
     assert "in a row" not in str(last.value)
 
 
 def test_a_run_that_is_over_can_tell_in_one_line_that_its_last_saves_failed(start, refuses):
-    keeper = start()
-    assert keeper.failing == ""
-    whole(keeper, 1)
-    assert keeper.failing == ""
+    manager = start()
+    assert manager.failing == ""
+    whole(manager, 1)
+    assert manager.failing == ""
     refuses(errno.ENOSPC)
     for update, count in ((2, "the last save failed"), (3, "2 saves failed, the last for")):
         with pytest.raises(CheckpointError, match="could not be written"):
-            whole(keeper, update)
-        assert keeper.failing == f"{count}: the disk is full; the newest whole checkpoint is update-0000000001"
+            whole(manager, update)
+        assert manager.failing == f"{count}: the disk is full; the newest complete checkpoint is update-0000000001"
     refuses(0)
-    whole(keeper, 4)
-    assert keeper.failing == ""
+    whole(manager, 4)
+    assert manager.failing == ""
 
 
 @pytest.mark.parametrize("replaced", [False, True])
 def test_the_newest_checkpoint_of_a_message_is_one_that_is_there_and_of_this_run(start, refuses, tmp_path, replaced):
     """Somebody removes the newest one, or puts that of another run in its place."""
-    keeper = start()
-    save(keeper, 1)
-    save(keeper, 2)
-    newest = tmp_path / "run" / commits.update_name(2)
+    manager = start()
+    save(manager, 1)
+    save(manager, 2)
+    newest = tmp_path / "run" / formats.update_name(2)
     shutil.rmtree(newest)
     if replaced:
         other = start("other", "another")
         save(other, 2)
-        shutil.copytree(tmp_path / "other" / commits.update_name(2), newest)
+        shutil.copytree(tmp_path / "other" / formats.update_name(2), newest)
     refuses(errno.EIO)
-    begin(keeper, 3)
-    keeper._background.wait()
-    with pytest.warns(UserWarning, match="would go on from .*/update-0000000001\n"):
-        keeper.written()
-    assert keeper.failing.endswith("the newest whole checkpoint is update-0000000001")
-    shutil.rmtree(tmp_path / "run" / commits.update_name(1))
-    begin(keeper, 4)
-    keeper._background.wait()
-    with pytest.warns(UserWarning, match="would have nothing to go on from"):
-        keeper.written()
-    assert keeper.failing.endswith("nothing is saved")
+    begin(manager, 3)
+    manager._writer.wait()
+    with pytest.warns(UserWarning, match="would resume from .*/update-0000000001\n"):
+        manager.completed()
+    assert manager.failing.endswith("the newest complete checkpoint is update-0000000001")
+    shutil.rmtree(tmp_path / "run" / formats.update_name(1))
+    begin(manager, 4)
+    manager._writer.wait()
+    with pytest.warns(UserWarning, match="would have nothing to resume from"):
+        manager.completed()
+    assert manager.failing.endswith("nothing is saved")
 
 
 def test_a_run_of_which_nothing_is_saved_tells_that(start, refuses):
-    keeper = start()
+    manager = start()
     refuses(errno.EROFS)
     with pytest.raises(CheckpointError, match="could not be written"):
-        whole(keeper, 1)
-    assert keeper.failing == "the last save failed: the file system is read-only; nothing is saved"
+        whole(manager, 1)
+    assert manager.failing == "the last save failed: the file system is read-only; nothing is saved"
 
 
 def test_a_run_without_any_checkpoint_is_told_that_it_would_have_nothing_to_go_on_from(start, refuses):
-    keeper = start()
+    manager = start()
     refuses(errno.ENOSPC)
-    begin(keeper, 1)
-    keeper._background.wait()
-    with pytest.warns(UserWarning, match="would have nothing to go on from"):
-        keeper.written()
-    begin(keeper, 2)
+    begin(manager, 1)
+    manager._writer.wait()
+    with pytest.warns(UserWarning, match="would have nothing to resume from"):
+        manager.completed()
+    begin(manager, 2)
     with pytest.raises(CheckpointError, match="; there is no complete checkpoint of this run"):
-        keeper.written(wait=True)
+        manager.completed(wait=True)
 
 
 def test_a_failure_that_a_later_save_has_made_good_says_so(start, refuses):
-    keeper = start()
+    manager = start()
     refuses(errno.ENOSPC)
-    begin(keeper, 1)
-    keeper._background.wait()
+    begin(manager, 1)
+    manager._writer.wait()
     refuses(0)
-    begin(keeper, 2)
-    with pytest.warns(UserWarning, match="the disk is full; update-0000000002 is whole meanwhile"):
-        assert [saved.update for saved in keeper.written(wait=True)] == [2]
+    begin(manager, 2)
+    with pytest.warns(UserWarning, match="the disk is full; update-0000000002 is complete meanwhile"):
+        assert [saved.update for saved in manager.completed(wait=True)] == [2]
 
 
 @pytest.mark.parametrize("async_save", [True, False])
 def test_with_raise_a_failure_of_the_system_is_an_error_once(async_save, start, refuses, tmp_path):
-    keeper = start(async_save=async_save, on_save_error="raise")
+    manager = start(async_save=async_save, on_save_error="raise")
     refuses(errno.ENOSPC)
-    begin(keeper, 1)
+    begin(manager, 1)
     with pytest.raises(CheckpointError, match="the disk is full") as caught:
-        keeper.written(wait=True)
+        manager.completed(wait=True)
     assert isinstance(caught.value.__cause__.__cause__, OSError)
-    assert keeper.written(wait=True) == []
+    assert manager.completed(wait=True) == []
     refuses(0)
-    assert [saved.update for saved in whole(keeper, 2)] == [2]
+    assert [saved.update for saved in whole(manager, 2)] == [2]
 
 
 def test_what_is_no_failure_of_the_system_is_an_error_always(start, monkeypatch):
-    keeper = start()
+    manager = start()
 
     def broken(*_, **__):
         raise ValueError("a mistake of ours")
 
     monkeypatch.setattr(commits, "commit", broken)
-    begin(keeper, 1)
+    begin(manager, 1)
     with pytest.raises(CheckpointError, match="ValueError: a mistake of ours"):
-        keeper.written(wait=True)
+        manager.completed(wait=True)
 
 
 def test_several_failures_are_all_told_and_what_is_whole_is_not_lost_with_them(start, refuses):
-    keeper = start(on_save_error="raise")
-    begin(keeper, 1)
-    keeper._background.wait()
+    manager = start(on_save_error="raise")
+    begin(manager, 1)
+    manager._writer.wait()
     refuses(errno.EIO)
-    begin(keeper, 2)
-    begin(keeper, 3)
+    begin(manager, 2)
+    begin(manager, 3)
     for update in (2, 3):
-        with pytest.raises(CheckpointError, match=commits.update_name(update)):
-            keeper.written(wait=True)
-    assert [saved.update for saved in keeper.written(wait=True)] == [1]
+        with pytest.raises(CheckpointError, match=formats.update_name(update)):
+            manager.completed(wait=True)
+    assert [saved.update for saved in manager.completed(wait=True)] == [1]
 
 
 def test_an_error_that_nobody_asked_for_does_not_keep_the_directory_locked(start, refuses):
-    keeper = start()
+    manager = start()
     refuses(errno.EIO)
-    begin(keeper, 1)
-    keeper.release()
+    begin(manager, 1)
+    manager.release()
     refuses(0)
     start(resuming=True)
 
 
 def test_a_directory_that_has_vanished_is_made_and_locked_anew_and_nothing_is_lost(start, tmp_path):
-    keeper = start()
-    save(keeper, 1)
+    manager = start()
+    save(manager, 1)
     shutil.rmtree(tmp_path / "run")
-    begin(keeper, 2)
+    begin(manager, 2)
     with pytest.warns(UserWarning, match=r"run had vanished.*made anew"):
-        (saved,) = keeper.written(wait=True)
-    assert updates(tmp_path / "run") == [2] and keeper.saved == [saved.path]
+        (saved,) = manager.completed(wait=True)
+    assert updates(tmp_path / "run") == [2] and manager.saved == [saved.path]
     with pytest.raises(CheckpointError, match="another run"):
         start(resuming=True)
-    save(keeper, 3)
+    save(manager, 3)
     assert updates(tmp_path / "run") == [2, 3]
 
 
 def test_a_directory_that_another_run_has_taken_meanwhile_is_left_to_it(start, tmp_path):
-    keeper = start()
-    save(keeper, 1)
+    manager = start()
+    save(manager, 1)
     shutil.rmtree(tmp_path / "run")
     other = start(run_id="two")
     save(other, 9)
     for words in ("another run", "holds another run"):  # while that one runs, and when it is over
-        begin(keeper, 2)
+        begin(manager, 2)
         with pytest.raises(CheckpointError, match=words):
-            keeper.written(wait=True)
+            manager.completed(wait=True)
         other.release()
     assert updates(tmp_path / "run") == [9]
     start(run_id="two")
 
 
 def test_a_failure_that_has_no_number_of_its_own_is_told_in_the_words_of_the_system():
-    text = Failure(1, OSError("something odd"), 1).text(Path("runs"), before=None, ends=False)
+    text = SaveFailure(1, OSError("something odd"), 1).text(Path("runs"), before=None, ends=False)
     assert "something odd" in text

@@ -7,29 +7,29 @@ import os
 import shutil
 
 import pytest
-from checkpoints import INF, NAN, flip, save, updates
+from checkpoints import INF, NAN, find_checkpoint, flip, save, updates
 
-from trainwright.checkpointing import commits
+from trainwright.checkpointing import format as formats
 from trainwright.checkpointing.checkpoint import Checkpoint
-from trainwright.checkpointing.load import find_checkpoint, load_tree
+from trainwright.checkpointing.load import load_checkpoint
 from trainwright.core.errors import CheckpointError, SettingError
 
 # Judging
 
 
 def test_the_best_moves_only_when_it_is_beaten():
-    keeper = Checkpoint("runs", best="val_loss").bind("one")
+    manager = Checkpoint("runs", best="val_loss").bind("one")
     values = [NAN, INF, 3.0, 3.0, NAN, 4.0, 2.0, -INF, NAN]
-    judged = [keeper.judge({"val_loss": value}, epoch=n, update=n * 10) for n, value in enumerate(values)]
+    judged = [manager.judge({"val_loss": value}, epoch=n, update=n * 10) for n, value in enumerate(values)]
     assert judged == [False, False, True, False, False, False, True, True, False]
-    assert (keeper.best.name, keeper.best.value, keeper.best.epoch, keeper.best.update) == ("val_loss", -INF, 7, 70)
-    assert keeper.best.path is None
+    assert (manager.best.name, manager.best.value, manager.best.epoch, manager.best.update) == ("val_loss", -INF, 7, 70)
+    assert manager.best.path is None
 
 
 def test_more_is_better_with_mode_max_and_the_top_are_counted():
-    keeper = Checkpoint("runs", best="acc", mode="max", top=2).bind("one")
+    manager = Checkpoint("runs", best="acc", mode="max", top=2).bind("one")
     values = [0.1, 0.1, 0.1, 0.3, 0.2, 0.2, NAN, -INF]
-    assert [keeper.judge({"acc": v}, epoch=n, update=n) for n, v in enumerate(values)] == [
+    assert [manager.judge({"acc": v}, epoch=n, update=n) for n, v in enumerate(values)] == [
         True,
         True,
         False,
@@ -39,32 +39,32 @@ def test_more_is_better_with_mode_max_and_the_top_are_counted():
         False,
         False,
     ]
-    assert (keeper.best.value, keeper.best.update) == (0.3, 3)
+    assert (manager.best.value, manager.best.update) == (0.3, 3)
 
 
 def test_nothing_is_judged_without_best():
-    keeper = Checkpoint("runs").bind("one")
-    assert keeper.judge({"val_loss": 1.0}, epoch=0, update=1) is False and keeper.best is None
+    manager = Checkpoint("runs").bind("one")
+    assert manager.judge({"val_loss": 1.0}, epoch=0, update=1) is False and manager.best is None
 
 
 def test_a_number_that_is_not_there_is_refused_with_the_nearest():
-    keeper = Checkpoint("runs", best="val_acuracy", mode="max").bind("one")
+    manager = Checkpoint("runs", best="val_acuracy", mode="max").bind("one")
     with pytest.raises(SettingError, match="Did you mean 'val_accuracy'"):
-        keeper.judge({"val_loss": 1.0, "val_accuracy": 0.5}, epoch=0, update=1)
+        manager.judge({"val_loss": 1.0, "val_accuracy": 0.5}, epoch=0, update=1)
 
 
 def test_the_best_goes_on_after_a_resume(start, tmp_path):
-    keeper = start(best="val_loss")
-    assert [save(keeper, n, val_loss=v).best for n, v in ((1, 2.0), (2, 1.0), (3, 5.0))] == [True, True, False]
-    state = json.loads(json.dumps(keeper.state_dict()))
-    keeper.release()
+    manager = start(best="val_loss")
+    assert [save(manager, n, val_loss=v).best for n, v in ((1, 2.0), (2, 1.0), (3, 5.0))] == [True, True, False]
+    state = json.loads(json.dumps(manager.state_dict()))
+    manager.release()
     again = start(run_id="two", resuming=True, best="val_loss")
     path = find_checkpoint("auto", again.directory)
-    again.adopt(path, load_tree(path)[1])
+    again.adopt(load_checkpoint(path, None))
     again.load_state_dict(state)
-    assert again.run_id == "one" and again.best == keeper.best
+    assert again.run_id == "one" and again.best == manager.best
     assert again.best.path == tmp_path / "run" / "update-0000000002"
-    assert again.saved == keeper.saved
+    assert again.saved == manager.saved
     assert again.judge({"val_loss": 1.5}, epoch=1, update=4) is False
 
 
@@ -80,95 +80,93 @@ def test_a_best_of_another_number_starts_anew_and_says_so():
 
 
 def test_the_last_and_the_best_are_kept(start, tmp_path):
-    keeper = start(best="val_loss", keep=2, top=2)
+    manager = start(best="val_loss", keep=2, top=2)
     values = {1: 5.0, 2: 1.0, 3: NAN, 4: 3.0, 5: 4.0, 6: 9.0, 7: 9.0}
     for update, value in values.items():
-        saved = save(keeper, update, val_loss=value)
+        saved = save(manager, update, val_loss=value)
         assert saved.path.is_dir() and saved.best == (update in (1, 2))
-    assert updates(tmp_path / "run") == [2, 4, 6, 7] == sorted(int(p.name[7:]) for p in keeper.saved)
-    assert keeper.best.path == tmp_path / "run" / "update-0000000002"
-    assert sorted(os.listdir(tmp_path / "run")) == [".lock", *(commits.update_name(n) for n in (2, 4, 6, 7))]
+    assert updates(tmp_path / "run") == [2, 4, 6, 7] == sorted(int(p.name[7:]) for p in manager.saved)
+    assert manager.best.path == tmp_path / "run" / "update-0000000002"
+    assert sorted(os.listdir(tmp_path / "run")) == [".lock", *(formats.update_name(n) for n in (2, 4, 6, 7))]
 
 
 def test_all_are_kept_where_that_is_asked_and_after_a_resume_too(start, tmp_path):
-    keeper = start(best="val_loss", keep="all")
+    manager = start(best="val_loss", keep="all")
     for update in range(1, 7):
-        save(keeper, update, val_loss=float(update))
-    assert updates(tmp_path / "run") == [1, 2, 3, 4, 5, 6] and keeper.best.update == 1
-    keeper.release()
+        save(manager, update, val_loss=float(update))
+    assert updates(tmp_path / "run") == [1, 2, 3, 4, 5, 6] and manager.best.update == 1
+    manager.release()
     again = start(keep="all")
-    again.adopt(
-        find_checkpoint("auto", tmp_path / "run"), commits.read_manifest(tmp_path / "run" / "update-0000000006")
-    )
+    again.adopt(load_checkpoint("auto", tmp_path / "run"))
     save(again, 7)
     assert updates(tmp_path / "run") == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_a_nan_is_never_kept_as_the_best(start, tmp_path):
-    keeper = start(best="acc", mode="max", keep=1)
+    manager = start(best="acc", mode="max", keep=1)
     for update, value in ((1, NAN), (2, -1.0), (3, NAN), (4, NAN)):
-        save(keeper, update, acc=value)
+        save(manager, update, acc=value)
     assert updates(tmp_path / "run") == [2, 4]
 
 
 def test_a_best_that_was_judged_but_not_saved_does_not_cost_the_one_that_was(start, tmp_path):
-    keeper = start(best="val_loss", keep=1)
-    save(keeper, 1, val_loss=2.0)
-    keeper.judge({"val_loss": 1.0}, epoch=0, update=2)
-    save(keeper, 3)
-    assert updates(tmp_path / "run") == [1, 3] and keeper.best.update == 2 and keeper.best.path is None
+    manager = start(best="val_loss", keep=1)
+    save(manager, 1, val_loss=2.0)
+    manager.judge({"val_loss": 1.0}, epoch=0, update=2)
+    save(manager, 3)
+    assert updates(tmp_path / "run") == [1, 3] and manager.best.update == 2 and manager.best.path is None
 
 
 def test_nothing_is_removed_before_the_new_one_is_whole(start, tmp_path):
-    keeper = start(keep=1)
-    save(keeper, 1)
+    manager = start(keep=1)
+    save(manager, 1)
     with pytest.raises(CheckpointError):
-        keeper.save({"state": {1, 2}}, update=2, epoch=0)
+        manager.save({"state": {1, 2}}, update=2, epoch=0)
     assert updates(tmp_path / "run") == [1]
-    save(keeper, 2)
+    save(manager, 2)
     assert updates(tmp_path / "run") == [2]
 
 
 def test_only_what_the_run_wrote_is_removed(start, tmp_path):
     other = start("other", run_id="other")
     theirs = save(other, 1).path
-    keeper = start(keep=1)
+    manager = start(keep=1)
     (tmp_path / "run" / "notes").mkdir()
     (tmp_path / "run" / "update-1").mkdir()
-    ours = save(keeper, 1).path
+    ours = save(manager, 1).path
     shutil.rmtree(ours)
     shutil.copytree(theirs, ours)
-    save(keeper, 2)
-    save(keeper, 3)
+    save(manager, 2)
+    save(manager, 3)
     assert updates(tmp_path / "run") == [1, 3] and (tmp_path / "run" / "notes").is_dir()
     assert (tmp_path / "run" / "update-1").is_dir()
 
 
 def test_a_victim_that_cannot_be_read_is_left_with_a_warning(start, tmp_path):
-    keeper = start(keep=1)
-    path = save(keeper, 1).path
+    manager = start(keep=1)
+    path = save(manager, 1).path
     (path / "manifest.json").unlink()
     with pytest.warns(UserWarning, match="update-0000000001 is no longer needed"):
-        save(keeper, 2)
+        save(manager, 2)
     assert updates(tmp_path / "run") == [1, 2]
 
 
 def test_damaged_checkpoints_do_not_count_as_kept_after_a_resume(start, tmp_path):
-    keeper = start(keep=2)
+    manager = start(keep=2)
     for update in (1, 2, 3):
-        save(keeper, update)
-    keeper.release()
+        save(manager, update)
+    manager.release()
     flip(tmp_path / "run" / "update-0000000003" / "model.safetensors")
     again = start(keep=2, resuming=True)
     with pytest.warns(UserWarning, match="checksum"):
         path = find_checkpoint("auto", again.directory)
-    again.adopt(path, load_tree(path)[1])
+    again.adopt(load_checkpoint(path, None))
     assert [path.name[-1] for path in again.saved] == ["2"]
     save(again, 4)
     assert updates(tmp_path / "run") == [2, 3, 4]
     again.release()
     (tmp_path / "run" / "update-0000000004" / "manifest.json").unlink()
     last = start(keep=2, resuming=True)
-    last.adopt(path, load_tree(path)[1])
+    last.adopt(load_checkpoint(path, None))
     save(last, 4)
     assert [path.name[-1] for path in last.saved] == ["4", "2"]

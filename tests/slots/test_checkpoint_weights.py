@@ -10,7 +10,9 @@ import torch
 from checkpoints import NAN, Tied, flip, save, tree_of
 from torch import nn
 
-from trainwright.checkpointing.load import encode, load_weights, save_weights
+from trainwright.checkpointing.format import encode
+from trainwright.checkpointing.load import load_weights
+from trainwright.checkpointing.weights import save_weights
 from trainwright.core.errors import CheckpointError, SettingError
 
 
@@ -62,11 +64,11 @@ def test_what_does_not_fit_a_model_is_named_and_nothing_is_loaded(tmp_path):
 
 
 def test_the_best_or_the_last_weights_of_a_run_are_loaded(start, tmp_path):
-    keeper = start(best="acc", mode="max")
+    manager = start(best="acc", mode="max")
     models = {update: Tied() for update in (1, 2, 3)}
     for update, value in ((1, 0.5), (2, 0.9), (3, 0.7)):
-        keeper.save(tree_of(models[update]), update=update, epoch=0, metrics={"acc": value})
-    keeper.written(wait=True)
+        manager.save(tree_of(models[update]), update=update, epoch=0, metrics={"acc": value})
+    manager.completed(wait=True)
     for which, update in (("best", 2), ("last", 3)):
         weights = load_weights(tmp_path / "run", which=which)
         assert torch.equal(weights["embed.weight"], models[update].embed.weight)
@@ -80,9 +82,9 @@ def test_the_best_or_the_last_weights_of_a_run_are_loaded(start, tmp_path):
 
 
 def test_without_a_best_the_last_is_taken_and_said(start, tmp_path):
-    keeper = start()
-    save(keeper, 1)
-    save(keeper, 2, loss=NAN)
+    manager = start()
+    save(manager, 1)
+    save(manager, 2, loss=NAN)
     with pytest.warns(UserWarning, match="update-0000000002, is taken for the best"):
         load_weights(tmp_path / "run")
 
@@ -93,7 +95,7 @@ def test_what_is_no_weights_file_is_refused_and_never_run(tmp_path):
             return (os.mkdir, (str(tmp_path / "ran"),))
 
     torch.save({"w": Payload()}, tmp_path / "w.pt")
-    with pytest.raises(CheckpointError, match=r"w\.pt is no whole safetensors file"):
+    with pytest.raises(CheckpointError, match=r"w\.pt is no complete safetensors file"):
         load_weights(tmp_path / "w.pt")
     assert not (tmp_path / "ran").exists()
     with pytest.raises(CheckpointError, match=r"does not exist\n.*w\.pt"):

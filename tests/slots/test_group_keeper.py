@@ -15,10 +15,12 @@ import torch
 from checkpoints import flip, tree_of, updates
 from torch import nn
 
-from trainwright.checkpointing import commits, distributed_manager, load, rank0
+from trainwright.checkpointing import commit as commits
+from trainwright.checkpointing import coordinator, distributed_manager, load
+from trainwright.checkpointing import format as formats
 from trainwright.checkpointing.checkpoint import Checkpoint
 from trainwright.checkpointing.load import load_checkpoint
-from trainwright.checkpointing.manager import Keeper
+from trainwright.checkpointing.manager import CheckpointManager
 from trainwright.core.errors import CheckpointError, SettingError
 from trainwright.distributed.world import Group, World
 from world.pool import pool
@@ -30,28 +32,28 @@ def on_all(size, function, *given):
 
 
 def keep(directory, *, resuming=False, **settings):
-    """A world and its prepared keeper, with a run id that each process has made up for itself."""
+    """A world and its prepared manager, with a run id that each process has made up for itself."""
     world = Group()
-    keeper = Checkpoint(directory, **settings).bind(f"run-{world.rank}", world=world)
-    keeper.prepare(resuming=resuming)
-    return world, keeper
+    manager = Checkpoint(directory, **settings).bind(f"run-{world.rank}", world=world)
+    manager.prepare(resuming=resuming)
+    return world, manager
 
 
-def save(keeper, update, **metrics):
+def save(manager, update, **metrics):
     """Judge and save, as a run does on every process; only the first one's state is what is to be saved."""
-    if keeper.settings.best in metrics:
-        keeper.judge(metrics, epoch=0, update=update)
+    if manager.settings.best in metrics:
+        manager.judge(metrics, epoch=0, update=update)
     torch.manual_seed(update)
     model = nn.Linear(3, 2)
-    tree = tree_of(model, update) if keeper.world.is_main else {}
-    keeper.save(tree, update=update, epoch=0, metrics=metrics)
+    tree = tree_of(model, update) if manager.world.is_main else {}
+    manager.save(tree, update=update, epoch=0, metrics=metrics)
 
 
-def told(keeper):
-    """What a keeper says, as plain text and numbers."""
-    best = keeper.best
+def told(manager):
+    """What a manager says, as plain text and numbers."""
+    best = manager.best
     where = None if best is None else (best.update, None if best.path is None else best.path.name)
-    return [path.name for path in keeper.saved], where, keeper.failing, keeper.run_id
+    return [path.name for path in manager.saved], where, manager.failing, manager.run_id
 
 
 def error_of(function, *given):
@@ -66,12 +68,12 @@ def error_of(function, *given):
 
 
 def three_saves(directory):
-    world, keeper = keep(directory, keep=1, best="val_loss")
+    world, manager = keep(directory, keep=1, best="val_loss")
     for update, value in ((1, 0.5), (2, 0.1), (3, 0.3)):
-        save(keeper, update, val_loss=value)
-    whole = [one.update for one in keeper.written(wait=True)]
-    said = told(keeper), whole, keeper.state_dict()
-    keeper.release()
+        save(manager, update, val_loss=value)
+    whole = [one.update for one in manager.completed(wait=True)]
+    said = told(manager), whole, manager.state_dict()
+    manager.release()
     assert world.size > 1
     return said
 
@@ -81,26 +83,32 @@ def test_the_first_process_writes_and_all_know_what_is_whole_and_best(tmp_path, 
     said = on_all(size, three_saves, tmp_path / "run")
     assert said == [said[0]] * size
     names, best, failing, run = said[0][0]
-    assert (names, best, failing) == ([commits.update_name(3), commits.update_name(2)], (2, commits.update_name(2)), "")
+    assert (names, best, failing) == ([formats.update_name(3), formats.update_name(2)], (2, formats.update_name(2)), "")
     assert run == "run-0" and said[0][1] == [1, 2, 3]
     assert updates(tmp_path / "run") == [2, 3]
-    assert {commits.read_manifest(path)["run"] for path in commits.scan(tmp_path / "run")} == {"run-0"}
+    assert {formats.read_manifest(path)["run"] for path in formats.list_checkpoints(tmp_path / "run")} == {"run-0"}
 
 
 def count_collectives(directory):
-    world, keeper = keep(directory)
+    world, manager = keep(directory)
     asked = []
     for name in ("same", "gather"):
         plain = getattr(world, name)
         setattr(world, name, lambda *given, plain=plain, name=name: (asked.append(name), plain(*given))[1])
     counts = []
     for step in (
-        lambda: [keeper.written() for _ in range(100)],
-        lambda: (keeper.judge({}, epoch=0, update=1), keeper.best, keeper.saved, keeper.failing, keeper.has_news),
-        lambda: save(keeper, 1),
-        lambda: keeper.written(wait=True),
-        lambda: [keeper.written() for _ in range(100)],
-        keeper.release,
+        lambda: [manager.completed() for _ in range(100)],
+        lambda: (
+            manager.judge({}, epoch=0, update=1),
+            manager.best,
+            manager.saved,
+            manager.failing,
+            manager.has_results,
+        ),
+        lambda: save(manager, 1),
+        lambda: manager.completed(wait=True),
+        lambda: [manager.completed() for _ in range(100)],
+        manager.release,
     ):
         step()
         counts.append(len(asked))
@@ -113,21 +121,21 @@ def test_nothing_is_said_between_processes_but_for_a_save_and_what_came_of_it(tm
 
 
 def test_one_process_gets_the_keeper_of_one_process(tmp_path):
-    assert type(Checkpoint(tmp_path).bind("a", world=World())) is Keeper
+    assert type(Checkpoint(tmp_path).bind("a", world=World())) is CheckpointManager
 
 
 def slow_write(directory):
-    world, keeper = keep(directory)
+    world, manager = keep(directory)
     beats, commit, same = [], commits.commit, world.same
-    rank0.BEAT = 0.05
+    coordinator.BEAT = 0.05
     world.same = lambda value: (beats.append(value), same(value))[1]
     commits.commit = lambda *given, **named: (time.sleep(0.5), commit(*given, **named))[1]
     try:
-        save(keeper, 1)
-        (one,) = keeper.written(wait=True)
+        save(manager, 1)
+        (one,) = manager.completed(wait=True)
     finally:
-        commits.commit, rank0.BEAT = commit, 5.0
-        keeper.release()
+        commits.commit, coordinator.BEAT = commit, 5.0
+        manager.release()
     return one.update, len(beats)
 
 
@@ -141,7 +149,7 @@ def test_processes_that_wait_for_a_long_write_are_told_that_it_goes_on(tmp_path)
 
 def twice_held(directory):
     world = Group()
-    other = Keeper(Checkpoint(directory), "other") if world.is_main else None
+    other = CheckpointManager(Checkpoint(directory), "other") if world.is_main else None
     if other is not None:
         other.prepare(resuming=False)
     world.wait()
@@ -172,8 +180,8 @@ def on_drives_of_their_own(directory):
 def test_a_process_that_sees_another_directory_is_named_with_the_cure(tmp_path):
     first, second = on_all(2, on_drives_of_their_own, tmp_path / "run")
     assert first == second and first[2]
-    assert "process 1 on " in first[1] and "process 0 on" not in first[1].partition("cannot see")[0]
-    assert "a directory that all processes share" in first[1]
+    assert "rank 1 on " in first[1] and "rank 0 on" not in first[1].partition("cannot see")[0]
+    assert "a directory that all ranks share" in first[1]
     with commits.lock(tmp_path / "run"):
         pass  # it was let go of
     assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
@@ -184,11 +192,11 @@ def started_elsewhere(directory):
     world = Group()
     os.chdir(directory / str(world.rank))
     try:
-        world, keeper = keep("runs/x")
-        save(keeper, 1)
-        keeper.written(wait=True)
-        said = keeper.saved, keeper.directory
-        keeper.release()
+        world, manager = keep("runs/x")
+        save(manager, 1)
+        manager.completed(wait=True)
+        said = manager.saved, manager.directory
+        manager.release()
     finally:
         os.chdir("/")
     return said
@@ -198,25 +206,25 @@ def test_a_relative_directory_is_that_of_the_first_process(tmp_path):
     for rank in ("0", "1"):
         (tmp_path / rank).mkdir()
     run = tmp_path / "0/runs/x"
-    assert on_all(2, started_elsewhere, tmp_path) == [([run / commits.update_name(1)], run)] * 2
+    assert on_all(2, started_elsewhere, tmp_path) == [([run / formats.update_name(1)], run)] * 2
 
 
 def full_disk(directory, on_error):
-    world, keeper = keep(directory, on_save_error=on_error)
-    save(keeper, 1)
-    keeper.written(wait=True)
+    world, manager = keep(directory, on_save_error=on_error)
+    save(manager, 1)
+    manager.completed(wait=True)
     write = commits.write_file
     if world.is_main:
         commits.write_file = partial(_refuse, errno.ENOSPC)
     try:
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
-            save(keeper, 2)
-            error = error_of(partial(keeper.written, wait=True))
+            save(manager, 2)
+            error = error_of(partial(manager.completed, wait=True))
     finally:
         commits.write_file = write
-    said = error, [str(one.message) for one in heard], told(keeper)
-    keeper.release()
+    said = error, [str(one.message) for one in heard], told(manager)
+    manager.release()
     return said
 
 
@@ -228,7 +236,7 @@ def test_a_save_that_fails_ends_all_processes_where_that_is_asked_for(tmp_path):
     (first, heard, state), second = on_all(2, full_disk, tmp_path / "run", "raise")
     assert first[0] == "CheckpointError" and "the disk is full" in first[1] and first[2]
     assert second == (first, [], state) and heard == []
-    assert state[0] == [commits.update_name(1)] and "the last save failed" in state[2]
+    assert state[0] == [formats.update_name(1)] and "the last save failed" in state[2]
 
 
 def test_the_last_save_must_succeed_on_all_processes_whatever_was_asked_for(tmp_path):
@@ -238,9 +246,9 @@ def test_the_last_save_must_succeed_on_all_processes_whatever_was_asked_for(tmp_
 
 
 def unstorable(directory):
-    world, keeper = keep(directory)
-    said = error_of(partial(keeper.save, {"state": {1, 2}} if world.is_main else {}, update=1, epoch=0))
-    keeper.release()
+    world, manager = keep(directory)
+    said = error_of(partial(manager.save, {"state": {1, 2}} if world.is_main else {}, update=1, epoch=0))
+    manager.release()
     return said
 
 
@@ -251,14 +259,14 @@ def test_what_cannot_be_stored_is_an_error_of_all(tmp_path):
 
 def one_fails_alone(directory):
     """The second process ends in an error of its own: the first saves what is whole without it."""
-    world, keeper = keep(directory)
-    save(keeper, 1)
+    world, manager = keep(directory)
+    save(manager, 1)
     if world.is_main:
-        keeper.save(tree_of(nn.Linear(3, 2)), update=2, epoch=0, alone=True)
+        manager.save(tree_of(nn.Linear(3, 2)), update=2, epoch=0, alone=True)
     else:
-        keeper.save({}, update=2, epoch=0, alone=True)
-    whole = [one.update for one in keeper.written(wait=True, alone=True)]
-    keeper.release()
+        manager.save({}, update=2, epoch=0, alone=True)
+    whole = [one.update for one in manager.completed(wait=True, alone=True)]
+    manager.release()
     return whole, updates(directory) if world.is_main else []
 
 
@@ -285,13 +293,13 @@ def resume(directory, where="auto"):
 
 
 def saved_run(directory, *at):
-    keeper = Checkpoint(directory, keep=9).bind("one")
-    keeper.prepare(resuming=False)
+    manager = Checkpoint(directory, keep=9).bind("one")
+    manager.prepare(resuming=False)
     for update in at:
-        keeper.save(tree_of(nn.Linear(3, 2), update), update=update, epoch=0)
-    keeper.written(wait=True)
-    keeper.release()
-    return commits.scan(directory)
+        manager.save(tree_of(nn.Linear(3, 2), update), update=update, epoch=0)
+    manager.completed(wait=True)
+    manager.release()
+    return formats.list_checkpoints(directory)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -312,7 +320,7 @@ def test_where_nothing_is_whole_all_get_the_same_error(tmp_path):
     (only,) = saved_run(tmp_path, 1)
     flip(only / "model.safetensors")
     (_, first, heard), (_, second, silent) = on_all(2, resume, tmp_path)
-    assert first == second and "holds no whole checkpoint" in first[1] and first[2]
+    assert first == second and "holds no complete checkpoint" in first[1] and first[2]
     assert len(heard) == 1 and silent == []
 
 
@@ -324,7 +332,7 @@ def test_a_path_that_is_missing_is_the_same_error_on_all(tmp_path):
 
 def reading_that_fails_on_the_second(directory):
     world = Group()
-    read, newest = commits.read_manifest, commits.scan(directory)[0]
+    read, newest = load.read_manifest, formats.list_checkpoints(directory)[0]
 
     def refuses(path):
         if path == newest and threading.current_thread() is threading.main_thread():
@@ -332,29 +340,30 @@ def reading_that_fails_on_the_second(directory):
         return read(path)
 
     if world.rank == 1:
-        commits.read_manifest = refuses
+        load.read_manifest = refuses
     try:
         return resume(directory)
     finally:
-        commits.read_manifest = read
+        load.read_manifest = read
 
 
 def test_one_that_any_process_cannot_read_is_passed_over_by_all(tmp_path):
     saved_run(tmp_path, 1, 2)
     first, second = on_all(2, reading_that_fails_on_the_second, tmp_path)
-    assert first[0] == second[0] and first[0][0] == commits.update_name(1)
-    assert "Input/output error" in first[2][0] and "read by process 1 on " in first[2][0]
+    assert first[0] == second[0] and first[0][0] == formats.update_name(1)
+    assert "Input/output error" in first[2][0] and "read by rank 1 on " in first[2][0]
 
 
 def resume_on_own_drive(directory):
     """As on two machines: one name, two drives."""
-    world, read = Group(), load.load_tree
+    world, read, read_manifest = Group(), load.load_tree, load.read_manifest
     own = directory.with_name(f"drive{world.rank}")
     load.load_tree = lambda path, **given: read(own / path.name, **given)
+    load.read_manifest = lambda path: read_manifest(own / path.name)
     try:
         return resume(directory)
     finally:
-        load.load_tree = read
+        load.load_tree, load.read_manifest = read, read_manifest
 
 
 def test_another_run_under_the_same_name_on_a_drive_of_its_own_is_noticed(tmp_path):
@@ -362,18 +371,18 @@ def test_another_run_under_the_same_name_on_a_drive_of_its_own_is_noticed(tmp_pa
         saved_run(tmp_path / name, 1)
     shutil.copytree(tmp_path / "drive0", tmp_path / "drive")
     (_, first, _), (_, second, _) = on_all(2, resume_on_own_drive, tmp_path / "drive")
-    assert first == second and "process 1 on " in first[1] and "a directory that all processes share" in first[1]
+    assert first == second and "rank 1 on " in first[1] and "a directory that all ranks share" in first[1]
 
 
 def resume_and_go_on(directory):
-    world, keeper = keep(directory, resuming=True, keep=2)
-    loaded = load_checkpoint("auto", directory, run=keeper.run_id, world=world)
-    keeper.adopt(loaded.path, loaded.manifest)
-    before = told(keeper)
-    save(keeper, 3)
-    keeper.written(wait=True)
-    said = before, told(keeper)
-    keeper.release()
+    world, manager = keep(directory, resuming=True, keep=2)
+    loaded = load_checkpoint("auto", directory, run=manager.run_id, world=world)
+    manager.adopt(loaded)
+    before = told(manager)
+    save(manager, 3)
+    manager.completed(wait=True)
+    said = before, told(manager)
+    manager.release()
     return said
 
 
@@ -381,5 +390,5 @@ def test_a_resumed_run_knows_its_earlier_checkpoints_on_every_process(tmp_path):
     saved_run(tmp_path, 1, 2)
     first, second = on_all(2, resume_and_go_on, tmp_path)
     assert first == second
-    assert first[0][0] == [commits.update_name(2), commits.update_name(1)] and first[0][3] == "one"
-    assert first[1][0] == [commits.update_name(3), commits.update_name(2)]
+    assert first[0][0] == [formats.update_name(2), formats.update_name(1)] and first[0][3] == "one"
+    assert first[1][0] == [formats.update_name(3), formats.update_name(2)]

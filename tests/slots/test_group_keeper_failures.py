@@ -17,8 +17,11 @@ import pytest
 import sharded_runs
 
 from durability.tear import _all_damages
-from trainwright.checkpointing import commits, files, sharded_save
-from trainwright.checkpointing.load import latest_checkpoint, load_checkpoint, load_tree, load_weights
+from trainwright.checkpointing import commit as commits
+from trainwright.checkpointing import files, sharded_files
+from trainwright.checkpointing import format as formats
+from trainwright.checkpointing.format import load_tree
+from trainwright.checkpointing.load import latest_checkpoint, load_checkpoint, load_weights
 from trainwright.core.errors import CheckpointError
 from trainwright.distributed.world import Group
 from world.pool import RankFailed, pool
@@ -36,19 +39,19 @@ class Fault:
 
     def __init__(self, name, rank):
         self.name, self.rank = name, rank
-        self._write, self._os_write, self._report = sharded_save.write_file, os.write, sharded_save.Contribution._report
+        self._write, self._os_write = sharded_files.write_file, os.write
         self._storage_write = commits.write_file
-        self._patience = sharded_save.PATIENCE
+        self._patience = sharded_files.PATIENCE
 
     def start(self):
         if self.name == "slow":
-            sharded_save.PATIENCE = 0.3  # on all, as it is set
+            sharded_files.PATIENCE = 0.3  # on all, as it is set
         if Group().rank == self.rank:
             getattr(self, self.name.replace(" ", "_"))()
 
     def mend(self):
-        sharded_save.write_file, os.write, sharded_save.Contribution._report = self._write, self._os_write, self._report
-        sharded_save.PATIENCE, commits.write_file = self._patience, self._storage_write
+        sharded_files.write_file, os.write = self._write, self._os_write
+        sharded_files.PATIENCE, commits.write_file = self._patience, self._storage_write
 
     def full_disk(self):
         def write(fd, data):
@@ -69,7 +72,7 @@ class Fault:
             time.sleep(1.0)
             return self._write(path, *given, **named)
 
-        sharded_save.write_file = write
+        sharded_files.write_file = write
 
     def torn(self):
         def write(path, *given, **named):
@@ -78,7 +81,7 @@ class Fault:
                 os.truncate(path, entry["size"] - 1)
             return entry
 
-        sharded_save.write_file = write
+        sharded_files.write_file = write
 
     def mistake(self):
         def write(path, *given, **named):
@@ -86,7 +89,7 @@ class Fault:
                 raise ZeroDivisionError("a mistake")
             return self._write(path, *given, **named)
 
-        sharded_save.write_file = write
+        sharded_files.write_file = write
 
     def first_refused(self):
         def write(path, *given, **named):
@@ -97,7 +100,7 @@ class Fault:
 
 def saves_with_a_fault(directory, name, rank, on_error):
     """Three saves, of which the second meets a fault."""
-    _, keeper = sharded_runs.keep(directory, on_save_error=on_error)
+    _, manager = sharded_runs.keep(directory, on_save_error=on_error)
     model, optimizer = sharded_runs.made()
     sharded_runs.train(model, optimizer, 1)
     fault, said = Fault(name, rank), []
@@ -106,18 +109,18 @@ def saves_with_a_fault(directory, name, rank, on_error):
         for update in (1, 2, 3):
             if update == 2:
                 fault.start()
-            keeper.save(sharded_runs.tree_of(model, optimizer, update), update=update, epoch=0)
+            manager.save(sharded_runs.tree_of(model, optimizer, update), update=update, epoch=0)
             began = time.monotonic()
-            keeper._keeper.wait()  # and not `written(wait=True)`: it is not the last save, which must succeed
+            manager.wait()  # and not `written(wait=True)`: it is not the last save, which must succeed
             try:
-                said.append([one.update for one in keeper.written()])
+                said.append([one.update for one in manager.completed()])
             except CheckpointError as error:
                 said.append((str(error), error.everywhere))
             took = time.monotonic() - began
             fault.mend()
             assert took < 20, took
-    names = [path.name for path in keeper.saved]
-    keeper.release()
+    names = [path.name for path in manager.saved]
+    manager.release()
     return said, [str(one.message) for one in heard], names
 
 
@@ -125,7 +128,7 @@ FAULTS = {
     "full disk": (1, "the disk is full"),
     "disk without a byte": (1, "the disk is full"),
     "first refused": (0, "the disk is full"),
-    "slow": (1, "a process has not written its part"),
+    "slow": (1, "a rank has not written its part"),
     "torn": (1, "input/output error"),
 }
 
@@ -137,11 +140,11 @@ def test_a_process_that_cannot_write_its_part_makes_it_no_save_for_anybody(tmp_p
     assert said == second == [[1], [], [3]] and names == same
     assert len(heard) == 1 and reason in heard[0] and "update-0000000002" in heard[0] and silent == []
     if rank:
-        assert "process 1" in heard[0]
-    assert names == [commits.update_name(3), commits.update_name(1)]
+        assert "rank 1" in heard[0]
+    assert names == [formats.update_name(3), formats.update_name(1)]
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", *reversed(names)]
-    for path in commits.scan(tmp_path):
-        commits.verify(path)
+    for path in formats.list_checkpoints(tmp_path):
+        formats.verify(path)
 
 
 def test_it_ends_all_of_them_where_that_is_asked_for(tmp_path):
@@ -151,12 +154,12 @@ def test_it_ends_all_of_them_where_that_is_asked_for(tmp_path):
 
 def test_what_is_no_fault_of_the_system_ends_all_of_them_in_any_case(tmp_path):
     (said, _, _), (second, _, _) = on_all(2, saves_with_a_fault, tmp_path, "mistake", 1, "warn")
-    assert said == second and "ZeroDivisionError: a mistake" in said[1][0] and "process 1 on " in said[1][0]
+    assert said == second and "ZeroDivisionError: a mistake" in said[1][0] and "rank 1 on " in said[1][0]
 
 
 def slow_but_seen(directory):
     """A process that takes longer than the patience lasts, and is seen to write."""
-    sharded_save.PATIENCE, write = 0.4, sharded_save.write_file
+    sharded_files.PATIENCE, write = 0.4, sharded_files.write_file
 
     def by_and_by(path, *given, **named):
         for n in range(6):
@@ -167,35 +170,35 @@ def slow_but_seen(directory):
 
     try:
         if Group().rank == 1:
-            sharded_save.write_file = by_and_by
+            sharded_files.write_file = by_and_by
         return sharded_runs.run(directory, (1,)) is not None
     finally:
-        sharded_save.PATIENCE, sharded_save.write_file = 300.0, write
+        sharded_files.PATIENCE, sharded_files.write_file = 300.0, write
 
 
 @pytest.mark.slow
 def test_a_process_that_is_slow_and_seen_to_write_is_waited_for(tmp_path):
     assert on_all(2, slow_but_seen, tmp_path) == [True, True]
-    assert [commits.verify(path)["update"] for path in commits.scan(tmp_path)] == [1]
+    assert [formats.verify(path)["update"] for path in formats.list_checkpoints(tmp_path)] == [1]
 
 
 def dies_in_a_save(directory, notes):
     """The second process is gone while it writes; the first ends in the error that its training meets."""
-    world, keeper = sharded_runs.keep(directory)
+    world, manager = sharded_runs.keep(directory)
     model, optimizer = sharded_runs.made()
     sharded_runs.train(model, optimizer, 1)
-    keeper.save(sharded_runs.tree_of(model, optimizer, 1), update=1, epoch=0)
-    keeper.written(wait=True)
-    sharded_save.HURRY = 0.5
+    manager.save(sharded_runs.tree_of(model, optimizer, 1), update=1, epoch=0)
+    manager.completed(wait=True)
+    sharded_files.HURRY = 0.5
     begun = threading.Event()
     if world.rank == 1:
         files.tensorfile.write = lambda *given: (begun.wait(10), os._exit(9))
-    keeper.save(sharded_runs.tree_of(model, optimizer, 2), update=2, epoch=0)
+    manager.save(sharded_runs.tree_of(model, optimizer, 2), update=2, epoch=0)
     begun.set()
     began = time.monotonic()
     with pytest.raises(CheckpointError) as heard:
-        keeper.written(wait=True, alone=True)
-    keeper.release()
+        manager.completed(wait=True, alone=True)
+    manager.release()
     said = [str(heard.value), time.monotonic() - began]
     Path(notes).write_text(json.dumps(said))
 
@@ -205,20 +208,20 @@ def test_a_process_killed_in_a_save_leaves_the_checkpoint_before_and_the_others_
     with pytest.raises(RankFailed, match="exit code 9"):
         on_all(2, dies_in_a_save, tmp_path / "run", str(tmp_path / "notes"))
     heard, seconds = json.loads((tmp_path / "notes").read_text())
-    assert seconds < 15 and "a process has not written its part" in heard and "process 1" in heard
-    assert [commits.verify(path)["update"] for path in commits.scan(tmp_path / "run")] == [1]
+    assert seconds < 15 and "a rank has not written its part" in heard and "rank 1" in heard
+    assert [formats.verify(path)["update"] for path in formats.list_checkpoints(tmp_path / "run")] == [1]
 
 
 def killed_first(directory):
     """The first process is gone between its own files and the manifest."""
-    world, keeper = sharded_runs.keep(directory)
+    world, manager = sharded_runs.keep(directory)
     model, optimizer = sharded_runs.made()
     sharded_runs.train(model, optimizer, 1)
-    keeper.save(sharded_runs.tree_of(model, optimizer, 1), update=1, epoch=0)
-    keeper.written(wait=True)
+    manager.save(sharded_runs.tree_of(model, optimizer, 1), update=1, epoch=0)
+    manager.completed(wait=True)
     if world.is_main:
-        commits._manifest_text = lambda *given: os._exit(9)
-    keeper.save(sharded_runs.tree_of(model, optimizer, 2), update=2, epoch=0)
+        formats.manifest_text = lambda *given: os._exit(9)
+    manager.save(sharded_runs.tree_of(model, optimizer, 2), update=2, epoch=0)
     time.sleep(3.0)
 
 
@@ -228,7 +231,7 @@ def test_what_a_killed_first_process_leaves_is_cleaned_up_by_the_next_run(tmp_pa
         on_all(2, killed_first, tmp_path)
     assert len([path for path in tmp_path.iterdir() if path.name.startswith(".tmp")]) == 1
     answers = on_all(2, sharded_runs.resume_and_save, tmp_path)
-    assert answers == [[commits.update_name(3), commits.update_name(1)]] * 2
+    assert answers == [[formats.update_name(3), formats.update_name(1)]] * 2
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".tmp")]
 
 
@@ -243,7 +246,7 @@ def written(tmp_path_factory):
 
 
 def test_every_damage_to_any_file_is_noticed_named_and_passed_over(written, tmp_path):
-    newest, older = commits.scan(written)
+    newest, older = formats.list_checkpoints(written)
     tried = set()
     for n, (name, file, damage) in enumerate(_all_damages(newest, random.Random(0))):
         copy = tmp_path / str(n)
@@ -264,13 +267,13 @@ def found(directory, later):
     world = Group()
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
-        loaded = load_checkpoint("auto", directory, world=world, later=later)
+        loaded = load_checkpoint("auto", directory, world=world, lazy_shards=later)
     return loaded.path.name, [str(one.message).partition("\n")[0] for one in heard]
 
 
 @pytest.mark.parametrize("name", ["shard-00000.safetensors", "shard-00001.safetensors", "shards.json", "state.json"])
 def test_processes_that_check_a_share_of_the_files_each_agree_on_the_older_one(written, tmp_path, name):
-    newest, older = commits.scan(written)
+    newest, older = formats.list_checkpoints(written)
     copy = tmp_path / "run"
     shutil.copytree(written, copy)
     data = bytearray((copy / newest.name / name).read_bytes())
@@ -293,13 +296,13 @@ class Payload:
 
 def planted(directory, name, payload):
     """Put bytes in the place of a file, and have the manifest vouch for them."""
-    manifest = commits.read_manifest(directory)
+    manifest = formats.read_manifest(directory)
     (directory / name).unlink(missing_ok=True)
     entry = commits.write_file(directory / name, payload)
     fields = {key: value for key, value in manifest.items() if key not in ("format", "version", "versions", "crc32")}
-    (directory / commits.MANIFEST).unlink()
-    text = commits._manifest_text({**fields, "files": {**fields["files"], name: entry}}, "crc32")
-    commits.write_file(directory / commits.MANIFEST, text)
+    (directory / formats.MANIFEST).unlink()
+    text = formats.manifest_text({**fields, "files": {**fields["files"], name: entry}}, "crc32")
+    commits.write_file(directory / formats.MANIFEST, text)
 
 
 @pytest.mark.parametrize(
@@ -314,7 +317,7 @@ def planted(directory, name, payload):
     ],
 )
 def test_a_pickle_in_the_place_of_any_file_runs_nothing(written, tmp_path, name):
-    newest = commits.scan(written)[0]
+    newest = formats.list_checkpoints(written)[0]
     copy = tmp_path / "run" / newest.name
     shutil.copytree(newest, copy)
     ran = tmp_path / "it-ran"
@@ -322,11 +325,11 @@ def test_a_pickle_in_the_place_of_any_file_runs_nothing(written, tmp_path, name)
     ran.rmdir()  # the payload works
     planted(copy, name, pickle.dumps(Payload(ran)))
     if name != ".metadata":  # that one is no name of a file that a checkpoint has
-        commits.verify(copy)  # its checksums are right
+        formats.verify(copy)  # its checksums are right
     with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
         load_tree(copy)
     with pytest.warns(UserWarning, match=name.replace(".", r"\.")):
-        assert latest_checkpoint(copy.parent) is None  # it cannot be decoded: there is nothing to go on from
+        assert latest_checkpoint(copy.parent) is None  # it cannot be decoded: there is nothing to resume from
     assert on_all(2, error_of_all, copy.parent) == [False, False]
     assert not ran.exists()
 
@@ -356,7 +359,7 @@ def error_of_all(directory):
     ],
 )
 def test_a_list_of_pieces_that_do_not_make_up_their_tensor_is_refused(written, tmp_path, change):
-    newest = commits.scan(written)[0]
+    newest = formats.list_checkpoints(written)[0]
     copy = tmp_path / newest.name
     shutil.copytree(newest, copy)
     listed = json.loads((copy / "shards.json").read_text())

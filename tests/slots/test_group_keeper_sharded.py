@@ -9,8 +9,9 @@ import pytest
 import sharded_runs
 import torch
 
-from trainwright.checkpointing import commits
-from trainwright.checkpointing.load import latest_checkpoint, load_tree, load_weights
+from trainwright.checkpointing import format as formats
+from trainwright.checkpointing.format import load_tree
+from trainwright.checkpointing.load import latest_checkpoint, load_weights
 from world.pool import pool
 
 
@@ -39,8 +40,8 @@ def written(tmp_path_factory):
 
 def test_what_two_processes_write_is_a_checkpoint_like_any_other(written):
     directory, _ = written
-    (newest, _) = commits.scan(directory)
-    manifest = commits.verify(newest)
+    (newest, _) = formats.list_checkpoints(directory)
+    manifest = formats.verify(newest)
     shards = {"shard-00000.safetensors", "shard-00001.safetensors"}
     assert set(manifest["files"]) == {"state.json", "state.safetensors", "shards.json", *shards}
     assert {path.name for path in newest.iterdir()} == {*manifest["files"], "manifest.json"}
@@ -57,7 +58,7 @@ def test_it_goes_on_exactly_on_any_number_of_processes_sharded_or_not(written, s
     directory, (model, optimizer) = written
     answers = on_all(size, resume, directory, shards)
     name, first, later, plain = answers[0]
-    assert name == commits.update_name(4) and plain == [0, 1, 2]
+    assert name == formats.update_name(4) and plain == [0, 1, 2]
     assert equal(first, (model, optimizer))
     assert all(equal(answer[1:3], answers[0][1:3]) for answer in answers)
     (_, _, undisturbed, _) = on_all(2, resume, directory, True)[0]
@@ -72,7 +73,7 @@ def resume(directory, shards):
 
 def test_one_process_without_a_group_reads_whole_tensors(written):
     directory, (model, optimizer) = written
-    tree, _ = load_tree(latest_checkpoint(directory))
+    tree = load_tree(latest_checkpoint(directory))
     assert equal(dict(tree["model"]), model) and equal(tree["optimizer"]["state"], optimizer)
     assert tree["model"]._metadata[""]["version"] == 1
     weights = load_weights(directory, sharded_runs.Model().double(), which="last")
@@ -92,11 +93,11 @@ def plain_into_shards(directory):
     model, optimizer = sharded_runs.made(shards=False)
     sharded_runs.train(model, optimizer, 3)
     if world.is_main:
-        keeper = Checkpoint(directory).bind("one")
-        keeper.prepare(resuming=False)
-        keeper.save(sharded_runs.tree_of(model, optimizer, 3), update=3, epoch=0)
-        keeper.written(wait=True)
-        keeper.release()
+        manager = Checkpoint(directory).bind("one")
+        manager.prepare(resuming=False)
+        manager.save(sharded_runs.tree_of(model, optimizer, 3), update=3, epoch=0)
+        manager.completed(wait=True)
+        manager.release()
     world.wait()
     state = sharded_runs.whole(model.state_dict()), sharded_runs.whole(optimizer.state_dict()["state"])
     sharded_runs.train(model, optimizer, 2, start=3)
@@ -113,9 +114,9 @@ def test_a_plain_checkpoint_goes_on_in_a_sharded_model(tmp_path):
 def test_only_what_is_to_be_kept_stays_and_nothing_is_left_beside_it(tmp_path, async_save):
     on_all(2, three_saves, tmp_path, async_save)
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == [".lock", commits.update_name(2), commits.update_name(3)]
-    for path in commits.scan(tmp_path):
-        commits.verify(path)
+    assert names == [".lock", formats.update_name(2), formats.update_name(3)]
+    for path in formats.list_checkpoints(tmp_path):
+        formats.verify(path)
 
 
 def three_saves(directory, async_save):

@@ -1,116 +1,136 @@
-"""Keeps the checkpoints of a run on several processes: the first one writes, all of them know the same."""
+"""Manages the checkpoints of a run of several ranks: rank 0 commits, and all ranks know the same."""
 
 from __future__ import annotations
 
 import os
+import secrets
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-from trainwright.checkpointing import commits
-from trainwright.checkpointing.files import spare_name
-from trainwright.checkpointing.manager import Keeper, Known
-from trainwright.checkpointing.rank0 import first_of, here, mark
-from trainwright.checkpointing.sharing import Sharing, new_token
-from trainwright.core.errors import CheckpointError, message
-from trainwright.core.records import Best, Saved
-from trainwright.modules.dtensors import is_sharded
+from trainwright.checkpointing import sharded_files
+from trainwright.checkpointing.commit import temporary_name
+from trainwright.checkpointing.coordinator import on_rank_zero, raised_everywhere, rank_name
+from trainwright.checkpointing.files import Content, spare_name
+from trainwright.checkpointing.format import encode, holds_shards, update_name
+from trainwright.checkpointing.manager import CheckpointManager
+from trainwright.checkpointing.sharded_files import ShardedSave, shard_file, split_shards
+from trainwright.checkpointing.tensorfile import Contents
+from trainwright.checkpointing.writer import Writer
+from trainwright.core.errors import CheckpointError
+from trainwright.core.records import Saved
 from trainwright.protocols import Tree
 
 if TYPE_CHECKING:
     from trainwright.checkpointing.checkpoint import Checkpoint
+    from trainwright.checkpointing.load import Loaded
     from trainwright.distributed.resharding import Split
     from trainwright.distributed.world import World
 
 _LOOKS_FOR = 5.0
-"""Seconds within which a network file system must show one process what another has made."""
+"""Seconds within which a network file system must show one rank what another has made."""
 
 
-class GroupKeeper:
-    """Saves the checkpoints of one run of several processes: the first one's state, or one that all hold together.
+@dataclass(frozen=True, slots=True)
+class ManagerStatus:
+    """What rank 0 knows of the run and its directory, for the other ranks."""
 
-    A model whose tensors are sharded (torch's DTensors) is written by all processes, each its own part; its state is
-    then to be given on every process. Of any other only what the first process gives is written.
+    run_id: str
+    directory: Path
+    complete: Mapping[int, float]
+    resumed: Path | None
+    failing: str
+    is_saving: bool
+    saved: tuple[Saved, ...] = ()
+    """Checkpoints that have become complete since the last report."""
+    error: str = ""
+    """The error that the save ended in, for all ranks."""
 
-    Every process calls the same in the same order, and gets the same: results, errors, what is best, what is whole.
-    `release`, `abandon`, `best`, `saved`, `failing`, `has_news` and whatever is asked `alone` may be used by one of
-    them without the others; the first then knows the newest, the others what all knew last. Nothing is said between
-    the processes but in `prepare`, `adopt`, `expect`, `save`, and in `written` while a save has not been told.
+
+class DistributedCheckpointManager(CheckpointManager):
+    """The manager of one run of several ranks: rank 0 saves its own state, or all save one that they hold together.
+
+    A model whose tensors are sharded (torch's DTensors) is written by all ranks, each its own part; its state is then
+    given on every rank. Of any other only the state that rank 0 gives is written.
+
+    Every rank makes the same calls in the same order, and gets the same: results, errors, best and complete ones.
+    `release`, `best`, `saved`, `failing`, `has_results`, and calls with `alone=True`, may be made by one rank without
+    the others; rank 0 then knows the newest, the others the last report. There are collectives only in `prepare`,
+    `adopt`, `reserve`, `save`, and in `completed` while a save was not reported.
     """
 
     def __init__(self, settings: Checkpoint, run_id: str, *, world: World) -> None:
-        self.settings = settings
+        super().__init__(settings, run_id)
         self.world = world
-        self._keeper = Keeper(settings, run_id)
-        """It writes on the first process; on the others it judges, and holds what the first has told."""
-        self._untold = False
-        """Whether there may be a save that not all have heard of; the same on every process."""
-        self._failing = ""
-        self._sharing = Sharing(world, checksum=settings.checksum)
-
-    @property
-    def run_id(self) -> str:
-        """The id of the run: the first process's, from `prepare` on."""
-        return self._keeper.run_id
-
-    @property
-    def directory(self) -> Path:
-        """Where the checkpoints lie."""
-        return self._keeper.directory
-
-    @property
-    def blocked(self) -> float:
-        """Seconds that saving has kept this process waiting."""
-        return self._keeper.blocked
+        self._is_unreported = False
+        """Whether there may be a save of which not all ranks know the result; the same on every rank."""
+        self._reported_failing = ""
+        self._shard_writer: Writer[None] | None = None
+        """Writes this rank's part of sharded states; on rank 0 the writer of the checkpoint does that."""
+        self._sharded_save: ShardedSave | None = None
+        """The last save in which all ranks took part."""
+        self._token = (0, "")
+        """Process id and random number of rank 0, from which all ranks make the same names."""
+        self._sharded_saves = 0
 
     def prepare(self, *, resuming: bool) -> None:
-        """Make and lock the directory, and see that every process sees it.
+        """Make and lock the directory, and check that every rank sees it.
 
-        Raises CheckpointError on all processes where another run writes there, where it holds another run and none is
-        resumed, or where a process has another directory of that name, as on a drive of its own.
+        Raises CheckpointError on all ranks where another run writes there, where it holds another run and none is
+        resumed, or where a rank has another directory of that name, as on a drive of its own.
         """
-        known, probe, token = first_of(self.world, lambda: self._prepare_first(resuming=resuming))
-        self._take(known)
-        self._sharing.begin(token)
-        unseen = [where for where in self.world.gather("" if _appears(probe) else here(self.world)) if where]
+        prepare = super().prepare
+
+        def first() -> tuple[ManagerStatus, Path, tuple[int, str]]:
+            prepare(resuming=resuming)
+            probe = self.directory / spare_name(".tmp", update_name(0))
+            try:
+                probe.mkdir(mode=0o700)
+            except OSError as error:
+                self.release()
+                raise CheckpointError(f"{self.directory} cannot be written to", have=str(error)) from error
+            return self._status(), probe, (os.getpid(), secrets.token_hex(4))
+
+        status, probe, self._token = on_rank_zero(self.world, first)
+        self._take(status)
+        self._sharded_saves = 0
+        if not self.world.is_main:
+            self._shard_writer = Writer("trainwright shards", async_save=self.settings.async_save)
+        unseen = [where for where in self.world.gather("" if _appears(probe) else rank_name(self.world)) if where]
         if self.world.is_main:
             with suppress(OSError):
                 probe.rmdir()
         if unseen:
             self.release()
-            what = f"checkpoints in {self.directory}: {', '.join(unseen)} cannot see what process 0 has made there"
-            want = "a directory that all processes share"
+            what = f"checkpoints in {self.directory}: {', '.join(unseen)} cannot see what rank 0 has made there"
+            want = "a directory that all ranks share"
             fix = f'Checkpoint("/a/shared/drive/{self.directory.name}", ...)'
-            raise mark(CheckpointError(message(what, want=want, fix=fix)))
+            raise raised_everywhere(CheckpointError(what, want=want, fix=fix))
 
-    def adopt(self, path: Path, manifest: Mapping[str, Any], *, passed_over: Collection[Path] = ()) -> None:
-        """Go on with the run of the checkpoint that was loaded. Raises as `Keeper.adopt`, on all processes."""
+    def adopt(self, loaded: Loaded) -> None:
+        """Continue the run of the checkpoint that was loaded. Raises as for one rank, on all."""
+        adopt = super().adopt
 
-        def adopt() -> Known:
-            self._keeper.adopt(path, manifest, passed_over=passed_over)
-            return self._keeper.known
+        def first() -> ManagerStatus:
+            adopt(loaded)
+            return self._status()
 
-        self._take(first_of(self.world, adopt))
+        self._take(on_rank_zero(self.world, first))
 
-    def expect(self, tree: Mapping[str, Tree]) -> None:
-        """Have room made for a copy of a state like this one; CheckpointError names what cannot be saved."""
-        if not _is_sharded(tree):
-            first_of(self.world, lambda: self._keeper.expect(tree))
+    def reserve(self, tree: Mapping[str, Tree]) -> None:
+        """Have memory for copies allocated in the background; CheckpointError names what cannot be saved."""
+        if not holds_shards(tree):
+            reserve = super().reserve
+            on_rank_zero(self.world, lambda: reserve(tree))
             return
-        parts = self._sharing.split(tree)
-        first_of(self.world, lambda: self._keeper.expect(parts.tree, shared=self._sharing.files(parts)))
-        if self.settings.async_save and not self.world.is_main:
-            self._sharing.expect(parts)
-
-    def judge(self, metrics: Mapping[str, float], *, epoch: int, update: int) -> bool:
-        """Whether the monitored number is among the best; every process judges the same numbers alike."""
-        return self._keeper.judge(metrics, epoch=epoch, update=update)
+        parts = split_shards(tree, rank=self.world.rank)
+        on_rank_zero(self.world, lambda: self._reserve(encode(parts.tree) | self._own_files(parts)))
+        if self._shard_writer is not None:
+            self._shard_writer.reserve(self._own_files(parts))
 
     def save(
         self,
@@ -122,144 +142,133 @@ class GroupKeeper:
         settings: str = "",
         alone: bool = False,
     ) -> None:
-        """Have the first process copy its `{part: state}` and write it; of a sharded state every process its part.
+        """Have rank 0 copy its `{part: state}` and write it; of a sharded state every rank copies and writes its part.
 
-        They wait for the copies, and for the save before. `alone`: the first one saves without the others, which have
-        failed or will not come here; on another process nothing happens then. CheckpointError for a sharded state.
+        All wait for the copies, and for the save in flight. `alone`: rank 0 saves without the others, which have
+        failed or will not get here; on another rank nothing happens then. CheckpointError for a sharded state.
         """
-        save = partial(self._keeper.save, update=update, epoch=epoch, metrics=metrics, settings=settings)
-        if _is_sharded(tree):
+        save = partial(self._save, update=update, epoch=epoch, metrics=metrics, settings=settings)
+        if holds_shards(tree):
             if alone:
-                what = "a model that is sharded cannot be saved by one process without the others"
-                raise CheckpointError(message(what, fix='fit(..., resume="auto") goes on from its last checkpoint'))
-            self._save_parts(self._sharing.split(tree), save, update=update)
+                what = "a model that is sharded cannot be saved by one rank without the others"
+                raise CheckpointError(what, fix='fit(..., resume="auto") resumes from its last checkpoint')
+            self._save_shards(split_shards(tree, rank=self.world.rank), save, update=update)
         elif not alone:
-            first_of(self.world, lambda: save(tree))
+            on_rank_zero(self.world, lambda: save(tree))
         elif self.world.is_main:
             save(tree)
-        self._untold = True
+        self._is_unreported = True
 
-    def written(self, *, wait: bool = False, alone: bool = False) -> list[Saved]:
-        """The checkpoints that have become whole since all were last told, oldest first, on every process.
+    def completed(self, *, wait: bool = False, alone: bool = False) -> list[Saved]:
+        """Return the checkpoints that have become complete since the last report, oldest first, on every rank.
 
-        A save that failed is told here, once: a warning of the first process where the system refused, else, or with
-        `on_save_error="raise"`, CheckpointError on all. `alone`: what this process knows, without asking the others.
+        A save that failed is reported here, once: by a warning of rank 0 where the system refused, else, or with
+        `on_save_error="raise"`, by CheckpointError on all. `alone`: what this rank knows, without asking the others.
         """
+        completed = super().completed
         if alone:
-            self._sharing.hurry()
-            if wait:
-                self._sharing.wait()
-            return self._keeper.written(wait=wait)
-        if not self._untold:
+            self._limit_patience(sharded_files.HURRY)
+            if wait and self._shard_writer is not None:
+                self._shard_writer.wait()
+            return completed(wait=wait)
+        if not self._is_unreported:
             return []
-        told = first_of(self.world, lambda: self._tell(wait=wait))
-        self._take(told.known)
-        self._untold, self._failing = told.more, told.failing
-        if not told.more:
-            self._sharing.settle()
-        if told.error:
-            raise mark(CheckpointError(told.error))
-        return told.saved
+
+        def first() -> ManagerStatus:
+            saved, error = [], ""
+            try:
+                saved = completed(wait=wait)
+            except CheckpointError as failed:  # reported as well, so that all ranks know the same afterwards
+                error = str(failed)
+            return replace(self._status(), saved=tuple(saved), error=error)
+
+        status = on_rank_zero(self.world, first)
+        self._take(status)
+        self._is_unreported, self._reported_failing = status.is_saving, status.failing
+        if not status.is_saving:
+            self._limit_patience(0.0)
+        if status.error:
+            raise raised_everywhere(CheckpointError(status.error))
+        return list(status.saved)
 
     def release(self, *, wait: bool = True) -> None:
-        """Wait for the save in flight and let others write to the directory; asks no other process."""
-        self._sharing.hurry() if wait else self._sharing.settle()
-        self._sharing.close(wait=wait)
-        self._keeper.release(wait=wait)
-
-    def abandon(self) -> None:
-        """Release without waiting."""
-        self.release(wait=False)
-
-    @property
-    def best(self) -> Best | None:
-        """The best of the monitored number so far; its path is None until all know that it is whole."""
-        return self._keeper.best
-
-    @property
-    def saved(self) -> list[Path]:
-        """The whole checkpoints of this run, newest first."""
-        return self._keeper.saved
+        """Wait for the save in flight and unlock the directory; without a collective."""
+        self._limit_patience(sharded_files.HURRY if wait else 0.0)
+        shard_writer, self._shard_writer = self._shard_writer, None
+        if shard_writer is not None:
+            shard_writer.close(lambda: None, wait=wait)
+        super().release(wait=wait)
 
     @property
     def failing(self) -> str:
-        """How many saves have failed since one went well, and why; an empty string where none has."""
-        return self._keeper.failing if self.world.is_main else self._failing
+        """How many saves have failed since the last complete one, why, and what there is; empty where none has."""
+        return super().failing if self.world.is_main else self._reported_failing
 
-    @property
-    def has_news(self) -> bool:
-        """Whether this process knows of a save that `written` would tell: a reason for all to meet and ask."""
-        return self._keeper.has_news
+    def _own_files(self, parts: Split) -> dict[str, Content]:
+        """Return the file with this rank's pieces; nothing is copied."""
+        return {shard_file(self.world.rank): Contents(parts.tensors, {})}
 
-    def state_dict(self) -> dict[str, Any]:
-        """What was judged best so far."""
-        return self._keeper.state_dict()
-
-    def load_state_dict(self, tree: dict[str, Any]) -> None:
-        """Take over what was judged best."""
-        self._keeper.load_state_dict(tree)
-
-    def _save_parts(self, parts: Split, save: Callable[..., None], *, update: int) -> None:
-        """Have each process copy and write its part; what the first one cannot encode is an error of all."""
-        if self._untold:  # all are done with the last before any begins: no memory of a copy is used twice
-            first_of(self.world, self._keeper.wait)
-            self._sharing.wait()
+    def _save_shards(self, parts: Split, save: Callable[..., None], *, update: int) -> None:
+        """Have each rank copy and write its part; what rank 0 cannot encode is an error of all."""
+        if self._is_unreported:  # all have written the last save before any begins: no copy is overwritten
+            on_rank_zero(self.world, self.wait)
+            if self._shard_writer is not None:
+                self._shard_writer.wait()
+        self._sharded_save = self._next_sharded_save(parts, update)
+        files = self._own_files(parts)
         if self.world.is_main:
-            shared = self._sharing.lead(parts, update)
-            first_of(self.world, lambda: save(parts.tree, shared=shared))
+            begin = partial(save, parts.tree, shards=files, sharded=self._sharded_save)
+            on_rank_zero(self.world, begin)
             return
-        self._sharing.contribute(parts, update, directory=self.directory, copies=self.settings.async_save)
+        writer = self._shard_writer
+        assert writer is not None, "prepare() comes first"
+        writer.wait()
+        writer.outcomes()  # rank 0 reports them
+        copies = writer.copy(files)
+        # In the thread even without copies: this one must be able to receive an error of rank 0.
+        writer.start(partial(self._sharded_save.write_shard, copies or files, directory=self.directory))
         try:
-            first_of(self.world, lambda: None)
+            on_rank_zero(self.world, lambda: None)
         except Exception:
-            self._sharing.settle()
+            self._limit_patience(0.0)
             raise
-        if not self.settings.async_save:
-            self._sharing.wait()
+        if copies is None:
+            writer.wait()
+        elif writer.memory.used > writer.memory.size:
+            writer.reserve(files)
 
-    def _prepare_first(self, *, resuming: bool) -> tuple[Known, Path, tuple[int, str]]:
-        self._keeper.prepare(resuming=resuming)
-        probe = self.directory / spare_name(".tmp", commits.update_name(0))
-        try:
-            probe.mkdir(mode=0o700)
-        except OSError as error:
-            self._keeper.release()
-            raise CheckpointError(message(f"{self.directory} cannot be written to", have=str(error))) from error
-        return self._keeper.known, probe, new_token(os.getpid())
+    def _next_sharded_save(self, parts: Split, update: int) -> ShardedSave:
+        """Return the save of an update; its directory has a name that all ranks make alike, and no other save has."""
+        self._sharded_saves += 1
+        pid, secret = self._token
+        token = f"{(int(secret, 16) + self._sharded_saves) % (1 << 32):08x}"
+        return ShardedSave(
+            temporary_name(update, pid=pid, token=token),
+            rank=self.world.rank,
+            size=self.world.size,
+            tensors=parts.pieces,
+            checksum=self.settings.checksum,
+        )
 
-    def _tell(self, *, wait: bool) -> _Told:
-        """What the first process has to tell; an error is told too, after which all know the same."""
-        saved, error = [], ""
-        try:
-            saved = self._keeper.written(wait=wait)
-        except CheckpointError as failed:
-            error = str(failed)
-        return _Told(saved, error, self._keeper.known, self._keeper.failing, self._keeper.is_in_flight)
+    def _limit_patience(self, seconds: float) -> None:
+        """Have no rank waited for longer than this: the run ends in an error, or the result is known."""
+        if self._sharded_save is not None:
+            self._sharded_save.patience = min(self._sharded_save.patience, seconds)
 
-    def _take(self, known: Known) -> None:
+    def _status(self) -> ManagerStatus:
+        return ManagerStatus(
+            self.run_id, self.directory, self._complete, self._resumed, super().failing, self.is_saving
+        )
+
+    def _take(self, status: ManagerStatus) -> None:
+        """Take over what rank 0 knows."""
         if not self.world.is_main:
-            self._keeper.know(known)
-
-
-@dataclass(frozen=True, slots=True)
-class _Told:
-    """What came of the saves, as the first process tells it."""
-
-    saved: list[Saved]
-    error: str
-    known: Known
-    failing: str
-    more: bool
-    """Whether one is in flight still."""
-
-
-def _is_sharded(tree: Mapping[str, Tree]) -> bool:
-    """Whether the processes hold the model together, each a part of it."""
-    return is_sharded(*(value for value in tree.get("model", {}).values() if isinstance(value, Tensor)))
+            self.run_id, self.directory = status.run_id, status.directory
+            self._complete, self._resumed = status.complete, status.resumed
 
 
 def _appears(path: Path) -> bool:
-    """Whether this process sees a path, at once or when its file system asks the server anew."""
+    """Return whether this rank sees a path, at once or when its file system asks the server anew."""
     end = time.monotonic() + _LOOKS_FOR
     while not os.path.lexists(path):
         if time.monotonic() > end:

@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from trainwright.checkpointing.pieces import Stored
 from trainwright.core.checks import FormError, check_form, is_number
 from trainwright.core.device import keep_dtypes
-from trainwright.core.errors import CheckpointError, TrainwrightError, first_line, listed, message
+from trainwright.core.errors import CheckpointError, TrainwrightError, first_line, listed
 from trainwright.core.rng import is_random_state, random_state, set_random_state
+from trainwright.distributed.pieces import LazyTensor
 from trainwright.protocols import Stateful, Tree
 
 PARAMETERS = "optimizer_parameters"
@@ -117,15 +117,13 @@ def check(parts: Mapping[str, Stateful], tree: Mapping[str, Tree], *, origin: st
     if missing or unused:
         line = fresh_line([*fresh, *missing, *unused])
         raise CheckpointError(
-            message(
-                f"{origin} does not fit this Trainer",
-                have=f"missing {missing}, not used {unused}",
-                want=f"the parts {sorted(parts)}",
-                fix=f"{line}, which starts them anew; or build the Trainer as when it was saved"
-                if line
-                else "build the Trainer as when it was saved",
-                where=False,
-            )
+            f"{origin} does not fit this Trainer",
+            have=f"missing {missing}, not used {unused}",
+            want=f"the parts {sorted(parts)}",
+            fix=f"{line}, which starts them anew; or build the Trainer as when it was saved"
+            if line
+            else "build the Trainer as when it was saved",
+            where=False,
         )
     for name, part in parts.items():
         if isinstance(part, nn.Module):
@@ -186,7 +184,7 @@ def restore(parts: Mapping[str, Stateful], tree: Mapping[str, Tree], *, origin: 
         except ValueError as error:
             if name in ("progress", "totals", "random"):  # no user's code, and no mismatch of settings
                 raise DamagedError(f"{origin}: part {name!r} cannot be loaded: {error}", origin) from error
-            raise CheckpointError(message(f"{origin}: part {name!r} cannot be loaded: {error}", where=False)) from error
+            raise CheckpointError(f"{origin}: part {name!r} cannot be loaded: {error}", where=False) from error
         if name == "optimizer" and _are_of_their_dtypes(parts, tree):
             for path, optimizer in _optimizers(part, name):
                 keep_dtypes(optimizer, tree[name] if path == name else tree[name][path.removeprefix(f"{name}.")])
@@ -289,7 +287,7 @@ class _Matching:
         if wrong:
             what = f"{self.origin}: part {self.path!r} has the state of other parameters"
             fix = "build the optimizer over the parameters, and in the groups, that it had when it was saved"
-            raise CheckpointError(message(what, have="; ".join(wrong), fix=fix, where=False))
+            raise CheckpointError(what, have="; ".join(wrong), fix=fix, where=False)
         return orders
 
     def _check_movable(self, saved: list[list[Any]]) -> None:
@@ -311,7 +309,7 @@ class _Matching:
             what = f"{self.origin}: part {self.path!r} has its parameters in another order now"
             want = f"the order that it was saved in: {listed(first, 6)}"
             fix = "build the optimizer with its parameters in that order"
-            raise CheckpointError(message(what, have=reason, want=want, fix=fix, where=False))
+            raise CheckpointError(what, have=reason, want=want, fix=fix, where=False)
 
     @property
     def _is_known(self) -> bool:
@@ -349,7 +347,7 @@ class _Matching:
                     what = f"{self.origin}: part {self.path!r} has state of shape {shape} for {name}"
                     want = f"the shape of the parameter, {tuple(parameter.shape)}"
                     fix = "build the optimizer with its parameters in the order that they had when it was saved"
-                    raise CheckpointError(message(what, want=want, fix=fix, where=False))
+                    raise CheckpointError(what, want=want, fix=fix, where=False)
 
     def _is_list(self, saved: Any) -> bool:
         """Whether it is a list of groups of names and shapes, as many as the state has parameters."""
@@ -407,7 +405,7 @@ def _wrong_state(group: Mapping[str, Any], state: Mapping[Any, Any], *, alike: b
 
 def _kind_of(value: Any) -> str | None:
     """Of which kind a value in the state of a parameter is; an empty text where it is of none that is written."""
-    if isinstance(value, Tensor | Stored):
+    if isinstance(value, Tensor | LazyTensor):
         return "tensor"
     if isinstance(value, list | tuple | Mapping):
         return "nested"
@@ -444,7 +442,7 @@ def _moved(state: Mapping[str, Any], orders: list[list[int]]) -> dict[str, Any]:
 
 def _shapes(value: Any) -> Iterator[tuple[int, ...]]:
     """The shapes of the tensors in the state of one parameter, those in lists and dicts included."""
-    if isinstance(value, Tensor | Stored):
+    if isinstance(value, Tensor | LazyTensor):
         yield tuple(value.shape)
     items: Sequence[Any] = ()
     if isinstance(value, Mapping):
@@ -468,11 +466,9 @@ def _check_tensors(name: str, module: nn.Module, saved: Mapping[str, Any], *, or
     found = {"of another shape": wrong, "missing in the checkpoint": missing, f"not in the {name}": unexpected}
     if wrong or missing or unexpected:
         raise CheckpointError(
-            message(
-                f"{origin} is from another {name}: {len(wrong)} tensors differ in shape, "
-                f"{len(missing)} are missing, {len(unexpected)} are not in the model",
-                have="; ".join(f"{what}: {listed(keys, 5)}" for what, keys in found.items() if keys),
-                want="the model as it was saved",
-                fix=f"build the {name} as when it was saved, or leave resume out and give Checkpoint() a new directory",
-            )
+            f"{origin} is from another {name}: {len(wrong)} tensors differ in shape, "
+            f"{len(missing)} are missing, {len(unexpected)} are not in the model",
+            have="; ".join(f"{what}: {listed(keys, 5)}" for what, keys in found.items() if keys),
+            want="the model as it was saved",
+            fix=f"build the {name} as when it was saved, or leave resume out and give Checkpoint() a new directory",
         )

@@ -1,4 +1,4 @@
-"""Reads and writes the safetensors file format: a JSON header, then the bytes of the tensors; nothing that can run.
+"""Reads and writes safetensors files: a JSON header, then the bytes of the tensors; nothing in them can run.
 
 Format: https://huggingface.co/docs/safetensors (8 bytes header length, header, data without holes, little endian).
 """
@@ -15,12 +15,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from trainwright.core.errors import CheckpointError, message
+from trainwright.core.errors import CheckpointError
 
 MAX_HEADER = 100_000_000
 """Bytes of a header that any reader of the format accepts."""
 SPARE_HEADER, ENTRY = 1 << 20, 1 << 10
-"""Bytes that a header may have in any case, and for each byte of the tensors; a larger one is not parsed."""
+"""Bytes that a header may have in any case, and per byte of the tensors; a larger one is not parsed."""
 CHUNK = 1 << 24
 """Bytes that are fetched from a device at a time."""
 
@@ -50,20 +50,20 @@ DTYPES: dict[str, torch.dtype] = {tag: getattr(torch, name) for tag, name in _NA
 TAGS: dict[torch.dtype, str] = {dtype: tag for tag, dtype in DTYPES.items()}
 
 
-class Target(Protocol):
-    """Takes all bytes that it is given."""
+class Writable(Protocol):
+    """A file to write to."""
 
     def write(self, data: bytes | memoryview, /) -> object:
-        """Take in `data`, all of it."""
+        """Write all of `data`."""
 
 
-class Source(Protocol):
-    """Gives the bytes of one file in order."""
+class Readable(Protocol):
+    """A file to read from, in order."""
 
     label: str
-    """What an error calls it."""
+    """The name of the file in an error."""
     size: int
-    """Bytes of the whole file."""
+    """Bytes of the file."""
 
     def readinto(self, target: memoryview, /) -> None:
         """Fill `target`, or raise CheckpointError."""
@@ -71,13 +71,13 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Contents:
-    """What one file holds: tensors in the order of the header, and text beside them; of a file, on the CPU."""
+    """Tensors of one file in the order of its header, and the text beside them; read from a file, on the CPU."""
 
     tensors: dict[str, Tensor]
     metadata: dict[str, str]
 
 
-def write(target: Target, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+def write(target: Writable, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
     """Write `tensors` straight from their memory; one that is not contiguous is copied, one of a device by pieces.
 
     Raises CheckpointError for a dtype that the format does not have, naming the tensor.
@@ -96,27 +96,27 @@ def write(target: Target, tensors: Mapping[str, Tensor], metadata: Mapping[str, 
             target.write(piece)
 
 
-def lies_ready(contents: Contents) -> bool:
-    """Whether every tensor is in memory just as it is written, so that none is copied."""
+def is_ready(contents: Contents) -> bool:
+    """Return whether every tensor is in memory just as it is written, so that none is copied."""
     tensors = contents.tensors.values()
     return all(t.device.type == "cpu" and t.is_contiguous() and not (t.is_conj() or t.is_neg()) for t in tensors)
 
 
-def read(source: Source, check: Callable[[Mapping[str, tuple[int, ...]]], None] | None = None) -> Contents:
-    """Read a whole file into fresh memory; CheckpointError for every header that does not fit the file exactly.
+def read(source: Readable, check: Callable[[Mapping[str, tuple[int, ...]]], None] | None = None) -> Contents:
+    """Read a file into fresh memory; CheckpointError for every header that does not fit the file exactly.
 
     `check` is called with the shapes, before any memory is allocated.
     """
     return _contents(source, fill=True, check=check)
 
 
-def outline(source: Source) -> Contents:
+def outline(source: Readable) -> Contents:
     """Read the header alone, with the checks of `read`; the tensors have their shapes and dtypes, and no values."""
     return _contents(source, fill=False)
 
 
 def _contents(
-    source: Source, *, fill: bool, check: Callable[[Mapping[str, tuple[int, ...]]], None] | None = None
+    source: Readable, *, fill: bool, check: Callable[[Mapping[str, tuple[int, ...]]], None] | None = None
 ) -> Contents:
     _require_little_endian()
     header, data_size = _read_header(source)
@@ -147,13 +147,13 @@ class _Entry:
 
 
 def _spans(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
-    """(start, stop) by name in the order of the data: wide items first, so that every tensor is aligned."""
+    """Return (start, stop) by name in the order of the data: wide items first, so that every tensor is aligned."""
     for name, tensor in tensors.items():
         if name == "__metadata__" or tensor.dtype not in TAGS:
             what = f"tensor {name!r} cannot be stored: " + (
                 "the format reserves that name" if name == "__metadata__" else f"no safetensors dtype is {tensor.dtype}"
             )
-            raise CheckpointError(message(what, want=f"a dtype of {', '.join(DTYPES)}"))
+            raise CheckpointError(what, want=f"a dtype of {', '.join(DTYPES)}")
     spans, at = {}, 0
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
         spans[name] = (at, at + tensor.numel() * tensor.element_size())
@@ -170,13 +170,13 @@ def _pieces(tensor: Tensor) -> Iterator[memoryview]:
         yield piece.cpu().numpy().data
 
 
-def check_header(source: Source) -> None:
+def check_header(source: Readable) -> None:
     """Read the header alone; CheckpointError says what the file is instead of a safetensors file."""
     _read_header(source)
 
 
-def _read_header(source: Source) -> tuple[dict[str, Any], int]:
-    """The header, and the bytes of data behind it."""
+def _read_header(source: Readable) -> tuple[dict[str, Any], int]:
+    """Return the header, and the bytes of data behind it."""
     if source.size < 8:
         raise _defect(source, f"{source.size} bytes are too short for a header")
     prefix = bytearray(8)
@@ -202,7 +202,7 @@ def _read_header(source: Source) -> tuple[dict[str, Any], int]:
     return header, source.size - 8 - length
 
 
-def _entry(source: Source, name: str, fields: Any) -> _Entry:
+def _entry(source: Readable, name: str, fields: Any) -> _Entry:
     if type(fields) is not dict or fields.keys() != {"dtype", "shape", "data_offsets"}:
         raise _defect(source, f"tensor {name!r} has no dtype, shape and data_offsets")
     tag, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
@@ -216,11 +216,11 @@ def _entry(source: Source, name: str, fields: Any) -> _Entry:
 
 
 def _sizes(value: Any) -> bool:
-    """Whether `value` is a list of whole numbers that torch can take as sizes."""
+    """Return whether `value` is a list of integers that torch can take as sizes."""
     return type(value) is list and all(type(n) is int and 0 <= n < 1 << 62 for n in value)
 
 
-def _read_tensor(source: Source, name: str, entry: _Entry, *, fill: bool) -> Tensor:
+def _read_tensor(source: Readable, name: str, entry: _Entry, *, fill: bool) -> Tensor:
     try:
         tensor = torch.empty(entry.shape, dtype=entry.dtype)
     except RuntimeError as error:
@@ -233,8 +233,8 @@ def _read_tensor(source: Source, name: str, entry: _Entry, *, fill: bool) -> Ten
 
 def _require_little_endian() -> None:
     if sys.byteorder != "little":
-        raise CheckpointError(message("this machine stores numbers with the highest byte first", want="little endian"))
+        raise CheckpointError("this machine stores numbers with the highest byte first", want="little endian")
 
 
-def _defect(source: Source, what: str) -> CheckpointError:
-    return CheckpointError(f"{source.label} is no whole safetensors file: {what}")
+def _defect(source: Readable, what: str) -> CheckpointError:
+    return CheckpointError(f"{source.label} is no complete safetensors file: {what}")

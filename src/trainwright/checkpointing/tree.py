@@ -1,7 +1,8 @@
-"""Turns a tree of plain data into JSON and named tensors, and back exactly as it was; never by pickle.
+"""Converts a tree of state to JSON and named tensors, and back exactly as it was; never by pickle.
 
 What JSON has no word for is a tagged node, an object with a key that begins with "$": a tuple is
-`{"$tuple": [...]}`, a tensor `{"$tensor": name}`. Tensors that share memory share it again afterwards.
+`{"$tuple": [...]}`, a tensor `{"$tensor": name}`. Memory that several tensors share is stored once, and they share it
+again afterwards: ties, strides and offsets included.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import math
 import os
 import re
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -22,38 +23,31 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from trainwright.checkpointing import views
+from trainwright.checkpointing.tensorfile import DTYPES, TAGS
 from trainwright.core.device import Home
-from trainwright.core.errors import CheckpointError, message
+from trainwright.core.errors import CheckpointError
+from trainwright.core.trees import Keys, path_text
+from trainwright.distributed.pieces import Placeholder
 from trainwright.protocols import Stateful, Tree
-
-Keys = tuple[Any, ...]
-"""The way from the root of a tree to one of its values."""
 
 MAX_DEPTH = 100
 """Levels of a tree; one that contains itself has more."""
 KINDS = "biufcmMSU"
-"""Kinds of NumPy's dtypes that are bytes and nothing else; objects are not."""
-_DTYPE = re.compile(rf"[<>|][{KINDS}]\d+(\[\w+\])?")
-"""What `dtype.str` is of one of them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Elsewhere:
-    """Stands in a tree for a tensor that is stored beside it under a name; `device`: where it lay if not on the CPU."""
-
-    name: str
-    device: str = ""
+"""Kinds of NumPy dtypes that are bytes and nothing else; objects are not."""
+_NUMPY_DTYPE = re.compile(rf"[<>|][{KINDS}]\d+(\[\w+\])?")
+"""`dtype.str` of one of them."""
+_DTYPES = {str(dtype): dtype for dtype in (*DTYPES.values(), torch.complex32, torch.complex128)}
+"""Dtypes of torch by name; those that the file format lacks are stored as bytes."""
 
 
 def flatten(tree: Tree) -> tuple[Any, dict[str, Tensor]]:
-    """Plain JSON data and the tensors that it names, which share memory with the tree's.
+    """Return plain JSON data and the tensors that it names, which share memory with the tree's.
 
-    Raises CheckpointError for a value that would not come back as it was, with the way to it and what to do.
+    Raises CheckpointError for a value that would not come back as it was, with its path and what to do.
     """
     encoder = _Encoder()
     jsonable = encoder.node(tree, ())
-    return jsonable, encoder.arrays | views.store(encoder.found)
+    return jsonable, encoder.arrays | _store(encoder.tensors)
 
 
 def unflatten(
@@ -61,16 +55,16 @@ def unflatten(
     tensors: Mapping[str, Tensor],
     *,
     device: Home | None = None,
-    elsewhere: Callable[[Elsewhere], Any] | None = None,
+    find: Callable[[Placeholder], Any] | None = None,
 ) -> Tree:
-    """The tree that `flatten` was given; its tensors are views of `tensors`, which may be changed by them.
+    """Return the tree that `flatten` was given; its tensors are views of `tensors`, which may change with them.
 
-    Tensors that lay on an accelerator are put on `device`, which may be a function of where each of them lay, such as
-    "cuda:1"; None leaves all on the CPU. `elsewhere` gives the tensors that are stored beside the tree.
-    Raises CheckpointError where the data are not what `flatten` gives.
+    Tensors that were on an accelerator are moved to `device`, which may be a function of the device's name, such as
+    "cuda:1"; None leaves all on the CPU. `find` returns the tensor that a placeholder stands for.
+    Raises CheckpointError where the data are not what `flatten` returns.
     """
     try:
-        return _Decoder(tensors, device, elsewhere).value(jsonable)
+        return _Decoder(tensors, device, find).value(jsonable)
     except CheckpointError:
         raise
     except (
@@ -78,21 +72,38 @@ def unflatten(
         MemoryError,
     ) as error:
         what = "a tree cannot be read: its nodes do not fit its tensors"
-        raise CheckpointError(message(what, have=f"{type(error).__name__}: {error}", where=False)) from error
+        raise CheckpointError(what, have=f"{type(error).__name__}: {error}", where=False) from error
 
 
-def where(keys: Keys) -> str:
-    """A way into a tree as it is written in Python: `state['queue'][3]`."""
-    first, *rest = keys or ("tree",)
-    name = first if isinstance(first, str) and first.isidentifier() else f"tree[{first!r}]"
-    return name + "".join(f"[{key!r}]" for key in rest)
+def tensor_defect(tensor: Tensor) -> str:
+    """Return why a tensor cannot be stored, or an empty string."""
+    if type(tensor) not in (Tensor, Parameter):
+        return f"is a {type(tensor).__name__}, and only plain tensors and parameters come back as they were"
+    if tensor.is_meta:
+        return "is on the meta device and has no values"
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        return f"has layout {'nested' if tensor.is_nested else tensor.layout}; only dense tensors are stored"
+    if str(tensor.dtype) not in _DTYPES:
+        return f"has dtype {tensor.dtype}, which cannot be stored"
+    if tensor.grad_fn is not None:
+        return "belongs to a graph; store its .detach()"
+    return ""
+
+
+@dataclass(slots=True, eq=False)
+class _TensorNode:
+    """A tensor of a tree, the name that it is stored under, and its node, which `_store` fills in."""
+
+    name: str
+    tensor: Tensor
+    node: dict[str, Any]
 
 
 class _Encoder:
-    """Collects the tensors while a tree is walked."""
+    """Converts values to nodes, and collects the tensors on the way."""
 
     def __init__(self) -> None:
-        self.found: list[views.Found] = []
+        self.tensors: list[_TensorNode] = []
         self.arrays: dict[str, Tensor] = {}
         self._names = {"__metadata__"}
         self._seen: dict[int, dict[str, Any]] = {}
@@ -106,7 +117,7 @@ class _Encoder:
         if isinstance(value, np.generic) and value.dtype.kind in "biufcmM":
             return {"$scalar": value.dtype.str, "bytes": value.tobytes().hex()}
         if isinstance(value, Tensor):
-            raise _refused(keys, views.defect(value), fix="x.detach().clone() of it, or leave it out")
+            raise _refused(keys, tensor_defect(value), fix="x.detach().clone() of it, or leave it out")
         raise _refused(keys, f"is a {_kind(value)}", fix=_cure(value))
 
     def plain(self, value: Any, _: Keys) -> Any:
@@ -137,12 +148,11 @@ class _Encoder:
         return {"$counter": self.pairs(value, keys)}
 
     def ordered(self, value: OrderedDict[Any, Any], keys: Keys) -> Any:
-        """A module's `state_dict`, whose versions lie in an attribute."""
-        versions = getattr(value, "_metadata", None)
+        versions = getattr(value, "_metadata", None)  # of a module's `state_dict`: the version of each submodule
         node = {"$ordered": self.pairs(value, keys)}
         return node if versions is None else node | {"versions": self.node(versions, (*keys, "_metadata"))}
 
-    def elsewhere(self, value: Elsewhere, _: Keys) -> Any:
+    def placeholder(self, value: Placeholder, _: Keys) -> Any:
         return {"$elsewhere": value.name} | ({"device": value.device} if value.device else {})
 
     def pairs(self, value: Mapping[Any, Any], keys: Keys) -> Any:
@@ -154,11 +164,10 @@ class _Encoder:
         ]
 
     def tensor(self, value: Tensor, keys: Keys) -> Any:
-        if defect := views.defect(value):
+        if defect := tensor_defect(value):
             raise _refused(keys, defect)
-        found = views.Found(self.name(keys), value, {})
-        self.found.append(found)
-        return found.node
+        self.tensors.append(_TensorNode(self.name(keys), value.resolve_conj().resolve_neg(), {}))
+        return self.tensors[-1].node
 
     def array(self, value: Any, keys: Keys) -> Any:
         if id(value) in self._seen:
@@ -175,7 +184,7 @@ class _Encoder:
         return node
 
     def name(self, keys: Keys) -> str:
-        """A name for a tensor that no other has, and that every reader of the file can decode."""
+        """Return a name for a tensor that no other has, and that every reader of the file can decode."""
         plain = ".".join(str(key) for key in keys).encode("utf-8", "backslashreplace").decode() or "tree"
         name, n = plain, 1
         while name in self._names:
@@ -200,17 +209,17 @@ _ENCODERS: dict[type, Callable[[_Encoder, Any, Keys], Any]] = {
     Tensor: _Encoder.tensor,
     Parameter: _Encoder.tensor,
     np.ndarray: _Encoder.array,
-    Elsewhere: _Encoder.elsewhere,
+    Placeholder: _Encoder.placeholder,
 }
 
 
 class _Decoder:
-    """Makes values of nodes; equal nodes of tensors and arrays give one and the same object."""
+    """Converts nodes to values; equal nodes of tensors and arrays give one and the same object."""
 
     def __init__(
-        self, tensors: Mapping[str, Tensor], device: Home | None, elsewhere: Callable[[Elsewhere], Any] | None
+        self, tensors: Mapping[str, Tensor], device: Home | None, find: Callable[[Placeholder], Any] | None
     ) -> None:
-        self._elsewhere = elsewhere
+        self._find = find
         self._tensors = tensors
         self._device = device
         self._moved: dict[str, Tensor] = {}
@@ -247,18 +256,18 @@ class _Decoder:
             if "device" in node and self._device is not None:
                 name = node["$tensor"]
                 tensors = self._moved
-                tensors.setdefault(name, self._moved_home(self._tensors[name], node))
-            self._seen[key] = views.restore(node, tensors)
+                tensors.setdefault(name, self._on_its_device(self._tensors[name], node))
+            self._seen[key] = _restore(node, tensors)
         return self._seen[key]
 
-    def elsewhere(self, node: dict[str, Any]) -> Any:
-        if self._elsewhere is None:
+    def placeholder(self, node: dict[str, Any]) -> Any:
+        if self._find is None:
             raise CheckpointError(f"a tree holds {node['$elsewhere']}, and its tensor is not there")
-        value = self._elsewhere(Elsewhere(node["$elsewhere"], node.get("device", "")))
-        return self._moved_home(value, node) if isinstance(value, Tensor) else value
+        value = self._find(Placeholder(node["$elsewhere"], node.get("device", "")))
+        return self._on_its_device(value, node) if isinstance(value, Tensor) else value
 
-    def _moved_home(self, tensor: Tensor, node: dict[str, Any]) -> Tensor:
-        """Put a tensor that lay on an accelerator where it belongs now."""
+    def _on_its_device(self, tensor: Tensor, node: dict[str, Any]) -> Tensor:
+        """Move a tensor that was on an accelerator to the device for it now."""
         if "device" not in node or self._device is None:
             return tensor
         return tensor.to(self._device if isinstance(self._device, torch.device) else self._device(node["device"]))
@@ -282,16 +291,146 @@ _DECODERS: dict[str, Callable[[_Decoder, dict[str, Any]], Any]] = {
     "$ordered": _Decoder.ordered,
     "$scalar": _Decoder.scalar,
     "$tensor": _Decoder.tensor,
-    "$elsewhere": _Decoder.elsewhere,
+    "$elsewhere": _Decoder.placeholder,
     "$array": _Decoder.array,
 }
 
 
+# Tensors that share memory
+
+
+def _store(nodes: Sequence[_TensorNode]) -> dict[str, Tensor]:
+    """Fill in the node of every tensor; return the tensors to write: each region of memory once, not copied."""
+    layouts: dict[Any, list[_TensorNode]] = {}
+    for one in nodes:
+        tensor = one.tensor
+        key = (_storage_of(tensor), tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride())
+        layouts.setdefault(key, []).append(one)
+    stored: dict[str, Tensor] = {}
+    for cluster in _overlapping(layouts.values()):
+        name = cluster[0][0].name
+        stored[name] = _store_one(name, cluster[0]) if len(cluster) == 1 else _store_region(name, cluster)
+    return stored
+
+
+def _overlapping(layouts: Iterable[list[_TensorNode]]) -> Iterator[list[list[_TensorNode]]]:
+    """Yield layouts whose memory overlaps together, all others alone."""
+    cluster: list[list[_TensorNode]] = []
+    storage: Any = None
+    end = 0
+    for nodes in sorted(layouts, key=lambda nodes: (_storage_of(nodes[0].tensor), *_extent(nodes[0].tensor))):
+        start, stop = _extent(nodes[0].tensor)
+        if cluster and storage == _storage_of(nodes[0].tensor) and start < end and start < stop:
+            end = max(end, stop)
+            cluster.append(nodes)
+            continue
+        if cluster:
+            yield cluster
+        cluster, storage, end = [nodes], _storage_of(nodes[0].tensor), stop
+    if cluster:
+        yield cluster
+
+
+def _store_one(name: str, nodes: list[_TensorNode]) -> Tensor:
+    """Store a tensor that overlaps no other with its own shape, so that any reader of the file can use it."""
+    tensor = nodes[0].tensor.detach()
+    native = tensor.dtype in TAGS
+    fields: dict[str, Any] = {} if native else {"dtype": str(tensor.dtype), "size": list(tensor.shape)}
+    start, stop = _extent(tensor)
+    if tensor.stride() != torch.empty(tensor.shape, device="meta").stride():
+        fields["stride"] = list(tensor.stride())
+        if stop - start <= tensor.numel() * tensor.element_size():
+            fields |= {"offset": 0, "size": list(tensor.shape)}
+            tensor = _flat(tensor, start, stop, native=native)
+    if not native and "offset" not in fields:
+        tensor = tensor.contiguous().reshape(-1).view(torch.uint8)
+    for one in nodes:
+        one.node |= {"$tensor": name, **fields, **_flags(one.tensor)}
+    return tensor
+
+
+def _store_region(name: str, cluster: list[list[_TensorNode]]) -> Tensor:
+    """Store the region of memory that several tensors share; each of them is a view of it."""
+    members = [nodes[0].tensor for nodes in cluster]
+    width = max(member.element_size() for member in members)
+    start = min(_extent(member)[0] for member in members) // width * width
+    stop = max(_extent(member)[1] for member in members)
+    native = len({member.dtype for member in members}) == 1 and members[0].dtype in TAGS
+    for one in (one for nodes in cluster for one in nodes):
+        tensor = one.tensor
+        offset = tensor.storage_offset() - start // tensor.element_size()
+        layout = {"offset": offset, "size": list(tensor.shape), "stride": list(tensor.stride())}
+        dtype = {} if native else {"dtype": str(tensor.dtype)}
+        one.node |= {"$tensor": name, **layout, **dtype, **_flags(tensor)}
+    return _flat(members[0].detach(), start, stop, native=native)
+
+
+def _restore(node: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return the tensor that a node stands for, a view of `tensors[...]` wherever it was one."""
+    tensor = tensors[node["$tensor"]].detach()
+    dtype = _DTYPES[node["dtype"]] if "dtype" in node else tensor.dtype
+    if "offset" in node:
+        flat = _as_dtype(tensor, dtype)
+        tensor = flat.as_strided(node["size"], node["stride"], flat.storage_offset() + node["offset"])
+    else:
+        if "dtype" in node:
+            tensor = _as_dtype(tensor, dtype).reshape(node["size"])
+        if "stride" in node:
+            tensor = torch.empty_strided(tensor.shape, node["stride"], dtype=dtype, device=tensor.device).copy_(tensor)
+    requires_grad = bool(node.get("requires_grad"))
+    if node.get("parameter"):
+        return Parameter(tensor, requires_grad=requires_grad)
+    return tensor.requires_grad_(requires_grad)
+
+
+def _flat(tensor: Tensor, start: int, stop: int, *, native: bool) -> Tensor:
+    """Return bytes `start` to `stop` of the tensor's storage, in its own dtype where the file format has it."""
+    if native:
+        width = tensor.element_size()
+        return tensor.as_strided(((stop - start) // width,), (1,), start // width)
+    empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return empty.set_(tensor.untyped_storage(), start, (stop - start,), (1,))
+
+
+def _flags(tensor: Tensor) -> dict[str, Any]:
+    flags: dict[str, Any] = {"requires_grad": True} if tensor.requires_grad else {}
+    if type(tensor) is Parameter:
+        flags["parameter"] = True
+    if tensor.device.type != "cpu":
+        flags["device"] = str(tensor.device)
+    return flags
+
+
+def _storage_of(tensor: Tensor) -> tuple[str, int, int]:
+    """Return what two tensors have in common where they share memory; an empty one shares it with itself alone."""
+    storage = tensor.untyped_storage()
+    return str(tensor.device), storage.data_ptr() or -id(tensor), storage.nbytes()
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """Return the first byte and the end of what a tensor touches in its storage."""
+    width = tensor.element_size()
+    start = int(tensor.storage_offset()) * width
+    if not tensor.numel():
+        return start, start
+    reach = sum((int(n) - 1) * int(stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (reach + 1) * width
+
+
+def _as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """View memory in one dimension and another dtype; bytes at the end that fill no item are left out."""
+    flat = tensor.reshape(-1).view(torch.uint8)
+    return flat[: flat.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+
+
 def _numpy_dtype(text: str) -> np.dtype[Any]:
-    """A dtype of plain bytes; anything else (objects are pointers) is refused."""
-    if type(text) is not str or not _DTYPE.fullmatch(text):
+    """Return a dtype of plain bytes; any other (objects are pointers) is refused."""
+    if type(text) is not str or not _NUMPY_DTYPE.fullmatch(text):
         raise CheckpointError(f"a tree holds an array of dtype {text!r}, which is never written")
     return np.dtype(text)
+
+
+# Refusals
 
 
 def _kind(value: Any) -> str:
@@ -300,15 +439,8 @@ def _kind(value: Any) -> str:
 
 
 def _cure(value: Any) -> str:
-    for kinds, cure in _cures():
-        if isinstance(value, kinds):
-            return cure
-    return "leave it out, or store the plain data that it is made of"
-
-
-def _cures() -> tuple[tuple[type | tuple[type, ...], str], ...]:
-    """What to write instead of a value, by its type; a function, since `numpy.random` is slow to import."""
-    return (
+    """Return what to write instead of a value, by its type."""
+    cures: tuple[tuple[type | tuple[type, ...], str], ...] = (  # made here: `numpy.random` is slow to import
         (enum.Enum, "store x.value"),
         ((set, frozenset), "store sorted(x)"),
         ((tuple,), "store tuple(x)"),
@@ -322,8 +454,12 @@ def _cures() -> tuple[tuple[type | tuple[type, ...], str], ...]:
         (np.ndarray, "store np.array(x)"),
         (Stateful, "store x.state_dict() and load it again, or give x to parts()"),
     )
+    for kinds, cure in cures:
+        if isinstance(value, kinds):
+            return cure
+    return "leave it out, or store the plain data that it is made of"
 
 
 def _refused(keys: Keys, what: str, *, fix: str = "") -> CheckpointError:
     want = "None, bool, int, float, str, bytes, tensor, ndarray, list, tuple, or a dict with str or int keys"
-    return CheckpointError(message(f"{where(keys)} {what}: it cannot be saved", want=want, fix=fix))
+    return CheckpointError(f"{path_text(keys)} {what}: it cannot be saved", want=want, fix=fix)

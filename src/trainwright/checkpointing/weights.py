@@ -1,4 +1,4 @@
-"""A model's weights as one safetensors file: plain state-dict keys, tied tensors stored once; and back into a model."""
+"""The weights of a model as one safetensors file, tied tensors stored once; and back into a model."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import json
 from collections import OrderedDict
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from trainwright.checkpointing import tensorfile, views
-from trainwright.checkpointing.files import Reading
-from trainwright.checkpointing.tree import flatten, unflatten
+from trainwright.checkpointing import tensorfile
+from trainwright.checkpointing.files import Reading, replace_file
+from trainwright.checkpointing.tree import flatten, tensor_defect, unflatten
+from trainwright.core.checks import local_path
 from trainwright.core.errors import CheckpointError, SettingError, listed, message
 from trainwright.modules.dtensors import everywhere, is_sharded, local, put
 
@@ -23,20 +25,38 @@ LISTED = 10
 """Names that an error lists."""
 
 
+def save_weights(path: str | Path, state_dict: Mapping[str, Any]) -> None:
+    """Write a `state_dict` to one safetensors file that is complete or absent; tied tensors are stored once.
+
+    The file is readable by its owner alone. Missing parent directories are made.
+    """
+    if not isinstance(state_dict, Mapping):
+        what = f"save_weights({type(path).__name__}, {type(state_dict).__name__})"
+        fix = 'save_weights("model.safetensors", model.state_dict())'
+        raise TypeError(message(what, want="a path and a state_dict", fix=fix))
+    path = local_path(path, "save_weights({}, ...)", file=True)
+    contents = weights_contents(state_dict)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{path} could not be written", have=str(error)) from error
+    replace_file(path, contents)
+
+
 def weights_contents(state: Mapping[str, Any]) -> tensorfile.Contents:
-    """The file of a module's `state_dict`, nothing copied; CheckpointError for a value that cannot be stored."""
+    """Return the file of a module's `state_dict`, nothing copied; CheckpointError for a value that cannot be stored."""
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     for name, tensor in tensors.items():
-        what = views.defect(tensor) or _expanded(tensor)
+        what = tensor_defect(tensor) or _expanded(tensor)
         if not what and tensor.dtype not in tensorfile.TAGS:
             what = f"has dtype {tensor.dtype}, which a safetensors file cannot hold"
         if what:
-            raise CheckpointError(message(f"model[{name!r}] {what}", want="dense tensors of a dtype that files have"))
+            raise CheckpointError(f"model[{name!r}] {what}", want="dense tensors of a dtype that files have")
     ties = _ties(tensors)
     extra, nested = flatten({"model": {name: value for name, value in state.items() if name not in tensors}})
     if nested:
         what = f"the model's extra state holds a tensor inside another value: {next(iter(nested))}"
-        raise CheckpointError(message(what, fix="return a tensor, or plain data, from get_extra_state()"))
+        raise CheckpointError(what, fix="return a tensor, or plain data, from get_extra_state()")
     metadata = {"format": "pt"}
     if ties:
         metadata[TIED] = json.dumps(ties)
@@ -44,12 +64,12 @@ def weights_contents(state: Mapping[str, Any]) -> tensorfile.Contents:
         metadata[EXTRA] = json.dumps(extra["model"])
     if versions := getattr(state, "_metadata", None):
         metadata[VERSIONS] = json.dumps(flatten(dict(versions))[0])
-    kept = {name: tensor for name, tensor in tensors.items() if name not in ties}
-    return tensorfile.Contents(kept, metadata)
+    once = {name: tensor for name, tensor in tensors.items() if name not in ties}
+    return tensorfile.Contents(once, metadata)
 
 
 def read_weights(file: Reading, *, fill: bool = True, model: nn.Module | None = None) -> OrderedDict[str, Any]:
-    """The `state_dict` that a file of weights holds, on the CPU; files of other writers are read too.
+    """Return the `state_dict` in a file of weights, on the CPU; files of other writers are read too.
 
     Without `fill` its tensors have no values. `model`: CheckpointError where a shape is not that of this model, before
     the tensors are read.
@@ -59,7 +79,7 @@ def read_weights(file: Reading, *, fill: bool = True, model: nn.Module | None = 
     weights: OrderedDict[str, Any] = OrderedDict(contents.tensors)
     try:
         ties = json.loads(contents.metadata.get(TIED, "{}"))
-        weights.update({name: contents.tensors[kept] for name, kept in ties.items()})
+        weights.update({name: contents.tensors[original] for name, original in ties.items()})
         weights.update(unflatten(json.loads(contents.metadata.get(EXTRA, "{}")), {}))
         if VERSIONS in contents.metadata:
             cast(Any, weights)._metadata = OrderedDict(unflatten(json.loads(contents.metadata[VERSIONS]), {}))
@@ -72,16 +92,16 @@ def read_weights(file: Reading, *, fill: bool = True, model: nn.Module | None = 
 
 
 def load_into(model: nn.Module, weights: Mapping[str, Any], *, source: str) -> None:
-    """Load weights into a model with exactly those names and shapes, else change nothing and say which.
+    """Load weights into a model with exactly those names and shapes; else change nothing and name the differences.
 
-    Every process of a sharded model does so, with the same weights, and keeps its part.
+    For a sharded model every rank calls this with the same complete weights, and loads its part.
     """
     have = model.state_dict()
     empty = [name for name, tensor in have.items() if isinstance(tensor, Tensor) and tensor.is_meta]
     if empty:  # torch copies into them without an error, and nothing is loaded
         what = f"{source} cannot be loaded: {listed(empty, LISTED)} of this {type(model).__name__} have no data"
         fix = 'model.to_empty(device="cpu") before load_weights(path, model)'
-        raise SettingError(message(what, have="tensors on the meta device", fix=fix))
+        raise SettingError(what, have="tensors on the meta device", fix=fix)
     given: OrderedDict[str, Any] = OrderedDict(weights)
     cast(Any, given)._metadata = getattr(weights, "_metadata", None)
     tensors = {name: value for name, value in have.items() if isinstance(value, Tensor)}
@@ -89,7 +109,7 @@ def load_into(model: nn.Module, weights: Mapping[str, Any], *, source: str) -> N
     lines = {
         "missing": [name for name in have if name not in given],
         "not used": [name for name in given if name not in have],
-        "shape": [_shapes(name, given[name], have[name]) for name in have if name in given],
+        "shape": [_shape_difference(name, given[name], have[name]) for name in have if name in given],
         "tied": differ,
     }
     wrong = {label: [name for name in names if name] for label, names in lines.items()}
@@ -97,42 +117,42 @@ def load_into(model: nn.Module, weights: Mapping[str, Any], *, source: str) -> N
         raise _misfit(model, source, wrong)
     for name, tensor in tensors.items():
         if is_sharded(tensor) and not is_sharded(given[name]):
-            whole, given[name] = given[name], torch.empty_like(tensor)
+            complete, given[name] = given[name], torch.empty_like(tensor)
             with torch.no_grad():
-                put(given[name], whole)
+                put(given[name], complete)
     model.load_state_dict(given)
 
 
 def _ties_of(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """The other names of a model's tensors. A process may hold nothing of a shard, so those go by parameter."""
+    """Return the other names of a model's tensors; those of shards by parameter: a rank may hold nothing of one."""
     plain = {name: tensor for name, tensor in tensors.items() if not is_sharded(tensor)}
     ties = _ties(plain)
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False) if len(plain) < len(tensors) else ():
-        if name in tensors and name not in plain and (kept := first.setdefault(id(parameter), name)) != name:
-            ties[name] = kept
+        if name in tensors and name not in plain and (original := first.setdefault(id(parameter), name)) != name:
+            ties[name] = original
     return ties
 
 
 def _expanded(tensor: Tensor) -> str:
-    """Why a tensor cannot be loaded into again: torch writes no tensor whose elements share their memory."""
+    """Return why a tensor cannot be loaded into again: torch writes no tensor whose elements share their memory."""
     shares = any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return "is expanded, so that several of its elements share their memory; store .clone() of it" if shares else ""
 
 
 def _ties(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """The other names of tensors that have several, each with the first one."""
+    """Return the other names of tensors that have several, each with the first one."""
     first: dict[Any, str] = {}
     ties = {}
     for name, tensor in tensors.items():
         layout = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
-        if tensor.numel() and (kept := first.setdefault(layout, name)) != name:
-            ties[name] = kept
+        if tensor.numel() and (original := first.setdefault(layout, name)) != name:
+            ties[name] = original
     return ties
 
 
 def _complete_ties(have: Mapping[str, Tensor], given: dict[str, Any], *, ties: Mapping[str, str]) -> list[str]:
-    """Give every name of a tensor tied in the model its value; the ties whose values differ."""
+    """Set every name of a tensor that is tied in the model to its value; return the ties whose values differ."""
     groups: dict[str, list[str]] = {}
     for name in have:
         groups.setdefault(ties.get(name, name), []).append(name)
@@ -150,21 +170,21 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _same_bytes(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are equal, a NaN being equal to itself."""
+    """Return whether two tensors are equal, a NaN being equal to itself."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
-    if is_sharded(one) and is_sharded(other):  # one answer on all processes, which load or refuse together
+    if is_sharded(one) and is_sharded(other):  # one answer on all ranks, which load or refuse together
         return everywhere(_same_bytes(*local([one, other])), [one])
     raw = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
     return torch.equal(*raw)
 
 
 def _check_shapes(model: nn.Module, source: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise CheckpointError where tensors of a file have other shapes than those of their names in a model."""
+    """Raise CheckpointError where tensors of a file have other shapes than the model's of the same names."""
     have = model.state_dict()
     tensors = {name: value for name, value in have.items() if isinstance(value, Tensor)}
     given = {name: torch.empty(shape, device="meta") for name, shape in shapes.items() if name in have}
-    wrong = [text for name, one in given.items() if (text := _shapes(name, one, have[name]))]
+    wrong = [text for name, one in given.items() if (text := _shape_difference(name, one, have[name]))]
     if not wrong:
         return
     ties = _ties_of(model, tensors)
@@ -177,12 +197,12 @@ def _check_shapes(model: nn.Module, source: str, shapes: Mapping[str, tuple[int,
 
 
 def _misfit(model: nn.Module, source: str, lines: Mapping[str, list[str]]) -> CheckpointError:
-    """Say which tensors of a file do not fit a model."""
+    """Build the error that names the tensors of a file that do not fit a model."""
     text = "\n".join(f"  {label:<9}{listed(names, LISTED)}" for label, names in lines.items() if names)
-    return CheckpointError(message(f"{source} does not fit this {type(model).__name__}; nothing was loaded\n{text}"))
+    return CheckpointError(f"{source} does not fit this {type(model).__name__}; nothing was loaded\n{text}", where=True)
 
 
-def _shapes(name: str, given: Any, have: Any) -> str:
+def _shape_difference(name: str, given: Any, have: Any) -> str:
     if not isinstance(have, Tensor) or nn.parameter.is_lazy(have):
         return ""
     if not isinstance(given, Tensor):

@@ -1,269 +1,369 @@
-"""One save, done away from training: writes a checkpoint, removes what is not to be kept, and says what went wrong."""
+"""Copies the state of a save into memory, and writes it in a background thread while training continues."""
 
 from __future__ import annotations
 
-import errno
+import mmap
 import os
-import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from math import inf
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from functools import cache, partial
+from typing import Any, Generic, TypeVar
+from weakref import WeakSet
 
-from trainwright.checkpointing import commits
-from trainwright.checkpointing.checksums import Checksum
+import torch
+from torch import Tensor
+
 from trainwright.checkpointing.files import Content
-from trainwright.checkpointing.load import rank
 from trainwright.checkpointing.tensorfile import Contents
-from trainwright.core.errors import CheckpointError, message
-from trainwright.core.records import Saved
+from trainwright.core.errors import warn_user
 
-if TYPE_CHECKING:
-    from trainwright.checkpointing.sharded_save import Joining
+T = TypeVar("T")
+Files = Mapping[str, Content]
+ALIGNMENT = 64
+"""Bytes that the place of every copy is a multiple of: that of every dtype, and a line of the cache."""
+_POLL = 0.5
+"""Seconds: on Windows a wait without a limit does not react to Ctrl-C."""
+_PAGES_AT_A_TIME = 1 << 14
+"""So few that torch touches them in one thread and lets others run in between."""
+_mapped: WeakSet[mmap.mmap] = WeakSet()
+_inherited: list[mmap.mmap] = []
 
 
-class Place:
-    """The directory of a run and its lock. Whoever has a `Writing` of it in hand is alone with it."""
+@dataclass(frozen=True, slots=True)
+class Outcome(Generic[T]):
+    """The result of a save, or the error that it ended in."""
 
-    def __init__(self, directory: Path, *, given: str) -> None:
-        self.directory = directory
-        self._given = given
-        """The directory as it was given, for what a message says to write."""
-        self._held = ExitStack()
-        self._lock: tuple[int, int] | None = None
+    result: T | None
+    error: BaseException | None = None
 
-    def hold(self) -> None:
-        """Make the directory where there is none, see that it can be written to, and lock it: CheckpointError."""
-        commits.make_root(self.directory)
-        self._held.enter_context(commits.lock(self.directory))
-        self._lock = self._identity()
 
-    def hold_again(self, run: str) -> bool:
-        """Whether the directory, or its lock, is not the one that is held; then it is made and locked anew.
+class Writer(Generic[T]):
+    """Writes one save at a time: copies its tensors, then runs the writing in a thread.
 
-        CheckpointError where another run has taken it meanwhile.
+    At most one save is in flight; the next one waits for it. All methods are for the training thread. The daemon
+    thread begins with the first save and ends with `close`; a forked child has no such thread and must not use it.
+    Every wait ends at once with a KeyboardInterrupt, and the save continues nevertheless.
+    """
+
+    def __init__(self, name: str, *, async_save: bool, on_result: Callable[[], None] | None = None) -> None:
+        self.memory = Memory()
+        self._name, self._async_save = name, async_save
+        self._on_result = on_result
+        """Called by the thread when a save has ended, well or not."""
+        self._changed = threading.Condition()
+        self._save: Callable[[], T] | None = None
+        self._reservation: Callable[[], object] | None = None
+        self._last: Callable[[], object] | None = None
+        self._is_busy = self._has_begun = self._has_ended = False
+        self._outcomes: list[Outcome[T]] = []
+        self._process = os.getpid()
+
+    def reserve(self, files: Files) -> None:
+        """Have the thread allocate memory for copies of files like these, when no save is in flight.
+
+        Without it, or where the state has grown since, missing memory is allocated while training waits.
         """
-        if os.path.isdir(self.directory) and self._identity() == self._lock:
-            return False
-        self.let_go()
-        self.hold()
+        if self._async_save:
+            self.run_idle(partial(_reserve, self.memory, *memory_needs(files)))
+
+    def run_idle(self, reservation: Callable[[], object]) -> None:
+        """Run something when no save is in flight, in place of an earlier one that has not begun."""
+        with self._changed:
+            self._begin()
+            self._reservation = reservation
+            self._changed.notify_all()
+
+    def submit(self, files: Files, write: Callable[[Files], T]) -> None:
+        """Have `write` called in the thread with copies of `files`; after the save in flight.
+
+        Without `async_save`, or where there is no memory for the copies, it is called here, with the originals. In
+        either case `outcomes` returns what came of it, and nothing of the files is referred to afterwards.
+        """
+        self.wait()
+        copies = self.copy(files)
+        if copies is None:
+            self._outcomes.append(_run(partial(write, files), Exception))
+        else:
+            self.start(partial(write, copies))
+            if self.memory.used > self.memory.size:  # the state has grown: reserve more for the next save
+                self.reserve(files)
+
+    def copy(self, files: Files) -> Files | None:
+        """Return the files with copies of their tensors; None without `async_save`, or without memory for them."""
+        if not self._async_save:
+            return None
         try:
-            self.refuse_others(run, damaged=True)
-        except CheckpointError:
-            self.let_go()
-            raise
+            return self.memory.copy(files)
+        except OSError as error:
+            size = memory_needs(files)[0] / 2**30
+            warn_user(
+                f"there is no memory for a copy of the state ({size:.1f} GiB: {error.strerror}): "
+                "training waits while it is written; Checkpoint(..., async_save=False) does so always"
+            )
+            return None
+
+    def start(self, save: Callable[[], T]) -> None:
+        """Have the thread run a save; waits for the one in flight."""
+        with self._changed:
+            self.wait()
+            self._begin()
+            self._save = save
+            self._changed.notify_all()
+
+    def wait(self) -> None:
+        """Wait until nothing is in flight."""
+        if not self._is_own_process:
+            return
+        with self._changed:
+            while self._is_busy or self._save is not None or self._reservation is not None:
+                self._changed.wait(_POLL)
+
+    def outcomes(self) -> list[Outcome[T]]:
+        """Return the outcomes of the saves that have ended since the last call, oldest first."""
+        with self._changed:
+            outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    def close(self, last: Callable[[], object], *, wait: bool = True) -> None:
+        """Wait for the save in flight, then free the memory, call `last`, and end the thread.
+
+        Without `wait` this returns at once where a save is in flight; the thread calls `last` after it all the same.
+        """
+        if not self._is_own_process:
+            return
+
+        def finish() -> None:
+            self.memory.free()
+            last()
+
+        with self._changed:
+            if not self._has_begun:
+                finish()
+                return
+            self._last = finish
+            self._changed.notify_all()
+            waits = wait or not (self._is_busy or self._save is not None)
+            while waits and not self._has_ended:
+                self._changed.wait(_POLL)
+
+    @property
+    def _is_own_process(self) -> bool:
+        """Whether this is the process of the thread; a forked child has none, and must not wait for it."""
+        return os.getpid() == self._process
+
+    def _begin(self) -> None:
+        if not self._is_own_process:
+            raise RuntimeError("checkpoints are written by the process that called fit, not by one forked off in it")
+        if not self._has_begun:
+            threading.Thread(target=self._work, name=self._name, daemon=True).start()
+            self._has_begun = True
+
+    def _work(self) -> None:
+        while self._work_once():
+            pass
+        assert self._last is not None
+        try:
+            self._last()
+        finally:
+            with self._changed:
+                self._has_ended = True
+                self._changed.notify_all()
+
+    def _work_once(self) -> bool:
+        """Run one save or reservation and drop all references to it; return False when the end is due."""
+        with self._changed:
+            while self._save is None and self._reservation is None:
+                if self._last is not None:
+                    return False
+                self._changed.wait()
+            save, reservation, self._is_busy = self._save, self._reservation, True
+            if save is not None:
+                self._save = None
+            else:
+                self._reservation = None
+        outcome: Outcome[T] | None = None
+        if save is not None:
+            outcome = _run(save, BaseException)
+        elif reservation is not None:
+            reserved = _run(reservation, BaseException)
+            outcome = None if reserved.error is None else Outcome(None, reserved.error)
+        del save, reservation
+        with self._changed:
+            self._outcomes += [] if outcome is None else [outcome]
+            self._is_busy = False
+            self._changed.notify_all()
+        if outcome is not None and self._on_result is not None:
+            self._on_result()
         return True
 
-    def let_go(self) -> None:
-        """Let others write there."""
-        self._lock = (0, 0)
-        self._held.close()
 
-    def refuse_others(self, run: str, *, damaged: bool) -> None:
-        """Raise CheckpointError where there is a checkpoint of another run, or, if `damaged`, of nobody knows which."""
-        for path in commits.scan(self.directory):
-            try:
-                found = commits.read_manifest(path)["run"]
-                have = f"{path.name} of run {found}; this is run {run}"
-            except CheckpointError as error:
-                found, have = None if damaged else run, str(error)
-            if found != run:
-                what = f"{self.directory} holds another run"
-                fix = f'fit(..., resume="auto") to go on with it, or Checkpoint("{self._given}-2", ...)'
-                raise CheckpointError(message(what, have=have, fix=fix))
-
-    def _identity(self) -> tuple[int, int] | None:
-        """Which file the lock is; None where there is none, as on a system without locks."""
-        try:
-            found = os.stat(self.directory / ".lock")
-        except OSError:
-            return None
-        return found.st_dev, found.st_ino
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Retention:
-    """Which checkpoints stay: the last `keep`, the `top` best of those that are whole, and what was `judged` best."""
-
-    keep: int | None
-    """None: all of them."""
-    top: int
-    judged: frozenset[int]
-
-    def victims(self, whole: Mapping[int, float]) -> list[int]:
-        """The updates of `whole`, given with the rank of their number, whose checkpoints are not to be kept."""
-        last = sorted(whole, reverse=True)[: self.keep]
-        ranked = sorted((value, update) for update, value in whole.items() if value < inf)
-        best = [update for _, update in ranked[: self.top]]
-        return sorted(set(whole) - {*last, *best, *self.judged})
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Written:
-    """What came of a save that went well."""
-
-    saved: Saved
-    whole: Mapping[int, float]
-    """The checkpoints that are whole now: update -> rank of the judged number."""
-    warnings: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Writing:
-    """One save. Nothing in it changes, and nothing that it is given is changed, while another thread does it."""
-
-    place: Place
-    files: Mapping[str, Content]
-    manifest: Mapping[str, Any]
-    checksum: Checksum
-    retention: Retention
-    whole: Mapping[int, float]
-    """The checkpoints that are whole before it."""
-    is_best: bool
-    began: float
-    """When it began, by `time.perf_counter`."""
-    joining: Joining | None = None
-    """What other processes add to it."""
-
-    def __call__(self) -> Written:
-        """Write the checkpoint durably, then remove what is not to be kept.
-
-        CheckpointError where it could not be written; those before it are then as they were.
-        """
-        directory, update = self.place.directory, self.manifest["update"]
-        whole, warnings = dict(self.whole), []
-        if self.place.hold_again(self.manifest["run"]):
-            whole = {kept: value for kept, value in whole.items() if _path(directory, kept).is_dir()}
-            if len(whole) < len(self.whole) or not whole:
-                warnings.append(f"{directory} had vanished, with what was in it; it was made anew")
-        name = commits.update_name(update)
-        path = commits.commit(
-            directory, name, self.files, manifest=self.manifest, checksum=self.checksum, **self._joined
-        )
-        seconds = time.perf_counter() - self.began
-        whole[update] = rank(self.manifest, self.manifest["monitor"], self.manifest["mode"])
-        for victim in self.retention.victims(whole):
-            del whole[victim]
-            warnings += _removed(_path(directory, victim), run=self.manifest["run"])
-        saved = Saved(path, update, best=self.is_best, seconds=seconds, size=_size(self.files) + self._size_of_others)
-        return Written(saved, whole, tuple(warnings))
-
-    @property
-    def _joined(self) -> dict[str, Any]:
-        """What a commit is told where other processes take part."""
-        joining = self.joining
-        return {} if joining is None else {"temporary": joining.meeting.name, "joining": joining}
-
-    @property
-    def _size_of_others(self) -> int:
-        """Bytes that other processes have written."""
-        return 0 if self.joining is None else sum(self.joining.meeting.written.values())
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Failure:
-    """A save that failed: `text` says what that means."""
-
-    update: int
-    error: BaseException
-    times: int
-    """How many have failed one after the other, this one included."""
-
-    @property
-    def is_of_the_system(self) -> bool:
-        """Whether the system refused, so that a later save may go well; anything else is a mistake in the program."""
-        return _cause(self.error) is not None
-
-    def text(self, directory: Path, *, before: Path | None, ends: bool) -> str:
-        """What failed, why, what is lost if the run dies now and when it is tried again.
-
-        `before`: the newest whole checkpoint; `ends`: no further save is due.
-        """
-        name = commits.update_name(self.update)
-        counted = f" (the save number {self.times} that failed in a row)" if self.times > 1 else ""
-        what = f"checkpoint {name}{counted} could not be written to {directory}: {self.reason}"
-        if before is not None and commits.is_name(before.name) and commits.update_of(before.name) > self.update:
-            lost = f"{before.name} is whole meanwhile"
-        elif ends:
-            lost = "there is no complete checkpoint of this run"
-            lost = lost if before is None else f"the newest complete checkpoint is {before}"
-        else:
-            again = "have nothing to go on from" if before is None else f"go on from {before}"
-            lost = f"training goes on, and the next save tries again; a run that dies before would {again}"
-        return message(f"{what}; {lost}", have=self._said, fix=self._reason[1], where=False)
-
-    def line(self, *, before: Path | None) -> str:
-        """The same in one line, for a run that is over; `before`: the newest whole checkpoint."""
-        count = f"{self.times} saves failed, the last for" if self.times > 1 else "the last save failed"
-        whole = "nothing is saved" if before is None else f"the newest whole checkpoint is {before.name}"
-        return f"{count}: {self.reason}; {whole}"
-
-    @property
-    def reason(self) -> str:
-        """Why, in a few words."""
-        return self._reason[0]
-
-    @property
-    def _reason(self) -> tuple[str, str]:
-        cause = _cause(self.error)
-        if cause is None:
-            return f"{type(self.error).__name__}: {str(self.error).partition(chr(10))[0]}", ""
-        return _REASONS.get(cause.errno or 0, (cause.strerror or str(cause), ""))
-
-    @property
-    def _said(self) -> str:
-        cause = _cause(self.error)
-        return "" if cause is None else str(cause)
-
-
-def _cause(error: BaseException) -> OSError | None:
-    """What the system said, where it was the system that refused."""
-    seen: BaseException | None = error
-    while seen is not None and not isinstance(seen, OSError):
-        seen = seen.__cause__
-    return seen
-
-
-def _path(directory: Path, update: int) -> Path:
-    return directory / commits.update_name(update)
-
-
-def _removed(path: Path, *, run: str) -> list[str]:
-    """Remove a checkpoint, if it is readable and bears the run's id; what to warn of."""
+def _run(job: Callable[[], T], caught: type[BaseException]) -> Outcome[T]:
     try:
-        if commits.read_manifest(path)["run"] == run:
-            commits.remove(path)
-    except (CheckpointError, OSError) as error:
-        return [f"{path} is no longer needed and could not be removed: {error}"]
-    return []
+        return Outcome(job())
+    except caught as error:
+        del job  # the frames of a traceback refer to their callers, this one too
+        _drop_references(error)
+        return Outcome(None, error)
 
 
-def _size(files: Mapping[str, Content]) -> int:
-    """Bytes of texts and tensors."""
-    texts = sum(len(content) for content in files.values() if isinstance(content, bytes))
-    tensors = [
-        tensor for content in files.values() if isinstance(content, Contents) for tensor in content.tensors.values()
-    ]
-    return texts + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+def _drop_references(error: BaseException) -> None:
+    """Clear the frames of an error, which would hold the tensors of its save in memory."""
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen = seen.__cause__ or seen.__context__
 
 
-_REASONS = {
-    errno.ENOSPC: ("the disk is full", "free space there"),
-    errno.EFBIG: ("a file of this size is not allowed there", "a directory on another file system, or a higher limit"),
-    errno.EROFS: ("the file system is read-only", "have it mounted for writing again; see what the system logged"),
-    errno.EACCES: ("writing there is not allowed", "allow it: the owner and mode of the directory"),
-    errno.EPERM: ("writing there is not allowed", "allow it: the owner and mode of the directory"),
-    errno.EIO: ("the drive reports an input/output error", "see what the system logged; move the run elsewhere"),
-    errno.ENOENT: ("the directory has vanished", "find out what removes it"),
-    errno.ETIMEDOUT: ("a process has not written its part", "see what it does, and whether its disk is slow"),
-    errno.ENOMEM: ("the system has no memory left", "free memory, or Checkpoint(..., async_save=False)"),
-}
-"""What an error number means here, and what to do about it."""
-for _name, _what in {
-    "EDQUOT": ("the quota is used up", "free space of this user there, or ask for more"),
-    "ESTALE": ("the network file system has lost the directory", "see whether the file server is there"),
-}.items():
-    if hasattr(errno, _name):  # Windows has them under other names
-        _REASONS[getattr(errno, _name)] = _what
+# Memory for the copies
+
+
+class Memory:
+    """One block of host memory for the tensors of one save at a time; pinned where they are on CUDA.
+
+    `reserve` may run in another thread while nothing else uses the block. What does not fit when `copy` is called gets
+    memory of its own for that one time: right, but slower, since it was never touched. Forked children do not inherit
+    the block, so that it need not be copied a second time when it is written to.
+    """
+
+    def __init__(self) -> None:
+        self._block = torch.empty(0, dtype=torch.uint8)
+        self._is_pinned = False
+        self.used = 0
+        """Bytes that the last `copy` took."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the block."""
+        return self._block.numel()
+
+    def reserve(self, size: int, device: torch.device | None = None) -> None:
+        """Allocate and touch a block of at least `size` bytes; pin it if copies come from a CUDA `device`.
+
+        A smaller one is freed first, so that there are never two. OSError where the system has no such memory.
+        """
+        pins = device is not None
+        if size <= self.size and self._is_pinned >= pins:
+            return
+        size = max(size, self.size)
+        self.free()
+        self._block = _touch(_host_memory(size))
+        self._is_pinned = device is not None and _pin(self._block, device)
+
+    def copy(self, files: Files) -> dict[str, Content]:
+        """Return the files with copies of their tensors, which are valid until the next `copy` or `free`.
+
+        One pass over the tensors; copies from a device are started together and waited for once.
+        """
+        copies: dict[str, Content] = {
+            name: content if isinstance(content, bytes) else Contents({}, content.metadata)
+            for name, content in files.items()
+        }
+        places = _places(files)
+        self.used = places[-1].stop if places else 0
+        cut = next((place.start for place in places if place.stop > self.size), self.used)
+        more = _host_memory(self.used - cut) if cut < self.used else self._block
+        with torch.no_grad():
+            for place in places:
+                memory, at = (self._block, place.start) if place.start < cut else (more, place.start - cut)
+                contents = copies[place.file]
+                assert not isinstance(contents, bytes)
+                contents.tensors[place.name] = _copied(place.tensor, memory[at : at + place.stop - place.start])
+        for device in {place.tensor.device for place in places if place.tensor.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+        return copies
+
+    def free(self) -> None:
+        """Free the memory, as soon as no copy is in use."""
+        if self._is_pinned:
+            cuda: Any = torch.cuda.cudart()
+            cuda.cudaHostUnregister(self._block.data_ptr())
+        self._block, self._is_pinned = torch.empty(0, dtype=torch.uint8), False
+
+
+def memory_needs(files: Files) -> tuple[int, torch.device | None]:
+    """Return the bytes that copies of the tensors need, and the first CUDA device that any of them is on."""
+    places = _places(files)
+    devices = (place.tensor.device for place in places if place.tensor.is_cuda)
+    return (places[-1].stop if places else 0), next(devices, None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Place:
+    """The place in the memory that one tensor of one file is copied to."""
+
+    file: str
+    name: str
+    tensor: Tensor
+    start: int
+    stop: int
+
+
+def _places(files: Files) -> list[_Place]:
+    places, at = [], 0
+    for file, content in files.items():
+        for name, tensor in () if isinstance(content, bytes) else content.tensors.items():
+            start = -(-at // ALIGNMENT) * ALIGNMENT
+            at = start + tensor.numel() * tensor.element_size()
+            places.append(_Place(file, name, tensor, start, at))
+    return places
+
+
+def _copied(tensor: Tensor, memory: Tensor) -> Tensor:
+    """Copy the values of a tensor, laid out as in a file, into memory of exactly their size."""
+    copy = memory.view(tensor.dtype).reshape(tensor.shape)
+    if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+        # As bytes: some dtypes have no copy of their own.
+        memory.copy_(tensor.detach().reshape(-1).view(torch.uint8), non_blocking=tensor.is_cuda)
+    else:
+        copy.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+    return copy
+
+
+def _host_memory(size: int) -> Tensor:
+    """Return bytes that forked children do not inherit, where the system can do that.
+
+    A loader's workers would otherwise share the pages, and the first write to each of them copies it: twice the time
+    and twice the memory. OSError where there is no such memory.
+    """
+    _unmap_nothing_in_children()
+    flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    mapped = mmap.mmap(-1, max(1, size), **flags)
+    _mapped.add(mapped)
+    if hasattr(mmap, "MADV_DONTFORK"):
+        mapped.madvise(mmap.MADV_DONTFORK)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(mapped, dtype=torch.uint8)[:size]
+
+
+def _reserve(memory: Memory, size: int, device: torch.device | None) -> None:
+    with suppress(OSError):  # where the system has none, the copy finds that again, and warns
+        memory.reserve(size, device)
+
+
+def _touch(memory: Tensor) -> Tensor:
+    """Have the system allocate all pages now: the first write to a page costs more than all the copying into it."""
+    for pages in memory[:: mmap.PAGESIZE].split(_PAGES_AT_A_TIME):
+        pages.zero_()
+    return memory
+
+
+def _pin(memory: Tensor, device: torch.device) -> bool:
+    """Return whether the memory is pinned; where the system does not allow it, copies from the device are slower."""
+    if not memory.numel():
+        return False
+    with torch.cuda.device(device):
+        portable = 1  # for every device of the process
+        cuda: Any = torch.cuda.cudart()
+        return int(cuda.cudaHostRegister(memory.data_ptr(), memory.numel(), portable)) == 0
+
+
+@cache
+def _unmap_nothing_in_children() -> None:
+    """Keep the mappings of a forked child alive: to free one, not inherited, would unmap what lies there since."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=lambda: _inherited.extend(_mapped))

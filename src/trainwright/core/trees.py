@@ -13,6 +13,16 @@ from torch.optim import Optimizer
 
 from trainwright.core.errors import SettingError
 
+Keys = tuple[Any, ...]
+"""The path from the root of a tree to one of its values."""
+
+
+def path_text(keys: Keys) -> str:
+    """Return a path into a tree as it is written in Python: `state['queue'][3]`."""
+    first, *rest = keys or ("tree",)
+    name = first if isinstance(first, str) and first.isidentifier() else f"tree[{first!r}]"
+    return name + "".join(f"[{key!r}]" for key in rest)
+
 
 def sequence_like(like: Any, items: Iterable[Any]) -> Any:
     """A tuple, named tuple or list like this one, of these items."""

@@ -1,13 +1,13 @@
-"""Checkpoints of sharded models: which boxes of which tensors a process writes, and where what was saved belongs now.
+"""State of sharded models: which pieces of which tensors a rank saves, and loading into any other sharding.
 
-What is to be written is planned by `torch.distributed.checkpoint` (DCP), and DCP loads it into any other sharding; the
-files between are safetensors and JSON, of which no byte can run: DCP's own format has a pickle.
+`torch.distributed.checkpoint` (DCP) plans which pieces are saved, and loads them into any other sharding. The files in
+between are safetensors and JSON, of which no byte can run: DCP's own format has a pickle.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, cast
@@ -29,11 +29,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from trainwright.checkpointing import tensorfile
-from trainwright.checkpointing.pieces import Piece, Pieces, Stored, Whole
-from trainwright.checkpointing.tree import Elsewhere, Keys, where
 from trainwright.core.errors import CheckpointError
-from trainwright.core.trees import parameters_in
+from trainwright.core.trees import Keys, parameters_in, path_text
+from trainwright.distributed.pieces import LazyTensor, Piece, PieceReader, Placeholder, TensorPieces
 from trainwright.distributed.world import World
 from trainwright.modules.dtensors import put
 from trainwright.protocols import Stateful, Tree
@@ -41,36 +39,36 @@ from trainwright.protocols import Stateful, Tree
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Split:
-    """A tree, and beside it the tensors of which this process holds a part only."""
+    """A tree, and beside it the tensors of which this rank holds a part only."""
 
     tree: dict[str, Tree]
-    """It names the sharded tensors."""
+    """With placeholders for the sharded tensors."""
     tensors: dict[str, Tensor]
-    """What of them this process has to write, by name; not copied."""
-    wholes: dict[str, Whole]
-    """All of them, each with the pieces that this process writes: one, or none."""
+    """Their parts that this rank saves, by name; not copied."""
+    pieces: dict[str, TensorPieces]
+    """All of them, each with the pieces that this rank saves: one, or none."""
 
 
-def split(tree: Mapping[str, Tree], *, file: str) -> Split:
-    """Take the sharded tensors out of `{part: state}`; `file`: where this process will write its pieces.
+def split(tree: Mapping[str, Tree], *, file: str, dtypes: Collection[torch.dtype]) -> Split:
+    """Take the sharded tensors out of `{part: state}`; `file`: the one that will hold this rank's pieces.
 
-    The same names on every process. CheckpointError names a tensor that cannot be stored.
+    The names are the same on every rank. CheckpointError names a tensor that cannot be stored: files have `dtypes`.
     """
     found: dict[str, DTensor] = {}
 
     def take(value: Any, keys: Keys) -> Any:
         if not isinstance(value, DTensor):
             return value
-        _check(value, keys)
+        _check(value, keys, dtypes)
         name = _name(keys, found)
         found[name] = cast(DTensor, value.detach())
         on_cpu = value.device.type == "cpu" or keys[0] == "model"  # a model's own loading moves it
-        return Elsewhere(name, "" if on_cpu else value.device.type)
+        return Placeholder(name, "" if on_cpu else value.device.type)
 
-    kept = _walked(dict(tree), (), take)
+    rest = _walked(dict(tree), (), take)
     planner = DefaultSavePlanner(flatten_state_dict=False)
     planner.set_up_planner(dict(found), is_coordinator=False)
-    wholes = {name: Whole(value.dtype, tuple(value.shape), ()) for name, value in found.items()}
+    pieces = {name: TensorPieces(value.dtype, tuple(value.shape), ()) for name, value in found.items()}
     tensors: dict[str, Tensor] = {}
     for item in planner.create_local_plan().items:
         name, chunk = item.index.fqn, cast(Any, item.tensor_data).chunk
@@ -78,8 +76,8 @@ def split(tree: Mapping[str, Tree], *, file: str) -> Split:
         assert isinstance(local, Tensor)
         if local.numel() and _is_first_of_equals(found[name]):
             piece = Piece(file, tuple(chunk.offsets), tuple(chunk.sizes))
-            tensors[name], wholes[name] = local, Whole(local.dtype, tuple(found[name].shape), (piece,))
-    return Split(kept, tensors, wholes)
+            tensors[name], pieces[name] = local, TensorPieces(local.dtype, tuple(found[name].shape), (piece,))
+    return Split(rest, tensors, pieces)
 
 
 def place(
@@ -89,17 +87,17 @@ def place(
     world: World,
     likes: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Tree]:
-    """Give every tensor of a loaded `{part: state}` the form that its part has now: sharded as there, or whole.
+    """Convert every tensor of a loaded `{part: state}` to the form that its part has now: sharded alike, or complete.
 
-    For trees of whole tensors and for such whose tensors are still in files, which DCP reads: each process what it
-    needs. All processes call it alike; CheckpointError on all where a file is damaged. An optimizer's state of a
-    sharded parameter is sharded like it. `likes`: trees of tensors, by part, for parts that hold no tensors yet.
+    The tensors are complete, or still in files, from which DCP reads on each rank what that rank needs. All ranks call
+    this alike; CheckpointError on all where a file is damaged. An optimizer's state of a sharded parameter is sharded
+    like it. `likes`: trees of tensors, by part, for parts that hold no tensors yet.
     """
     targets: dict[str, Tensor] = {}
-    pieces: list[Pieces] = []
+    readers: list[PieceReader] = []
 
-    def target(stored: Stored, like: Any) -> Tensor:
-        pieces[:] = [stored.pieces]
+    def target(stored: LazyTensor, like: Any) -> Tensor:
+        readers[:] = [stored.reader]
         fits = isinstance(like, DTensor) and like.shape == stored.shape
         targets[stored.name] = (
             torch.empty_like(like, dtype=stored.dtype, requires_grad=False)
@@ -114,67 +112,67 @@ def place(
         return _likes(parts[name], state) if name in parts else None
 
     placed = {name: _placed(state, like(name, state), target) for name, state in tree.items()}
-    if pieces:
-        _load(targets, pieces[0], world)
+    if readers:
+        _load(targets, readers[0], world)
     return placed
 
 
-def _load(targets: dict[str, Tensor], pieces: Pieces, world: World) -> None:
-    """Have DCP fill the targets; one error for all processes."""
+def _load(targets: dict[str, Tensor], reader: PieceReader, world: World) -> None:
+    """Have DCP fill the targets; one error for all ranks."""
     planner = DefaultLoadPlanner(flatten_state_dict=False)
     group = getattr(world, "host", None)
     try:
-        load(dict(targets), storage_reader=_Reader(pieces), planner=planner, process_group=group)
+        load(dict(targets), storage_reader=_DcpReader(reader), planner=planner, process_group=group)
     except CheckpointException as error:
         first = next(iter(error.failures.values()))[0]
         raise CheckpointError(str(first)) from error
 
 
-class _Reader(StorageReader):
-    """Gives DCP the pieces of a checkpoint; a file is read as a whole, so that each of its bytes is checked."""
+class _DcpReader(StorageReader):
+    """Reads the pieces of a checkpoint for DCP; each file completely, so that each of its bytes is checked."""
 
-    def __init__(self, pieces: Pieces) -> None:
-        self._pieces = pieces
+    def __init__(self, reader: PieceReader) -> None:
+        self._reader = reader
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Nothing is kept between loads."""
+        """No-op: there is no state between loads."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The list of the pieces in DCP's words."""
+        """Return the list of the pieces in DCP's terms."""
         return Metadata(
             {
                 name: TensorStorageMetadata(
-                    TensorProperties(dtype=whole.dtype),
-                    torch.Size(whole.shape),
+                    TensorProperties(dtype=tensor.dtype),
+                    torch.Size(tensor.shape),
                     [
                         ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes))
-                        for piece in whole.pieces
+                        for piece in tensor.pieces
                     ],
                 )
-                for name, whole in self._pieces.wholes.items()
+                for name, tensor in self._reader.tensors.items()
             }
         )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing is to be set up."""
+        """No-op."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are."""
+        """Return the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy what is asked for into its places, file by file."""
+        """Copy the pieces of a plan into their targets, file by file."""
         by_file: dict[str, list[Any]] = {}
         for item in plan.items:
             name, offsets = item.storage_index.fqn, tuple(item.storage_index.offset or ())
-            piece = next(one for one in self._pieces.wholes[name].pieces if one.offsets == offsets)
+            piece = next(one for one in self._reader.tensors[name].pieces if one.offsets == offsets)
             by_file.setdefault(piece.file, []).append(item)
         for file in sorted(by_file):
-            tensors = self._pieces.read(file)
+            tensors = self._reader.read(file)
             for item in by_file[file]:
                 source = tensors[item.storage_index.fqn]
                 for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
@@ -188,19 +186,19 @@ class _Reader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """It is made for one checkpoint, and asked for none."""
+        """Return False: a reader is made for one checkpoint."""
         return False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Of:
-    """Stands for all state that an optimizer keeps for one parameter."""
+    """Stands for all state that an optimizer has for one parameter."""
 
     parameter: Tensor
 
 
 def _likes(part: Any, state: Tree) -> Any:
-    """A tree with tensors as a part has them now, where those of its saved `state` belong."""
+    """Return a tree with the tensors that a part has now, at the paths of those in its saved `state`."""
     if isinstance(part, Optimizer):
         return {"state": {index: _Of(one) for index, one in enumerate(parameters_in(part))}}
     named: Any = getattr(part, "parts", None)
@@ -210,18 +208,18 @@ def _likes(part: Any, state: Tree) -> Any:
 
 
 def _holds_pieces(state: Tree) -> bool:
-    held: list[Stored] = []
-    _walked(state, (), lambda value, _: held.append(value) if isinstance(value, Stored) else value)
+    held: list[LazyTensor] = []
+    _walked(state, (), lambda value, _: held.append(value) if isinstance(value, LazyTensor) else value)
     return bool(held)
 
 
-def _placed(saved: Tree, like: Any, target: Callable[[Stored, Any], Tensor]) -> Tree:
-    if isinstance(saved, Stored | Tensor):
+def _placed(saved: Tree, like: Any, target: Callable[[LazyTensor, Any], Tensor]) -> Tree:
+    if isinstance(saved, LazyTensor | Tensor):
         alike = like.parameter if isinstance(like, _Of) else like
-        if isinstance(saved, Stored):
+        if isinstance(saved, LazyTensor):
             return target(saved, alike)
         fits = isinstance(alike, DTensor) and not isinstance(saved, DTensor) and alike.shape == saved.shape
-        return _spread(saved, alike) if fits else saved
+        return _sharded_like(alike, saved) if fits else saved
     if type(saved) in (dict, OrderedDict):
         return _as(saved, [(key, _placed(one, _at(like, key), target)) for key, one in saved.items()])
     if type(saved) in (list, tuple):
@@ -230,7 +228,7 @@ def _placed(saved: Tree, like: Any, target: Callable[[Stored, Any], Tensor]) -> 
 
 
 def _at(like: Any, key: Any) -> Any:
-    """What lies at a key of a tree that may have no such key."""
+    """Return the value at a key of a tree that may have no such key."""
     if isinstance(like, _Of):
         return like
     if isinstance(like, Mapping):
@@ -238,16 +236,16 @@ def _at(like: Any, key: Any) -> Any:
     return like[key] if isinstance(like, list | tuple) and key < len(like) else None
 
 
-def _spread(whole: Tensor, like: Any) -> Tensor:
-    """A whole tensor as one that is sharded like another; each process keeps its part."""
-    spread = torch.empty_like(like, dtype=whole.dtype, requires_grad=False)
+def _sharded_like(like: Any, complete: Tensor) -> Tensor:
+    """Shard a complete tensor like another one; each rank copies its part."""
+    sharded = torch.empty_like(like, dtype=complete.dtype, requires_grad=False)
     with torch.no_grad():
-        put(spread, whole)
-    return spread
+        put(sharded, complete)
+    return sharded
 
 
 def _walked(value: Any, keys: Keys, take: Callable[[Any, Keys], Any]) -> Any:
-    """A tree in which every leaf is replaced by what `take` makes of it."""
+    """Return a tree in which every leaf is replaced by the result of `take`."""
     if type(value) in (dict, OrderedDict):
         return _as(value, [(key, _walked(one, (*keys, key), take)) for key, one in value.items()])
     if type(value) in (list, tuple):
@@ -256,7 +254,7 @@ def _walked(value: Any, keys: Keys, take: Callable[[Any, Keys], Any]) -> Any:
 
 
 def _as(before: Any, pairs: list[tuple[Any, Any]]) -> Any:
-    """A dict of the kind of another one; a module's `state_dict` keeps its versions."""
+    """Return a dict of the same class as another one; a module's `state_dict` keeps its versions."""
     after = type(before)(pairs)
     if hasattr(before, "_metadata"):
         after._metadata = before._metadata
@@ -264,7 +262,7 @@ def _as(before: Any, pairs: list[tuple[Any, Any]]) -> Any:
 
 
 def _is_first_of_equals(tensor: DTensor) -> bool:
-    """Whether this process is to write its part: of those that hold the same one only the first does."""
+    """Return whether this rank saves its part: of ranks that hold the same one only the first does."""
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
     return not any(
@@ -272,16 +270,16 @@ def _is_first_of_equals(tensor: DTensor) -> bool:
     )
 
 
-def _check(tensor: DTensor, keys: Keys) -> None:
+def _check(tensor: DTensor, keys: Keys, dtypes: Collection[torch.dtype]) -> None:
     what = ""
     if not all(type(placement) in (Shard, Replicate) for placement in tensor.placements):
         what = f"is placed as {tensor.placements}; only shards and copies are stored"
-    elif tensor.dtype not in tensorfile.TAGS:
+    elif tensor.dtype not in dtypes:
         what = f"has dtype {tensor.dtype}, which a safetensors file cannot hold"
     elif tensor.grad_fn is not None:
         what = "belongs to a graph; store its .detach()"
     if what:
-        raise CheckpointError(f"{where(keys)} {what}: it cannot be saved", where=True)
+        raise CheckpointError(f"{path_text(keys)} {what}: it cannot be saved", where=True)
 
 
 def _name(keys: Keys, taken: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from trainwright.checkpointing.checkpoint import Keeping
+from trainwright.checkpointing.manager import CheckpointManager
 from trainwright.core.errors import CheckpointError, SettingError, message
 from trainwright.core.records import Validation
 from trainwright.evaluation.passes import probing
@@ -17,7 +17,7 @@ from trainwright.fit.plan import Ends
 from trainwright.fit.result import Leaving
 from trainwright.fit.rollback import BETWEEN
 from trainwright.fit.run import Run
-from trainwright.fit.saving import Saves
+from trainwright.fit.saving import RunCheckpoints
 from trainwright.observers.probes import Inspecting, Probe
 from trainwright.observers.throughput import Throughput
 from trainwright.protocols import Source, listeners
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 class Pauses:
     """The steps of a pause, each of them one line of the trainer's `_pause`."""
 
-    def __init__(self, run: Run, val: Mapping[str, Source], ends: Ends, *, keeper: Keeping | None) -> None:
+    def __init__(self, run: Run, val: Mapping[str, Source], ends: Ends, *, keeper: CheckpointManager | None) -> None:
         self.run, self.val, self.ends = run, val, ends
         self.owner, self.counters, self.history = run.owner, run.counters, run.owner.history
         self.record = run.owner._record
         early = run.owner.early_stopping
         self.watch: Any = None if early is None else early.bind()
         self.keeper = keeper
-        self.saves = Saves(run, keeper=keeper)
+        self.saves = RunCheckpoints(run, manager=keeper)
         self.leaving = Leaving(run, ends, keeper=keeper, watch=self.watch)
         self._before, self._started = self.counters.seconds, time.perf_counter()
         self._clock: float | None = None
@@ -138,8 +138,8 @@ class Pauses:
 
     def _asked(self, agreement: Agreement) -> Asked:
         """Hear what all processes ask for, and note the stop and the save among it."""
-        asked = agreement.join(signal=self.run.signals.pending, save=self.saves.asked)
-        self.saves.asked, self.saves.wanted = False, self.saves.wanted or asked.save
+        asked = agreement.join(signal=self.run.signals.pending, save=self.saves.requested_here)
+        self.saves.requested_here, self.saves.requested = False, self.saves.requested or asked.save
         if asked.stop:
             self.run.stop_now(asked.stop)
         return asked
@@ -312,7 +312,7 @@ class Pauses:
                 self._save_at_the_end()
             else:
                 self.saves.save()
-                self.saves.hear()
+                self.saves.report()
 
     def _save_at_the_end(self) -> None:
         """Begin the save that must succeed; `fit` raises what fails in it when the model is left as promised."""

@@ -14,8 +14,9 @@ from typing import Any
 from trainwright.acceleration.device_dataset import residing
 from trainwright.acceleration.switches import sped_up
 from trainwright.checkpointing import state
-from trainwright.checkpointing.checkpoint import Keeping
-from trainwright.checkpointing.load import Loaded, dry_save, load_checkpoint, without_slot
+from trainwright.checkpointing.format import dry_save
+from trainwright.checkpointing.load import Loaded, load_checkpoint, without_slot
+from trainwright.checkpointing.manager import CheckpointManager
 from trainwright.checkpointing.state import DamagedError
 from trainwright.core.device import homes
 from trainwright.core.errors import NOTE, CheckpointError, NonFiniteError, SettingError, first_line, listed, message
@@ -139,7 +140,9 @@ class FitContext:
         self._plan = replace(plan, notes=(*plan.notes, *lines), finished=finished)
         pauses.start()
 
-    def _open_directory(self, undo: ExitStack, *, refused: Mapping[Path, str]) -> tuple[Keeping | None, Loaded | None]:
+    def _open_directory(
+        self, undo: ExitStack, *, refused: Mapping[Path, str]
+    ) -> tuple[CheckpointManager | None, Loaded | None]:
         """Bind the checkpoint slot, and read the checkpoint that is resumed."""
         owner, resume = self._owner, self._resume.where
         settings, places, world = owner.checkpoint, homes(owner.model, owner.device), owner.world
@@ -149,11 +152,11 @@ class FitContext:
                 raise without_slot(resume)
             return None, None
         run_id = owner._record.run_id or secrets.token_hex(8)
-        bind: Any = settings.bind
-        keeper: Keeping = bind(run_id) if world.size == 1 and not shards else bind(run_id, world=world)
-        undo.push(lambda kind, *_: _release(keeper, at_once=kind is KeyboardInterrupt))
+        keeper = settings.bind(run_id, world=world)
+        # A second Ctrl-C does not wait for the save in flight; after a first one nothing is.
+        undo.push(lambda kind, *_: keeper.release(wait=kind is not KeyboardInterrupt))
         keeper.prepare(resuming=resume is not None)
-        how: dict[str, Any] = {"device": places, "world": world, "later": shards, "refused": refused}
+        how: dict[str, Any] = {"device": places, "world": world, "lazy_shards": shards, "refused": refused}
         return keeper, load_checkpoint(resume, settings.directory, run=keeper.run_id, **how)
 
     def _begin(self) -> None:
@@ -289,15 +292,15 @@ def _await_last_save(pauses: Pauses) -> CheckpointError | None:
     """Wait for the save at the end, which must succeed; return its error where it has failed."""
     keeper, lost = pauses.keeper, pauses.owner._record.save_error
     try:
-        pauses.saves.hear(wait=True)
+        pauses.saves.report(wait=True)
     except CheckpointError as failed:
-        pauses.saves.hear()  # of those before it that are complete
+        pauses.saves.report()  # of those before it that are complete
         return lost or failed
     if lost is not None and keeper is not None:  # it could not be encoded, and says nothing of those before
         newest = next(iter(keeper.saved), None)
         known = "there is no complete checkpoint of this run" if newest is None else f"the newest is {newest}"
         lost.add_note(f"{NOTE}the state at the end is not saved; {known}")
-    failing = getattr(keeper, "failing", "")  # a keeper of the user's own that does not raise
+    failing = "" if keeper is None else keeper.failing  # a manager of the user's own that does not raise
     return lost or (CheckpointError(failing) if failing else None)
 
 
@@ -324,15 +327,6 @@ def _release_run(owner: Owner, run: Run) -> None:
     if record.splits is not None:
         record.splits = record.splits.summary()
     owner.hold(NOT_RUNNING, NOT_RUNNING)
-
-
-def _release(keeper: Keeping, *, at_once: bool) -> None:
-    """Release the keeper; a second Ctrl-C does not wait for what is in flight, and after a first one nothing is."""
-    abandon = getattr(keeper, "abandon", None)
-    if at_once and abandon is not None:
-        abandon()
-    else:
-        keeper.release()
 
 
 @contextmanager

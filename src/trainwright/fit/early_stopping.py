@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, asdict, dataclass
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
@@ -13,11 +13,11 @@ from torch import Tensor
 
 from trainwright.core.checks import check_form, check_whole, is_count, is_none_or, is_number, is_text
 from trainwright.core.errors import CheckpointError, SettingError, message
+from trainwright.core.monitor import Mode, rank, require_monitor, resolve_mode
 from trainwright.core.records import Best
-from trainwright.core.suggestions import did_you_mean, suggests
+from trainwright.core.suggestions import suggests
 from trainwright.protocols import Stateful
 
-Mode = Literal["min", "max"]
 NO_ERRORS: Mapping[str, float] = MappingProxyType({})
 
 
@@ -159,49 +159,12 @@ class Watch:
         self.weights = None if tree["weights"] is None else dict(tree["weights"])
 
     def _beats(self, value: float) -> bool:
-        sign = 1.0 if self.mode == "min" else -1.0
-        best = math.inf if self.best is None else sign * self.best.value
+        best = rank(None if self.best is None else self.best.value, self.mode)
         if self.best is None or not self._margin.size:
-            return sign * value < best
+            return rank(value, self.mode) < best
         margin = {"absolute": 1.0, "relative": abs(best), "se": self._error}[self._margin.kind]
         assert margin is not None
-        return sign * value < best - self._margin.size * margin
-
-
-def resolve_mode(monitor: str, mode: Mode | None, call: str) -> Mode:
-    """Return whether less or more of `monitor` is better; only a loss may leave `mode` out.
-
-    `call` is the line to write, with places for the monitor and the mode.
-    """
-    if not isinstance(monitor, str) or not monitor:
-        raise SettingError(message(call.format(monitor, mode), want='the name of a number, such as "val_loss"'))
-    if mode is None and monitor.endswith("loss"):
-        return "min"
-    if mode not in ("min", "max"):
-        raise SettingError(
-            message(
-                f"{call.format(monitor, mode)}: is less or more of {monitor} better?",
-                want='mode="max" where more is better, mode="min" where less is; only a name that ends in "loss" '
-                "may leave it out",
-                fix=call.format(monitor, "max"),
-            )
-        )
-    return mode
-
-
-def require_monitor(monitor: str, produced: Collection[str], asked_by: str) -> None:
-    """Refuse to watch a number that is not among the `produced` ones."""
-    if monitor not in produced:
-        numbers = [name for name in produced if name not in ("epoch", "update")]
-        raise SettingError(
-            message(
-                f"{asked_by} watches {monitor!r}, which this run does not produce.{did_you_mean(monitor, numbers)}",
-                want="one of " + ", ".join(sorted(numbers)),
-                fix="give fit(train, val) validation data"
-                if monitor.startswith("val_") and not any(name.startswith("val_") for name in numbers)
-                else "",
-            )
-        )
+        return rank(value, self.mode) < best - self._margin.size * margin
 
 
 @dataclass(frozen=True)

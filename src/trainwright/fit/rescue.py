@@ -37,9 +37,9 @@ def rescue(pauses: Pauses, error: BaseException) -> list[str]:
                 pauses.stop_clock()
                 if not saves.are_done:
                     saves.save(instead=own)
-            written = saves.written(wait=True, alone=alone)
+            written = saves.completed(wait=True, alone=alone)
             what = "an observer failed when it was told of the last save"
-            saves.tell(written)
+            saves.notify(written)
         except Exception as failed:
             failures.append(f"{what}: {failed}")
     return failures

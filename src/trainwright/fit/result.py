@@ -12,11 +12,11 @@ from typing import Any
 from torch import Tensor
 
 from trainwright.acceleration.switches import told
-from trainwright.checkpointing.checkpoint import Keeping
-from trainwright.checkpointing.commits import is_name, is_of_run, update_name, update_of
-from trainwright.checkpointing.load import load_weights, save_weights
-from trainwright.checkpointing.rank0 import first_of
-from trainwright.checkpointing.weights import load_into
+from trainwright.checkpointing.coordinator import on_rank_zero
+from trainwright.checkpointing.format import is_of_run, is_update_name, update_name, update_of
+from trainwright.checkpointing.load import load_weights
+from trainwright.checkpointing.manager import CheckpointManager
+from trainwright.checkpointing.weights import load_into, save_weights
 from trainwright.core.checks import local_path
 from trainwright.core.errors import CheckpointError, warn_user
 from trainwright.core.records import Best, Result
@@ -31,7 +31,7 @@ from trainwright.update.owner import Owner
 class Leaving:
     """The end of one `fit`, however it ends."""
 
-    def __init__(self, run: Run, ends: Ends, *, keeper: Keeping | None, watch: Any) -> None:
+    def __init__(self, run: Run, ends: Ends, *, keeper: CheckpointManager | None, watch: Any) -> None:
         self.run, self.owner, self.counters = run, run.owner, run.counters
         self.ends, self.keeper, self.watch = ends, keeper, watch
         self.record = run.owner._record
@@ -44,7 +44,7 @@ class Leaving:
             return False
         settings = None if self.keeper is None else self.keeper.settings
         watched = (early.monitor, getattr(early, "mode", None))
-        same = settings is not None and (settings.best, settings.mode or "min") == watched
+        same = settings is not None and (settings.best, settings.mode) == watched
         return not same or bool(getattr(early, "min_delta", 0))
 
     def keep_best(self) -> None:
@@ -117,7 +117,7 @@ class Leaving:
             notes=(*self._notes(), *told(self.owner), *self._lost_notes(), *self._told_notes(), *self._saved_notes())
             if passed is None
             else tuple(passed["notes"]),
-            blocked=getattr(self.keeper, "blocked", 0.0),
+            blocked=0.0 if self.keeper is None else self.keeper.blocked,
             final_validation=self.record.final_validation if passed is None else passed["final"],
         )
 
@@ -150,7 +150,7 @@ class Leaving:
 
     def _lost_notes(self) -> tuple[str, ...]:
         """What it means that the last save failed, where it did."""
-        failing: str = getattr(self.keeper, "failing", "")
+        failing = "" if self.keeper is None else self.keeper.failing
         return (failing,) if failing else ()
 
     def _told_notes(self) -> tuple[str, ...]:
@@ -165,10 +165,10 @@ class Leaving:
         if keeper is None or not self.record.failed or not self.owner.is_main:
             return ()
         reached = self.counters.earlier_updates + self.counters.updates
-        saved = [path for path in keeper.saved if not is_name(path.name) or is_of_run(path, keeper.run_id)]
-        known = [update_of(path.name) for path in saved if is_name(path.name)]
-        if saved and not known:
-            return ()  # a keeper with names of its own: nobody knows what they say
+        named = [path for path in keeper.saved if is_update_name(path.name)]
+        known = [update_of(path.name) for path in named if is_of_run(path, keeper.run_id)]
+        if keeper.saved and not named:
+            return ()  # a manager of the user's own, whose names say nothing
         if known and known[0] >= reached:
             return (f"saved at update {known[0]}: {again} goes on from there",)
         where = f"not saved at its end: {again} goes on from update {known[0]}" if known else ""
@@ -184,7 +184,7 @@ def write_weights(owner: Owner, path: str | Path) -> None:
         if owner.world.size == 1:
             save_weights(path, weights)
         else:
-            first_of(owner.world, lambda: save_weights(path, weights))
+            on_rank_zero(owner.world, lambda: save_weights(path, weights))
 
 
 def whole_weights(owner: Owner) -> dict[str, Any]:

@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from trainwright.checkpointing import state
-from trainwright.checkpointing.checkpoint import Keeping
-from trainwright.checkpointing.load import Loaded, load_weights
+from trainwright.checkpointing.load import load_weights
 from trainwright.checkpointing.weights import load_into
 from trainwright.core.errors import CheckpointError, SettingError, warn_user
 from trainwright.core.suggestions import did_you_mean
@@ -31,18 +30,11 @@ def resume(plan: ResumePlan, owner: Owner, pauses: Pauses) -> list[str]:
     """Carry out the plan; return the lines that the header says besides those of the plan."""
     retained = plan.checkpoint or plan.earlier
     if pauses.keeper is not None and retained is not None:
-        _adopt(pauses.keeper, retained)
+        pauses.keeper.adopt(retained)
     if plan.ended is not None:
         _pass_over(plan, owner, pauses)
         return []
     return [] if plan.checkpoint is None else _load(plan, owner, pauses)
-
-
-def _adopt(keeper: Keeping, loaded: Loaded) -> None:
-    """Continue the run of a checkpoint in the directory of `keeper`."""
-    adopt: Any = keeper.adopt
-    newer = {"passed_over": loaded.passed_over} if loaded.passed_over else {}
-    adopt(loaded.path, loaded.manifest, **newer)
 
 
 def _pass_over(plan: ResumePlan, owner: Owner, pauses: Pauses) -> None:

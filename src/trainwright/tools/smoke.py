@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any
 
 from trainwright.checkpointing import state
-from trainwright.checkpointing.load import dry_save
+from trainwright.checkpointing.format import dry_save
 from trainwright.core.checks import check_whole
 from trainwright.core.durations import Updates
 from trainwright.core.errors import SettingError

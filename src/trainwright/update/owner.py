@@ -18,7 +18,7 @@ from trainwright.update.loss_tracker import Ledger
 
 if TYPE_CHECKING:
     from trainwright.acceleration.fast import Fast
-    from trainwright.checkpointing.checkpoint import Saving
+    from trainwright.checkpointing.checkpoint import Checkpoint
     from trainwright.fit.early_stopping import Stopping
     from trainwright.fit.record import StageRecord
     from trainwright.optim.averaging import WeightAveraging
@@ -41,7 +41,7 @@ class Owner(Protocol):
     clip: Any
     schedule: Any
     early_stopping: Stopping | None
-    checkpoint: Saving | None
+    checkpoint: Checkpoint | None
     on_nonfinite: Policy
     on_error: str | None
     on_oom: str | None

@@ -1,0 +1,299 @@
+"""Makes checkpoint directories that are complete or absent, and locks the directory of a run.
+
+The order of a commit, and why a power cut at any point leaves the old checkpoints or the new one, and no half of it:
+
+1. All files are written into a hidden temporary directory beside the others: no reader takes it for a checkpoint.
+2. Each file is flushed to the disk (fsync) as soon as it is written, so that a later rename cannot overtake its bytes.
+3. The manifest is written last, with size and checksum of each file: a directory that has one has all it lists.
+4. The temporary directory is flushed: the names of the files in it are then on the disk too.
+5. It is renamed to its name, which is atomic: every reader sees all of it or nothing.
+6. The directory of the run is flushed: from here on the checkpoint survives a power cut, and only now is it reported.
+
+An old checkpoint is removed after that, and the same way round: renamed to a hidden name first, deleted then.
+Whoever holds the lock of a directory cleans up what a killed writer has left under hidden names.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+from warnings import warn
+
+from trainwright.checkpointing.files import NO_FOLLOW, Checksum, Content, spare_name, sync_directory, write_file
+from trainwright.checkpointing.format import (
+    MANIFEST,
+    check_file_name,
+    is_update_name,
+    list_checkpoints,
+    manifest_text,
+    read_manifest,
+    update_name,
+    verify,
+)
+from trainwright.core.errors import CheckpointError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+Entries = Mapping[str, Mapping[str, Any]]
+"""Size and checksum of each file, by name."""
+_LEFTOVER = re.compile(r"\.(tmp|old|trash)-(update-\d{10,})-\d+-[0-9a-f]{8}")
+_locked: set[int] = set()
+"""Descriptors of the locks that this process holds; a forked child must not keep them alive."""
+
+
+def commit(
+    directory: Path,
+    files: Mapping[str, Content],
+    *,
+    manifest: Mapping[str, Any],
+    checksum: Checksum = "crc32",
+    temporary: str = "",
+    gather: Callable[[Path], Entries] | None = None,
+) -> Path:
+    """Write a checkpoint completely or not at all; when this returns, a power cut cannot take it away.
+
+    `manifest` has `run`, `update`, `epoch` and `metrics`; files, checksums and versions are added. A checkpoint of
+    the same update is replaced. CheckpointError where the system refuses; nothing of the new one is left then.
+
+    Where other ranks write files too, `temporary` is the name under which they find the temporary directory, and
+    `gather` is called in it: it waits for their files and returns the entries of those, all flushed.
+    """
+    target = directory / update_name(manifest["update"])
+    hidden = directory / (temporary or spare_name(".tmp", target.name))
+    try:
+        os.mkdir(hidden, 0o700)
+        entries: dict[str, Any] = {}
+        for name, content in files.items():
+            entries[name] = write_file(hidden / check_file_name(name), content, checksum=checksum)
+        if gather is not None:
+            entries |= {check_file_name(name): entry for name, entry in gather(hidden).items()}
+        write_file(hidden / MANIFEST, manifest_text({**manifest, "files": entries}, checksum))
+        sync_directory(hidden)
+        _publish(hidden, target)
+    except OSError as error:
+        what = f"checkpoint {target.name} could not be written to {directory}; those before it are as they were"
+        raise CheckpointError(what, have=str(error), where=False) from error
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)
+    return target
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint: renamed first, so that no half of it ever has its name."""
+    assert is_update_name(path.name), path
+    hidden = _hide(path, ".trash")
+    sync_directory(path.parent)
+    _delete(hidden)
+
+
+def temporary_name(update: int, *, pid: int, token: str) -> str:
+    """Return the name of a temporary directory that several ranks know; `token`: 8 hexadecimal digits."""
+    return f".tmp-{update_name(update)}-{pid}-{token}"
+
+
+class RunDirectory:
+    """The directory of one run's checkpoints, locked for this process from `acquire` to `release`."""
+
+    def __init__(self, path: Path, *, given: str) -> None:
+        self.path = path
+        self._given = given
+        """The path as the user wrote it, for messages."""
+        self._lock = ExitStack()
+        self._identity: tuple[int, int] | None = None
+
+    def acquire(self) -> None:
+        """Make the directory if missing, check that it can be written to, lock it, and clean it of leftovers."""
+        make_directory(self.path)
+        self._lock.enter_context(lock(self.path))
+        self._identity = self._current_identity()
+
+    def reacquire_if_lost(self, run: str) -> bool:
+        """Make and lock the directory anew where it, or its lock, has vanished; return whether that was so.
+
+        CheckpointError where another run has taken it meanwhile.
+        """
+        if os.path.isdir(self.path) and self._current_identity() == self._identity:
+            return False
+        self.release()
+        self.acquire()
+        try:
+            for path in list_checkpoints(self.path):
+                self.read_manifest(path, run)
+        except CheckpointError:
+            self.release()
+            raise
+        return True
+
+    def release(self) -> None:
+        """Unlock the directory."""
+        self._identity = (0, 0)
+        self._lock.close()
+
+    def read_manifest(self, path: Path, run: str, *, tolerant: bool = False) -> dict[str, Any] | None:
+        """Return the manifest of a checkpoint of this run; CheckpointError where it is of another run.
+
+        One that cannot be read may be any run's: it is an error too, or None where `tolerant`.
+        """
+        try:
+            manifest = read_manifest(path)
+        except CheckpointError as error:
+            if tolerant:
+                return None
+            raise self._of_another_run(str(error)) from error
+        if manifest["run"] != run:
+            raise self._of_another_run(f"{path.name} of run {manifest['run']}; this is run {run}")
+        return manifest
+
+    def _of_another_run(self, have: str) -> CheckpointError:
+        fix = f'fit(..., resume="auto") to continue it, or Checkpoint("{self._given}-2", ...)'
+        return CheckpointError(f"{self.path} holds another run", have=have, fix=fix)
+
+    def _current_identity(self) -> tuple[int, int] | None:
+        """Return which file the lock is; None where there is none, as on a system without locks."""
+        try:
+            found = os.stat(self.path / ".lock")
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino
+
+
+def make_directory(path: Path) -> None:
+    """Make the directory of a run if missing, durably, and check that it can be written to."""
+    try:
+        missing = [one for one in (path, *path.parents) if not one.exists()]
+        for one in reversed(missing):
+            one.mkdir(mode=0o700 if one == path else 0o777, exist_ok=True)
+            sync_directory(one.parent)
+        probe = path / spare_name(".tmp", update_name(0))
+        probe.mkdir(mode=0o700)
+        probe.rmdir()
+    except OSError as error:
+        fix = 'free space, allow writing there, or Checkpoint("another/directory")'
+        raise CheckpointError(f"checkpoints cannot be written to {path}", have=str(error), fix=fix) from error
+
+
+@contextmanager
+def lock(directory: Path) -> Iterator[None]:
+    """Lock a directory for this process and clean it of leftovers; CheckpointError where another has locked it."""
+    if fcntl is None:
+        warn(f"this system has no flock: two runs that write to {directory} at once are not noticed", stacklevel=3)
+        yield
+        return
+    try:
+        fd = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | NO_FOLLOW, 0o600)
+    except OSError as error:
+        raise CheckpointError(f"{directory} cannot be locked", have=str(error)) from error
+    _locked.add(fd)
+    try:
+        if _flock(fd, directory):
+            _clean(directory)
+        yield
+    finally:
+        if fd in _locked:  # not closed by a fork
+            _locked.discard(fd)
+            os.close(fd)
+
+
+def _publish(hidden: Path, target: Path) -> None:
+    """Rename a complete directory to its name, in place of one that has it; on failure all names are as before."""
+    old: Path | None = None
+    with ExitStack() as undo:
+        if os.path.lexists(target):
+            old = _hide(target, ".old")
+            undo.callback(_rename_back, old, target)
+        os.rename(hidden, target)
+        undo.callback(_rename_back, target, hidden)
+        sync_directory(target.parent)
+        undo.pop_all()
+    if old:
+        _delete(old)
+
+
+def _rename_back(now: Path, before: Path) -> None:
+    with suppress(OSError):  # what stays under a hidden name is cleaned up by the next run
+        os.rename(now, before)
+
+
+def _hide(path: Path, kind: str) -> Path:
+    hidden = path.with_name(spare_name(kind, path.name))
+    os.rename(path, hidden)
+    return hidden
+
+
+def _delete(path: Path) -> None:
+    """Delete what has a hidden name; what cannot be deleted stays for the next run to try."""
+    if path.is_symlink():
+        with suppress(OSError):
+            path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _clean(directory: Path) -> None:
+    """Finish, rename back or remove what a killed writer has left; only under the lock, so no other can be alive."""
+    try:
+        leftovers = [match for entry in os.listdir(directory) if (match := _LEFTOVER.fullmatch(entry))]
+        for match in sorted(leftovers, key=lambda match: ("tmp", "old", "trash").index(match[1])):
+            left, target = directory / match[0], directory / match[2]
+            if match[1] == "trash" or os.path.lexists(target) or not _is_complete(left, match[2]):
+                _delete(left)
+                continue
+            # Its writer was killed right before a rename: of the new one, or of the old one back to its name.
+            try:
+                os.rename(left, target)
+            except OSError as error:
+                warn(f"{left} is a complete checkpoint that could not be given its name: {error}", stacklevel=6)
+        if leftovers:
+            sync_directory(directory)
+    except OSError as error:
+        what = f"{directory} could not be cleaned of the leftovers of a killed run"
+        raise CheckpointError(what, have=str(error)) from error
+
+
+def _is_complete(path: Path, name: str) -> bool:
+    try:
+        return update_name(verify(path)["update"]) == name
+    except CheckpointError:
+        return False
+
+
+def _flock(fd: int, directory: Path) -> bool:
+    """Return whether the lock is held; False, with a warning, where the file system has no locks."""
+    _close_in_children()
+    assert fcntl is not None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(fd, 200, 0).decode("ascii", "replace") or "another process"
+        fix = "wait for it, end it, or give this run another directory"
+        what = f"{directory} is being written to by another run"
+        raise CheckpointError(what, have=holder, fix=fix) from None
+    except OSError as error:
+        what = f"{directory} cannot be locked ({error.strerror})"
+        warn(f"{what}: two runs that write to it are not noticed", stacklevel=4)
+        return False
+    with suppress(OSError):  # a full disk: the name of the holder is only for the other's message
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}".encode("ascii", "replace"), 0)
+    return True
+
+
+@cache
+def _close_in_children() -> None:
+    """Have forked children close the locks: a loader's worker may outlive its killed parent."""
+    os.register_at_fork(after_in_child=_close_inherited)
+
+
+def _close_inherited() -> None:
+    while _locked:
+        os.close(_locked.pop())

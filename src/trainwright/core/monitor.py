@@ -1,0 +1,55 @@
+"""Which value of a monitored number is better: for early stopping, the best checkpoint, and `Plateau`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import Literal
+
+from trainwright.core.errors import SettingError
+from trainwright.core.suggestions import did_you_mean
+
+Mode = Literal["min", "max"]
+
+
+def rank(value: float | None, mode: Mode) -> float:
+    """Return the sort key of a value: the smaller key is the better value.
+
+    The key of None, of NaN and of the worst infinity is infinity, so none of them is ever better than anything:
+    `rank(a, mode) < rank(b, mode)` is "a is better than b".
+    """
+    if value is None or math.isnan(value):
+        return math.inf
+    return -float(value) if mode == "max" else float(value)
+
+
+def resolve_mode(monitor: str, mode: Mode | None, call: str) -> Mode:
+    """Return whether less or more of `monitor` is better; only a loss may leave `mode` out.
+
+    `call` is the line to write, with places for the monitor and the mode.
+    """
+    if not isinstance(monitor, str) or not monitor:
+        raise SettingError(call.format(monitor, mode), want='the name of a number, such as "val_loss"')
+    if mode is None and monitor.endswith("loss"):
+        return "min"
+    if mode not in ("min", "max"):
+        raise SettingError(
+            f"{call.format(monitor, mode)}: is less or more of {monitor} better?",
+            want='mode="max" where more is better, mode="min" where less is; only a name that ends in "loss" '
+            "may leave it out",
+            fix=call.format(monitor, "max"),
+        )
+    return mode
+
+
+def require_monitor(monitor: str, produced: Collection[str], asked_by: str) -> None:
+    """Refuse to monitor a number that is not among the `produced` ones."""
+    if monitor not in produced:
+        numbers = [name for name in produced if name not in ("epoch", "update")]
+        raise SettingError(
+            f"{asked_by} watches {monitor!r}, which this run does not produce.{did_you_mean(monitor, numbers)}",
+            want="one of " + ", ".join(sorted(numbers)),
+            fix="give fit(train, val) validation data"
+            if monitor.startswith("val_") and not any(name.startswith("val_") for name in numbers)
+            else "",
+        )
