@@ -320,7 +320,7 @@ def nameless(directory):
     tree, manifest = load_tree(path), read_manifest(path)
     del tree[PARAMETERS]
     fields = {key: manifest[key] for key in ("run", "update", "epoch", "metrics", "settings", "monitor", "mode")}
-    commits.commit(directory, path.name, encode(tree), manifest=fields)
+    commits.commit(directory, encode(tree), manifest=fields)
 
 
 def test_a_checkpoint_without_names_is_matched_by_position_and_shape_with_one_line(tmp_path):

@@ -136,7 +136,7 @@ def test_where_none_can_be_decoded_the_run_is_refused_with_every_reason(run):
         rewrite(path, UNREADABLE["an unknown node"])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with pytest.raises(CheckpointError, match="no whole checkpoint") as refused:
+        with pytest.raises(CheckpointError, match="no complete checkpoint") as refused:
             trained(directory, epochs=3)
     assert str(refused.value).count("'$later'") == 3
 
@@ -239,7 +239,7 @@ def fuzzed(saved, directory, seed):
         try:
             trained = every_slot(directory, 3)
         except DataError as error:
-            assert "data" in said[0] and "dealt" in str(error), said
+            assert "data" in said[0] and ("dealt" in str(error) or "of another kind" in str(error)), said
             return "refused"
         except CheckpointError as error:
             assert any(text in str(error) for text in MISFIT), (said, error)

@@ -220,7 +220,7 @@ def killed_first(directory):
     manager.save(sharded_runs.tree_of(model, optimizer, 1), update=1, epoch=0)
     manager.completed(wait=True)
     if world.is_main:
-        formats.manifest_text = lambda *given: os._exit(9)
+        commits.manifest_text = lambda *given: os._exit(9)
     manager.save(sharded_runs.tree_of(model, optimizer, 2), update=2, epoch=0)
     time.sleep(3.0)
 
