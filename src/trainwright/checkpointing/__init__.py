@@ -1,4 +1,4 @@
-"""How is a checkpoint written, which ones stay, and how is one loaded?
+"""Checkpoints: how one is written, which ones stay, and how one is loaded.
 
 One class per role in a save: the manager decides and reports, the writer copies and runs in a thread, the commit makes
 a directory that is complete or absent. What is written to disk in which order, and why, stands at the head of `commit`.
