@@ -30,7 +30,7 @@ from torch import nn
 from trainwright import ClipNorm, ClipValue, Gradients
 from trainwright.distributed.fsdp import FSDP, follow, recover, retake, set_sync, shard
 from trainwright.distributed.gathered_weights import full_state_dict
-from trainwright.modules.dtensors import is_sharded, whole
+from trainwright.modules.dtensors import full_tensor, is_sharded
 from world.pool import pool
 
 EXACT = 1e-12
@@ -238,7 +238,7 @@ def by_method() -> tuple[float, bool]:
     model.blocks[0](torch.ones(1, 5).double()).sum().backward()  # a block alone, before the model was ever called
     model.zero_grad()
     model.encode(x).square().sum().backward()
-    there = whole(model.first.weight.grad)
+    there = full_tensor(model.first.weight.grad)
     return float((there - plain.first.weight.grad).abs().max()), plain.head.weight.grad is None
 
 
@@ -283,7 +283,7 @@ def in_bfloat16() -> Any:
     model.blocks[0].register_forward_hook(lambda module, given, out: seen.append(out.dtype))
     backward_of(model, SINGLE[0], world)
     dtypes = {parameter.grad.dtype for parameter in model.parameters()}
-    return seen, dtypes, [whole(parameter.grad) / 2 for parameter in model.parameters()]
+    return seen, dtypes, [full_tensor(parameter.grad) / 2 for parameter in model.parameters()]
 
 
 def test_a_policy_computes_in_its_type_and_reduces_in_another() -> None:

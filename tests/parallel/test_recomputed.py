@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright import DDP, FSDP, Trainer, batches, checkpoint_activations
-from trainwright.modules.dtensors import whole
+from trainwright.modules.dtensors import full_tensor
 from world.pool import pool
 
 
@@ -37,7 +37,7 @@ def trained(name: str, recomputes: bool, policy: Any = None) -> tuple[Any, dict[
         model, torch.optim.AdamW, nn.MSELoss(), console=False, parallel=settings_of(name), accumulate=2, clip=0.5
     )
     result = trainer.fit(batches((x, y), 4, shuffle=True, seed=0), epochs=2)
-    return result.history, {key: whole(value).clone() for key, value in model.state_dict().items()}
+    return result.history, {key: full_tensor(value).clone() for key, value in model.state_dict().items()}
 
 
 @pytest.mark.sample(2)

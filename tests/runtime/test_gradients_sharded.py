@@ -10,7 +10,7 @@ from torch import nn
 
 from trainwright import ClipNorm, ClipValue, Gradients
 from trainwright.core import host_reads
-from trainwright.modules.dtensors import everywhere, is_sharded, local, put, whole
+from trainwright.modules.dtensors import copy_into, full_tensor, is_sharded, local_shards, on_all_ranks
 from world.pool import pool
 
 SHAPES = [(5, 2), (1, 3), (4,)]
@@ -44,7 +44,7 @@ def made(parameters: list[nn.Parameter]) -> Gradients:
 def flags(element: int, value: float) -> list[float]:
     """The flag after one element of one gradient was spoilt, and after it was lowered."""
     parameters, _ = spread()
-    for index, place in enumerate(local([parameters[0].grad])[0].reshape(-1)):
+    for index, place in enumerate(local_shards([parameters[0].grad])[0].reshape(-1)):
         first = 0 if torch.distributed.get_rank() == 0 else 6
         if first + index == element:
             place.fill_(value)
@@ -71,7 +71,7 @@ def multiplied(plain: bool) -> float:
     gradients = made(parameters)
     gradients.multiply(torch.tensor(0.5))
     gradients.multiply_and_check(torch.tensor(3.0))
-    found = [whole(parameter.grad) for parameter in parameters]
+    found = [full_tensor(parameter.grad) for parameter in parameters]
     gradients.zero()
     assert all(parameter.grad is None for parameter in parameters)
     return max(float((one - 1.5 * other).abs().max()) for one, other in zip(found, grads, strict=True))
@@ -85,7 +85,7 @@ def test_every_shard_is_multiplied_once(plain: bool) -> None:
 def norms(plain: bool, spoilt: bool) -> list[float]:
     parameters, grads = spread(plain=plain)
     if spoilt and torch.distributed.get_rank() == 1:
-        local([parameters[0].grad])[0][0, 0] = nan
+        local_shards([parameters[0].grad])[0][0, 0] = nan
     gradients = made(parameters)
     found = [float(gradients.norm())]
     for norm_type in (1.0, 3.0, inf):
@@ -125,8 +125,8 @@ def wide() -> list[float]:
     """Squares of these float32 elements overflow, their norm does not where each process has a part."""
     parameters, _ = spread(dtype=torch.float32)
     for parameter in parameters:
-        local([parameter.grad])[0].zero_()
-    local([parameters[2].grad])[0][0] = 1.5e19
+        local_shards([parameter.grad])[0].zero_()
+    local_shards([parameters[2].grad])[0][0] = 1.5e19
     norm = made(parameters).norm()
     return [float(norm) / (1.5e19 * 2**0.5), float(norm.dtype == torch.float32)]
 
@@ -147,7 +147,7 @@ def clipped_by_hand() -> list[float]:
     expected = nn.utils.clip_grad_norm_(plain, 0.5)
     ClipValue(0.1)(list(parameters))
     nn.utils.clip_grad_value_(plain, 0.1)
-    found = [float((whole(p.grad) - q.grad).abs().max()) for p, q in zip(parameters, plain, strict=True)]
+    found = [float((full_tensor(p.grad) - q.grad).abs().max()) for p, q in zip(parameters, plain, strict=True)]
     return [host_reads.read([norm])[0] - float(expected), *found]
 
 
@@ -161,15 +161,15 @@ def helpers() -> list[bool]:
     rank, parameter = torch.distributed.get_rank(), parameters[0]
     version = parameter._version
     with torch.no_grad():
-        put(parameter, grads[0])
+        copy_into(parameter, grads[0])
     return [
-        torch.equal(whole(parameter), grads[0]),
+        torch.equal(full_tensor(parameter), grads[0]),
         parameter._version > version,
         is_sharded(parameter) and not is_sharded(grads[0]),
-        whole(grads[0]) is grads[0],
-        everywhere(True, [parameter]),
-        not everywhere(rank == 0, [parameter]),
-        everywhere(rank == 0, [grads[0]]) is (rank == 0),  # of plain tensors each process says its own
+        full_tensor(grads[0]) is grads[0],
+        on_all_ranks(True, [parameter]),
+        not on_all_ranks(rank == 0, [parameter]),
+        on_all_ranks(rank == 0, [grads[0]]) is (rank == 0),  # of plain tensors each process says its own
     ]
 
 

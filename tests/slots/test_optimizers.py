@@ -248,7 +248,7 @@ def test_a_setting_that_cannot_work_is_refused_when_it_is_given(settings, said):
     [
         ({"hed": 1.0}, r"adamw\(lrs=\{'hed': \.\.\.\}\) matches nothing in Net\. Did you mean 'head'\?"),
         ({"backbone.2": 1.0}, r"'backbone\.2': \.\.\.\}\): it has no parameters"),
-        ({"head": 1.0, "head.weight": 2.0, "head.bias": 3.0}, r"'head': .*other names hold for all"),
+        ({"head": 1.0, "head.weight": 2.0, "head.bias": 3.0}, r"'head': .*other names match all"),
         ({"head": 1.0, "*bias": 2.0}, r"'head' and '\*bias' are equally long .*\n  have  1 and 2"),
     ],
 )

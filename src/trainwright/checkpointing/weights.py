@@ -17,7 +17,7 @@ from trainwright.checkpointing.files import Reading, replace_file
 from trainwright.checkpointing.tree import flatten, tensor_defect, unflatten
 from trainwright.core.checks import local_path
 from trainwright.core.errors import CheckpointError, SettingError, listed, message
-from trainwright.modules.dtensors import everywhere, is_sharded, local, put
+from trainwright.modules.dtensors import copy_into, is_sharded, local_shards, on_all_ranks
 
 TIED, EXTRA, VERSIONS = "trainwright.tied", "trainwright.extra", "trainwright.versions"
 """Keys of the file's metadata: other names of a tensor, extra state that is no tensor, versions of the modules."""
@@ -119,7 +119,7 @@ def load_into(model: nn.Module, weights: Mapping[str, Any], *, source: str) -> N
         if is_sharded(tensor) and not is_sharded(given[name]):
             complete, given[name] = given[name], torch.empty_like(tensor)
             with torch.no_grad():
-                put(given[name], complete)
+                copy_into(given[name], complete)
     model.load_state_dict(given)
 
 
@@ -174,7 +174,7 @@ def _same_bytes(one: Tensor, other: Tensor) -> bool:
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     if is_sharded(one) and is_sharded(other):  # one answer on all ranks, which load or refuse together
-        return everywhere(_same_bytes(*local([one, other])), [one])
+        return on_all_ranks(_same_bytes(*local_shards([one, other])), [one])
     raw = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
     return torch.equal(*raw)
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from trainwright.distributed.world import World
-from trainwright.modules.dtensors import whole
+from trainwright.modules.dtensors import full_tensor
 
 
 def full_state_dict(model: nn.Module, world: World) -> dict[str, Any]:
@@ -34,5 +34,5 @@ def _gathered(value: Any, *, keeps: bool) -> Any:
     """The whole of a value on the CPU, a copy; None on a process that only takes part."""
     if not isinstance(value, Tensor):
         return value
-    full = whole(value.detach())
+    full = full_tensor(value.detach())
     return full.to("cpu", copy=True) if keeps else None

@@ -33,7 +33,7 @@ from trainwright.core.errors import CheckpointError
 from trainwright.core.trees import Keys, parameters_in, path_text
 from trainwright.distributed.pieces import LazyTensor, Piece, PieceReader, Placeholder, TensorPieces
 from trainwright.distributed.world import World
-from trainwright.modules.dtensors import put
+from trainwright.modules.dtensors import copy_into
 from trainwright.protocols import Stateful, Tree
 
 
@@ -240,7 +240,7 @@ def _sharded_like(like: Any, complete: Tensor) -> Tensor:
     """Shard a complete tensor like another one; each rank copies its part."""
     sharded = torch.empty_like(like, dtype=complete.dtype, requires_grad=False)
     with torch.no_grad():
-        put(sharded, complete)
+        copy_into(sharded, complete)
     return sharded
 
 

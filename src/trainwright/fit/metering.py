@@ -14,7 +14,7 @@ from trainwright.core.memory import device_memory
 from trainwright.core.speed import Speed
 from trainwright.core.trees import tensors_in
 from trainwright.fit.due import Bell
-from trainwright.modules.dtensors import is_sharded, local
+from trainwright.modules.dtensors import is_sharded, local_shards
 from trainwright.modules.flops import count_flops, peak_of
 from trainwright.observers.throughput import Throughput
 from trainwright.protocols import listeners
@@ -145,7 +145,7 @@ def held_by(owner: Owner) -> dict[str, int]:
 def _size(tensors: Iterable[Tensor]) -> int:
     """Bytes of what lies on this process."""
     held = list(tensors)
-    return sum(one.numel() * one.element_size() for one in (local(held) if is_sharded(*held) else held))
+    return sum(one.numel() * one.element_size() for one in (local_shards(held) if is_sharded(*held) else held))
 
 
 def _unknown(owner: Owner, window: Any) -> str:

@@ -1,6 +1,6 @@
-"""Weights of which each process holds a shard (torch's DTensors): their local parts, and norms and flags of all parts.
+"""Sharded weights (torch's DTensors): local shards, complete tensors, and norms and flags over all ranks.
 
-Nothing here is imported for them: who has such weights has imported torch's module of them.
+`torch.distributed.tensor` is not imported here: a model with DTensors has imported it.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from trainwright.core.trees import inside
 
 
 def is_sharded(*tensors: Tensor) -> bool:
-    """Whether any of these is a tensor that several processes hold together."""
+    """Return whether any of these is a DTensor."""
     module = _tensors()
     return module is not None and any(isinstance(tensor, module.DTensor) for tensor in tensors)
 
 
-def local(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """What this process holds of each tensor, to be changed in place; a plain one as it is."""
+def local_shards(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return the local shard of each tensor, to be changed in place; a plain tensor as it is."""
     with torch.no_grad():
         return [_local(tensor) for tensor in tensors]
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """The whole of a tensor on every process, a plain one as it is; where it is sharded, all processes call this."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Return the complete tensor on every rank, a plain one as it is. Collective if sharded."""
     if not is_sharded(tensor):
         return tensor
     sharded: Any = tensor
@@ -40,8 +40,8 @@ def whole(tensor: Tensor) -> Tensor:
     return gathered
 
 
-def put(into: Tensor, value: Tensor) -> None:
-    """Copy `value` into a tensor in place: each process its part, where `into` is sharded; `value` may be whole."""
+def copy_into(into: Tensor, value: Tensor) -> None:
+    """Copy `value`, complete or sharded, into a tensor in place; each rank its shard if `into` is sharded."""
     if not is_sharded(into):
         into.copy_(value)
         return
@@ -50,37 +50,37 @@ def put(into: Tensor, value: Tensor) -> None:
         replicated = [_tensors().Replicate()] * target.device_mesh.ndim
         here = value.to(target.device, target.dtype)
         given = _tensors().DTensor.from_local(here, target.device_mesh, replicated, run_check=False)
-    mine, theirs = local([target, given.redistribute(target.device_mesh, target.placements)])
+    mine, theirs = local_shards([target, given.redistribute(target.device_mesh, target.placements)])
     mine.copy_(theirs)
-    torch.autograd.graph.increment_version(into)  # a write to what lies here is none to the tensor
+    torch.autograd.graph.increment_version(into)  # writing to the local shard does not count as a write to the DTensor
 
 
-def everywhere(claim: bool, tensors: Sequence[Tensor]) -> bool:
-    """Whether a claim about tensors holds on every process that has a part of them; all of these call this."""
+def on_all_ranks(claim: bool, tensors: Sequence[Tensor]) -> bool:
+    """Return whether a claim about tensors is true on all ranks that hold shards of them. Collective."""
     shards = [tensor for tensor in tensors if is_sharded(tensor)]
     if not shards:
         return claim
     denied = torch.tensor(0.0 if claim else 1.0, device=shards[0].device)
-    return all(float(_joined(denied, spread, "max")) == 0.0 for spread in _by_spread(shards))
+    return all(float(_all_reduce(denied, groups, "max")) == 0.0 for groups in _by_groups(shards))
 
 
-def joined_norms(norms: Tensor, of: Sequence[Tensor]) -> Tensor:
-    """The 2-norms of whole tensors, from those of the parts of them that lie here; all that hold parts call this."""
-    spreads = _by_spread(of)
-    if spreads.keys() <= {()}:
+def global_norms(norms: Tensor, of: Sequence[Tensor]) -> Tensor:
+    """Return the 2-norms of complete tensors, given those of the local shards. Collective."""
+    sharded_over = _by_groups(of)
+    if sharded_over.keys() <= {()}:
         return norms
     squares = norms.square()
     place = {id(tensor): index for index, tensor in enumerate(of)}
-    for spread, tensors in spreads.items():
+    for groups, tensors in sharded_over.items():
         mine = [place[id(tensor)] for tensor in tensors]
-        squares[mine] = _joined(squares[mine], spread, "sum")
+        squares[mine] = _all_reduce(squares[mine], groups, "sum")
     return squares.sqrt()
 
 
 def reshard(*roots: nn.Module) -> None:
-    """Have the modules of sharded models hold their shards, also those that a forward without a backward left whole.
+    """Reshard the modules of FSDP models: a forward without a backward leaves the gathered weights in them.
 
-    The whole weights that such a forward leaves would be used again by the next one, whatever has become of the shards.
+    The next forward would use those again, even if the shards have changed since.
     """
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
@@ -92,30 +92,30 @@ def reshard(*roots: nn.Module) -> None:
 
 
 class Shards(list[Tensor]):
-    """Parameters some of which are sharded, and their gradients as one.
+    """A list of parameters, some of them sharded, with the norms and clips of all their gradients.
 
-    Every method that joins the processes is for all of them alike; what it returns is the same on each.
+    Methods that reduce over ranks are collective and return the same on each rank.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__(parameters)
-        self._spreads = _by_spread(self)
+        self._by_groups = _by_groups(self)
         self._dtype = reduce(torch.promote_types, [parameter.dtype for parameter in self])
 
     def gradients(self) -> list[Tensor]:
-        """What this process holds of the gradients; shards without an element are left out."""
+        """Return the local gradients, without shards that have no element."""
         return _gradients(self)
 
     def norm(self, norm_type: float = 2.0) -> Tensor:
-        """The norm of all gradients together, a 0-dim tensor: one reduction of a scalar over the processes."""
-        parts = [self._norm_of(parameters, spread, norm_type) for spread, parameters in self._spreads.items()]
+        """Return the norm of all gradients together, a 0-dim tensor: one reduction of a scalar over the ranks."""
+        parts = [self._norm_of(parameters, groups, norm_type) for groups, parameters in self._by_groups.items()]
         device = parts[0].device
         joined = torch.stack([part.to(device) for part in parts])
         norm = joined[0] if len(parts) == 1 else torch.linalg.vector_norm(joined, norm_type)
         return norm.to(self._dtype)
 
     def clip_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip in place as torch's `clip_grad_norm_`; return the norm before."""
+        """Clip in place as torch's `clip_grad_norm_`; return the norm before clipping."""
         norm = self.norm(norm_type)
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for (device, _), gradients in _by_kind(self.gradients()).items():
@@ -128,27 +128,27 @@ class Shards(list[Tensor]):
             torch._foreach_clamp_min_(gradients, -limit)
             torch._foreach_clamp_max_(gradients, limit)
 
-    def highest(self, flag: Tensor) -> Tensor:
-        """The highest value that a flag has on any process, put into `flag`."""
-        for spread in self._spreads:
-            flag.copy_(_joined(flag, spread, "max"))
+    def max_over_ranks(self, flag: Tensor) -> Tensor:
+        """Set `flag` to its maximum over all ranks, and return it."""
+        for groups in self._by_groups:
+            flag.copy_(_all_reduce(flag, groups, "max"))
         return flag
 
-    def _norm_of(self, parameters: list[Tensor], spread: Spread, norm_type: float) -> Tensor:
-        """The norm of the gradients that are spread in one way; in the widest type, for powers overflow."""
+    def _norm_of(self, parameters: list[Tensor], groups: MeshGroups, norm_type: float) -> Tensor:
+        """Return the norm of the gradients sharded over the same groups, in the widest dtype: powers may overflow."""
         device = parameters[0].device
         gradients = _gradients(parameters)
         norm = get_total_norm(gradients, norm_type) if gradients else torch.zeros((), device=device)
         norm = norm.to(device, widest_float(device))
-        if norm_type == inf:  # a maximum over processes hides a NaN
+        if norm_type == inf:  # a maximum over ranks hides a NaN
             both = torch.stack([norm.nan_to_num(0.0, posinf=inf), norm.isnan().to(norm.dtype)])
-            highest, unknown = _joined(both, spread, "max")
+            highest, unknown = _all_reduce(both, groups, "max")
             return torch.where(unknown > 0, torch.nan, highest)
-        return _joined(norm**norm_type, spread, "sum") ** (1.0 / norm_type)
+        return _all_reduce(norm**norm_type, groups, "sum") ** (1.0 / norm_type)
 
 
-Spread = tuple[str, ...]
-"""The names of the process groups over which a tensor is cut; none for a plain one."""
+MeshGroups = tuple[str, ...]
+"""Names of the process groups over which a tensor is sharded; empty for a plain one."""
 
 
 def _tensors() -> Any:
@@ -161,36 +161,36 @@ def _local(tensor: Any) -> Tensor:
 
 
 def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
-    found = local(parameter.grad for parameter in parameters if parameter.grad is not None)
+    found = local_shards(parameter.grad for parameter in parameters if parameter.grad is not None)
     dense = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in found]
     return [gradient for gradient in dense if gradient.numel()]
 
 
 def _by_kind(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
-    """Tensors that a kernel takes together."""
+    """Group tensors by device and dtype, for foreach kernels."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     return groups
 
 
-def _by_spread(tensors: Iterable[Tensor]) -> dict[Spread, list[Tensor]]:
-    groups: dict[Spread, list[Tensor]] = {}
+def _by_groups(tensors: Iterable[Tensor]) -> dict[MeshGroups, list[Tensor]]:
+    groups: dict[MeshGroups, list[Tensor]] = {}
     for tensor in tensors:
-        groups.setdefault(_spread(tensor), []).append(tensor)
+        groups.setdefault(_mesh_groups(tensor), []).append(tensor)
     return groups
 
 
-def _spread(tensor: Any) -> Spread:
+def _mesh_groups(tensor: Any) -> MeshGroups:
     if not is_sharded(tensor):
         return ()
     mesh, placed = tensor.device_mesh, enumerate(tensor.placements)
     return tuple(mesh.get_group(dim).group_name for dim, placement in placed if not placement.is_replicate())
 
 
-def _joined(value: Tensor, spread: Spread, how: str) -> Tensor:
-    """The "sum" or "max" of a value over the processes that hold parts of tensors of one spread."""
-    collectives = torch.ops._c10d_functional  # what torch's own DTensors reduce with, less their bookkeeping
-    for name in spread:
+def _all_reduce(value: Tensor, groups: MeshGroups, how: str) -> Tensor:
+    """Return the "sum" or "max" of a value over the ranks of these groups."""
+    collectives = torch.ops._c10d_functional  # torch's DTensors reduce by the same, with more bookkeeping
+    for name in groups:
         value = collectives.wait_tensor(collectives.all_reduce(value, how, name))
     return value

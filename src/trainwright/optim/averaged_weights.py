@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainwright.core.checks import check_form, is_count, is_none_or, is_text
 from trainwright.core.errors import CheckpointError, DataError, SettingError, message
-from trainwright.modules.dtensors import everywhere, is_sharded, local, put, reshard
+from trainwright.modules.dtensors import copy_into, is_sharded, local_shards, on_all_ranks, reshard
 from trainwright.modules.modes import mode
 
 Fold = Callable[[list[Tensor], list[Tensor], int], object]
@@ -137,7 +137,7 @@ class AveragedWeights:
         reshard(self._model)
         present = {id(parameter) for parameter in self._model.parameters()}
         unchanged = all(id(one.weight) in present and one.unchanged for one in left)
-        if not everywhere(unchanged, [one.weight for one in left]):
+        if not on_all_ranks(unchanged, [one.weight for one in left]):
             return False
         self._load_raw()
         return True
@@ -191,7 +191,7 @@ class AveragedWeights:
                 for group in self._groups:
                     _copy(group.averages, group.weights)
                     for name, weight in zip(group.names, group.weights, strict=True):
-                        put(weight, tree["raw"][name])
+                        copy_into(weight, tree["raw"][name])
             self._load_statistics(tree["statistics"])
         if tree["settings"] == self.text:
             return None
@@ -322,7 +322,7 @@ class _AppliedWeight:
         """
         if self.weight._version != self.version or self.weight.dtype != self.value.dtype:
             return False
-        now, value = local((self.weight.detach(), self.value))
+        now, value = local_shards((self.weight.detach(), self.value))
         return now.shape == value.shape and torch.allclose(now.to(value.device), value, rtol=0, atol=0, equal_nan=True)
 
     def refreshed(self) -> _AppliedWeight:
@@ -361,14 +361,14 @@ def _are_tensors(value: object) -> bool:
 
 
 def _copy(into: list[Tensor], values: list[Tensor]) -> None:
-    torch._foreach_copy_(local(into), local(values))
+    torch._foreach_copy_(local_shards(into), local_shards(values))
 
 
 def _on_shards(fold: Fold) -> Fold:
     """Return the same arithmetic on the local shards: it is elementwise."""
 
     def folded(averages: list[Tensor], weights: list[Tensor], taken: int) -> object:
-        return fold(local(averages), local(weights), taken)
+        return fold(local_shards(averages), local_shards(weights), taken)
 
     return folded
 

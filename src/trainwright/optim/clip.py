@@ -1,4 +1,4 @@
-"""Clip the gradient of an update, once, over all parameters of its optimizer."""
+"""Clips the gradients of one update, once, over all parameters of an optimizer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from trainwright.core.errors import SettingError, message
 from trainwright.core.suggestions import suggests
-from trainwright.modules.dtensors import Shards, whole
+from trainwright.modules.dtensors import Shards, full_tensor
 from trainwright.protocols import Clip
 
 
@@ -33,7 +33,7 @@ class ClipNorm:
         if type(parameters) is Shards:
             return parameters.clip_norm(self.max_norm, self.norm_type)
         norm = clip_grad_norm_(parameters, self.max_norm, self.norm_type)
-        return norm if type(norm) is Tensor else whole(norm)
+        return norm if type(norm) is Tensor else full_tensor(norm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class ClipValue:
         """Clip in place."""
         if type(parameters) is Shards:
             parameters.clip_value(self.limit)
-        elif any(parameter.grad is not None for parameter in parameters):  # torch's fails where none has one
+        elif any(parameter.grad is not None for parameter in parameters):  # torch's fails without a gradient
             clip_grad_value_(parameters, self.limit)
 
 

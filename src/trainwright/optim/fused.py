@@ -1,4 +1,4 @@
-"""Call the fused kernels of torch's own optimizers directly: one step of Adam, AdamW, SGD and Adagrad."""
+"""Makes optimizer steps without torch's wrapper, by fused kernels for Adam, AdamW, SGD and Adagrad."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainwright.core import host_reads
 
 Group = dict[str, Any]
 Call = tuple[Callable[..., Any], tuple[list[Tensor], ...], list[Tensor], dict[str, Any]]
-"""A kernel, the lists of tensors that it takes, the counters of steps among them, and its settings."""
+"""A kernel, its lists of tensors, the step counters among these, and its settings."""
 
 
 _ONE = torch.ones((), device="cpu")
@@ -24,10 +24,10 @@ _REDUCED = (torch.bfloat16, torch.float16)
 
 
 class DirectStep:
-    """One step of a fused optimizer by its kernels, bit for bit what its own `step` gives.
+    """One step of a fused optimizer by a direct call of its kernels, bit for bit as its own `step`.
 
-    Torch's `step` sorts the tensors by device and type at every call, and looks for what hardly ever is there. Here
-    that is left out where it cannot matter. Neither a rate nor a state is kept from one call to the next.
+    Torch's `step` groups the tensors by device and dtype at every call and handles rare cases. Here that is skipped
+    where it cannot change the result. Learning rates and states are looked up again at every call.
     """
 
     def __init__(self, optimizer: Optimizer, inner: Callable[[Optimizer], Any]) -> None:
@@ -39,11 +39,11 @@ class DirectStep:
     def __call__(
         self, found_inf: Tensor | None = None, rates: list[Tensor] | None = None, *, scale: Tensor | None = None
     ) -> None:
-        """Make one step; torch's own where a state is not made yet, or something is not as usual.
+        """Make one step; torch's own `step` if a state does not exist yet or a setting is unusual.
 
-        With `found_inf`, a 0-dim float32 tensor on the parameters' device, nothing moves where it is 1. `rates`: the
-        learning rate of each group, 0-dim float32 tensors there, in the place of those that the groups hold. By
-        `scale`, another one, the gradients are divided first, and stay so.
+        `found_inf`: a 0-dim float32 tensor on the parameters' device; where it is 1, nothing changes. `rates`: the
+        learning rate of each group, 0-dim float32 tensors on that device, instead of those in the groups. `scale`:
+        another such tensor, by which the kernels divide the gradients in place first.
         """
         calls = self._calls()
         if calls is None:
@@ -80,10 +80,9 @@ class DirectStep:
 
 
 def direct_step(optimizer: Optimizer, inner: Callable[[Optimizer], Any]) -> DirectStep | None:
-    """Return the direct step of one of torch's own optimizers, built with `fused=True`; None for another.
+    """Return the direct step of a torch optimizer built with `fused=True`; None for any other optimizer.
 
-    `inner`: torch's own step, for the calls that cannot be direct: of a group whose parameters are not all of one
-    device and type, say.
+    `inner`: torch's own step, for calls that cannot be direct, such as a group of parameters of several dtypes.
     """
     groups = optimizer.param_groups
     is_fused = type(optimizer) in _CALLS and all(group.get("fused") is True for group in groups)
@@ -98,11 +97,11 @@ def masked(
     rates: list[Tensor] | None = None,
     scale: Tensor | None = None,
 ) -> Any:
-    """Make a fused optimizer's own step, by these rates and scale, of which nothing moves where `found_inf` is 1."""
+    """Make a fused optimizer's own step with these rates and this scale; where `found_inf` is 1, nothing changes."""
     if found_inf is None:
         _divide(optimizer, scale)
         return step()
-    if why_not_masked(optimizer):  # its groups have changed since it was first asked
+    if why_not_masked(optimizer):  # groups were added since the first check
         return unless(optimizer, step, found_inf, rates=rates, scale=scale)
     optimizer.found_inf = found_inf  # torch's steps hand it to their kernels
     optimizer.grad_scale = scale
@@ -121,7 +120,7 @@ def unless(
     rates: list[Tensor] | None = None,
     scale: Tensor | None = None,
 ) -> Any:
-    """Make a step that no kernel leaves out, by these rates and scale, unless `found_inf` is 1: the host waits."""
+    """Make a step that no kernel can skip, with these rates and this scale, unless `found_inf` is 1: the host waits."""
     _divide(optimizer, scale)
     if found_inf is None:
         return step()
@@ -133,7 +132,7 @@ def unless(
 
 
 def _divide(optimizer: Optimizer, scale: Tensor | None) -> None:
-    """Divide the gradients, for a step that does not by itself."""
+    """Divide the gradients in place, for a step that does not do so itself."""
     if scale is not None:
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         torch._foreach_div_(gradients, scale)
@@ -141,7 +140,7 @@ def _divide(optimizer: Optimizer, scale: Tensor | None) -> None:
 
 @contextmanager
 def _at_rates(optimizer: Optimizer, rates: Sequence[Tensor | float] | None) -> Iterator[None]:
-    """Have the groups hold these learning rates inside."""
+    """Set these learning rates in the groups inside the block."""
     groups = optimizer.param_groups
     own = [group["lr"] for group in groups]
     for group, rate in zip(groups, own if rates is None else rates, strict=True):
@@ -154,10 +153,10 @@ def _at_rates(optimizer: Optimizer, rates: Sequence[Tensor | float] | None) -> I
 
 
 def why_not_masked(optimizer: Optimizer) -> str:
-    """Say why a kernel cannot leave a step out by itself; empty where it can.
+    """Return why the kernels of an optimizer cannot skip a step by `found_inf`; empty if they can.
 
-    Fused SGD leaves its momentum uninitialised where the very first step is left out: it is given zeros before, from
-    which the first step goes as from none, unless the gradient is dampened.
+    Fused SGD leaves its momentum uninitialized if the very first step is skipped. `ready_to_mask` creates it as zeros,
+    which gives the same first step unless the gradient is dampened.
     """
     groups, name = optimizer.param_groups, type(optimizer).__name__
     if type(optimizer) not in _CALLS:
@@ -172,10 +171,10 @@ def why_not_masked(optimizer: Optimizer) -> str:
 
 
 def spoiled(optimizer: Optimizer) -> torch.dtype | None:
-    """The type of parameters on the CPU that this fused SGD would train wrongly; None for all other optimizers.
+    """Return the dtype of CPU parameters that this fused SGD trains wrongly; None for all other optimizers.
 
-    Up to torch 2.13 the kernel leaves full vectors of bfloat16 and float16 weights as they are, and takes their
-    momentum from beside the buffer (https://github.com/pytorch/pytorch/issues/191763).
+    Up to torch 2.13 the kernel does not update full vectors of bfloat16 and float16 weights, and reads their momentum
+    from outside the buffer (https://github.com/pytorch/pytorch/issues/191763).
     """
     if not isinstance(optimizer, torch.optim.SGD):
         return None
@@ -184,13 +183,13 @@ def spoiled(optimizer: Optimizer) -> torch.dtype | None:
 
 
 def spoiled_by_sgd(parameters: Iterable[Tensor]) -> torch.dtype | None:
-    """The first type among these parameters that torch's fused SGD on the CPU trains wrongly, or None."""
+    """Return the first dtype among these parameters that torch's fused SGD on the CPU trains wrongly, or None."""
     kinds = dict.fromkeys(p.dtype for p in parameters if p.device.type == "cpu" and p.dtype in _REDUCED)
     return next((dtype for dtype in kinds if not _moves(dtype)), None)
 
 
 def ready_to_mask(optimizer: Optimizer) -> None:
-    """Give SGD the momentum that its first step would make, as zeros."""
+    """Create the momentum of SGD as zeros, so that its first step can be skipped."""
     for group in optimizer.param_groups if type(optimizer) is torch.optim.SGD else ():
         for parameter in group["params"] if group["momentum"] and not group["dampening"] else ():
             state = optimizer.state[parameter]
@@ -200,7 +199,7 @@ def ready_to_mask(optimizer: Optimizer) -> None:
 
 @cache
 def _moves(dtype: torch.dtype) -> bool:
-    """Whether one step of the kernel moves all weights of this type, tried on 64 of them."""
+    """Return whether one step of the kernel updates all of 64 weights of this dtype."""
     weights, gradients = (fill(64, dtype=dtype, device="cpu") for fill in (torch.zeros, torch.ones))
     with torch.no_grad():
         torch._fused_sgd_(
@@ -219,13 +218,13 @@ def _moves(dtype: torch.dtype) -> bool:
 
 
 def _is_uniform(group: Group) -> bool:
-    """Whether all parameters are plain ones of one device and type, so that one call of a kernel serves them."""
+    """Return whether all parameters are plain ones of one device and dtype, so that one kernel call is enough."""
     kinds = {(type(p) is torch.nn.Parameter, p.device, p.dtype) for p in group["params"]}
     return len(kinds) == 1 and next(iter(kinds))[0]
 
 
 def _gradients(group: Group) -> tuple[list[Tensor], list[Tensor]] | None:
-    """The parameters of a group that have gradients, and these; None where a rate or a switch is not as usual."""
+    """Return the parameters of a group that have gradients, and the gradients; None for an unusual group setting."""
     if group["fused"] is not True or group["differentiable"] or isinstance(group["lr"], Tensor):
         return None
     parameters: list[Tensor] = group["params"]
@@ -326,17 +325,17 @@ def step_of(
     *,
     scale: Callable[[], Tensor | None] | None = None,
 ) -> Callable[[], Any]:
-    """Return what makes one step of `optimizer`: its kernels where they are known, else its `step` less the wrapper.
+    """Return a function that makes one step of `optimizer`: by its kernels, or its `step` without the wrapper.
 
     Torch wraps every `step` to label it for the profiler and to call hooks, which costs 10 to 14 us a call (fused SGD
-    and AdamW, six parameters, one x86 core, torch 2.13). Where no profiler runs, no hook is registered, on this
-    optimizer or on all, and neither object nor class has been given another `step`, the function inside is called; of
-    one that was built with `fused=True` its kernels (see `DirectStep`), unless a scale hangs on it, as that of torch's
-    GradScaler. That is asked at every step, so that any of them may come at any time.
+    and AdamW, six parameters, one x86 core, torch 2.13). Without a profiler, hooks (of this optimizer or of all) or a
+    replaced `step`, the function inside the wrapper is called; for an optimizer built with `fused=True` its kernels
+    (see `DirectStep`), unless torch's GradScaler has set a scale on it. This is checked at every step, so that any of
+    these may be added at any time.
 
-    With `found_inf` the kernels leave out every step before which it is 1, and take the learning rates of the groups
-    from `rates`, where it is given; the host reads it before a step with hooks, or another one in its place. By what
-    `scale` gives the gradients are divided, in the kernels too.
+    `found_inf`: the kernels skip every step before which it is 1; before a step with hooks, or a replaced one, the host
+    reads it. `rates`: returns the learning rates of the groups. `scale`: returns a tensor by which the gradients are
+    divided, in the kernels too.
     """
     cls, own = type(optimizer), vars(optimizer)
     wrapper = cls.step
@@ -346,15 +345,15 @@ def step_of(
     profiled = getattr(torch.autograd, "_profiler_enabled", None)
     known = getattr(wrapper, "hooked", False) and BEFORE in own and AFTER in own
     if not known or inner is None or before_all is None or after_all is None or profiled is None:
-        return _as_it_is(optimizer, found_inf, rates, scale=scale)
+        return _plain_step(optimizer, found_inf, rates, scale=scale)
     direct = direct_step(optimizer, inner)
 
     def step() -> Any:
         at, by = None if rates is None else rates(), None if scale is None else scale()
         if own[BEFORE] or own[AFTER] or before_all or after_all or cls.step is not wrapper:
-            return unless(optimizer, optimizer.step, found_inf, rates=at, scale=by)  # hooks may move weights as well
+            return unless(optimizer, optimizer.step, found_inf, rates=at, scale=by)  # hooks may change weights too
         if "step" in own:
-            # Torch's schedulers wrap `step` to note that it was called, and do nothing else: a kernel can leave it out.
+            # Torch's schedulers wrap `step` only to count its calls: a kernel can skip the step.
             noted = hasattr(own["step"], "_wrapped_by_lr_sched") and own["step"].__wrapped__ is wrapper
             make = masked if noted else unless
             return make(optimizer, optimizer.step, found_inf, rates=at, scale=by)
@@ -369,20 +368,20 @@ def step_of(
     return step
 
 
-def _as_it_is(
+def _plain_step(
     optimizer: Optimizer,
     found_inf: Tensor | None,
     rates: Callable[[], list[Tensor]] | None,
     *,
     scale: Callable[[], Tensor | None] | None,
 ) -> Callable[[], Any]:
-    """The step of an optimizer whose torch wraps it otherwise."""
+    """Return the step of an optimizer whose `step` torch wraps in another way."""
     if found_inf is None and scale is None:
 
-        def as_it_is() -> Any:
+        def plain() -> Any:
             return optimizer.step()  # looked up at each step: a torch scheduler may be built on it at any time
 
-        return as_it_is
+        return plain
 
     def step() -> Any:
         at, by = None if rates is None else rates(), None if scale is None else scale()

@@ -1,4 +1,4 @@
-"""Parameter groups by name: which weights decay, and which rate each part and each layer of a model has."""
+"""Parameter groups by name: weight decay, and a learning rate for each part or layer of a model."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from trainwright.core.suggestions import suggests
 from trainwright.modules.matching import find
 
 NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-"""Torch's normalisation layers that have parameters: batch, instance, layer, group and RMS normalisation."""
+"""Torch's normalization layers that have parameters: batch, instance, layer, group and RMS normalization."""
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-"""What stands for the layers in it, where it is named among layers."""
+"""Modules that represent the layers inside them, if named in `layers`."""
 
 Group = dict[str, Any]
 
@@ -37,17 +37,17 @@ def param_groups(
 ) -> list[Group]:
     """Return the parameters of a model in named groups, for any optimizer that takes groups.
 
-    Weights decay, those of embeddings too. Biases and all other parameters with fewer than two dimensions do not, nor
-    do parameters of normalisation layers, nor what the names in `no_decay` mean. Frozen parameters are given as well:
-    they wait in their group, without a step, until they are unfrozen. A tied parameter is given once.
+    Weights decay, embeddings included. No decay: biases and all other parameters with fewer than two dimensions,
+    parameters of normalization layers, and parameters that `no_decay` names. Frozen parameters are included: they are
+    not updated until they are unfrozen. A tied parameter is in one group.
 
-    A name is that of a submodule ("backbone.0"), or a glob over the names of parameters ("*.bias"). `lrs` gives what a
-    name means a rate of its own; where several match, the longest wins (wildcards do not count). `layers` names layers
-    from the input to the output, and `layer_decay` is the factor from each layer's rate to that of the layer before it:
-    with n layers the rate of the i-th (from 0) is multiplied by `layer_decay ** (n - i)`. A ModuleList, ModuleDict or
-    Sequential in it stands for the layers inside; by a glob ("stem.*") it is one layer. What lies in none has its full
-    rate.
-    SettingError for a setting that cannot work, and for a name without a parameter to hold for.
+    A name is that of a submodule ("backbone.0"), or a glob over the names of parameters ("*.bias"). `lrs` sets the rate
+    of the parameters that a name matches; if several match, the longest wins (wildcards do not count). `layers` names
+    layers from the input to the output, and `layer_decay` is the factor from each layer's rate to that of the layer
+    before it: with n layers the rate of the i-th (from 0) is multiplied by `layer_decay ** (n - i)`. A ModuleList,
+    ModuleDict or Sequential in it represents the layers inside; a glob ("stem.*") is one layer. Parameters in no layer
+    have the full rate.
+    SettingError for settings that cannot work, and for a name that matches no parameter.
     """
     return Groups(
         lr=lr, weight_decay=weight_decay, lrs=lrs, no_decay=no_decay, layer_decay=layer_decay, layers=layers
@@ -56,7 +56,7 @@ def param_groups(
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
-    """The settings of groups; `owner` is the function that they were given to, as it is named in errors."""
+    """The settings of groups; `owner`: name of the function that they were given to, for errors."""
 
     lr: float
     weight_decay: float
@@ -82,16 +82,16 @@ class Groups:
             raise SettingError(message(f"{self.owner}: a layer_decay goes with its layers", have=have, fix=fix))
 
     def shown(self) -> Iterator[str]:
-        """The settings beside rate and decay, as they are written."""
+        """Yield the settings besides rate and decay, as code."""
         yield f"lrs={self.lrs!r}"
         for name, unset in (("no_decay", ()), ("layer_decay", None), ("layers", ())):
             if getattr(self, name) != unset:
                 yield f"{name}={getattr(self, name)!r}"
 
     def of(self, model: nn.Module) -> list[Group]:
-        """Group a model's parameters; those of the common rate come first, and no group is empty.
+        """Return the groups of a model's parameters; those with the common rate come first, and none is empty.
 
-        Both kinds are apart without weight decay too, so that a checkpoint fits whatever the decay is.
+        Decaying and other parameters are separate even without weight decay, so that checkpoints fit for any decay.
         """
         named = self._parameters(model)
         keys, depths, rates = self._keys(model), self._depths(model), self.lrs or {}
@@ -126,12 +126,12 @@ class Groups:
             what = f"{self.owner}: {type(model).__name__} has no parameters"
             raise SettingError(message(what, want="a model to train"))
         if lazy := [name for name, parameter in named.items() if is_lazy(parameter)]:
-            what = f"{self.owner}: {lazy[0]!r} has no shape yet, so that nobody knows whether it decays"
+            what = f"{self.owner}: {lazy[0]!r} has no shape yet, so that it is unknown whether it decays"
             raise SettingError(message(what, fix="call model(one_batch) once before the optimizer is made"))
         return named
 
     def _keys(self, model: nn.Module) -> dict[nn.Parameter, str]:
-        """For each parameter the name in `lrs` that holds for it; SettingError for a name that holds for none."""
+        """Map each parameter to the name in `lrs` that sets its rate; SettingError for a name that sets none."""
         lrs, matches = self.lrs or {}, dict[nn.Parameter, list[str]]()
         for key in lrs:
             for parameter in find(model, key, f"{self.owner}(lrs={{{key!r}: ...}})").parameters.values():
@@ -139,7 +139,7 @@ class Groups:
         chosen = {parameter: self._longest(keys) for parameter, keys in matches.items()}
         for key in lrs:
             if key not in chosen.values():
-                why = "other names hold for all of its parameters" if any(key in m for m in matches.values()) else ""
+                why = "other names match all of its parameters" if any(key in m for m in matches.values()) else ""
                 what = f"{self.owner}(lrs={{{key!r}: ...}}): {why or 'it has no parameters'}"
                 raise SettingError(message(what, fix=f"leave {key!r} out of lrs"))
         return chosen
@@ -159,7 +159,7 @@ class Groups:
         return first
 
     def _depths(self, model: nn.Module) -> dict[nn.Parameter, str]:
-        """The layer of each parameter that lies in one, from the input on; a tied one lies in the first."""
+        """Map each parameter in a layer to that layer, from the input on; a tied one to the first."""
         found: dict[nn.Parameter, str] = {}
         for name in self.layers:
             written = f"{self.owner}(layers=[{name!r}, ...])"
@@ -177,7 +177,7 @@ class Groups:
         return found
 
     def _without_decay(self, model: nn.Module, parameters: Iterable[nn.Parameter]) -> set[nn.Parameter]:
-        """Parameters with fewer than two dimensions, all that lie in normalisation layers, and those that are named."""
+        """Return parameters with fewer than two dimensions, in normalization layers, or named in `no_decay`."""
         norms = {p for module in model.modules() if isinstance(module, NORMS) for p in module.parameters()}
         named = {
             p
@@ -188,7 +188,7 @@ class Groups:
 
 
 def checked_names(owner: str, setting: str, names: Any) -> tuple[str, ...]:
-    """Names as a tuple; SettingError for what is none."""
+    """Return names as a tuple; SettingError for anything else."""
     given = (names,) if isinstance(names, str) else names
     if not isinstance(given, list | tuple) or not all(isinstance(name, str) for name in given):
         what = f"{owner}({setting}={names!r})"

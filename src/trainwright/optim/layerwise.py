@@ -1,4 +1,4 @@
-"""What optimizers share that scale the update of each layer by norms: the tensors of a step, and the ratios."""
+"""LARS and LAMB: optimizers for large batches, which scale the update of each layer by a ratio of norms."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from trainwright.core.checks import check_choice, check_number
 from trainwright.core.errors import SettingError, message
 from trainwright.core.suggestions import suggests
-from trainwright.modules.dtensors import is_sharded, joined_norms, local
+from trainwright.modules.dtensors import global_norms, is_sharded, local_shards
 from trainwright.optim.optimizers import checked_betas
 
 Group = dict[str, Any]
@@ -22,10 +22,10 @@ _REDUCED = {torch.float16, torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
-class Alike:
-    """Parameters of one device and type that have gradients: themselves, their gradients and states, as they lie here.
+class TensorBatch:
+    """Parameters of one device and dtype with their gradients and states, for foreach kernels.
 
-    Of a parameter in shards that is the part that this process holds, to be changed in place.
+    Of a sharded parameter, weights, gradients and states are the local shards, to be changed in place.
     """
 
     parameters: list[Tensor]
@@ -35,10 +35,10 @@ class Alike:
 
 
 class LayerwiseOptimizer(Optimizer):
-    """An optimizer whose groups say by `adapt` which parameters have an update scaled by their norm."""
+    """Base of both: `adapt` in a group selects the parameters whose update is scaled by norms."""
 
     moments: tuple[str, ...] = ()
-    """The states of a parameter that have its shape, and begin at zero."""
+    """Names of the states that have the shape of their parameter and start at zero."""
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group; SettingError for a setting that cannot work."""
@@ -54,28 +54,28 @@ class LayerwiseOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one step; gives the loss where a closure computes it."""
+        """Make one step; return the loss if a closure computes it."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            for alike in self._alike(group):
-                self.update(group, alike)
-                for parameter in alike.parameters:
-                    if is_sharded(parameter):  # a write to what lies here is none to the tensor
+            for batch in self._batches(group):
+                self.update(group, batch)
+                for parameter in batch.parameters:
+                    if is_sharded(parameter):  # writing to the local shard does not count as a write to the DTensor
                         torch.autograd.graph.increment_version(parameter)
         return loss
 
-    def update(self, group: Group, alike: Alike) -> None:
-        """Change the weights and states of some parameters of a group in place."""
+    def update(self, group: Group, batch: TensorBatch) -> None:
+        """Update the weights and states of some parameters of a group in place."""
         raise NotImplementedError
 
-    def adapted(self, group: Group, alike: Alike) -> list[int]:
-        """The places of the parameters whose update is scaled by norms: all, or those with two dimensions or more."""
-        return [i for i, p in enumerate(alike.parameters) if group["adapt"] == "all" or p.dim() > 1]
+    def adapted(self, group: Group, batch: TensorBatch) -> list[int]:
+        """Return the indices of parameters whose update is scaled: all, or those with two dimensions or more."""
+        return [i for i, p in enumerate(batch.parameters) if group["adapt"] == "all" or p.dim() > 1]
 
-    def _alike(self, group: Group) -> Iterator[Alike]:
+    def _batches(self, group: Group) -> Iterator[TensorBatch]:
         found: dict[Any, list[Tensor]] = {}
         for parameter in group["params"]:
             if parameter.grad is not None:
@@ -83,11 +83,11 @@ class LayerwiseOptimizer(Optimizer):
                 kind = parameter.device, parameter.dtype, parameter.grad.dtype
                 found.setdefault(kind, []).append(parameter)
         for parameters in found.values():
-            yield Alike(
+            yield TensorBatch(
                 parameters=parameters,
-                weights=local(parameters),
-                gradients=local(p.grad for p in parameters if p.grad is not None),
-                states={name: local(self.state[p][name] for p in parameters) for name in self.moments},
+                weights=local_shards(parameters),
+                gradients=local_shards(p.grad for p in parameters if p.grad is not None),
+                states={name: local_shards(self.state[p][name] for p in parameters) for name in self.moments},
             )
 
     def _begin(self, parameter: Tensor) -> None:
@@ -102,15 +102,15 @@ class LayerwiseOptimizer(Optimizer):
 
 
 def norms(tensors: list[Tensor], of: list[Tensor]) -> Tensor:
-    """The 2-norms of tensors in one, in float32 at least; `of`: the parameters whose parts, lying here, they may be."""
+    """Return the 2-norms of tensors in one tensor, at least float32; `of`: the parameters whose shards these may be."""
     dtype = torch.float32 if tensors[0].dtype in _REDUCED else None
-    return joined_norms(torch.stack(torch._foreach_norm(tensors, 2, dtype)), of)
+    return global_norms(torch.stack(torch._foreach_norm(tensors, 2, dtype)), of)
 
 
-def scaled(updates: list[Tensor], places: list[int], ratios: Tensor) -> None:
-    """Put the updates at these places, each multiplied by its ratio, in their stead."""
-    for place, update in zip(places, torch._foreach_mul([updates[i] for i in places], ratios.unbind()), strict=True):
-        updates[place] = update
+def scaled(updates: list[Tensor], indices: list[int], ratios: Tensor) -> None:
+    """Multiply the updates at these indices by their ratios, in place in the list."""
+    for index, update in zip(indices, torch._foreach_mul([updates[i] for i in indices], ratios.unbind()), strict=True):
+        updates[index] = update
 
 
 @suggests
@@ -165,15 +165,15 @@ class Lamb(LayerwiseOptimizer):
         check_number(clamp[0], written, least=0)
         check_number(clamp[1], written, above=clamp[0])
 
-    def update(self, group: Group, alike: Alike) -> None:
-        """Change the weights and the moments of some parameters in place."""
+    def update(self, group: Group, batch: TensorBatch) -> None:
+        """Update the weights and the moments of some parameters in place."""
         beta1, beta2 = group["betas"]
-        first, second = (alike.states[name] for name in self.moments)
+        first, second = (batch.states[name] for name in self.moments)
         torch._foreach_mul_(first, beta1)
-        torch._foreach_add_(first, alike.gradients, alpha=1 - beta1)
+        torch._foreach_add_(first, batch.gradients, alpha=1 - beta1)
         torch._foreach_mul_(second, beta2)
-        torch._foreach_addcmul_(second, alike.gradients, alike.gradients, value=1 - beta2)
-        steps = self._counted(alike)
+        torch._foreach_addcmul_(second, batch.gradients, batch.gradients, value=1 - beta2)
+        steps = self._counted(batch)
         below = torch._foreach_sqrt(second)
         if group["bias_correction"]:
             torch._foreach_div_(below, [(1 - beta2**step) ** 0.5 for step in steps])
@@ -182,25 +182,25 @@ class Lamb(LayerwiseOptimizer):
         if group["bias_correction"]:
             torch._foreach_div_(updates, [1 - beta1**step for step in steps])
         if group["weight_decay"]:
-            torch._foreach_add_(updates, alike.weights, alpha=group["weight_decay"])
-        places = self.adapted(group, alike)
-        if places:
-            scaled(updates, places, self._ratios(group, alike, places=places, updates=updates))
-        torch._foreach_add_(alike.weights, updates, alpha=-group["lr"])
+            torch._foreach_add_(updates, batch.weights, alpha=group["weight_decay"])
+        indices = self.adapted(group, batch)
+        if indices:
+            scaled(updates, indices, self._ratios(group, batch, indices=indices, updates=updates))
+        torch._foreach_add_(batch.weights, updates, alpha=-group["lr"])
 
-    def _counted(self, alike: Alike) -> list[float]:
-        """The number of each parameter's step."""
-        states = [self.state[parameter] for parameter in alike.parameters]
+    def _counted(self, batch: TensorBatch) -> list[float]:
+        """Increase and return the step count of each parameter."""
+        states = [self.state[parameter] for parameter in batch.parameters]
         for state in states:
             state["step"] = state.get("step", torch.zeros((), dtype=torch.float32, device="cpu")) + 1
         return [state["step"].item() for state in states]
 
-    def _ratios(self, group: Group, alike: Alike, *, places: list[int], updates: list[Tensor]) -> Tensor:
-        of = [alike.parameters[i] for i in places]
-        weights = norms([alike.weights[i] for i in places], of)
+    def _ratios(self, group: Group, batch: TensorBatch, *, indices: list[int], updates: list[Tensor]) -> Tensor:
+        of = [batch.parameters[i] for i in indices]
+        weights = norms([batch.weights[i] for i in indices], of)
         if group["clamp"] is not None:
             weights = weights.clamp(*group["clamp"])
-        lengths = norms([updates[i] for i in places], of)
+        lengths = norms([updates[i] for i in indices], of)
         return torch.where((weights > 0) & (lengths > 0), weights / lengths, 1.0)
 
 
@@ -214,8 +214,8 @@ class Lars(LayerwiseOptimizer):
         v <- m * v + ratio * (g + b * w)
         w <- w - lr * v
 
-    The rate stands outside of v, as in torch's SGD. The paper has it inside (v <- m * v + lr * ratio * ...): the same
-    while the rate stays; after a change, v here follows at once. `nesterov` steps by ratio * (g + b * w) + m * v.
+    The rate is outside of v, as in torch's SGD. The paper has it inside (v <- m * v + lr * ratio * ...): the same for a
+    constant rate; after a change of the rate, v here adapts at once. `nesterov` steps by ratio * (g + b * w) + m * v.
 
     With `adapt="weights"` the ratio is for parameters with two dimensions or more, and biases and norms are stepped as
     by SGD; "all" has it for every parameter, as in the paper. Groups may set each of these; `param_groups` gives such
@@ -247,23 +247,23 @@ class Lars(LayerwiseOptimizer):
         if group["nesterov"] and not group["momentum"]:
             raise SettingError(message("Lars(nesterov=True, momentum=0)", want="a momentum", fix="momentum=0.9"))
 
-    def update(self, group: Group, alike: Alike) -> None:
-        """Change the weights and the momentum of some parameters in place."""
+    def update(self, group: Group, batch: TensorBatch) -> None:
+        """Update the weights and the momentum of some parameters in place."""
         decay, momentum = group["weight_decay"], group["momentum"]
-        updates = list(torch._foreach_add(alike.gradients, alike.weights, alpha=decay)) if decay else alike.gradients[:]
-        places = self.adapted(group, alike)
-        if places:
-            scaled(updates, places, self._ratios(group, alike, places=places))
+        updates = list(torch._foreach_add(batch.gradients, batch.weights, alpha=decay)) if decay else batch.gradients[:]
+        indices = self.adapted(group, batch)
+        if indices:
+            scaled(updates, indices, self._ratios(group, batch, indices=indices))
         if momentum:
-            velocity = alike.states["momentum_buffer"]
+            velocity = batch.states["momentum_buffer"]
             torch._foreach_mul_(velocity, momentum)
             torch._foreach_add_(velocity, updates)
             nesterov = group["nesterov"]
             updates = list(torch._foreach_add(updates, velocity, alpha=momentum)) if nesterov else velocity
-        torch._foreach_add_(alike.weights, updates, alpha=-group["lr"])
+        torch._foreach_add_(batch.weights, updates, alpha=-group["lr"])
 
-    def _ratios(self, group: Group, alike: Alike, *, places: list[int]) -> Tensor:
-        of = [alike.parameters[i] for i in places]
-        weights = norms([alike.weights[i] for i in places], of)
-        below = norms([alike.gradients[i] for i in places], of) + group["weight_decay"] * weights
+    def _ratios(self, group: Group, batch: TensorBatch, *, indices: list[int]) -> Tensor:
+        of = [batch.parameters[i] for i in indices]
+        weights = norms([batch.weights[i] for i in indices], of)
+        below = norms([batch.gradients[i] for i in indices], of) + group["weight_decay"] * weights
         return torch.where((weights > 0) & (below > 0), group["trust"] * weights / below, 1.0)

@@ -1,4 +1,4 @@
-"""Functions that make an optimizer of a model: AdamW, SGD and Muon with parameter groups, fused where that serves."""
+"""Functions that make an optimizer for a model: AdamW, SGD and Muon with parameter groups, fused where supported."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def adamw(
     layers: str | Sequence[str] = (),
     fused: Fused = "auto",
 ) -> Callable[[nn.Module], torch.optim.AdamW]:
-    """Return a function of a model that makes its `torch.optim.AdamW`, with named groups.
+    """Return a function that makes `torch.optim.AdamW` for a model, with named groups.
 
-    Which parameters decay, and which rate each has, is said by `weight_decay`, `lrs`, `no_decay`, `layer_decay` and
-    `layers`: see `param_groups`. `fused="auto"` uses torch's fused kernels where all parameters are floating point on
-    devices that have them, the CPU included. SettingError for a setting that cannot work.
+    `weight_decay`, `lrs`, `no_decay`, `layer_decay` and `layers` set decay and rate of each parameter as in
+    `param_groups`. `fused="auto"` uses torch's fused kernels if all parameters are floating point on devices that have
+    them, the CPU included. SettingError for settings that cannot work.
     """
     groups = Groups(
         lr=lr,
@@ -72,11 +72,11 @@ def sgd(
     layers: str | Sequence[str] = (),
     fused: Fused = "auto",
 ) -> Callable[[nn.Module], torch.optim.SGD]:
-    """Return a function of a model that makes its `torch.optim.SGD`, with momentum and named groups.
+    """Return a function that makes `torch.optim.SGD` for a model, with momentum and named groups.
 
-    Which parameters decay, and which rate each has, is said by `weight_decay`, `lrs`, `no_decay`, `layer_decay` and
-    `layers`: see `param_groups`. `fused="auto"` uses torch's fused kernels where they serve all parameters:
-    not those of bfloat16 or float16 on a CPU, where the kernel is wrong. SettingError for a setting that cannot work.
+    `weight_decay`, `lrs`, `no_decay`, `layer_decay` and `layers` set decay and rate of each parameter as in
+    `param_groups`. `fused="auto"` uses torch's fused kernels if they support all parameters: not bfloat16 or float16 on
+    a CPU, where the kernel is wrong. SettingError for settings that cannot work.
     """
     groups = Groups(
         lr=lr,
@@ -113,16 +113,16 @@ def muon(
     layers: str | Sequence[str] = (),
     fused: Fused = "auto",
 ) -> Callable[[nn.Module], MuonAdamW]:
-    """Return a function of a model that makes one optimizer of `torch.optim.Muon` and, for the rest, AdamW.
+    """Return a function that makes one optimizer for a model: `torch.optim.Muon` and, for other parameters, AdamW.
 
     Muon makes the update of a hidden layer's matrix orthogonal (https://kellerjordan.github.io/posts/muon/). It gets
-    the weights with two dimensions, but for embeddings and what `others` names: the output layer, and what else is no
-    hidden layer. Without `others` that is the last `nn.Linear` that the model defines; `()` leaves none out. All other
-    parameters are AdamW's. With `adjust_lr="match_rms_adamw"` Muon's steps are as long as AdamW's (arXiv 2502.16982),
-    and one rate serves both; "original" is that of the page above, and asks for an `adamw_lr` of its own.
+    the weights with two dimensions, except embeddings and the parameters that `others` names: the output layer, and any
+    other that is no hidden layer. By default that is the last `nn.Linear` that the model defines; `()` excludes none.
+    AdamW trains all other parameters. With `adjust_lr="match_rms_adamw"` Muon's steps are as long as AdamW's (arXiv
+    2502.16982), and one rate is right for both; "original" is that of the page above, and requires an `adamw_lr`.
 
-    Groups are those of `param_groups`, each split in two. Needs torch 2.9 or later. SettingError for a setting that
-    cannot work, and for a torch without Muon.
+    Groups are those of `param_groups`, each split in two. Requires torch 2.9. SettingError for settings that cannot
+    work, and for a torch without Muon.
     """
     groups = Groups(
         lr=lr,
@@ -146,9 +146,9 @@ def muon(
 
 
 def fused_for(optimizer: Any, model: nn.Module) -> dict[str, bool]:
-    """The keyword that has a torch class, or a partial of one, make a fused optimizer for `model`, where it can.
+    """Return `{"fused": True}` for a torch class, or a partial of one, that supports it for `model`; else no keyword.
 
-    Nothing is added where the partial says `fused`, `foreach` or `differentiable` itself, or gradients are sparse.
+    None is added if the partial sets `fused`, `foreach` or `differentiable` itself, or if gradients are sparse.
     """
     target, said = (optimizer.func, optimizer.keywords) if isinstance(optimizer, partial) else (optimizer, {})
     silent = not {"fused", "foreach", "differentiable"} & set(said) and not getattr(optimizer, "args", ())
@@ -157,7 +157,7 @@ def fused_for(optimizer: Any, model: nn.Module) -> dict[str, bool]:
 
 
 def could_be_fused(optimizer: Optimizer) -> bool:
-    """Whether an optimizer of torch's own was left to choose its way, and torch's fused kernels would serve it."""
+    """Return whether a torch optimizer was given no implementation, and torch's fused kernels support it."""
     target, groups = type(optimizer), optimizer.param_groups
     parameters = [p for group in groups for p in group["params"]]
     open_ = all(
@@ -168,7 +168,7 @@ def could_be_fused(optimizer: Optimizer) -> bool:
 
 
 def serves(target: Any, parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether the fused kernels of this class of torch's serve all of these.
+    """Return whether the fused kernels of this torch class support all of these parameters.
 
     Adagrad's is for the CPU alone up to 2.11, and SGD's is wrong there for reduced precision up to 2.13.
     """
@@ -180,7 +180,7 @@ def serves(target: Any, parameters: Iterable[torch.Tensor]) -> bool:
 
 
 class OptimizerFactory:
-    """A function of a model that makes its optimizer, which the trainer calls with the part that it is for."""
+    """A function that makes an optimizer for a model; the trainer calls it with the module to be trained."""
 
     groups: Groups
 
@@ -190,13 +190,13 @@ class OptimizerFactory:
 
     @property
     def name(self) -> str:
-        """The name of the function that gave it."""
+        """The name of the function that returned it."""
         return self.groups.owner
 
 
 @dataclass(frozen=True, kw_only=True)
 class TorchFactory(OptimizerFactory):
-    """What `adamw` and `sgd` give: makes the optimizer of a model when it is called with it."""
+    """Returned by `adamw` and `sgd`: makes a torch optimizer for a model."""
 
     kind: type[Any]
     groups: Groups
@@ -219,27 +219,26 @@ class TorchFactory(OptimizerFactory):
 
 
 class MuonAdamW(Optimizer):
-    """Steps the groups with `by="muon"` by `torch.optim.Muon`, those with `by="adamw"` by `torch.optim.AdamW`.
+    """Updates groups with `by="muon"` by `torch.optim.Muon`, and groups with `by="adamw"` by `torch.optim.AdamW`.
 
-    A group may hold any setting of its optimizer; what it does not hold has the optimizer's own default. To the outside
-    it is one optimizer: one list of groups, one state, one schedule. SettingError for a torch without Muon: it came
-    with 2.9.
+    A group may hold any setting of its optimizer; other settings have their defaults. To users it is one optimizer: one
+    list of groups, one state, one schedule. SettingError for a torch without Muon, which came with 2.9.
     """
 
     def __init__(self, params: Iterable[Group], lr: float = 1e-3) -> None:
         super().__init__(list(params), {"lr": lr, "differentiable": False})  # as torch has it after every load
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group, which says under `by` whose it is."""
+        """Add a group; its `by` names the optimizer that updates it."""
         by = param_group.get("by")
         if by not in ("muon", "adamw"):
             raise SettingError(message(f"a group with by={by!r}", want='"muon" or "adamw"', fix='{..., "by": "adamw"}'))
         super().add_param_group(param_group)
-        _kind(by)([param_group])  # gives the group its defaults, and refuses what this optimizer cannot train
+        _kind(by)([param_group])  # sets the group's defaults, and refuses parameters that it cannot train
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one step of both; gives the loss where a closure computes it."""
+        """Make one step of both; return the loss if a closure computes it."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -248,12 +247,12 @@ class MuonAdamW(Optimizer):
             groups = [group for group in self.param_groups if group["by"] == by]
             if groups:
                 inner, step = self._inner(by, groups)
-                inner.param_groups, inner.state = groups, self.state  # a load has replaced them
+                inner.param_groups, inner.state = groups, self.state  # `load_state_dict` replaces them
                 step()
         return loss
 
     def _inner(self, by: str, groups: list[Group]) -> Inner:
-        """Torch's optimizer of these groups, and its step. No copy and no pickle of this one has them."""
+        """Return torch's optimizer of these groups, and its step. Copies and pickles leave them out."""
         made: dict[str, Inner] = vars(self).setdefault("_made", {})
         if by not in made:
             inner = _kind(by)(groups)
@@ -263,7 +262,7 @@ class MuonAdamW(Optimizer):
 
 @dataclass(frozen=True, kw_only=True)
 class MuonFactory(OptimizerFactory):
-    """What `muon` gives: makes the optimizer of a model when it is called with it."""
+    """Returned by `muon`: makes a `MuonAdamW` for a model."""
 
     groups: Groups
     momentum: float
@@ -302,7 +301,7 @@ class MuonFactory(OptimizerFactory):
         return MuonAdamW([part for group in groups for part in self._split(group, hidden, fused)], lr=self.groups.lr)
 
     def _split(self, group: Group, hidden: set[nn.Parameter], fused: bool) -> Iterator[Group]:
-        """Muon's part of a group, then AdamW's; an empty one is left out."""
+        """Yield Muon's part of a group, then AdamW's, unless empty."""
         factor = 1.0 if self.adamw_lr is None else self.adamw_lr / self.groups.lr
         settings: dict[str, Group] = {
             "muon": {"momentum": self.momentum, "nesterov": self.nesterov, "adjust_lr_fn": self.adjust_lr},
@@ -314,7 +313,7 @@ class MuonFactory(OptimizerFactory):
                 yield group | {"params": members, "name": f"{group['name']}.{by}", "by": by} | own
 
     def _hidden(self, model: nn.Module) -> set[nn.Parameter]:
-        """The matrices of hidden layers; SettingError where there is none."""
+        """Return the matrices of hidden layers; SettingError if there is none."""
         embeddings = {m.weight for m in model.modules() if isinstance(m, EMBEDDINGS)}
         matrices = {p for p in model.parameters() if p.dim() == 2 and p.is_floating_point()}
         hidden = matrices - embeddings - self._others(model)
@@ -340,7 +339,7 @@ class MuonFactory(OptimizerFactory):
 
 
 def _kind(by: str) -> Any:
-    """Torch's class of this name; SettingError for a torch that has no Muon yet."""
+    """Return torch's class of this name; SettingError for a torch without Muon."""
     if by == "adamw":
         return AdamW
     kind = getattr(torch.optim, "Muon", None)
@@ -351,12 +350,12 @@ def _kind(by: str) -> Any:
 
 
 def _is_served(kind: Any, model: nn.Module) -> bool:
-    """Whether the fused kernels of this class of torch's serve a model, all of whose gradients are dense."""
+    """Return whether the fused kernels of this torch class support a model, all of whose gradients are dense."""
     return serves(kind, model.parameters()) and not any(getattr(m, "sparse", False) is True for m in model.modules())
 
 
 def checked_betas(owner: str, betas: Any) -> tuple[float, float]:
-    """Two numbers from 0 to below 1, as floats: torch takes no integers here."""
+    """Return two numbers from 0 to below 1, as floats: torch accepts no integers here."""
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise SettingError(message(f"{owner}(betas={betas!r})", want="two numbers", fix="betas=(0.9, 0.999)"))
     for beta in betas:
@@ -365,12 +364,12 @@ def checked_betas(owner: str, betas: Any) -> tuple[float, float]:
 
 
 def check_fused(owner: str, fused: Any) -> None:
-    """Refuse what is neither "auto" nor a bool."""
+    """Refuse values other than "auto" and bools."""
     check_choice(fused, owner, "fused", choices=("auto", True, False))
 
 
 def has_fused(parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether torch's fused kernels serve all of these; False for a torch that does not say where it has them."""
+    """Return whether torch's fused kernels support all of these; False for a torch that does not list its devices."""
     listed = getattr(_foreach_utils, "_get_fused_kernels_supported_devices", None)
     devices = listed() if listed is not None else ()
     return all(not is_lazy(p) and p.is_floating_point() and p.device.type in devices for p in parameters)

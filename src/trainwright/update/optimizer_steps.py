@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from trainwright.core.errors import SettingError, message
 from trainwright.core.suggestions import did_you_mean
 from trainwright.core.trees import parameters_in, parameters_of
-from trainwright.modules.dtensors import is_sharded, whole
+from trainwright.modules.dtensors import full_tensor, is_sharded
 from trainwright.optim.clip import ClipNorm
 from trainwright.optim.fused import step_of, why_not_masked
 from trainwright.optim.gradients import Gradients
@@ -91,7 +91,7 @@ class Stepper:
         self.norm = self.gradients.norm() if self.measures_norm else None
         if self.clip is not None:
             norm = self.clip(self.gradients.parameters)
-            norm = whole(norm) if self._wholly and norm is not None else norm
+            norm = full_tensor(norm) if self._wholly and norm is not None else norm
             self.norm = norm if self.norm is None else self.norm
 
     def can_fuse_clipping(self) -> bool:
