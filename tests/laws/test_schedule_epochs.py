@@ -32,7 +32,7 @@ from trainwright import (
     WarmupStableDecay,
 )
 from trainwright.core.plan import Plan
-from trainwright.fit.epochs import Lengths, RunPlan
+from trainwright.fit.epochs import EpochLengths, RunPlan
 from trainwright.update.device_state import DeviceRates
 
 generator = torch.Generator().manual_seed(0)
@@ -282,7 +282,7 @@ def test_what_was_planned_by_the_length_is_refused_before_another_update(planned
 
 
 def test_the_law_sees_a_length_that_is_never_compared(monkeypatch):
-    monkeypatch.setattr(Lengths, "_found", lambda *_, **__: None)
+    monkeypatch.setattr(EpochLengths, "_compare", lambda *_, **__: None)
     with pytest.raises(AssertionError):
         test_what_was_planned_by_the_length_is_refused_before_another_update("Cosine", "function", RISING)
 
@@ -516,13 +516,13 @@ def test_a_plan_in_a_run_has_the_epochs_that_are_over_as_they_were_and_those_to_
     plan = RunPlan(batches=7, accumulate=((0, 2), (3, 7)), epochs=5, past=((5, 4), (6, 5)))
     assert [plan.updates_in(epoch) for epoch in range(5)] == [5, 1, 4, 1, 1]
     assert [plan.updates_until(epoch) for epoch in range(6)] == [0, 5, 6, 10, 11, 12]
-    assert [plan.ends_until(epoch) for epoch in range(6)] == [0, 4, 5, 9, 10, 11]  # one update was held back
+    assert [plan.clock_after(epoch) for epoch in range(6)] == [0, 4, 5, 9, 10, 11]  # one update was held back
     assert plan.updates == 12
     longer = replace(plan, now=6)
     assert [longer.updates_until(epoch) for epoch in range(2, 6)] == [6, 12, 13, 14]
     assert (plan.planned.updates, longer.planned.updates) == (14, 14)
     stream = RunPlan(max_updates=9, past=((5, 5),))
-    assert (stream.updates_until(1), stream.updates_until(2), stream.ends_until(2)) == (5, None, None)
+    assert (stream.updates_until(1), stream.updates_until(2), stream.clock_after(2)) == (5, None, None)
 
 
 def test_milestones_that_fall_into_the_warm_up_of_a_shorter_epoch_are_refused():

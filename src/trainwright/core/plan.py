@@ -1,4 +1,4 @@
-"""The arithmetic of a run: how many micro-batches, updates and epochs, and what any span is in updates."""
+"""`Plan`: how many micro-batches, updates and epochs a run has, and how many updates a duration is."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import NamedTuple
 from trainwright.core.durations import Epochs, Seconds, Updates
 from trainwright.core.errors import SettingError
 
-FAR = 1 << 62
-"""An update that no run reaches: the end of an epoch that is longer than its data have said."""
+NEVER = 1 << 62
+"""An update that no run reaches: the end of an epoch whose length is unknown."""
 
 
-class Need(NamedTuple):
-    """Something that was computed from the lengths of epochs before they were known."""
+class LengthDependency(NamedTuple):
+    """A setting that was computed from the planned lengths of epochs: it is wrong where an epoch has another length."""
 
     asked_by: str
     value: Callable[[Plan], object] | None
-    """What it is in a plan; None: anything else as soon as one epoch has another length."""
+    """Computes it in a plan; None: it is wrong as soon as one epoch has another length."""
     is_total: bool = False
     """Whether it is the number of updates of the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a `fit` will do, known before its first update; also the header of the console."""
+    """What a `fit` will do, known before its first update. The console prints it as its header."""
 
     model: str = ""
     parameters: int = 0
@@ -48,13 +48,13 @@ class Plan:
     max_seconds: float | None = None
     epoch_updates: int | None = None
     finished: str = ""
-    """The directory of a run that is finished already: it is loaded, and nothing is trained."""
+    """The directory of a run that has finished: its result is loaded, and nothing is trained."""
     settings: tuple[str, ...] = ()
-    """What fills schedule, clip, average and frozen, in a few words each: `clip 1.0`."""
+    """The slots schedule, clip and average, and frozen modules, in a few words each: `clip 1.0`."""
     watched: tuple[str, ...] = ()
-    """The numbers that early stopping, the checkpoint and schedules judge by."""
+    """The numbers that early stopping, the checkpoint and schedules compare."""
     notes: tuple[str, ...] = ()
-    """Further lines of the header: what was switched, what was chosen and why."""
+    """Further lines of the header: switches of the process, automatic choices and their reasons."""
 
     def accumulated(self, epoch: int) -> int:
         """Micro-batches per update in `epoch`."""
@@ -80,26 +80,26 @@ class Plan:
         lengths = [last - first for first, last in pairwise(starts)]
         return sum(n * (self._planned_in(first) or 0) for first, n in zip(starts, lengths, strict=False))
 
-    def ends_until(self, epoch: int) -> int | None:
-        """The clock of applied updates when `epoch` epochs are over; None where it is not known."""
+    def clock_after(self, epoch: int) -> int | None:
+        """The clock of applied updates at the end of `epoch` epochs; None where it is not known."""
         return self.updates_until(epoch)
 
-    def note(self, need: Need) -> None:
-        """Note what is computed from the lengths of epochs. No-op here."""
+    def add_dependency(self, dependency: LengthDependency) -> None:
+        """Record a setting that was computed from the lengths of epochs. No-op here."""
 
     @property
-    def quiet(self) -> Plan:
-        """The same plan, which notes nothing."""
+    def untracked(self) -> Plan:
+        """The same plan, without a record of dependencies."""
         return self
 
     @property
     def planned(self) -> Plan:
-        """The plan as it was before any epoch had run."""
+        """The plan before the first epoch."""
         return self
 
     @property
     def updates(self) -> int | None:
-        """Updates of the whole stage, the horizon of schedules; None where it is not known."""
+        """Updates of the stage, the total of schedules; None where it is not known."""
         return self._total()
 
     def _total(self) -> int | None:
@@ -108,7 +108,7 @@ class Plan:
         return min(known) if known and (self.epochs is None or by_epochs is not None) else self.max_updates
 
     def horizon(self, asked_by: str) -> int:
-        """`updates`, or an error that names who needs it."""
+        """`updates`; SettingError where it is not known, with the name of the setting that needs it."""
         total = self._total()
         if total is None:
             raise SettingError(
@@ -116,17 +116,17 @@ class Plan:
                 want="data with a length, or the number of updates",
                 fix="fit(..., max_updates=10_000)",
             )
-        self.note(Need(asked_by, lambda plan: plan.updates, is_total=True))
+        self.add_dependency(LengthDependency(asked_by, lambda plan: plan.updates, is_total=True))
         return total
 
     def in_updates(self, span: Updates | Epochs | Seconds | float, asked_by: str) -> int:
-        """A span, or a fraction of the run below 1, as a whole number of updates (rounded, at least 1)."""
+        """A duration, or a fraction of the run below 1, as a number of updates (rounded, at least 1)."""
         if isinstance(span, Updates):
             return span.n
         if isinstance(span, Seconds):
             raise SettingError(f"{asked_by}: {span} cannot be planned in updates", fix="use Updates(n) or Epochs(n)")
         if isinstance(span, Epochs):
-            self.note(Need(asked_by, lambda plan: plan.in_updates(span, asked_by)))
+            self.add_dependency(LengthDependency(asked_by, lambda plan: plan.in_updates(span, asked_by)))
             return max(1, self._epochs_in_updates(span, asked_by))
         if isinstance(span, bool) or not isinstance(span, float) or not 0 <= span < 1:
             raise SettingError(
@@ -144,12 +144,12 @@ class Plan:
         return epoch + (update - begin) / (end - begin)
 
     def _epochs_in_updates(self, span: Epochs, asked_by: str) -> int:
-        whole = int(span.n)
-        before, inside = self.updates_until(whole), self.updates_in(whole)
+        full = int(span.n)
+        before, inside = self.updates_until(full), self.updates_in(full)
         if before is None or inside is None:
             raise SettingError(
                 f"{asked_by}: {span} cannot be counted in updates, for {self.train or 'the training data'} "
                 "has no length",
                 fix="use Updates(n), or fit(..., epoch_updates=n)",
             )
-        return before + round((span.n - whole) * inside)
+        return before + round((span.n - full) * inside)

@@ -110,7 +110,7 @@ class Pauses:
         self._epoch_ended = epoch_ended
         if epoch_ended and not counters.pause:  # else it has arrived before, in a run that ended in its validation
             self.run.check_epoch(self._updates_before)
-            self.run.lengths.ended()
+            self.run.lengths.epoch_ended()
             counters.epoch, counters.batch, self._updates_before = counters.epoch + 1, 0, counters.updates
             counters.begun = False
             if self.run.rates is not None:

@@ -22,13 +22,13 @@ def fetched(run: Run) -> Iterator[Window]:
     move = mover(run.owner, run.source, trains=True)
     with run.signals.waiting():
         opened = run.rollback.open_epoch()
-    run.lengths.opened()
+    run.lengths.check_announced()
     batches = run.signals.batches(opened)
     run.signals.watch_children()
     rows, count = hooks.rows, hooks.count
     if run.spread is None:
         grouped = windows(batches, size, rows=rows, count=count, always_count=hooks.counts_itself, move=move)
-        return run.lengths.watched(islice(grouped, left))
+        return run.lengths.checked(islice(grouped, left))
     from trainwright.update.sharded_window import dealt_windows
 
     spread = run.spread
@@ -42,4 +42,4 @@ def fetched(run: Run) -> Iterator[Window]:
         count=count,
         move=move,
     )
-    return run.lengths.watched(islice(dealt, left))
+    return run.lengths.checked(islice(dealt, left))

@@ -19,7 +19,7 @@ from trainwright.core.progress import Counters
 from trainwright.diagnostics.first_batch import FirstBatch, is_compiled
 from trainwright.evaluation.passes import check_passes, feed
 from trainwright.evaluation.shown_weights import Shown
-from trainwright.fit.epochs import Lengths
+from trainwright.fit.epochs import EpochLengths
 from trainwright.fit.fetching import fetched
 from trainwright.fit.per_rank_state import retake_shards
 from trainwright.fit.rollback import BETWEEN, COUNTING, UPDATING, Rollback
@@ -63,7 +63,7 @@ class Run:
     def __init__(self, owner: Owner, source: Source, plan: Plan, *, signals: Signals) -> None:
         self.owner, self.source = owner, source
         self.counters: Counters = owner.counters
-        self.lengths = Lengths(plan, source, owner.counters)
+        self.lengths = EpochLengths(plan, source, owner.counters)
         self.ledger: Ledger = owner.ledger
         self.random = Random()
         self.rollback = Rollback(owner, source, self.random, tracker=owner.ledger)
@@ -122,10 +122,10 @@ class Run:
         self.steppers = Steppers(owner.optimizers, owner.clip, wants_norm=wants_norm, modules=modules)
         self.gradients = self.steppers.all.gradients
         """The gradients of all optimizers together."""
-        plan = self.lengths.noting
+        plan = self.lengths.tracked
         self.rates = bind_rates(owner.schedule, owner.optimizers, plan)
         average: AveragedWeights | None = None if owner.average is None else owner.average.bind(owner.model, plan)
-        self.lengths.bound(self.rates)
+        self.lengths.follow(self.rates)
         self.average = average if average is not None and average.each_update else None
         """The average, where each update counts in it."""
         self.shown = Shown(

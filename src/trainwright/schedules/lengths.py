@@ -1,7 +1,7 @@
 """Lengths in schedules: `Updates(500)`, `Epochs(1)` or a fraction of the run, and the updates that they are in a plan.
 
-What is computed from the lengths of epochs is noted in the plan (`plan.note`), so that it can be compared where an
-epoch turns out to have another length.
+What is computed from the lengths of epochs is recorded in the plan (`plan.add_dependency`), so that it can be computed
+again where an epoch turns out to have another length.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import count
 
 from trainwright.core.durations import Epochs, Seconds, Updates
 from trainwright.core.errors import SettingError
-from trainwright.core.plan import FAR, Need, Plan
+from trainwright.core.plan import NEVER, LengthDependency, Plan
 
 Length = Updates | Epochs | float
 """A duration, or a fraction of the run as a float below 1."""
@@ -69,8 +69,8 @@ def end_of(length: Length, plan: Plan, *, start: int, asked_by: str) -> int:
     def end(plan: Plan) -> int:
         return plan.in_updates(Epochs(plan.epoch_at(start, asked_by) + length.n), asked_by)
 
-    plan.note(Need(asked_by, end))
-    return end(plan.quiet)
+    plan.add_dependency(LengthDependency(asked_by, end))
+    return end(plan.untracked)
 
 
 def start_of(length: Length, plan: Plan, *, end: int, asked_by: str) -> int:
@@ -82,8 +82,8 @@ def start_of(length: Length, plan: Plan, *, end: int, asked_by: str) -> int:
         first = plan.epoch_at(end, asked_by) - length.n
         return plan.in_updates(Epochs(first), asked_by) if first > 0 else (0 if first == 0 else -1)
 
-    plan.note(Need(asked_by, start))
-    return start(plan.quiet)
+    plan.add_dependency(LengthDependency(asked_by, start))
+    return start(plan.untracked)
 
 
 def every(
@@ -97,15 +97,15 @@ def every(
     if not isinstance(length, Epochs):
         updates = plan.in_updates(length, asked_by)
         return partial(count, start + updates, updates)
-    quiet = plan.quiet
-    first = quiet.epoch_at(start, asked_by)  # raises where epochs have no length
+    known = plan.untracked
+    first = known.epoch_at(start, asked_by)  # raises where epochs have no length
     if length.n * (plan.planned.updates_in(0) or 0) < 1:
         raise SettingError(f"{asked_by}: {length} is shorter than one update", fix="use Updates(1)")
     if is_whole(length) and (start == 0 or is_whole(warmup)):
         begun, n = int(warmup.n) if start and isinstance(warmup, Epochs) else 0, int(length.n)
-        return lambda: (clock_after(begun + k * n, quiet) for k in count(1))
-    plan.note(Need(asked_by, None))
-    return lambda: (quiet.in_updates(Epochs(first + k * length.n), asked_by) for k in count(1))
+        return lambda: (end_of_epochs(begun + k * n, known) for k in count(1))
+    plan.add_dependency(LengthDependency(asked_by, None))
+    return lambda: (known.in_updates(Epochs(first + k * length.n), asked_by) for k in count(1))
 
 
 def is_whole(length: Length | None) -> bool:
@@ -113,18 +113,18 @@ def is_whole(length: Length | None) -> bool:
     return isinstance(length, Epochs) and length.n == int(length.n)
 
 
-def clock_after(epochs: int, plan: Plan) -> int:
+def end_of_epochs(epochs: int, plan: Plan) -> int:
     """The clock of applied updates at the end of so many epochs."""
-    clock = plan.ends_until(epochs)
-    return FAR if clock is None else clock
+    clock = plan.clock_after(epochs)
+    return NEVER if clock is None else clock
 
 
 def constant(length: Length, plan: Plan, asked_by: str) -> int:
     """A length in updates that is the same wherever it begins; Epochs of different lengths are refused."""
     if not isinstance(length, Epochs):
         return plan.in_updates(length, asked_by)
-    updates = plan.quiet.in_updates(length, asked_by)
-    plan.note(Need(asked_by, None))
+    updates = plan.untracked.in_updates(length, asked_by)
+    plan.add_dependency(LengthDependency(asked_by, None))
     if len({plan.planned.updates_in(first) for first, _ in plan.accumulate}) > 1:
         raise SettingError(
             f"{asked_by}: {length} is no fixed number of updates, for accumulate changes during the run",

@@ -22,13 +22,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from trainwright.core.durations import Epochs
 from trainwright.core.errors import SettingError
-from trainwright.core.plan import FAR, Plan
+from trainwright.core.plan import NEVER, Plan
 from trainwright.core.suggestions import suggests
 from trainwright.schedules.lengths import (
     Length,
     check_length,
-    clock_after,
     end_of,
+    end_of_epochs,
     every,
     is_whole,
     rest_after,
@@ -124,9 +124,9 @@ class MultiStep(BuiltinSchedule):
 
     def bind(self, optimizer: Optimizer, plan: Plan) -> Rates:
         """The rates of this optimizer over this plan; milestones must rise."""
-        points = self._points(plan.quiet)
+        points = self._points(plan.untracked)
         if points != sorted(points):
-            raise self._refused(points, warmup_updates(self.warmup, plan.quiet, "MultiStep"))
+            raise self._refused(points, warmup_updates(self.warmup, plan.untracked, "MultiStep"))
         return BuiltinSchedule.bind(self, optimizer, plan)
 
     def spec(self, plan: Plan) -> TableSpec:
@@ -142,7 +142,7 @@ class MultiStep(BuiltinSchedule):
             build=lambda optimizer, _: torchs.MultiStepLR(optimizer, at_steps, gamma=self.gamma),
             warmup=warmup,
             ends=False,
-            steps=lambda: chain(after, repeat(FAR)),
+            steps=lambda: chain(after, repeat(NEVER)),
         )
 
     def _points(self, plan: Plan) -> list[int]:
@@ -150,8 +150,8 @@ class MultiStep(BuiltinSchedule):
         points = []
         for milestone in self.milestones:
             if isinstance(milestone, Epochs) and is_whole(milestone):
-                plan.quiet.in_updates(milestone, "MultiStep")  # raises where epochs have no length
-                points.append(clock_after(int(milestone.n), plan))
+                plan.untracked.in_updates(milestone, "MultiStep")  # raises where epochs have no length
+                points.append(end_of_epochs(int(milestone.n), plan))
             else:
                 points.append(plan.in_updates(milestone, "MultiStep"))
         return points

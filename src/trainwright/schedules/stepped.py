@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trainwright.core.checks import FormError, check_whole, is_count, is_none_or, is_number, is_text
 from trainwright.core.errors import SettingError
-from trainwright.core.plan import Need, Plan
+from trainwright.core.plan import LengthDependency, Plan
 from trainwright.core.suggestions import did_you_mean, suggests
 from trainwright.schedules.settings import BuiltinSchedule, settings_text
 from trainwright.schedules.table import BareOptimizer, GroupRates, are_settings
@@ -294,8 +294,8 @@ def _steps_in(plan: Plan, unit: Unit) -> int:
     def epochs(plan: Plan) -> int:
         return math.ceil(plan.epoch_at(plan.horizon("TorchSchedule"), "TorchSchedule"))
 
-    plan.note(Need("TorchSchedule", epochs))
-    return epochs(plan.quiet)
+    plan.add_dependency(LengthDependency("TorchSchedule", epochs))
+    return epochs(plan.untracked)
 
 
 def _check_built(scheduler: object, bare: Optimizer, schedule: TorchSchedule) -> None:

@@ -255,7 +255,7 @@ class TableRates(GroupRates):
     def replan(self, plan: Plan) -> None:
         """Make the tables of another plan."""
         self._spec = self._spec_in(plan)
-        self._total = (plan.quiet if self._spec.ends else plan.planned).updates
+        self._total = (plan.untracked if self._spec.ends else plan.planned).updates
         self.follows_epochs = self._spec.steps is not None
         self.version += 1
         self._make_tables()
