@@ -1,4 +1,4 @@
-"""Epochs of unequal length: schedules that count epochs follow, and a total that was computed from others is refused."""
+"""Epochs of unequal length: schedules that count epochs follow; a total that was computed from others is refused."""
 
 from __future__ import annotations
 
