@@ -16,6 +16,17 @@ from torch import Tensor, nn
 
 from trainwright.checkpointing.files import replace_file
 from trainwright.core.errors import SettingError, message
+from trainwright.core.torch_private import (
+    compiled_target,
+    dynamo_config,
+    dynamo_errors,
+    dynamo_utils,
+    function_mode,
+    function_mode_popped,
+    is_compiled,
+    plain_call,
+    set_compiled_call,
+)
 
 LIMIT = 64
 """How often torch may compile one function anew, where it would stop at 8: eight blocks need eight, and modes more."""
@@ -83,16 +94,15 @@ def compiled(
     """
     _refuse_compiled(model)
     chosen = find_regions(model, regions)
-    import torch._dynamo as dynamo
-
+    config = dynamo_config()
     record = Compiled(f"{_described(model, chosen)} by {_backend(options)}")
     log = _Log(record)
     with ExitStack() as undo:
-        undo.enter_context(dynamo.config.patch(recompile_limit=max(LIMIT, dynamo.config.recompile_limit)))
+        undo.enter_context(config.patch(recompile_limit=max(LIMIT, config.recompile_limit)))
         for module in chosen:
             undo.callback(_release, module)
             call = _Call(module, options, log, is_short=is_short, looks_on=looks_on)
-            module._compiled_call_impl = call
+            set_compiled_call(module, call)
         yield record
 
 
@@ -135,7 +145,7 @@ class _Call:
         looks_on: type[Looking] | None,
     ) -> None:
         self._module, self._options, self._log = module, options, log
-        self._plain: Callable[..., Any] = module._call_impl
+        self._plain = plain_call(module)
         self._is_short, self._looks_on = is_short, looks_on
         self._chooses = "dynamic" not in options
         """Whether sizes are held fixed here, shape by shape; else as the user's `dynamic` says."""
@@ -183,23 +193,19 @@ class _Call:
         return self._free
 
     def _compile(self, **sizes: Any) -> Callable[..., Any]:
-        from torch._dynamo import external_utils, trace_rules
-
-        # Torch compiles no frame of its own files: a forward from there is inlined into one that it does compile.
-        is_torchs = trace_rules.check(self._module.forward)
-        target = external_utils.wrap_inline(self._plain) if is_torchs else self._plain
+        target = compiled_target(self._module.forward, self._plain)
         call: Callable[..., Any] = torch.compile(target, **sizes, **self._options)
         return call
 
     def _run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         looks_on, log = self._looks_on, self._log
-        mode = None if looks_on is None else torch.overrides._get_current_function_mode()
+        mode = None if looks_on is None else function_mode()
         if looks_on is not None and isinstance(mode, looks_on):
             if self._shows is not False:  # uncompiled the first time, and always where it sees something inside
                 before, output = mode.seen, self._plain(*args, **kwargs)
                 self._shows = self._shows or mode.seen > before
                 return output
-            with torch.overrides._pop_mode_temporarily():
+            with function_mode_popped():
                 return self._run(call, args, kwargs)
         failed: Exception | None = None
         before = log.graphs
@@ -231,11 +237,9 @@ class _Log:
     """Notes what torch compiles while regions are called."""
 
     def __init__(self, record: Compiled) -> None:
-        from torch._dynamo import exc, utils
-
-        self.record, self._torch = record, utils
-        self.traced_error, self.compiler_error = exc.TorchRuntimeError, exc.TorchDynamoException
-        self._breaks = Counter(utils.counters["graph_break"])
+        self.record, self._torch = record, dynamo_utils()
+        self.traced_error, self.compiler_error = dynamo_errors()
+        self._breaks = Counter(self._torch.counters["graph_break"])
         self._last = self._newest()
 
     @property
@@ -291,7 +295,7 @@ def _has_fewer_rows(shapes: Shapes, known: Shapes) -> bool:
 
 
 def _refuse_compiled(model: nn.Module) -> None:
-    names = [name or type(model).__name__ for name, one in model.named_modules() if one._compiled_call_impl is not None]
+    names = [name or type(model).__name__ for name, one in model.named_modules() if is_compiled(one)]
     wrapped = type(model).__name__ == "OptimizedModule"
     if names or wrapped:
         what = "Fast(compile=...), and the model is compiled already"

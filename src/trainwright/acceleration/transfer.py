@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from trainwright.core.device import change, move
+from trainwright.core.torch_private import storage_uses
 
 SLOTS = 3
 """Batches on their way or in use at a time: one computes, one is there, one is copied."""
@@ -276,8 +277,7 @@ class _Uses:
         return self._alone is None or self._count() != self._alone
 
     def _count(self) -> int | None:
-        count = getattr(torch._C, "_storage_Use_Count", None)
-        return None if count is None else count(self._storage._cdata)
+        return storage_uses(self._storage)
 
 
 def _is_plain(tensor: Tensor) -> bool:

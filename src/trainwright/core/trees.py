@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.core.errors import SettingError
+from trainwright.core.torch_private import child_dict, parameter_dict
 
 Keys = tuple[Any, ...]
 """The path from the root of a tree to one of its values."""
@@ -121,7 +122,7 @@ def inside(root: nn.Module) -> list[nn.Module]:
         module = left.pop()
         if module not in found:
             found[module] = None
-            for one in reversed(list(module._modules.values())) if module._modules else ():
+            for one in reversed(list(child_dict(module).values())) if child_dict(module) else ():
                 if one is not None:
                     left.append(one)
     return list(found)
@@ -129,7 +130,7 @@ def inside(root: nn.Module) -> list[nn.Module]:
 
 def parameters_of(root: nn.Module) -> list[nn.Parameter]:
     """What `root.parameters()` gives, in its order."""
-    every = (p for module in inside(root) for p in module._parameters.values() if p is not None)
+    every = (p for module in inside(root) for p in parameter_dict(module).values() if p is not None)
     return list({id(p): p for p in every}.values())
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainwright.core.torch_private import version_of
 from trainwright.data.generators import is_generator
 
 _FIXED = (bool, int, float, complex, str, bytes, type(None), range, PurePath, Enum, torch.dtype, torch.Size, np.dtype)
@@ -110,7 +111,7 @@ def _noted(value: Any) -> Any:
     if isinstance(value, (*_FIXED, *_CODE)):
         return None
     if isinstance(value, Tensor):
-        return value._version if not value.is_inference() else _UNKNOWN
+        return version_of(value) if not value.is_inference() else _UNKNOWN
     if isinstance(value, np.ndarray):
         return value.tobytes() if value.nbytes <= _MOST_BYTES and value.dtype != object else _UNKNOWN
     if isinstance(value, list | tuple | dict | set):

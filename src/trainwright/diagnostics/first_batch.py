@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from trainwright.core import torch_private
 from trainwright.core.errors import message
 from trainwright.core.trees import inside
 
@@ -79,7 +80,7 @@ def is_compiled(model: torch.nn.Module) -> bool:
     if "torch._dynamo" not in sys.modules:
         return False
     each = inside(model)
-    return any(one._compiled_call_impl is not None or type(one).__name__ == "OptimizedModule" for one in each)
+    return any(map(torch_private.is_compiled, each))
 
 
 def _under_cross_entropy(output: Tensor, loss: Tensor) -> str | None:

@@ -13,6 +13,7 @@ from torch import nn
 from trainwright.core.checks import check_number
 from trainwright.core.errors import SettingError, StepError
 from trainwright.core.suggestions import suggests
+from trainwright.core.torch_private import BatchNorm, check_reducer_finalized
 from trainwright.distributed.world import Group
 
 COMPRESSIONS = ("bf16", "fp16")
@@ -105,7 +106,7 @@ class Wrapped:
     def check(self) -> None:
         """Refuse gradients of which some still wait for those of a parameter that was not used; StepError."""
         try:
-            self.ddp._check_reducer_finalized()
+            check_reducer_finalized(self.ddp)
         except RuntimeError as error:
             raise StepError(
                 "parameters without a gradient in this update, which were used before: the gradients of the "
@@ -141,7 +142,7 @@ def _convert(model: nn.Module, world: Group) -> None:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    return isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
+    return isinstance(module, BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
 
 
 def _compress(ddp: Any, kind: str, world: Group) -> None:

@@ -13,6 +13,13 @@ from torch.optim import Optimizer
 from trainwright.core.checks import check_number
 from trainwright.core.errors import SettingError
 from trainwright.core.suggestions import did_you_mean, suggests
+from trainwright.core.torch_private import (
+    fsdp_drop_unsharded_gradients,
+    fsdp_groups,
+    fsdp_initialize,
+    fsdp_reset,
+    fsdp_update_dtypes,
+)
 from trainwright.core.trees import parameters_in
 from trainwright.distributed.world import World
 from trainwright.modules.dtensors import is_sharded, reshard
@@ -102,7 +109,7 @@ def shard(model: nn.Module, settings: FSDP, world: World, *, device: torch.devic
     for name, having in called.items():
         for module in having:
             register_fsdp_forward_method(module, name)
-    root._get_fsdp_state()._lazy_init()  # now: a block that is called before the model would take itself for the root
+    fsdp_initialize(root)
 
 
 def set_sync(model: nn.Module, last: bool) -> None:
@@ -113,7 +120,7 @@ def set_sync(model: nn.Module, last: bool) -> None:
     """
     for module in _sharded_modules(model):
         module.set_requires_gradient_sync(last, recurse=False)
-        given_up = any(group.post_forward_mesh_info is not None for group in _groups_of(module))
+        given_up = any(group.post_forward_mesh_info is not None for group in fsdp_groups(module))
         module.set_reshard_after_backward(last or given_up, recurse=False)
 
 
@@ -124,22 +131,15 @@ def recover(model: nn.Module) -> None:
     """
     root: Any = model
     set_sync(model, True)
-    if hasattr(root, "reset_iter_state"):  # from torch 2.13 on
-        root.reset_iter_state()
-    else:
-        _stand_still(root)
-    for group in _groups(model):
-        for parameter in group.fsdp_params:
-            parameter.unsharded_accumulated_grad = None
-            if hasattr(parameter, "_unsharded_param"):
-                parameter._unsharded_param.grad = None
+    fsdp_reset(root, _sharded_modules(model), _groups(model))
+    fsdp_drop_unsharded_gradients(_groups(model))
     reshard(model)
 
 
 def retake(model: nn.Module) -> None:
     """Take over what is trained now: layers may be frozen or set free between epochs."""
     for group in _groups(model):
-        group._init_mp_dtypes()
+        fsdp_update_dtypes(group)
 
 
 def follow(model: nn.Module, optimizers: Mapping[str, Optimizer]) -> None:
@@ -267,27 +267,6 @@ def _sharded_modules(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def _stand_still(model: Any) -> None:
-    """What `reset_iter_state` does, for a torch without it: end what was under way, and forget where it stood."""
-    for group in _groups(model):
-        group.wait_for_unshard()
-        group._training_state = type(group._training_state).IDLE
-        group._post_forward_indices.clear()
-        group.comm_ctx.post_forward_order.clear()
-    for module in _sharded_modules(model):
-        state = module._get_fsdp_state()
-        state._training_state = type(state._training_state).IDLE
-        state._state_ctx.iter_forward_root = None
-        state._state_ctx.post_backward_final_callback_queued = False
-
-
 def _groups(model: nn.Module) -> list[Any]:
     """What torch keeps of the parameters that are gathered together, for all sharded modules."""
-    return list(dict.fromkeys(group for module in _sharded_modules(model) for group in _groups_of(module)))
-
-
-def _groups_of(module: Any) -> list[Any]:
-    """Those of one sharded module: one, from torch 2.12 on possibly several, and none where it has no parameter."""
-    state = module._get_fsdp_state()
-    groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
-    return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]
+    return list(dict.fromkeys(group for module in _sharded_modules(model) for group in fsdp_groups(module)))

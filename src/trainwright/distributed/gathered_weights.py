@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 
+from trainwright.core.torch_private import set_versions, versions_of
 from trainwright.distributed.world import World
 from trainwright.modules.dtensors import full_tensor
 
@@ -26,7 +27,7 @@ def full_state_dict(model: nn.Module, world: World) -> dict[str, Any]:
         if key not in gathered:
             gathered[key] = _gathered(value, keeps=world.is_main)
         full[name] = gathered[key]
-    cast(Any, full)._metadata = getattr(state, "_metadata", None)
+    set_versions(full, versions_of(state))
     return full if world.is_main else {}
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from trainwright.core.torch_private import version_of
 from trainwright.distributed.world import World, neighbours
 
 BYTES = 25 * 2**20
@@ -116,4 +117,4 @@ def _take(parameter: Tensor, mean: Tensor) -> None:
 
 def fingerprint(parameters: Sequence[Tensor]) -> dict[int, tuple[int, int]]:
     """What tells whether gradients were made or changed since: which tensors they are, and how often written to."""
-    return {id(p): (0, 0) if p.grad is None else (id(p.grad), p.grad._version) for p in parameters}
+    return {id(p): (0, 0) if p.grad is None else (id(p.grad), version_of(p.grad)) for p in parameters}

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from trainwright.core.errors import DistributedError, first_line, user_line
+from trainwright.core.torch_private import default_store
 from trainwright.distributed.attempts import share_store
 from trainwright.distributed.lingering import wait_for
 from trainwright.distributed.peer_errors import Cause, call_of, line_of, told
@@ -112,7 +113,7 @@ class _Watched:
         dist: Any = torch.distributed
         self.rank, self.size, self.timeout = group.rank, group.size, timeout
         name = getattr(group.group or dist.group.WORLD, "group_name", "")
-        store = dist.distributed_c10d._get_default_store().clone()
+        store = default_store().clone()
         self._store_of_all: Any = dist.PrefixStore(f"trainwright/watch/{name}", store)
         self._store: Any = dist.PrefixStore(str(run), self._store_of_all)
         self._tell, self._thread = tell, threading.get_ident()

@@ -30,6 +30,7 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from trainwright.core.errors import CheckpointError
+from trainwright.core.torch_private import set_versions, versions_of
 from trainwright.core.trees import Keys, parameters_in, path_text
 from trainwright.distributed.pieces import LazyTensor, Piece, PieceReader, Placeholder, TensorPieces
 from trainwright.distributed.world import World
@@ -256,8 +257,8 @@ def _walked(value: Any, keys: Keys, take: Callable[[Any, Keys], Any]) -> Any:
 def _as(before: Any, pairs: list[tuple[Any, Any]]) -> Any:
     """Return a dict of the same class as another one; a module's `state_dict` keeps its versions."""
     after = type(before)(pairs)
-    if hasattr(before, "_metadata"):
-        after._metadata = before._metadata
+    if (versions := versions_of(before)) is not None:
+        set_versions(after, versions)
     return after
 
 

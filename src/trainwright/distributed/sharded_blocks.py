@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.core.errors import SettingError
+from trainwright.core.torch_private import buffer_dict, parameter_dict
 from trainwright.distributed.world import World
 from trainwright.modules.dtensors import is_sharded
 
@@ -107,7 +108,7 @@ def first_weights(module: nn.Module, world: World, *, device: torch.device, know
 
 def _held(module: nn.Module, others: set[int], path: str) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters that are gathered with a module, by name: those in it, without those of sharded modules in it."""
-    for name, parameter in module._parameters.items():
+    for name, parameter in parameter_dict(module).items():
         if parameter is not None:
             yield f"{path}.{name}".lstrip("."), parameter
     for name, child in module.named_children():
@@ -139,7 +140,12 @@ def _shared(name: str, one: nn.Module, other: nn.Module) -> SettingError:
 
 
 def _own(module: nn.Module) -> list[Tensor]:
-    return [tensor for held in (module._parameters, module._buffers) for tensor in held.values() if tensor is not None]
+    return [
+        tensor
+        for held in (parameter_dict(module), buffer_dict(module))
+        for tensor in held.values()
+        if tensor is not None
+    ]
 
 
 def _is_meta(tensor: Tensor) -> bool:
@@ -148,12 +154,12 @@ def _is_meta(tensor: Tensor) -> bool:
 
 def _make(module: nn.Module, device: torch.device, known: dict[int, nn.Parameter]) -> None:
     """Room on the device for a module's own tensors; a parameter that is tied stays tied."""
-    for name, parameter in module._parameters.items():
+    for name, parameter in parameter_dict(module).items():
         if parameter is not None and parameter.is_meta:
             if id(parameter) not in known:
                 empty = torch.empty_like(parameter, device=device)
                 known[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-            module._parameters[name] = known[id(parameter)]
-    for name, buffer in module._buffers.items():
+            parameter_dict(module)[name] = known[id(parameter)]
+    for name, buffer in buffer_dict(module).items():
         if buffer is not None and buffer.is_meta:
-            module._buffers[name] = torch.empty_like(buffer, device=device)
+            buffer_dict(module)[name] = torch.empty_like(buffer, device=device)

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from trainwright.core.checks import check_whole
 from trainwright.core.errors import SettingError, message
 from trainwright.core.suggestions import suggests
+from trainwright.core.torch_private import is_compiled, is_operator, operator_name
 from trainwright.modules.dry_run import Given, Pass, measured, somewhere
 from trainwright.modules.matching import Blocks, described, find_blocks
 from trainwright.modules.replay import Replay
@@ -235,7 +236,7 @@ def _keeps_listed(operations: frozenset[Any], _: Any, operation: Any, *args: Any
 
 
 def _keeps_named(names: frozenset[str], _: Any, operation: Any, *args: Any, **kwargs: Any) -> bool:
-    kind, _, name = str(getattr(operation, "_schema", operation)).split("(")[0].partition("::")
+    kind, _, name = operator_name(operation).partition("::")
     return kind == "aten" and name.split(".")[0] in names
 
 
@@ -245,7 +246,7 @@ def _checked_policy(policy: Policy | None) -> Callable[..., Any] | None:
     if policy == "matmuls":
         return partial(_keeps_named, frozenset(_MATMULS))
     if isinstance(policy, Collection) and not isinstance(policy, str) and policy:
-        wrong = [one for one in policy if not isinstance(one, torch._ops.OpOverload | torch._ops.HigherOrderOperator)]
+        wrong = [one for one in policy if not is_operator(one)]
         if not wrong:
             return partial(_keeps_listed, frozenset(policy))
     elif callable(policy):
@@ -268,7 +269,7 @@ def _policy_name(policy: Policy | None) -> str:
 def _check_free(model: nn.Module, found: dict[str, nn.Module]) -> None:
     """Refuse blocks in which something is recomputed or compiled already."""
     for name, module in model.named_modules():
-        if module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule":
+        if is_compiled(module):
             what = f"checkpoint_activations, and {name or type(module).__name__} is compiled already"
             raise SettingError(what, want="checkpoint_activations(model, ...) before torch.compile")
     for name, around, module in _pairs(model, found):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from trainwright.core.device import widest_float
+from trainwright.core.torch_private import all_reduce
 from trainwright.core.trees import inside
 
 
@@ -192,5 +193,5 @@ def _all_reduce(value: Tensor, groups: MeshGroups, how: str) -> Tensor:
     """Return the "sum" or "max" of a value over the ranks of these groups."""
     collectives = torch.ops._c10d_functional  # torch's DTensors reduce by the same, with more bookkeeping
     for name in groups:
-        value = collectives.wait_tensor(collectives.all_reduce(value, how, name))
+        value = all_reduce(value, how, name)
     return value

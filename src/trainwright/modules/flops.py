@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from trainwright.core.device import move
 from trainwright.core.rng import unmoved
+from trainwright.core.torch_private import uncompiled
 from trainwright.core.trees import tensors_in
 
 PEAKS: dict[str, float] = {
@@ -70,7 +71,7 @@ def count_flops(model: nn.Module, *inputs: Any, backward: bool = True, **keyword
 
 def twin_on(model: nn.Module, device: torch.device | None) -> nn.Module:
     """A copy of a model without hooks, on a device; on meta without a copy of its numbers. None: where it lies."""
-    model = getattr(model, "_orig_mod", model)  # what torch.compile made is left out
+    model = uncompiled(model)
     known: dict[int, Any] = {}
     for module in model.modules():
         for name, value in vars(module).items():

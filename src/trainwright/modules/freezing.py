@@ -6,10 +6,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from trainwright.core.errors import SettingError, listed, message
 from trainwright.core.suggestions import suggests
+from trainwright.core.torch_private import BatchNorm, NormWithStatistics
 
 if TYPE_CHECKING:
     from trainwright.modules.matching import Found
@@ -81,7 +81,7 @@ def held(module: nn.Module) -> bool:
 
 def has_running_statistics(module: nn.Module) -> bool:
     """Whether a forward in train mode moves this layer's own running mean and variance."""
-    return isinstance(module, _NormBase) and module.track_running_stats
+    return isinstance(module, NormWithStatistics) and module.track_running_stats
 
 
 def layers_mixing_rows(model: nn.Module, loss: object = None) -> list[str]:
@@ -91,7 +91,7 @@ def layers_mixing_rows(model: nn.Module, loss: object = None) -> list[str]:
     for prefix, root in roots.items():
         for name, module in root.named_modules(prefix=prefix):
             moves = has_running_statistics(module) and module.training
-            if moves or (isinstance(module, _BatchNorm) and module.running_mean is None):
+            if moves or (isinstance(module, BatchNorm) and module.running_mean is None):
                 found.append(f"{type(module).__name__} {name!r}" if name else type(module).__name__)
     return found
 

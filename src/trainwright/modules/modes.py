@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.core.errors import message
+from trainwright.core.torch_private import buffer_dict, parameter_dict, versions_preserved
 from trainwright.core.trees import inside
 from trainwright.modules.dtensors import reshard
 from trainwright.modules.freezing import has_running_statistics, held
@@ -118,8 +119,7 @@ def unnoticed(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
     A step under way may have saved them for its backward, which would refuse them else.
     """
     versioned = tuple(tensor for tensor in tensors if not tensor.is_inference())
-    hidden: AbstractContextManager[None] = torch.autograd.grad_mode._unsafe_preserve_version_counter(versioned)
-    return hidden
+    return versions_preserved(versioned)
 
 
 def wake(model: nn.Module) -> list[str]:
@@ -210,12 +210,12 @@ def _kept_by(roots: tuple[nn.Module, ...]) -> tuple[list[tuple[nn.Parameter, boo
     moved: list[Tensor] = []
     for root in roots:
         for module in inside(root):
-            for parameter in module._parameters.values():
+            for parameter in parameter_dict(module).values():
                 if parameter is not None:
                     found.append((parameter, parameter.requires_grad, parameter.grad))
             if type(module).train is not _TRAIN:
                 moved += _moved_by_mode(module)
-            elif module._buffers and has_running_statistics(module):
+            elif buffer_dict(module) and has_running_statistics(module):
                 moved += module.buffers(recurse=False)
     return found, moved
 

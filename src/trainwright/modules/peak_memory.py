@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from trainwright.core.memory import free_memory, left_on
+from trainwright.core.torch_private import storage_id
 
 
 class Peaks(Protocol):
@@ -70,7 +71,7 @@ class TensorPeaks:
 
     def __init__(self, device: torch.device, known: Iterable[Tensor] = ()) -> None:
         self._device, self.peak = device, 0
-        self._known = list({tensor.untyped_storage()._cdata: tensor for tensor in known}.values())
+        self._known = list({storage_id(tensor.untyped_storage()): tensor for tensor in known}.values())
 
     def left(self) -> int | None:
         """Half of the memory that the system, and the control group of this process, have left on a CPU."""

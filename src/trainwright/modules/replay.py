@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from trainwright.core.errors import StepError
 from trainwright.core.rng import host_random_state, set_random_state
+from trainwright.core.torch_private import buffer_dict, parameter_dict, version_of
 from trainwright.core.trees import inside
 from trainwright.modules.freezing import has_running_statistics
 
@@ -27,11 +28,13 @@ class Replay:
     def __init__(self, module: nn.Module) -> None:
         self._parts = inside(module)
         self._module = module
-        self._weights = [(p, _version(p)) for part in self._parts for p in part._parameters.values() if p is not None]
-        self._moved = [
+        self._weights = [
+            (p, _version(p)) for part in self._parts for p in parameter_dict(part).values() if p is not None
+        ]
+        self._moved: list[tuple[nn.Module, str, Tensor, int, Tensor]] = [
             (part, name, buffer, _version(buffer), buffer.detach().clone())
             for part in self._parts
-            for name, buffer in part._buffers.items()
+            for name, buffer in buffer_dict(part).items()
             if buffer is not None and not _moves_alone(part)
         ]
         self._plain = [{k: v for k, v in vars(part).items() if type(v) in _PLAIN} for part in self._parts]
@@ -44,21 +47,21 @@ class Replay:
         self._moved = [
             found
             for found in self._moved
-            if found[0]._buffers.get(found[1]) is not found[2] or _version(found[2]) != found[3]
+            if buffer_dict(found[0]).get(found[1]) is not found[2] or _version(found[2]) != found[3]
         ]
 
     def __enter__(self) -> None:
         self._check_weights()
         self._draws_now = host_random_state()
         for part in self._parts:
-            self._found += [(vars(part), dict(vars(part))), (part._buffers, dict(part._buffers))]
+            self._found += [(vars(part), dict(vars(part))), (buffer_dict(part), dict(buffer_dict(part)))]
         for part, plain in zip(self._parts, self._plain, strict=True):
             vars(part).update(plain)
             if _moves_alone(part):
-                for name, buffer in part._buffers.items():
-                    part._buffers[name] = None if buffer is None else buffer.detach().clone()
+                for name, buffer in buffer_dict(part).items():
+                    buffer_dict(part)[name] = None if buffer is None else buffer.detach().clone()
         for part, name, _, _, before in self._moved:
-            part._buffers[name] = before.clone()
+            buffer_dict(part)[name] = before.clone()
         set_random_state(self._draws)
 
     def __exit__(self, *error: object) -> None:
@@ -89,4 +92,4 @@ def _moves_alone(module: nn.Module) -> bool:
 
 
 def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+    return 0 if tensor.is_inference() else version_of(tensor)

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainwright.core.torch_private import TorchDispatchMode, sparse_parts, storage_id
 from trainwright.core.trees import tensors_in
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ class Living(TorchDispatchMode):
         self._alive: dict[int, tuple[int, Any]] = {}
         # To hold what was there before: an address of its that came free could be that of another piece.
         self._known = [tensor.untyped_storage() for tensor in known]
-        self._addresses = {storage._cdata for storage in self._known}
+        self._addresses = {storage_id(storage) for storage in self._known}
 
     def __torch_dispatch__(
         self, func: Callable[..., T], types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -48,7 +48,7 @@ class Living(TorchDispatchMode):
 
     def _note(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_id(storage)
         if key in self._addresses or key in self._alive:
             return
         size, maker = storage.nbytes(), self.maker()
@@ -67,5 +67,5 @@ class Living(TorchDispatchMode):
 def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
     """The dense tensors that a tensor is made of: itself, or where its numbers are and what they are."""
     if tensor.layout is torch.sparse_coo:
-        return tensor._indices(), tensor._values()
+        return sparse_parts(tensor)
     return (tensor,)

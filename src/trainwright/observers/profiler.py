@@ -13,6 +13,7 @@ from trainwright.core.checks import check_whole, local_path
 from trainwright.core.errors import SettingError
 from trainwright.core.records import Result
 from trainwright.core.suggestions import suggests
+from trainwright.core.torch_private import profiler_enabled
 from trainwright.observers.live import write_line
 from trainwright.observers.probes import Inspecting
 from trainwright.observers.table import number, printable
@@ -64,7 +65,7 @@ class Profile(Inspecting):
         SettingError beside another profiler: torch has one at a time.
         """
         self._profiler, self._coming, self._begun, self._before = None, update, 0, before
-        enabled: Any = getattr(torch.autograd, "_profiler_enabled", None)  # torch's own, without a promise
+        enabled = profiler_enabled()
         if update and enabled is not None and enabled():
             raise SettingError("Profile(...) in a run that is profiled already", fix="leave one of them out")
 

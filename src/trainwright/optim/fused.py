@@ -8,11 +8,19 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-import torch.optim.optimizer as torch_optimizer
 from torch import Tensor
 from torch.optim import Optimizer
 
 from trainwright.core import host_reads
+from trainwright.core.torch_private import (
+    fused_adagrad,
+    fused_adam,
+    fused_adamw,
+    fused_sgd,
+    global_step_hooks,
+    is_wrapped_by_scheduler,
+    profiler_enabled,
+)
 
 Group = dict[str, Any]
 Call = tuple[Callable[..., Any], tuple[list[Tensor], ...], list[Tensor], dict[str, Any]]
@@ -202,7 +210,7 @@ def _moves(dtype: torch.dtype) -> bool:
     """Return whether one step of the kernel updates all of 64 weights of this dtype."""
     weights, gradients = (fill(64, dtype=dtype, device="cpu") for fill in (torch.zeros, torch.ones))
     with torch.no_grad():
-        torch._fused_sgd_(
+        fused_sgd(
             [weights],
             [gradients],
             [],
@@ -268,7 +276,7 @@ def _adam(group: Group, state: Any) -> Call | None:
         "eps": group["eps"],
         "maximize": group["maximize"],
     }
-    kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
+    kernel = fused_adamw if group["decoupled_weight_decay"] else fused_adam
     return kernel, tensors, steps, settings
 
 
@@ -292,7 +300,7 @@ def _sgd(group: Group, state: Any) -> Call | None:
         "maximize": group["maximize"],
         "is_first_step": False,
     }
-    return torch._fused_sgd_, (parameters, gradients, buffers), [], settings
+    return fused_sgd, (parameters, gradients, buffers), [], settings
 
 
 def _adagrad(group: Group, state: Any) -> Call | None:
@@ -305,7 +313,7 @@ def _adagrad(group: Group, state: Any) -> Call | None:
         return None
     steps = [own["step"] for own in states]
     settings = {name: group[name] for name in ("lr", "lr_decay", "weight_decay", "eps", "maximize")}
-    return torch._fused_adagrad_, (parameters, gradients, [own["sum"] for own in states], steps), steps, settings
+    return fused_adagrad, (parameters, gradients, [own["sum"] for own in states], steps), steps, settings
 
 
 _CALLS: dict[type[Optimizer], Callable[[Group, Any], Call | None]] = {
@@ -340,9 +348,7 @@ def step_of(
     cls, own = type(optimizer), vars(optimizer)
     wrapper = cls.step
     inner = getattr(wrapper, "__wrapped__", None)
-    before_all = getattr(torch_optimizer, "_global_optimizer_pre_hooks", None)
-    after_all = getattr(torch_optimizer, "_global_optimizer_post_hooks", None)
-    profiled = getattr(torch.autograd, "_profiler_enabled", None)
+    hooks_of_all, profiled = global_step_hooks(), profiler_enabled()
     known = getattr(wrapper, "hooked", False) and BEFORE in own and AFTER in own
     if not known or inner is None or before_all is None or after_all is None or profiled is None:
         return _plain_step(optimizer, found_inf, rates, scale=scale)
@@ -354,7 +360,7 @@ def step_of(
             return unless(optimizer, optimizer.step, found_inf, rates=at, scale=by)  # hooks may change weights too
         if "step" in own:
             # Torch's schedulers wrap `step` only to count its calls: a kernel can skip the step.
-            noted = hasattr(own["step"], "_wrapped_by_lr_sched") and own["step"].__wrapped__ is wrapper
+            noted = is_wrapped_by_scheduler(own["step"]) and own["step"].__wrapped__ is wrapper
             make = masked if noted else unless
             return make(optimizer, optimizer.step, found_inf, rates=at, scale=by)
         if profiled():

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainwright.core.torch_private import check_and_unscale, sparse_parts
 from trainwright.core.trees import parameters_in
 from trainwright.modules.dtensors import Shards, is_sharded, local_shards
 
 _gradient = attrgetter("grad")
-_check = torch._amp_foreach_non_finite_check_and_unscale_
 
 
 class Gradients:
@@ -86,7 +86,7 @@ class Gradients:
         if plain and self._uniform_device is not None:
             flag = self._flags[self._uniform_device]
             try:
-                _check(list(map(_gradient, self.parameters)), flag, self._one[self._uniform_device])
+                check_and_unscale(list(map(_gradient, self.parameters)), flag, self._one[self._uniform_device])
                 return flag
             except (TypeError, NotImplementedError):
                 pass  # a parameter without a gradient, or a sparse one: sorted out below
@@ -96,7 +96,7 @@ class Gradients:
                 torch._foreach_mul_(gradients, factor.to(device) if isinstance(factor, Tensor) else factor)
             elif not plain:
                 scale = _single(factor, device)
-            _check(gradients, self._flags[device], scale)
+            check_and_unscale(gradients, self._flags[device], scale)
         flags = list(self._flags.values())
         return flags[0] if len(flags) == 1 else torch.stack([flag.to(flags[0].device) for flag in flags]).amax()
 
@@ -112,7 +112,7 @@ class Gradients:
             kinds[value.dtype].append(value.detach())
         for alike in kinds.values():
             device = alike[0].device
-            _check(alike, self._flags[device] if flag is None else flag, self._one[device])
+            check_and_unscale(alike, self._flags[device] if flag is None else flag, self._one[device])
 
     def lower_flags(self) -> None:
         """Set all flags to 0.0; the kernel only ever sets them to 1.0."""
@@ -193,7 +193,7 @@ def _values_of(parameter: Tensor, gradient: Tensor) -> Tensor:
     The optimizer sums them; a sum here would round differently. Half precision is summed first, as torch's GradScaler
     does: there the sum may overflow although no term does.
     """
-    if gradient.dtype == torch.float16 or not gradient._values().is_contiguous():
+    if gradient.dtype == torch.float16 or not sparse_parts(gradient)[1].is_contiguous():
         gradient = gradient.coalesce() if gradient.dtype == torch.float16 else gradient.clone()
         parameter.grad = gradient
-    return gradient._values()
+    return sparse_parts(gradient)[1]

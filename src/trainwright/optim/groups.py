@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from trainwright.core.checks import check_number
 from trainwright.core.errors import SettingError, message
 from trainwright.core.suggestions import suggests
+from trainwright.core.torch_private import NormWithStatistics
 from trainwright.modules.matching import find
 
-NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+NORMS = (NormWithStatistics, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 """Torch's normalization layers that have parameters: batch, instance, layer, group and RMS normalization."""
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 """Modules that represent the layers inside them, if named in `layers`."""

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from trainwright.core.device import place_state
 from trainwright.core.errors import SettingError, message
 from trainwright.core.suggestions import did_you_mean
+from trainwright.core.torch_private import is_wrapped_by_scheduler
 from trainwright.core.trees import parameters_in
 
 T = TypeVar("T")
@@ -101,7 +102,7 @@ def check_parameters(model: nn.Module, loss: Any, optimizers: Mapping[str, Optim
 
 def has_scheduler(optimizer: Any) -> bool:
     """Return whether a torch scheduler was built on this optimizer: it wraps `step`, and never removes the wrapper."""
-    return hasattr(getattr(optimizer, "step", None), "_wrapped_by_lr_sched")
+    return is_wrapped_by_scheduler(getattr(optimizer, "step", None))
 
 
 def check_schedulers(schedule: Any, optimizers: Mapping[str, Optimizer]) -> None:

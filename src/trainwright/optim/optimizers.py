@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import AdamW, Optimizer
-from torch.utils import _foreach_utils
 
 from trainwright.core.checks import check_choice, check_number
 from trainwright.core.errors import SettingError, message
 from trainwright.core.suggestions import suggests
+from trainwright.core.torch_private import devices_with_fused_kernels
 from trainwright.modules.matching import find
 from trainwright.optim.fused import spoiled_by_sgd, step_of
 from trainwright.optim.groups import Group, Groups, checked_names
@@ -370,6 +370,5 @@ def check_fused(owner: str, fused: Any) -> None:
 
 def has_fused(parameters: Iterable[torch.Tensor]) -> bool:
     """Return whether torch's fused kernels support all of these; False for a torch that does not list its devices."""
-    listed = getattr(_foreach_utils, "_get_fused_kernels_supported_devices", None)
-    devices = listed() if listed is not None else ()
+    devices = devices_with_fused_kernels()
     return all(not is_lazy(p) and p.is_floating_point() and p.device.type in devices for p in parameters)

@@ -17,6 +17,7 @@ from torch.nn.utils import parametrize
 
 from trainwright.core.errors import SettingError, first_line
 from trainwright.core.rng import unmoved
+from trainwright.core.torch_private import has_backward_hooks, has_forward_hooks, parameter_dict
 from trainwright.modules.activations import release_all
 from trainwright.modules.dry_run import Given
 from trainwright.modules.flops import twin_on
@@ -159,7 +160,7 @@ class _Follower:
         called = [self._modules[str(node.target)] for node in graph.nodes if node.op == "call_module"]
         self._calls = Counter(map(id, called))
         holders = Counter(
-            id(p) for one in set(self._modules.values()) for p in one._parameters.values() if p is not None
+            id(p) for one in set(self._modules.values()) for p in parameter_dict(one).values() if p is not None
         )
         self._shared = {key for key, n in holders.items() if n > 1}
         self._got = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
@@ -192,7 +193,7 @@ class _Follower:
             return f"{name} is called {self._calls[id(module)]} times"
         if parametrize.is_parametrized(module) or isinstance(vars(module).get("weight"), Tensor):
             return f"the weight of {name} is computed from others (a mask or a parametrization)"
-        if any(id(p) in self._shared for p in module._parameters.values() if p is not None):
+        if any(id(p) in self._shared for p in parameter_dict(module).values() if p is not None):
             return f"{name} shares its weights"
         if any(target.startswith(f"{name}.") for target in self._got):
             return f"the weight of {name} is read beside its forward"
@@ -281,8 +282,7 @@ class _Follower:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(hooks)
+    return has_forward_hooks(module) or has_backward_hooks(module)
 
 
 def _around(node: fx.Node) -> set[str]:

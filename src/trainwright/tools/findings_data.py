@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from trainwright.core.durations import Updates
 from trainwright.core.errors import listed
 from trainwright.core.records import Update
 from trainwright.core.speed import Speed
+from trainwright.core.torch_private import named_leaves, tree_leaves
 from trainwright.observers.throughput import Throughput
 from trainwright.protocols import Observer
 from trainwright.tools.batching import joined
@@ -95,8 +95,8 @@ def of_dtypes(trainer: Trainer[Any], batches: Sequence[Any]) -> Iterator[Finding
     """Find weights and columns of a batch in float64: NumPy's default, and rarely meant. A note where it is torch's."""
     weights = [f"{root}.{name}" for root, name, one in trained_by(trainer) if one.dtype in _WIDE]
     columns = [
-        f"batch{pytree.keystr(path)}"
-        for path, one in pytree.tree_flatten_with_path(batches[0])[0]
+        f"batch{name}"
+        for name, one in named_leaves(batches[0])
         if isinstance(one, Tensor | np.ndarray) and one.ndim and str(one.dtype).removeprefix("torch.") in _WIDE_NAMES
     ]
     if not weights and not columns:
@@ -210,7 +210,7 @@ class _Speeds(Observer):
 
 def _has_rows_alone(batch: Any) -> bool:
     """Whether a batch is nothing but tensors of as many rows."""
-    leaves = pytree.tree_leaves(batch)
+    leaves = tree_leaves(batch)
     return all(isinstance(one, Tensor) and one.ndim and len(one) == len(leaves[0]) for one in leaves)
 
 
@@ -245,7 +245,7 @@ def _normalising(entered: Entered, batches: Sequence[Any]) -> str:
     mean, std, _ = moments(entered)
     if entered.kind != "conv2d" or len(mean) > 4 or not bool((std > 0).all()):
         return "x = (x - x.mean(0)) / x.std(0).clamp_min(1e-6)  # of the training rows; the same numbers for the others"
-    leaves = pytree.tree_leaves(batches[0])
+    leaves = tree_leaves(batches[0])
     bytes_ = any(isinstance(one, Tensor) and one.dtype is torch.uint8 and one.ndim == 4 for one in leaves)
     unit = 255 if bytes_ else 1
     numbers = [", ".join(f"{float(one) / unit:.4g}" for one in each) for each in (mean, std)]

@@ -13,6 +13,7 @@ from torch.nn.utils import parametrize, prune
 from trainwright.core.checks import check_choice, check_number
 from trainwright.core.errors import SettingError
 from trainwright.core.suggestions import suggests
+from trainwright.core.torch_private import buffer_dict, parameter_dict
 from trainwright.modules.dtensors import is_sharded
 from trainwright.modules.matching import Blocks, named
 from trainwright.tools.channels import MAKERS
@@ -80,7 +81,7 @@ class Masked:
 
 
 def _is_masked(module: nn.Module) -> bool:
-    return "weight_mask" in module._buffers and "weight_orig" in module._parameters
+    return "weight_mask" in buffer_dict(module) and "weight_orig" in parameter_dict(module)
 
 
 def _worth(module: nn.Module) -> Tensor:
@@ -119,10 +120,10 @@ def _check(model: nn.Module, found: Mapping[str, nn.Module]) -> None:
         raise SettingError("mask_weights: no linear layer or convolution is meant", want="layers with weights")
     holders: dict[int, int] = {}
     for module in model.modules():
-        for parameter in module._parameters.values():
+        for parameter in parameter_dict(module).values():
             holders[id(parameter)] = holders.get(id(parameter), 0) + 1
     for name, module in found.items():
-        weight = module._parameters.get("weight_orig" if _is_masked(module) else "weight")
+        weight = parameter_dict(module).get("weight_orig" if _is_masked(module) else "weight")
         if parametrize.is_parametrized(module) or weight is None:
             what, fix = "is computed from others", "leave it out of layers="
         elif is_sharded(weight):

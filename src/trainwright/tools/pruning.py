@@ -14,6 +14,7 @@ from trainwright.core.checks import check_choice, check_number, check_whole
 from trainwright.core.errors import SettingError
 from trainwright.core.rng import unmoved
 from trainwright.core.suggestions import did_you_mean, suggests
+from trainwright.core.torch_private import buffer_dict
 from trainwright.core.trees import tensors_in
 from trainwright.modules.dry_run import Given
 from trainwright.modules.flops import twin_on
@@ -226,7 +227,7 @@ def _narrow(module: Any, names: tuple[str, ...], keep: Tensor, *, dim: int) -> N
         if isinstance(tensor, nn.Parameter):
             setattr(module, name, nn.Parameter(left, requires_grad=tensor.requires_grad))
         else:
-            module._buffers[name] = left
+            buffer_dict(module)[name] = left
 
 
 def _resize(module: Any, names: tuple[str, ...], size: int) -> None:

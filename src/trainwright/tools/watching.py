@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from trainwright.core.errors import is_ours, is_users
+from trainwright.core.torch_private import version_of
 
 READS = frozenset(
     {
@@ -195,20 +196,20 @@ class Watch(TorchFunctionMode):
     def _mark(self, name: str, given: list[Tensor], result: Tensor) -> None:
         if name in _SQUASHED:
             kind, layer, place = name, "", self._place(sys._getframe(1))
-            self._marks[id(result)] = _Mark(result, result._version, layer, kind, place)
+            self._marks[id(result)] = _Mark(result, version_of(result), layer, kind, place)
         elif name == "linear" or name in _CONVOLUTIONS:
             layer = self._layer_of(given)
             if layer:
                 if any(one.requires_grad and one.ndim == 1 and id(one) in self.seen.named for one in given[2:]):
                     self.seen.biased[layer] += 1
-                self._marks[id(result)] = _Mark(result, result._version, layer, name)
+                self._marks[id(result)] = _Mark(result, version_of(result), layer, name)
         elif name in _SAME_VALUES and given and (mark := self._marked(given[0])) and mark.kind in _SQUASHED:
-            self._marks[id(result)] = _Mark(result, result._version, mark.layer, mark.kind, mark.place)
+            self._marks[id(result)] = _Mark(result, version_of(result), mark.layer, mark.kind, mark.place)
 
     def _marked(self, tensor: Any) -> _Mark | None:
         """What is known of a tensor, where nothing has been written into it since."""
         mark = self._marks.get(id(tensor))
-        return mark if mark is not None and mark.tensor is tensor and mark.version == tensor._version else None
+        return mark if mark is not None and mark.tensor is tensor and mark.version == version_of(tensor) else None
 
     def _layer_of(self, given: list[Tensor]) -> str:
         """The layer whose weight is among these tensors; a model that is a lone layer is called "model"."""

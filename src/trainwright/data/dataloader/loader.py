@@ -12,6 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from trainwright.core.errors import DataError
 from trainwright.core.rng import unmoved
+from trainwright.core.torch_private import is_under_way, iterator_of
 from trainwright.data.dataloader.inexact import why_inexact
 from trainwright.data.dataloader.order import Order, draws_at_most_at_first, refuse_draws
 from trainwright.data.dataloader.pool import Record, Workers
@@ -341,11 +342,10 @@ class LoaderBatches:
         if has_twin(loader) and (loader.num_workers or order.skip or order.moved or order.once_more or order.deals):
             loader = twin(loader, order, self._made if loader.num_workers else None)
         pool = vars(loader).get("_iterator")
-        under_way = bool(getattr(pool, "_tasks_outstanding", 0))
+        under_way = is_under_way(pool)
         apart = under_way if self._keeps_workers is None else not self._keeps_workers
         if apart and loader.persistent_workers and not self._tells_epoch:
-            beside: Iterator[Any] = loader._get_iterator()
-            return beside
+            return iterator_of(loader)
         if isinstance(pool, Workers):
             pool.go_on(self._record, order, first=self._first())
         if type(self._loader) is not DataLoader or self._loader.num_workers:

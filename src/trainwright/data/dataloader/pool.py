@@ -12,11 +12,17 @@ from copy import copy
 from typing import Any
 
 import torch
-from torch._C import _error_if_any_worker_fails, _remove_worker_pids
-from torch._utils import ExceptionWrapper
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from trainwright.core.errors import DataError
+from trainwright.core.torch_private import (
+    ExceptionWrapper,
+    LoaderWorkers,
+    error_if_any_worker_fails,
+    forget_workers,
+    index_queues,
+    is_shut_down,
+    is_started,
+)
 from trainwright.data.dataloader import faults
 from trainwright.data.dataloader.worker import SIGNALS, Again, Carrying, Ended, State
 from trainwright.data.seeded import mixed
@@ -76,10 +82,7 @@ class Record:
         self.states = dict(states) if inside else {**states, **tree.get("ended", {})}
 
 
-_Torchs: Any = _MultiProcessingDataLoaderIter  # half of it has no types
-
-
-class Workers(_Torchs):  # type: ignore[misc]
+class Workers(LoaderWorkers):  # type: ignore[misc]
     """torch's iterator over the worker processes of a loader, started from a given seed and with a given worker.
 
     `first` is the worker that is asked first in the next pass; after that pass they take turns from number 0 again.
@@ -104,7 +107,7 @@ class Workers(_Torchs):  # type: ignore[misc]
                 super().__init__(loader)
         except BaseException:
             self._broken = True
-            if getattr(self, "_worker_pids_set", False):
+            if is_started(self):
                 self._shutdown_workers()  # the error holds this object, and nobody waits for a collection
             raise
         record.seed = self._base_seed
@@ -112,7 +115,7 @@ class Workers(_Torchs):  # type: ignore[misc]
 
     def __next__(self) -> Any:
         try:
-            _error_if_any_worker_fails()  # one that died while nobody listened
+            error_if_any_worker_fails()  # one that died while nobody listened
             given = super().__next__()
         except StopIteration:
             raise
@@ -179,19 +182,17 @@ class Workers(_Torchs):  # type: ignore[misc]
         return found
 
     def _shutdown_workers(self) -> None:
-        if self._broken or any(_is_closed(queue) for queue in getattr(self, "_index_queues", ())):
+        if self._broken or any(_is_closed(queue) for queue in index_queues(self)):
             self.kill()
         super()._shutdown_workers()
-        if getattr(self, "_shutdown", False):
+        if is_shut_down(self, default=False):
             self.kill()  # what hangs has survived the SIGTERM that it was sent
 
     def kill(self) -> None:
         """End the workers that are still there."""
         if os.getpid() != self._process:
             return
-        if getattr(self, "_worker_pids_set", False):
-            _remove_worker_pids(id(self))
-            self._worker_pids_set: bool = False
+        forget_workers(self)
         for process in self._workers:
             if process.is_alive():
                 process.kill()
@@ -247,7 +248,7 @@ _ALIVE: weakref.WeakSet[Workers] = weakref.WeakSet()
 def _end_all() -> None:
     """End what is left when the process ends: multiprocessing would send SIGTERM once, and wait."""
     for pool in list(_ALIVE):
-        if not getattr(pool, "_shutdown", True):
+        if not is_shut_down(pool, default=True):
             pool.kill()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from trainwright.core.torch_private import iterator_of
 from trainwright.data.dataloader.order import Order
 
 
@@ -28,7 +29,7 @@ class Twin:
 
     def _get_iterator(self) -> Any:
         loader: Any = super()
-        return loader._get_iterator() if self.made is None else self.made(self)
+        return iterator_of(loader) if self.made is None else self.made(self)
 
 
 def has_twin(loader: DataLoader[Any]) -> bool:

@@ -23,11 +23,15 @@ from torch.utils.data import (
     WeightedRandomSampler,
     default_collate,
 )
-from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
-from torch.utils.data._utils.fetch import _MapDatasetFetcher
-from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from trainwright.core.rng import unmoved
+from trainwright.core.torch_private import (
+    collate_tensor_fn,
+    default_collate_fn_map,
+    host_fetcher,
+    index_sampler_of,
+    sampler_iterator_of,
+)
 from trainwright.data.arrays import Table
 
 _WHOLE = frozenset({int, np.int32, np.int64})
@@ -41,18 +45,16 @@ def from_memory(loader: DataLoader[Any], iterator: Iterator[Any]) -> Iterator[An
     neither workers nor pinned memory; else `iterator` as it is. torch has begun the pass: its draws are made, and the
     row numbers are pulled out of the sampler that it would pull them out of.
     """
-    if type(loader) is not DataLoader or type(iterator) is not _SingleProcessDataLoaderIter or iterator._pin_memory:
-        return iterator
-    fetcher: Any = iterator._dataset_fetcher
-    if type(fetcher) is not _MapDatasetFetcher or not fetcher.auto_collation or not _joins(fetcher.collate_fn):
+    fetcher: Any = host_fetcher(iterator) if type(loader) is DataLoader else None
+    if fetcher is None or not fetcher.auto_collation or not _joins(fetcher.collate_fn):
         return iterator
     table = tensors_of(fetcher.dataset)
     if table is None:
         return iterator
     given: Any = loader.batch_sampler
-    if iterator._index_sampler is given and type(given) is BatchSampler and _is_known(given.sampler, len(table)):
+    if index_sampler_of(iterator) is given and type(given) is BatchSampler and _is_known(given.sampler, len(table)):
         return chain.from_iterable(_passed(table, given))
-    return map(_Rows(table, fetcher), iterator._sampler_iter)
+    return map(_Rows(table, fetcher), sampler_iterator_of(iterator))
 
 
 def tensors_of(data: Any) -> Table | None:

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
-from torch.utils.data._utils import worker as torchs
 
 from trainwright.core.rng import host_random_state, set_random_state
+from trainwright.core.torch_private import EndOfIterable, ResumeIteration, replace_worker_messages
 from trainwright.data.generators import knows_its_state
 from trainwright.data.sharding import stand
 from trainwright.distributed.batch_layout import Shard
@@ -68,7 +68,7 @@ class Carrying:
         return self._worker, state if self._data is None else {**state, "dataset": self._data.state_dict()}
 
 
-class Again(torchs._ResumeIteration):
+class Again(ResumeIteration):  # type: ignore[misc]
     """A worker's answer that it begins its next pass, with the state that it begins it with.
 
     It is made in the worker out of torch's request, before the data set is iterated; an iterable one may have drawn
@@ -83,7 +83,7 @@ class Again(torchs._ResumeIteration):
             self.__dict__["told"] = _carrying[-1].begin_again()
 
 
-class Ended(torchs._IterableDatasetStopIteration):
+class Ended(EndOfIterable):  # type: ignore[misc]
     """A worker's word that its pass is over, with the state that it was left in."""
 
     told: tuple[int, State]
@@ -125,9 +125,7 @@ class Starting:
             info = get_worker_info()
             if info is not None and isinstance(info.dataset, IterableDataset) and parent_process() is not None:
                 _carrying[:] = [self._carrying]
-                # torch's loop makes these two by name; only this process, which is the loop, gets others
-                loop: Any = torchs
-                loop._ResumeIteration, loop._IterableDatasetStopIteration = Again, Ended
+                replace_worker_messages(Again, Ended)
 
 
 def outlive_signals() -> None:
