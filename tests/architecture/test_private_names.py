@@ -21,8 +21,8 @@ OTHERS = {
 """Private or underscored names of other packages."""
 NOT_YET = {
     *("checkpointing/tree.py", "checkpointing/views.py", "checkpointing/weights.py", "fit/per_rank_state.py"),
-    *("optim/averaged_weights.py", "schedules/table.py", "update/buffers.py", "update/device_state.py"),
-    *("update/finite_check.py", "update/losses.py", "update/rollback.py", "update/window_snapshot.py"),
+    *("optim/averaged_weights.py", "schedules/table.py", "update/device_state.py"),
+    *("update/finite_check.py", "update/losses.py"),
 }
 """Files that use private names themselves: this set may only become smaller."""
 

@@ -21,6 +21,7 @@ from trainwright.core.errors import DataError, SettingError, StepError, first_li
 from trainwright.core.memory import free_memory, is_out_of_memory
 from trainwright.core.records import Count
 from trainwright.core.rng import have_moved, random_state, set_random_state
+from trainwright.core.torch_private import version_of
 from trainwright.core.trees import parameters_of, tensors_in
 from trainwright.data.cutting import cut, rows_of
 from trainwright.distributed.batch_layout import Shard
@@ -225,13 +226,13 @@ class _WeightMarks:
 
     def capture(self) -> None:
         """Note version and memory of each weight, and its norm where versions do not suffice."""
-        self._marks = [(p._version, p.data_ptr()) for p in self._weights]
+        self._marks = [(version_of(p), p.data_ptr()) for p in self._weights]
         self._norms = self._measured() if self._measures else []
 
     @property
     def changed(self) -> bool:
         """Whether any weight was written to or moved since."""
-        if [(p._version, p.data_ptr()) for p in self._weights] != self._marks:
+        if [(version_of(p), p.data_ptr()) for p in self._weights] != self._marks:
             return True
         measured = self._measured() if self._measures else []
         return any(not torch.equal(a, b) for a, b in zip(self._norms, measured, strict=True))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from trainwright.core.errors import SettingError
+from trainwright.core.torch_private import buffer_dict, parameter_dict
 from trainwright.core.trees import parameters_in
 from trainwright.data.generators import Other
 from trainwright.modules.modes import unnoticed
@@ -166,7 +167,7 @@ def _refuse_lazy(modules: Sequence[nn.Module]) -> None:
 
 
 def _is_lazy(module: nn.Module) -> bool:
-    own = (*module._parameters.values(), *module._buffers.values())
+    own = (*parameter_dict(module).values(), *buffer_dict(module).values())
     return any(isinstance(one, nn.UninitializedParameter | nn.UninitializedBuffer) for one in own)
 
 

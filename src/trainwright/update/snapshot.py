@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from trainwright.core import host_reads
 from trainwright.core.rng import have_moved, random_state, set_random_state
+from trainwright.core.torch_private import buffer_dict
 from trainwright.core.trees import copy_tree, inside
 from trainwright.protocols import Stateful, Tree
 
@@ -150,7 +151,7 @@ class Buffers(SnapshotPart):
 
     def capture(self) -> None:
         """Copy every buffer, and note which tensor it is."""
-        each = [module._buffers for module in self._modules]
+        each = [buffer_dict(module) for module in self._modules]
         present = [tensor for buffers in each for tensor in buffers.values() if tensor is not None]
         signature = [(id(tensor), tensor.shape) for tensor in present]
         if signature != self._signature:
