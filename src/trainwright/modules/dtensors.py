@@ -191,7 +191,6 @@ def _mesh_groups(tensor: Any) -> MeshGroups:
 
 def _all_reduce(value: Tensor, groups: MeshGroups, how: str) -> Tensor:
     """Return the "sum" or "max" of a value over the ranks of these groups."""
-    collectives = torch.ops._c10d_functional  # torch's DTensors reduce by the same, with more bookkeeping
     for name in groups:
         value = all_reduce(value, how, name)
     return value

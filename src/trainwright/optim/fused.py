@@ -350,8 +350,9 @@ def step_of(
     inner = getattr(wrapper, "__wrapped__", None)
     hooks_of_all, profiled = global_step_hooks(), profiler_enabled()
     known = getattr(wrapper, "hooked", False) and BEFORE in own and AFTER in own
-    if not known or inner is None or before_all is None or after_all is None or profiled is None:
+    if not known or inner is None or hooks_of_all is None or profiled is None:
         return _plain_step(optimizer, found_inf, rates, scale=scale)
+    before_all, after_all = hooks_of_all
     direct = direct_step(optimizer, inner)
 
     def step() -> Any:
