@@ -294,9 +294,8 @@ sampler_iterator_of: Callable[[Any], Iterator[Any]] = attrgetter("_sampler_iter"
 # Several processes.
 
 
-def default_store() -> Any:
-    """The key-value store of the default process group."""
-    distributed: Any = torch.distributed
+def default_store(distributed: Any) -> Any:
+    """The key-value store of the default process group, given the module `torch.distributed`."""
     return distributed.distributed_c10d._get_default_store()
 
 

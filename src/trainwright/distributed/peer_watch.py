@@ -113,7 +113,7 @@ class _Watched:
         dist: Any = torch.distributed
         self.rank, self.size, self.timeout = group.rank, group.size, timeout
         name = getattr(group.group or dist.group.WORLD, "group_name", "")
-        store = default_store().clone()
+        store = default_store(dist).clone()
         self._store_of_all: Any = dist.PrefixStore(f"trainwright/watch/{name}", store)
         self._store: Any = dist.PrefixStore(str(run), self._store_of_all)
         self._tell, self._thread = tell, threading.get_ident()
