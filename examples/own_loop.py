@@ -85,7 +85,7 @@ def train(path: str | Path, *, epochs: int, accumulate: int = 2) -> list[dict[st
             for images, classes in window:
                 with autocast:
                     loss = F.cross_entropy(model(images), classes, reduction="sum")
-                scaler.scale(loss / rows).backward()  # each row weighs 1 / rows, whatever the sizes
+                loss.backward(torch.full_like(loss, scaler.root / rows))  # each row weighs 1 / rows, whatever the sizes
                 loss_sum += loss.item()
             rows_seen += rows
             overflowed = bool(gradients.multiply_and_check(scaler.factor()))  # unscaled, and any NaN found, in one pass

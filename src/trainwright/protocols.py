@@ -47,8 +47,9 @@ class Precision(Protocol):
 class Scaler(Stateful, Protocol):
     """A dynamic loss scale, adapted once per update."""
 
-    def scale(self, loss: Tensor) -> Tensor:
-        """`loss` times the current scale."""
+    @property
+    def root(self) -> float | Tensor:
+        """The scale as a factor of the root gradient of `backward`; a 0-dim tensor if it lies on a device."""
         ...
 
     def factor(self) -> float:

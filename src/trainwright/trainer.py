@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from trainwright.checkpointing.checkpoint import Checkpoint
     from trainwright.distributed.fsdp import FSDP
     from trainwright.evaluation.reports import Asked, Report
-    from trainwright.fit.between_updates import BetweenUpdates
+    from trainwright.fit.between_updates import Pauses
     from trainwright.fit.early_stopping import Stopping
     from trainwright.fit.run import Run
     from trainwright.optim.averaging import WeightAveraging
@@ -133,7 +133,7 @@ class Trainer(Generic[M]):
         self.state: dict[str, Any] = {}
         self.result: Result | None = None
         self._run: Run = setup.NOT_RUNNING
-        self._between: BetweenUpdates = setup.NOT_RUNNING
+        self._pauses: Pauses = setup.NOT_RUNNING
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -171,7 +171,7 @@ class Trainer(Generic[M]):
 
         ends = Ends(epochs, max_updates, max_seconds, epoch_updates, validate)
         resuming = Resume(resume, resume_data, resume_fresh)
-        with FitContext(self, train, val, batch_size=batch_size, ends=ends, resume=resuming) as (run, between):
+        with FitContext(self, train, val, batch_size=batch_size, ends=ends, resume=resuming) as (run, pauses):
             counters, strategy = run.counters, run.strategy
             while not counters.stopped:
                 for window in run.windows():
@@ -184,10 +184,10 @@ class Trainer(Generic[M]):
                         run.average.take(counters.updates)
                     if strategy.reports:
                         strategy.report(window)
-                    if counters.updates >= run.due and not run.at_end:  # else the epoch's end does it
-                        self._between_updates(between)
+                    if counters.updates >= run.due and not run.at_end:  # else the pause of the epoch's end does it
+                        self._pause(pauses)
                 if run.epoch_over or run.stopped_between:
-                    self._between_updates(between, epoch_ended=run.epoch_over)
+                    self._pause(pauses, epoch_ended=run.epoch_over)
         return setup.result_of(self)
 
     def update(self, window: Window) -> Any:
@@ -197,28 +197,24 @@ class Trainer(Generic[M]):
         return loss
 
     def compute_gradients(self, window: Window) -> Tensor:
-        """Zero the gradients, run every micro-batch forward and backward by its share; return the window's loss."""
-        run, ledger, total = self._run, self.ledger, None
+        """Zero the gradients, run every micro-batch forward and backward by its weight; return the window's loss."""
+        run, ledger = self._run, self.ledger
         run.gradients.zero()
         if window.begun:
             ledger.begin_again()
         window.begun = True
         for batch in window:
             if run.autocast is None:
-                returned = run.step(batch)  # training_step, or several processes' way to it
+                returned = run.step(batch)  # training_step; with several processes under DDP
             else:
                 with run.autocast:
                     returned = run.step(batch)
-            loss = ledger.weigh(returned)
-            if run.scaler is None:
-                loss.backward()
-            else:
-                run.scaler.scale(loss).backward()
-            total = loss if total is None else total.detach() + loss.detach()
-        assert total is not None
+            losses, weights = run.weigh(returned)
+            torch.autograd.backward(losses, weights)
         ledger.noting = True
-        # A lone micro-batch is not weighed: what it owes is the loss scale alone.
-        return total if window.alone and run.scaler is None else run.owe(window, total)
+        # Nothing is missing from the gradients of a lone micro-batch without a loss scale.
+        loss: Tensor = ledger.window_loss if window.is_lone and run.scaler is None else run.close_window(window)
+        return loss
 
     def apply_gradients(self, name: str | None = None, closure: Callable[[], Any] | None = None) -> bool:
         """Take the gradients to the weights: unscale and weigh, clip, check, step. Returns whether it was applied.
@@ -249,22 +245,22 @@ class Trainer(Generic[M]):
         run.outcome.losing = manual_optimization.backward_of(run, loss, name)
         return self.apply_gradients(name)
 
-    def _between_updates(self, between: BetweenUpdates, *, epoch_ended: bool = False) -> None:
-        """Do what falls due between two updates: probe, validate, judge, report, save."""
-        between.begin(epoch_ended=epoch_ended)
-        between.probe(self, epoch_ended=epoch_ended)
-        validated = between.validation_is_due(epoch_ended=epoch_ended)
+    def _pause(self, pauses: Pauses, *, epoch_ended: bool = False) -> None:
+        """Do what falls due between two updates: probe, validate, judge, tell, save."""
+        pauses.arrive(epoch_ended=epoch_ended)
+        pauses.probe(self, epoch_ended=epoch_ended)
+        validated = pauses.validation_is_due(epoch_ended=epoch_ended)
         best = keep = False
-        if validated or epoch_ended or between.ends_inside_epoch:
-            numbers = between.validate(self.evaluate) if validated else None
-            row = between.add_row(numbers, epoch_ended=epoch_ended)
-            best, keep = between.judge(row, validated=validated)
-            between.report(row, best=best, validated=validated, epoch_ended=epoch_ended)
+        if validated or epoch_ended or pauses.ends_inside_epoch:
+            numbers = pauses.validate(self.evaluate) if validated else None
+            row = pauses.row(numbers, epoch_ended=epoch_ended)
+            best, keep = pauses.judge(row, validated=validated)
+            pauses.tell(row, best=best, validated=validated, epoch_ended=epoch_ended)
             if epoch_ended and self.hooks.end_epoch is not None:
                 self.hooks.end_epoch(dict(row))
-        between.validate_early_end(self.evaluate, epoch_ended=epoch_ended)
-        between.save(keep=keep, validated=validated, epoch_ended=epoch_ended)
-        between.end()
+        pauses.measure_early_end(self.evaluate, epoch_ended=epoch_ended)
+        pauses.save(keep=keep, validated=validated, epoch_ended=epoch_ended)
+        pauses.go_on()
 
     # The hooks.
 
@@ -318,7 +314,7 @@ class Trainer(Generic[M]):
         """Return everything that belongs in a checkpoint, by name; add to `super().parts()` what is your own."""
         from trainwright.fit.parts import parts_of
 
-        return parts_of(self._run, self._between)
+        return parts_of(self._run, self._pauses)
 
     # What a user calls.
 
@@ -384,7 +380,7 @@ class Trainer(Generic[M]):
     @suggests
     def save(self) -> None:
         """Have a checkpoint written as soon as the update in hand is whole; during `fit` only."""
-        self._between.saves.request()
+        self._pauses.saves.request()
 
     @suggests
     def save_weights(self, path: str | Path) -> None:
@@ -424,9 +420,9 @@ class Trainer(Generic[M]):
 
     # For the run that this trainer owns.
 
-    def hold(self, run: Run, between: BetweenUpdates) -> None:
+    def hold(self, run: Run, pauses: Pauses) -> None:
         """Hold the run while it lasts; `setup.NOT_RUNNING` when it is over."""
-        self._run, self._between = run, between
+        self._run, self._pauses = run, pauses
 
 
 point_elsewhere(Trainer)

@@ -33,8 +33,9 @@ class OwnPrecision:
     def scaler(self, device: str) -> OwnPrecision | None:
         return self if self.scaled else None
 
-    def scale(self, loss: Tensor) -> Tensor:
-        return loss * 8.0
+    @property
+    def root(self) -> float:
+        return 8.0
 
     def factor(self) -> float:
         return 1 / 8

@@ -2,7 +2,7 @@
 
     pip install -e ".[peers]"
     python tests/benchmarks/peers.py [--parts train] [--workloads W1,W1f] [--contestants plain,tuned,trainwright]
-        [--rounds 7] [--epochs N] [--optimizer adamw|torch] [--json FILE] [--list]
+        [--rounds 7] [--epochs N] [--optimizer adamw|torch] [--loss torch|own] [--json FILE] [--list]
 
 One process, one thread. All contestants have the same model, batches in a known order, the same fused AdamW and no
 output but to the null device (where this package's console prints its table, and others what they print by default).
@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run(part: str, args: argparse.Namespace, contestants: list[Contestant]) -> tuple[dict[str, Any], bool]:
     """Run one part, and print its tables; return what was found, and whether nobody failed and all agree."""
-    tasks = [task(name, epochs=args.epochs, optimizers=args.optimizer) for name in args.workloads]
+    tasks = [task(name, epochs=args.epochs, optimizers=args.optimizer, losses=args.loss) for name in args.workloads]
     if part == "memory":
         return measured_memory(tasks, contestants, rounds=args.rounds)
     found: dict[str, dict[str, Times]] = {}
@@ -116,6 +116,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--epochs", type=int, help="timed epochs, and passes of an evaluation")
     parser.add_argument("--optimizer", choices=("adamw", "torch"), default="adamw", help="how AdamW is built")
+    parser.add_argument("--loss", choices=("torch", "own"), default="torch", help="or a module around it")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--list", action="store_true", help="say who takes part, and stop")
     parser.add_argument("--child", choices=("peak", "retained"), help=argparse.SUPPRESS)

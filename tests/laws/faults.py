@@ -12,7 +12,7 @@ from torch import nn
 from trainwright import LossScaler, MixedPrecision, Plan, SumLoss, Trainer, Window
 from trainwright.data.dataloader.loader import LoaderBatches
 from trainwright.evaluation import passes
-from trainwright.fit import run as fit_run
+from trainwright.fit import fetching
 from trainwright.fit.run import Run
 from trainwright.modules import modes
 from trainwright.optim import gradients
@@ -172,53 +172,47 @@ def sees_the_first_group_only(patch):
 # Faults of accumulation.
 
 
-def _mean(outcome):
-    return outcome.loss / outcome.count if outcome.summed else outcome.loss
+def _of_mean(count, is_sum):
+    return 1 / count if is_sum and count else 1.0
 
 
-def _weighed(patch, weigh):
-    """Weigh each micro-batch by a rule of one's own; its numbers are noted as before."""
-    whole = Ledger._weighed
-
-    def changed(self, outcome, position):
-        whole(self, outcome, position)
-        return weigh(outcome, self.window, position)
-
-    patch.setattr(Ledger, "_weighed", changed)
-    patch.setattr(Window, "owed", 1.0)
+def _weighed(patch, weight):
+    """Weigh each micro-batch by a rule of one's own; its numbers are recorded as before."""
+    patch.setattr(Window, "weight", lambda self, count, *, is_sum, from_step: weight(self, count, is_sum))
+    patch.setattr(Window, "missing_factor", 1.0)
 
 
 def divides_by_the_configured_number(patch):
-    _weighed(patch, lambda outcome, window, position: _mean(outcome) / 3)
+    _weighed(patch, lambda window, count, is_sum: _of_mean(count, is_sum) / 3)
 
 
 def takes_the_mean_of_means(patch):
-    _weighed(patch, lambda outcome, window, position: _mean(outcome) / len(window))
+    _weighed(patch, lambda window, count, is_sum: _of_mean(count, is_sum) / len(window))
 
 
 def weighs_the_last_backward_more(patch):
-    def weigh(outcome, window, position):
-        rows = window.rows[position] / sum(window.rows)
-        return outcome.loss * rows * (1 + 1e-6 * (position == len(window) - 1))
+    def weight(window, count, is_sum):
+        share = window.rows[window.position] / sum(window.rows)
+        return share * (1 + 1e-6 * (window.position == len(window) - 1))
 
-    _weighed(patch, weigh)
+    _weighed(patch, weight)
 
 
 def divides_a_plain_sum(patch):
-    _weighed(patch, lambda outcome, window, position: outcome.loss / len(window))
+    _weighed(patch, lambda window, count, is_sum: 1 / len(window))
 
 
 def drops_the_short_window(patch):
-    whole = fit_run.windows
+    whole = fetching.windows
 
     def full(given, size, **kwargs):
         return (window for window in whole(given, size, **kwargs) if len(window) == size)
 
-    patch.setattr(fit_run, "windows", full)
+    patch.setattr(fetching, "windows", full)
 
 
 def windows_run_across_epochs(patch):
-    whole, left = fit_run.windows, []
+    whole, left = fetching.windows, []
 
     def crossing(given, size, **kwargs):
         for full in whole(chain(left.copy(), given), size, **kwargs):
@@ -228,11 +222,11 @@ def windows_run_across_epochs(patch):
             else:
                 yield full
 
-    patch.setattr(fit_run, "windows", crossing)
+    patch.setattr(fetching, "windows", crossing)
 
 
 def reads_one_window_ahead(patch):
-    whole = fit_run.windows
+    whole = fetching.windows
 
     def ahead(given, size, **kwargs):
         coming = whole(given, size, **kwargs)
@@ -242,7 +236,7 @@ def reads_one_window_ahead(patch):
             yield held
             held = following
 
-    patch.setattr(fit_run, "windows", ahead)
+    patch.setattr(fetching, "windows", ahead)
 
 
 def accumulates_as_in_epoch_0(patch):
@@ -282,34 +276,34 @@ def the_scaler_adapts_at_each_micro_batch(patch):
     around(patch, Trainer, "training_step", after=lambda self, batch: self._run.scaler.adapt(False))
 
 
-def what_is_owed_is_never_paid(patch):
-    patch.setattr(Window, "owed", 1.0)
+def the_missing_factor_is_forgotten(patch):
+    patch.setattr(Window, "missing_factor", 1.0)
 
 
-def pays_only_when_it_applies(patch):
+def the_missing_factor_waits_for_the_step(patch):
     def late(self, *_):
         self.owner.hooks = replace(self.owner.hooks, updates_itself=False)
 
-    around(patch, Run, "owe", before=late)
+    around(patch, Run, "close_window", before=late)
 
 
 def returns_the_loss_before_it_is_weighed(patch):
-    whole = Run.owe
+    whole = Run.close_window
 
-    def owe(self, window, loss):
-        whole(self, window, loss)
+    def close_window(self, window):
+        loss = self.ledger.window_loss
+        whole(self, window)
         return loss
 
-    patch.setattr(Run, "owe", owe)
+    patch.setattr(Run, "close_window", close_window)
 
 
 def adds_the_nan_of_a_mean_over_nothing(patch):
-    for module in (loss_tracker, window):
-        patch.setattr(module, "without_nothing", lambda loss, count: loss)
+    patch.setattr(window, "zero_if_uncounted", lambda loss, count: loss)
 
 
 def divides_whole_numbers_in_float32(patch):
-    patch.setattr(window, "ratio", lambda part, whole: part / whole)
+    patch.setattr(window, "ratio", lambda part, whole: (torch.tensor(float(part)) / float(whole)).double())
 
 
 def divides_in_half_precision(patch):
@@ -317,12 +311,16 @@ def divides_in_half_precision(patch):
 
 
 def a_known_loss_outvotes_the_step(patch):
-    whole = Window.divisor
-    patch.setattr(Window, "divisor", lambda self, count, *, own: whole(self, count, own=self.counts is None))
+    whole = Window._divisor
+
+    def divisor(self, count, *, from_step):
+        return whole(self, count, from_step=self.counts is None)
+
+    patch.setattr(Window, "_divisor", divisor)
 
 
 def a_users_count_is_not_asked(patch):
-    patch.setattr(Ledger, "_default_count", lambda self, position: self.window.rows[position])
+    patch.setattr(Ledger, "_default_count", lambda self: self.window.rows[self.window.position])
 
 
 def applies_a_window_that_counts_nothing(patch):

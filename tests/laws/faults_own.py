@@ -17,6 +17,7 @@ from trainwright.update.finite_check import ImmediateCheck
 from trainwright.update.loss_tracker import Ledger
 from trainwright.update.optimizer_steps import NamedParts, Stepper, Steppers
 from trainwright.update.snapshot import Buffers, Tensors, UserState
+from trainwright.update.window import Window
 
 from .faults import around, without
 
@@ -46,14 +47,13 @@ def a_second_pass_is_weighed_on_from_the_first(patch):
 
 
 def a_window_weighs_its_batches_alike(patch):
-    whole = Ledger._weighed
+    whole = Window.weight
 
-    def weighed(self, outcome, position):
-        whole(self, outcome, position)
-        loss = outcome.loss / outcome.count if outcome.summed and outcome.count else outcome.loss
-        return loss / len(self.window)
+    def weight(self, count, *, is_sum, from_step):
+        whole(self, count, is_sum=is_sum, from_step=from_step)
+        return (1 / count if is_sum and count else 1.0) / len(self)
 
-    patch.setattr(Ledger, "_weighed", weighed)
+    patch.setattr(Window, "weight", weight)
 
 
 def clipping_is_forgotten(patch):
@@ -83,11 +83,11 @@ def autocast_is_entered_once(patch):
 
 
 def a_scaled_gradient_is_what_the_update_reads(patch):
-    def owe(self, window, loss):
+    def close_window(self, window):
         self.factor, self.outcome.scaled = 1.0, True
-        return loss
+        return self.ledger.window_loss
 
-    patch.setattr(Run, "owe", owe)
+    patch.setattr(Run, "close_window", close_window)
 
 
 def the_closure_is_called_once(patch):
@@ -313,15 +313,17 @@ def steps_by_hand_are_not_noticed(patch):
 
 
 def metrics_are_not_fed(patch):
-    whole = Ledger.alone
+    whole = Ledger.record_minimized
     strip = lambda returned: returned.loss if type(returned) is StepOutput else returned  # noqa: E731
-    patch.setattr(Ledger, "alone", lambda self, returned: whole(self, strip(returned)))
+    patch.setattr(Ledger, "record_minimized", lambda self, returned: whole(self, strip(returned)))
 
 
 def a_step_that_is_called_weighs_by_the_window(patch):
     def loss_of(owner, output, target):
         known, window = owner.hooks.known, owner.ledger.window
-        return owner.loss(output, target) if window.alone else SumLoss(known.total(output, target), owner.ledger.count)
+        return (
+            owner.loss(output, target) if window.is_lone else SumLoss(known.total(output, target), owner.ledger.count)
+        )
 
     patch.setattr(batches, "loss_of", loss_of)
 

@@ -6,12 +6,11 @@ import weakref
 from typing import Any
 
 import pytest
-import torch
 
 from laws.deferred_runs import data, defer_on_cpu, trained
 from trainwright import accuracy
 from trainwright.optim.gradients import Gradients
-from trainwright.update.loss_tracker import Ledger
+from trainwright.update.loss_tracker import Ledger, Roots
 
 
 class Mark:
@@ -48,13 +47,13 @@ def test_nothing_of_autograd_outlives_its_update(
         marks.clear()
         zero(self)
 
-    def weighed(self: Ledger, returned: Any) -> torch.Tensor:
-        loss = weigh(self, returned)
-        for node in leaves(loss.grad_fn):
+    def weighed(self: Ledger, returned: Any) -> Roots:
+        roots = weigh(self, returned)
+        for node in leaves(roots[0][0].grad_fn):
             mark = Mark()
             node.register_prehook(mark)
             marks.append(weakref.ref(mark))
-        return loss
+        return roots
 
     monkeypatch.setattr(Gradients, "zero", begins)
     monkeypatch.setattr(Ledger, "weigh", weighed)

@@ -54,8 +54,8 @@ SEEN_BY = {
     faults.forgets_class_weights: partial(test_window.check_known, UNEVEN, "weights"),
     faults.the_clock_counts_micro_batches: test_window_update.check_once_per_update,
     faults.the_scaler_adapts_at_each_micro_batch: test_window_update.check_once_per_update,
-    faults.what_is_owed_is_never_paid: partial(test_window.check_returned, UNEVEN, "a mean"),
-    faults.pays_only_when_it_applies: ONE_MEAN,
+    faults.the_missing_factor_is_forgotten: partial(test_window.check_returned, UNEVEN, "a mean"),
+    faults.the_missing_factor_waits_for_the_step: ONE_MEAN,
     faults.returns_the_loss_before_it_is_weighed: ONE_MEAN,
     faults.adds_the_nan_of_a_mean_over_nothing: partial(test_window_update.check_update_hook, "a mean by torch"),
     faults.divides_whole_numbers_in_float32: partial(test_window.check_returned, UNEVEN, "a mean over a tensor"),
@@ -80,5 +80,5 @@ def test_the_law_sees_the_fault(fault, monkeypatch):
 
 def test_every_fault_is_seen_by_a_law():
     written = {value for name, value in vars(faults).items() if getattr(value, "__module__", "") == faults.__name__}
-    helpers = {faults.around, faults.without, faults._mean, faults._weighed}
+    helpers = {faults.around, faults.without, faults._of_mean, faults._weighed}
     assert written - helpers == set(SEEN_BY)

@@ -89,7 +89,7 @@ def the_validation_loss_is_a_mean_of_batch_means(patch):
 
 @fault(numbers.check_elements_weigh_a_loss_over_elements, 1)
 def a_loss_over_elements_is_weighed_by_rows(patch):
-    patch.setattr(Ledger, "_default_count", lambda self, position: self.window.rows[position])
+    patch.setattr(Ledger, "_default_count", lambda self: self.window.rows[self.window.position])
 
 
 @fault(numbers.check_ignored_targets_do_not_count, 2)

@@ -17,12 +17,13 @@ from trainwright.distributed.ddp import Wrapped
 from trainwright.distributed.world import Group
 from trainwright.evaluation import passes
 from trainwright.fit import rollback
-from trainwright.fit.between_updates import BetweenUpdates
+from trainwright.fit.between_updates import Pauses
 from trainwright.fit.per_rank_state import opened
 from trainwright.schedules.table import TableRates
 from trainwright.update import distributed_step
+from trainwright.update.distributed_step import Spread
 from trainwright.update.loss_tracker import Ledger
-from trainwright.update.losses import Outcome
+from trainwright.update.losses import StepLoss
 from trainwright.update.sharded_window import DealtWindow
 
 Patch = pytest.MonkeyPatch
@@ -43,22 +44,26 @@ def no_sync_is_dropped(patch: Patch) -> None:
 
 
 def processes_weigh_alike(patch: Patch) -> None:
-    def weigh(self: DealtWindow, loss: Tensor, count: Any, *, summed: bool, here: bool) -> Tensor:
-        mean = (loss / count if summed else loss).nan_to_num(0.0)
-        weighed = mean / len(self.batches) if here else 0.0 * mean
-        self.in_hand = (self.whole / self.processes / len(self.batches), weighed.detach())
-        return weighed
+    whole = Spread._add_term
 
-    patch.setattr(DealtWindow, "weigh", weigh)
+    def weight_of(self: DealtWindow, count: Any, *, is_sum: bool, here: bool) -> float:
+        return (1 / (count or 1) if is_sum else 1.0) / len(self.batches) if here else 0.0
+
+    def add_term(self: Spread, loss: Tensor, count: Any, weight: Any) -> None:
+        window = self._window
+        whole(self, loss.detach().nan_to_num(0.0), window.whole / window.processes / len(window.batches), weight)
+
+    patch.setattr(DealtWindow, "weight_of", weight_of)
+    patch.setattr(Spread, "_add_term", add_term)
 
 
 def gradients_are_summed(patch: Patch) -> None:
-    owes = DealtWindow.owes
-    patch.setattr(DealtWindow, "owes", lambda self, count: owes(self, count) * self.processes)
+    missing = DealtWindow.missing_factor_of
+    patch.setattr(DealtWindow, "missing_factor_of", lambda self, count: missing(self, count) * self.processes)
 
 
 def what_counts_elsewhere_is_not_known(patch: Patch) -> None:
-    patch.setattr(DealtWindow, "owes", lambda self, count: 1.0)
+    patch.setattr(DealtWindow, "missing_factor_of", lambda self, count: 1.0)
 
 
 def what_stands_in_counts(patch: Patch) -> None:
@@ -73,9 +78,9 @@ def noise_of_what_stands_in_stays(patch: Patch) -> None:
 def numbers_of_what_stands_in_stay(patch: Patch) -> None:
     noted = Ledger._note
 
-    def note(self: Ledger, outcome: Outcome, count: Any) -> None:
+    def note(self: Ledger, step_loss: StepLoss, count: Any) -> None:
         own, self.noting = self.noting, True
-        noted(self, outcome, count or 1)
+        noted(self, step_loss, count or 1)
         self.noting = own
 
     patch.setattr(Ledger, "_note", note)
@@ -123,13 +128,13 @@ def each_evaluates_all_rows(patch: Patch) -> None:
 
 
 def each_judges_by_its_own_numbers(patch: Patch) -> None:
-    validate = BetweenUpdates.validate
+    validate = Pauses.validate
 
-    def alone(self: BetweenUpdates, evaluate: Callable[..., Mapping[str, float]], **how: bool) -> dict[str, float]:
+    def alone(self: Pauses, evaluate: Callable[..., Mapping[str, float]], **how: bool) -> dict[str, float]:
         with pytest.MonkeyPatch.context() as inside:
             inside.setattr(Ledger, "merge", lambda self, world: None)
             inside.setattr(Group, "same", lambda self, value: value)
             inside.setattr(self.owner, "is_main", True)
             return validate(self, evaluate, **how)
 
-    patch.setattr(BetweenUpdates, "validate", alone)
+    patch.setattr(Pauses, "validate", alone)

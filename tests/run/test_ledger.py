@@ -9,14 +9,16 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from trainwright import MeanLoss, SettingError, StepError, StepOutput, SumLoss, TrainwrightError, Window
+from trainwright import MeanLoss, MixedPrecision, SettingError, StepError, StepOutput, SumLoss, TrainwrightError, Window
+from trainwright.precision.mixed_precision import LossScaler
 from trainwright.update.loss_tracker import Ledger
 from trainwright.update.window import rows_of
 
 
 def told(count, counts_itself=False):
     """Hooks of a trainer whose `count` says this."""
-    return SimpleNamespace(count=lambda batch: count, counts_itself=counts_itself, rows=rows_of)
+    own = dict.fromkeys(("updates_itself", "computes_itself"), False)
+    return SimpleNamespace(count=lambda batch: count, counts_itself=counts_itself, rows=rows_of, **own)
 
 
 def number(value):
@@ -31,14 +33,21 @@ def begun(ledger, rows, counts=None):
 
 
 def taken(ledger, *returned):
-    weighed = [float(ledger.weigh(one).detach()) for one in returned]
+    losses = [weighed(ledger, one) for one in returned]
     ledger.close()
-    return weighed
+    return losses
+
+
+def weighed(ledger, returned):
+    """A loss times its root gradient; 0 where that is 0."""
+    (loss,), (root,) = ledger.weigh(returned)
+    weight = 1.0 if root is None else float(root)
+    return weight and float(loss.detach()) * weight
 
 
 def test_a_lone_mean_is_handed_on_as_it_is():
     ledger, loss = begun(Ledger(), [4]), number(2.5)
-    assert ledger.weigh(loss) is loss
+    assert ledger.weigh(loss) == ((loss,), (None,))
     ledger.close()
     assert (ledger.loss, ledger.counted, ledger.noted) == (2.5, 4, True)
 
@@ -104,7 +113,7 @@ def test_a_window_over_nothing_is_nan():
 
 def test_a_second_pass_is_weighed_as_the_first_and_not_noted():
     ledger = begun(Ledger(), [1, 3])
-    first = [float(ledger.weigh(number(loss))) for loss in (8.0, 4.0)]
+    first = [weighed(ledger, number(loss)) for loss in (8.0, 4.0)]
     ledger.begin_again()
     ledger.log("late", 1.0, None)
     assert taken(ledger, number(8.0), number(4.0)) == first
@@ -162,3 +171,15 @@ def test_a_step_that_returns_no_loss_is_refused():
     for returned in (None, torch.zeros(3), StepOutput(None)):
         with pytest.raises(StepError, match="a step returned"):
             begun(Ledger(), [2]).weigh(returned)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_a_root_gradient_is_like_its_loss_made_once_and_made_anew_after_a_hook_wrote_into_it(dtype):
+    ledger = begun(Ledger(), [1, 3])
+    ledger.bind(LossScaler(MixedPrecision("fp16", init_scale=8.0)))
+    loss = torch.zeros(3, dtype=dtype, requires_grad=True).sum()
+    root = ledger.root_gradient(loss, 0.25)
+    assert root.dtype == dtype and root.shape == () and root == 2.0
+    assert ledger.root_gradient(loss, 0.25) is root and ledger.root_gradient(loss, 0.125) is None
+    root.zero_()
+    assert ledger.root_gradient(loss, 0.25) == 2.0

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from trainwright import MeanLoss, StepError, StepOutput, SumLoss
-from trainwright.update.losses import counted_by_torch, known_loss, read_outcome
+from trainwright.update.losses import counted_by_torch, known_loss, read_step_loss
 
 WEIGHT = torch.tensor([0.5, 2.0, 0.25, 1.5], dtype=torch.float64)
 
@@ -134,15 +134,15 @@ def test_torch_tells_what_it_divided_by(shape):
 
 def test_every_form_of_a_loss_is_read():
     loss = torch.tensor(3.0)
-    mean, total = read_outcome(MeanLoss(loss, 5)), read_outcome(SumLoss(loss, 5))
-    assert (mean.loss, mean.count, mean.summed) == (loss, 5, False)
-    assert (total.loss, total.count, total.summed) == (loss, 5, True)
-    assert read_outcome(loss).count is None and read_outcome(loss.reshape(1, 1)).loss.ndim == 0
-    assert read_outcome(SumLoss(loss)).count is None and read_outcome(SumLoss(loss)).summed
+    mean, total = read_step_loss(MeanLoss(loss, 5)), read_step_loss(SumLoss(loss, 5))
+    assert (mean.loss, mean.count, mean.is_sum) == (loss, 5, False)
+    assert (total.loss, total.count, total.is_sum) == (loss, 5, True)
+    assert read_step_loss(loss).count is None and read_step_loss(loss.reshape(1, 1)).loss.ndim == 0
+    assert read_step_loss(SumLoss(loss)).count is None and read_step_loss(SumLoss(loss)).is_sum
 
 
 def test_named_losses_are_added_and_share_a_count():
-    read = read_outcome({"a": MeanLoss(torch.tensor(1.0), 4), "b": MeanLoss(torch.tensor(2.0), 4)})
+    read = read_step_loss({"a": MeanLoss(torch.tensor(1.0), 4), "b": MeanLoss(torch.tensor(2.0), 4)})
     assert float(read.loss) == 3.0 and read.count == 4
     assert {name: float(value) for name, value in read.named.items()} == {"a": 1.0, "b": 2.0}
 
@@ -164,4 +164,4 @@ def test_named_losses_are_added_and_share_a_count():
 )
 def test_what_is_no_loss_is_refused_with_what_a_step_may_return(returned):
     with pytest.raises(StepError, match="want"):
-        read_outcome(returned)
+        read_step_loss(returned)

@@ -59,13 +59,6 @@ def test_a_scale_never_leaves_float32_nor_its_floor():
     assert low.at_floor
 
 
-def test_a_half_loss_is_scaled_in_float32():
-    scaled = LossScaler(MixedPrecision("fp16")).scale(torch.tensor(3.0, dtype=torch.float16))
-    assert scaled.dtype == torch.float32
-    assert scaled == 3 * 2**16
-    assert LossScaler(MixedPrecision("fp16")).scale(torch.tensor(3.0, dtype=torch.float64)).dtype == torch.float64
-
-
 def test_auto_is_none_on_a_cpu_and_never_fp16():
     assert as_precision("auto", CPU) is None
     assert as_precision(None, CPU) is None

@@ -1,4 +1,4 @@
-"""Windows by themselves: grouping, rows, counts, what is divided by and what stays owed; `accumulate=` checked."""
+"""Windows by themselves: grouping, rows, counts, weights and the missing factor; `accumulate=` checked."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def batch(rows):
 def test_the_last_window_is_short_and_none_is_lost():
     found = list(windows(iter([batch(n) for n in (3, 1, 4, 1, 5)]), 2))
     assert [window.rows for window in found] == [[3, 1], [4, 1], [5]]
-    assert [window.alone for window in found] == [False, False, True]
+    assert [window.is_lone for window in found] == [False, False, True]
 
 
 def test_a_window_is_fetched_whole_and_the_next_only_when_it_is_asked_for():
@@ -50,24 +50,25 @@ def test_a_lone_batch_is_counted_only_where_it_must_be_and_moved_once():
     assert window[0] is window[0] and len(moved) == 1
 
 
-def run(window, counts, own):
+def run(window, counts, from_step):
+    """The inverse weights of sums with these counts, and the missing factor."""
     divisors = []
     for position, count in enumerate(counts):
         window.position = position
-        divisors.append(window.divisor(count, own=own))
-    return divisors, window.owed
+        divisors.append(1 / window.weight(count, is_sum=True, from_step=from_step))
+    return divisors, window.missing_factor
 
 
-def test_known_counts_are_divided_by_their_sum_and_nothing_is_owed():
+def test_known_counts_are_divided_by_their_sum_and_no_factor_is_missing():
     window = Window([0, 0, 0], [4, 4, 4], counts=[3, 0, 1])
-    assert run(window, window.counts, own=False) == ([4, 4, 4], 1.0)
+    assert run(window, window.counts, from_step=False) == ([4, 4, 4], 1.0)
 
 
 @pytest.mark.parametrize("counts", [[5, 1, 3], [0, 2, 7], [0.5, 0.25, 2.0]])
-def test_the_divisor_times_what_is_owed_is_the_whole(counts):
-    divisors, owed = run(Window([0, 0, 0], [8, 8, 8]), counts, own=True)
+def test_the_divisor_over_the_missing_factor_is_the_total(counts):
+    divisors, missing = run(Window([0, 0, 0], [8, 8, 8]), counts, from_step=True)
     assert len(set(divisors)) == 1
-    assert divisors[0] / owed == pytest.approx(sum(counts), rel=1e-15)
+    assert divisors[0] / missing == pytest.approx(sum(counts), rel=1e-15)
 
 
 def test_shares_are_counts_over_the_whole_and_add_up_to_one():
@@ -82,38 +83,38 @@ def test_windows_of_something_that_can_be_iterated_again_end_with_its_pass():
     assert [len(window) for window in islice(windows([batch(2)] * 5, 2), 9)] == [2, 2, 1]
 
 
-def test_counts_that_are_rows_owe_exactly_nothing():
-    assert run(Window([0, 0], [3, 5]), [3, 5], own=True) == ([8, 8], 1.0)
+def test_counts_that_are_rows_miss_no_factor():
+    assert run(Window([0, 0], [3, 5]), [3, 5], from_step=True) == ([8, 8], 1.0)
 
 
 def test_tensor_counts_are_divided_in_float64():
     counts = [torch.tensor(n) for n in (3, 4, 4)]
-    divisors, owed = run(Window([0, 0, 0], [8, 8, 8]), counts, own=True)
-    assert owed.dtype == torch.float64 and float(divisors[0] / owed) == pytest.approx(11, rel=1e-15)
+    divisors, missing = run(Window([0, 0, 0], [8, 8, 8]), counts, from_step=True)
+    assert missing.dtype == torch.float64 and float(divisors[0] / missing) == pytest.approx(11, rel=1e-15)
     assert float(ratio(torch.tensor(1), 3)) == float(ratio(1, torch.tensor(3))) == ratio(1, 3) == 1 / 3
 
 
 @pytest.mark.parametrize("counts", [[0, 0], [torch.tensor(0), torch.tensor(0)]])
 @pytest.mark.parametrize("own", [True, False])
-def test_a_window_that_counts_nothing_owes_nothing_and_divides_by_more_than_0(counts, own):
-    divisors, owed = run(Window([0, 0], [3, 5], counts=None if own else counts), counts, own=own)
-    assert float(owed) == 1.0 and all(float(divisor) > 0 for divisor in divisors)
+def test_a_window_that_counts_nothing_misses_no_factor_and_divides_by_more_than_0(counts, own):
+    divisors, missing = run(Window([0, 0], [3, 5], counts=None if own else counts), counts, from_step=own)
+    assert float(missing) == 1.0 and all(float(divisor) > 0 for divisor in divisors)
 
 
 def test_a_count_of_the_steps_own_after_a_known_one_is_made_up_for():
     window = Window([0, 0], [3, 5], counts=[2, 2])
     window.position = 0
-    base = window.divisor(2, own=False)
+    base = 1 / window.weight(2, is_sum=True, from_step=False)
     window.position = 1
-    assert window.divisor(6, own=True) == base == 4
-    assert window.owed == 4 / 8
+    assert 1 / window.weight(6, is_sum=True, from_step=True) == base == 4
+    assert window.missing_factor == 4 / 8
 
 
 def test_a_window_can_be_run_again():
     window = Window([0, 0], [3, 5])
-    first = run(window, [7, 2], own=True)
+    first = run(window, [7, 2], from_step=True)
     window.begin()
-    assert window.position == -1 and run(window, [7, 2], own=True) == first
+    assert window.position == -1 and run(window, [7, 2], from_step=True) == first
 
 
 Pair = namedtuple("Pair", "x y")

@@ -30,7 +30,7 @@ from trainwright.modules.modes import evaluating
 from trainwright.update.hooks import let_go_of_memory
 from trainwright.update.owner import networks_of
 from trainwright.update.snapshot import Buffers, LossTotals, RngStates, Snapshot, UserState
-from trainwright.update.window import Window
+from trainwright.update.window import Window, weighed
 
 if TYPE_CHECKING:
     from trainwright.fit.run import Run
@@ -122,8 +122,8 @@ class WindowSplitter:
         """Restore what a failed try has changed; return the window in smaller micro-batches."""
         hooks, index = self._owner.hooks, self._largest(tried)
         assert index is not None
-        window.let_go()
-        tried.let_go()
+        window.release()
+        tried.release()
         self._rewind(window)
         free_memory(self._owner.device, lambda: let_go_of_memory(hooks))
         if self._weights.changed:
@@ -410,10 +410,11 @@ def _run(run: Run, window: Window) -> list[float]:
         for index in range(len(window.batches)):
             with nullcontext() if run.autocast is None else run.autocast:
                 returned = run.step(Window.__getitem__(window, index))
-            found.append(float(ledger.weigh(returned).detach()))
+            step_loss = ledger.record(returned)
+            found.append(float(weighed(step_loss.loss, step_loss.weight)))
     finally:
         ledger.noting = noting
-    return [loss * float(window.owed) for loss in found]
+    return [loss * float(window.missing_factor) for loss in found]
 
 
 def _close(run: Run) -> float:

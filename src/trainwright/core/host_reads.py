@@ -30,6 +30,14 @@ host_value = Tensor.item
 """The value of a scalar that lies on the CPU: there is nothing to wait for."""
 
 
+def host_number(value: float | Tensor) -> float | Tensor:
+    """Return a scalar that lies on the CPU as a number: its read waits for nothing. Others are returned as they are."""
+    if isinstance(value, Tensor) and value.is_cpu:
+        number: float = value.item()
+        return number
+    return value
+
+
 def finite(value: float) -> bool:
     """Whether a number that was read is neither NaN nor infinite."""
     return value - value == 0.0

@@ -23,7 +23,7 @@ from trainwright.modules import modes
 from trainwright.modules.dtensors import is_sharded
 from trainwright.update.batches import split as default_split
 from trainwright.update.loss_tracker import Ledger
-from trainwright.update.losses import read_outcome
+from trainwright.update.losses import read_step_loss
 from trainwright.update.nonfinite_policy import Trace
 from trainwright.update.owner import networks_of
 from trainwright.update.snapshot import Buffers, Snapshot
@@ -173,18 +173,18 @@ class _Search:
             where = f" ({_place(run, position)})" if len(window.batches) > 1 else ""
             if self._forward:
                 return Trace((f"forward: {self._forward}{where}",), _fix_of_forward(self._forward))
-            outcome = read_outcome(returned.loss if type(returned) is StepOutput else returned)
-            if not bool(torch.isfinite(outcome.loss.detach()).all()):
+            step_loss = read_step_loss(returned.loss if type(returned) is StepOutput else returned)
+            if not bool(torch.isfinite(step_loss.loss.detach()).all()):
                 line = f"forward: the outputs of all modules are finite; the loss that was made of them is not{where}"
                 fix = "look at the targets, and at what the loss divides by or takes the logarithm of"
                 return Trace((line,), fix, by_loss=True)
-            losses.append(outcome.loss)
+            losses.append(step_loss.loss)
         return self._after_backward(losses)
 
     def _after_backward(self, losses: list[Tensor]) -> Trace:
         run = self._run
         for loss in losses:
-            (loss if run.scaler is None else run.scaler.scale(loss)).backward()
+            torch.autograd.backward((loss,), (run.ledger.root_gradient(loss, 1.0),))
         if self._backward is not None:
             kind, _, name = self._backward
             if kind == "in":

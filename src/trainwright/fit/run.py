@@ -1,13 +1,12 @@
-"""One fit under way: windows in, applied updates and numbers out."""
+"""One fit under way: windows in, applied updates and numbers out, between two pauses."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +20,7 @@ from trainwright.diagnostics.first_batch import FirstBatch, is_compiled
 from trainwright.evaluation.passes import check_passes, feed
 from trainwright.evaluation.shown_weights import Shown
 from trainwright.fit.epochs import EpochLengths
+from trainwright.fit.fetching import fetched
 from trainwright.fit.per_rank_state import retake_shards
 from trainwright.fit.rollback import BETWEEN, COUNTING, UPDATING, Rollback
 from trainwright.fit.signals import Signals
@@ -32,8 +32,7 @@ from trainwright.protocols import Scaler, Source
 from trainwright.schedules.rates import bind_rates
 from trainwright.update import nonfinite_policy
 from trainwright.update.finite_check import ImmediateCheck, why_immediate
-from trainwright.update.hooks import mover
-from trainwright.update.loss_tracker import Ledger
+from trainwright.update.loss_tracker import Ledger, Roots
 from trainwright.update.manual_optimization import note_minimized
 from trainwright.update.nonfinite_policy import PATIENCE
 from trainwright.update.optimizer_steps import Steppers
@@ -41,7 +40,7 @@ from trainwright.update.owner import Owner, trained_modules
 from trainwright.update.snapshot import Buffers, Snapshot, Tensors, UserState
 from trainwright.update.status import Outcome
 from trainwright.update.strategy import UpdateStrategy
-from trainwright.update.window import Window, windows
+from trainwright.update.window import Window
 
 if TYPE_CHECKING:
     from trainwright.fit.rank_sync import Agreement
@@ -76,16 +75,16 @@ class Run:
         self.factor: float | Tensor = 1.0
         """What the gradients are still to be multiplied by: the loss scale undone, and the window's share."""
         self.due: float = 0
-        """The applied updates after which the loop calls `_between_updates`."""
+        """The update at which something falls due and the loop pauses."""
         self.woken = False
-        """Whether `wake` was called since the work between updates last began."""
+        """Whether `wake` was called since the last pause began."""
         self.epoch_over = False
         self.stopped_between = False
-        """Whether `_between_updates` comes before the first window: it was pending, or `begin_epoch` has stopped."""
-        self.pending = ""
-        """Work between updates that was due where the run was left: after an "update", an "epoch", or "final"."""
-        self.stop_reason = ""
-        """The reason given to `stop()`, in this session or in the one that has left work pending."""
+        """Whether the run pauses before the first window of what is left of the epoch: `begin_epoch` has stopped it."""
+        self.owed = ""
+        """The pause, of an "update", an "epoch" or a "final" validation, that was due where the run was left."""
+        self.asked = ""
+        """The reason given to `stop()`, of this session or of the one whose pause is still due."""
         self.waited = 0.0
         """Seconds spent waiting for data since the last record."""
         self.outcome = Outcome()
@@ -100,6 +99,7 @@ class Run:
         self.strategy = choose_strategy(self)
         """How updates are made."""
         self.scaler = self.strategy.scaler
+        self.ledger.bind(self.scaler)
         self._plan_epoch()
 
     def _bind_processes(self, owner: Owner) -> None:
@@ -107,14 +107,16 @@ class Run:
         """What several processes do together in an update; None for one."""
         self.agreement: Agreement | None = None
         """What several processes agree on between updates; None for one."""
-        self.step = owner.training_step
-        """What a micro-batch is run by."""
+        self.step: Callable[[Any], Any] = owner.training_step
+        """Runs a micro-batch: the user's step, with several processes under DDP."""
+        self.weigh: Callable[[Any], Roots] = owner.ledger.weigh
+        """Turns the return of `step` into the arguments of `backward`."""
         if owner.world.size > 1:
             from trainwright.fit.rank_sync import Agreement
             from trainwright.update.distributed_step import Spread
 
             self.spread, self.agreement = Spread(owner), Agreement(owner)
-            self.step = self.spread.step
+            self.step, self.weigh = self.spread.step, self.spread.weigh
 
     def _bind_slots(self, owner: Owner) -> None:
         # A norm may be a collective, and is judged: all processes measure it, whoever of them has the observer.
@@ -161,7 +163,7 @@ class Run:
     def windows(self) -> Iterator[Window]:
         """The windows of what is left of the epoch; fewer where the run is stopped in the middle of it."""
         counters, rollback, clock = self.counters, self.rollback, time.perf_counter
-        if self._starts_with_pending():
+        if self._owes_pause():
             return
         self.signals.check()
         self.begin_epoch(counters.epoch)
@@ -173,7 +175,7 @@ class Run:
         if self.stopped_between:
             return
         begun = clock()
-        grouped = self._group()
+        grouped = fetched(self)
         while True:
             rollback.before_fetch()
             window = next(grouped, None)
@@ -194,7 +196,7 @@ class Run:
         self.ledger.begin(window)
         self.outcome = Outcome()
         if self.spread is not None:
-            self.spread.begin(1.0 if self.scaler is None else self.scaler.factor())
+            self.spread.begin()
         for stepper in self.steppers.all.steppers:
             stepper.norm = stepper.noted = None
             if len(stepper.optimizer.param_groups) != stepper.groups:
@@ -207,62 +209,37 @@ class Run:
             self.first_batch.open()
         self.strategy.begin(window)
 
-    def _starts_with_pending(self) -> bool:
-        """Whether work between updates comes first: it was due, or was broken off, where the run was left."""
-        pending, self.pending = self.pending, ""
-        if pending:
-            self.counters.stopped = self.stop_reason  # the ends of this `fit` may be other ones
-        if pending == "update" and not self.counters.pause and self.at_end:
-            pending = ""  # the work at the epoch's end includes it
-        self.epoch_over, self.stopped_between = pending == "epoch", pending in ("update", "final")
-        if pending:
+    def _owes_pause(self) -> bool:
+        """Whether a pause comes first that was due, or broken off, where the run was left that is resumed."""
+        owed, self.owed = self.owed, ""
+        if owed:
+            self.counters.stopped = self.asked  # ends of `fit` are looked at anew: they may be other ones now
+        owed = "" if owed == "update" and not self.counters.pause and self.at_end else owed  # the epoch's end does it
+        self.epoch_over, self.stopped_between = owed == "epoch", owed in ("update", "final")
+        if owed:
             self.random.stand()
-        return pending != ""
+        return owed != ""
 
-    def _group(self) -> Iterator[Window]:
-        """Open the data of the epoch at its next batch; return the windows that are left, of this rank's rows."""
-        counters, hooks, plan, spread = self.counters, self.owner.hooks, self.plan, self.spread
-        size = plan.accumulated(counters.epoch)
-        left = None if plan.epoch_updates is None else plan.epoch_updates - math.ceil(counters.batch / size)
-        move = mover(self.owner, self.source, trains=True)
-        with self.signals.waiting():
-            opened = self.rollback.open_epoch()
-        self.lengths.check_announced()
-        batches = self.signals.batches(opened)
-        self.signals.watch_children()
-        rows, count = hooks.rows, hooks.count
-        if spread is None:
-            grouped = windows(batches, size, rows=rows, count=count, always_count=hooks.counts_itself, move=move)
-            return self.lengths.checked(islice(grouped, left))
-        from trainwright.update.sharded_window import dealt_windows
+    def close_window(self, window: Window) -> Any:
+        """Set the factor that the gradients lack, after the last backward; return the loss if user code reads it.
 
-        dealt = dealt_windows(
-            batches,
-            size,
-            world=self.owner.world,
-            in_step=spread.in_step,
-            stands_in=spread.shards or spread.is_default,
-            rows=rows,
-            count=count,
-            move=move,
-        )
-        return self.lengths.checked(islice(dealt, left))
-
-    def owe(self, window: Window, loss: Tensor) -> Tensor:
-        """Note what the gradients must still be multiplied by, pay at once where user code reads them; pay the loss."""
-        unscale = 1.0 if self.scaler is None else self.scaler.factor()
-        owed = window.owed if self.spread is None else self.spread.close()
-        self.factor = owed
+        Where code of the user's own reads the gradients, they are multiplied by it at once.
+        """
+        loss = self.ledger.window_loss
+        missing = window.missing_factor if self.spread is None else self.spread.close()
+        self.factor = missing
         if self.scaler is not None:
-            self.factor = self.factor * unscale
+            self.factor = missing * self.scaler.factor()
             self.outcome.scaled = True
         if self.owner.hooks.updates_itself:
             if self.spread is not None:
                 self.spread.note(self.gradients.parameters)
             self.strategy.scale_gradients(self.gradients)
-        if self.spread is not None and not self.spread.is_default:  # code of the user's own reads the loss of all
-            return torch.as_tensor(self.spread.loss, dtype=loss.dtype, device=loss.device)
-        return loss * owed if isinstance(owed, Tensor) or owed != 1.0 else loss
+        if loss is not None and self.spread is not None:
+            loss = torch.as_tensor(self.spread.loss, dtype=loss.dtype, device=loss.device)
+        elif loss is not None and (isinstance(missing, Tensor) or missing != 1.0):
+            loss = loss * missing
+        return loss
 
     def count(self, window: Window, returned: Any) -> bool:
         """Count the update and close its numbers; return whether a step was applied in it."""
@@ -277,8 +254,8 @@ class Run:
         if outcome.minimized:
             note_minimized(self, returned)
         self.strategy.finish()
-        counters.batch += 1 if window.alone else window.all_batches
-        counters.rows += window.rows[0] if window.alone else window.all_rows
+        counters.batch += 1 if window.is_lone else window.all_batches
+        counters.rows += window.rows[0] if window.is_lone else window.all_rows
         if outcome.applied or outcome.stepped:
             counters.updates += 1
             self._idle = 0
@@ -381,7 +358,7 @@ class Run:
 
     def stop_now(self, reason: str) -> None:
         """Have the run end at the boundary in hand, on all processes alike."""
-        self.counters.stopped = self.stop_reason = reason
+        self.counters.stopped = self.asked = reason
 
     def wake(self) -> None:
         """Have the loop pause at the coming boundary; several processes all pause where they have agreed to."""

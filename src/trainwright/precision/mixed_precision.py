@@ -95,9 +95,10 @@ class LossScaler:
         self.value = _single(self.settings.init_scale)
         self._good = 0
 
-    def scale(self, loss: Tensor) -> Tensor:
-        """Return `loss` times the scale, in float32 at least."""
-        return (loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss) * self.value
+    @property
+    def root(self) -> float:
+        """The scale as a factor of the root gradient of `backward`."""
+        return self.value
 
     def factor(self) -> float:
         """Return what scaled gradients are multiplied by to unscale them."""

@@ -31,9 +31,10 @@ class DeviceScale:
         self._good = torch.zeros((), dtype=torch.int32, device=device)
         self._send()
 
-    def scale(self, loss: Tensor) -> Tensor:
-        """Return `loss` times the scale, in float32 at least."""
-        return (loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss) * self._scale
+    @property
+    def root(self) -> Tensor:
+        """The scale as a factor of the root gradient of `backward`, a 0-dim tensor."""
+        return self._scale
 
     def factor(self) -> Any:
         """Return what scaled gradients are multiplied by to unscale them, a 0-dim tensor."""

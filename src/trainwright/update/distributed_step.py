@@ -20,8 +20,11 @@ from trainwright.distributed.ddp import Wrapped
 from trainwright.distributed.gradient_averaging import Buckets, fingerprint
 from trainwright.distributed.world import Group
 from trainwright.modules.modes import running_statistics, unnoticed
+from trainwright.update.loss_tracker import Roots
+from trainwright.update.losses import StepLoss
 from trainwright.update.owner import Owner
 from trainwright.update.sharded_window import DealtWindow
+from trainwright.update.window import weighed
 
 _NUMPYS = {torch.float32: np.float32, torch.float64: np.float64}
 
@@ -33,9 +36,6 @@ class Spread:
     `update` of the user's own reads gradients in an order of its own: there nothing is wrapped, and they are averaged
     once they are whole. What a window counts, and its loss, travel with the gradients.
     """
-
-    _unscale: float | Tensor = 1.0
-    """What undoes the loss scale, in the window in hand."""
 
     def __init__(self, owner: Owner) -> None:
         assert isinstance(owner.world, Group)
@@ -81,12 +81,9 @@ class Spread:
         if self._wraps and (unused != "auto" or self._settings.static_graph):
             self._wrapped = Wrapped(module, self._settings, self._world, unused=unused is True)
 
-    def begin(self, unscale: float | Tensor = 1.0) -> None:
-        """Turn to the next window: its gradients are new ones, wherever in memory they come to lie.
-
-        `unscale`: what undoes the loss scale.
-        """
-        self.loss, self._unscale = 0.0, unscale
+    def begin(self) -> None:
+        """Start the next window: its gradients are new ones, wherever in memory they come to lie."""
+        self.loss = 0.0
         self._seen.clear()
         self._silence(False)
         if getattr(self._settings, "sync_buffers", False):  # before any forward, which may save them for its backward
@@ -97,8 +94,8 @@ class Spread:
         """Whether all run as many micro-batches: torch averages in each of them in a static graph's first window."""
         return self.shards or (self._wraps and self._settings.static_graph)
 
-    def step(self, batch: Any) -> Tensor:
-        """Run the step of the micro-batch that comes next; returns its loss, weighed by its share of the window."""
+    def step(self, batch: Any) -> tuple[Tensor, ...]:
+        """Run the step of the next micro-batch; return its loss, and the term that carries its count and value."""
         window = self._window
         if window.position < 0:
             self._begin()
@@ -106,11 +103,14 @@ class Spread:
         self._silence(window.stands_in)
         if window.stands_in:
             with self._standing_in():
-                loss = self._forward(batch, last=last)
-        else:
-            loss = self._forward(batch, last=last)
-        window.is_weighed = True
-        return loss
+                return self._forward(batch, last=last)
+        return self._forward(batch, last=last)
+
+    def weigh(self, returned: tuple[Tensor, ...]) -> Roots:
+        """Return the roots of `backward` and their gradients: the loss has its weight, the carried term has 1."""
+        tracker = self._owner.ledger
+        root = tracker.root_gradient(returned[0], self._weight)
+        return returned, (root, None)[: len(returned)]
 
     def close(self) -> Count:
         """Have the gradients of the window be one on all processes; returns the factor that they still owe."""
@@ -134,14 +134,15 @@ class Spread:
             self._world.sum(told)
         return self._read(told)
 
-    def weigh(self, loss: Tensor, count: Count, *, summed: bool) -> Tensor:
-        """Weigh a loss of this process's whole window, for a `backward` whose gradients `average` takes."""
+    def weigh_window(self, loss: StepLoss) -> Count:
+        """Return the weight of a loss of this process's complete window; `average` takes the gradients afterwards."""
         window = self._window
+        here = any(window.rows)
         self._begin()
-        weighed = window.weigh(loss, None if summed else count, summed=summed, here=any(window.rows))
-        self._silence(not any(window.rows))
-        self._tell()
-        return weighed
+        weight = loss.weight * window.weight_of(loss.count, is_sum=False, here=here)
+        self._silence(not here)
+        self._add_term(loss.loss, loss.count if here else 0, weight)
+        return weight
 
     def average(self, parameters: Sequence[Tensor]) -> Count:
         """Average the gradients of a loss that was weighed; returns the factor that they still owe."""
@@ -235,7 +236,7 @@ class Spread:
     def _begin(self) -> None:
         told = self._module.told if self._module is not None else None
         assert told is not None
-        if not self._rides or self._in_use is None:
+        if self.carries_apart:
             self._told = torch.zeros_like(told.detach())
         told.grad = None
 
@@ -249,45 +250,49 @@ class Spread:
         trained = self._module.trained if silent and not self.shards else []
         self._silenced = [parameter.register_hook(torch.zeros_like) for parameter in trained]
 
-    def _forward(self, batch: Any, *, last: bool) -> Tensor:
+    def _forward(self, batch: Any, *, last: bool) -> tuple[Tensor, ...]:
         assert self._module is not None
         if self._in_use is not None:
-            loss: Tensor = self._in_use(batch, last=last)
-            return loss
+            returned: tuple[Tensor, ...] = self._in_use(batch, last=last)
+            return returned
         if self._set_sync is not None:
             self._set_sync(self._owner.model, last)
-        return self.weighed_step(batch)
+        return (self.recorded_step(batch),)
 
-    def weighed_step(self, batch: Any) -> Tensor:
-        """Run the user's step; note what it counts, and return its loss, weighed."""
-        owner = self._owner
-        loss = owner.ledger.weigh(owner.training_step(batch))
-        self._tell()
-        return loss
+    def recorded_step(self, batch: Any) -> Tensor:
+        """Run the user's step, record it, and return its loss."""
+        owner, here = self._owner, not self._window.stands_in
+        step_loss = owner.ledger.record(owner.training_step(batch))
+        self._weight = step_loss.weight
+        self._add_term(step_loss.loss, step_loss.count if here else 0, self._weight)
+        return step_loss.loss
 
-    def _tell(self) -> None:
+    def _add_term(self, loss: Tensor, count: Count | None, weight: Count) -> None:
+        """Put the count of a micro-batch and its weighed loss where the gradients carry them to all processes."""
         assert self._module is not None
-        count, weighed = self._window.in_hand
-        told = self._module.told
-        kind = told.dtype
-        if weighed.is_cpu and not isinstance(count, Tensor):
+        told, value = self._module.told, weighed(loss, weight)
+        kind, count = told.dtype, count or 0
+        if value.is_cpu and not isinstance(count, Tensor):
             # torch.tensor would take ten times as long for two numbers.
-            self.term = torch.from_numpy(np.array((count, host_reads.host_value(weighed)), _NUMPYS[kind]))
+            self.term = torch.from_numpy(np.array((count, host_reads.host_value(value)), _NUMPYS[kind]))
         else:
-            counted = torch.as_tensor(count, dtype=kind, device=weighed.device)
-            self.term = torch.stack([counted, weighed.detach().to(kind)]).to(told.device)
-        if self._in_use is None or not self._rides:
+            counted = torch.as_tensor(count, dtype=kind, device=value.device)
+            self.term = torch.stack([counted, value.to(kind)]).to(told.device)
+        if self.carries_apart:
             self._told = self._told + self.term
-        elif isinstance(self._unscale, Tensor) or self._unscale != 1.0:
-            self.term = self.term * self._unscale  # `backward` scales it, as it does the loss: it must not overflow
+
+    @property
+    def carries_apart(self) -> bool:
+        """Whether counts and losses are summed apart from the gradients: no DDP runs here, or it would round them."""
+        return self._in_use is None or not self._rides
 
     def _read(self, told: Tensor) -> Count:
         window = self._window
         mean, weighed = told.tolist() if told.is_cpu else told.unbind()
         count = mean * window.processes
         self.loss = window.mean(count, weighed)
-        self.counted = None if window.plain else count
-        return window.owes(count)
+        self.counted = None if window.is_plain_sum else count
+        return window.missing_factor_of(count)
 
     def _buckets_of(self, parameters: Sequence[Tensor]) -> Buckets:
         key = tuple(map(id, parameters))
@@ -330,8 +335,8 @@ class _Step(nn.Module):
         self.told = nn.Parameter(torch.zeros(2, dtype=torch.float64 if wide else torch.float32, device=device))
         """Always 0; its gradient is what the window counts and its loss, which so travel with the others."""
 
-    def forward(self, batch: Any) -> Tensor:
-        """The weighed loss of a micro-batch."""
+    def forward(self, batch: Any) -> tuple[Tensor, ...]:
+        """Return the loss of a micro-batch, and a 0 whose gradient is its count and its weighed loss."""
         spread = self._spread[0]
-        loss = spread.weighed_step(batch)
-        return loss + torch.dot(self.told, spread.term)
+        loss = spread.recorded_step(batch)
+        return (loss,) if spread.carries_apart else (loss, torch.dot(self.told, spread.term))

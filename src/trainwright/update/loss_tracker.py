@@ -5,17 +5,26 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from trainwright.core import host_reads
 from trainwright.core.errors import SettingError, message
+from trainwright.core.host_reads import host_number
 from trainwright.core.records import Count, StepOutput, SumLoss
 from trainwright.core.suggestions import check_name
 from trainwright.metrics.metrics import Meters
+from trainwright.protocols import Scaler
 from trainwright.update.hooks import Hooks
-from trainwright.update.losses import CountObserver, Outcome, counted_by_torch, read_outcome
+from trainwright.update.losses import CountObserver, StepLoss, counted_by_torch, read_step_loss
 from trainwright.update.numbers import Numbers, Told, mean_of, number
-from trainwright.update.window import Window, above_nothing, find_rows, rows_of
+from trainwright.update.window import Window, find_rows, inverse, rows_of, weighed
+
+MANY = 64
+"""Root gradients that are kept for reuse."""
+
+Roots = tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]
+"""The arguments of `torch.autograd.backward`: losses, and the root gradient of each."""
 
 
 class Ledger(Numbers):
@@ -43,11 +52,22 @@ class Ledger(Numbers):
         """What finds the count in a loss that torch has made."""
         self.noting = True
         """Whether what steps return is taken down: not in a second pass over the same window."""
+        self._scaler: Scaler | None = None
+        self.sums_losses = hooks is not None and (hooks.updates_itself or hooks.computes_itself)
+        """Whether code of the user's own may read the loss that `compute_gradients` returns."""
+        self.window_loss: Any = None
+        """The sum of the weighed losses of this pass, where such code may read it."""
+        self._roots: dict[tuple[Any, ...], Tensor] = {}
+        """Root gradients by weight, dtype and device."""
         self._probed: dict[str, float] = {}
         """What probes have returned since the last update, for the record of the next."""
 
+    def bind(self, scaler: Scaler | None) -> None:
+        """Take the loss scale of a run: a factor of every root gradient."""
+        self._scaler = scaler
+
     def begin(self, window: Window) -> None:
-        """Turn to the next window."""
+        """Start the update of a window."""
         if self._entries:  # what `after_update` has logged and no record has told
             self.close()
         self.window, self._within = window, True
@@ -58,7 +78,7 @@ class Ledger(Numbers):
         self.noting = True
 
     def begin_again(self) -> None:
-        """Run the same window once more: only its first pass is noted (SAM and LBFGS run it again, elsewhere)."""
+        """Start a further pass over the window; only the first one is recorded (SAM and LBFGS run several)."""
         assert self.window is not None
         self.window.begin()
         self.noting = False
@@ -76,14 +96,27 @@ class Ledger(Numbers):
             return window.counts[index]
         return window.rows[index] if self._counter is None else self._counter(window.batches[index])
 
-    def weigh(self, returned: Any) -> Tensor:
-        """Take down what a training step returned; return it weighed by its share of the window, for `backward`."""
+    def weigh(self, returned: Any) -> Roots:
+        """Record what a training step returned; return its loss and the root gradient for `backward`."""
         window = self.window
         assert window is not None
-        if window.is_weighed:  # where the step ran, with several processes
-            window.is_weighed = False
-            weighed: Tensor = returned
-            return weighed
+        if window.is_lone and type(returned) is Tensor and returned.ndim == 0 and not self.must_feed:
+            window.position += 1
+            if self.noting:
+                found = None if self._trusts_counter else self.told_by_torch(returned)
+                count = self._default_count() if found is None else found
+                self._entries.append(("loss", returned, count, False))
+                self.noted = True
+            if self.sums_losses:
+                self.window_loss = returned
+            return (returned,), (None if self._scaler is None else self.root_gradient(returned, 1.0),)
+        step_loss = self.record(returned)
+        return (step_loss.loss,), (self.root_gradient(step_loss.loss, step_loss.weight),)
+
+    def record(self, returned: Any) -> StepLoss:
+        """Record the return of the training step of the next micro-batch; return its loss, with count and weight."""
+        window = self.window
+        assert window is not None
         window.position = position = window.position + 1
         if type(returned) is StepOutput:
             if self.meters is not None and self.noting:
@@ -91,35 +124,58 @@ class Ledger(Numbers):
             returned = returned.loss
         elif self.must_feed:
             self.check_fed(returned)
-        if window.alone and type(returned) is Tensor and returned.ndim == 0:  # the common case needs no weight
-            if self.noting:
-                found = None if self._trusts_counter else self.told_by_torch(returned)
-                count = self._default_count(position) if found is None else found
-                self._entries.append(("loss", returned, count, False))
-                self.noted = True
-            return returned
-        return self._weighed(read_outcome(returned), position)
+        step_loss = read_step_loss(returned)
+        count = step_loss.count
+        if count is None and not step_loss.is_sum:
+            count = self._count_in_training(step_loss.loss)
+        self._note(step_loss, window.rows[position] if count is None else count)
+        from_step = window.counts is None or count is not window.counts[position]
+        step_loss.count = None if count is None else host_number(count)
+        step_loss.weight = window.weight(step_loss.count, is_sum=step_loss.is_sum, from_step=from_step)
+        if self.sums_losses:
+            value = weighed(step_loss.loss, step_loss.weight)
+            self.window_loss = self.window_loss + value if position else value
+        return step_loss
 
-    def alone(self, returned: Any) -> tuple[Tensor, Count, bool]:
-        """Return a loss that an `update` of the user's own minimizes by itself, its count, and whether it is a sum.
+    def root_gradient(self, loss: Tensor, weight: Count) -> Tensor | None:
+        """Return weight times loss scale as a tensor like the loss; None for 1.
 
-        What does not tell its count counts the window's rows.
+        Made once for each value: a copy from the host would be waited for.
         """
+        weight = weight if self._scaler is None else weight * self._scaler.root
+        if isinstance(weight, Tensor):
+            return weight.to(loss.device, loss.dtype)
+        if weight == 1.0:
+            return None
+        key = weight, loss.dtype, loss.device
+        root = self._roots.get(key)
+        if root is None or root._version:  # a hook may have written into it
+            root = torch.full_like(loss, weight)
+            if len(self._roots) >= MANY:
+                self._roots.clear()
+            if type(loss) is Tensor:
+                self._roots[key] = root
+        return root
+
+    def record_minimized(self, returned: Any) -> StepLoss:
+        """Record what an `update` of the user's own passed to `minimize`; a mean without a count counts the rows."""
         assert self.window is not None
         rows = sum(self.window.rows)
-        stands_in = not rows and self.window.all_rows > 0  # of several processes the others have all of its rows
+        stands_in = not rows and self.window.all_rows > 0  # the other ranks have all of its rows
         if type(returned) is StepOutput:
             if self.meters is not None and not stands_in:  # one batch of the window, perhaps
                 own = find_rows(returned.output)
                 self.meters.update(returned.output, returned.target, rows if own is None else own)
             returned = returned.loss
-        outcome = read_outcome(returned)
-        count = rows if outcome.count is None or stands_in else outcome.count
-        if outcome.named is not None:
-            self._entries += [(name, value, count, outcome.summed) for name, value in self._claimed(outcome.named)]
-        if outcome.summed and outcome.count is not None:
-            return outcome.loss / above_nothing(outcome.count), count, False
-        return outcome.loss, count, outcome.summed
+        step_loss = read_step_loss(returned)
+        given = rows if step_loss.count is None or stands_in else step_loss.count
+        if step_loss.named is not None:
+            self._entries += [(name, value, given, step_loss.is_sum) for name, value in self._claimed(step_loss.named)]
+        if step_loss.count is not None and step_loss.is_sum:
+            step_loss.weight = inverse(host_number(step_loss.count))
+        if stands_in or not step_loss.is_sum:
+            step_loss.count = given
+        return step_loss
 
     def check_fed(self, returned: Any) -> None:
         """Refuse what a step returned where metrics read outputs and it holds none."""
@@ -139,18 +195,18 @@ class Ledger(Numbers):
             if returned is None:
                 return
         if type(returned) is SumLoss and type(returned.count) is int:  # what the default step returns, nearly always
-            outcome = Outcome(returned.total, returned.count, True)
+            step_loss = StepLoss(returned.total, returned.count, True)
         else:
-            outcome = read_outcome(returned)
-        loss, count = outcome.loss, outcome.count
+            step_loss = read_step_loss(returned)
+        loss, count = step_loss.loss, step_loss.count
         if count is None:
-            count = self._rows_of(self.batch) if outcome.summed else self._count_of(loss)
-        if outcome.named is None and type(count) is int and count > 0 and loss.is_cpu and loss.ndim == 0:
+            count = self._rows_of(self.batch) if step_loss.is_sum else self._count_of(loss)
+        if step_loss.named is None and type(count) is int and count > 0 and loss.is_cpu and loss.ndim == 0:
             value = host_reads.host_value(loss)  # there is nothing to wait for, and the next loss gets its memory
-            self._sums["loss"] = self._sums.get("loss", 0.0) + (value if outcome.summed else value * count)
+            self._sums["loss"] = self._sums.get("loss", 0.0) + (value if step_loss.is_sum else value * count)
             self._counts["loss"] = self._counts.get("loss", 0.0) + count
         else:
-            self._note(outcome, count)
+            self._note(step_loss, count)
 
     def note_returned(self, returned: Any) -> None:
         """Take down what an `update` returned: a loss where no step of this window gave one, and other numbers."""
@@ -242,22 +298,15 @@ class Ledger(Numbers):
         want = f"the output and target that the metric{'s read' if len(names) > 1 else ' reads'}"
         return SettingError(message(f"{unfed} never fed: {why}", want=want, fix=fix, where=False))
 
-    def _weighed(self, outcome: Outcome, position: int) -> Tensor:
-        """Note an outcome; return it weighed by its share of the window."""
-        window = self.window
-        assert window is not None
-        count = outcome.count
-        if count is None and not outcome.summed:
-            found = None if self._trusts_counter else self.told_by_torch(outcome.loss)
-            count = self._default_count(position) if found is None else found
-        self._note(outcome, window.rows[position] if count is None else count)
-        own = window.counts is None or count is not window.counts[position]
-        return window.weighed(outcome.loss, count, summed=outcome.summed, own=own)
+    def _count_in_training(self, loss: Tensor) -> Count:
+        """Return the count of a mean: what torch divided by, else what `count` says, or rows."""
+        found = None if self._trusts_counter else self.told_by_torch(loss)
+        return self._default_count() if found is None else host_number(found)
 
-    def _default_count(self, position: int) -> Count:
-        """What a mean is over that did not tell, and that torch's own NLL did not make: what `count` says, or rows."""
+    def _default_count(self) -> Count:
         window = self.window
         assert window is not None
+        position = window.position
         if window.counts is not None:
             return window.counts[position]
         return window.rows[position] if self._counter is None else self._counter(window.batches[position])
@@ -267,10 +316,10 @@ class Ledger(Numbers):
         found = None if self.count_source is None else self.count_source.count_of(loss)
         return self.count if found is None else found
 
-    def _note(self, outcome: Outcome, count: Count) -> None:
+    def _note(self, step_loss: StepLoss, count: Count) -> None:
         if not self.noting:
             return
-        self._entries.append(("loss", outcome.loss.detach(), count, outcome.summed))
+        self._entries.append(("loss", step_loss.loss.detach(), count, step_loss.is_sum))
         self.noted = True
-        if outcome.named is not None:
-            self._entries += [(name, value, count, outcome.summed) for name, value in self._claimed(outcome.named)]
+        if step_loss.named is not None:
+            self._entries += [(name, value, count, step_loss.is_sum) for name, value in self._claimed(step_loss.named)]

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from trainwright.core.errors import DataError, StepError, message
 from trainwright.core.records import Count, MeanLoss, StepOutput, SumLoss
 from trainwright.core.suggestions import RESERVED
+from trainwright.update.window import one_for_zero
 
 Loss = Callable[..., Any]
 
@@ -26,24 +27,34 @@ _NUMBERS = (int, float, np.number)
 
 
 @dataclass(slots=True, eq=False)
-class Outcome:
-    """A step's loss in one form: a mean or a total (`summed`), and its count where the step gave one."""
+class StepLoss:
+    """The loss of a step in one form: a mean or a sum (`is_sum`), and its count where the step gave one."""
 
     loss: Tensor
     count: Count | None = None
-    summed: bool = False
+    is_sum: bool = False
     named: Mapping[str, Tensor] | None = None
+    weight: Count = 1.0
+    """Its weight in the window: the root gradient of `backward`, without the loss scale."""
+
+    @property
+    def mean(self) -> Tensor:
+        """The value as it is reported: a sum with a count is divided by it, NaN for a count of 0."""
+        value = self.loss.detach()
+        if not self.is_sum or self.count is None:
+            return value
+        return value / (one_for_zero(self.count) if isinstance(self.count, Tensor) else self.count)
 
 
-def read_outcome(returned: Any) -> Outcome:
-    """Turn what a step returned (without `StepOutput` around it) into an `Outcome`, or say what it should have been."""
+def read_step_loss(returned: Any) -> StepLoss:
+    """Turn the return of a step (without `StepOutput` around it) into a `StepLoss`; StepError for anything else."""
     if isinstance(returned, Tensor):
-        return Outcome(_scalar(returned))
+        return StepLoss(_scalar(returned))
     if isinstance(returned, MeanLoss):
-        return Outcome(_scalar(returned.loss), _counted(returned.count, returned))
+        return StepLoss(_scalar(returned.loss), _counted(returned.count, returned))
     if isinstance(returned, SumLoss):
         count = returned.count
-        return Outcome(_scalar(returned.total), None if count is None else _counted(count, returned), summed=True)
+        return StepLoss(_scalar(returned.total), None if count is None else _counted(count, returned), is_sum=True)
     if isinstance(returned, Mapping) and returned:
         return _named(returned)
     raise StepError(
@@ -251,7 +262,7 @@ def _counted(count: Count, given: MeanLoss | SumLoss) -> Count:
     )
 
 
-def _named(losses: Mapping[str, Any]) -> Outcome:
+def _named(losses: Mapping[str, Any]) -> StepLoss:
     if not RESERVED.isdisjoint(losses):
         raise StepError(
             message(
@@ -261,27 +272,27 @@ def _named(losses: Mapping[str, Any]) -> Outcome:
                 where=False,
             )
         )
-    outcomes = {name: _read_named(name, value) for name, value in losses.items()}
-    first = next(iter(outcomes.values()))
-    if not all(_alike(first, outcome) for outcome in outcomes.values()):
+    given = {name: _read_named(name, value) for name, value in losses.items()}
+    first = next(iter(given.values()))
+    if not all(_alike(first, one) for one in given.values()):
         raise StepError(
             message(
-                f"the named losses {', '.join(outcomes)} are not of one form",
+                f"the named losses {', '.join(given)} are not of one form",
                 want="all of them tensors, all MeanLoss, or all SumLoss, over one and the same count",
-                fix=f"return MeanLoss({' + '.join(map(str, outcomes))}, count), and self.log(name, value) for each",
+                fix=f"return MeanLoss({' + '.join(map(str, given))}, count), and self.log(name, value) for each",
                 where=False,
             )
         )
     loss = first.loss
-    for outcome in list(outcomes.values())[1:]:
-        loss = loss + outcome.loss
-    named = {name: outcome.loss.detach() for name, outcome in outcomes.items()}
-    return Outcome(loss, first.count, first.summed, named)
+    for one in list(given.values())[1:]:
+        loss = loss + one.loss
+    named = {name: one.loss.detach() for name, one in given.items()}
+    return StepLoss(loss, first.count, first.is_sum, named)
 
 
-def _read_named(name: str, value: Any) -> Outcome:
+def _read_named(name: str, value: Any) -> StepLoss:
     if isinstance(value, Tensor | MeanLoss | SumLoss):
-        return read_outcome(value)
+        return read_step_loss(value)
     raise StepError(
         message(
             f"a step returned {_shown(value)} as its loss {name!r}",
@@ -292,13 +303,13 @@ def _read_named(name: str, value: Any) -> Outcome:
     )
 
 
-def _alike(one: Outcome, other: Outcome) -> bool:
+def _alike(one: StepLoss, other: StepLoss) -> bool:
     """Whether two losses are of one form and, as far as the host knows, over one count."""
     if isinstance(one.count, Tensor) or isinstance(other.count, Tensor):
         same = (one.count is None) == (other.count is None)
     else:
         same = one.count == other.count
-    return one.summed == other.summed and same
+    return one.is_sum == other.is_sum and same
 
 
 def _scalar(loss: Any) -> Tensor:

@@ -26,18 +26,20 @@ def backward_of(run: Run, loss: Any, name: str | None) -> tuple[Tensor, Count, b
     """
     chosen = run.steppers.one(name, "minimize(loss)")
     chosen.gradients.zero()
-    value, count, summed = run.ledger.alone(loss)
-    weighed = value if run.spread is None else run.spread.weigh(value, count, summed=summed)
-    if run.scaler is None:
-        weighed.backward()
-    else:
-        run.scaler.scale(weighed).backward()
+    ledger = run.ledger
+    step_loss = ledger.record_minimized(loss)
+    weight = step_loss.weight if run.spread is None else run.spread.weigh_window(step_loss)
+    torch.autograd.backward((step_loss.loss,), (ledger.root_gradient(step_loss.loss, weight),))
+    if run.scaler is not None:
         run.factor = run.scaler.factor()
     if all(parameter.grad is None for parameter in chosen.gradients.parameters):
         raise nonfinite_policy.reaches_nothing(chosen.steppers[0].name if run.steppers.named else "")
     if run.spread is not None:
         run.factor = run.spread.average(chosen.gradients.parameters) * run.factor
-    return value.detach(), count, summed
+    if step_loss.count is None:  # a plain sum is reported per row
+        assert ledger.window is not None
+        return step_loss.mean, sum(ledger.window.rows), True
+    return step_loss.mean, step_loss.count, False
 
 
 class _HeldBack(Exception):

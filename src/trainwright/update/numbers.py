@@ -14,7 +14,7 @@ from trainwright.core.checks import FormError, check_form, is_numbers
 from trainwright.core.errors import SettingError, message
 from trainwright.core.records import Count
 from trainwright.metrics.metrics import Meters
-from trainwright.update.window import without_nothing
+from trainwright.update.window import zero_if_uncounted
 
 if TYPE_CHECKING:
     from trainwright.distributed.world import World
@@ -101,7 +101,7 @@ class Numbers:
         if len(losses) == 1:
             [(loss, count, summed)] = losses
             return [loss / _beside(loss, count) if summed else loss]
-        told = [without_nothing(loss, _beside(loss, count)) for loss, count, _ in losses]
+        told = [zero_if_uncounted(loss, _beside(loss, count)) for loss, count, _ in losses]
         whole = sum(_beside(losses[0][0], count) for _, count, _ in losses)
         if isinstance(whole, Tensor):
             return [*told, whole / whole]  # NaN, where all count nothing

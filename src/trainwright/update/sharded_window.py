@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainwright.core import host_reads
 from trainwright.core.records import Count
 from trainwright.distributed.batch_layout import Slice
 from trainwright.distributed.world import World
-from trainwright.update.window import Window, ratio, without_nothing
+from trainwright.update.window import Window, ratio
 
 
 class DealtWindow(Window):
@@ -39,16 +38,14 @@ class DealtWindow(Window):
         move: Callable[[Any], Any] | None = None,
     ) -> None:
         super().__init__(batches, rows, counts, move=move)
-        self.alone = False
+        self.is_lone = False
         self.whole = whole
         """The rows of the window over all processes."""
         self.most = most
         """The micro-batches of the process that has most of them: by it the batches of an epoch are counted."""
         self.processes = processes
-        self.plain = False
-        """Whether its losses are sums that nothing is divided by."""
-        self.in_hand: tuple[Count, Tensor]
-        """What the micro-batch in hand tells the others: its count, and its weighed loss."""
+        self.is_plain_sum = False
+        """Whether its losses are sums that nothing divides."""
 
     @property
     def all_rows(self) -> int:
@@ -66,33 +63,25 @@ class DealtWindow(Window):
         index = self.position + 1
         return index < len(self.rows) and not self.rows[index]
 
-    def weighed(self, loss: Tensor, count: Count | None, *, summed: bool, own: bool) -> Tensor:
-        """The loss of the micro-batch in hand, weighed so that the mean over all processes is the window's."""
-        return self.weigh(loss, count, summed=summed, here=self.rows[self.position] > 0)
+    def weight(self, count: Count | None, *, is_sum: bool, from_step: bool) -> Count:
+        """Return the weight by which the mean of the gradients over all processes is the window's gradient."""
+        return self.weight_of(count, is_sum=is_sum, here=self.rows[self.position] > 0)
 
-    def weigh(self, loss: Tensor, count: Count | None, *, summed: bool, here: bool) -> Tensor:
-        """Weigh a loss; it weighs 0 where no row `here` counts."""
-        self.plain = count is None
+    def weight_of(self, count: Count | None, *, is_sum: bool, here: bool) -> Count:
+        """Return the weight of a loss; 0 where no row `here` counts."""
+        self.is_plain_sum = count is None
         if not here:
-            count, weighed = 0, loss.nan_to_num(0.0, 0.0, 0.0) * 0.0
-        elif count is None:
-            weighed = loss * self.processes
-        else:
-            divisor = self.whole / self.processes
-            if isinstance(count, Tensor) and count.is_cpu:  # torch's own NLL has told it
-                count = host_reads.host_value(count)
-            if summed:
-                weighed = loss / divisor
-            elif count == divisor and not isinstance(count, Tensor):  # all processes count alike: times 1.0
-                weighed = loss
-            else:
-                weighed = without_nothing(loss, count) * ratio(count, divisor)
-        self.in_hand = (0 if count is None else count, weighed)
-        return weighed
+            return 0.0
+        if count is None:
+            return float(self.processes)
+        divisor = self.whole / self.processes
+        if is_sum:
+            return 1.0 / divisor
+        return 1.0 if not isinstance(count, Tensor) and count == divisor else ratio(count, divisor)
 
-    def owes(self, count: Count) -> Count:
-        """The factor that gradients owe when all processes together have counted `count`; 1.0 over nothing."""
-        if self.plain:
+    def missing_factor_of(self, count: Count) -> Count:
+        """Return the factor that the gradients lack if all processes together have counted `count`; 1.0 for 0."""
+        if self.is_plain_sum:
             return 1.0
         if isinstance(count, Tensor):
             return torch.where(count == 0, torch.ones_like(count), self.whole / count)
@@ -100,7 +89,7 @@ class DealtWindow(Window):
 
     def mean(self, count: Count, weighed: Count) -> Count:
         """The loss of the whole window in the user's own scale; NaN over nothing."""
-        if self.plain:
+        if self.is_plain_sum:
             return weighed
         if isinstance(count, Tensor):
             return weighed * self.whole / count  # 0 / 0 is NaN

@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from trainwright.core.device import widest_float
 from trainwright.core.errors import DataError, SettingError, message
+from trainwright.core.host_reads import host_number
 from trainwright.core.records import Count
 from trainwright.core.suggestions import suggests
 
@@ -26,21 +27,19 @@ class Window(Sequence[Any]):
 
         (sum of the losses' numerators) / (sum of their counts)
 
-    over all its micro-batches. Where every count is known beforehand each loss is divided by the whole at once.
-    Where a step tells its count only when it has run, a guess stands in for the whole, and `owed` is the factor
-    by which the gradients are to be multiplied afterwards.
+    over all its micro-batches. Each loss enters with a weight, the root gradient of its `backward`: count / total for
+    a mean, 1 / total for a sum. If the total is not known before the last step has run, an estimate takes its place,
+    and `missing_factor` is the factor that the gradients lack afterwards.
     """
 
     position = -1
     """The micro-batch that has run last; -1 before the first."""
-    is_weighed = False
-    """Whether the loss of the micro-batch in hand was weighed where it was made: by one of several processes."""
     begun = False
     """Whether its micro-batches are being run, or have been."""
     _moved: Any = None
-    _base: Count | None = None
+    _estimate: Count | None = None
     _total: Count = 0
-    _guessed = False
+    _is_estimated = False
 
     def __init__(
         self,
@@ -53,9 +52,10 @@ class Window(Sequence[Any]):
         self.batches = batches
         self.rows = rows
         self.counts = counts
-        self.alone = len(batches) == 1
+        self.is_lone = len(batches) == 1
+        """Whether there is one micro-batch, which needs no weight."""
         self.mover = move
-        """What moves a batch to the device; None where none is moved."""
+        """Moves a batch to the device; None if none is moved."""
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -66,7 +66,7 @@ class Window(Sequence[Any]):
         batch = self.batches[index]
         if self.mover is None:
             return batch
-        if not self.alone:
+        if not self.is_lone:
             return self.mover(batch)
         if self._moved is None:
             self._moved = self.mover(batch)
@@ -77,13 +77,13 @@ class Window(Sequence[Any]):
 
     @property
     def shares(self) -> list[Any]:
-        """The share of each micro-batch: its count over the window's, its rows over the window's without counts.
+        """The share of each micro-batch: its count over the window's, or its rows over the window's without counts.
 
-        A mean loss times its share is what `backward` is called on in a loop of your own.
+        In a hand-written loop `backward` is called on each mean loss times its share.
         """
         counts: list[Count] = list(self.rows) if self.counts is None else self.counts
-        whole = above_nothing(_add(counts))
-        return [ratio(count, whole if isinstance(whole, Tensor) else whole or 1) for count in counts]
+        total = one_for_zero(_add(counts))
+        return [ratio(count, total if isinstance(total, Tensor) else total or 1) for count in counts]
 
     @property
     def all_rows(self) -> int:
@@ -92,64 +92,59 @@ class Window(Sequence[Any]):
 
     @property
     def all_batches(self) -> int:
-        """The micro-batches of the window; of several processes those of the one that has most."""
+        """The micro-batches of the window; with several processes those of the rank that has most."""
         return len(self.batches)
 
-    def let_go(self) -> None:
-        """Give up the batch that was moved and kept; it is moved again when it is read."""
+    def release(self) -> None:
+        """Drop the batch on the device; it is moved again when it is read."""
         self._moved = None
 
     def begin(self) -> None:
-        """Start weighing anew: a window may be run several times (SAM, LBFGS)."""
+        """Start a pass over the micro-batches: a window may be run several times (SAM, LBFGS)."""
         self.position = -1
-        self._base, self._total, self._guessed = None, 0, False
+        self._estimate, self._total, self._is_estimated = None, 0, False
 
-    def weighed(self, loss: Tensor, count: Count | None, *, summed: bool, own: bool) -> Tensor:
-        """The loss of the micro-batch in hand, weighed by its share of the window.
+    def weight(self, count: Count | None, *, is_sum: bool, from_step: bool) -> Count:
+        """Return the weight of the micro-batch that runs now, without the loss scale.
 
-        `count` is what it is a mean over, or a sum; None for a sum that nothing is to be divided by.
+        `count`: the count of its loss; None for a plain sum, which nothing divides. `from_step`: the step gave the
+        count, or it was found in the loss, so that the counts of the other micro-batches are not known yet.
         """
-        if count is None:
-            return loss
-        count = _where_lies(loss, count)
-        if self.alone:
-            return loss / above_nothing(count) if summed else loss
-        divisor = _where_lies(loss, self.divisor(count, own=own))
-        if summed:
-            return loss / divisor
-        weighed: Tensor = without_nothing(loss, count) * ratio(count, divisor)
-        return weighed
-
-    def divisor(self, count: Count, *, own: bool) -> Count:
-        """Return what the numerator of the micro-batch in hand is divided by before `backward`.
-
-        `own`: the step gave the count itself, or it was found in the loss, so that the others' are not known yet.
-        """
-        if self._base is None:
-            whole = 0 if own else _add(self.counts or [0])
-            self._guessed = not isinstance(whole, Tensor) and not whole  # nothing is known, or nothing is counted
-            self._base = self._guess(count) if self._guessed else above_nothing(whole)
-        elif own:  # the first of the window had the count that the host knew, by chance
-            self._guessed = True
-        self._total = self._total + count
-        return self._base
+        if count is None or (self.is_lone and not is_sum):
+            return 1.0
+        if self.is_lone:
+            return inverse(count)
+        estimate = self._divisor(count, from_step=from_step)
+        return inverse(estimate) if is_sum else ratio(count, estimate)
 
     @property
-    def owed(self) -> Count:
-        """The factor by which the gradients are still to be multiplied: exactly 1.0 where the divisor was right.
+    def missing_factor(self) -> Count:
+        """The factor that the gradients still lack: estimate / total, exactly 1.0 where the estimate was right.
 
-        A window that counts nothing owes nothing: its gradient is 0, and its loss says NaN.
+        1.0 for a window that counts nothing: its gradient is 0, and its loss is NaN.
         """
-        if not self._guessed:
+        if not self._is_estimated:
             return 1.0
-        assert self._base is not None
-        if isinstance(self._base, Tensor) or isinstance(self._total, Tensor):
-            factor = ratio(self._base, torch.as_tensor(self._total))
-            return torch.where(torch.as_tensor(self._total) == 0, torch.ones_like(factor), factor)
-        return 1.0 if self._base == self._total or not self._total else self._base / self._total
+        assert self._estimate is not None
+        if isinstance(self._estimate, Tensor) or isinstance(self._total, Tensor):
+            total = torch.as_tensor(self._total)
+            factor = ratio(self._estimate, total)
+            return torch.where(total == 0, torch.ones_like(factor), factor)
+        return 1.0 if self._estimate == self._total or not self._total else self._estimate / self._total
 
-    def _guess(self, count: Count) -> Count:
-        """A divisor near the whole, so that scaled fp16 gradients stay in range; exact where rows are counted."""
+    def _divisor(self, count: Count, *, from_step: bool) -> Count:
+        """Return the total of the window where it is known beforehand, else an estimate of it."""
+        if self._estimate is None:
+            total = 0 if from_step else _add(self.counts or [0])
+            self._is_estimated = not isinstance(total, Tensor) and not total
+            self._estimate = self._estimated(count) if self._is_estimated else one_for_zero(total)
+        elif from_step:  # the first count agreed, by chance, with that of the host
+            self._is_estimated = True
+        self._total = self._total + count
+        return self._estimate
+
+    def _estimated(self, count: Count) -> Count:
+        """Return a divisor near the total, so that scaled fp16 gradients stay in range; exact for counts of rows."""
         if isinstance(count, Tensor):
             return count.clamp(min=1) * len(self.batches)
         if count == self.rows[self.position]:
@@ -256,30 +251,37 @@ def accumulation(setting: Accumulate) -> tuple[tuple[int, int], ...]:
     return tuple(sorted(table.items()))
 
 
-def without_nothing(loss: Tensor, count: Count) -> Tensor:
-    """The loss of a batch, 0 where it counts nothing: torch's mean over nothing is NaN."""
+def zero_if_uncounted(loss: Tensor, count: Count) -> Tensor:
+    """Return the loss of a batch, or 0 where it counts nothing: torch's mean over nothing is NaN."""
     if isinstance(count, Tensor):
         return torch.where(count == 0, torch.zeros_like(loss), loss)
     return loss if count else loss.nan_to_num(0.0, 0.0, 0.0)
 
 
-def above_nothing(count: Count) -> Count:
-    """A divisor for a window that counts nothing, as far as only the device knows."""
+def weighed(loss: Tensor, weight: Count) -> Tensor:
+    """Return the value of a loss times its weight; 0 for a weight of 0, even if the loss is NaN."""
+    if isinstance(weight, Tensor):
+        weight = weight.to(loss.device)
+    return zero_if_uncounted(loss.detach(), weight) * weight
+
+
+def one_for_zero(count: Count) -> Count:
+    """Return a count on the device to divide by: 1 in the place of 0."""
     return torch.where(count == 0, torch.ones_like(count), count) if isinstance(count, Tensor) else count
 
 
-def _where_lies(loss: Tensor, count: Count) -> Count:
-    """The count on the device of the loss: of a model over several devices they may lie on two."""
-    if isinstance(count, Tensor) and count.device != loss.device:
-        return count.to(loss.device, non_blocking=count.is_cpu)
-    return count
+def inverse(count: Count) -> Count:
+    """Return 1 / count, and 1 for a count of zero: a sum over nothing is 0, and so is its gradient."""
+    divisor: Count = one_for_zero(count) if isinstance(count, Tensor) else count or 1
+    inverted: Count = ratio(1.0, divisor)
+    return inverted
 
 
 def _add(counts: list[Count]) -> Count:
     total = counts[0]
     for count in counts[1:]:
         total = total + count
-    return total
+    return host_number(total)
 
 
 def _ragged(batch: Sequence[Any]) -> bool:

@@ -52,7 +52,7 @@ def train_accelerate(task: Task, clock: Clock) -> nn.Module:
 def evaluation_accelerate(task: Task) -> Callable[[], float]:
     own = accelerator(task)
     model, loader = own.prepare(task.model(), task.held_out())
-    return evaluation(model, loader)
+    return evaluation(model, loader, task.criterion())
 
 
 class Named(Dataset[dict[str, Tensor]]):

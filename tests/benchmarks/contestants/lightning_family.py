@@ -113,7 +113,7 @@ def train_fabric(task: Task, clock: Clock) -> nn.Module:
 def evaluation_fabric(task: Task) -> Callable[[], float]:
     own = fabric()
     model, loader = own.setup(task.model()), own.setup_dataloaders(task.held_out())
-    return evaluation(model, loader)
+    return evaluation(model, loader, task.criterion())
 
 
 CONTESTANTS = [

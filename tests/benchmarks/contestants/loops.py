@@ -36,7 +36,7 @@ def loop(task: Task, clock: Clock, data: Iterable[Any], *, fused: bool = True) -
 
 
 def _simple(task: Task, clock: Clock, data: Iterable[Any], model: nn.Module, optimizer: Any) -> None:
-    criterion = nn.CrossEntropyLoss()
+    criterion = task.criterion()
     model.train()
     for _ in range(1 + task.epochs):
         total, rows = 0.0, 0
@@ -52,7 +52,7 @@ def _simple(task: Task, clock: Clock, data: Iterable[Any], model: nn.Module, opt
 
 
 def _accumulating(task: Task, clock: Clock, data: Iterable[Any], model: nn.Module, optimizer: Any) -> None:
-    criterion, scheduler = nn.CrossEntropyLoss(), task.scheduler(optimizer)
+    criterion, scheduler = task.criterion(), task.scheduler(optimizer)
     assert scheduler is not None
     model.train()
     for _ in range(1 + task.epochs):
@@ -75,7 +75,7 @@ def _accumulating(task: Task, clock: Clock, data: Iterable[Any], model: nn.Modul
 def train_tuned(task: Task, clock: Clock) -> nn.Module:
     """Batches by `index_select`, in an order drawn as the loader does; losses stay tensors."""
     model, drawn = task.model(), Drawn(task)
-    optimizer, criterion = task.optimizer(model), nn.CrossEntropyLoss()
+    optimizer, criterion = task.optimizer(model), task.criterion()
     scheduler, parameters = task.scheduler(optimizer), list(model.parameters())
     inputs, targets, size, accumulate = task.inputs, task.targets, task.size, task.accumulate
     model.train()
@@ -104,16 +104,15 @@ def train_tuned(task: Task, clock: Clock) -> nn.Module:
 
 
 def evaluation_plain(task: Task) -> Callable[[], float]:
-    return evaluation(task.model(), task.held_out())
+    return evaluation(task.model(), task.held_out(), task.criterion())
 
 
 def evaluation_plain_other(task: Task) -> Callable[[], float]:
-    return evaluation(task.model(), task.other_held_out())
+    return evaluation(task.model(), task.other_held_out(), task.criterion())
 
 
-def evaluation(model: nn.Module, data: Iterable[Any]) -> Callable[[], float]:
+def evaluation(model: nn.Module, data: Iterable[Any], criterion: nn.Module) -> Callable[[], float]:
     """One pass as guides write it, whoever has prepared model and data."""
-    criterion = nn.CrossEntropyLoss()
 
     def once() -> float:
         model.eval()

@@ -23,7 +23,7 @@ def train(task: Task, clock: Clock, *, data: Callable[[Task], Any], console: boo
     trainer = Trainer(
         model,
         task.optimizer(model),
-        nn.CrossEntropyLoss(),
+        task.criterion(),
         accumulate=task.accumulate,
         clip=task.clip,
         schedule=OneCycle(max_lr=MAX_LR) if task.full else None,
@@ -37,7 +37,7 @@ def train(task: Task, clock: Clock, *, data: Callable[[Task], Any], console: boo
 def evaluation(task: Task, *, data: Callable[[Task], Any]) -> Callable[[], float]:
     from trainwright import Trainer
 
-    trainer, held_out = Trainer(task.model(), None, nn.CrossEntropyLoss()), data(task)
+    trainer, held_out = Trainer(task.model(), None, task.criterion()), data(task)
     return lambda: trainer.evaluate(held_out)["val_loss"]
 
 

@@ -25,6 +25,7 @@ CHARACTERS = 96
 """All printable ones of ASCII and one for any other."""
 
 Optimizers = Literal["adamw", "torch"]
+Losses = Literal["torch", "own"]
 
 
 class Clock:
@@ -87,6 +88,7 @@ class Task:
     inputs: Tensor = field(repr=False)
     targets: Tensor = field(repr=False)
     optimizers: Optimizers = "adamw"
+    losses: Losses = "torch"
 
     @property
     def accumulate(self) -> int:
@@ -120,6 +122,10 @@ class Task:
 
             return adamw(lr=LR, fused=fused)(model)
         return torch.optim.AdamW(model.parameters(), lr=LR, fused=fused)
+
+    def criterion(self) -> nn.Module:
+        """Cross entropy, as torch's own module or inside of one of the user's own."""
+        return nn.CrossEntropyLoss() if self.losses == "torch" else OwnLoss()
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
         return OneCycleLR(optimizer, MAX_LR, total_steps=self.updates) if self.full else None
@@ -156,11 +162,11 @@ class Task:
         return replace(self, epochs=1)
 
 
-def task(name: str, *, epochs: int | None = None, optimizers: Optimizers = "adamw") -> Task:
+def task(name: str, *, epochs: int | None = None, optimizers: Optimizers = "adamw", losses: Losses = "torch") -> Task:
     """Make the task of a name such as "W1" or "W1f"."""
     workload = WORKLOADS[name.removesuffix("f")]
     inputs, targets = workload.data()
-    return Task(name, workload, name.endswith("f"), epochs or workload.epochs, inputs, targets, optimizers)
+    return Task(name, workload, name.endswith("f"), epochs or workload.epochs, inputs, targets, optimizers, losses)
 
 
 class Drawn:
@@ -192,6 +198,18 @@ class Drawn:
 
 def generator() -> torch.Generator:
     return torch.Generator().manual_seed(1)
+
+
+class OwnLoss(nn.Module):
+    """A loss module that the library cannot recognize."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cross_entropy = nn.CrossEntropyLoss()
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        loss: Tensor = self.cross_entropy(output, target)
+        return loss
 
 
 def mlp() -> nn.Module:
