@@ -54,7 +54,7 @@ def used(optimizer):
     return [(group["lr"], group.get("momentum"), group.get("betas")) for group in optimizer.param_groups]
 
 
-class Told(Observer):
+class Recorder(Observer):
     def __init__(self):
         self.updates = []
 
@@ -86,16 +86,22 @@ class Watched(Trainer):
 
 
 def run(schedule, *, optimizer=one_group, cls=Watched, poisoned=(), loader=None, **settings):
-    """Five epochs, and (rates used at each try, records told, result)."""
+    """Five epochs, and (rates used at each try, updates reported, result)."""
     ends = {name: settings.pop(name) for name in ("epochs", "max_updates", "resume", "val") if name in settings}
-    model, told = network(), Told()
+    model, reported = network(), Recorder()
     trainer = cls(
-        model, optimizer(model), nn.CrossEntropyLoss(), schedule=schedule, observers=[told], console=False, **settings
+        model,
+        optimizer(model),
+        nn.CrossEntropyLoss(),
+        schedule=schedule,
+        observers=[reported],
+        console=False,
+        **settings,
     )
     trainer.poisoned = frozenset(poisoned)
     train = batches(rows_of_data(), 3) if loader is None else loader
     result = trainer.fit(train, **(ends or {"epochs": 5}))
-    return trainer, told.updates, result
+    return trainer, reported.updates, result
 
 
 def by_hand(scheduler, total, *, optimizer=one_group, steps=1):

@@ -1,4 +1,4 @@
-"""Epochs of unequal length: schedules that count ends of epochs follow them, planned ones refuse to go on."""
+"""Epochs of unequal length: schedules that count ends of epochs follow them, a run that was planned by others is refused."""
 
 from __future__ import annotations
 
@@ -258,8 +258,8 @@ def until_known(name, lengths):
     if name == "len":
         return min(lengths)
     first = next(epoch for epoch, length in enumerate(lengths) if length != lengths[0])
-    told = 0 if name != "quiet sampler" else min(lengths[0], lengths[first])
-    return sum(lengths[:first]) + told
+    after = 0 if name != "quiet sampler" else min(lengths[0], lengths[first])
+    return sum(lengths[:first]) + after
 
 
 @pytest.mark.parametrize(
@@ -290,12 +290,12 @@ def test_the_law_sees_a_length_that_is_never_compared(monkeypatch):
 @pytest.mark.parametrize(("name", "lengths"), CASES)
 def test_the_number_of_updates_that_the_error_gives_is_the_cure(name, lengths):
     _, made, error = trained(Cosine(), SOURCES[name](lengths))
-    told = re.search(r"max_updates=(\w+)\) in the place of epochs=3", str(error))[1]
+    given = re.search(r"max_updates=(\w+)\) in the place of epochs=3", str(error))[1]
     first = 0 if name == "len" else next(at for at, length in enumerate(lengths) if length != lengths[0])
     found = real(name, lengths)[first]
     too_long = name in ("quiet sampler", "len") and found > lengths[0]  # how long, is not known
     updates = sum(lengths[:first]) + found * (3 - first)
-    assert told == ("n" if too_long else str(updates))
+    assert given == ("n" if too_long else str(updates))
     assert len(made) <= updates
     kept = [*lengths, *lengths[-1:] * 9] if name != "len" else lengths
     _, rates, error = trained(Cosine(), SOURCES[name](kept), fit={"max_updates": updates})

@@ -48,12 +48,14 @@ def test_a_rate_set_by_hand_during_fit_is_an_error_that_names_the_group(schedule
     assert ("'head'" in str(caught.value)) == (group == 1)
 
 
-def test_without_a_schedule_a_rate_set_by_hand_is_used_and_told():
+def test_without_a_schedule_a_rate_set_by_hand_is_used_and_reported():
     class Warms(Watched):
         def training_step(self, batch):
             for group in self.optimizer.param_groups:
                 group["lr"] = 0.01 * (self.progress.updates + 1)
             return super().training_step(batch)
 
-    trainer, told, _ = run(None, cls=Warms, epochs=1)
-    assert [row[0][0] for row in trainer.seen] == [update.lr for update in told] == [0.01 * (n + 1) for n in range(7)]
+    trainer, reported, _ = run(None, cls=Warms, epochs=1)
+    assert (
+        [row[0][0] for row in trainer.seen] == [update.lr for update in reported] == [0.01 * (n + 1) for n in range(7)]
+    )

@@ -17,10 +17,10 @@ def check_a_later_end_plans_anew(tmp_path, schedule, scheduler):
     first, _, _ = run(schedule, epochs=2, **slot)
     assert first.seen == by_hand(scheduler, 8, optimizer=two_groups)
     with pytest.warns(UserWarning, match="re-planned: 8 -> 16 updates"):
-        second, told, result = run(schedule, epochs=4, resume="auto", **slot)
+        second, reported, result = run(schedule, epochs=4, resume="auto", **slot)
     longer = by_hand(scheduler, 16, optimizer=two_groups)
     assert second.seen == longer[8:]
-    assert [update.lrs for update in told] == [tuple(lr for lr, *_ in row) for row in longer[8:]]
+    assert [update.lrs for update in reported] == [tuple(lr for lr, *_ in row) for row in longer[8:]]
     assert result.updates == 16
 
 
@@ -31,13 +31,13 @@ def test_a_resumed_stage_with_a_later_end_plans_anew_and_says_so(case, tmp_path)
 
 def check_a_next_stage_starts_anew(case):
     schedule, scheduler = CASES[case]
-    trainer, told, _ = run(schedule, optimizer=adam_groups, epochs=2)
+    trainer, reported, _ = run(schedule, optimizer=adam_groups, epochs=2)
     expected = by_hand(scheduler, 14, optimizer=adam_groups)
     assert trainer.seen == expected
     trainer.seen = []
     trainer.fit(batches(rows_of_data(), 3), epochs=2)
     assert trainer.seen == expected
-    assert [update.update for update in told] == list(range(1, 29))
+    assert [update.update for update in reported] == list(range(1, 29))
 
 
 @pytest.mark.parametrize("case", CASES)

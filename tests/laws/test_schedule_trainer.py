@@ -1,4 +1,4 @@
-"""The Schedule law in a run: the rate that is used and told is torch's own, by the clock of applied updates."""
+"""The Schedule law in a run: the rate that is used and reported is torch's own, by the clock of applied updates."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def check_rates_are_torchs(case, groups, way):
         settings["loader"] = settings["loader"]()
     if groups == "adam" and case == "cyclic":
         scheduler = lambda o, n: torchs.CyclicLR(o, 0.01, 0.2, step_size_up=4)  # noqa: E731
-    trainer, told, result = run(schedule, optimizer=OPTIMIZERS[groups], **settings)
+    trainer, reported, result = run(schedule, optimizer=OPTIMIZERS[groups], **settings)
     expected = by_hand(scheduler, total, optimizer=OPTIMIZERS[groups])
     assert result.updates == total
     assert trainer.seen == expected
-    assert [update.lrs for update in told] == [tuple(lr for lr, *_ in row) for row in expected]
-    assert [update.lr for update in told] == [row[0][0] for row in expected]
+    assert [update.lrs for update in reported] == [tuple(lr for lr, *_ in row) for row in expected]
+    assert [update.lr for update in reported] == [row[0][0] for row in expected]
     assert [row["lr"] for row in result.history] == [expected[int(row["update"]) - 1][0][0] for row in result.history]
     assert result.history or "max_updates" in settings
 
@@ -102,16 +102,18 @@ def check_a_skipped_update_does_not_advance(way, ends, case="cosine, warmup"):
     schedule, scheduler = CASES[case]
     bad = {2, 3, 6}
     total = 13 if "max_updates" in ends else 5 * math.ceil(7 / settings.get("accumulate", 1))
-    trainer, told, result = run(schedule, poisoned=bad, **settings, **ends)
+    trainer, reported, result = run(schedule, poisoned=bad, **settings, **ends)
     expected = by_hand(scheduler, total)
     clock, rates = 0, []
     for call in range(len(trainer.seen)):
         rates.append(expected[clock])
         clock += call not in bad
     assert trainer.seen == rates
-    assert [update.lr for update in told] == [row[0][0] for row in rates]
-    assert [call for call, update in enumerate(told) if update.skipped] == sorted(bad)
-    assert [update.update for update in told] == [sum(c not in bad for c in range(n + 1)) for n in range(len(told))]
+    assert [update.lr for update in reported] == [row[0][0] for row in rates]
+    assert [call for call, update in enumerate(reported) if update.skipped] == sorted(bad)
+    assert [update.update for update in reported] == [
+        sum(c not in bad for c in range(n + 1)) for n in range(len(reported))
+    ]
     assert result.skipped == 3
     assert result.updates == (total if "max_updates" in ends else total - 3)
 
@@ -140,9 +142,9 @@ def check_plateau_is_torchs(schedule):
     for value in Planned.planned:
         expected += [used(hand)] * 7
         made.step(value)
-    trainer, told, _ = run(schedule, cls=Planned, optimizer=two_groups, epochs=10, val=batches(rows_of_data(4), 4))
+    trainer, reported, _ = run(schedule, cls=Planned, optimizer=two_groups, epochs=10, val=batches(rows_of_data(4), 4))
     assert trainer.seen == expected
-    assert [update.lrs for update in told] == [tuple(lr for lr, *_ in row) for row in expected]
+    assert [update.lrs for update in reported] == [tuple(lr for lr, *_ in row) for row in expected]
     assert len({row[0][0] for row in expected}) > 2
 
 

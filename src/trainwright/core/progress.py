@@ -1,4 +1,4 @@
-"""Where a run stands: one set of counters with one writer, and the read-only view that everybody else gets."""
+"""The counters of a run: `Counters` with one writer, and `Progress`, the read-only view for everybody else."""
 
 from __future__ import annotations
 
@@ -11,43 +11,43 @@ from trainwright.core.checks import FormError, check_form, is_amount, is_count, 
 
 @dataclass(slots=True)
 class Counters:
-    """Every counter of a run. Written by `fit` alone; a part of every checkpoint."""
+    """Every counter of a run. `fit` alone writes them; they are in every checkpoint."""
 
     stage: int = 0
-    """Which `fit` of this trainer it is, from 0."""
+    """The number of this `fit` of the trainer, from 0."""
     epoch: int = 0
-    """The epoch in hand, from 0, of this stage."""
+    """The current epoch of this stage, from 0."""
     begun: bool = False
-    """Whether `begin_epoch` of the epoch in hand has run."""
+    """Whether `begin_epoch` of the current epoch has run."""
     batch: int = 0
-    """Micro-batches of this epoch that have been trained on."""
+    """Micro-batches of this epoch that were trained on."""
     updates: int = 0
-    """Updates of this stage in which an optimizer step was applied: the one clock."""
+    """Updates of this stage in which an optimizer step was applied: the clock of schedules, ends and intervals."""
     rows: int = 0
-    """Rows of this stage that have been trained on."""
+    """Rows of this stage that were trained on."""
     skipped: int = 0
-    """Updates of this stage that were held back (fp16 overflow, or `on_nonfinite="skip"`)."""
+    """Skipped updates of this stage (fp16 overflow, or `on_nonfinite="skip"`)."""
     earlier_updates: int = 0
     """Applied updates of all earlier stages."""
     earlier_epochs: int = 0
     """Finished epochs of all earlier stages."""
     seconds: float = 0.0
-    """Time this stage has taken, over all of its sessions."""
+    """Wall-clock time of this stage, over all of its sessions."""
     validated: int = -1
-    """`updates` at the last validation; -1 where there was none."""
+    """`updates` at the last validation; -1 before the first."""
     paused: int = 0
     """`updates` at the last pause: where it lies behind, what fell due since is still to be done."""
     pause: str = ""
     """The pause whose validation was broken off: of an "update", an "epoch" or an early end ("final"); else empty."""
     stopped: str = ""
-    """Why the run stopped; empty while it goes on."""
+    """Why the run stopped; empty while it runs."""
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data."""
         return asdict(self)
 
     def load_state_dict(self, tree: dict[str, Any]) -> None:
-        """Take over the saved counters. FormError where one is missing, of another type, negative or absurd."""
+        """Restore saved counters. FormError where one is missing, of another type, negative or impossible."""
         check_form(tree, **{field.name: _FORMS.get(field.name, is_count) for field in fields(self)})
         trained = tree["rows"] + tree["updates"] + tree["skipped"]
         if tree["epoch"] > trained or tree["batch"] > trained:
@@ -64,7 +64,7 @@ _FORMS: dict[str, Callable[[object], bool]] = {
     "pause": lambda value: value in ("", "update", "epoch", "final"),
     "stopped": is_text,
 }
-"""Those that are no counts."""
+"""The forms of the counters that are no counts."""
 
 
 class Progress:
@@ -77,12 +77,12 @@ class Progress:
 
     @property
     def epoch(self) -> int:
-        """The epoch in hand, from 0, of this stage."""
+        """The current epoch of this stage, from 0."""
         return self._counters.epoch
 
     @property
     def batch(self) -> int:
-        """Micro-batches of this epoch that have been trained on."""
+        """Micro-batches of this epoch that were trained on."""
         return self._counters.batch
 
     @property
@@ -92,17 +92,17 @@ class Progress:
 
     @property
     def rows(self) -> int:
-        """Rows of this stage that have been trained on."""
+        """Rows of this stage that were trained on."""
         return self._counters.rows
 
     @property
     def skipped(self) -> int:
-        """Updates of this stage that were held back."""
+        """Skipped updates of this stage."""
         return self._counters.skipped
 
     @property
     def stopped(self) -> str:
-        """Why the run stopped; empty while it goes on."""
+        """Why the run stopped; empty while it runs."""
         return self._counters.stopped
 
     def __repr__(self) -> str:
