@@ -1,4 +1,4 @@
-"""Epochs of unequal length: schedules that count ends of epochs follow them, a run that was planned by others is refused."""
+"""Epochs of unequal length: schedules that count ends of epochs follow them, a total of others is refused."""
 
 from __future__ import annotations
 
