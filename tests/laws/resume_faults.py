@@ -10,15 +10,14 @@ import torch
 from torch import nn
 
 from trainwright import Trainer
-from trainwright.checkpointing import state
 from trainwright.checkpointing.manager import CheckpointManager
-from trainwright.checkpointing.state import Random
+from trainwright.core import rng
 from trainwright.core.progress import Counters
-from trainwright.core.rng import set_random_state
+from trainwright.core.rng import RandomPart, set_random_state
 from trainwright.data.batches import Batches
 from trainwright.data.dataloader import worker
 from trainwright.data.dataloader.loader import LoaderBatches
-from trainwright.fit import parts, rollback
+from trainwright.fit import parts, rollback, saving
 from trainwright.fit.between_updates import Pauses
 from trainwright.fit.early_stopping import Watch
 from trainwright.fit.rollback import Rollback
@@ -43,7 +42,7 @@ def _not_put_back(patch, get, put):
         whole(saved)
         put(now)
 
-    for module in (rollback, state):
+    for module in (rollback, rng):
         patch.setattr(module, "set_random_state", changed)
 
 
@@ -60,7 +59,7 @@ def torchs_random_state_is_forgotten(patch):
 
 
 def the_state_at_the_epochs_start_is_that_of_the_boundary(patch):
-    around(patch, Random, "load_state_dict", after=lambda self, tree: setattr(self, "epoch_start", tree["now"]))
+    around(patch, RandomPart, "load_state_dict", after=lambda self, tree: setattr(self, "epoch_start", tree["now"]))
 
 
 def the_state_after_the_skipping_is_kept(patch):
@@ -74,11 +73,11 @@ def the_state_after_the_skipping_is_kept(patch):
 
 
 def a_pause_after_the_resume_draws_from_anywhere(patch):
-    without(patch, Random, "stand")
+    without(patch, RandomPart, "seek_boundary")
 
 
 def what_the_fetch_has_drawn_is_saved(patch):
-    around(patch, Rollback, "restore", after=lambda self: setattr(self._random, "uses_kept", False))
+    around(patch, Rollback, "restore", after=lambda self: setattr(self._random, "ended_in_window", False))
 
 
 # Where the data stand.
@@ -216,8 +215,8 @@ def what_is_saved_misses_the_last_update(patch):
         kept.update({name: value.clone() for name, value in self.model.state_dict().items()})
 
     around(patch, Trainer, "update", before=copy)
-    whole = state.gather
-    patch.setattr(state, "gather", lambda parts: whole(parts) | ({"model": dict(kept)} if kept else {}))
+    whole = saving.gather
+    patch.setattr(saving, "gather", lambda parts: whole(parts) | ({"model": dict(kept)} if kept else {}))
 
 
 def an_error_leaves_the_buffers_moved(patch):

@@ -14,7 +14,7 @@ from torch.optim import LBFGS, SGD, Adam, AdamW
 from trainwright import EMA, Checkpoint, CheckpointError, Trainer, Updates, batches, latest_checkpoint
 from trainwright.checkpointing import commit as commits
 from trainwright.checkpointing.format import encode, load_tree, read_manifest
-from trainwright.checkpointing.state import PARAMETERS
+from trainwright.checkpointing.optimizer_state import PARAMETERS
 from trainwright.fit.per_rank_state import own_state, take_own
 
 generator = torch.Generator().manual_seed(1)

@@ -47,6 +47,17 @@ _RETRIES = 100
 """How often a directory is read anew where a run saves and removes checkpoints meanwhile."""
 
 
+class DamagedError(CheckpointError):
+    """A checkpoint of which every byte could be read, and that cannot be loaded: changed, or saved by other code."""
+
+    def __init__(self, text: str, origin: str, *, early: bool = False) -> None:
+        super().__init__(text)
+        self.origin = origin
+        """The path of the checkpoint."""
+        self.early = early
+        """Whether it was found before any hook of the user ran."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Loaded:
     """A checkpoint of which every byte was read and checked."""

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from trainwright.core.checks import check_form
+
 _MT19937 = 624 * 4 + 4
 """Bytes of the state of NumPy's Mersenne twister: its key and its position."""
 _HEAD = object.__basicsize__
@@ -170,3 +172,41 @@ class _NumPy:
 
 _python = _Python()
 _numpy = _NumPy()
+
+
+class RandomPart:
+    """Part `random` of a checkpoint: the states at the start of the current epoch, and at the boundary of the save."""
+
+    def __init__(self) -> None:
+        self.epoch_start: dict[str, Any] = {}
+        """Empty until the iterator of the current epoch is about to be made: a run may stop before."""
+        self.loaded: dict[str, Any] | None = None
+        """The loaded state of the boundary, until it is restored."""
+        self.is_at_boundary = False
+        """Whether the process draws from there already, though the iterator of the epoch is still to be made."""
+        self.before_window: dict[str, Any] | None = None
+        """The state before the current window was fetched, where a run can end inside one."""
+        self.ended_in_window = False
+        """Whether that is the state of the boundary: the run has ended inside a window."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return both states."""
+        chosen = self.before_window if self.ended_in_window else None if self.is_at_boundary else self.loaded
+        return {"epoch_start": self.epoch_start, "now": random_state() if chosen is None else chosen}
+
+    def load_state_dict(self, tree: dict[str, Any]) -> None:
+        """Take over both states; the iterator of the epoch is made between restoring the one and the other."""
+        check_form(tree, epoch_start=lambda state: state == {} or is_random_state(state), now=is_random_state)
+        self.epoch_start, self.loaded = tree["epoch_start"], tree["now"]
+
+    def seek_boundary(self) -> None:
+        """Continue the draws after the boundary, for work that is due before the epoch continues."""
+        if self.loaded is not None:
+            set_random_state(self.loaded)
+            self.is_at_boundary = True
+
+    def restore(self) -> None:
+        """Continue the draws after the boundary for good: between two epochs, or where nothing is left of one."""
+        if self.loaded is not None:
+            set_random_state(self.loaded)
+            self.epoch_start, self.loaded = {}, None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainwright.checkpointing.state import first_names, named_parameters
+from trainwright.checkpointing.optimizer_state import first_names, named_parameters
 from trainwright.core.errors import SettingError, message
 from trainwright.core.trees import parameters_in
 from trainwright.modules.modes import unnoticed

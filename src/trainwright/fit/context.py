@@ -13,11 +13,10 @@ from typing import Any
 
 from trainwright.acceleration.device_dataset import residing
 from trainwright.acceleration.switches import sped_up
-from trainwright.checkpointing import state
 from trainwright.checkpointing.format import dry_save
-from trainwright.checkpointing.load import Loaded, load_checkpoint, without_slot
+from trainwright.checkpointing.load import DamagedError, Loaded, load_checkpoint, without_slot
 from trainwright.checkpointing.manager import CheckpointManager
-from trainwright.checkpointing.state import DamagedError
+from trainwright.checkpointing.parts import gather
 from trainwright.core.device import homes
 from trainwright.core.errors import NOTE, CheckpointError, NonFiniteError, SettingError, first_line, listed, message
 from trainwright.core.process_state import training_afresh
@@ -362,7 +361,7 @@ def _check_saves(owner: Owner, run: Run, pauses: Pauses) -> list[str]:
     own = {name: part for name, part in parts.items() if name not in ours}
     run.rollback.bind(own)
     with run.shown.evaluated():
-        tree = state.gather(parts)
+        tree = gather(parts)
     dry_save(tree)
     check_saved_schedulers(owner.optimizers, own, {name: tree[name] for name in tree if name in own or name == "state"})
     return [line for line in [getattr(source, "resumes", "")] if line]

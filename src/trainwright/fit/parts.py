@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from trainwright.checkpointing.state import Held
+from trainwright.checkpointing.parts import CallbackPart
 from trainwright.core.device import devices_of, move
 from trainwright.fit.setup import settings_of
 from trainwright.optim.named import ONLY
@@ -35,7 +35,7 @@ def parts_of(run: Run, pauses: Pauses) -> dict[str, Stateful]:
         "progress": RunProgress(run),
         "totals": run.ledger,
         "data": run.source,
-        "state": Held(lambda: owner.state, lambda tree: _load_state(owner, tree)),
+        "state": CallbackPart(lambda: owner.state, lambda tree: _load_state(owner, tree)),
         "random": run.random,
     }
     return {name: part for name, part in named.items() if part is not None}

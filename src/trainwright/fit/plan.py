@@ -81,7 +81,7 @@ class Resume:
             self._check_names(given)
 
     def _check_names(self, given: str) -> None:
-        from trainwright.checkpointing.state import NEVER_FRESH
+        from trainwright.checkpointing.parts import NEVER_FRESH
 
         for name in self.fresh:
             if name in NEVER_FRESH:

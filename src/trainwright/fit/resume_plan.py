@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from trainwright.checkpointing import state
-from trainwright.checkpointing.load import Loaded
+from trainwright.checkpointing.load import DamagedError, Loaded
+from trainwright.checkpointing.parts import fresh_line
 from trainwright.core.checks import FormError, check_form, is_count, is_dict, is_none_or, is_number, is_numbers, is_text
 from trainwright.core.errors import CheckpointError, SettingError
 from trainwright.core.progress import Counters
@@ -108,7 +108,7 @@ def _check_optimizer(path: Path, *, saved: str, now: str, fresh: tuple[str, ...]
     """Refuse optimizers of other classes: torch would load their state without a word."""
     if saved == now:
         return
-    line = state.fresh_line([*fresh, "optimizer"])
+    line = fresh_line([*fresh, "optimizer"])
     raise CheckpointError(
         f"{path} was saved with {saved}; this Trainer has {now}",
         want="the same optimizer: its state is of no use to another",
@@ -125,7 +125,7 @@ def _progress_of(loaded: Loaded) -> Mapping[str, Any]:
         _check_progress(progress, loaded.manifest)
     except FormError as error:
         what = f"{loaded.path} is damaged: in part 'progress' {error}"
-        raise state.DamagedError(what, str(loaded.path), early=True) from error
+        raise DamagedError(what, str(loaded.path), early=True) from error
     checked: Mapping[str, Any] = progress
     return checked
 

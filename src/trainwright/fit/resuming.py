@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from trainwright.checkpointing import state
+from trainwright.checkpointing import parts as run_parts
 from trainwright.checkpointing.load import load_weights
+from trainwright.checkpointing.optimizer_state import PARAMETERS, in_current_order
 from trainwright.checkpointing.weights import load_into
 from trainwright.core.errors import CheckpointError, SettingError, warn_user
 from trainwright.core.suggestions import did_you_mean
@@ -75,7 +76,7 @@ def _load(plan: ResumePlan, owner: Owner, pauses: Pauses) -> list[str]:
         settle()  # no epoch will begin and take the state over; a next `fit` reads the same data
     if counters.stopped or not counters.begun or not run.random.epoch_start or not plan.with_data:
         # begin_epoch, the order, or what follows this `fit`, draws first; or the epoch in hand begins anew
-        run.random.put_back()
+        run.random.restore()
     at = counters.earlier_updates + counters.updates
     for observer in listening(owner):
         resume_at = getattr(observer, "resume_at", None)
@@ -94,16 +95,16 @@ def _restore(plan: ResumePlan, owner: Owner, pauses: Pauses) -> tuple[list[str],
     for name in () if plan.with_data else ("data", "totals"):
         parts.pop(name, None)
         tree.pop(name, None)
-    saved = tree.pop(state.PARAMETERS, None)
+    saved = tree.pop(PARAMETERS, None)
     rates = _rates(owner) if "schedule" in plan.fresh else []
     _start_anew(plan.fresh, owner, parts=parts, tree=tree)
-    state.check(parts, tree, origin=origin, fresh=plan.fresh)
-    tree, matched = state.in_order(parts, tree, saved, origin=origin)
+    run_parts.check(parts, tree, origin=origin, fresh=plan.fresh)
+    tree, matched = in_current_order(parts, tree, saved, origin=origin)
     if is_sharded(*owner.model.parameters()):
         from trainwright.distributed.resharding import place
 
         tree = place(tree, parts, likes=pauses.leaving.sharding_of_best(), world=owner.world)
-    reports = state.restore(parts, tree, origin=origin)
+    reports = run_parts.restore(parts, tree, origin=origin)
     for optimizer, before in rates:
         _set_rates(optimizer, before)
     if not plan.with_data:
@@ -114,7 +115,7 @@ def _restore(plan: ResumePlan, owner: Owner, pauses: Pauses) -> tuple[list[str],
 
 def _start_anew(fresh: tuple[str, ...], owner: Owner, *, parts: dict[str, Any], tree: dict[str, Tree]) -> None:
     """Take the parts of `resume_fresh` out of both: they stay as they were built."""
-    known = sorted({*SLOTS_WITH_STATE, *parts, *tree} - set(state.NEVER_FRESH))
+    known = sorted({*SLOTS_WITH_STATE, *parts, *tree} - set(run_parts.NEVER_FRESH))
     for name in fresh:
         if name not in known:
             what = f"fit(resume_fresh={fresh!r}): there is no part {name!r}.{did_you_mean(name, known)}"

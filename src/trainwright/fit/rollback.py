@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trainwright.checkpointing.state import Random
-from trainwright.core.rng import random_state, set_random_state
+from trainwright.core.rng import RandomPart, random_state, set_random_state
 from trainwright.core.trees import copy_tree
 from trainwright.fit.per_rank_state import opened
 from trainwright.protocols import Source, Stateful, Tree
@@ -28,7 +27,7 @@ and reporting the update; and after the loop, when the model may hold other weig
 class Rollback:
     """The phase of a run, and a snapshot from before the window in progress where an error may be saved from inside."""
 
-    def __init__(self, owner: Owner, source: Source, random: Random, *, tracker: Ledger) -> None:
+    def __init__(self, owner: Owner, source: Source, random: RandomPart, *, tracker: Ledger) -> None:
         self.phase = BETWEEN
         self._owner, self._source, self._random = owner, source, random
         saves_errors = owner.on_error == "save" and owner.world.size == 1  # several processes save nothing for an error
@@ -55,17 +54,17 @@ class Rollback:
     def open_epoch(self) -> Iterator[Any]:
         """Return the iterator of the current epoch, at its next batch; a resume sets every random state there."""
         counters, random = self._owner.counters, self._random
-        loaded = random_state() if random.stands else random.loaded
+        loaded = random_state() if random.is_at_boundary else random.loaded
         if self._owner.checkpoint is not None:
-            random.kept = random_state() if loaded is None else loaded
+            random.before_window = random_state() if loaded is None else loaded
             start = {} if loaded is None else random.epoch_start
             self._before_opening = {"data": copy_tree(self._source.state_dict()), "epoch_start": start}
         # A signal may end the run at any line: before this one `random` holds the state, then `_before_opening` does.
         self.phase = OPENING
-        random.loaded, random.stands = None, False
+        random.loaded, random.is_at_boundary = None, False
         if loaded is None:
             iterator = opened(self._owner.world, self._source, counters.epoch)
-            random.epoch_start = random.kept or {}
+            random.epoch_start = random.before_window or {}
         else:
             set_random_state(random.epoch_start)
             iterator = opened(self._owner.world, self._source, counters.epoch, skip=counters.batch)
@@ -77,7 +76,7 @@ class Rollback:
         """Capture what is to be rolled back: the next window is about to be fetched."""
         if self._mark_source is not None:
             self._mark_source()
-        self._random.kept = random_state() if self._captures_random else None
+        self._random.before_window = random_state() if self._captures_random else None
         if self._snapshot is not None:
             self._snapshot.capture()
             self._user_parts.capture()
@@ -85,7 +84,7 @@ class Rollback:
 
     def restore(self) -> dict[str, Tree]:
         """Roll back to the start of the window in progress; return the states that other parts are saved with."""
-        self._random.uses_kept = self.phase in (OPENING, FETCHING, UPDATING)
+        self._random.ended_in_window = self.phase in (OPENING, FETCHING, UPDATING)
         if self.phase == OPENING:
             self._random.epoch_start = self._before_opening["epoch_start"]
             return {"data": self._before_opening["data"]}

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from trainwright.checkpointing.state import Random
 from trainwright.core.errors import first_line
 from trainwright.core.plan import Plan
 from trainwright.core.progress import Counters
+from trainwright.core.rng import RandomPart
 from trainwright.diagnostics.first_batch import FirstBatch, is_compiled
 from trainwright.evaluation.passes import check_passes, feed
 from trainwright.evaluation.shown_weights import Shown
@@ -65,7 +65,7 @@ class Run:
         self.counters: Counters = owner.counters
         self.lengths = EpochLengths(plan, source, owner.counters)
         self.ledger: Ledger = owner.ledger
-        self.random = Random()
+        self.random = RandomPart()
         self.rollback = Rollback(owner, source, self.random, tracker=owner.ledger)
         self.signals = signals
         signals.wake = self.wake
@@ -217,7 +217,7 @@ class Run:
         owed = "" if owed == "update" and not self.counters.pause and self.at_end else owed  # the epoch's end does it
         self.epoch_over, self.stopped_between = owed == "epoch", owed in ("update", "final")
         if owed:
-            self.random.stand()
+            self.random.seek_boundary()
         return owed != ""
 
     def close_window(self, window: Window) -> Any:

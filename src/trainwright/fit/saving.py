@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from trainwright.checkpointing import state
 from trainwright.checkpointing.manager import CheckpointManager
+from trainwright.checkpointing.optimizer_state import PARAMETERS, parameters_of_optimizers
+from trainwright.checkpointing.parts import gather
 from trainwright.core.errors import SettingError
 from trainwright.core.records import Saved
 from trainwright.fit.due import Bell
@@ -78,7 +79,7 @@ class RunCheckpoints:
     def _tree(self) -> dict[str, Tree]:
         """Return the state of all parts, and the names of the parameters that the optimizers' state belongs to."""
         parts = self.owner.parts()
-        return state.gather(parts) | {state.PARAMETERS: state.parameters_of_optimizers(parts)}
+        return gather(parts) | {PARAMETERS: parameters_of_optimizers(parts)}
 
     def _per_rank_state(self) -> dict[str, Tree]:
         """Return the state that each rank has of its own, of all of them; none for one, whose parts hold everything."""

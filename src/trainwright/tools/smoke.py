@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any
 
-from trainwright.checkpointing import state
 from trainwright.checkpointing.format import dry_save
+from trainwright.checkpointing.parts import gather
 from trainwright.core.checks import check_whole
 from trainwright.core.durations import Updates
 from trainwright.core.errors import SettingError
@@ -97,7 +97,7 @@ def _run(trainer: Trainer[Any], found: list[Any], held_out: Any, *, updates: int
     losses, saved = _Losses(), list[str]()
 
     def save(twin: Trainer[Any]) -> None:
-        tree = state.gather(twin.parts())
+        tree = gather(twin.parts())
         dry_save(tree)
         saved.extend(tree)
 

@@ -1,0 +1,126 @@
+"""The parts of a run as one tree of state: gathered for a checkpoint, restored strictly, no part more and none less."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from trainwright.checkpointing.load import DamagedError
+from trainwright.checkpointing.optimizer_state import optimizers_of
+from trainwright.core.checks import FormError
+from trainwright.core.device import keep_dtypes
+from trainwright.core.errors import CheckpointError, TrainwrightError, first_line, listed
+from trainwright.protocols import Stateful, Tree
+
+_ANEW = "leave resume out, and give Checkpoint() a new directory, to begin a new run"
+NEVER_FRESH = {
+    "model": 'load_weights("weights.safetensors", model) before a new run',
+    "data": "resume_data=False, for other data",
+    **dict.fromkeys(("progress", "totals", "random"), _ANEW),
+}
+"""Parts that no resume starts anew, and what to write instead."""
+_ALWAYS = frozenset({"model", "progress", "totals", "data", "state", "random"})
+"""Parts of every run."""
+
+
+class CallbackPart:
+    """A part made of two functions, for state that no object of its own holds."""
+
+    def __init__(self, get: Callable[[], Tree], set_: Callable[[Tree], None]) -> None:
+        self.state_dict = get
+        self.load_state_dict = set_
+
+
+def gather(parts: Mapping[str, Stateful]) -> dict[str, Tree]:
+    """Return every part's state."""
+    return {name: part.state_dict() for name, part in parts.items()}
+
+
+def check(parts: Mapping[str, Stateful], tree: Mapping[str, Tree], *, origin: str, fresh: Sequence[str] = ()) -> None:
+    """Raise CheckpointError where a part is missing or not used, or where a module has other tensors.
+
+    `fresh`: parts that start anew already; the line to write names them too.
+    """
+    missing, unused = sorted(set(parts) - set(tree)), sorted(map(str, set(tree) - set(parts)))
+    if lost := _ALWAYS.intersection(missing):
+        raise DamagedError(f"{origin} is damaged: it has no part {min(lost)!r}", origin)
+    if missing or unused:
+        line, rebuild = fresh_line([*fresh, *missing, *unused]), "build the Trainer as when it was saved"
+        raise CheckpointError(
+            f"{origin} does not fit this Trainer",
+            have=f"missing {missing}, not used {unused}",
+            want=f"the parts {sorted(parts)}",
+            fix=f"{line}, which starts them anew; or {rebuild}" if line else rebuild,
+            where=False,
+        )
+    for name, part in parts.items():
+        if isinstance(part, nn.Module):
+            _check_tensors(name, part, tree[name], origin=origin)
+
+
+def fresh_line(names: Sequence[str]) -> str:
+    """Return the line that starts the parts of these names anew; empty where one of them cannot be."""
+    if not NEVER_FRESH.keys().isdisjoint(names):
+        return ""
+    quoted = ", ".join(f'"{name}"' for name in names)
+    return f"fit(..., resume_fresh=({quoted}{',' * (len(names) == 1)}))"
+
+
+def restore(parts: Mapping[str, Stateful], tree: Mapping[str, Tree], *, origin: str) -> list[str]:
+    """Load every part's state, model and progress first, random last; after `check`. Return what the parts report.
+
+    Raises CheckpointError where the state of a part is of another form.
+    """
+    reports = []
+    # Progress comes before the schedule, which is planned by the lengths that finished epochs had.
+    for name in sorted(parts, key=lambda name: (name != "model", name != "progress", name == "random")):
+        part = parts[name]
+        try:
+            report = part.load_state_dict(tree[name])
+        except TrainwrightError:
+            raise  # it says what differs, and what to do
+        except (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, MemoryError, FormError) as error:
+            why = str(error) if isinstance(error, FormError) else first_line(error)
+            why = f"its saved state has no {error}" if isinstance(error, KeyError) else why
+            raise DamagedError(f"{origin}: part {name!r} cannot be loaded: {why}", origin) from error
+        except ValueError as error:
+            if name in ("progress", "totals", "random"):  # no user's code, and no mismatch of settings
+                raise DamagedError(f"{origin}: part {name!r} cannot be loaded: {error}", origin) from error
+            raise CheckpointError(f"{origin}: part {name!r} cannot be loaded: {error}", where=False) from error
+        if name == "optimizer" and _dtypes_match(parts, tree):
+            for path, optimizer in optimizers_of(part, name):
+                keep_dtypes(optimizer, tree[name] if path == name else tree[name][path.removeprefix(f"{name}.")])
+        if isinstance(report, str):
+            reports.append(report)
+    return reports
+
+
+def _dtypes_match(parts: Mapping[str, Stateful], tree: Mapping[str, Tree]) -> bool:
+    """Return whether all weights have the dtypes that they were saved with."""
+    roots = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
+    named = [(tree[name].get(key), own) for name, root in roots.items() for key, own in root.named_parameters()]
+    return all(saved.dtype == own.dtype for saved, own in named if isinstance(saved, Tensor))
+
+
+def _check_tensors(name: str, module: nn.Module, saved: Any, *, origin: str) -> None:
+    """Refuse the state of a module with other tensors."""
+    if not isinstance(saved, Mapping):
+        raise DamagedError(f"{origin} is damaged: part {name!r} is a {type(saved).__name__}", origin)
+    own = module.state_dict()
+    wrong = [
+        f"{key} checkpoint {tuple(saved[key].shape)} model {tuple(value.shape)}"
+        for key, value in own.items()
+        if key in saved and hasattr(value, "shape") and hasattr(saved[key], "shape") and saved[key].shape != value.shape
+    ]
+    missing, unexpected = sorted(set(own) - set(saved)), sorted(set(saved) - set(own))
+    found = {"of another shape": wrong, "missing in the checkpoint": missing, f"not in the {name}": unexpected}
+    if wrong or missing or unexpected:
+        raise CheckpointError(
+            f"{origin} is from another {name}: {len(wrong)} tensors differ in shape, "
+            f"{len(missing)} are missing, {len(unexpected)} are not in the model",
+            have="; ".join(f"{what}: {listed(keys, 5)}" for what, keys in found.items() if keys),
+            want="the model as it was saved",
+            fix=f"build the {name} as when it was saved, or leave resume out and give Checkpoint() a new directory",
+        )
