@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from trainwright.checkpointing.checkpoint import Checkpoint
     from trainwright.distributed.fsdp import FSDP
     from trainwright.evaluation.reports import Asked, Report
-    from trainwright.fit.between_updates import Pauses
+    from trainwright.fit.between_updates import BetweenUpdates
     from trainwright.fit.early_stopping import Stopping
     from trainwright.fit.run import Run
     from trainwright.optim.averaging import WeightAveraging
@@ -133,7 +133,7 @@ class Trainer(Generic[M]):
         self.state: dict[str, Any] = {}
         self.result: Result | None = None
         self._run: Run = setup.NOT_RUNNING
-        self._pauses: Pauses = setup.NOT_RUNNING
+        self._between: BetweenUpdates = setup.NOT_RUNNING
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -171,7 +171,7 @@ class Trainer(Generic[M]):
 
         ends = Ends(epochs, max_updates, max_seconds, epoch_updates, validate)
         resuming = Resume(resume, resume_data, resume_fresh)
-        with FitContext(self, train, val, batch_size=batch_size, ends=ends, resume=resuming) as (run, pauses):
+        with FitContext(self, train, val, batch_size=batch_size, ends=ends, resume=resuming) as (run, between):
             counters, strategy = run.counters, run.strategy
             while not counters.stopped:
                 for window in run.windows():
@@ -184,10 +184,10 @@ class Trainer(Generic[M]):
                         run.average.take(counters.updates)
                     if strategy.reports:
                         strategy.report(window)
-                    if counters.updates >= run.due and not run.at_end:  # else the pause of the epoch's end does it
-                        self._pause(pauses)
+                    if counters.updates >= run.due and not run.at_end:  # else the epoch's end does it
+                        self._between_updates(between)
                 if run.epoch_over or run.stopped_between:
-                    self._pause(pauses, epoch_ended=run.epoch_over)
+                    self._between_updates(between, epoch_ended=run.epoch_over)
         return setup.result_of(self)
 
     def update(self, window: Window) -> Any:
@@ -245,22 +245,22 @@ class Trainer(Generic[M]):
         run.outcome.losing = manual_optimization.backward_of(run, loss, name)
         return self.apply_gradients(name)
 
-    def _pause(self, pauses: Pauses, *, epoch_ended: bool = False) -> None:
-        """Do what falls due between two updates: probe, validate, judge, tell, save."""
-        pauses.arrive(epoch_ended=epoch_ended)
-        pauses.probe(self, epoch_ended=epoch_ended)
-        validated = pauses.validation_is_due(epoch_ended=epoch_ended)
+    def _between_updates(self, between: BetweenUpdates, *, epoch_ended: bool = False) -> None:
+        """Do what falls due between two updates: probe, validate, judge, report, save."""
+        between.begin(epoch_ended=epoch_ended)
+        between.probe(self, epoch_ended=epoch_ended)
+        validated = between.validation_is_due(epoch_ended=epoch_ended)
         best = keep = False
-        if validated or epoch_ended or pauses.ends_inside_epoch:
-            numbers = pauses.validate(self.evaluate) if validated else None
-            row = pauses.row(numbers, epoch_ended=epoch_ended)
-            best, keep = pauses.judge(row, validated=validated)
-            pauses.tell(row, best=best, validated=validated, epoch_ended=epoch_ended)
+        if validated or epoch_ended or between.ends_inside_epoch:
+            numbers = between.validate(self.evaluate) if validated else None
+            row = between.add_row(numbers, epoch_ended=epoch_ended)
+            best, keep = between.judge(row, validated=validated)
+            between.report(row, best=best, validated=validated, epoch_ended=epoch_ended)
             if epoch_ended and self.hooks.end_epoch is not None:
                 self.hooks.end_epoch(dict(row))
-        pauses.measure_early_end(self.evaluate, epoch_ended=epoch_ended)
-        pauses.save(keep=keep, validated=validated, epoch_ended=epoch_ended)
-        pauses.go_on()
+        between.validate_early_end(self.evaluate, epoch_ended=epoch_ended)
+        between.save(keep=keep, validated=validated, epoch_ended=epoch_ended)
+        between.end()
 
     # The hooks.
 
@@ -314,7 +314,7 @@ class Trainer(Generic[M]):
         """Return everything that belongs in a checkpoint, by name; add to `super().parts()` what is your own."""
         from trainwright.fit.parts import parts_of
 
-        return parts_of(self._run, self._pauses)
+        return parts_of(self._run, self._between)
 
     # What a user calls.
 
@@ -380,7 +380,7 @@ class Trainer(Generic[M]):
     @suggests
     def save(self) -> None:
         """Have a checkpoint written as soon as the update in hand is whole; during `fit` only."""
-        self._pauses.saves.request()
+        self._between.saves.request()
 
     @suggests
     def save_weights(self, path: str | Path) -> None:
@@ -420,9 +420,9 @@ class Trainer(Generic[M]):
 
     # For the run that this trainer owns.
 
-    def hold(self, run: Run, pauses: Pauses) -> None:
+    def hold(self, run: Run, between: BetweenUpdates) -> None:
         """Hold the run while it lasts; `setup.NOT_RUNNING` when it is over."""
-        self._run, self._pauses = run, pauses
+        self._run, self._between = run, between
 
 
 point_elsewhere(Trainer)

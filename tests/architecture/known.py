@@ -13,7 +13,6 @@ UPWARD = {
     ("protocols", "core.records"),
     ("protocols", "core.suggestions"),
     ("update.hooks", "acceleration.transfer"),
-    ("update.reporter", "fit.due"),
 }
 """Imports of a package that stands later in the order: (file, imported file)."""
 

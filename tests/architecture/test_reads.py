@@ -86,7 +86,7 @@ class Reads(TorchDispatchMode):
                 stack.append((Path(frame.f_code.co_filename), frame.f_code.co_name))
             frame = frame.f_back
         ours = [(path.relative_to(PACKAGE).as_posix(), name) for path, name in stack if path.is_relative_to(PACKAGE)]
-        if ours and "fit" in {name for _, name in ours} and "_pause" not in {name for _, name in ours}:
+        if ours and "fit" in {name for _, name in ours} and "_between_updates" not in {name for _, name in ours}:
             self.seen.add(ours[0])
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from trainwright import LossScaler, MixedPrecision, Plan, SumLoss, Trainer, Window
 from trainwright.data.dataloader.loader import LoaderBatches
 from trainwright.evaluation import passes
-from trainwright.fit import fetching
+from trainwright.fit import run as fit_run
 from trainwright.fit.run import Run
 from trainwright.modules import modes
 from trainwright.optim import gradients
@@ -203,16 +203,16 @@ def divides_a_plain_sum(patch):
 
 
 def drops_the_short_window(patch):
-    whole = fetching.windows
+    whole = fit_run.windows
 
     def full(given, size, **kwargs):
         return (window for window in whole(given, size, **kwargs) if len(window) == size)
 
-    patch.setattr(fetching, "windows", full)
+    patch.setattr(fit_run, "windows", full)
 
 
 def windows_run_across_epochs(patch):
-    whole, left = fetching.windows, []
+    whole, left = fit_run.windows, []
 
     def crossing(given, size, **kwargs):
         for full in whole(chain(left.copy(), given), size, **kwargs):
@@ -222,11 +222,11 @@ def windows_run_across_epochs(patch):
             else:
                 yield full
 
-    patch.setattr(fetching, "windows", crossing)
+    patch.setattr(fit_run, "windows", crossing)
 
 
 def reads_one_window_ahead(patch):
-    whole = fetching.windows
+    whole = fit_run.windows
 
     def ahead(given, size, **kwargs):
         coming = whole(given, size, **kwargs)
@@ -236,7 +236,7 @@ def reads_one_window_ahead(patch):
             yield held
             held = following
 
-    patch.setattr(fetching, "windows", ahead)
+    patch.setattr(fit_run, "windows", ahead)
 
 
 def accumulates_as_in_epoch_0(patch):

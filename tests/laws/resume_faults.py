@@ -18,7 +18,7 @@ from trainwright.data.batches import Batches
 from trainwright.data.dataloader import worker
 from trainwright.data.dataloader.loader import LoaderBatches
 from trainwright.fit import parts, rollback, saving
-from trainwright.fit.between_updates import Pauses
+from trainwright.fit.between_updates import BetweenUpdates
 from trainwright.fit.early_stopping import Watch
 from trainwright.fit.rollback import Rollback
 from trainwright.observers.journal import Journal
@@ -138,8 +138,8 @@ def the_buffers_are_forgotten(patch):
 def the_average_starts_anew(patch):
     whole = parts.parts_of
 
-    def forgets(run, pauses):
-        parts = whole(run, pauses)
+    def forgets(run, between):
+        parts = whole(run, between)
         average = {"state_dict": parts["average"].state_dict, "load_state_dict": lambda tree: None}
         return parts | {"average": SimpleNamespace(**average)}
 
@@ -204,7 +204,7 @@ def it_is_forgotten_when_was_validated(patch):
 
 
 def a_pause_that_was_due_is_left_out(patch):
-    around(patch, Pauses, "start", after=lambda self: setattr(self.run, "owed", ""))
+    around(patch, BetweenUpdates, "start", after=lambda self: setattr(self.run, "pending", ""))
 
 
 def what_is_saved_misses_the_last_update(patch):

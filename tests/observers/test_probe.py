@@ -27,7 +27,8 @@ from trainwright import (
     batches,
     read_journal,
 )
-from trainwright.fit import between_updates, due
+from trainwright.core import triggers
+from trainwright.fit import between_updates
 
 x = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
 y = torch.arange(12) % 3
@@ -92,7 +93,7 @@ def test_a_probe_of_a_class_of_ones_own_is_called_too():
 def a_second_a_step(monkeypatch):
     """A class of Trainer whose steps take a second each, by the clock that spans in seconds read."""
     clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
-    for module in (due, between_updates):
+    for module in (triggers, between_updates):
         monkeypatch.setattr(module, "time", clock)
 
     class Timed(Trainer):

@@ -135,9 +135,9 @@ def test_updates_outside_are_not_recorded_and_cost_no_call(tmp_path: Path) -> No
     class Counts(Trainer[Any]):
         pauses = 0
 
-        def _pause(self, *args: Any, **named: Any) -> None:
+        def _between_updates(self, *args: Any, **named: Any) -> None:
             self.pauses += 1
-            super()._pause(*args, **named)
+            super()._between_updates(*args, **named)
 
     trainer = made(Counted(tmp_path, after=12, updates=4, rows=0), cls=Counts)
     trainer.fit(data(), epochs=4)

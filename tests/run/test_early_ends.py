@@ -136,14 +136,14 @@ def test_a_run_that_was_stopped_and_is_resumed_is_the_run_that_never_stopped(whi
 
 
 def test_the_law_sees_a_final_validation_that_counts(tmp_path, wholes, monkeypatch):
-    measure = between_updates.Pauses.measure_early_end
+    measure = between_updates.BetweenUpdates.validate_early_end
 
     def counts(self, *args, **settings):
         measure(self, *args, **settings)
         self.history.extend([self.leaving.final] if self.leaving.final is not None else [])
 
     wholes("validated inside the epoch")  # made without the fault
-    monkeypatch.setattr(between_updates.Pauses, "measure_early_end", counts)
+    monkeypatch.setattr(between_updates.BetweenUpdates, "validate_early_end", counts)
     with pytest.raises(AssertionError):
         check_stopped("validated inside the epoch", "after_update", 2, tmp_path, wholes)
 

@@ -1,4 +1,4 @@
-"""What happens between two updates when something falls due: validate, judge, stop, tell, save."""
+"""The work between two updates, when something falls due: probe, validate, judge, report, save."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from trainwright.checkpointing.manager import CheckpointManager
 from trainwright.core.errors import CheckpointError, SettingError, message
 from trainwright.core.records import Validation
+from trainwright.core.triggers import Trigger
 from trainwright.evaluation.passes import probing
-from trainwright.fit.due import Bell
 from trainwright.fit.plan import Ends
 from trainwright.fit.result import Leaving
 from trainwright.fit.rollback import BETWEEN
@@ -28,106 +28,109 @@ if TYPE_CHECKING:
     from trainwright.fit.rank_sync import Agreement, Asked
 
 
-class Pauses:
-    """The steps of a pause, each of them one line of the trainer's `_pause`."""
+class BetweenUpdates:
+    """The steps of `Trainer._between_updates`, each of them one of its lines, and what tells when they are due."""
 
-    def __init__(self, run: Run, val: Mapping[str, Source], ends: Ends, *, keeper: CheckpointManager | None) -> None:
+    def __init__(self, run: Run, val: Mapping[str, Source], ends: Ends, *, manager: CheckpointManager | None) -> None:
         self.run, self.val, self.ends = run, val, ends
         self.owner, self.counters, self.history = run.owner, run.counters, run.owner.history
         self.record = run.owner._record
         early = run.owner.early_stopping
         self.watch: Any = None if early is None else early.bind()
-        self.keeper = keeper
-        self.saves = RunCheckpoints(run, manager=keeper)
-        self.leaving = Leaving(run, ends, keeper=keeper, watch=self.watch)
+        self.manager = manager
+        self.saves = RunCheckpoints(run, manager=manager)
+        self.leaving = Leaving(run, ends, manager=manager, watch=self.watch)
         self._before, self._started = self.counters.seconds, time.perf_counter()
         self._clock: float | None = None
-        """The seconds that all processes go by in the pause in hand; None for one process, which has a clock."""
+        """The seconds that all ranks go by until the next updates; None for one process, which has a clock."""
         self._epoch_ended = False
-        self._meters: list[Inspector] = []
-        """What measures the run, its speed say, where somebody asks for it."""
+        self._inspectors: list[Inspector] = []
+        """Observers that measure the run itself, its speed for instance."""
 
     def start(self) -> None:
-        """Set clocks and bells going, after loading."""
+        """Start clocks and triggers, after loading."""
         counters = self.counters
         self._before, self._started = counters.seconds, time.perf_counter()
         self._last_time, self._last_rows = self._started, counters.rows
-        self._validates = Bell(self.ends.validate, counters, of="validate")
+        self._validates = Trigger(self.ends.validate, counters, of="validate")
         self.saves.start()
         observers = self.owner.observers
-        self._probes = [(one, Bell(one.span, counters, of="every")) for one in observers if isinstance(one, Probe)]
-        heard = listening(self.owner)
-        self._on_validate, self._on_epoch = listeners(heard, "on_validate"), listeners(heard, "on_epoch")
+        self._probes = [(one, Trigger(one.span, counters, of="every")) for one in observers if isinstance(one, Probe)]
+        here = listening(self.owner)
+        self._on_validate, self._on_epoch = listeners(here, "on_validate"), listeners(here, "on_epoch")
         self._updates_before = counters.updates - (1 if counters.batch else 0)
-        self._meters = self._asked_meters()
-        if counters.pause == "final" and not (self.run.asked or self.end_reached() or self._stopped_early):
+        self._inspectors = self._make_inspectors()
+        if counters.pause == "final" and not (self.run.stop_reason or self.end_reached() or self._stopped_early):
             counters.pause = ""  # resumed with a later end: the run goes on without the validation of the earlier one
-        self.run.owed = counters.pause or ("update" if counters.paused < counters.updates else "")
-        counters.stopped = counters.stopped or self.ended()
+        self.run.pending = counters.pause or ("update" if counters.paused < counters.updates else "")
+        counters.stopped = counters.stopped or self.completed_end()
         if not counters.stopped:
             self.record.final_validation = None
         if self.run.agreement is not None:
             self._check_probes()
             self.run.agreement.start()
-        self.go_on()
+        self.end()
 
-    def _asked_meters(self) -> list[Inspector]:
-        """What measures the run, imported only where somebody asks for it."""
-        meters: list[Inspector] = []
-        if any(isinstance(one, Throughput) for one in listening(self.owner)):
-            from trainwright.fit.metering import meters_of
+    def _make_inspectors(self) -> list[Inspector]:
+        """Return what measures the run, imported only where an observer asks for it."""
+        throughput = any(isinstance(one, Throughput) for one in listening(self.owner))
+        if not throughput and not any(isinstance(one, Inspecting) for one in self.owner.observers):
+            return []
+        from trainwright.fit.inspection import inspectors_of
 
-            meters += meters_of(self.run)
-        if any(isinstance(one, Inspecting) for one in self.owner.observers):
-            from trainwright.fit.inspection import inspectors_of
-
-            meters += inspectors_of(self.run)
-        return meters
+        return inspectors_of(self.run)
 
     def _check_probes(self) -> None:
-        """Refuse probes that only some processes have: all pause for one, and it may be a forward of all."""
+        """Refuse probes that only some ranks have: all of them stop for one, and it may be a forward of all."""
         probes = [f"{probe.name} every {probe.span}" for probe, _ in self._probes]
         others = [one.name for one in self.owner.observers if isinstance(one, Inspecting)]
         each = self.owner.world.gather([*probes, *others])
-        if any(told != each[0] for told in each):
+        if any(names != each[0] for names in each):
             what = "the processes were given different probes"
-            have = "; ".join(f"rank {rank}: {', '.join(told) or 'none'}" for rank, told in enumerate(each[:4]))
+            have = "; ".join(f"rank {rank}: {', '.join(names) or 'none'}" for rank, names in enumerate(each[:4]))
             fix = "observers=[Probe(...)] on every process, and `if trainer.is_main` in its function"
-            raise SettingError(message(what, have=have, want="the same ones on all of them", fix=fix))
+            raise SettingError(what, have=have, want="the same ones on all of them", fix=fix)
 
-    def arrive(self, *, epoch_ended: bool) -> None:
+    # The steps, in their order.
+
+    def begin(self, *, epoch_ended: bool) -> None:
         """Bring the counters up to date, and find out whether an end is reached."""
-        counters = self.counters
-        self.run.rollback.phase, self.run.woken = BETWEEN, False
-        self.run.strategy.flush()
-        for meter in self._meters:
-            meter.pause()
-        if self.run.agreement is not None:
-            self._join(self.run.agreement)
-        self.run.signals.check()
-        self.stop_clock()
-        self.run.steppers.note_unnoted()
+        run, counters = self.run, self.counters
+        run.rollback.phase, run.woken = BETWEEN, False
+        run.strategy.flush()
+        for one in self._inspectors:
+            one.pause()
+        if run.agreement is not None:
+            self._sync_ranks(run.agreement)
+        run.signals.check()
+        self.update_clock()
+        run.steppers.note_unnoted()
         self._epoch_ended = epoch_ended
-        if epoch_ended and not counters.pause:  # else it has arrived before, in a run that ended in its validation
-            self.run.check_epoch(self._updates_before)
-            self.run.lengths.epoch_ended()
-            counters.epoch, counters.batch, self._updates_before = counters.epoch + 1, 0, counters.updates
-            counters.begun = False
-            if self.run.rates is not None:
-                self.run.rates.epoch_ended()
-            if self.run.shown.average is not None:
-                self.run.shown.average.epoch_ended(counters.updates, counters.epoch)
+        if epoch_ended and not counters.pause:  # else it was counted before, in a run that ended in its validation
+            self._count_epoch()
         counters.paused = counters.updates
         self.saves.arrive()
         counters.stopped = counters.stopped or self.end_reached()
-        for meter in self._meters:
-            meter.tell(epoch_ended=epoch_ended)
+        for one in self._inspectors:
+            one.report(epoch_ended=epoch_ended)
 
-    def _join(self, agreement: Agreement) -> None:
-        """Hear what all processes ask for, and go by the first one's clock until the next time."""
+    def _count_epoch(self) -> None:
+        """Count an epoch that is over, for all that counts epochs."""
+        run, counters = self.run, self.counters
+        run.check_epoch(self._updates_before)
+        run.lengths.epoch_ended()
+        counters.epoch, counters.batch, self._updates_before = counters.epoch + 1, 0, counters.updates
+        counters.begun = False
+        if run.rates is not None:
+            run.rates.epoch_ended()
+        if run.shown.average is not None:
+            run.shown.average.epoch_ended(counters.updates, counters.epoch)
+
+    def _sync_ranks(self, agreement: Agreement) -> None:
+        """Exchange the requests of all ranks, and take the clock of rank 0."""
         self._clock = None
-        self.stop_clock()
-        asked = self._asked(agreement)
+        self.update_clock()
+        asked = self._exchange(agreement)
         self._before += asked.seconds - self.counters.seconds
         self._clock = asked.seconds
         if self.run.spread is not None:
@@ -136,37 +139,43 @@ class Pauses:
         if asked.signal:
             self.run.signals.obey(asked.signal)
 
-    def _asked(self, agreement: Agreement) -> Asked:
-        """Hear what all processes ask for, and note the stop and the save among it."""
+    def _exchange(self, agreement: Agreement) -> Asked:
+        """Exchange the requests of all ranks, and note a stop and a save among them."""
         asked = agreement.join(signal=self.run.signals.pending, save=self.saves.requested_here)
         self.saves.requested_here, self.saves.requested = False, self.saves.requested or asked.save
         if asked.stop:
             self.run.stop_now(asked.stop)
         return asked
 
-    def hear_signals(self) -> None:
-        """Have all processes end by a signal that has come to one of them since they have last heard of each other."""
+    def sync_signals(self) -> None:
+        """Stop all ranks if any of them has received a signal since the last exchange."""
         if self.run.agreement is not None:
-            asked = self._asked(self.run.agreement)
+            asked = self._exchange(self.run.agreement)
             if asked.signal:
                 self.run.signals.obey(asked.signal)
 
     def probe(self, trainer: Any, *, epoch_ended: bool) -> None:
-        """Call the probes whose turn it is, and take down the numbers that they return."""
-        for probe, bell in self._probes if not self.counters.pause else ():
-            if bell.rings(self.counters, epoch_ended=epoch_ended):
+        """Call the probes that are due, and note the numbers that they return."""
+        for probe, trigger in self._probes if not self.counters.pause else ():
+            if trigger.fires(self.counters, epoch_ended=epoch_ended):
                 with probing(self.owner, self.run.source):
                     numbers = probe.fn(trainer)
                 self.run.ledger.note_probed(numbers, probe.name)
 
+    def validation_is_due(self, *, epoch_ended: bool) -> bool:
+        """Whether to validate now: the duration has passed, or a planned end is reached; once at an update."""
+        fires = self._validates.fires(self.counters, epoch_ended=epoch_ended)
+        broken_off = self.counters.pause in ("update", "epoch")
+        return bool(self.val) and not self._is_validated and (fires or broken_off or bool(self.planned_end()))
+
     def validate(self, evaluate: Callable[..., dict[str, float]], *, final: bool = False) -> dict[str, float]:
-        """The numbers of every set of validation data; `final`: only because the run ends early."""
-        record = self.record
-        record.errors, record.read_batches = {}, self.run.signals.batches
+        """Return the numbers of every set of validation data; `final`: only because the run ends early."""
+        record, signals = self.record, self.run.signals
+        record.errors, record.read_batches = {}, signals.batches
         self.counters.pause = "final" if final else "epoch" if self._epoch_ended else "update"
         numbers: dict[str, float] = {}
-        # Of several processes none may leave a validation alone: a signal waits for its end, and for all to hear of it.
-        several = self.run.signals.held() if self.run.agreement is not None else nullcontext()
+        # No rank may leave a validation alone: with several a signal waits for its end and the next exchange.
+        several = signals.held() if self.run.agreement is not None else nullcontext()
         try:
             with several:
                 for name, source in self.val.items():
@@ -176,37 +185,20 @@ class Pauses:
         return self.owner.world.same(numbers)
 
     def _checked(self, numbers: Any) -> Mapping[str, float]:
-        """Refuse what an `evaluate` of the user's own returns where it is no dict, such as None without a return."""
+        """Refuse an `evaluate` of the user's own that returns no dict, such as None without a return."""
         if isinstance(numbers, Mapping):
             return numbers
         what = f"{type(self.owner).__name__}.evaluate returned {'None' if numbers is None else type(numbers).__name__}"
         fix = "return super().evaluate(data, name)"
         raise TypeError(message(what, want="a dict of numbers by name", fix=fix, where=False))
 
-    def validation_is_due(self, *, epoch_ended: bool) -> bool:
-        """Whether to validate now: the span has passed, or a planned end is reached; never twice at one update."""
-        rings = self._validates.rings(self.counters, epoch_ended=epoch_ended)
-        broken_off = self.counters.pause in ("update", "epoch")
-        return bool(self.val) and not self._is_validated and (rings or broken_off or bool(self.planned_end()))
-
-    @property
-    def _is_validated(self) -> bool:
-        """Whether the weights of this update were validated already."""
-        return self.counters.validated == self.counters.updates
-
     @property
     def ends_inside_epoch(self) -> bool:
         """Whether a planned end lies inside an epoch whose numbers are in no row yet."""
         return bool(self.planned_end()) and self._lacks_row
 
-    @property
-    def _lacks_row(self) -> bool:
-        """Whether updates of the epoch in hand are in no row of the history yet."""
-        update = self.counters.earlier_updates + self.counters.updates
-        return self.counters.batch > 0 and not (self.history and self.history[-1]["update"] == update)
-
-    def row(self, numbers: Mapping[str, float] | None, *, epoch_ended: bool) -> dict[str, float]:
-        """Append a row to the history: the epoch's training numbers so far, and the validation's."""
+    def add_row(self, numbers: Mapping[str, float] | None, *, epoch_ended: bool) -> dict[str, float]:
+        """Append a row to the history: the epoch's training numbers so far, and those of the validation."""
         row = self._row(numbers)
         if epoch_ended:
             self.run.ledger.reset()
@@ -219,7 +211,7 @@ class Pauses:
         counters, ledger, world = self.counters, self.run.ledger, self.owner.world
         counters.pause = ""
         ledger.merge(world)
-        trained = world.same((ledger.means() or self._told()) if world.is_main else {})
+        trained = world.same((ledger.means() or self._last_training_numbers()) if world.is_main else {})
         return {
             "epoch": counters.earlier_epochs + counters.epoch,
             "update": counters.earlier_updates + counters.updates,
@@ -228,23 +220,8 @@ class Pauses:
             **(self.run.steppers.numbers() or {"lr": self.run.steppers.rates[0]}),
         }
 
-    def measure_early_end(self, evaluate: Callable[..., dict[str, float]], *, epoch_ended: bool) -> None:
-        """Measure an early end that no validation was due at, apart from everything that a resumed run reads.
-
-        The history, early stopping, the best and Plateau do not see these numbers, and `validated` does not count
-        them: a run that is resumed from here, and validates at the same update, is then the run that never ended.
-        """
-        if self.run.agreement is not None and epoch_ended and self.owner.hooks.end_epoch is not None:
-            self._asked(self.run.agreement)  # `end_epoch` may have stopped it on one process
-        measured = self._is_validated if self.val else not self._lacks_row
-        if not self.counters.stopped or self.planned_end() or measured:
-            return
-        numbers = self.validate(evaluate, final=True) if self.val else None
-        self.record.final_validation = row = self._row(numbers)
-        self.tell(row, best=False, validated=bool(self.val), epoch_ended=False, final=True)
-
-    def _told(self) -> dict[str, float]:
-        """The training numbers that were told last, for a run that is stopped between two epochs."""
+    def _last_training_numbers(self) -> dict[str, float]:
+        """Return the training numbers of the last row, for a run that is stopped between two epochs."""
         last = self.history[-1] if self.history else {}
         return {
             name: value
@@ -253,32 +230,40 @@ class Pauses:
         }
 
     def judge(self, row: Mapping[str, float], *, validated: bool) -> tuple[bool, bool]:
-        """Show the row to early stopping, the checkpoint and the schedule; return whether it is the best, and kept."""
+        """Give the row to early stopping, checkpoints and schedule; return whether it is the best, and to be saved."""
         where = {"epoch": int(row["epoch"]), "update": int(row["update"])}
         best = False
-        early, watch, keeper, rates = self.owner.early_stopping, self.watch, self.keeper, self.run.rates
+        early, watch, manager, rates = self.owner.early_stopping, self.watch, self.manager, self.run.rates
         if early is not None and self._concerns(early.monitor, row, validated=validated):
             best = watch.judge(row, self.record.errors, **where)
             if best and getattr(early, "restore_best", False):
                 self.leaving.keep_best()
             self.counters.stopped = self.counters.stopped or watch.stopped
-        keep = best
+        saves = best
         if (
-            keeper is not None
-            and keeper.settings.best
-            and self._concerns(keeper.settings.best, row, validated=validated)
+            manager is not None
+            and manager.settings.best
+            and self._concerns(manager.settings.best, row, validated=validated)
         ):
-            keep = keeper.judge(row, **where) or keep
+            saves = manager.judge(row, **where) or saves
             if watch is None:
-                best = keeper.best is not None and keeper.best.update == where["update"]
+                best = manager.best is not None and manager.best.update == where["update"]
         if rates is not None and (validated or not self.val):  # each validation, or each epoch without one
             rates.observe(row)
-        return best, keep
+        return best, saves
 
-    def tell(
+    def _concerns(self, monitor: str, row: Mapping[str, float], *, validated: bool) -> bool:
+        """Whether a row is one to judge `monitor` by: validations for `val_...`, any row for training numbers.
+
+        Numbers that only an `evaluate` of the user's own gives are in the rows of validations.
+        """
+        trained = monitor in row or not self.owner.hooks.evaluates_itself
+        return validated or (trained and not monitor.startswith("val_"))
+
+    def report(
         self, row: Mapping[str, float], *, best: bool, validated: bool, epoch_ended: bool, final: bool = False
     ) -> None:
-        """Tell the observers."""
+        """Call `on_validate` and `on_epoch` of the observers."""
         from trainwright.data.dataloader.persistent_workers import news_of
 
         now, counters = time.perf_counter(), self.counters
@@ -303,9 +288,24 @@ class Pauses:
         for notify in self._on_epoch if epoch_ended or not validated else []:
             notify(record)
 
+    def validate_early_end(self, evaluate: Callable[..., dict[str, float]], *, epoch_ended: bool) -> None:
+        """Validate at an early end at which no validation was due, apart from all that a resumed run reads.
+
+        History, early stopping, the best and Plateau do not see these numbers, and `validated` does not count them: a
+        run that is resumed from here, and validates at the same update, is then the run that never ended.
+        """
+        if self.run.agreement is not None and epoch_ended and self.owner.hooks.end_epoch is not None:
+            self._exchange(self.run.agreement)  # `end_epoch` may have stopped it on one rank
+        measured = self._is_validated if self.val else not self._lacks_row
+        if not self.counters.stopped or self.planned_end() or measured:
+            return
+        numbers = self.validate(evaluate, final=True) if self.val else None
+        self.record.final_validation = row = self._row(numbers)
+        self.report(row, best=False, validated=bool(self.val), epoch_ended=False, final=True)
+
     def save(self, *, keep: bool, validated: bool, epoch_ended: bool) -> None:
-        """Save, where that is due."""
-        self.stop_clock()
+        """Save, where a save is due."""
+        self.update_clock()
         validated = validated or (epoch_ended and not self.val)
         if self.saves.are_due(keep=keep, validated=validated, epoch_ended=epoch_ended):
             if self.counters.stopped:
@@ -315,55 +315,60 @@ class Pauses:
                 self.saves.report()
 
     def _save_at_the_end(self) -> None:
-        """Begin the save that must succeed; `fit` raises what fails in it when the model is left as promised."""
+        """Begin the save that must succeed; `fit` raises its error once the model holds its final weights."""
         try:
             self.saves.save()
         except CheckpointError as failed:  # the state cannot be encoded
             self.record.save_error = failed
 
-    def go_on(self) -> None:
-        """Have the loop pause where something falls due next: at once, where it was woken in the pause that ends."""
+    def end(self) -> None:
+        """Set the update after which the loop comes back: at once, where it was woken meanwhile."""
         run = self.run
-        if not run.owed:  # a pause that a resumed run begins with makes the row of the last update before it
+        if not run.pending:  # the work that a resumed run begins with makes the row of the last update before it
             run.steppers.forget_rates()
         run.due = self._next_due()
         if run.woken and run.agreement is None:  # by a hook, or the thread that saves; asked last: no call is lost
             run.due = 0
-        for meter in reversed(self._meters):  # clocks come first and go last
-            meter.go_on()
+        for one in reversed(self._inspectors):  # clocks come first and go last
+            one.resume()
+
+    # When it is due.
 
     def _next_due(self) -> float:
-        """Return the update at which the loop must pause next, ends of epochs apart."""
+        """Return the update after which the loop must come back next, ends of epochs apart."""
         counters, ends = self.counters, self.ends
         dues = [self._validates.next_update(counters)] if self.val else []
-        dues += [bell.next_update(counters) for _, bell in self._probes]
-        dues += [meter.next_update() for meter in self._meters]
+        dues += [trigger.next_update(counters) for _, trigger in self._probes]
+        dues += [one.next_update() for one in self._inspectors]
         dues.append(self.saves.next_due())
         if ends.max_updates is not None:
             dues.append(ends.max_updates)
         if ends.max_seconds is not None:
-            dues.append(counters.updates)  # time passes in updates that are held back too
-        if self.run.agreement is not None:  # all processes pause at the same updates
+            dues.append(counters.updates)  # time passes in skipped updates too
+        if self.run.agreement is not None:  # all ranks stop at the same updates
             dues = [self.run.agreement.at, *[due for due in dues if due > counters.updates]]
         return min(dues, default=math.inf)
 
-    def _concerns(self, monitor: str, row: Mapping[str, float], *, validated: bool) -> bool:
-        """Whether a row is one to judge `monitor` by: validations for `val_...`, any row for training numbers.
+    @property
+    def _is_validated(self) -> bool:
+        """Whether the weights of this update were validated already."""
+        return self.counters.validated == self.counters.updates
 
-        What only an `evaluate` of the user's own gives stands in the rows of validations.
-        """
-        trained = monitor in row or not self.owner.hooks.evaluates_itself
-        return validated or (trained and not monitor.startswith("val_"))
+    @property
+    def _lacks_row(self) -> bool:
+        """Whether updates of the current epoch are in no row of the history yet."""
+        update = self.counters.earlier_updates + self.counters.updates
+        return self.counters.batch > 0 and not (self.history and self.history[-1]["update"] == update)
 
-    def stop_clock(self) -> None:
+    def update_clock(self) -> None:
         """Bring the seconds of this stage, over all of its sessions, up to now."""
         elapsed = self._before + time.perf_counter() - self._started
         self.counters.seconds = elapsed if self._clock is None else self._clock
 
-    def ended(self) -> str:
-        """Return which end of the `fit` was reached where it was left; none where a pause was still to come there."""
-        whole = not self.counters.pause and self.counters.paused == self.counters.updates
-        return self.end_reached() if whole else ""
+    def completed_end(self) -> str:
+        """Return which end a loaded run has reached with all its work done; "" where work was still due there."""
+        complete = not self.counters.pause and self.counters.paused == self.counters.updates
+        return self.end_reached() if complete else ""
 
     def end_reached(self) -> str:
         """Return which end of the `fit` is reached, or an empty string."""

@@ -24,7 +24,7 @@ from trainwright.core.records import Result
 from trainwright.data.dataloader.persistent_workers import workers_kept
 from trainwright.diagnostics.explain import explain
 from trainwright.evaluation.passes import evaluate
-from trainwright.fit.between_updates import Pauses
+from trainwright.fit.between_updates import BetweenUpdates
 from trainwright.fit.parts import parts_of
 from trainwright.fit.per_rank_state import align_buffers, beside_others
 from trainwright.fit.plan import Ends, Resume, check_monitors, make_plan
@@ -47,7 +47,7 @@ from trainwright.update.snapshot import Buffers, Snapshot
 
 
 class FitContext:
-    """Enter and leave one `fit`: `with FitContext(trainer, train, val, ...) as (run, pauses)`.
+    """Enter and leave one `fit`: `with FitContext(trainer, train, val, ...) as (run, between)`.
 
     Entering raises every error of a setting, before the first update. Leaving gives the model the weights that `fit`
     promises and undoes all that entering has switched, however the fit ends. An observer whose `on_fit_start` has
@@ -65,7 +65,7 @@ class FitContext:
 
     # Enter.
 
-    def __enter__(self) -> tuple[Run, Pauses]:
+    def __enter__(self) -> tuple[Run, BetweenUpdates]:
         try:
             with ExitStack() as undo:  # undone here where entering fails
                 undo.enter_context(self._signals.installed())
@@ -73,7 +73,7 @@ class FitContext:
                 self._undo = undo.pop_all()
         except Interrupted as interrupted:
             raise self._interrupted(interrupted) from None
-        return self._run, self._pauses
+        return self._run, self._between
 
     def _open(self, undo: ExitStack) -> None:
         """Make the run ready, and tell the observers that it begins."""
@@ -119,10 +119,10 @@ class FitContext:
         notes = (*owner._record.notes, *woken, *sped.notes, *placed)
         plan = make_plan(owner, source, val, ends=ends, notes=notes)
         run = self._run = Run(owner, source, plan, signals=self._signals)
-        keeper, loaded = self._open_directory(undo, refused=refused)
+        manager, loaded = self._open_directory(undo, refused=refused)
         resuming = plan_resume(owner, loaded, self._resume)
-        pauses = self._pauses = Pauses(run, val, ends, keeper=keeper)
-        owner.hold(run, pauses)
+        between = self._between = BetweenUpdates(run, val, ends, manager=manager)
+        owner.hold(run, between)
         undo.callback(_release_run, owner, run)
         run.shown.start()
         for epoch in range(resuming.begun_epochs):
@@ -130,14 +130,14 @@ class FitContext:
             run.begin_epoch(epoch)
         if resuming.ended is None:
             _rehearse(owner, run, val)
-        lines = [*resuming.lines, *resume(resuming, owner, pauses)]
+        lines = [*resuming.lines, *resume(resuming, owner, between)]
         finished = ""
         if resuming.checkpoint is not None:
             sped.loaded()
             finished = resuming.place if owner.counters.stopped else ""
-        lines += _check_saves(owner, run, pauses)
+        lines += _check_saves(owner, run, between)
         self._plan = replace(plan, notes=(*plan.notes, *lines), finished=finished)
-        pauses.start()
+        between.start()
 
     def _open_directory(
         self, undo: ExitStack, *, refused: Mapping[Path, str]
@@ -151,12 +151,12 @@ class FitContext:
                 raise without_slot(resume)
             return None, None
         run_id = owner._record.run_id or secrets.token_hex(8)
-        keeper = settings.bind(run_id, world=world)
+        manager = settings.bind(run_id, world=world)
         # A second Ctrl-C does not wait for the save in flight; after a first one nothing is.
-        undo.push(lambda kind, *_: keeper.release(wait=kind is not KeyboardInterrupt))
-        keeper.prepare(resuming=resume is not None)
+        undo.push(lambda kind, *_: manager.release(wait=kind is not KeyboardInterrupt))
+        manager.prepare(resuming=resume is not None)
         how: dict[str, Any] = {"device": places, "world": world, "lazy_shards": shards, "refused": refused}
-        return keeper, load_checkpoint(resume, settings.directory, run=keeper.run_id, **how)
+        return manager, load_checkpoint(resume, settings.directory, run=manager.run_id, **how)
 
     def _begin(self) -> None:
         """Call `on_fit_start` of all observers; from here on the fit is not refused any more."""
@@ -207,20 +207,20 @@ class FitContext:
 
     def _complete(self) -> CheckpointError | None:
         """Wait for the last save and restore the weights that `fit` promises; return the error of that save."""
-        owner, run, pauses, record = self._owner, self._run, self._pauses, self._owner._record
+        owner, run, between, record = self._owner, self._run, self._between, self._owner._record
         run.rollback.phase = ENDED
         if record.ended is None:
-            record.save_error = _await_last_save(pauses)
-            pauses.leaving.restore_best()
+            record.save_error = _await_last_save(between)
+            between.leaving.restore_best()
         align_buffers(owner)
-        pauses.hear_signals()
+        between.sync_signals()
         record.failed = record.save_error is not None
         run.signals.check()
         return record.save_error
 
     def _break_off(self, raised: BaseException) -> BaseException:
         """Save the complete state that an error or a signal leaves, and return the exception that `fit` raises."""
-        owner, run, pauses, record = self._owner, self._run, self._pauses, self._owner._record
+        owner, run, between, record = self._owner, self._run, self._between, self._owner._record
         run.first_batch.close()
         error = self._first_error(raised)
         explain(error, owner)
@@ -229,10 +229,10 @@ class FitContext:
         if not isinstance(error, Exception) and not agreed:
             owner.world.failed(error)
         try:
-            failures = rescue(pauses, caused) if record.has_begun else []
+            failures = rescue(between, caused) if record.has_begun else []
         except BaseException as second:  # a second Ctrl-C
             caused, failures = second, []
-        pauses.stop_clock()
+        between.update_clock()
         if record.has_begun and record.failed and record.save_error is None:
             record.weights = None
         ending, owner.counters.stopped = ends_in(caused, grace=run.signals.grace)
@@ -261,7 +261,7 @@ class FitContext:
         An observer that fails is a note on that error; where there is none, the first failure is raised, after all
         observers were called. A second Ctrl-C ends it at once.
         """
-        owner, record, result = self._owner, self._owner._record, self._pauses.leaving.result()
+        owner, record, result = self._owner, self._owner._record, self._between.leaving.result()
         if record.has_begun:
             owner.result = result
             record.stages = [*record.stages[: owner.counters.stage], _summary(owner, result)]
@@ -287,19 +287,19 @@ class FitContext:
         return ending
 
 
-def _await_last_save(pauses: Pauses) -> CheckpointError | None:
+def _await_last_save(between: BetweenUpdates) -> CheckpointError | None:
     """Wait for the save at the end, which must succeed; return its error where it has failed."""
-    keeper, lost = pauses.keeper, pauses.owner._record.save_error
+    manager, lost = between.manager, between.owner._record.save_error
     try:
-        pauses.saves.report(wait=True)
+        between.saves.report(wait=True)
     except CheckpointError as failed:
-        pauses.saves.report()  # of those before it that are complete
+        between.saves.report()  # of those before it that are complete
         return lost or failed
-    if lost is not None and keeper is not None:  # it could not be encoded, and says nothing of those before
-        newest = next(iter(keeper.saved), None)
+    if lost is not None and manager is not None:  # it could not be encoded, and says nothing of those before
+        newest = next(iter(manager.saved), None)
         known = "there is no complete checkpoint of this run" if newest is None else f"the newest is {newest}"
         lost.add_note(f"{NOTE}the state at the end is not saved; {known}")
-    failing = "" if keeper is None else keeper.failing  # a manager of the user's own that does not raise
+    failing = "" if manager is None else manager.failing  # a manager of the user's own that does not raise
     return lost or (CheckpointError(failing) if failing else None)
 
 
@@ -341,15 +341,15 @@ def _awake(owner: Owner) -> Iterator[tuple[str, ...]]:
         owner.model.eval()
 
 
-def _check_saves(owner: Owner, run: Run, pauses: Pauses) -> list[str]:
+def _check_saves(owner: Owner, run: Run, between: BetweenUpdates) -> list[str]:
     """Refuse a state that cannot be saved, before the first update; return header lines on inexact resumes of data."""
-    if pauses.keeper is None:
+    if between.manager is None:
         return []
-    owner._record.run_id = pauses.keeper.run_id
+    owner._record.run_id = between.manager.run_id
     source: Any = run.source
     if hasattr(source, "must_resume"):
         source.must_resume = True
-    parts, ours = owner.parts(), parts_of(run, pauses)
+    parts, ours = owner.parts(), parts_of(run, between)
     if lost := sorted(ours.keys() - (parts or {}).keys()):
         raise SettingError(
             message(

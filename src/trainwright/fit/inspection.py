@@ -1,58 +1,212 @@
-"""What looks into a run at pauses: each says when the loop must pause for it, and no other update has a part in it."""
+"""Measures a run between its updates, for observers: its speed, profiles of it, and statistics of its weights."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from math import inf
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from trainwright.core import host_reads
 from trainwright.core.device import widest_float
-from trainwright.core.errors import SettingError, message, not_built
+from trainwright.core.errors import SettingError, first_line, message, not_built
+from trainwright.core.memory import device_memory
 from trainwright.core.model_statistics import ModelStatistics, ParameterStatistics
+from trainwright.core.speed import Speed
 from trainwright.core.suggestions import did_you_mean
-from trainwright.modules.dtensors import is_sharded
+from trainwright.core.trees import tensors_in
+from trainwright.core.triggers import Trigger
+from trainwright.modules.dtensors import is_sharded, local_shards
+from trainwright.modules.flops import count_flops, peak_of
 from trainwright.observers.profiler import Profile
 from trainwright.observers.statistics import Statistics
+from trainwright.observers.throughput import Throughput
 from trainwright.protocols import listeners
-from trainwright.update.owner import listening
+from trainwright.update import batches
+from trainwright.update.owner import Owner, listening
+from trainwright.update.window import find_rows
 
 if TYPE_CHECKING:
     from trainwright.fit.run import Run
 
 
-class Inspector(Protocol):
-    """What pauses call."""
+class Inspector:
+    """Looks into a run between updates for an observer; it says after which updates, and no other one pays for it."""
 
     def pause(self) -> None:
-        """A pause begins: all that was under way on the device has come."""
+        """Called first: all work of the device is done, and the counters are those of the last time. No-op."""
 
-    def tell(self, *, epoch_ended: bool) -> None:
-        """The counters are those of this pause."""
+    def report(self, *, epoch_ended: bool) -> None:
+        """Report to the observers; the counters are up to date. No-op."""
 
     def next_update(self) -> float:
-        """The update after which the loop must pause for it."""
-        ...
+        """Return the update after which the loop must come back for it; infinite where it has no need of its own."""
+        return inf
 
-    def go_on(self) -> None:
-        """The pause ends."""
+    def resume(self) -> None:
+        """Called last, before the next update. No-op."""
 
 
 def inspectors_of(run: Run) -> list[Inspector]:
-    """One for each profile, and for each of the statistics, that observers ask for."""
-    made: list[Inspector] = []
+    """Return an inspector for each observer that asks for speed, a profile or statistics; clocks first."""
+    speed = [SpeedMeter(one, run) for one in listening(run.owner) if isinstance(one, Throughput)]
+    made: list[Inspector] = [*speed]
     for one in run.owner.observers:
         if isinstance(one, Profile):
-            made.append(_Profiling(one, run))
+            made.append(ProfileRecorder(one, run))
         elif isinstance(one, Statistics):
-            made.append(_Measuring(one, run))
+            made.append(WeightMeter(one, run))
     return made
 
 
-class _Profiling:
+class SpeedMeter(Inspector):
+    """The speed that one `Throughput` asks for: the time of updates alone, and the rows trained in it."""
+
+    def __init__(self, asked: Throughput, run: Run) -> None:
+        self._run, self._owner, self._asked = run, run.owner, asked
+        self._trigger = Trigger(asked.span, run.counters, of="every")
+        self._alone = run.agreement is None
+        self._operations = Operations(asked, run.owner)
+        self._on_speed = listeners(listening(run.owner), "on_speed")
+        self._looks_at = torch.cuda.current_stream(run.owner.device) if run.owner.device.type == "cuda" else None
+        self._held_in, self._sizes = -1, dict[str, int]()
+        self._begin(run.counters.rows, run.counters.updates)
+        self.resume()
+
+    def pause(self) -> None:
+        """Stop the clock: what is done in a pause is no training. Looks whether the device has work left."""
+        if self._looks_at is not None:
+            self._looks += 1
+            self._busy += not self._looks_at.query()  # asks, and waits for nothing
+        self._seconds += time.perf_counter() - self._started
+        self._waited += self._run.waited - self._waited_before
+
+    def resume(self) -> None:
+        """Start the clock."""
+        self._waited_before, self._started = self._run.waited, time.perf_counter()
+
+    def next_update(self) -> float:
+        """The update at which the loop must pause for it; several processes pause where all do, and not for one."""
+        return self._trigger.next_update(self._run.counters) if self._alone else float("inf")
+
+    def report(self, *, epoch_ended: bool) -> None:
+        """Tell all observers, where its turn has come, where an epoch is over and where the run ends."""
+        counters = self._run.counters
+        fires = self._trigger.fires(counters, epoch_ended=epoch_ended)
+        if not (fires or epoch_ended or counters.stopped) or counters.rows == self._rows or not self._seconds:
+            return
+        flops, peak, note = self._operations.of(self._run.ledger.window)
+        speed = Speed(
+            epoch=counters.earlier_epochs + counters.epoch,
+            update=counters.earlier_updates + counters.updates,
+            seconds=self._seconds,
+            rows=counters.rows - self._rows,
+            updates=counters.updates - self._updates,
+            waited=self._waited,
+            flops_per_row=flops,
+            peak=peak,
+            looks=self._looks,
+            busy=self._busy,
+            memory=self._held(counters.epoch) | device_memory(self._owner.device),
+            note=note,
+        )
+        self._begin(counters.rows, counters.updates)
+        for notify in self._on_speed:
+            notify(speed)
+
+    def _held(self, epoch: int) -> dict[str, int]:
+        """What the run holds, counted again in each epoch: it is walked through tensor by tensor."""
+        if self._held_in != epoch:
+            self._held_in, self._sizes = epoch, held_by(self._owner)
+        return self._sizes
+
+    def _begin(self, rows: int, updates: int) -> None:
+        self._rows, self._updates = rows, updates
+        self._seconds = self._waited = 0.0
+        self._looks = self._busy = 0
+
+
+class Operations:
+    """What a row needs, and what the devices can do: asked once, when the first window has run."""
+
+    def __init__(self, asked: Throughput, owner: Owner) -> None:
+        self._asked, self._owner = asked, owner
+        self._found: tuple[float | None, float | None, str] | None = None
+
+    def of(self, window: Any) -> tuple[float | None, float | None, str]:
+        """Operations per row, the peak of all devices, and why one of them is missing."""
+        if self._found is None:
+            self._found = self._find(window)
+        return self._found
+
+    def _find(self, window: Any) -> tuple[float | None, float | None, str]:
+        asked, owner = self._asked, self._owner
+        device = torch.cuda.get_device_name(owner.device) if owner.device.type == "cuda" else owner.device.type
+        peak = asked.peak or peak_of(device)
+        if peak is None:
+            return asked.flops_per_row, None, f"the peak of {device} is not known: Throughput(peak=...)"
+        peak *= owner.world.size
+        if asked.flops_per_row is not None:
+            return asked.flops_per_row, peak, ""
+        unknown = _unknown(owner, window)
+        if unknown:
+            return None, peak, f"{unknown}: Throughput(flops_per_row=...)"
+        try:
+            return _counted(owner, window.batches[0]), peak, ""
+        except Exception as error:  # the model's own, which may be any: it was not written for the meta device
+            why = first_line(error, 80)
+            return None, peak, f"the model does not run on the meta device ({why}): Throughput(flops_per_row=...)"
+
+
+def held_by(owner: Owner) -> dict[str, int]:
+    """Bytes of what the run holds on this process, by kind."""
+    parameters = list(owner.model.parameters())
+    states = [state for one in owner.optimizers.values() for state in one.state.values()]
+    return {
+        "parameters": _size(parameters),
+        "gradients": _size(p.grad for p in parameters if p.grad is not None),
+        "optimizer": _size(tensors_in(states)),
+        "buffers": _size(owner.model.buffers()),
+    }
+
+
+def _size(tensors: Iterable[Tensor]) -> int:
+    """Bytes of what lies on this process."""
+    held = list(tensors)
+    return sum(one.numel() * one.element_size() for one in (local_shards(held) if is_sharded(*held) else held))
+
+
+def _unknown(owner: Owner, window: Any) -> str:
+    """Why the operations of a row cannot be counted; "" where they can."""
+    hooks = owner.hooks
+    if hooks.steps_itself or hooks.computes_itself or hooks.updates_itself:
+        return "how often steps of your own run a model is not known"
+    if hooks.split is not batches.split:
+        return "what a split of your own gives the model is not known"
+    if window is None or not find_rows(window.batches[0]):
+        return "no batch tells its rows"
+    if is_sharded(*owner.model.parameters()):
+        return "a model in shards cannot be copied without its numbers"
+    return ""
+
+
+def _counted(owner: Owner, batch: Any) -> float:
+    """Operations of a row: the model's on one batch, forward and backward, by the rows of the batch."""
+    inputs, _ = batches.split(batch) if owner.loss is not None else (batch, None)
+    if isinstance(inputs, Mapping):
+        flops = count_flops(owner.model, **inputs)
+    else:
+        flops = count_flops(owner.model, *(inputs if isinstance(inputs, tuple | list) else (inputs,)))
+    rows = find_rows(batch)
+    assert rows  # asked before
+    return flops / rows
+
+
+class ProfileRecorder(Inspector):
     """One profile of a run. Of several processes all pause for it, and the first one records."""
 
     def __init__(self, asked: Profile, run: Run) -> None:
@@ -72,14 +226,11 @@ class _Profiling:
                 counters = self._run.counters
                 self._asked.end(counters.earlier_updates + counters.updates)
 
-    def tell(self, *, epoch_ended: bool) -> None:
-        """There is nothing to tell in between."""
-
     def next_update(self) -> float:
         """The next of its stops."""
         return next((stop for stop in self._stops if stop > self._run.counters.updates), inf)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Warm up, or begin, where it is time to."""
         if self._run.counters.stopped:  # at its end, or by a checkpoint of a finished run
             self._stops.clear()
@@ -96,7 +247,7 @@ class _Profiling:
         return self._run.counters.updates >= self._stops[0]
 
 
-class _Measuring:
+class WeightMeter(Inspector):
     """Measures the weights before and after each update whose turn it is; all processes pause, the first measures."""
 
     def __init__(self, asked: Statistics, run: Run) -> None:
@@ -106,10 +257,7 @@ class _Measuring:
         """Name, parameter and a copy of it, where the update to come is measured."""
         self._check()
 
-    def pause(self) -> None:
-        """What counts is what is true when counters are up to date."""
-
-    def tell(self, *, epoch_ended: bool) -> None:
+    def report(self, *, epoch_ended: bool) -> None:
         """Measure, where the update whose weights were kept was made."""
         counters, before = self._run.counters, self._before
         if not before or counters.updates % self._asked.span.n:
@@ -129,7 +277,7 @@ class _Measuring:
         turn = (updates // each + 1) * each
         return max(turn - 1, updates + 1)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Keep the weights, where the update to come is measured."""
         self._before = []
         if (self._run.counters.updates + 1) % self._asked.span.n == 0 and self._owner.is_main:

@@ -15,12 +15,12 @@ from trainwright.protocols import Stateful
 from trainwright.update.optimizer_steps import NamedParts
 
 if TYPE_CHECKING:
-    from trainwright.fit.between_updates import Pauses
+    from trainwright.fit.between_updates import BetweenUpdates
     from trainwright.fit.run import Run
     from trainwright.update.owner import Owner
 
 
-def parts_of(run: Run, pauses: Pauses) -> dict[str, Stateful]:
+def parts_of(run: Run, between: BetweenUpdates) -> dict[str, Stateful]:
     """Return every part of a run that has state, by the names of a checkpoint."""
     owner = run.owner
     named: dict[str, Any] = {
@@ -30,8 +30,8 @@ def parts_of(run: Run, pauses: Pauses) -> dict[str, Stateful]:
         "precision": run.scaler,
         "schedule": run.rates,
         "average": run.shown if run.shown.differs else None,
-        "early_stopping": pauses.watch,
-        "checkpoint": pauses.keeper,
+        "early_stopping": between.watch,
+        "checkpoint": between.manager,
         "progress": RunProgress(run),
         "totals": run.ledger,
         "data": run.source,
@@ -56,7 +56,7 @@ class RunProgress:
             "counters": owner.counters.state_dict(),
             "history": owner.history,
             "final": record.final_validation,
-            "asked": run.asked,
+            "asked": run.stop_reason,
             "stages": record.stages,
             "settings": settings_of(owner),
             **({} if limit is None else {"split_at": limit}),  # a resumed run splits from the start
@@ -80,7 +80,7 @@ class RunProgress:
         record.stages = list(tree["stages"])
         # A reason given to `stop()` counts only where the validation and the save that it asked for are still due.
         due = owner.counters.pause or owner.counters.paused < owner.counters.updates
-        record.final_validation, run.asked = tree["final"], tree["asked"] if due else ""
+        record.final_validation, run.stop_reason = tree["final"], tree["asked"] if due else ""
 
 
 def _load_state(owner: Owner, tree: Mapping[str, Any]) -> None:

@@ -31,9 +31,9 @@ from trainwright.update.owner import Owner
 class Leaving:
     """The end of one `fit`, however it ends."""
 
-    def __init__(self, run: Run, ends: Ends, *, keeper: CheckpointManager | None, watch: Any) -> None:
+    def __init__(self, run: Run, ends: Ends, *, manager: CheckpointManager | None, watch: Any) -> None:
         self.run, self.owner, self.counters = run, run.owner, run.counters
-        self.ends, self.keeper, self.watch = ends, keeper, watch
+        self.ends, self.manager, self.watch = ends, manager, watch
         self.record = run.owner._record
 
     @property
@@ -42,7 +42,7 @@ class Leaving:
         early = self.owner.early_stopping
         if early is None or not getattr(early, "restore_best", False):
             return False
-        settings = None if self.keeper is None else self.keeper.settings
+        settings = None if self.manager is None else self.manager.settings
         watched = (early.monitor, getattr(early, "mode", None))
         same = settings is not None and (settings.best, settings.mode) == watched
         return not same or bool(getattr(early, "min_delta", 0))
@@ -62,15 +62,15 @@ class Leaving:
     def restore_best(self) -> None:
         """Leave the model with the weights that count: averaged ones, and the best, where a slot promises them."""
         self.run.shown.leave()
-        early, keeper, watch = self.owner.early_stopping, self.keeper, self.watch
+        early, manager, watch = self.owner.early_stopping, self.manager, self.watch
         if watch is not None and watch.best is not None and getattr(early, "restore_best", False):
             weights = getattr(watch, "weights", None)
             if weights is None:
                 self._load(watch.best)
             else:
                 self._load_into(watch.best, weights, source="the best weights")
-        elif keeper is not None and keeper.settings.restore_best and keeper.best is not None:
-            self._load(keeper.best)
+        elif manager is not None and manager.settings.restore_best and manager.best is not None:
+            self._load(manager.best)
         self.run.shown.leave()  # once more: the best that was loaded on top is what the next stage finds
 
     def _load(self, best: Best) -> None:
@@ -98,7 +98,7 @@ class Leaving:
     def result(self) -> Result:
         """Say how the run ended."""
         counters, passed = self.counters, self.record.ended
-        best = None if self.keeper is None else self.keeper.best
+        best = None if self.manager is None else self.manager.best
         if passed is not None:
             best = None if passed["best"] is None else Best(**passed["best"])
             best = best and replace(best, path=self._path_of(best))
@@ -117,7 +117,7 @@ class Leaving:
             notes=(*self._notes(), *told(self.owner), *self._lost_notes(), *self._told_notes(), *self._saved_notes())
             if passed is None
             else tuple(passed["notes"]),
-            blocked=0.0 if self.keeper is None else self.keeper.blocked,
+            blocked=0.0 if self.manager is None else self.manager.blocked,
             final_validation=self.record.final_validation if passed is None else passed["final"],
         )
 
@@ -134,8 +134,8 @@ class Leaving:
 
     def path_at(self, update: int) -> Path | None:
         """The checkpoint of an update, where it is still there."""
-        keeper, name = self.keeper, update_name(update)
-        kept = [] if keeper is None else [*keeper.saved, None if keeper.best is None else keeper.best.path]
+        manager, name = self.manager, update_name(update)
+        kept = [] if manager is None else [*manager.saved, None if manager.best is None else manager.best.path]
         return next((path for path in kept if path is not None and path.name == name), None)
 
     def _notes(self) -> tuple[str, ...]:
@@ -150,7 +150,7 @@ class Leaving:
 
     def _lost_notes(self) -> tuple[str, ...]:
         """What it means that the last save failed, where it did."""
-        failing = "" if self.keeper is None else self.keeper.failing
+        failing = "" if self.manager is None else self.manager.failing
         return (failing,) if failing else ()
 
     def _told_notes(self) -> tuple[str, ...]:
@@ -160,14 +160,14 @@ class Leaving:
 
     def _saved_notes(self) -> tuple[str, ...]:
         """From where a run that ended in an error, or by a signal, can go on."""
-        keeper, again = self.keeper, 'fit(..., resume="auto")'
+        manager, again = self.manager, 'fit(..., resume="auto")'
         # Rank 0 writes: after an error, when nobody waits for anybody, only it knows which saves are complete.
-        if keeper is None or not self.record.failed or not self.owner.is_main:
+        if manager is None or not self.record.failed or not self.owner.is_main:
             return ()
         reached = self.counters.earlier_updates + self.counters.updates
-        named = [path for path in keeper.saved if is_update_name(path.name)]
-        known = [update_of(path.name) for path in named if is_of_run(path, keeper.run_id)]
-        if keeper.saved and not named:
+        named = [path for path in manager.saved if is_update_name(path.name)]
+        known = [update_of(path.name) for path in named if is_of_run(path, manager.run_id)]
+        if manager.saved and not named:
             return ()  # a manager of the user's own, whose names say nothing
         if known and known[0] >= reached:
             return (f"saved at update {known[0]}: {again} goes on from there",)

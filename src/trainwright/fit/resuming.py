@@ -18,7 +18,7 @@ from trainwright.checkpointing.optimizer_state import PARAMETERS, in_current_ord
 from trainwright.checkpointing.weights import load_into
 from trainwright.core.errors import CheckpointError, SettingError, warn_user
 from trainwright.core.suggestions import did_you_mean
-from trainwright.fit.between_updates import Pauses
+from trainwright.fit.between_updates import BetweenUpdates
 from trainwright.fit.per_rank_state import own_of, take_own
 from trainwright.fit.resume_plan import ResumePlan
 from trainwright.modules.dtensors import is_sharded
@@ -27,25 +27,25 @@ from trainwright.protocols import Tree
 from trainwright.update.owner import Owner, listening
 
 
-def resume(plan: ResumePlan, owner: Owner, pauses: Pauses) -> list[str]:
+def resume(plan: ResumePlan, owner: Owner, between: BetweenUpdates) -> list[str]:
     """Carry out the plan; return the lines that the header says besides those of the plan."""
     retained = plan.checkpoint or plan.earlier
-    if pauses.keeper is not None and retained is not None:
-        pauses.keeper.adopt(retained)
+    if between.manager is not None and retained is not None:
+        between.manager.adopt(retained)
     if plan.ended is not None:
-        _pass_over(plan, owner, pauses)
+        _pass_over(plan, owner, between)
         return []
-    return [] if plan.checkpoint is None else _load(plan, owner, pauses)
+    return [] if plan.checkpoint is None else _load(plan, owner, between)
 
 
-def _pass_over(plan: ResumePlan, owner: Owner, pauses: Pauses) -> None:
+def _pass_over(plan: ResumePlan, owner: Owner, between: BetweenUpdates) -> None:
     """Take the counters, history and weights that the stage ended with."""
     ended = plan.ended
     assert ended is not None and plan.checkpoint is not None and plan.progress is not None
     plan.checkpoint.tree.clear()
     owner.counters.load_state_dict(ended["counters"])
     owner.history[:] = plan.progress["history"][: ended["rows"]]
-    record, path = owner._record, pauses.leaving.path_at(ended["left"])
+    record, path = owner._record, between.leaving.path_at(ended["left"])
     record.ended = ended
     record.lacks_weights = path is None or not _load_model(owner, path)
     if record.lacks_weights:
@@ -62,13 +62,15 @@ def _load_model(owner: Owner, path: Path) -> bool:
     return True
 
 
-def _load(plan: ResumePlan, owner: Owner, pauses: Pauses) -> list[str]:
+def _load(plan: ResumePlan, owner: Owner, between: BetweenUpdates) -> list[str]:
     """Load the checkpoint into everything bound; return lines for the header."""
-    counters, run = owner.counters, pauses.run
+    counters, run = owner.counters, between.run
     given = _settings(owner)
-    reports, lines = _restore(plan, owner, pauses)
+    reports, lines = _restore(plan, owner, between)
     reports += [*disable_wrong_kernels(owner.optimizers), *_unused(owner, given)]
-    counters.stopped = pauses.ended() or ("" if pauses.watch is None or counters.pause else pauses.watch.stopped)
+    counters.stopped = between.completed_end() or (
+        "" if between.watch is None or counters.pause else between.watch.stopped
+    )
     for report in reports if owner.world.is_main and not counters.stopped else ():  # a finished run does not continue
         warn_user(report)  # it matters without a console too
     settle = getattr(run.source, "settle", None)
@@ -85,9 +87,9 @@ def _load(plan: ResumePlan, owner: Owner, pauses: Pauses) -> list[str]:
     return [*lines, *reports]
 
 
-def _restore(plan: ResumePlan, owner: Owner, pauses: Pauses) -> tuple[list[str], list[str]]:
+def _restore(plan: ResumePlan, owner: Owner, between: BetweenUpdates) -> tuple[list[str], list[str]]:
     """Give every part its state; return the reports of the parts, and lines for the header alone."""
-    source, loaded = pauses.run.source, plan.checkpoint
+    source, loaded = between.run.source, plan.checkpoint
     assert loaded is not None
     parts, tree, origin = dict(owner.parts()), dict(loaded.tree), str(loaded.path)
     loaded.tree.clear()
@@ -103,7 +105,7 @@ def _restore(plan: ResumePlan, owner: Owner, pauses: Pauses) -> tuple[list[str],
     if is_sharded(*owner.model.parameters()):
         from trainwright.distributed.resharding import place
 
-        tree = place(tree, parts, likes=pauses.leaving.sharding_of_best(), world=owner.world)
+        tree = place(tree, parts, likes=between.leaving.sharding_of_best(), world=owner.world)
     reports = run_parts.restore(parts, tree, origin=origin)
     for optimizer, before in rates:
         _set_rates(optimizer, before)

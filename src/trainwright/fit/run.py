@@ -1,4 +1,4 @@
-"""One fit under way: windows in, applied updates and numbers out, between two pauses."""
+"""One fit under way: windows in, applied updates and numbers out."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,6 @@ from trainwright.diagnostics.first_batch import FirstBatch, is_compiled
 from trainwright.evaluation.passes import check_passes, feed
 from trainwright.evaluation.shown_weights import Shown
 from trainwright.fit.epochs import EpochLengths
-from trainwright.fit.fetching import fetched
 from trainwright.fit.per_rank_state import retake_shards
 from trainwright.fit.rollback import BETWEEN, COUNTING, UPDATING, Rollback
 from trainwright.fit.signals import Signals
@@ -32,6 +32,7 @@ from trainwright.protocols import Scaler, Source
 from trainwright.schedules.rates import bind_rates
 from trainwright.update import nonfinite_policy
 from trainwright.update.finite_check import ImmediateCheck, why_immediate
+from trainwright.update.hooks import mover
 from trainwright.update.loss_tracker import Ledger, Roots
 from trainwright.update.manual_optimization import note_minimized
 from trainwright.update.nonfinite_policy import PATIENCE
@@ -40,7 +41,7 @@ from trainwright.update.owner import Owner, trained_modules
 from trainwright.update.snapshot import Buffers, Snapshot, Tensors, UserState
 from trainwright.update.status import Outcome
 from trainwright.update.strategy import UpdateStrategy
-from trainwright.update.window import Window
+from trainwright.update.window import Window, windows
 
 if TYPE_CHECKING:
     from trainwright.fit.rank_sync import Agreement
@@ -75,16 +76,16 @@ class Run:
         self.factor: float | Tensor = 1.0
         """What the gradients are still to be multiplied by: the loss scale undone, and the window's share."""
         self.due: float = 0
-        """The update at which something falls due and the loop pauses."""
+        """The applied updates after which the loop calls `_between_updates`."""
         self.woken = False
-        """Whether `wake` was called since the last pause began."""
+        """Whether `wake` was called since the work between updates last began."""
         self.epoch_over = False
         self.stopped_between = False
-        """Whether the run pauses before the first window of what is left of the epoch: `begin_epoch` has stopped it."""
-        self.owed = ""
-        """The pause, of an "update", an "epoch" or a "final" validation, that was due where the run was left."""
-        self.asked = ""
-        """The reason given to `stop()`, of this session or of the one whose pause is still due."""
+        """Whether `_between_updates` comes before the first window: it was pending, or `begin_epoch` has stopped."""
+        self.pending = ""
+        """Work between updates that was due where the run was left: after an "update", an "epoch", or "final"."""
+        self.stop_reason = ""
+        """The reason given to `stop()`, in this session or in the one that has left work pending."""
         self.waited = 0.0
         """Seconds spent waiting for data since the last record."""
         self.outcome = Outcome()
@@ -163,7 +164,7 @@ class Run:
     def windows(self) -> Iterator[Window]:
         """The windows of what is left of the epoch; fewer where the run is stopped in the middle of it."""
         counters, rollback, clock = self.counters, self.rollback, time.perf_counter
-        if self._owes_pause():
+        if self._starts_with_pending():
             return
         self.signals.check()
         self.begin_epoch(counters.epoch)
@@ -175,7 +176,7 @@ class Run:
         if self.stopped_between:
             return
         begun = clock()
-        grouped = fetched(self)
+        grouped = self._group()
         while True:
             rollback.before_fetch()
             window = next(grouped, None)
@@ -209,16 +210,46 @@ class Run:
             self.first_batch.open()
         self.strategy.begin(window)
 
-    def _owes_pause(self) -> bool:
-        """Whether a pause comes first that was due, or broken off, where the run was left that is resumed."""
-        owed, self.owed = self.owed, ""
-        if owed:
-            self.counters.stopped = self.asked  # ends of `fit` are looked at anew: they may be other ones now
-        owed = "" if owed == "update" and not self.counters.pause and self.at_end else owed  # the epoch's end does it
-        self.epoch_over, self.stopped_between = owed == "epoch", owed in ("update", "final")
-        if owed:
+    def _starts_with_pending(self) -> bool:
+        """Whether work between updates comes first: it was due, or was broken off, where the run was left."""
+        pending, self.pending = self.pending, ""
+        if pending:
+            self.counters.stopped = self.stop_reason  # the ends of this `fit` may be other ones
+        if pending == "update" and not self.counters.pause and self.at_end:
+            pending = ""  # the work at the epoch's end includes it
+        self.epoch_over, self.stopped_between = pending == "epoch", pending in ("update", "final")
+        if pending:
             self.random.seek_boundary()
-        return owed != ""
+        return pending != ""
+
+    def _group(self) -> Iterator[Window]:
+        """Open the data of the epoch at its next batch; return the windows that are left, of this rank's rows."""
+        counters, hooks, plan, spread = self.counters, self.owner.hooks, self.plan, self.spread
+        size = plan.accumulated(counters.epoch)
+        left = None if plan.epoch_updates is None else plan.epoch_updates - math.ceil(counters.batch / size)
+        move = mover(self.owner, self.source, trains=True)
+        with self.signals.waiting():
+            opened = self.rollback.open_epoch()
+        self.lengths.check_announced()
+        batches = self.signals.batches(opened)
+        self.signals.watch_children()
+        rows, count = hooks.rows, hooks.count
+        if spread is None:
+            grouped = windows(batches, size, rows=rows, count=count, always_count=hooks.counts_itself, move=move)
+            return self.lengths.checked(islice(grouped, left))
+        from trainwright.update.sharded_window import dealt_windows
+
+        dealt = dealt_windows(
+            batches,
+            size,
+            world=self.owner.world,
+            in_step=spread.in_step,
+            stands_in=spread.shards or spread.is_default,
+            rows=rows,
+            count=count,
+            move=move,
+        )
+        return self.lengths.checked(islice(dealt, left))
 
     def close_window(self, window: Window) -> Any:
         """Set the factor that the gradients lack, after the last backward; return the loss if user code reads it.
@@ -358,7 +389,7 @@ class Run:
 
     def stop_now(self, reason: str) -> None:
         """Have the run end at the boundary in hand, on all processes alike."""
-        self.counters.stopped = self.asked = reason
+        self.counters.stopped = self.stop_reason = reason
 
     def wake(self) -> None:
         """Have the loop pause at the coming boundary; several processes all pause where they have agreed to."""

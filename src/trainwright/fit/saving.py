@@ -11,7 +11,7 @@ from trainwright.checkpointing.optimizer_state import PARAMETERS, parameters_of_
 from trainwright.checkpointing.parts import gather
 from trainwright.core.errors import SettingError
 from trainwright.core.records import Saved
-from trainwright.fit.due import Bell
+from trainwright.core.triggers import Trigger
 from trainwright.fit.per_rank_state import PROCESSES, own_state
 from trainwright.fit.run import Run
 from trainwright.fit.setup import digest, settings_of
@@ -31,7 +31,7 @@ class RunCheckpoints:
         self._saved_at: Any = None
         self._reserves = manager is not None
         """Whether memory for a copy of the state is still to be reserved."""
-        self._trigger: Bell | None = None
+        self._trigger: Trigger | None = None
         self._on_save: list[Any] = []
         self._settings = "" if manager is None else digest(settings_of(run.owner))
         if manager is not None:
@@ -42,7 +42,7 @@ class RunCheckpoints:
         if self.manager is None:
             return
         every = self.manager.settings.every
-        self._trigger = None if isinstance(every, str) else Bell(every, self.counters, of="every")
+        self._trigger = None if isinstance(every, str) else Trigger(every, self.counters, of="every")
         self._on_save = listeners(listening(self.owner), "on_save")
 
     def are_due(self, *, keep: bool, validated: bool, epoch_ended: bool) -> bool:
@@ -52,7 +52,7 @@ class RunCheckpoints:
         """
         if self.manager is None:
             return False
-        due = validated if self._trigger is None else self._trigger.rings(self.counters, epoch_ended=epoch_ended)
+        due = validated if self._trigger is None else self._trigger.fires(self.counters, epoch_ended=epoch_ended)
         return due or keep or bool(self.counters.stopped) or self.requested
 
     def save(self, *, instead: Mapping[str, Tree] | None = None) -> None:
@@ -119,14 +119,14 @@ class RunCheckpoints:
                     self.manager.reserve(self._tree())
 
     def request(self) -> None:
-        """Have the loop pause and save at the next boundary."""
+        """Have the loop save after the update in progress."""
         if self.manager is None:
             raise SettingError("save() without a checkpoint slot", fix='checkpoint=Checkpoint("runs/x")')
         self.requested_here, self.requested = True, self.requested or self.run.agreement is None
         self.run.wake()
 
     def next_due(self) -> float:
-        """Return the update at which the loop must pause for a save."""
+        """Return the update at which the loop must come back for a save."""
         first = self.counters.updates + 1 if self._reserves else math.inf
         return first if self._trigger is None else min(first, self._trigger.next_update(self.counters))
 

@@ -73,7 +73,7 @@ class Owner(Protocol):
         """Everything with state, by name."""
         ...
 
-    def hold(self, run: Any, pauses: Any) -> None:
+    def hold(self, run: Any, between: Any) -> None:
         """Hold the run while it lasts."""
 
     def training_step(self, batch: Any) -> Any:

@@ -11,7 +11,7 @@ from trainwright.core.durations import Epochs, Seconds, check_span
 from trainwright.core.errors import SettingError, message
 from trainwright.core.progress import Counters
 from trainwright.core.records import Update
-from trainwright.fit.due import Bell, Timer
+from trainwright.core.triggers import TimeTrigger, Trigger
 from trainwright.protocols import Observer
 from trainwright.update.owner import Owner
 from trainwright.update.window import Window
@@ -38,7 +38,7 @@ class UpdateReporter:
         self.note = ""
         """Which updates were reported with the numbers of rank 0 alone; empty for none."""
         self._notify = [
-            (observer.on_update, _bell(observer, owner.counters))
+            (observer.on_update, _trigger(observer, owner.counters))
             for observer in owner.observers
             if type(observer).on_update is not Observer.on_update
         ]
@@ -52,8 +52,8 @@ class UpdateReporter:
             self._held.append((self._update(window, skipped=skipped), self._numbers()))
             return
         update = None
-        for notify, bell in self._notify if self._owner.is_main else ():
-            if bell is None or bell.rings(self._counters, epoch_ended=False):
+        for notify, trigger in self._notify if self._owner.is_main else ():
+            if trigger is None or trigger.fires(self._counters, epoch_ended=False):
                 update = self._update(window, skipped=skipped) if update is None else update
                 notify(update)
 
@@ -81,8 +81,8 @@ class UpdateReporter:
         """Send a record, completed by `numbers`, to the observers whose turn it is."""
         loss = numbers.pop("loss", update.loss)
         complete = replace(update, loss=loss, values={**update.values, **numbers})
-        for notify, bell in self._notify if self._owner.is_main else ():
-            if bell is None or bell.rings_at(update.update - self._counters.earlier_updates):
+        for notify, trigger in self._notify if self._owner.is_main else ():
+            if trigger is None or trigger.fires_at(update.update - self._counters.earlier_updates):
                 notify(complete)
 
     def _numbers(self) -> dict[str, tuple[float, float]]:
@@ -143,11 +143,11 @@ def check_every(observer: Observer) -> None:
         raise SettingError(message(what, fix="leave `every` out, or write def on_update(self, update)"))
 
 
-def _bell(observer: Observer, counters: Counters) -> Bell | Timer | None:
-    """What rings when it is the observer's turn; None where each update is."""
+def _trigger(observer: Observer, counters: Counters) -> Trigger | TimeTrigger | None:
+    """Return what fires when an update is reported to the observer; None where each one is."""
     check_every(observer)
     if observer.every is None:
         return None
     if isinstance(observer.every, Seconds):
-        return Timer(observer.every)
-    return Bell(observer.every, counters, of="every")
+        return TimeTrigger(observer.every)
+    return Trigger(observer.every, counters, of="every")
