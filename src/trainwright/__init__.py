@@ -25,8 +25,9 @@ from trainwright.modules.modes import mode
 from trainwright.observers.console import Console
 from trainwright.optim.clip import ClipNorm, ClipValue
 from trainwright.optim.gradients import Gradients
+from trainwright.precision.base import LossScale, Precision
 from trainwright.precision.mixed_precision import LossScaler, MixedPrecision
-from trainwright.protocols import Clip, Metric, Observer, Precision, Scaler, Schedule, Source, Stateful
+from trainwright.protocols import Clip, Metric, Observer, Schedule, Source, Stateful
 from trainwright.trainer import Trainer
 from trainwright.update.window import Window, windows
 
@@ -191,6 +192,7 @@ __all__ = [
     "LargestBatch",
     "Lars",
     "Linear",
+    "LossScale",
     "LossScaler",
     "MeanLoss",
     "Metric",
@@ -216,7 +218,6 @@ __all__ = [
     "Report",
     "Result",
     "Saved",
-    "Scaler",
     "Schedule",
     "Seconds",
     "SettingError",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -32,37 +31,6 @@ class Stateful(Protocol):
 
     def load_state_dict(self, tree: Tree, /) -> Any:
         """Take over a state that `state_dict` gave."""
-
-
-class Precision(Protocol):
-    """How numbers are computed: autocast around the step, and loss scaling around `backward`."""
-
-    def autocast(self, device_type: str) -> AbstractContextManager[Any] | None:
-        """A context to enter around every step, or None where dtypes stay as they are."""
-
-    def scaler(self, device: str) -> Scaler | None:
-        """The loss scaler for a run on `device`, or None where losses are not scaled."""
-
-
-class Scaler(Stateful, Protocol):
-    """A dynamic loss scale, adapted once per update."""
-
-    @property
-    def root(self) -> float | Tensor:
-        """The scale as a factor of the root gradient of `backward`; a 0-dim tensor if it lies on a device."""
-        ...
-
-    def factor(self) -> float:
-        """What a scaled gradient is multiplied by to unscale it."""
-        ...
-
-    def adapt(self, overflowed: bool) -> None:
-        """Lower the scale after an overflow, raise it after enough updates without one."""
-
-    @property
-    def at_floor(self) -> bool:
-        """Whether the scale cannot be lowered any more."""
-        ...
 
 
 class Clip(Protocol):

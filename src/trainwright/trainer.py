@@ -34,8 +34,9 @@ from trainwright.observers.console import Console, console_observers
 from trainwright.observers.live import write_line
 from trainwright.optim.clip import as_clip
 from trainwright.optim.named import by_name, check_schedulers, make_optimizers
+from trainwright.precision.base import Precision
 from trainwright.precision.mixed_precision import as_precision
-from trainwright.protocols import Clip, Observer, Precision, Schedule, Stateful
+from trainwright.protocols import Clip, Observer, Schedule, Stateful
 from trainwright.update import batches, manual_optimization
 from trainwright.update.hooks import overridden, read_hooks
 from trainwright.update.loss_tracker import Ledger
@@ -111,9 +112,11 @@ class Trainer(Generic[M]):
         self.loss = setup.checked_loss(loss)
         self.frozen = setup.checked_frozen(frozen, model)
         setup.place_all(self, loss, *self.frozen.values())
+        self.precision = as_precision(precision, self.device)
+        if self.precision is not None:
+            self.precision.prepare_model(model)
         self.optimizers = make_optimizers(optimizer, model, fuses=self.fast.defaults)
         self.metrics = setup.checked_metrics(metrics, self.world)
-        self.precision = as_precision(precision, self.device)
         setup.check_shards(self)
         self.accumulate = accumulation(accumulate)
         self.clip: Any = by_name(clip, as_clip, what="clip", optimizers=self.optimizers)

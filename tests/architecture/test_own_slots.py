@@ -12,46 +12,49 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainwright import Best, Checkpoint, Observer, Plan, Result, Saved, Trainer, Update
+from trainwright import Best, Checkpoint, Observer, Plan, Result, Saved, SettingError, Trainer, Update
 from trainwright.checkpointing.manager import CheckpointManager
 from trainwright.distributed.world import World
+from trainwright.precision import LossScale, Precision
 from trainwright.schedules.rates import Rates
 
 DATA = [(torch.randn(8, 4), torch.randint(0, 3, (8,))) for _ in range(4)]
 
 
-class OwnPrecision:
-    """bf16 autocast with a fixed loss scale."""
+class OwnPrecision(Precision):
+    """bf16 autocast with a fixed loss scale; counts what it is asked for."""
 
     def __init__(self, *, scaled: bool) -> None:
         self.scaled = scaled
         self.adapted: list[bool] = []
+        self.prepared: list[nn.Module] = []
+        self.updates = 0
+
+    def prepare_model(self, model: nn.Module) -> None:
+        self.prepared.append(model)
 
     def autocast(self, device_type: str) -> AbstractContextManager[Any]:
         return torch.autocast(device_type, torch.bfloat16)
 
-    def scaler(self, device: str) -> OwnPrecision | None:
-        return self if self.scaled else None
+    def loss_scale(self, device_type: str) -> LossScale | None:
+        return OwnLossScale(self) if self.scaled else None
+
+    def after_update(self) -> None:
+        self.updates += 1
+
+
+class OwnLossScale(LossScale):
+    """A scale of 8 for good."""
+
+    def __init__(self, precision: OwnPrecision) -> None:
+        self.precision = precision
 
     @property
     def root(self) -> float:
         return 8.0
 
-    def factor(self) -> float:
-        return 1 / 8
-
     def adapt(self, overflowed: bool) -> None:
-        self.adapted.append(overflowed)
-
-    @property
-    def at_floor(self) -> bool:
-        return True
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, tree: Any) -> None:
-        assert tree == {}
+        self.precision.adapted.append(overflowed)
 
 
 class OwnClip:
@@ -205,6 +208,22 @@ def test_precision(scaled: bool) -> None:
     known.fit(DATA, epochs=1)
     assert torch.equal(own.model.weight, known.model.weight)
     assert precision.adapted == [False] * (4 if scaled else 0)
+    assert (precision.prepared, precision.updates) == ([own.model], 4)
+
+
+def test_a_precision_that_overrides_nothing_changes_nothing() -> None:
+    own, plain = trainer(precision=Precision()), trainer()
+    for one in (own, plain):
+        one.fit(DATA, epochs=1)
+    assert torch.equal(own.model.weight, plain.model.weight)
+
+
+def test_a_precision_that_is_no_subclass_is_refused() -> None:
+    class Lookalike:
+        def autocast(self, device_type: str) -> None: ...
+
+    with pytest.raises(SettingError, match="a Precision of your own"):
+        trainer(precision=Lookalike())
 
 
 def test_clip() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from trainwright import LossScaler, MixedPrecision, SettingError, Trainer
+from trainwright.precision import Precision
 from trainwright.precision.mixed_precision import as_precision
 
 CPU = torch.device("cpu")
@@ -184,11 +185,11 @@ def test_fp16_weights_under_fp16_are_refused():
 
 
 def test_a_precision_of_the_users_own_fills_the_slot():
-    class Double:
+    class Double(Precision):
         def autocast(self, device_type):
             return torch.autocast(device_type, torch.bfloat16)
 
-        def scaler(self, device):
+        def loss_scale(self, device_type):
             return LossScaler(MixedPrecision("fp16", init_scale=4.0))
 
     trainer = make(precision=Double())
@@ -210,6 +211,6 @@ def test_nothing_is_said_of_the_older_switch_that_tf32_is_set_by(monkeypatch):
         real(precision)
 
     monkeypatch.setattr(torch, "set_float32_matmul_precision", warns)
-    with MixedPrecision("tf32").switched():
+    with MixedPrecision("tf32").switches():
         assert torch.get_float32_matmul_precision() == "high"
     assert seen == ["high", "highest"]

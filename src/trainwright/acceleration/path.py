@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from trainwright.precision.mixed_precision import LossScaler
 from trainwright.update import finite_check
 from trainwright.update.device_state import AHEAD
 from trainwright.update.owner import Owner
@@ -12,7 +11,7 @@ def fast_path(owner: Owner) -> str:
     """Name the path of the updates, with its cost on this device: L1 for silent ones, L0 where each is read at once."""
     why = owner._record.why_immediate
     if why is None:  # no run yet, and so no schedule that is bound
-        scaler = LossScaler() if getattr(owner.precision, "kind", "") == "fp16" else None
+        scaler = None if owner.precision is None else owner.precision.loss_scale(owner.device.type)
         why = finite_check.why_immediate(
             owner, checks=owner.on_nonfinite != "ignore" or scaler is not None, scaler=scaler
         )

@@ -21,7 +21,6 @@ from trainwright.diagnostics.explain import explain
 from trainwright.fit.per_rank_state import own_batches, same_buffers, standing, undealt
 from trainwright.metrics.metrics import Meters
 from trainwright.modules import modes
-from trainwright.precision.mixed_precision import switched
 from trainwright.protocols import Source
 from trainwright.update.hooks import let_go_of_memory, mover
 from trainwright.update.loss_tracker import Ledger
@@ -61,7 +60,7 @@ def traceless(owner: Owner, source: Source, *, shows_gradients: bool = False) ->
             modes.untouched(*roots, shows_gradients=shows_gradients),
             modes.evaluating(*roots),
             torch.no_grad(),
-            _NOTHING if owner.precision is None else switched(owner.precision),
+            _NOTHING if owner.precision is None else owner.precision.switches(),
             _state_aside(owner),
             _NOTHING if owner.world.size == 1 else _together(owner),
         ):

@@ -40,7 +40,6 @@ from trainwright.fit.stages import start_stage
 from trainwright.modules.dtensors import is_sharded
 from trainwright.modules.modes import untrained, wake
 from trainwright.optim.named import check_parameters, check_saved_schedulers
-from trainwright.precision.mixed_precision import switched
 from trainwright.protocols import Observer, Source
 from trainwright.update.owner import Owner, listening, networks_of
 from trainwright.update.snapshot import Buffers, Snapshot
@@ -111,7 +110,8 @@ class FitContext:
         check_alike(owner, source, val, ends=ends, resumes=resumes)
         start_stage(owner, undo, resumes=resumes, epochs=ends.epochs)
         undo.enter_context(training_afresh(owner.device.type))
-        undo.enter_context(switched(owner.precision))
+        if owner.precision is not None:
+            undo.enter_context(owner.precision.switches())
         undo.enter_context(untrained(*owner.frozen.values()))
         sped = undo.enter_context(sped_up(owner, source))
         woken = undo.enter_context(_awake(owner))

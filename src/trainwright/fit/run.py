@@ -27,8 +27,9 @@ from trainwright.fit.signals import Signals
 from trainwright.modules.modes import running_statistics
 from trainwright.optim.averaged_weights import AveragedWeights
 from trainwright.optim.named import check_parameters
+from trainwright.precision.base import LossScale
 from trainwright.precision.mixed_precision import check_weights
-from trainwright.protocols import Scaler, Source
+from trainwright.protocols import Source
 from trainwright.schedules.rates import bind_rates
 from trainwright.update import nonfinite_policy
 from trainwright.update.finite_check import ImmediateCheck, why_immediate
@@ -54,7 +55,7 @@ GRACE = 20.0
 class Run:
     """What the loop reads and writes at each update, bound once before the first."""
 
-    scaler: Scaler | None
+    scaler: LossScale | None
     """The loss scale; None without one."""
     checks: bool
     """Whether gradients are looked at before they are applied."""
@@ -72,7 +73,6 @@ class Run:
         signals.wake = self.wake
         self._bind_processes(owner)
         self._bind_slots(owner)
-        self.after_update = None if owner.hooks.after_update is None else self._after_update
         self.factor: float | Tensor = 1.0
         """What the gradients are still to be multiplied by: the loss scale undone, and the window's share."""
         self.due: float = 0
@@ -137,9 +137,11 @@ class Run:
         )
         precision, device = owner.precision, owner.device.type
         self.autocast = None if precision is None else precision.autocast(device)
-        self.scaler = None if precision is None else precision.scaler(device)
+        self.scaler = None if precision is None else precision.loss_scale(device)
         check_weights(self.scaler, self.gradients.parameters)
         self.checks = owner.on_nonfinite != "ignore" or self.scaler is not None
+        follows = owner.hooks.after_update is not None or (precision is not None and precision.follows_updates)
+        self.after_update = self._after_update if follows else None
 
     @property
     def plan(self) -> Plan:
@@ -363,11 +365,12 @@ class Run:
         feed(self.owner, self.source)
 
     def _after_update(self) -> None:
-        """Run the user's hook; a torch scheduler that is stepped in it sets the next update's rate."""
-        hook = self.owner.hooks.after_update
-        assert hook is not None
-        self.steppers.note_unnoted()
-        hook()
+        """Run the precision's and the user's hooks; a torch scheduler stepped there sets the next update's rate."""
+        if self.owner.precision is not None:
+            self.owner.precision.after_update()
+        if self.owner.hooks.after_update is not None:
+            self.steppers.note_unnoted()
+            self.owner.hooks.after_update()
 
     def _note_step(self, *_: Any) -> None:
         self.outcome.stepped = True

@@ -1,1 +1,14 @@
-"""Mixed precision: autocast and the loss scale."""
+"""In which number formats does a trainer compute? Autocast, loss scale, switches of the process.
+
+Files in reading order:
+`base`: `Precision` and `LossScale`, whose methods do nothing; a precision of your own is a subclass.
+`mixed_precision`: `MixedPrecision` ("bf16", "fp16", "tf32") and `LossScaler`, with the rules of torch's GradScaler.
+
+Promises: steps run under autocast, `backward` and the optimizer outside of it; no switch of the process stays changed
+after a `fit` or an evaluation; an update whose scaled gradient overflows is skipped, and weights stay float32.
+"""
+
+from trainwright.precision.base import LossScale, Precision
+from trainwright.precision.mixed_precision import LossScaler, MixedPrecision
+
+__all__ = ["LossScale", "LossScaler", "MixedPrecision", "Precision"]

@@ -1,4 +1,4 @@
-"""Mixed precision: autocast around the step, and a dynamic loss scale for fp16."""
+"""Mixed precision: autocast around the step, a dynamic loss scale for fp16, TF32."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import KW_ONLY, dataclass
 from difflib import get_close_matches
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,18 +16,18 @@ from trainwright.core.checks import check_form, is_amount, is_count
 from trainwright.core.errors import SettingError, message
 from trainwright.core.process_state import matmul_precision, matmul_precisions, unwarned
 from trainwright.core.suggestions import suggests
-from trainwright.protocols import Precision, Scaler
+from trainwright.precision.base import LossScale, Precision
 
 KINDS = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": None}
 
 
 @suggests
 @dataclass(frozen=True, slots=True)
-class MixedPrecision:
+class MixedPrecision(Precision):
     """Run the steps under torch's autocast; with "fp16" scale the loss so that small gradients survive.
 
     The scale follows torch's GradScaler: times `backoff_factor` after an update whose gradient overflowed, which is
-    then not applied, and times `growth_factor` after `growth_interval` updates in a row that did not. Below
+    then skipped, and times `growth_factor` after `growth_interval` updates in a row that did not. Below
     `min_scale` it is never lowered: an overflow there is a non-finite gradient like any other.
     "tf32" sets torch's float32 matmul precision to "high" while it is in use; it has no effect on a CPU.
     """
@@ -56,17 +56,17 @@ class MixedPrecision:
         return self.kind
 
     def autocast(self, device_type: str) -> AbstractContextManager[Any] | None:
-        """Give torch's autocast for this device, to be entered around every step; None for "tf32"."""
+        """Return torch's autocast for this device; None for "tf32"."""
         dtype = KINDS[self.kind]
         return None if dtype is None else torch.autocast(device_type, dtype)
 
-    def scaler(self, device: str) -> LossScaler | None:
-        """Give a fresh loss scale for "fp16", None for the others."""
+    def loss_scale(self, device_type: str) -> LossScaler | None:
+        """Return a new loss scale for "fp16", None for the others."""
         return LossScaler(self) if self.kind == "fp16" else None
 
     @contextmanager
-    def switched(self) -> Iterator[None]:
-        """Hold the process-wide switches of this precision inside, and put them back."""
+    def switches(self) -> Iterator[None]:
+        """Set torch's float32 matmul precision inside, for "tf32"; restore it afterwards."""
         if self.kind != "tf32":
             yield
             return
@@ -76,33 +76,29 @@ class MixedPrecision:
         try:
             yield
         finally:
-            # Torch's setter also writes what each backend has of its own, and never puts "none" back there.
+            # Torch's setter also sets each backend's own precision, and cannot set "none" again.
             with unwarned():
                 torch.set_float32_matmul_precision(before)
             for backend, precision in backends:
                 backend.fp32_precision = precision
 
 
-class LossScaler:
-    """The dynamic scale of one run, adapted once per update; its values are those of torch's GradScaler."""
+class LossScaler(LossScale):
+    """A dynamic loss scale, adapted once per update by the rules of torch's GradScaler, with the same values."""
 
     def __init__(self, settings: MixedPrecision | None = None) -> None:
         if settings is not None and not isinstance(settings, MixedPrecision):
             fix = 'LossScaler(MixedPrecision("fp16", init_scale=2.0**16))'
             raise TypeError(message(f"LossScaler({settings!r})", want="a MixedPrecision, or nothing", fix=fix))
         self.settings = settings or MixedPrecision("fp16")
-        """How it is adapted."""
+        """The settings by which it is adapted."""
         self.value = _single(self.settings.init_scale)
         self._good = 0
 
     @property
     def root(self) -> float:
-        """The scale as a factor of the root gradient of `backward`."""
+        """The scale, a factor of the root gradient of `backward`."""
         return self.value
-
-    def factor(self) -> float:
-        """Return what scaled gradients are multiplied by to unscale them."""
-        return 1.0 / self.value
 
     def adapt(self, overflowed: bool) -> None:
         """Lower the scale after an overflow; raise it after `growth_interval` updates in a row without one."""
@@ -122,26 +118,18 @@ class LossScaler:
         return self.value <= self.settings.min_scale
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return scale and count of updates without an overflow."""
         return {"scale": self.value, "good": self._good}
 
     def load_state_dict(self, tree: dict[str, Any]) -> None:
-        """Take over a saved scale."""
+        """Load a saved scale."""
         check_form(tree, scale=lambda value: is_amount(value) and value != 0, good=is_count)
         self.value, self._good = float(tree["scale"]), int(tree["good"])
 
 
 def _single(value: float) -> float:
-    """Return `value` rounded to float32, in which torch keeps its scale."""
+    """Return `value` rounded to float32, the dtype of torch's scale."""
     return array("f", [value])[0]
-
-
-class Switching(Protocol):
-    """A precision that also sets switches of the process."""
-
-    def switched(self) -> AbstractContextManager[None]:
-        """Hold the switches inside, and put them back."""
-        ...
 
 
 def as_precision(setting: str | Precision | None, device: torch.device) -> Precision | None:
@@ -153,7 +141,7 @@ def as_precision(setting: str | Precision | None, device: torch.device) -> Preci
         return MixedPrecision("bf16") if native else None
     if isinstance(setting, str):
         return MixedPrecision(setting)
-    if hasattr(setting, "autocast") and hasattr(setting, "scaler"):
+    if isinstance(setting, Precision):
         return setting
     raise SettingError(message(f"precision={setting!r}", want=_WANTED, fix='precision="bf16"'))
 
@@ -168,9 +156,9 @@ def _unknown(kind: object) -> SettingError:
     return SettingError(message(f"precision={kind!r} is unknown.{hint}", want=_WANTED, fix=fix))
 
 
-def check_weights(scaler: Scaler | None, parameters: list[Tensor]) -> None:
+def check_weights(scale: LossScale | None, parameters: list[Tensor]) -> None:
     """Refuse loss scaling for weights that are fp16 themselves: their gradients cannot be unscaled."""
-    if scaler is not None and any(p.dtype == torch.float16 for p in parameters):
+    if scale is not None and any(p.dtype == torch.float16 for p in parameters):
         raise SettingError(
             message(
                 "precision='fp16' with float16 weights: their gradients cannot be unscaled",
@@ -180,16 +168,6 @@ def check_weights(scaler: Scaler | None, parameters: list[Tensor]) -> None:
         )
 
 
-@contextmanager
-def switched(precision: Precision | None) -> Iterator[None]:
-    """Hold the process-wide switches of a precision, where it has any."""
-    if precision is None or not hasattr(precision, "switched"):
-        yield
-        return
-    with cast(Switching, precision).switched():
-        yield
-
-
 _OTHER_NAMES = {"bfloat16": "bf16", "16": "fp16", "float16": "fp16", "half": "fp16", "amp": "fp16", "tf": "tf32"}
 _FULL = {"32", "fp32", "float32", "float", "full"}
-_WANTED = 'None, "bf16", "fp16", "tf32", "auto" or MixedPrecision(...)'
+_WANTED = 'None, "bf16", "fp16", "tf32", "auto", MixedPrecision(...) or a Precision of your own'

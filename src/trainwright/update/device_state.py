@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trainwright.core import host_reads
 from trainwright.core.device import widest_float
+from trainwright.precision.base import LossScale
 from trainwright.precision.mixed_precision import LossScaler
 from trainwright.schedules.table import TableRates
 from trainwright.update.nonfinite_policy import Policy
@@ -21,7 +22,7 @@ ROWS = 512
 """Rows of a table of rates that lie on the device at a time."""
 
 
-class DeviceScale:
+class DeviceScale(LossScale):
     """A loss scale that is adapted on the device; its values are those of `LossScaler` on the host."""
 
     def __init__(self, scaler: LossScaler, device: torch.device) -> None:
@@ -33,11 +34,11 @@ class DeviceScale:
 
     @property
     def root(self) -> Tensor:
-        """The scale as a factor of the root gradient of `backward`, a 0-dim tensor."""
+        """The scale, a factor of the root gradient of `backward`: a 0-dim tensor."""
         return self._scale
 
     def factor(self) -> Any:
-        """Return what scaled gradients are multiplied by to unscale them, a 0-dim tensor."""
+        """Return the factor that unscales gradients, a 0-dim tensor in the widest dtype of the device."""
         return self._scale.to(widest_float(self._scale.device)).reciprocal()
 
     def adapt(self, overflowed: Any) -> None:

@@ -11,8 +11,8 @@ from trainwright.core import host_reads
 from trainwright.core.trees import inside
 from trainwright.modules.modes import running_statistics
 from trainwright.optim.fused import why_not_masked
+from trainwright.precision.base import LossScale
 from trainwright.precision.mixed_precision import LossScaler
-from trainwright.protocols import Scaler
 from trainwright.schedules.rates import Rates
 from trainwright.schedules.table import TableRates
 from trainwright.update import nonfinite_policy
@@ -78,7 +78,7 @@ class ImmediateCheck(UpdateStrategy):
         if self.scaler is not None:
             self._adapt(self.scaler)
 
-    def _adapt(self, scaler: Scaler) -> None:
+    def _adapt(self, scaler: LossScale) -> None:
         """Adapt the loss scale once, by all that the update has seen."""
         outcome = self._run.outcome
         if outcome.overflowed is not None:
@@ -131,7 +131,9 @@ def applies_policy(run: Run, chosen: Chosen, *, overflowed: bool, loss: float) -
     return verdict == "apply"
 
 
-def why_immediate(owner: Owner, *, checks: bool, scaler: Scaler | None, rates: Rates | None = None) -> tuple[str, ...]:
+def why_immediate(
+    owner: Owner, *, checks: bool, scaler: LossScale | None, rates: Rates | None = None
+) -> tuple[str, ...]:
     """Say why the numbers of each update must be read before its step; empty where the check may be deferred.
 
     `checks`: whether anything is checked. `scaler`: the loss scale. `rates`: the schedule, where it is bound.
@@ -145,7 +147,8 @@ def why_immediate(owner: Owner, *, checks: bool, scaler: Scaler | None, rates: R
         why.append('on_error="save" keeps the update before an error')
     if hooks.updates_itself or hooks.computes_itself:
         why.append("an `update` of your own reads what it has done")
-    if checks and hooks.after_update is not None:
+    follows = owner.precision is not None and owner.precision.follows_updates
+    if checks and (follows or hooks.after_update is not None):
         why.append("`after_update` runs after applied updates alone")
     if checks:
         why += [reason for one in owner.optimizers.values() if (reason := why_not_masked(one))]
@@ -154,7 +157,7 @@ def why_immediate(owner: Owner, *, checks: bool, scaler: Scaler | None, rates: R
     return tuple(why)
 
 
-def _why_not_left_out(owner: Owner, scaler: Scaler | None, rates: Rates | None) -> Iterator[str]:
+def _why_not_left_out(owner: Owner, scaler: LossScale | None, rates: Rates | None) -> Iterator[str]:
     """Why the host must know at once which updates a loss scale, or "skip", leaves out."""
     hooks, skips = owner.hooks, owner.on_nonfinite == "skip"
     if scaler is not None and type(scaler) is not LossScaler:

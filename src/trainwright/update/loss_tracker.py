@@ -14,7 +14,7 @@ from trainwright.core.host_reads import host_number
 from trainwright.core.records import Count, StepOutput, SumLoss
 from trainwright.core.suggestions import check_name
 from trainwright.metrics.metrics import Meters
-from trainwright.protocols import Scaler
+from trainwright.precision.base import LossScale
 from trainwright.update.hooks import Hooks
 from trainwright.update.losses import CountObserver, StepLoss, counted_by_torch, read_step_loss
 from trainwright.update.numbers import Numbers, Told, mean_of, number
@@ -52,7 +52,7 @@ class Ledger(Numbers):
         """What finds the count in a loss that torch has made."""
         self.noting = True
         """Whether what steps return is taken down: not in a second pass over the same window."""
-        self._scaler: Scaler | None = None
+        self._scaler: LossScale | None = None
         self.sums_losses = hooks is not None and (hooks.updates_itself or hooks.computes_itself)
         """Whether code of the user's own may read the loss that `compute_gradients` returns."""
         self.window_loss: Any = None
@@ -62,7 +62,7 @@ class Ledger(Numbers):
         self._probed: dict[str, float] = {}
         """What probes have returned since the last update, for the record of the next."""
 
-    def bind(self, scaler: Scaler | None) -> None:
+    def bind(self, scaler: LossScale | None) -> None:
         """Take the loss scale of a run: a factor of every root gradient."""
         self._scaler = scaler
 

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from trainwright.core.progress import Counters
 from trainwright.core.records import Result
 from trainwright.distributed.world import World
-from trainwright.protocols import Observer, Precision, Stateful
+from trainwright.precision.base import Precision
+from trainwright.protocols import Observer, Stateful
 from trainwright.update.hooks import Hooks
 from trainwright.update.loss_tracker import Ledger
 

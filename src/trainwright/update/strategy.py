@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from trainwright.protocols import Scaler
+from trainwright.precision.base import LossScale
 from trainwright.update.nonfinite_policy import Trace
 from trainwright.update.reporter import UpdateReporter
 from trainwright.update.status import Outcome
@@ -37,7 +37,7 @@ class UpdateStrategy:
 
     def __init__(self, run: Run, *, update: Callable[[Window], Any], trace: Callable[[], Trace]) -> None:
         self.update, self.trace = update, trace
-        self.scaler: Scaler | None = run.scaler
+        self.scaler: LossScale | None = run.scaler
         """The loss scale; None without one."""
         self.reporter = UpdateReporter(run.owner, run.steppers)
         self._run = run
