@@ -13,10 +13,10 @@ from torch.optim import lr_scheduler as torchs
 from trainwright.core.durations import Epochs, Updates
 from trainwright.core.plan import Plan
 from trainwright.schedules.cycles import Cyclic, OneCycle
-from trainwright.schedules.given import FunctionSchedule
 from trainwright.schedules.standard import (
     Cosine,
     Exponential,
+    FunctionSchedule,
     Linear,
     MultiStep,
     StepLR,

@@ -14,15 +14,16 @@ from trainwright.core.errors import SettingError
 from trainwright.core.plan import Plan
 from trainwright.schedules import cycles
 from trainwright.schedules.cycles import Cyclic, OneCycle
-from trainwright.schedules.given import FunctionSchedule, as_schedule
 from trainwright.schedules.rates import Rates, bind_rates
 from trainwright.schedules.standard import (
     Cosine,
     Exponential,
+    FunctionSchedule,
     Linear,
     MultiStep,
     StepLR,
     WarmupStableDecay,
+    as_schedule,
 )
 from trainwright.schedules.stepped import Plateau, TorchSchedule
 

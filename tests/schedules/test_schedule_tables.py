@@ -16,8 +16,7 @@ from trainwright.core.durations import Epochs, Updates
 from trainwright.core.errors import SettingError
 from trainwright.core.plan import Plan
 from trainwright.schedules.cycles import Cyclic, OneCycle
-from trainwright.schedules.given import FunctionSchedule
-from trainwright.schedules.standard import Cosine, StepLR
+from trainwright.schedules.standard import Cosine, FunctionSchedule, StepLR
 from trainwright.schedules.stepped import Plateau, TorchSchedule
 
 

@@ -107,7 +107,7 @@ def checked_schedule(value: object) -> Schedule | None:
     """Check `schedule=`."""
     if value is None:
         return None
-    from trainwright.schedules.given import as_schedule  # only where there is one: torch's schedulers are heavy
+    from trainwright.schedules.standard import as_schedule  # only where there is one: torch's schedulers are heavy
 
     return as_schedule(value)
 

@@ -15,9 +15,9 @@ from trainwright.core.errors import SettingError
 from trainwright.core.plan import Plan
 from trainwright.core.suggestions import suggests
 from trainwright.schedules.lengths import Length, constant, warmup_updates
-from trainwright.schedules.rates import Rates
+from trainwright.schedules.rates import Rates, group_name
 from trainwright.schedules.settings import BuiltinSchedule
-from trainwright.schedules.table import TableSpec, group_name
+from trainwright.schedules.table import TableSpec
 
 CycleMomentum = Literal["auto"] | bool
 PerGroup = float | Sequence[float]

@@ -20,8 +20,9 @@ from trainwright.core.checks import FormError, check_whole, is_count, is_none_or
 from trainwright.core.errors import SettingError
 from trainwright.core.plan import LengthDependency, Plan
 from trainwright.core.suggestions import did_you_mean, suggests
+from trainwright.schedules.rates import GroupRates, are_settings
 from trainwright.schedules.settings import BuiltinSchedule, settings_text
-from trainwright.schedules.table import BareOptimizer, GroupRates, are_settings
+from trainwright.schedules.table import BareOptimizer
 
 if TYPE_CHECKING:
     from trainwright.protocols import Tree

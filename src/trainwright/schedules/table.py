@@ -19,10 +19,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LinearLR, LRScheduler, OneCycleLR, SequentialLR
 
-from trainwright.core.checks import FormError, check_form, is_amount, is_count, is_none_or, is_text
-from trainwright.core.errors import CheckpointError, SettingError
+from trainwright.core.errors import SettingError
 from trainwright.core.plan import Plan
-from trainwright.schedules.rates import Rates
+from trainwright.schedules.rates import Base, GroupRates, ScheduledGroup
 
 if TYPE_CHECKING:
     from trainwright.protocols import Tree
@@ -30,11 +29,8 @@ if TYPE_CHECKING:
 BLOCK = 256
 """Rows that are added at a time, over all tables together."""
 
-_UNKNOWN = object()
-Base = dict[str, Any]
-"""The settings of a parameter group before the schedule: plain numbers, flags and tuples of them."""
-_READ_BY_TABLES = ("lr", "initial_lr", "momentum", "betas")
-_NUMBERS = ("lr", "initial_lr", "momentum")
+_READ = ("lr", "initial_lr", "momentum", "betas")
+"""The settings of a group that torch's schedulers read."""
 
 
 class BareOptimizer(Optimizer):
@@ -70,130 +66,6 @@ class TableSpec:
     """Whether `build` reads the index; else groups with the same settings share a table."""
     steps: Callable[[], Iterator[int]] | None = None
     """Makes the updates before which torch's scheduler is stepped after the warm-up; None: before each."""
-
-
-class ScheduledGroup:
-    """A parameter group that a schedule writes to. A value that anybody else has written since is an error."""
-
-    __slots__ = ("base", "group", "index", "keys", "written")
-
-    def __init__(self, index: int, group: dict[str, Any]) -> None:
-        self.index, self.group = index, group
-        self.base = _settings_of(group)
-        self.keys = {"lr"}
-        """What the schedule writes."""
-        self.written: dict[str, Any] = {key: _mark(group[key]) for key in ("lr", "momentum", "betas") if key in group}
-        """The values as they were last seen, `_UNKNOWN` after loading: any other was set by hand."""
-
-    def write(self, group: dict[str, Any], key: str, value: Any) -> None:
-        """Set a value, a tensor in place; SettingError where another was set by hand since."""
-        if group is not self.group:  # Optimizer.load_state_dict replaces the dicts of groups: their values were loaded
-            self.group = group
-            self.forget()
-        held, known = group[key], self.written.get(key, _UNKNOWN)
-        if known is not _UNKNOWN and _mark(held) != known:
-            raise self._set_by_hand(key, held)
-        if isinstance(held, Tensor):
-            held.fill_(value)
-        else:
-            group[key] = value
-        self.written[key] = _mark(group[key])
-
-    def restore(self, group: dict[str, Any]) -> None:
-        """Set the values that the group had before the schedule, but for those that were set by hand since."""
-        for key in self.keys:
-            known = self.written.get(key, _UNKNOWN)
-            if group is not self.group or known is _UNKNOWN or _mark(group[key]) == known:
-                self.write(group, key, self.base[key])
-
-    def forget(self) -> None:
-        """Accept whatever the group holds when it is next written: its values were loaded."""
-        self.written.update(dict.fromkeys(self.written, _UNKNOWN))
-
-    def load(self, base: Base) -> None:
-        """Take over saved settings; the values that the group holds now were loaded too."""
-        self.base = dict(base)
-        self.forget()
-
-    def _set_by_hand(self, key: str, held: Any) -> SettingError:
-        tensor = isinstance(held, Tensor)
-        return SettingError(
-            f"{key} of {group_name(self.index, self.group)} was set by hand, but a schedule sets it",
-            have="a tensor that was written to, or replaced" if tensor else f"{key}={held!r}",
-            want="the value that the schedule set" + ("" if tensor else f", {self.written[key]!r}"),
-            fix="leave schedule= out, or write the change into it: schedule=lambda update, total: factor",
-        )
-
-
-class GroupRates(Rates):
-    """Rates that write to the parameter groups of an optimizer: what both kinds of them share."""
-
-    def __init__(self, text: str, optimizer: Optimizer) -> None:
-        self._text, self._optimizer = text, optimizer
-        self._total: int | None = None
-        """Updates, or other steps, that the schedule was planned for; None where it depends on no total."""
-        self._groups: list[ScheduledGroup] = []
-        self._add_groups()
-
-    def restore_groups(self) -> None:
-        """Give each group the values that it had before the schedule; a value set by hand since stays."""
-        for scheduled, group in zip(self._groups, self._optimizer.param_groups, strict=False):
-            scheduled.restore(group)
-
-    def state_dict(self) -> Tree:
-        """The settings as text, the total, and what the groups were set to before the schedule."""
-        return {"schedule": self._text, "total": self._total, "base": [dict(one.base) for one in self._groups]}
-
-    def _load(self, tree: Tree, **forms: Callable[[object], bool]) -> str | None:
-        """Check a state and take over the groups' settings; return a sentence where schedule or total are others."""
-        self._check_kind(tree, {"schedule", "total", "base", *forms})
-        check_form(tree, schedule=is_text, total=is_none_or(is_count), base=are_settings, **forms)
-        self._add_groups()
-        self._check_groups(tree["base"])
-        for scheduled, base in zip(self._groups, tree["base"], strict=True):
-            scheduled.load(base)
-        news = []
-        if tree["schedule"] != self._text:
-            news.append(f"schedule changed: {tree['schedule']} -> {self._text}")
-        if tree["total"] != self._total:
-            news.append(f"schedule re-planned: {_count(tree['total'])} -> {_count(self._total)} updates")
-        return "; ".join(news) or None
-
-    def _add_groups(self) -> list[ScheduledGroup]:
-        """Take over the groups that were added to the optimizer; SettingError where some were removed."""
-        groups, known = self._optimizer.param_groups, len(self._groups)
-        if len(groups) < known:
-            raise SettingError(
-                "parameter groups were removed from the optimizer while a schedule was using them",
-                have=f"{len(groups)} groups",
-                want=f"{known}",
-                fix="set requires_grad=False on their parameters instead",
-            )
-        added = [ScheduledGroup(index, group) for index, group in enumerate(groups[known:], start=known)]
-        self._groups += added
-        return added
-
-    def _check_kind(self, tree: Tree, keys: set[str]) -> None:
-        found = tuple(tree) if isinstance(tree, Mapping) else ()
-        if set(found) != keys:
-            saved = tree.get("schedule", "") if isinstance(tree, Mapping) else ""
-            raise CheckpointError(
-                f"the saved state of the schedule does not fit {self._text}",
-                have=f"{saved or type(tree).__name__} with {', '.join(map(str, found)) or 'nothing'}",
-                want=", ".join(sorted(keys)),
-                fix='fit(..., resume_fresh=("schedule",)), or give the schedule that was saved',
-            )
-
-    def _check_groups(self, base: list[Base]) -> None:
-        if len(base) != len(self._groups):
-            raise CheckpointError(
-                "the saved schedule is of an optimizer with other groups",
-                have=f"{len(self._groups)} parameter groups",
-                want=f"{len(base)}, as when it was saved",
-            )
-        for saved, scheduled in zip(base, self._groups, strict=True):
-            if "betas" in saved and len(saved["betas"]) != len(scheduled.base.get("betas", ())):
-                raise FormError(f"'betas' has {len(saved['betas'])} numbers")
 
 
 class _Column(NamedTuple):
@@ -278,7 +150,7 @@ class TableRates(GroupRates):
         self._grow(1)
 
     def _add_table(self, scheduled: ScheduledGroup) -> None:
-        base = {key: scheduled.base[key] for key in _READ_BY_TABLES if key in scheduled.base}
+        base = {key: scheduled.base[key] for key in _READ if key in scheduled.base}
         start = (scheduled.index if self._spec.per_group else None, *base.items())
         if start not in self._tables:
             self._tables[start] = RateTable(self._spec, base, scheduled.index, text=self._text)
@@ -344,36 +216,3 @@ class RateTable:
             if self.key is not None and self.momenta is not None:
                 momentum = self._group[self.key]
                 self.momenta.extend(array("d", [momentum if self.key == "momentum" else momentum[0]]) * held)
-
-
-def group_name(index: int, group: Mapping[str, Any]) -> str:
-    """`group 1`, with its name where it has one."""
-    return f"group {index} ({group['name']!r})" if "name" in group else f"group {index}"
-
-
-def are_settings(value: object) -> bool:
-    """Whether a value is a list of settings of groups, with the numbers that schedules read in order."""
-    return isinstance(value, list) and all(
-        isinstance(base, Mapping)
-        and "lr" in base
-        and all(is_amount(base[key]) for key in _NUMBERS if key in base)
-        and isinstance(base.get("betas", ()), tuple)
-        and all(is_amount(beta) and beta <= 1 for beta in base.get("betas", ()))
-        for base in value
-    )
-
-
-def _settings_of(group: Mapping[str, Any]) -> Base:
-    """The plain settings of a group; those that schedules read are numbers, never tensors."""
-    base = {key: value for key, value in group.items() if isinstance(value, bool | int | float | str | None | tuple)}
-    base |= {key: float(group[key]) for key in _NUMBERS if key in group}
-    return base | {"betas": tuple(map(float, group["betas"]))} if "betas" in group else base
-
-
-def _mark(value: Any) -> Any:
-    """A number is its own mark; a tensor's is its version, since its value may lie on a device."""
-    return (id(value), value._version) if isinstance(value, Tensor) else value
-
-
-def _count(total: int | None) -> str:
-    return "an unknown number of" if total is None else str(total)
