@@ -19,7 +19,7 @@ from trainwright.core.progress import Progress
 from trainwright.core.records import Best, MeanLoss, Result, Saved, StepOutput, SumLoss, Update, Validation
 from trainwright.data.batches import Batches, batches
 from trainwright.distributed.ddp import DDP
-from trainwright.metrics.metrics import Derived, accuracy, top_k
+from trainwright.metrics.metrics import Derived, accuracy, over_all, top_k
 from trainwright.modules.freezing import freeze, unfreeze
 from trainwright.modules.modes import mode
 from trainwright.observers.console import Console
@@ -273,6 +273,7 @@ __all__ = [
     "mode",
     "muon",
     "nest",
+    "over_all",
     "overfit_batches",
     "pack",
     "pad",

@@ -73,22 +73,22 @@ class Source(Stateful, Protocol):
 
 
 class Metric(Protocol):
-    """A metric with state of its own; it runs on a copy per loader.
+    """A metric with state of its own; each pass runs a copy.
 
-    A checkpoint holds its `state_dict()`, where it has one and `load_state_dict(tree)`, else its attributes.
-    In a run of several processes each takes in its own rows, and it needs `merge(other)` too: take in what another
-    one of its class has taken in. Only the first process then calls `compute`. Metrics of torchmetrics whose states
-    are summed, maxima, minima or lists, and those of torcheval, need none.
+    A checkpoint holds its `state_dict()`, where it has one beside `load_state_dict(tree)`, else its attributes. With
+    several processes each updates a copy with its own rows, and `merge(other)` is needed too: it adds what another
+    object of the class was updated with. Rank 0 then calls `compute`. Metrics of torchmetrics whose states are summed,
+    maxima, minima or lists, and those of torcheval, need none.
     """
 
     def update(self, output: Any, target: Any) -> None:
-        """Take in one batch."""
+        """Add one batch, detached from the graph."""
 
     def compute(self) -> Any:
-        """The number so far."""
+        """Return the number so far, or a dict of numbers."""
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Start again without rows."""
 
 
 class Observer:

@@ -29,7 +29,7 @@ from trainwright.evaluation import passes
 from trainwright.fit import setup
 from trainwright.fit.plan import EACH_EPOCH, Ends, Resume, make_plan
 from trainwright.fit.record import StageRecord
-from trainwright.metrics.metrics import Meters
+from trainwright.metrics.metric_set import MetricSet
 from trainwright.observers.console import Console, console_observers
 from trainwright.observers.live import write_line
 from trainwright.optim.clip import as_clip
@@ -129,9 +129,11 @@ class Trainer(Generic[M]):
         self.on_error, self.on_oom = setup.checked_rescues(on_error, on_oom, checkpoint=checkpoint, world=self.world)
         self.observers: Sequence[Observer] = (*console_observers(console), *setup.checked_observers(observers))
         self.hooks = read_hooks(self, overridden(type(self), Trainer, HOOKS))
-        looked_at = set() if self.is_main else set(self.metrics)
-        self._record = StageRecord(checked_metrics=looked_at)
-        self.ledger = Ledger(Meters(self.metrics, looked_at=looked_at) if self.metrics else None, self.hooks)
+        checked = set() if self.is_main else set(self.metrics)
+        self._record = StageRecord(checked_metrics=checked)
+        self.ledger = Ledger(
+            MetricSet(self.metrics, training=True, checked=checked) if self.metrics else None, self.hooks
+        )
         self.counters, self.history = Counters(), list[dict[str, float]]()
         self.state: dict[str, Any] = {}
         self.result: Result | None = None

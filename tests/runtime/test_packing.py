@@ -11,7 +11,9 @@ import torch
 
 from trainwright.distributed.packing import packed, unpacked
 from trainwright.distributed.world import World
-from trainwright.metrics.metrics import Meters, accuracy
+from trainwright.metrics.metric_set import MetricSet
+from trainwright.metrics.metrics import accuracy
+from trainwright.metrics.reduce import reduce_to_rank0
 from trainwright.metrics.scores import F1, R2
 
 
@@ -29,7 +31,7 @@ class Two(World):
     def __init__(self, second: Any) -> None:
         self._second = second
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather_on_main(self, value: Any) -> list[Any]:
         return [value, self._second]
 
 
@@ -91,10 +93,10 @@ def test_sums_of_metrics_meet_wherever_they_lie(mine: str, theirs: str) -> None:
 
     output, target = torch.randn(9, 3), torch.arange(9) % 3
     of = {"accuracy": accuracy, "f1": F1(), "r2": Values(), "lists": Lists()}
-    whole, one, other = (Meters(of, spread=True) for _ in range(3))
+    whole, one, other = (MetricSet(of, spread=True) for _ in range(3))
     whole.update(output, target, 9)
     one.update(output[:4].to(mine), target[:4].to(mine), 4)
     other.update(output[4:].to(theirs), target[4:].to(theirs), 5)
-    one.merge(Two(packed(other.sent())))
+    reduce_to_rank0(Two(packed([other.state_dict()])), [one], device=one.device)
     assert one.compute() == pytest.approx(whole.compute(), rel=1e-12)
     assert one.errors() == pytest.approx(whole.errors(), rel=1e-12)

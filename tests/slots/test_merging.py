@@ -12,7 +12,9 @@ from torch import Tensor
 from trainwright import Derived, MeanLoss, SettingError, StepOutput, SumLoss, Trainer
 from trainwright.distributed.batch_layout import Shard
 from trainwright.distributed.world import Group, World
-from trainwright.metrics.metrics import Meters, accuracy, top_k
+from trainwright.metrics.metric_set import MetricSet
+from trainwright.metrics.metrics import accuracy, top_k
+from trainwright.metrics.reduce import reduce_to_rank0
 from trainwright.metrics.scores import F1, MAE, R2, RMSE
 from trainwright.update.loss_tracker import Ledger
 from world.pool import RankFailed, pool
@@ -91,7 +93,7 @@ def metrics() -> dict[str, Any]:
 def evaluated(world: World, rows: int, *, twice: bool = False) -> dict[str, Any]:
     """The numbers of an evaluation of `rows` rows, of which each process takes in its own."""
     output, target = classes(rows)
-    meters = Meters(metrics(), spread=True)
+    meters = MetricSet(metrics(), spread=True)
     ledger, part = Ledger(meters), Shard(world.rank, world.size)
     for index, start in enumerate(range(0, rows, BATCH)):
         size = min(BATCH, rows - start)
@@ -155,7 +157,7 @@ def resumed() -> dict[str, Any]:
             ledger.log("sometimes", float(x[0, 0]), 1)
 
     def fresh() -> Ledger:
-        return Ledger(Meters(metrics(), spread=True))
+        return Ledger(MetricSet(metrics(), spread=True))
 
     before, after = fresh(), fresh()
     for start in (0, 16):
@@ -197,9 +199,9 @@ class Unsent(Whole):
 
 
 def test_an_object_without_merge_is_refused_with_the_member_to_write() -> None:
-    meters = Meters({"hits": Whole()})
+    meters = MetricSet({"hits": Whole()})
     with pytest.raises(SettingError, match=r"Whole has no `merge`") as caught:
-        meters.make_mergeable()
+        meters.check_mergeable()
     assert "def merge(self, other): self.hits += other.hits; self.seen += other.seen" in str(caught.value)
 
 
@@ -216,21 +218,21 @@ def test_a_trainer_of_several_processes_refuses_it_when_it_is_built() -> None:
 
 def test_an_object_that_cannot_be_sent_is_refused() -> None:
     with pytest.raises(SettingError, match="Unsent cannot be sent to another process"):
-        Meters({"hits": Unsent()}).make_mergeable()
+        MetricSet({"hits": Unsent()}).check_mergeable()
 
 
 def test_shipped_metrics_need_nothing() -> None:
-    Meters(metrics()).make_mergeable()
+    MetricSet(metrics()).check_mergeable()
 
 
 def test_a_lone_process_gathers_nothing_and_keeps_what_it_has() -> None:
     class Silent(World):
-        def gather(self, value: Any) -> Any:
+        def gather_on_main(self, value: Any) -> Any:
             raise AssertionError
 
-    meters = Meters({"hits": Whole(), "accuracy": accuracy})
+    meters = MetricSet({"hits": Whole(), "accuracy": accuracy})
     meters.update(*classes(7), 7)
-    meters.merge(Silent())
+    reduce_to_rank0(Silent(), [meters])
     assert meters.fed
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from trainwright import SettingError
-from trainwright.metrics.metrics import Meters
-from trainwright.metrics.reduce import merge_objects
+from trainwright.metrics.metric_set import MetricSet
+from trainwright.metrics.objects import merge_state
 from trainwright.metrics.scores import F1, R2, RMSE
 from trainwright.metrics.totals import Total
 
@@ -206,16 +206,17 @@ class Stated(nn.Module):
 
 def test_states_are_added_up_by_their_own_rules_once() -> None:
     rules = {"total": dim_zero_sum, "most": dim_zero_max, "rows": dim_zero_cat, "raw": None}
-    first, second, third = (Meters({"stated": Stated(**rules)}) for _ in range(3))
+    first, second, third = (MetricSet({"stated": Stated(**rules)}) for _ in range(3))
     first.update(torch.tensor([1.0, 2.0]), torch.zeros(2), 2)
     second.update(torch.tensor([5.0]), torch.zeros(1), 1)
     second.update(torch.tensor([3.0]), torch.zeros(1), 1)
-    for meters in (first, second, third):
-        meters.make_mergeable()
+    for each in (first, second, third):
+        each.check_mergeable()
     first.compute()  # keeps what it computed
-    first.take([second.sent(), third.sent()])
+    first.merge(second.state_dict())
+    first.merge(third.state_dict())
     assert first.compute()["stated"] == 11 + 5 + 11 + 11
-    third.take([second.sent()])  # has seen nothing itself
+    third.merge(second.state_dict())  # has seen nothing itself
     assert third.compute()["stated"] == 8 + 5 + 8 + 8
 
 
@@ -235,7 +236,7 @@ class Wrapping(Stated):
 )
 def test_states_that_do_not_add_up_exactly_are_refused(make: Any, why: str) -> None:
     with pytest.raises(SettingError, match=why) as caught:
-        Meters({"stated": make()}).make_mergeable()
+        MetricSet({"stated": make()}).check_mergeable()
     assert "def merge(self, other): ..." in str(caught.value)
 
 
@@ -246,7 +247,6 @@ def test_a_merge_of_ones_own_comes_first() -> None:
 
     one, other = Own(mean=dim_zero_mean), Own(mean=dim_zero_mean)
     one.mean, other.mean = torch.tensor(1.0), torch.tensor(2.0)
-    meters = Meters({"own": one})
-    meters.make_mergeable()
-    merge_objects(one, [other])
+    MetricSet({"own": one}).check_mergeable()
+    merge_state(one, {"mean": other.mean})
     assert one.mean == 5.0

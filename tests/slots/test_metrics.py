@@ -14,7 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainwright import Checkpoint, StepOutput, Trainer, Updates
 from trainwright.core.errors import CheckpointError, SettingError
 from trainwright.core.trees import tensors_in
-from trainwright.metrics.metrics import Derived, Meters, Total, accuracy, top_k
+from trainwright.metrics.metric_set import MetricSet
+from trainwright.metrics.metrics import Derived, accuracy, top_k
+from trainwright.metrics.totals import Total
 
 
 def scores(*shape, seed=0):
@@ -69,7 +71,7 @@ def test_accuracy_does_not_count_ignored_targets():
     kept = target != -100
     right = (output.argmax(1) == target)[kept]
     assert measured(accuracy, output, target) == right.sum().item() / kept.sum().item()
-    meters = Meters({"accuracy": accuracy})
+    meters = MetricSet({"accuracy": accuracy})
     meters.update(output, torch.full_like(target, -100), 50)
     meters.update(output, target, 50)
     assert meters.compute()["accuracy"] == right.sum().item() / kept.sum().item()
@@ -145,7 +147,7 @@ def test_class_numbers_as_floats_are_refused():
 
 def test_metrics_are_exact_over_uneven_batches():
     output, target = scores(101, 7), classes(7, 101)
-    meters = Meters({"accuracy": accuracy, "ce": F.cross_entropy, "gap": lambda o, t: o.amax(1) - o[:, 0]})
+    meters = MetricSet({"accuracy": accuracy, "ce": F.cross_entropy, "gap": lambda o, t: o.amax(1) - o[:, 0]})
     for o, t in zip(output.split(17), target.split(17), strict=True):
         meters.update(o, t, len(o))
     numbers = meters.compute("val_")
@@ -167,8 +169,8 @@ def test_update_reads_nothing_from_a_device_and_accuracy_costs_seven_operations(
 
     names = []
     output, target = scores(50, 7), classes(7, 50)
-    meters = Meters({"accuracy": accuracy, "top": top_k(2), "mae": lambda o, t: (o[:, 0] - t).abs()}, spread=True)
-    plain = Meters({"accuracy": accuracy})
+    meters = MetricSet({"accuracy": accuracy, "top": top_k(2), "mae": lambda o, t: (o[:, 0] - t).abs()}, spread=True)
+    plain = MetricSet({"accuracy": accuracy})
     meters.update(output, target, 50)
     plain.update(output, target, 50)
     with Ops():
@@ -180,7 +182,7 @@ def test_update_reads_nothing_from_a_device_and_accuracy_costs_seven_operations(
 
 
 def test_update_works_where_nothing_can_be_read():
-    meters = Meters({"accuracy": accuracy, "ce": F.cross_entropy}, spread=True)
+    meters = MetricSet({"accuracy": accuracy, "ce": F.cross_entropy}, spread=True)
     output, target = torch.empty(8, 3, device="meta"), torch.empty(8, dtype=torch.int64, device="meta")
     meters.update(output, target, 8)
     meters.update(output, target, 8)
@@ -192,7 +194,7 @@ def test_an_empty_batch_is_passed_over():
             assert len(output)
             super().update(output, target)
 
-    meters = Meters({"ce": F.cross_entropy, "seen": Fussy()})
+    meters = MetricSet({"ce": F.cross_entropy, "seen": Fussy()})
     meters.update(scores(4, 3), classes(3, 4), 4)
     before = meters.compute()
     meters.update(scores(0, 3), classes(3, 0), 0)
@@ -201,7 +203,7 @@ def test_an_empty_batch_is_passed_over():
 
 
 def test_a_nan_of_one_batch_is_the_nan_of_all():
-    meters = Meters({"mean": lambda o, t: o.mean()})
+    meters = MetricSet({"mean": lambda o, t: o.mean()})
     meters.update(torch.tensor([1.0, math.nan]), torch.zeros(2), 2)
     meters.update(torch.ones(2), torch.zeros(2), 2)
     assert math.isnan(meters.compute()["mean"])
@@ -210,7 +212,7 @@ def test_a_nan_of_one_batch_is_the_nan_of_all():
 def test_no_graph_is_kept():
     output = scores(4, 3).requires_grad_()
     seen = []
-    meters = Meters({"mean": lambda o, t: seen.append(torch.is_grad_enabled()) or o.mean()})
+    meters = MetricSet({"mean": lambda o, t: seen.append(torch.is_grad_enabled()) or o.mean()})
     meters.update(output, classes(3, 4), 4)
     assert seen == [False]
     assert torch.is_grad_enabled()
@@ -247,7 +249,7 @@ class Outputs:
 def test_metrics_get_detached_outputs_and_targets_of_any_form(form):
     graph = scores(4, 3).requires_grad_() * 2
     seen = Stores()
-    meters = Meters({"stores": lambda o, t: seen.update(o, t) or 0.0})
+    meters = MetricSet({"stores": lambda o, t: seen.update(o, t) or 0.0})
     meters.update(form(graph), form(graph + 1), 4)
     for given, original in zip(seen.pairs[0], (form(graph), form(graph + 1)), strict=True):
         assert type(given) is type(original)
@@ -287,7 +289,7 @@ def test_predictions_of_a_step_that_enables_gradients_are_detached():
 def test_errors_are_standard_errors_of_what_came_by_row():
     output, target = scores(60, 3), classes(3, 60)
     target[:10] = -100
-    meters = Meters({"accuracy": accuracy, "ce": F.cross_entropy, "first": lambda o, t: o[:, 0]}, spread=True)
+    meters = MetricSet({"accuracy": accuracy, "ce": F.cross_entropy, "first": lambda o, t: o[:, 0]}, spread=True)
     for o, t in zip(output.split(25), target.split(25), strict=True):
         meters.update(o, t, len(o))
     errors = meters.errors("val_")
@@ -295,12 +297,12 @@ def test_errors_are_standard_errors_of_what_came_by_row():
     assert list(errors) == ["val_accuracy", "val_first"]
     assert errors["val_accuracy"] == pytest.approx(hits.std(correction=0).item() / math.sqrt(50), rel=1e-12)
     assert errors["val_first"] == pytest.approx(output[:, 0].double().std(correction=0).item() / math.sqrt(60))
-    assert Meters({"accuracy": accuracy}).errors() == {}
+    assert MetricSet({"accuracy": accuracy}).errors() == {}
 
 
 def test_objects_run_on_a_reset_copy_of_their_own():
     mine = Count()
-    first, second = Meters({"seen": mine}), Meters({"seen": mine})
+    first, second = MetricSet({"seen": mine}), MetricSet({"seen": mine})
     first.update(scores(4, 3), classes(3, 4), 4)
     first.update(scores(2, 3), classes(3, 2), 2)
     second.update(scores(1, 3), classes(3, 1), 1)
@@ -321,7 +323,7 @@ def test_objects_move_to_where_the_outputs_lie():
         def update(self, output, target):
             self.total += output["logits"][0].sum()
 
-    meters = Meters({"moving": Moving()})
+    meters = MetricSet({"moving": Moving()})
     meters.update({"logits": [torch.ones(2, device="meta")]}, torch.zeros(2), 2)
     assert meters._objects["moving"].total.device.type == "meta"
 
@@ -335,7 +337,7 @@ def test_an_object_whose_move_makes_another_is_replaced_by_it():
         def to(self, device):
             return There()
 
-    meters = Meters({"moved": Here()})
+    meters = MetricSet({"moved": Here()})
     meters.update(scores(4, 3), classes(3, 4), 4)
     assert meters.compute() == {"moved": 5.0}
 
@@ -345,14 +347,14 @@ def test_an_object_must_compute_one_number():
         def compute(self):
             return torch.rand(3)
 
-    meters = Meters({"many": Many()})
+    meters = MetricSet({"many": Many()})
     meters.update(scores(4, 3), classes(3, 4), 4)
     with pytest.raises(SettingError, match=r"metric 'many'.*shape \(3,\)"):
         meters.compute()
 
 
 def test_derived_numbers_read_the_others_without_prefix():
-    meters = Meters(
+    meters = MetricSet(
         {
             "double": Derived(lambda n: 2 * n["perplexity"]),
             "perplexity": Derived(lambda n: math.exp(n["loss"])),
@@ -363,7 +365,7 @@ def test_derived_numbers_read_the_others_without_prefix():
     meters.update(torch.eye(4), torch.tensor([0, 1, 2, 0]), 4)
     with pytest.raises(SettingError, match="'perplexity'"):  # derived later
         meters.compute("val_", {"loss": 2.0})
-    meters = Meters(
+    meters = MetricSet(
         {"perplexity": Derived(lambda n: math.exp(n["loss"])), "half": Derived(lambda n: n["perplexity"] / 2)}
     )
     assert not meters.reads_output
@@ -374,14 +376,14 @@ def test_derived_numbers_read_the_others_without_prefix():
 
 
 def test_a_misspelt_number_of_a_derived_metric_is_named():
-    meters = Meters({"perplexity": Derived(lambda n: math.exp(n["los"]))})
+    meters = MetricSet({"perplexity": Derived(lambda n: math.exp(n["los"]))})
     with pytest.raises(SettingError, match=r"'los'. Did you mean 'loss'"):
         meters.compute("val_", {"loss": 1.0})
 
 
 def test_a_derived_metric_must_give_a_number():
     with pytest.raises(SettingError, match="one number"):
-        Meters({"x": Derived(lambda n: "high")}).compute("", {"loss": 1.0})
+        MetricSet({"x": Derived(lambda n: "high")}).compute("", {"loss": 1.0})
     with pytest.raises(SettingError, match="Derived"):
         Derived(3)
 
@@ -389,7 +391,7 @@ def test_a_derived_metric_must_give_a_number():
 @pytest.mark.parametrize("name", ["loss", "lr", "epoch", "update", "grad_norm", "val_accuracy", "", 3])
 def test_names_of_the_run_are_refused(name):
     with pytest.raises(SettingError, match="metric name"):
-        Meters({name: accuracy})
+        MetricSet({name: accuracy})
 
 
 @pytest.mark.parametrize(
@@ -404,27 +406,29 @@ def test_names_of_the_run_are_refused(name):
 )
 def test_what_is_no_metric_is_refused_before_any_batch(metric, says):
     with pytest.raises(SettingError, match=says):
-        Meters({"mine": metric})
+        MetricSet({"mine": metric})
 
 
 def test_a_factory_that_takes_two_is_refused_at_the_first_batch():
-    meters = Meters({"mine": lambda beta, threshold: lambda output, target: 0.0})
+    meters = MetricSet({"mine": lambda beta, threshold: lambda output, target: 0.0})
     with pytest.raises(SettingError, match=r"metric 'mine'.*function(.|\n)*call it"):
         meters.update(scores(4, 3), classes(3, 4), 4)
 
 
 def test_metrics_that_are_not_fed_are_refused_with_the_line_to_write():
     with pytest.raises(SettingError, match=r"no output(.|\n)*StepOutput\(loss, output, target\)"):
-        Meters({"accuracy": accuracy}).update(None, None, 4)
+        MetricSet({"accuracy": accuracy}).update(None, None, 4)
     with pytest.raises(SettingError, match="no target"):
-        Meters({"accuracy": accuracy}).update(scores(4, 3), None, 4)
+        MetricSet({"accuracy": accuracy}).update(scores(4, 3), None, 4)
 
 
 def test_saved_sums_go_on_bit_for_bit():
     output, target = scores(90, 7), classes(7, 90)
 
     def make():
-        return Meters({"accuracy": accuracy, "ce": F.cross_entropy, "seen": Saved(), "d": Derived(lambda n: n["ce"])})
+        return MetricSet(
+            {"accuracy": accuracy, "ce": F.cross_entropy, "seen": Saved(), "d": Derived(lambda n: n["ce"])}
+        )
 
     def feed(meters, start, end):
         for i in range(start, end, 10):
@@ -444,7 +448,7 @@ def test_saved_sums_go_on_bit_for_bit():
 
 def test_sums_of_other_metrics_are_not_loaded():
     with pytest.raises(CheckpointError, match="other metrics"):
-        Meters({"accuracy": accuracy}).load_state_dict(Meters({"top": top_k(2)}).state_dict())
+        MetricSet({"accuracy": accuracy}).load_state_dict(MetricSet({"top": top_k(2)}).state_dict())
 
 
 def test_an_object_without_a_state_dict_is_saved_by_its_attributes():
@@ -453,10 +457,10 @@ def test_an_object_without_a_state_dict_is_saved_by_its_attributes():
             meters.update(scores(4, 3), classes(3, 4), 4)
         return meters
 
-    saved = fed(Meters({"seen": Count()}), 2).state_dict()
-    resumed = Meters({"seen": Count()})
+    saved = fed(MetricSet({"seen": Count()}), 2).state_dict()
+    resumed = MetricSet({"seen": Count()})
     resumed.load_state_dict(saved)
-    assert fed(resumed, 1).compute() == fed(Meters({"seen": Count()}), 3).compute()
+    assert fed(resumed, 1).compute() == fed(MetricSet({"seen": Count()}), 3).compute()
 
 
 def test_an_object_that_cannot_be_saved_is_refused_before_it_is_fed():
@@ -468,6 +472,6 @@ def test_an_object_that_cannot_be_saved_is_refused_before_it_is_fed():
 
         update, compute = Count.update, Count.compute
 
-    Meters({"seen": Count()}).state_dict()
+    MetricSet({"seen": Count()}).state_dict()
     with pytest.raises(CheckpointError, match=r"'bare' cannot be saved: Bare has neither"):
-        Meters({"bare": Bare()}).state_dict()
+        MetricSet({"bare": Bare()}).state_dict()

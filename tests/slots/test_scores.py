@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainwright import EarlyStopping, StepOutput, Trainer
 from trainwright.core.errors import DataError, SettingError
-from trainwright.metrics.metrics import Meters
+from trainwright.metrics.metric_set import MetricSet
 from trainwright.metrics.scores import F1, MAE, R2, RMSE
 from trainwright.metrics.totals import Total
 
@@ -32,7 +32,7 @@ def whole(high, *shape, seed=1):
 
 
 def measured(metric, output, target, cuts=UNEVEN):
-    meters = Meters({"it": metric})
+    meters = MetricSet({"it": metric})
     for some, others in zip(output.split(cuts), target.split(cuts), strict=True):
         meters.update(some, others, len(some))
     return meters.compute()["it"]
@@ -122,7 +122,7 @@ def test_rows_of_other_shapes_are_refused_by_r2():
 
 def test_mae_gives_early_stopping_its_standard_error():
     errors = (normal(43) - normal(43, seed=1)).abs()
-    meters = Meters({"mae": MAE()}, spread=True)
+    meters = MetricSet({"mae": MAE()}, spread=True)
     meters.update(normal(43), normal(43, seed=1), 43)
     assert meters.errors()["mae"] == NEAR(float(errors.std(correction=0)) / math.sqrt(43), rel=1e-9)
 
@@ -214,7 +214,7 @@ def test_shapes_that_are_no_classes_are_refused(output, target, fix):
         (lambda: F1(classes=[1, 1]), "each once"),
         (lambda: F1("binary").update(normal(8, 3), whole(3, 8)), 'F1."macro"'),
         (lambda: F1(classes=[3]).update(normal(8, 3), whole(3, 8)), "0 to 2"),
-        (lambda: Meters({"mae": MAE}), r"MAE\(\)"),
+        (lambda: MetricSet({"mae": MAE}), r"MAE\(\)"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(make, fix):
@@ -231,7 +231,7 @@ def everything():
 
 def test_a_pass_that_is_saved_half_way_goes_on_as_if_it_had_not_been():
     output, target = normal(43, 2), normal(43, 2, seed=1)
-    first, second = Meters(everything()), Meters(everything())
+    first, second = MetricSet(everything()), MetricSet(everything())
     first.update(output[:20], target[:20], 20)
     second.update(target, output, 43)
     second.load_state_dict(first.state_dict())
@@ -242,7 +242,7 @@ def test_a_pass_that_is_saved_half_way_goes_on_as_if_it_had_not_been():
 
 def test_f1_that_is_saved_half_way_goes_on_as_if_it_had_not_been():
     output, target = normal(43, 3), whole(3, 43)
-    first, second = Meters({"f1": F1()}), Meters({"f1": F1()})
+    first, second = MetricSet({"f1": F1()}), MetricSet({"f1": F1()})
     first.update(output[:20], target[:20], 20)
     tree = first.state_dict()
     first.update(output[20:], target[20:], 23)
@@ -278,7 +278,7 @@ class Reads(TorchDispatchMode):
 def test_an_update_reads_nothing_from_a_device(metric, monkeypatch):
     monkeypatch.setitem(Total.__init__.__kwdefaults__, "wide", True)  # sums as on an accelerator
     output, target = (normal(9, 3), whole(3, 9)) if isinstance(metric, F1) else (normal(9), normal(9, seed=1))
-    meters = Meters({"it": type(metric)()})
+    meters = MetricSet({"it": type(metric)()})
     with Reads() as reads:
         meters.update(output, target, 9)
         meters.update(output, target, 9)

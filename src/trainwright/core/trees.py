@@ -137,3 +137,8 @@ def parameters_of(root: nn.Module) -> list[nn.Parameter]:
 def parameters_in(*optimizers: Optimizer) -> list[Tensor]:
     """The parameters of all groups of optimizers, in their order; one that two of them hold comes twice."""
     return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+
+
+def shapes_of(output: Tensor, target: Tensor) -> str:
+    """Return shapes and types of an output and a target in words, for an error."""
+    return f"output {tuple(output.shape)} {output.dtype}, target {tuple(target.shape)} {target.dtype}"

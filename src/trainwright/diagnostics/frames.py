@@ -129,7 +129,7 @@ def _read(
     in_default_step = step is None or module_of(step) == "trainwright.trainer"
     loss = _loss(frames, owner)
     user = [(f, line) for f, line in lines if f in frames and _is_users(f)]
-    metric = _local(frames, "name", function="_update", module="trainwright.metrics.metrics")
+    metric = _local(frames, "name", function="_update", module="trainwright.metrics.metric_set")
     return Failure(
         owner=owner,
         error=error,

@@ -42,6 +42,10 @@ class World:
         """What every process gives, by rank; on every process. Anything that can be pickled, on the host."""
         return [value]
 
+    def gather_on_main(self, value: T) -> list[T]:
+        """Return the value of every rank on rank 0, by rank; an empty list on the others. As `gather` else."""
+        return [value]
+
     def same(self, value: T) -> T:
         """What the first process gives, on every process. Anything that can be pickled, on the host."""
         return value
@@ -115,6 +119,12 @@ class Group(World):
         """What every process gives, by rank; on every process. Anything that can be pickled, on the host."""
         gathered: list[Any] = [None] * self.size
         self._dist.all_gather_object(gathered, value, group=self.host)
+        return gathered
+
+    def gather_on_main(self, value: T) -> list[T]:
+        """Return the value of every rank on rank 0, by rank; an empty list on the others. As `gather` else."""
+        gathered: list[Any] = [None] * self.size if self.is_main else []
+        self._dist.gather_object(value, gathered if self.is_main else None, group_dst=0, group=self.host)
         return gathered
 
     def same(self, value: T) -> T:

@@ -19,7 +19,7 @@ from trainwright.core.trees import copy_tree
 from trainwright.data.sources import beside
 from trainwright.diagnostics.explain import explain
 from trainwright.fit.per_rank_state import own_batches, same_buffers, standing, undealt
-from trainwright.metrics.metrics import Meters
+from trainwright.metrics.metric_set import MetricSet
 from trainwright.modules import modes
 from trainwright.protocols import Source
 from trainwright.update.hooks import let_go_of_memory, mover
@@ -179,8 +179,8 @@ def evaluate(owner: Owner, source: Source, *, name: str, batches: int | None = N
 
     The standard error over rows of `hooks.spread` is wanted too.
     """
-    meters = _meters(owner, owner.hooks.spread)
-    ledger = Ledger(meters, owner.hooks)
+    metrics = _metric_set(owner, owner.hooks.spread, complete=batches is None)
+    ledger = Ledger(metrics, owner.hooks)
     seen = 0
     with ledger_aside(owner, ledger):
         try:
@@ -199,7 +199,7 @@ def evaluate(owner: Owner, source: Source, *, name: str, batches: int | None = N
                 numbers = ledger.means(f"{name}_") if owner.is_main else {}
                 if not any(owner.world.total(seen)):
                     raise DataError(message(f"the {name} data gave no batch", want="at least one batch", where=False))
-                found = Evaluation(*_without_hidden(numbers, meters, f"{name}_"))
+                found = Evaluation(*_without_hidden(numbers, metrics, f"{name}_"))
                 return owner.world.same(found)  # watched over still: the first process may have failed in a metric
         except BaseException as error:
             explain(error, owner)
@@ -233,7 +233,7 @@ def predict(owner: Owner, source: Source) -> Any:
 _HIDDEN = "loss of each row"
 
 
-def _meters(owner: Owner, spread: str | None) -> Meters | None:
+def _metric_set(owner: Owner, spread: str | None, *, complete: bool) -> MetricSet | None:
     metrics = dict(owner.metrics or {})
     if spread == "loss":
         if owner.hooks.known is None:
@@ -244,13 +244,16 @@ def _meters(owner: Owner, spread: str | None) -> Meters | None:
                 )
             )
         metrics[_HIDDEN] = owner.hooks.known.each_row
-    return Meters(metrics, spread=spread is not None, looked_at=owner._record.checked_metrics) if metrics else None
+    if not metrics:
+        return None
+    checked = owner._record.checked_metrics
+    return MetricSet(metrics, complete=complete, spread=spread is not None, checked=checked)
 
 
 def _without_hidden(
-    numbers: dict[str, float], meters: Meters | None, prefix: str
+    numbers: dict[str, float], metrics: MetricSet | None, prefix: str
 ) -> tuple[dict[str, float], dict[str, float]]:
-    errors = {} if meters is None else {prefix + name: value for name, value in meters.errors().items()}
+    errors = {} if metrics is None else {prefix + name: value for name, value in metrics.errors().items()}
     if prefix + _HIDDEN in numbers:
         del numbers[prefix + _HIDDEN]
         errors[prefix + "loss"] = errors.pop(prefix + _HIDDEN)

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainwright.core.errors import NonFiniteError, SettingError, message
+from trainwright.core.trees import shapes_of
 from trainwright.metrics.metrics import IGNORED
-from trainwright.update.losses import shapes_of
 
 Family = Literal["classes", "logit", "probability", "values", "unknown"]
 

@@ -37,6 +37,7 @@ from trainwright.fit.same_config import check_alike
 from trainwright.fit.setup import NOT_RUNNING, open_data
 from trainwright.fit.signals import Interrupted, Signals
 from trainwright.fit.stages import start_stage
+from trainwright.metrics.metrics import OverAll
 from trainwright.modules.dtensors import is_sharded
 from trainwright.modules.modes import untrained, wake
 from trainwright.optim.named import check_parameters, check_saved_schedulers
@@ -375,9 +376,23 @@ def _rehearse(owner: Owner, run: Run, val: Mapping[str, Source]) -> None:
         if source.repeatable:
             # An evaluation leaves the buffers as its own forwards have changed them.
             with Snapshot(Buffers(lambda: networks_of(owner))):
-                produced |= set(evaluate(owner, source, name=name, batches=1).numbers)
+                numbers = set(evaluate(owner, source, name=name, batches=1).numbers)
+                produced |= numbers
+                # The keys of a metric that returns a dict: training reports it too.
+                trained = tuple(f"{name}_{metric}_" for metric in owner.metrics)
+                produced |= {number.removeprefix(f"{name}_") for number in numbers if number.startswith(trained)}
         else:
             produced |= {f"{name}_{number}" for number in ("loss", *owner.metrics)}
     free = (owner.hooks.logs_freely, owner.hooks.evaluates_itself)
     monitors = () if run.rates is None else run.rates.monitors
-    check_monitors(owner, has_val=bool(val), produced=produced, free=free, rates=monitors)
+    check_monitors(
+        owner, has_val=bool(val), produced=produced, free=free, rates=monitors, prefixes=_keyed(owner, list(val))
+    )
+
+
+def _keyed(owner: Owner, sets: list[str]) -> tuple[str, ...]:
+    """Return how names of numbers may begin that are known only when a metric has returned its dict of numbers."""
+    if not sets:
+        return tuple(f"{metric}_" for metric in owner.metrics)
+    over_all = [name for name, metric in owner.metrics.items() if isinstance(metric, OverAll)]
+    return tuple(f"{each}_{name}_" for each in sets for name in over_all)

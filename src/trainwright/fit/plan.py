@@ -118,11 +118,18 @@ def make_plan(
 
 
 def check_monitors(
-    owner: Owner, *, has_val: bool, produced: set[str], free: tuple[bool, bool], rates: Sequence[str] = ()
+    owner: Owner,
+    *,
+    has_val: bool,
+    produced: set[str],
+    free: tuple[bool, bool],
+    rates: Sequence[str] = (),
+    prefixes: tuple[str, ...] = (),
 ) -> None:
     """Refuse a number that is watched and that nothing produces.
 
-    `produced`: names known before the first update; `free`: whether training, and evaluation, may give more.
+    `produced`: names known before the first update; `free`: whether training, and evaluation, may give more;
+    `prefixes`: how the names of metrics begin that return a dict of numbers.
     """
     watched = [
         ("EarlyStopping", getattr(owner.early_stopping, "monitor", None)),
@@ -130,7 +137,7 @@ def check_monitors(
         *(("the schedule", name) for name in rates),
     ]
     for who, name in watched:
-        if name is None or name in produced or _is_free(name, free, has_val):
+        if name is None or name in produced or name.startswith(prefixes) or _is_free(name, free, has_val):
             continue
         if name.startswith("val_") and not has_val:
             raise SettingError(

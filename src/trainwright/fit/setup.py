@@ -28,7 +28,7 @@ from trainwright.distributed.world import World
 from trainwright.fit.per_rank_state import as_on_the_first, deal, standing
 from trainwright.fit.plan import Ends
 from trainwright.fit.record import StageRecord
-from trainwright.metrics.metrics import Meters
+from trainwright.metrics.metric_set import MetricSet
 from trainwright.modules.dtensors import is_sharded
 from trainwright.optim.clip import ClipNorm, ClipValue
 from trainwright.optim.named import ONLY, check_schedulers
@@ -117,9 +117,9 @@ def checked_metrics(metrics: Mapping[str, Any] | None, world: World) -> dict[str
     if metrics is not None and not isinstance(metrics, Mapping):
         raise TypeError(message(f"metrics={metrics!r}", want="a dict", fix='metrics={"accuracy": accuracy}'))
     if metrics:
-        meters = Meters(metrics)
+        checked = MetricSet(metrics)
         if world.size > 1:
-            meters.make_mergeable()
+            checked.check_mergeable()
     return dict(metrics or {})
 
 

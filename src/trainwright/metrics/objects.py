@@ -1,15 +1,18 @@
-"""Metric objects of any make: their state for a checkpoint, others like them, and what they may not compute."""
+"""Metric objects of any library: their state for a checkpoint, and how states of several ranks become one."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import pickle
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from trainwright.checkpointing.tree import flatten
 from trainwright.core.errors import CheckpointError, SettingError
+from trainwright.distributed.packing import packed
 
 
 def state_of(name: str, metric: Any, *, fed: bool) -> Any:
@@ -64,24 +67,103 @@ def load_object(metric: Any, saved: Any) -> None:
         vars(metric).update(copy.deepcopy(saved))
 
 
-def peers(metric: Any, states: Sequence[Any]) -> list[Any]:
-    """Objects like one that is given, each with a state of its own."""
-    fresh = copy.deepcopy(metric)
-    fresh.reset()
-    peers = [copy.deepcopy(fresh) for _ in states]
-    for peer, state in zip(peers, states, strict=True):
-        load_object(peer, state)
-    return peers
+def merge_state(metric: Any, saved: Any) -> None:
+    """Add the saved state of another object of the same class, such as another rank's."""
+    other = copy.deepcopy(metric)
+    load_object(other, saved)
+    if callable(getattr(metric, "merge", None)):
+        metric.merge(other)
+    elif is_torchmetrics(metric):
+        _merge_torchmetrics(metric, other)
+    else:
+        metric.merge_state([other])
 
 
-def several(name: str, metric: Any, result: Any) -> SettingError:
-    """Build the error for an object that computes something else than one number."""
-    shown, fix = f"a {type(result).__name__}", ""
-    if isinstance(result, Tensor):
-        shown = f"a tensor of shape {tuple(result.shape)}"
-    elif isinstance(result, Mapping) and result:
-        shown += f" of {', '.join(map(repr, result))}"
-        fix = f"def compute(self): return super().compute()[{next(iter(result))!r}]"
-        fix += f"   # in a subclass of {type(metric).__name__}, one for each number"
-    want = "one number, or a tensor of one element"
-    return SettingError(f"metric {name!r}: compute() gave {shown}", want=want, fix=fix)
+def check_mergeable(name: str, metric: Any, state: Callable[[], Any]) -> None:
+    """Refuse an object that no known way adds up over processes, or whose `state` cannot be sent.
+
+    SettingError with the member to write.
+    """
+    if not callable(getattr(metric, "merge", None)) and not _is_torchevals(metric):
+        if not is_torchmetrics(metric):
+            what = f"metric {name!r}: several processes take in their own rows, and {_kind(metric)} has no `merge`"
+            raise _unmergeable(what, metric)
+        if flaw := _flaw(metric):
+            what = f"metric {name!r}: {_kind(metric)} {flaw}, which does not add up exactly over processes"
+            raise _unmergeable(what, metric)
+    try:
+        packed(state())
+    except (pickle.PicklingError, TypeError, AttributeError, CheckpointError) as error:
+        fix = "give it state_dict() and load_state_dict(tree), of plain data and tensors"
+        what = f"metric {name!r}: {_kind(metric)} cannot be sent to another process: {str(error).splitlines()[0]}"
+        raise SettingError(what, fix=fix) from error
+
+
+def stop_syncing(metric: Any) -> None:
+    """Switch off the reduction over ranks in `compute` of torchmetrics: numbers reduced twice would count twice."""
+    modules = metric.modules() if callable(getattr(metric, "modules", None)) else (metric,)
+    for inner in modules:
+        if is_torchmetrics(inner):
+            inner.sync_on_compute = inner._to_sync = False
+
+
+def is_torchmetrics(metric: Any) -> bool:
+    """Whether an object tells, as those of torchmetrics do, how each of its states adds up over processes."""
+    return hasattr(metric, "sync_on_compute") and isinstance(getattr(metric, "_reductions", None), Mapping)
+
+
+def _is_torchevals(metric: Any) -> bool:
+    bases = type(metric).__mro__
+    return any(base.__module__.startswith("torcheval.") for base in bases) and hasattr(metric, "merge_state")
+
+
+def _flaw(metric: Any) -> str:
+    """What an object of torchmetrics has that nobody can merge exactly; "" where it has nothing of it."""
+    if any(map(is_torchmetrics, getattr(metric, "children", tuple)())):
+        return "is made of other metrics"
+    if not metric._reductions:
+        return "has no states"
+    for name, how in metric._reductions.items():
+        rule, listed = getattr(how, "__name__", how), isinstance(getattr(metric, name), list)
+        if not (rule in _REDUCTIONS or (listed and rule is None)) or (listed and rule not in ("dim_zero_cat", None)):
+            return f"has the state {name!r} of dist_reduce_fx={_short(rule)}"
+    return ""
+
+
+def _merge_torchmetrics(metric: Any, other: Any) -> None:
+    for name, reduction in metric._reductions.items():
+        values = [getattr(metric, name), getattr(other, name)]
+        if any(isinstance(value, list) for value in values):
+            merged: Any = [entry for value in values for entry in (value if isinstance(value, list) else [value])]
+        else:
+            merged = _REDUCTIONS[reduction.__name__](values[0], values[1].to(values[0].device))
+        setattr(metric, name, merged)
+    metric._update_count = getattr(metric, "_update_count", 0) + 1  # else it warns that it was never updated
+    metric._computed = None  # its cached result
+
+
+_REDUCTIONS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
+    "dim_zero_sum": torch.add,
+    "dim_zero_max": torch.maximum,
+    "dim_zero_min": torch.minimum,
+    "dim_zero_cat": lambda own, other: torch.cat([own, other]),
+}
+"""The reductions of torchmetrics that give the same one rank after the other."""
+
+
+def _short(rule: Any) -> str:
+    return repr(rule.removeprefix("dim_zero_")) if isinstance(rule, str) else repr(rule)
+
+
+def _kind(metric: Any) -> str:
+    return type(metric).__name__
+
+
+def _unmergeable(what: str, metric: Any) -> SettingError:
+    attributes = vars(metric) if hasattr(metric, "__dict__") else {}
+    kinds = (int, float, Tensor, list)
+    names = [name for name, value in attributes.items() if isinstance(value, kinds) and not isinstance(value, bool)]
+    names = [] if is_torchmetrics(metric) else names[:3]
+    body = "; ".join(f"self.{name} += other.{name}" for name in names) or "..."
+    want = "a member that takes in what another one of its class has taken in"
+    return SettingError(what, want=want, fix=f"def merge(self, other): {body}")

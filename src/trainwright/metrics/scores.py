@@ -16,10 +16,10 @@ from trainwright.core.device import widest_float
 from trainwright.core.errors import DataError, SettingError
 from trainwright.core.records import SumLoss
 from trainwright.core.suggestions import suggests
+from trainwright.core.trees import shapes_of
 from trainwright.metrics.metrics import IGNORED
 from trainwright.metrics.totals import Total
 from trainwright.protocols import Tree
-from trainwright.update.losses import shapes_of
 
 __all__ = ["F1", "MAE", "R2", "RMSE"]
 

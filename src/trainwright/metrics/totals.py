@@ -202,7 +202,11 @@ class _RunningSum:
             term = term.count_nonzero() if term.dtype is torch.bool else _widest(term).sum()
         if term.is_cpu and self.wide is None:
             self.host += host_value(term) * times  # Python's float is a float64, its int has no end
-            return
+        else:
+            self._add_on_device(term, times)
+
+    def _add_on_device(self, term: Tensor, times: float = 1) -> None:
+        """Add `times` x a scalar to the scalar on its device."""
         floating = term.is_floating_point() or type(times) is float
         high = self.high
         if high is None or high.device != term.device or (floating and not high.is_floating_point()):
@@ -227,13 +231,13 @@ class _RunningSum:
                 return
             device = self.high.device
             if not part.is_floating_point() and not self.high.is_floating_point():
-                self.add(part.to(device))
+                self._add_on_device(part.to(device))
                 continue
             kind = torch.float64 if self._is_wide(device) else torch.float32
             for exact in (piece.double() for piece in _pieces(part.cpu())):
                 near = exact.to(kind)
-                self.add(near.to(device))
-                self.add((exact - near).nan_to_num_(0.0, 0.0, 0.0).to(device, kind))
+                self._add_on_device(near.to(device))
+                self._add_on_device((exact - near).nan_to_num_(0.0, 0.0, 0.0).to(device, kind))
 
     def tensors(self) -> list[Tensor]:
         """Return scalars whose sum is the part on the device."""
@@ -276,8 +280,8 @@ class _RunningSum:
             exact = part if part.device == device else part.cpu()
             near = exact.to(kind)
             rest = (exact - near).nan_to_num_(0.0, 0.0, 0.0).to(kind)  # 0 unless float64 is made narrow
-            self.add(near.to(device))
-            self.add(rest.to(device))
+            self._add_on_device(near.to(device))
+            self._add_on_device(rest.to(device))
         return self.high
 
     def _is_wide(self, device: torch.device) -> bool:

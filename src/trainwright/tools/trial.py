@@ -23,7 +23,7 @@ from trainwright.distributed.ddp import DDP
 from trainwright.distributed.world import World
 from trainwright.fit import setup
 from trainwright.fit.record import StageRecord
-from trainwright.metrics.metrics import Meters
+from trainwright.metrics.metric_set import MetricSet
 from trainwright.optim.clip import as_clip
 from trainwright.optim.named import by_name
 from trainwright.precision.mixed_precision import as_precision
@@ -79,7 +79,7 @@ def variant(trainer: T, **settings: Any) -> T:
         setattr(twin, name, _SETTINGS[name](twin, value))
     twin.hooks = read_hooks(twin, overridden(type(twin), Trainer, HOOKS))
     twin._record, twin.counters, twin.history = StageRecord(warns=False), Counters(), []
-    twin.ledger = Ledger(Meters(twin.metrics) if twin.metrics else None, twin.hooks)
+    twin.ledger = Ledger(MetricSet(twin.metrics, training=True) if twin.metrics else None, twin.hooks)
     twin.result = None
     twin.hold(setup.NOT_RUNNING, setup.NOT_RUNNING)
     return twin

@@ -13,7 +13,7 @@ from trainwright.core.errors import SettingError, message
 from trainwright.core.host_reads import host_number
 from trainwright.core.records import Count, StepOutput, SumLoss
 from trainwright.core.suggestions import check_name
-from trainwright.metrics.metrics import Meters
+from trainwright.metrics.metric_set import MetricSet
 from trainwright.precision.base import LossScale
 from trainwright.update.hooks import Hooks
 from trainwright.update.losses import CountObserver, StepLoss, counted_by_torch, read_step_loss
@@ -39,7 +39,7 @@ class Ledger(Numbers):
     count_source: CountObserver | None = None
     """What finds the count of a mean in an evaluation, where no gradient holds it."""
 
-    def __init__(self, meters: Meters | None = None, hooks: Hooks | None = None) -> None:
+    def __init__(self, meters: MetricSet | None = None, hooks: Hooks | None = None) -> None:
         super().__init__(meters)
         self.window: Window | None = None
         """The window in hand in training; None in an evaluation."""

@@ -80,11 +80,6 @@ def no_target() -> DataError:
     )
 
 
-def shapes_of(output: Tensor, target: Tensor) -> str:
-    """Return shapes and types of an output and a target in words, for an error."""
-    return f"output {tuple(output.shape)} {output.dtype}, target {tuple(target.shape)} {target.dtype}"
-
-
 def fix_of_shapes(output: Tensor, target: Tensor, where: str = "split(self, batch)") -> str:
     """Return what to write so that output and target with one number per row, (N, 1) and (N), come to one shape."""
     if output.ndim == target.ndim + 1 and output.shape[-1] == 1:

@@ -13,7 +13,7 @@ from trainwright.core import host_reads
 from trainwright.core.checks import FormError, check_form, is_numbers
 from trainwright.core.errors import SettingError, message
 from trainwright.core.records import Count
-from trainwright.metrics.metrics import Meters
+from trainwright.metrics.metric_set import MetricSet
 from trainwright.update.window import zero_if_uncounted
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Numbers:
     """What the loss that was closed last is a mean over."""
     window: Any = None
 
-    def __init__(self, meters: Meters | None = None) -> None:
+    def __init__(self, meters: MetricSet | None = None) -> None:
         self.meters = meters
         self.loss = math.nan
         """The loss of what was closed last, in the user's own scale."""
@@ -127,24 +127,19 @@ class Numbers:
         """
         if world.size == 1:
             return
-        from trainwright.distributed.packing import packed, unpacked
+        from trainwright.metrics.reduce import Sums, reduce_to_rank0
 
         self.close()
-        probed = set() if world.is_main else {name for name, kind in self._kinds.items() if kind == "probed number"}
-        counts = {name: count for name, count in self._counts.items() if name not in probed}
-        meters = None if self.meters is None else self.meters.sent()
-        each = world.gather(packed((self._sums, counts, meters)))
-        if not world.is_main:
-            Numbers.reset(self)  # the sums alone: an epoch may be in hand
-            return
-        device = None if self.meters is None else self.meters.device
-        others = [unpacked(data, device) for data in each[1:]]
-        for sums, counts, _ in others:
-            for name, count in counts.items():
-                self._sums[name] = self._sums.get(name, 0.0) + sums.get(name, 0.0)
-                self._counts[name] = self._counts.get(name, 0.0) + count
-        if self.meters is not None:
-            self.meters.take([meters for _, _, meters in others])
+        sums = Sums()
+        for name, count in self._counts.items():
+            if world.is_main or self._kinds.get(name) != "probed number":
+                sums.add(name, self._sums.get(name, 0.0), count)
+        reduce_to_rank0(
+            world,
+            [sums] if self.meters is None else [sums, self.meters],
+            device=None if self.meters is None else self.meters.device,
+        )
+        self._sums, self._counts = sums.sums, sums.counts
 
     def state_dict(self) -> dict[str, Any]:
         """The running sums, so that a mean goes on after a resume inside an epoch."""

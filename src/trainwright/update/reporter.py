@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -12,6 +10,7 @@ from trainwright.core.errors import SettingError, message
 from trainwright.core.progress import Counters
 from trainwright.core.records import Update
 from trainwright.core.triggers import TimeTrigger, Trigger
+from trainwright.metrics.reduce import Sums, reduce_to_rank0
 from trainwright.protocols import Observer
 from trainwright.update.owner import Owner
 from trainwright.update.window import Window
@@ -33,7 +32,7 @@ class UpdateReporter:
         hooks = owner.hooks
         self._holds = owner.world.size > 1 and (hooks.logs_freely or hooks.after_update is not None)
         """Whether records are held until the ranks synchronize."""
-        self._held: list[tuple[Update, dict[str, tuple[float, float]]]] = []
+        self._held: list[tuple[Update, Sums]] = []
         """Records, each with sum and count of every number of this rank."""
         self.note = ""
         """Which updates were reported with the numbers of rank 0 alone; empty for none."""
@@ -62,9 +61,9 @@ class UpdateReporter:
         held, self._held = self._held, []
         if not self._holds:
             return
-        ranks = self._owner.world.gather([numbers for _, numbers in held])
-        for (update, _), *each in zip(held, *ranks, strict=True):
-            self.send(update, _added(each))
+        reduce_to_rank0(self._owner.world, [sums for _, sums in held])
+        for update, sums in held:
+            self.send(update, sums.means())
 
     def report_held_alone(self) -> None:
         """Report the held records with the numbers of this rank: the others do not synchronize any more."""
@@ -74,8 +73,8 @@ class UpdateReporter:
         first, last = held[0][0].update, held[-1][0].update
         which = f"update {first} was" if first == last else f"updates {first} to {last} were"
         self.note = f"{which} reported with the numbers of rank 0 alone: the run ended before the ranks synchronized"
-        for update, numbers in held:
-            self.send(update, _added([numbers]))
+        for update, sums in held:
+            self.send(update, sums.means())
 
     def send(self, update: Update, numbers: dict[str, float]) -> None:
         """Send a record, completed by `numbers`, to the observers whose turn it is."""
@@ -85,10 +84,13 @@ class UpdateReporter:
             if trigger is None or trigger.fires_at(update.update - self._counters.earlier_updates):
                 notify(complete)
 
-    def _numbers(self) -> dict[str, tuple[float, float]]:
+    def _numbers(self) -> Sums:
         hooks, ledger = self._owner.hooks, self._owner.ledger
         with_loss = ledger.noted and (hooks.updates_itself or hooks.computes_itself)
-        return ledger.counted_values(with_loss=with_loss)
+        sums = Sums()
+        for name, (total, count) in ledger.counted_values(with_loss=with_loss).items():
+            sums.add(name, total, count)
+        return sums
 
     def _update(self, window: Window, *, skipped: bool) -> Update:
         ledger, steppers = self._owner.ledger, self._steppers
@@ -116,17 +118,6 @@ class UpdateReporter:
             skipped=skipped,
             values=values,
         )
-
-
-def _added(each: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, float]:
-    """The mean of each number over all processes; NaN over nothing."""
-    names = dict.fromkeys(name for numbers in each for name in numbers)
-    sums = {name: [numbers.get(name, (0.0, 0.0)) for numbers in each] for name in names}
-    counts = {name: sum(count for _, count in parts) for name, parts in sums.items()}
-    return {
-        name: sum(total for total, _ in parts) / counts[name] if counts[name] else math.nan
-        for name, parts in sums.items()
-    }
 
 
 def check_every(observer: Observer) -> None:
