@@ -142,7 +142,7 @@ def test_class_numbers_as_floats_are_refused():
         accuracy(scores(6, 7), classes(7, 6).float())
 
 
-# --- Meters
+# --- MetricSet
 
 
 def test_metrics_are_exact_over_uneven_batches():
