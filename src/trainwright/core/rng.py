@@ -17,16 +17,16 @@ import torch
 from trainwright.core.checks import check_form
 
 _MT19937 = 624 * 4 + 4
-"""Bytes of the state of NumPy's Mersenne twister: its key and its position."""
+"""Size in bytes of the state of NumPy's Mersenne twister: key and position."""
 _HEAD = object.__basicsize__
 _WORDS = struct.Struct("=i624I")
-"""How CPython holds the state of its Mersenne twister, behind the head of the object: its position and its key."""
+"""Memory layout of CPython's Mersenne twister after the object header: position and key."""
 
 
 def random_state() -> dict[str, Any]:
-    """Every global random state, as a tree of plain data and tensors; nobody changes what is in it."""
+    """Return every global random state, as a tree of plain data and tensors that must not be modified."""
     state = host_random_state()
-    if torch.cuda.is_initialized() and torch.cuda.is_available():  # to ask for the first takes no time
+    if torch.cuda.is_initialized() and torch.cuda.is_available():  # the first check takes no time
         state["cuda"] = torch.cuda.get_rng_state_all()
     if torch.backends.mps.is_available():
         state["mps"] = torch.mps.get_rng_state()
@@ -34,17 +34,17 @@ def random_state() -> dict[str, Any]:
 
 
 def have_moved(state: dict[str, Any]) -> bool:
-    """Whether any global random state is another one than `random_state` gave."""
+    """Return whether any global random state differs from what `random_state` returned."""
     return not _same(random_state(), state)
 
 
 def host_random_state() -> dict[str, Any]:
-    """The global random states of Python, NumPy and torch on the CPU, in the same form."""
+    """Return the global random states of Python, NumPy and torch on the CPU, in the same form."""
     return {"python": _python.state(), "numpy": _numpy.state(), "torch": torch.default_generator.get_state()}
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Put back a state that `random_state` gave."""
+    """Set all global random states to what `random_state` returned."""
     _python.set_state(state["python"])
     _numpy.set_state(state["numpy"])
     torch.default_generator.set_state(state["torch"])
@@ -56,7 +56,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 def is_random_state(value: object) -> bool:
-    """Whether a value is what `random_state` gives, so that `set_random_state` takes it; nothing is set."""
+    """Return whether `set_random_state` accepts a value; nothing is set."""
     state: Any = value
     try:
         random.Random().setstate(state["python"])
@@ -68,7 +68,7 @@ def is_random_state(value: object) -> bool:
 
 
 def seed(number: int, generators: Iterable[torch.Generator] = ()) -> None:
-    """Start every global random state, and that of `generators`, from one number."""
+    """Seed every global random state, and `generators`, with one number."""
     random.seed(number)
     np.random.seed(number)
     torch.manual_seed(number)
@@ -77,7 +77,7 @@ def seed(number: int, generators: Iterable[torch.Generator] = ()) -> None:
 
 
 def unmoved(generators: Iterable[torch.Generator] = ()) -> AbstractContextManager[None]:
-    """Leave every global random state, and that of `generators`, as it was found, whatever is drawn inside."""
+    """Restore every global random state, and those of `generators`, at the end of the block."""
     return _Unmoved(generators)
 
 
@@ -92,7 +92,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 class _Unmoved:
-    """Puts the states back; a class, since every evaluation enters it."""
+    """Restores the states; a class, since every evaluation enters it."""
 
     __slots__ = ("_generators", "_own", "_state")
 
@@ -110,9 +110,9 @@ class _Unmoved:
 
 
 class _Python:
-    """Python's global state, asked for again only where it has moved: its 625 numbers are as many objects, 20 KB.
+    """Python's global state, converted again only if it has changed: its 625 numbers are as many objects, 20 KB.
 
-    To look is to compare the generator's own memory with what it was, where that is known to hold the state.
+    The check compares the generator's memory with that of the last call, where the memory layout is known.
     """
 
     def __init__(self) -> None:
@@ -120,9 +120,9 @@ class _Python:
         self._state: Any = None
 
     def state(self) -> Any:
-        """What `random.getstate()` gives."""
+        """Return what `random.getstate()` returns."""
         generator = getattr(random.getstate, "__self__", None)
-        seen = self._looked_at(generator)
+        seen = self._memory_of(generator)
         if seen is None or seen != self._seen or self._state[2] != getattr(generator, "gauss_next", None):
             self._state = random.getstate()
             words = self._state[1]
@@ -131,12 +131,12 @@ class _Python:
         return self._state
 
     def set_state(self, state: Any) -> None:
-        """Put a state back, where somebody has drawn."""
+        """Set a state, if a number was drawn since."""
         if self.state() is not state:
             random.setstate(state)
 
-    def _looked_at(self, generator: Any) -> bytes | None:
-        """The memory behind the head of a generator of CPython's own: position and key; None of any other."""
+    def _memory_of(self, generator: Any) -> bytes | None:
+        """Return the memory of a CPython generator, position and key; None for any other generator."""
         if type(generator) is not random.Random or sys.implementation.name != "cpython":
             return None
         if _Twister.__basicsize__ < _HEAD + _WORDS.size:
@@ -145,29 +145,29 @@ class _Python:
 
 
 class _NumPy:
-    """NumPy's global state, asked for again only where it has moved: to ask takes 41 us, to look takes 1 us."""
+    """NumPy's global state, converted again only if it has changed: that takes 41 us, the check 1 us."""
 
     def __init__(self) -> None:
         self._seen: tuple[int, bytes] | None = None
         self._state: Any = None
 
     def state(self) -> Any:
-        """What `np.random.get_state()` gives."""
+        """Return what `np.random.get_state()` returns."""
         generator: Any = np.random.mtrand._rand._bit_generator
         if type(generator) is not np.random.MT19937:
             return np.random.get_state()
         address = generator.ctypes.state_address
-        # A cached normal deviate lies elsewhere: it can come only with a move, and go without one.
+        # A cached normal deviate is stored elsewhere: it appears only with a change, and may vanish without one.
         if self._state is None or self._state[3] or self._seen != (address, ctypes.string_at(address, _MT19937)):
             self._state = np.random.get_state()
             self._seen = (address, ctypes.string_at(address, _MT19937))
         return self._state
 
     def set_state(self, state: Any) -> None:
-        """Put a state back: it takes 40 us, and mostly nobody has drawn from it."""
+        """Set a state, if a number was drawn since: setting takes 40 us."""
         if self.state() is not state:
             np.random.set_state(state)
-            self._seen = None  # a cached deviate may have come back without a move
+            self._seen = None  # a cached deviate may be set without a change of the memory
 
 
 _python = _Python()

@@ -1,4 +1,4 @@
-"""Tuples, lists and mappings of a batch once more, with other items: named tuples and classes of one's own stay."""
+"""Nested values and module trees: copy them, rebuild their containers, list the tensors and parameters inside."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def path_text(keys: Keys) -> str:
 
 
 def sequence_like(like: Any, items: Iterable[Any]) -> Any:
-    """A tuple, named tuple or list like this one, of these items."""
+    """Return a tuple, named tuple or list of the same class, with these items."""
     kind: Any = type(like)
     return kind(*items) if hasattr(like, "_fields") else kind(items)
 
 
 def mapping_like(like: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """A mapping like this one, with these items; a dict where it cannot be written to."""
+    """Return a mapping of the same class, with these items; a dict if the class cannot be written to."""
     if type(like) is dict:
         return items
     try:
-        made: Any = copy.copy(like)  # a class of its own may be built with other arguments
+        made: Any = copy.copy(like)  # the class may have another constructor
         for key, value in items.items():
             made[key] = value
     except TypeError:  # a read-only mapping
@@ -47,8 +47,8 @@ def mapping_like(like: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 def copy_tree(tree: Any, *at: Any, into: Any = None) -> Any:
     """Copy dicts, lists and tuples with their tensors (detached); anything else as `deepcopy` does.
 
-    `at`: the keys that lead to it. `into`: an earlier copy that nobody needs any more; tensors of the same form are
-    copied into its storage. SettingError for what has no copy, such as a lock, with these keys.
+    `at`: the keys that lead to it, for errors. `into`: an earlier copy that is no longer needed; tensors of the same
+    kind are copied into its storage. SettingError for objects that cannot be copied, such as a lock.
     """
     if isinstance(tree, Tensor):
         return into.copy_(tree.detach()) if _is_alike(tree, into) else tree.detach().clone()
@@ -71,14 +71,14 @@ def copy_tree(tree: Any, *at: Any, into: Any = None) -> Any:
 
 
 def _is_alike(one: Tensor, other: Any) -> bool:
-    """Whether `one` can be copied into `other` without anything being allocated."""
+    """Return whether `one` can be copied into `other` without an allocation."""
     if not (type(one) is type(other) is Tensor) or other.is_inference():
         return False
     return (one.shape, one.dtype, one.device, one.layout) == (other.shape, other.dtype, other.device, other.layout)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors of a nested value, depth first: of mappings, lists, tuples and dataclasses."""
+    """Yield the tensors of a nested value, depth first: of mappings, lists, tuples and dataclasses."""
     if isinstance(value, Tensor):
         yield value
         return
@@ -115,7 +115,7 @@ def _detached(value: Any) -> Any:
 
 
 def inside(root: nn.Module) -> list[nn.Module]:
-    """What `root.modules()` gives, in its order, in a quarter of its time."""
+    """Return the modules of `root.modules()`, in its order, in a quarter of its time."""
     found: dict[nn.Module, None] = {}
     left = [root]
     while left:
@@ -129,13 +129,13 @@ def inside(root: nn.Module) -> list[nn.Module]:
 
 
 def parameters_of(root: nn.Module) -> list[nn.Parameter]:
-    """What `root.parameters()` gives, in its order."""
+    """Return the parameters of `root.parameters()`, in its order."""
     every = (p for module in inside(root) for p in parameter_dict(module).values() if p is not None)
     return list({id(p): p for p in every}.values())
 
 
 def parameters_in(*optimizers: Optimizer) -> list[Tensor]:
-    """The parameters of all groups of optimizers, in their order; one that two of them hold comes twice."""
+    """Return the parameters of all groups of optimizers, in order; one that two of them hold comes twice."""
     return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
 
 

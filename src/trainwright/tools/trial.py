@@ -1,4 +1,4 @@
-"""A few updates of a trainer as it is or with other settings, after which everything is as it was."""
+"""Trials of a few updates of a trainer, as it is or with other settings, after which everything is restored."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ T = TypeVar("T", bound=Trainer[Any])
 
 
 def check_trainer(given: Any, tool: str) -> None:
-    """Refuse what is no Trainer in the place of one; `tool` is the function that it was given to."""
+    """Refuse anything but a Trainer; `tool` is the function that it was given to."""
     if not isinstance(given, Trainer):
         kind = given.__name__ if isinstance(given, type) else type(given).__name__
         what = f"{tool}({kind}, ...)"
@@ -63,10 +63,10 @@ def traceless(trainer: Trainer[Any]) -> Iterator[TrainerSnapshot]:
 def variant(trainer: T, **settings: Any) -> T:
     """Return a trainer of the same class, model and optimizers with other settings, for a trial of a few updates.
 
-    It has counters, history and numbers of its own, is silent, and has no checkpoint, early stopping, schedule,
-    average, clip, observers or metrics beyond what `settings` name, by the keywords of `Trainer`; `precision`,
-    `accumulate`, `clip`, `on_nonfinite` and `fast` stay where they are not named. SettingError in a group of several
-    processes, and for a model in shards: a trial is of one process.
+    It has its own counters, history and totals, and is silent. Checkpoint, early stopping, schedule, average, observers
+    and metrics are only those in `settings`, by the keywords of `Trainer`; `precision`, `accumulate`, `clip`,
+    `on_nonfinite` and `fast` are the trainer's unless given. SettingError in a group of several processes, and for a
+    sharded model: a trial is of one process.
     """
     if trainer.world.size > 1 or trainer.parallel.shards:
         what = "a trial in a group of processes, or of a model in shards"
@@ -104,13 +104,13 @@ _SETTINGS: dict[str, Any] = {
     "on_error": lambda _, value: value,
     "on_oom": lambda _, value: value,
 }
-"""What makes of each setting what the trainer keeps of it."""
+"""Functions that check each setting as the Trainer does."""
 
 
 def ready(trainer: Trainer[Any], data: Any, *, updates: int, batch_size: int | None = None) -> list[Any]:
-    """Return host batches for so many updates, drawn from the data as `fit` would, without a trace in them.
+    """Return host batches for so many updates, drawn from the data as `fit` does; the data are left as they were.
 
-    Data of fewer batches are gone round again. DataError for a stream that cannot be read afresh, with the cure.
+    Data of fewer batches are repeated. DataError for a stream that cannot be read from its start.
     """
     number = updates * max(each for _, each in trainer.accumulate)
     with unmoved():
@@ -123,9 +123,9 @@ def ready(trainer: Trainer[Any], data: Any, *, updates: int, batch_size: int | N
 
 
 def open_afresh(data: Any, *, batch_size: int | None = None, role: str = "train") -> Any:
-    """Open data that a trial may read from their start, and `fit` afterwards again; DataError for others.
+    """Open data that a trial can read from their start, and `fit` again afterwards; DataError for others.
 
-    Workers that the data keep from one pass to the next are left alone: a trial has its own.
+    Persistent workers of the data are not used: a trial has its own.
     """
     source: Any = beside(open_source(data, batch_size=batch_size, shuffle=True, role=role))
     if source.repeatable and not _is_one_pass(data):
@@ -144,7 +144,7 @@ def open_afresh(data: Any, *, batch_size: int | None = None, role: str = "train"
 
 @contextmanager
 def data_kept(data: Any) -> Iterator[None]:
-    """Put back at the end what a data set of the user's own tells of its state, by `state_dict`."""
+    """Restore the state of a data set with `state_dict` at the end of the block."""
     asked = data._asked if isinstance(data, Batches) else None
     found: Any = asked.data if asked is not None else getattr(data, "dataset", data)
     if not (issubclass(type(found), Dataset) and knows_its_state(found)):
@@ -158,7 +158,7 @@ def data_kept(data: Any) -> Iterator[None]:
 
 
 def _is_one_pass(data: Any) -> bool:
-    """Whether reading moves what the next reader gets: an iterator is its own, a data set may have kept one."""
+    """Return whether a pass changes what the next pass gives: data that are an iterator, or hold one."""
     if hasattr(data, "__next__"):
         return True
     if isinstance(data, DataLoader):
@@ -166,5 +166,5 @@ def _is_one_pass(data: Any) -> bool:
     if not isinstance(data, IterableDataset):
         return False
     with unmoved():
-        kept = iter(data)
-        return kept is not data and iter(data) is kept
+        first = iter(data)
+        return first is not data and iter(data) is first
