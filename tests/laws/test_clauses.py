@@ -96,16 +96,16 @@ CLAUSES: dict[str, dict[str, tuple[str, str]]] = {
     },
     "Durable": {
         "complete or absent": (
-            "runtime/test_failing_writes.py::test_whichever_call_of_a_save_is_refused_all_is_as_it_was",
+            "checkpointing/test_failing_writes.py::test_whichever_call_of_a_save_is_refused_all_is_as_it_was",
             "durability/test_cuts.py::test_the_harness_finds_that_an_fsync_is_missing",
         ),
         "damage is detected and named": (
-            "runtime/test_damage.py::test_every_cut_every_torn_end_and_a_flipped_bit_of_every_byte_are_found",
+            "checkpointing/test_damage.py::test_every_cut_every_torn_end_and_a_flipped_bit_of_every_byte_are_found",
             "durability/test_tears.py::test_the_harness_finds_the_flipped_bits_that_torch_load_takes_in",
         ),
         "loading runs no code": (
-            "runtime/test_damage.py::test_a_pickle_in_place_of_any_file_is_never_executed",
-            "runtime/test_damage.py::test_the_law_sees_a_loader_that_unpickles",
+            "checkpointing/test_damage.py::test_a_pickle_in_place_of_any_file_is_never_executed",
+            "checkpointing/test_damage.py::test_the_law_sees_a_loader_that_unpickles",
         ),
         "a run whose last save failed does not end as a success": (
             "run/test_last_save.py::test_a_run_of_which_no_save_succeeded_raises",

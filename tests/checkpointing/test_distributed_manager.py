@@ -79,7 +79,7 @@ def three_saves(directory):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_the_first_process_writes_and_all_know_what_is_whole_and_best(tmp_path, size):
+def test_the_first_process_writes_and_all_know_what_is_complete_and_best(tmp_path, size):
     said = on_all(size, three_saves, tmp_path / "run")
     assert said == [said[0]] * size
     names, best, failing, run = said[0][0]
@@ -120,7 +120,7 @@ def test_nothing_is_said_between_processes_but_for_a_save_and_what_came_of_it(tm
     assert on_all(2, count_collectives, tmp_path / "run") == [[0, 0, 1, 1, 0, 0]] * 2
 
 
-def test_one_process_gets_the_keeper_of_one_process(tmp_path):
+def test_one_process_gets_the_manager_of_one_process(tmp_path):
     assert type(Checkpoint(tmp_path).bind("a", world=World())) is CheckpointManager
 
 
@@ -303,7 +303,7 @@ def saved_run(directory, *at):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_all_processes_read_the_newest_whole_one_and_the_first_says_what_is_damaged(tmp_path, size):
+def test_all_processes_read_the_newest_complete_one_and_the_first_says_what_is_damaged(tmp_path, size):
     newest, older = saved_run(tmp_path, 1, 2)
     flip(newest / "state.safetensors")
     first, *others = on_all(size, resume, tmp_path)
@@ -316,7 +316,7 @@ def test_nothing_to_resume_is_nothing_on_all(tmp_path):
     assert on_all(2, resume, tmp_path) == [(None, None, [])] * 2
 
 
-def test_where_nothing_is_whole_all_get_the_same_error(tmp_path):
+def test_where_nothing_is_complete_all_get_the_same_error(tmp_path):
     (only,) = saved_run(tmp_path, 1)
     flip(only / "model.safetensors")
     (_, first, heard), (_, second, silent) = on_all(2, resume, tmp_path)

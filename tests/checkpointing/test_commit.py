@@ -28,7 +28,7 @@ def hidden(root):
     return sorted(name for name in os.listdir(root) if name != ".lock" and not name.startswith("update-"))
 
 
-def test_a_commit_is_whole_and_its_manifest_comes_back(tmp_path):
+def test_a_commit_is_complete_and_its_manifest_comes_back(tmp_path):
     path = put(tmp_path, metrics={"loss": float("nan"), "up": float("inf")})
     manifest = verify(path)
     assert path == tmp_path / "update-0000000003" and hidden(tmp_path) == []

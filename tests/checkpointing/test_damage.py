@@ -134,7 +134,7 @@ def test_what_stands_in_place_of_a_checkpoint_is_not_followed(kind, run):
         assert load_checkpoint("auto", run[0]).path == run[1]
 
 
-def test_where_nothing_is_whole_every_defect_is_listed(run):
+def test_where_nothing_is_complete_every_defect_is_listed(run):
     (run[1] / "state.json").unlink()
     (run[2] / "manifest.json").write_bytes(b"{}")
     with pytest.warns(UserWarning), pytest.raises(CheckpointError, match="no complete checkpoint") as caught:

@@ -117,7 +117,7 @@ def test_a_best_that_was_judged_but_not_saved_does_not_cost_the_one_that_was(sta
     assert updates(tmp_path / "run") == [1, 3] and manager.best.update == 2 and manager.best.path is None
 
 
-def test_nothing_is_removed_before_the_new_one_is_whole(start, tmp_path):
+def test_nothing_is_removed_before_the_new_one_is_complete(start, tmp_path):
     manager = start(keep=1)
     save(manager, 1)
     with pytest.raises(CheckpointError):

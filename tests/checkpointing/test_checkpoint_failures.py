@@ -43,7 +43,7 @@ def whole(manager, update, **metrics):
 
 @pytest.mark.parametrize("number", ERRORS, ids=errno.errorcode.get)
 @pytest.mark.parametrize("async_save", [True, False])
-def test_where_the_system_refuses_a_warning_says_why_and_the_next_save_is_whole(
+def test_where_the_system_refuses_a_warning_says_why_and_the_next_save_is_complete(
     number, async_save, start, refuses, tmp_path
 ):
     manager = start(async_save=async_save)
@@ -168,7 +168,7 @@ def test_what_is_no_failure_of_the_system_is_an_error_always(start, monkeypatch)
         manager.completed(wait=True)
 
 
-def test_several_failures_are_all_told_and_what_is_whole_is_not_lost_with_them(start, refuses):
+def test_several_failures_are_all_told_and_what_is_complete_is_not_lost_with_them(start, refuses):
     manager = start(on_save_error="raise")
     begin(manager, 1)
     manager._writer.wait()

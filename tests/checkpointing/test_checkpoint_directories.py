@@ -110,7 +110,7 @@ def test_what_resume_means(start, tmp_path):
 
 @pytest.mark.parametrize("look", [latest_checkpoint, load_weights, partial(load_weights, which="last")])
 @pytest.mark.parametrize("nth", range(1, 7))
-def test_who_reads_while_a_run_saves_and_removes_finds_a_whole_checkpoint(look, nth, start, tmp_path, monkeypatch):
+def test_who_reads_while_a_run_saves_and_removes_finds_a_complete_checkpoint(look, nth, start, tmp_path, monkeypatch):
     manager, opened, open_file = start(keep=1, best="loss"), [], files.open_file
     save(manager, 5, loss=2.0)
 

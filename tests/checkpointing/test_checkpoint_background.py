@@ -55,7 +55,7 @@ def test_without_async_save_it_is_written_before_save_returns(start, slow):
     assert manager.saved == [saved.path] and 0 < saved.seconds <= saved.blocked <= manager.blocked
 
 
-def test_the_next_save_waits_until_the_last_is_whole(start, slow):
+def test_the_next_save_waits_until_the_last_is_complete(start, slow):
     manager = start()
     begin(manager, 1)
     assert slow.begun.wait(10)
@@ -132,7 +132,7 @@ def test_what_cannot_be_saved_is_refused_in_training_and_when_it_is_expected(sta
 # What is told
 
 
-def test_news_come_when_a_checkpoint_is_whole_and_when_it_has_failed(start, refuses):
+def test_results_are_announced_when_a_checkpoint_is_complete_and_when_it_has_failed(start, refuses):
     manager, told = start(), threading.Event()
     manager.on_result = told.set
     begin(manager, 1)
@@ -145,7 +145,7 @@ def test_news_come_when_a_checkpoint_is_whole_and_when_it_has_failed(start, refu
         assert manager.completed() == []
 
 
-def test_the_best_has_no_path_until_it_is_whole(start, slow):
+def test_the_best_has_no_path_until_it_is_complete(start, slow):
     manager = start(best="val_loss")
     begin(manager, 5, val_loss=1.0)
     assert manager.best.update == 5 and manager.best.path is None
@@ -240,7 +240,7 @@ def test_the_best_stays_though_it_was_saved_without_its_number(start, tmp_path):
     assert updates(tmp_path / "run") == [1, 3]
 
 
-def test_a_victim_that_cannot_be_removed_is_told_in_training_and_the_save_is_whole(start, monkeypatch, tmp_path):
+def test_a_victim_that_cannot_be_removed_is_told_in_training_and_the_save_is_complete(start, monkeypatch, tmp_path):
     manager = start(keep=1)
     save(manager, 1)
 

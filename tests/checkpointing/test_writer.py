@@ -99,7 +99,7 @@ def test_a_chore_comes_after_the_job_in_flight_and_only_the_latest_one_is_done(w
     assert isinstance(results(writer)[0], ZeroDivisionError)
 
 
-def test_news_are_told_by_the_thread_after_results_and_after_errors_when_they_can_be_asked_for():
+def test_results_are_announced_by_the_thread_after_results_and_after_errors_when_they_can_be_asked_for():
     seen = []
     writer = Writer(
         "test", async_save=True, on_result=lambda: seen.append((threading.current_thread().name, *results(writer)))
