@@ -334,7 +334,9 @@ class Trainer(Generic[M]):
     @suggests
     def predict(self, data: Any, *, batch_size: int | None = None) -> Any:
         """Return the outputs for all rows of `data`, in order, joined, on the CPU; leaves no trace."""
-        return passes.predict(self, setup.open_one(self, data, "predict", batch_size=batch_size))
+        from trainwright.evaluation.predictions import predict
+
+        return predict(self, setup.open_one(self, data, "predict", batch_size=batch_size))
 
     @suggests
     def report(

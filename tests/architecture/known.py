@@ -1,9 +1,6 @@
 """What of the house is not in order yet: these lists may only become shorter."""
 
 UPWARD = {
-    ("distributed.launcher_signals", "fit.signals"),
-    ("evaluation.passes", "fit.per_rank_state"),
-    ("evaluation.predictions", "fit.per_rank_state"),
     ("metrics.metrics", "update.losses"),
     ("metrics.objects", "checkpointing.tree"),
     ("metrics.scores", "update.losses"),
@@ -29,7 +26,6 @@ CIRCLES = [
         "data.sharding",
         "data.transforms.augmented",
     },
-    {"evaluation.passes", "evaluation.predictions", "fit.per_rank_state"},
     {"modules.activations", "modules.dry_run"},
 ]
 """Files that import each other in a circle."""

@@ -19,7 +19,7 @@ from trainwright import Trainer, Window, trainer
 from trainwright.core import process_state, rng
 from trainwright.core.process_state import matmul_precisions
 from trainwright.data.dataloader.loader import LoaderBatches
-from trainwright.evaluation import passes, shown_weights
+from trainwright.evaluation import passes, predictions, shown_weights
 from trainwright.evaluation.shown_weights import Shown
 from trainwright.fit import between_updates, context, stages
 from trainwright.fit.run import Run
@@ -268,7 +268,7 @@ def a_refused_fit_is_forgotten(patch):
 
 
 def a_refused_fit_takes_the_rates(patch):
-    without(patch, stages._TakenRates, "put_back")
+    without(patch, stages._TakenRates, "restore_groups")
 
 
 # What a pass without a trace leaves.
@@ -296,7 +296,7 @@ def a_pass_leaves_merged_weights_rounded(patch):
 
 
 def a_pass_freezes(patch):
-    around(patch, passes, "predict", after=lambda owner, *_: owner.model.last.requires_grad_(False))
+    around(patch, predictions, "predict", after=lambda owner, *_: owner.model.last.requires_grad_(False))
 
 
 def a_pass_is_noticed_by_a_backward(patch):
@@ -321,7 +321,7 @@ def a_pass_logs_in_training(patch):
 
 
 def a_pass_wakes_what_is_in_eval_mode(patch):
-    around(patch, passes, "predict", after=lambda owner, *_: owner.model.train())
+    around(patch, predictions, "predict", after=lambda owner, *_: owner.model.train())
 
 
 def a_pass_leaves_averaged_weights(patch):
@@ -343,7 +343,7 @@ def a_pass_counts_its_rows(patch):
     def count(owner, *_):
         owner.counters.rows += 1
 
-    around(patch, passes, "predict", after=count)
+    around(patch, predictions, "predict", after=count)
 
 
 def a_plan_sets_the_rates(patch):

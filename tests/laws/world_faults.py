@@ -18,12 +18,12 @@ from trainwright.distributed.world import Group
 from trainwright.evaluation import passes
 from trainwright.fit import rollback
 from trainwright.fit.between_updates import BetweenUpdates
-from trainwright.fit.per_rank_state import opened
 from trainwright.schedules.table import TableRates
 from trainwright.update import distributed_step
 from trainwright.update.distributed_step import Spread
 from trainwright.update.loss_tracker import Ledger
 from trainwright.update.losses import StepLoss
+from trainwright.update.per_rank_state import open_epoch
 from trainwright.update.sharded_window import DealtWindow
 
 Patch = pytest.MonkeyPatch
@@ -95,7 +95,7 @@ def every_epoch_has_the_order_of_the_first(patch: Patch) -> None:
 
 
 def each_process_shuffles_by_itself(patch: Patch) -> None:
-    patch.setattr(rollback, "opened", lambda world, source, epoch, *, skip=0: iter(source.epoch(epoch)))
+    patch.setattr(rollback, "open_epoch", lambda world, source, epoch, *, skip=0: iter(source.epoch(epoch)))
 
 
 def the_schedule_steps_on_each_process(patch: Patch) -> None:
@@ -112,7 +112,7 @@ def the_schedule_steps_on_each_process(patch: Patch) -> None:
 
 
 def statistics_stay_apart(patch: Patch) -> None:
-    patch.setattr(passes, "same_buffers", lambda owner: nullcontext())
+    patch.setattr(passes, "rank0_buffers", lambda owner: nullcontext())
 
 
 def the_first_ones_numbers_are_told(patch: Patch) -> None:
@@ -122,9 +122,9 @@ def the_first_ones_numbers_are_told(patch: Patch) -> None:
 def each_evaluates_all_rows(patch: Patch) -> None:
     def all_rows(owner: Any, source: Any, ledger: Ledger) -> Any:
         ledger.noting = True
-        return (one.batch for one in opened(owner.world, source, 0))
+        return (one.batch for one in open_epoch(owner.world, source, 0))
 
-    patch.setattr(passes, "own_batches", all_rows)
+    patch.setattr(passes, "shard_batches", all_rows)
 
 
 def each_judges_by_its_own_numbers(patch: Patch) -> None:

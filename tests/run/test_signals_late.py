@@ -14,8 +14,8 @@ import pytest
 from cut import USUAL, Cut, Other, check_ended, check_equal, go, send
 
 from trainwright import Checkpoint, EarlyStopping
+from trainwright.core import signals
 from trainwright.core.errors import Stopped
-from trainwright.fit import signals
 
 
 def saved_in(directory):

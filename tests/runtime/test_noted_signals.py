@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from trainwright.fit.signals import ENDING, Interrupted, Signals
+from trainwright.core.signals import ENDING, Interrupted, Signals
 
 GRACE = 0.15
 

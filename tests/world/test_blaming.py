@@ -16,7 +16,7 @@ from trainwright.core.progress import Counters
 from trainwright.distributed import peer_errors
 from trainwright.distributed.launcher import launch
 from trainwright.distributed.peer_errors import told
-from trainwright.fit.per_rank_state import standing
+from trainwright.update.per_rank_state import position_text
 
 HERE = Path(__file__)
 CALLS: dict[str, Callable[[Trainer[Any], Any], Any]] = {
@@ -108,4 +108,4 @@ def test_epochs_are_told_from_1(counters: Counters, text: str) -> None:
 
     owner: Any = Owner()
     owner.counters = counters
-    assert standing(owner) == text
+    assert position_text(owner) == text

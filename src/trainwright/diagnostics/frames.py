@@ -234,7 +234,7 @@ def _fetches(frame: FrameType) -> bool:
         "trainwright.data",
         "torch.utils.data",
         "trainwright.evaluation.predictions",
-        "trainwright.fit.per_rank_state",
+        "trainwright.update.per_rank_state",
     )
     return module_of(frame).startswith(readers)
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from trainwright.fit.signals import ENDING
+from trainwright.core.signals import ENDING
 
 
 class Noted:

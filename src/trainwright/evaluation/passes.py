@@ -18,7 +18,6 @@ from trainwright.core.rng import seed, unmoved
 from trainwright.core.trees import copy_tree
 from trainwright.data.sources import beside
 from trainwright.diagnostics.explain import explain
-from trainwright.fit.per_rank_state import own_batches, same_buffers, standing, undealt
 from trainwright.metrics.metric_set import MetricSet
 from trainwright.modules import modes
 from trainwright.protocols import Source
@@ -26,6 +25,7 @@ from trainwright.update.hooks import let_go_of_memory, mover
 from trainwright.update.loss_tracker import Ledger
 from trainwright.update.losses import CountObserver
 from trainwright.update.owner import Owner, networks_of
+from trainwright.update.per_rank_state import complete_batches, position_text, rank0_buffers, shard_batches
 
 READ_EVERY = 128
 """Batches between two reads of an evaluation's numbers: memory for that many scalars, and no wait per batch."""
@@ -73,7 +73,7 @@ def traceless(owner: Owner, source: Source, *, shows_gradients: bool = False) ->
 @contextmanager
 def _together(owner: Owner) -> Iterator[None]:
     """Of several processes: watched over, and with the buffers of the first one."""
-    with owner.world.watched(partial(standing, owner)), same_buffers(owner):
+    with owner.world.watched(partial(position_text, owner)), rank0_buffers(owner):
         yield
 
 
@@ -139,7 +139,7 @@ def feed(owner: Owner, source: Source) -> None:
         stack.enter_context(_state_aside(owner))
         step = with_autocast(owner, owner.training_step)
         seed(0, generators)
-        for batch in owner._record.read_batches(undealt(owner, aside)):
+        for batch in owner._record.read_batches(complete_batches(owner, aside)):
             ledger.batch = batch
             statistics.capture()
             step(batch if to_device is None else to_device(batch))
@@ -209,7 +209,7 @@ def evaluate(owner: Owner, source: Source, *, name: str, batches: int | None = N
 def _passed(owner: Owner, source: Source, ledger: Ledger) -> Iterator[Any]:
     """The batches of a pass, or of several processes this one's."""
     if owner.world.size > 1:
-        return own_batches(owner, source, ledger)
+        return shard_batches(owner, source, ledger)
     return chain.from_iterable(map(source.epoch, (0,)))  # opened when it is first asked, and watched
 
 
@@ -221,13 +221,6 @@ def evaluate_sets(owner: Owner, sources: Mapping[str, Source]) -> dict[str, floa
         numbers |= evaluation.numbers
         owner._record.errors |= evaluation.errors
     return numbers
-
-
-def predict(owner: Owner, source: Source) -> Any:
-    """Return the outputs of `predict_step` over one pass; see `run.predicting.predict`."""
-    from trainwright.evaluation import predictions
-
-    return predictions.predict(owner, source)
 
 
 _HIDDEN = "loss of each row"

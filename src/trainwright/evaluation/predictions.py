@@ -193,10 +193,10 @@ class OutputsOfAll(Outputs):
 
     def over(self, source: Source) -> Iterator[Any]:
         """The batches to run, each followed by one `append`."""
-        from trainwright.fit.per_rank_state import opened
+        from trainwright.update.per_rank_state import equally_long, open_epoch
 
-        slices = opened(self._world, source, 0)
-        return map(self._begun, slices if source.length is not None else in_step(self._world, slices))
+        slices = open_epoch(self._world, source, 0)
+        return map(self._begun, slices if source.length is not None else equally_long(self._world, slices))
 
     def append(self, output: Any, /) -> None:
         """Take in what was made of the batch in hand."""
@@ -222,22 +222,6 @@ class OutputsOfAll(Outputs):
             self._gathered += _laid_together([one for one in each if one is not None])
         fits = AT_ONCE * len(self._waiting) // max(map(len, sent))
         self._room, self._waiting = max(1, min(2 * self._room, fits, MOST)), []
-
-
-def in_step(world: World, own: Iterator[Slice]) -> Iterator[Slice]:
-    """The batches of a stream, as many as the longest of all processes has: at its end the last one, as a stand-in."""
-    last: Slice | None = None
-    while True:
-        found = next(own, None)
-        have, lack = world.total(found is not None, found is None and last is None)
-        if not have:
-            return
-        if lack:  # one has no batch at all: it runs another's
-            firsts = world.gather(None if found is None else packed(found))
-            last = unpacked(next(first for first in firsts if first is not None)) if last is None else last
-        last = found if found is not None else last
-        assert last is not None
-        yield last if found is not None else last._replace(rows=0)
 
 
 def _is_block(output: Any) -> bool:

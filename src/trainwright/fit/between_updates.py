@@ -25,7 +25,7 @@ from trainwright.update.owner import listening
 
 if TYPE_CHECKING:
     from trainwright.fit.inspection import Inspector
-    from trainwright.fit.rank_sync import Agreement, Asked
+    from trainwright.fit.rank_sync import RankSync, Requests
 
 
 class BetweenUpdates:
@@ -66,9 +66,9 @@ class BetweenUpdates:
         counters.stopped = counters.stopped or self.completed_end()
         if not counters.stopped:
             self.record.final_validation = None
-        if self.run.agreement is not None:
+        if self.run.rank_sync is not None:
             self._check_probes()
-            self.run.agreement.start()
+            self.run.rank_sync.start()
         self.end()
 
     def _make_inspectors(self) -> list[Inspector]:
@@ -100,8 +100,8 @@ class BetweenUpdates:
         run.strategy.flush()
         for one in self._inspectors:
             one.pause()
-        if run.agreement is not None:
-            self._sync_ranks(run.agreement)
+        if run.rank_sync is not None:
+            self._sync_ranks(run.rank_sync)
         run.signals.check()
         self.update_clock()
         run.steppers.note_unnoted()
@@ -126,33 +126,33 @@ class BetweenUpdates:
         if run.shown.average is not None:
             run.shown.average.epoch_ended(counters.updates, counters.epoch)
 
-    def _sync_ranks(self, agreement: Agreement) -> None:
+    def _sync_ranks(self, rank_sync: RankSync) -> None:
         """Exchange the requests of all ranks, and take the clock of rank 0."""
         self._clock = None
         self.update_clock()
-        asked = self._exchange(agreement)
-        self._before += asked.seconds - self.counters.seconds
-        self._clock = asked.seconds
+        requests = self._exchange(rank_sync)
+        self._before += requests.seconds - self.counters.seconds
+        self._clock = requests.seconds
         if self.run.spread is not None:
             self.run.spread.check_trained()
         self.run.strategy.reporter.report_held()
-        if asked.signal:
-            self.run.signals.obey(asked.signal)
+        if requests.signal:
+            self.run.signals.obey(requests.signal)
 
-    def _exchange(self, agreement: Agreement) -> Asked:
+    def _exchange(self, rank_sync: RankSync) -> Requests:
         """Exchange the requests of all ranks, and note a stop and a save among them."""
-        asked = agreement.join(signal=self.run.signals.pending, save=self.saves.requested_here)
-        self.saves.requested_here, self.saves.requested = False, self.saves.requested or asked.save
-        if asked.stop:
-            self.run.stop_now(asked.stop)
-        return asked
+        requests = rank_sync.join(signal=self.run.signals.pending, save=self.saves.requested_here)
+        self.saves.requested_here, self.saves.requested = False, self.saves.requested or requests.save
+        if requests.stop:
+            self.run.stop_now(requests.stop)
+        return requests
 
     def sync_signals(self) -> None:
         """Stop all ranks if any of them has received a signal since the last exchange."""
-        if self.run.agreement is not None:
-            asked = self._exchange(self.run.agreement)
-            if asked.signal:
-                self.run.signals.obey(asked.signal)
+        if self.run.rank_sync is not None:
+            requests = self._exchange(self.run.rank_sync)
+            if requests.signal:
+                self.run.signals.obey(requests.signal)
 
     def probe(self, trainer: Any, *, epoch_ended: bool) -> None:
         """Call the probes that are due, and note the numbers that they return."""
@@ -175,7 +175,7 @@ class BetweenUpdates:
         self.counters.pause = "final" if final else "epoch" if self._epoch_ended else "update"
         numbers: dict[str, float] = {}
         # No rank may leave a validation alone: with several a signal waits for its end and the next exchange.
-        several = signals.held() if self.run.agreement is not None else nullcontext()
+        several = signals.held() if self.run.rank_sync is not None else nullcontext()
         try:
             with several:
                 for name, source in self.val.items():
@@ -294,8 +294,8 @@ class BetweenUpdates:
         History, early stopping, the best and Plateau do not see these numbers, and `validated` does not count them: a
         run that is resumed from here, and validates at the same update, is then the run that never ended.
         """
-        if self.run.agreement is not None and epoch_ended and self.owner.hooks.end_epoch is not None:
-            self._exchange(self.run.agreement)  # `end_epoch` may have stopped it on one rank
+        if self.run.rank_sync is not None and epoch_ended and self.owner.hooks.end_epoch is not None:
+            self._exchange(self.run.rank_sync)  # `end_epoch` may have stopped it on one rank
         measured = self._is_validated if self.val else not self._lacks_row
         if not self.counters.stopped or self.planned_end() or measured:
             return
@@ -327,7 +327,7 @@ class BetweenUpdates:
         if not run.pending:  # the work that a resumed run begins with makes the row of the last update before it
             run.steppers.forget_rates()
         run.due = self._next_due()
-        if run.woken and run.agreement is None:  # by a hook, or the thread that saves; asked last: no call is lost
+        if run.woken and run.rank_sync is None:  # by a hook, or the thread that saves; asked last: no call is lost
             run.due = 0
         for one in reversed(self._inspectors):  # clocks come first and go last
             one.resume()
@@ -345,8 +345,8 @@ class BetweenUpdates:
             dues.append(ends.max_updates)
         if ends.max_seconds is not None:
             dues.append(counters.updates)  # time passes in skipped updates too
-        if self.run.agreement is not None:  # all ranks stop at the same updates
-            dues = [self.run.agreement.at, *[due for due in dues if due > counters.updates]]
+        if self.run.rank_sync is not None:  # all ranks stop at the same updates
+            dues = [self.run.rank_sync.at, *[due for due in dues if due > counters.updates]]
         return min(dues, default=math.inf)
 
     @property

@@ -21,21 +21,20 @@ from trainwright.core.device import homes
 from trainwright.core.errors import NOTE, CheckpointError, NonFiniteError, SettingError, first_line, listed, message
 from trainwright.core.process_state import training_afresh
 from trainwright.core.records import Result
+from trainwright.core.signals import Interrupted, Signals
 from trainwright.data.dataloader.persistent_workers import workers_kept
 from trainwright.diagnostics.explain import explain
 from trainwright.evaluation.passes import evaluate
 from trainwright.fit.between_updates import BetweenUpdates
 from trainwright.fit.parts import parts_of
-from trainwright.fit.per_rank_state import align_buffers, beside_others
 from trainwright.fit.plan import Ends, Resume, check_monitors, make_plan
+from trainwright.fit.rank_sync import check_same_config
 from trainwright.fit.rescue import ends_in, rescue
 from trainwright.fit.resume_plan import plan_resume
 from trainwright.fit.resuming import resume
 from trainwright.fit.rollback import ENDED
 from trainwright.fit.run import GRACE, Run
-from trainwright.fit.same_config import check_alike
 from trainwright.fit.setup import NOT_RUNNING, open_data
-from trainwright.fit.signals import Interrupted, Signals
 from trainwright.fit.stages import start_stage
 from trainwright.metrics.metrics import OverAll
 from trainwright.modules.dtensors import is_sharded
@@ -43,6 +42,7 @@ from trainwright.modules.modes import untrained, wake
 from trainwright.optim.named import check_parameters, check_saved_schedulers
 from trainwright.protocols import Observer, Source
 from trainwright.update.owner import Owner, listening, networks_of
+from trainwright.update.per_rank_state import among_ranks, broadcast_buffers
 from trainwright.update.snapshot import Buffers, Snapshot
 
 
@@ -107,8 +107,8 @@ class FitContext:
         """Plan, bind, check and load everything that the fit needs; `undo` takes it back."""
         owner, ends, resumes = self._owner, self._ends, self._resume.where is not None
         check_parameters(owner.model, owner.loss, owner.optimizers)
-        undo.enter_context(beside_others(owner))
-        check_alike(owner, source, val, ends=ends, resumes=resumes)
+        undo.enter_context(among_ranks(owner))
+        check_same_config(owner, source, val, ends=ends, resumes=resumes)
         start_stage(owner, undo, resumes=resumes, epochs=ends.epochs)
         undo.enter_context(training_afresh(owner.device.type))
         if owner.precision is not None:
@@ -213,7 +213,7 @@ class FitContext:
         if record.ended is None:
             record.save_error = _await_last_save(between)
             between.leaving.restore_best()
-        align_buffers(owner)
+        broadcast_buffers(owner)
         between.sync_signals()
         record.failed = record.save_error is not None
         run.signals.check()

@@ -69,7 +69,7 @@ class SpeedMeter(Inspector):
     def __init__(self, asked: Throughput, run: Run) -> None:
         self._run, self._owner, self._asked = run, run.owner, asked
         self._trigger = Trigger(asked.span, run.counters, of="every")
-        self._alone = run.agreement is None
+        self._alone = run.rank_sync is None
         self._operations = Operations(asked, run.owner)
         self._on_speed = listeners(listening(run.owner), "on_speed")
         self._looks_at = torch.cuda.current_stream(run.owner.device) if run.owner.device.type == "cuda" else None

@@ -16,10 +16,10 @@ from trainwright.core.errors import DataError, SettingError, message
 from trainwright.core.plan import Plan
 from trainwright.core.suggestions import did_you_mean, nearest
 from trainwright.fit.describe import in_brief
-from trainwright.fit.per_rank_state import shared_out
 from trainwright.optim.named import fused_hint
 from trainwright.protocols import Source
 from trainwright.update.owner import Owner
+from trainwright.update.per_rank_state import describe_ranks
 
 EACH_EPOCH = Epochs(1)
 
@@ -221,7 +221,7 @@ def _check_val(val: Mapping[str, Source], ends: Ends) -> None:
 
 
 def _notes(owner: Owner, source: Source, plan: Plan) -> list[str]:
-    notes = shared_out(owner, plan, apart=bool(getattr(source, "sharded", False)))
+    notes = describe_ranks(owner, plan, apart=bool(getattr(source, "sharded", False)))
     if isinstance(note := getattr(source, "note", None), str):
         notes.append(note)
     if plan.val and owner.hooks.steps_itself and not owner.hooks.validates_itself:

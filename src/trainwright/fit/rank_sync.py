@@ -1,44 +1,119 @@
-"""What the processes of a run agree on: the update at which all of them hear what each has asked for."""
+"""What several ranks agree on: the same configuration at the start, and each other's requests between updates."""
 
 from __future__ import annotations
 
+import hashlib
+import re
 import time
+from collections.abc import Mapping
+from dataclasses import fields
 from typing import NamedTuple
 
-from trainwright.fit.signals import ENDING
+from torch import nn
+
+from trainwright.core.errors import SettingError
+from trainwright.core.signals import ENDING
+from trainwright.fit.plan import Ends
+from trainwright.fit.setup import settings_of
+from trainwright.protocols import Source
 from trainwright.update.owner import Owner
 
 SECONDS = 1.0
-"""How often about the processes hear of each other."""
+"""About how often the ranks exchange their requests."""
 MOST = 4
 """How many times longer than the last stretch of updates the next may be: the pace may change."""
+_DEVICE = re.compile(r"\b([a-z]+):\d+\b")
+_DATA_NAMES = ("training data", "validation data")
 
 
-class Asked(NamedTuple):
-    """What all processes together ask for."""
+def check_same_config(owner: Owner, source: Source, val: Mapping[str, Source], *, ends: Ends, resumes: bool) -> None:
+    """Raise SettingError on every rank where one was given other data, ends, settings or another model.
+
+    Compares lengths, rows, batch sizes, texts of settings and shapes, without reading a row.
+    """
+    if owner.world.size == 1:
+        return
+    given = {
+        **_settings(owner),
+        "model": _layout(owner.model),
+        "training data": _sizes(source),
+        "validation data": ", ".join(f"{name}: {_sizes(one)}" for name, one in val.items()) or "none",
+        "ends": _ends(ends),
+        "resume": "a resume" if resumes else "none",
+    }
+    first, *others = owner.world.gather(given)
+    for rank, other in enumerate(others, start=1):
+        for name in first:
+            if first[name] != other[name]:
+                raise _difference(name, first[name], other[name], rank=rank)
+
+
+def _difference(name: str, first: str, other: str, *, rank: int) -> SettingError:
+    apart = "Trainer(..., parallel=None) for runs apart"
+    same = "one script that does the same on every process"
+    own = "sharded(data) for data that are each process's own part"
+    return SettingError(
+        f"the processes of this run were not given the same {name}",
+        have=f"rank 0: {first}; rank {rank}: {other}",
+        want="the same on every process, which runs its own rows of every batch",
+        fix=f"{own if name in _DATA_NAMES else same}, or {apart}",
+    )
+
+
+def _ends(ends: Ends) -> str:
+    values = {field.name: getattr(ends, field.name) for field in fields(ends)}
+    return ", ".join(f"{name}={value}" for name, value in values.items() if value is not None)
+
+
+def _settings(owner: Owner) -> dict[str, str]:
+    texts = {name: _DEVICE.sub(r"\1", text) for name, text in settings_of(owner).items()}
+    texts["metrics"] = ", ".join(owner.metrics or ()) or "none"
+    texts["checkpoint"] = "none" if owner.checkpoint is None else type(owner.checkpoint).__name__
+    return texts
+
+
+def _sizes(source: Source) -> str:
+    """Return the size of data as text; nothing of a stream, whose shards may differ."""
+    if source.length is None:
+        return "batches without a length"
+    known = {"batches": source.length, "rows": source.rows, "rows in a batch": source.batch_size}
+    return ", ".join(f"{n} {name}" for name, n in known.items() if n is not None)
+
+
+def _layout(model: nn.Module) -> str:
+    """Return a short text that differs where names, shapes or types of weights do."""
+    weights = [*model.named_parameters(), *model.named_buffers()]
+    shapes = [(name, tuple(one.shape), str(one.dtype), one.requires_grad) for name, one in weights]
+    numbers = sum(one.numel() for _, one in weights)
+    digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:8]
+    return f"{type(model).__qualname__} of {numbers:,} numbers in {len(weights)} tensors ({digest})"
+
+
+class Requests(NamedTuple):
+    """The requests of all ranks together."""
 
     stop: str
-    """Why one of them wants to stop; empty where none does."""
+    """The reason of a rank that stops; empty where none does."""
     signal: int
-    """A signal that one of them was given; 0 where none was."""
+    """A signal that a rank has received; 0 where none has."""
     save: bool
-    """Whether one of them wants a checkpoint."""
+    """Whether a rank requests a checkpoint."""
     seconds: float
-    """How long the stage has taken, by the first one's clock."""
+    """Seconds that the stage has taken, by the clock of rank 0."""
 
 
-class Agreement:
-    """Joins what the processes ask for, about once a second, at an update that all of them know.
+class RankSync:
+    """Exchanges the requests of all ranks, about once a second, after an update that all of them know.
 
-    No update pays for it: between two of these points nothing is exchanged. The first process has the clock.
+    No update pays for it: between two exchanges nothing is sent. Rank 0 has the clock.
     """
 
     def __init__(self, owner: Owner) -> None:
         self._world, self._counters = owner.world, owner.counters
         self.asks = ""
-        """Why this process wants to stop, until all have heard it."""
+        """The reason for which this rank stops, until it is exchanged."""
         self.at = 0.0
-        """The applied updates at which they hear of each other next."""
+        """The applied updates after which the next exchange comes."""
         self._stretch = 1
         self._last = (0, time.perf_counter())
 
@@ -47,8 +122,8 @@ class Agreement:
         self._last, self._stretch = (self._counters.updates, time.perf_counter()), 1
         self.at = self._counters.updates + 1
 
-    def join(self, *, signal: int = 0, save: bool = False) -> Asked:
-        """Hear what all have asked for, and fix when to ask again; every process comes here at the same boundary.
+    def join(self, *, signal: int = 0, save: bool = False) -> Requests:
+        """Exchange the requests and set when the next exchange comes; every rank calls it after the same update.
 
         One sum of a few numbers; the reason for a stop is gathered only where there is one.
         """
@@ -59,10 +134,10 @@ class Agreement:
         stop = next((reason for reason in self._world.gather(self.asks) if reason), "") if stops else ""
         self.asks = ""
         number = next((number for number, times in zip(ENDING, given, strict=True) if times), 0)
-        return Asked(stop=stop, signal=number, save=bool(saves), seconds=seconds)
+        return Requests(stop=stop, signal=number, save=bool(saves), seconds=seconds)
 
     def _next(self) -> int:
-        """The update about `SECONDS` from now, by the pace since the last time."""
+        """Return the update about `SECONDS` from now, by the pace since the last exchange."""
         updates, now = self._counters.updates, time.perf_counter()
         before, then = self._last
         made, took = updates - before, max(now - then, 1e-6)

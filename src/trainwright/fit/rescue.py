@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from trainwright.core.errors import CheckpointError, Stopped, first_line
+from trainwright.core.signals import Interrupted
 from trainwright.fit.between_updates import BetweenUpdates
 from trainwright.fit.rollback import BETWEEN, FETCHING, OPENING, UPDATING
-from trainwright.fit.signals import Interrupted
 
 
 def rescue(between: BetweenUpdates, error: BaseException) -> list[str]:
@@ -23,7 +23,7 @@ def rescue(between: BetweenUpdates, error: BaseException) -> list[str]:
         return failures
     run, saves, counters = between.run, between.saves, between.counters
     # Of several processes only those save that have all agreed to end here: the others are somewhere else.
-    alone = run.agreement is not None and not (isinstance(error, Interrupted) and not error.late)
+    alone = run.rank_sync is not None and not (isinstance(error, Interrupted) and not error.late)
     trained = counters.rows or counters.earlier_updates  # where nothing was, the mended script may begin anew
     asked = run.owner.on_error == "save"
     is_whole = bool(trained) and not alone and _is_whole(between, error, asked=asked)

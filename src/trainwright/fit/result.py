@@ -21,11 +21,11 @@ from trainwright.core.checks import local_path
 from trainwright.core.errors import CheckpointError, warn_user
 from trainwright.core.records import Best, Result
 from trainwright.evaluation.passes import showing
-from trainwright.fit.per_rank_state import standing
 from trainwright.fit.plan import Ends
 from trainwright.fit.run import Run
 from trainwright.modules.dtensors import is_sharded
 from trainwright.update.owner import Owner
+from trainwright.update.per_rank_state import position_text
 
 
 class Leaving:
@@ -179,7 +179,7 @@ class Leaving:
 def write_weights(owner: Owner, path: str | Path) -> None:
     """Write the weights that count to one file, on rank 0; return, or raise its error, on every rank afterwards."""
     path = local_path(path, "save_weights({})", file=True)
-    with owner.world.watched(partial(standing, owner)), showing(owner):
+    with owner.world.watched(partial(position_text, owner)), showing(owner):
         weights = whole_weights(owner)
         if owner.world.size == 1:
             save_weights(path, weights)

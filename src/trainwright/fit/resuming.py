@@ -19,12 +19,12 @@ from trainwright.checkpointing.weights import load_into
 from trainwright.core.errors import CheckpointError, SettingError, warn_user
 from trainwright.core.suggestions import did_you_mean
 from trainwright.fit.between_updates import BetweenUpdates
-from trainwright.fit.per_rank_state import own_of, take_own
 from trainwright.fit.resume_plan import ResumePlan
 from trainwright.modules.dtensors import is_sharded
 from trainwright.optim.named import disable_wrong_kernels, has_scheduler
 from trainwright.protocols import Tree
 from trainwright.update.owner import Owner, listening
+from trainwright.update.per_rank_state import load_rank_state, take_rank_state
 
 
 def resume(plan: ResumePlan, owner: Owner, between: BetweenUpdates) -> list[str]:
@@ -93,7 +93,7 @@ def _restore(plan: ResumePlan, owner: Owner, between: BetweenUpdates) -> tuple[l
     assert loaded is not None
     parts, tree, origin = dict(owner.parts()), dict(loaded.tree), str(loaded.path)
     loaded.tree.clear()
-    own, number = own_of(owner, tree)
+    own, number = take_rank_state(owner, tree)
     for name in () if plan.with_data else ("data", "totals"):
         parts.pop(name, None)
         tree.pop(name, None)
@@ -111,7 +111,7 @@ def _restore(plan: ResumePlan, owner: Owner, between: BetweenUpdates) -> tuple[l
         _set_rates(optimizer, before)
     if not plan.with_data:
         owner.counters.batch = 0
-    reports += take_own(owner, own, number=number, source=source if plan.with_data else None)
+    reports += load_rank_state(owner, own, number=number, source=source if plan.with_data else None)
     return reports, matched
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from trainwright.core.rng import RandomPart, random_state, set_random_state
 from trainwright.core.trees import copy_tree
-from trainwright.fit.per_rank_state import opened
 from trainwright.protocols import Source, Stateful, Tree
 from trainwright.update.loss_tracker import Ledger
 from trainwright.update.owner import Owner, trained_modules
+from trainwright.update.per_rank_state import open_epoch
 from trainwright.update.snapshot import Buffers, LossTotals, Snapshot, StateDicts, UserState
 
 BETWEEN, OPENING, FETCHING = "between", "opening", "fetching"
@@ -63,11 +63,11 @@ class Rollback:
         self.phase = OPENING
         random.loaded, random.is_at_boundary = None, False
         if loaded is None:
-            iterator = opened(self._owner.world, self._source, counters.epoch)
+            iterator = open_epoch(self._owner.world, self._source, counters.epoch)
             random.epoch_start = random.before_window or {}
         else:
             set_random_state(random.epoch_start)
-            iterator = opened(self._owner.world, self._source, counters.epoch, skip=counters.batch)
+            iterator = open_epoch(self._owner.world, self._source, counters.epoch, skip=counters.batch)
             set_random_state(loaded)
         self.phase, self._before_opening = BETWEEN, {}
         return iterator

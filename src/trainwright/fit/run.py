@@ -17,13 +17,12 @@ from trainwright.core.errors import first_line
 from trainwright.core.plan import Plan
 from trainwright.core.progress import Counters
 from trainwright.core.rng import RandomPart
+from trainwright.core.signals import Signals
 from trainwright.diagnostics.first_batch import FirstBatch, is_compiled
 from trainwright.evaluation.passes import check_passes, feed
 from trainwright.evaluation.shown_weights import Shown
 from trainwright.fit.epochs import EpochLengths
-from trainwright.fit.per_rank_state import retake_shards
 from trainwright.fit.rollback import BETWEEN, COUNTING, UPDATING, Rollback
-from trainwright.fit.signals import Signals
 from trainwright.modules.modes import running_statistics
 from trainwright.optim.averaged_weights import AveragedWeights
 from trainwright.optim.named import check_parameters
@@ -39,13 +38,14 @@ from trainwright.update.manual_optimization import note_minimized
 from trainwright.update.nonfinite_policy import PATIENCE
 from trainwright.update.optimizer_steps import Steppers
 from trainwright.update.owner import Owner, trained_modules
+from trainwright.update.per_rank_state import refresh_shards
 from trainwright.update.snapshot import Buffers, Snapshot, Tensors, UserState
 from trainwright.update.status import Outcome
 from trainwright.update.strategy import UpdateStrategy
 from trainwright.update.window import Window, windows
 
 if TYPE_CHECKING:
-    from trainwright.fit.rank_sync import Agreement
+    from trainwright.fit.rank_sync import RankSync
     from trainwright.update.distributed_step import Spread
 
 GRACE = 20.0
@@ -106,17 +106,17 @@ class Run:
     def _bind_processes(self, owner: Owner) -> None:
         self.spread: Spread | None = None
         """What several processes do together in an update; None for one."""
-        self.agreement: Agreement | None = None
+        self.rank_sync: RankSync | None = None
         """What several processes agree on between updates; None for one."""
         self.step: Callable[[Any], Any] = owner.training_step
         """Runs a micro-batch: the user's step, with several processes under DDP."""
         self.weigh: Callable[[Any], Roots] = owner.ledger.weigh
         """Turns the return of `step` into the arguments of `backward`."""
         if owner.world.size > 1:
-            from trainwright.fit.rank_sync import Agreement
+            from trainwright.fit.rank_sync import RankSync
             from trainwright.update.distributed_step import Spread
 
-            self.spread, self.agreement = Spread(owner), Agreement(owner)
+            self.spread, self.rank_sync = Spread(owner), RankSync(owner)
             self.step, self.weigh = self.spread.step, self.spread.weigh
 
     def _bind_slots(self, owner: Owner) -> None:
@@ -170,8 +170,8 @@ class Run:
             return
         self.signals.check()
         self.begin_epoch(counters.epoch)
-        if self.agreement is not None and self.owner.hooks.begin_epoch is not None:
-            asked = self.agreement.join().stop  # all join, or none does
+        if self.rank_sync is not None and self.owner.hooks.begin_epoch is not None:
+            asked = self.rank_sync.join().stop  # all join, or none does
             if asked:
                 self.stop_now(asked)
         self.stopped_between = counters.stopped != "" and not self.at_end
@@ -316,9 +316,9 @@ class Run:
         if self.owner.hooks.begin_epoch is not None:
             self.owner.hooks.begin_epoch(epoch)
         self._plan_epoch()
-        if self.agreement is not None and epoch and self.plan.accumulated(epoch) != self.plan.accumulated(epoch - 1):
-            self.agreement.start()  # the pace is another one
-            self.due = min(self.due, self.agreement.at)
+        if self.rank_sync is not None and epoch and self.plan.accumulated(epoch) != self.plan.accumulated(epoch - 1):
+            self.rank_sync.start()  # the pace is another one
+            self.due = min(self.due, self.rank_sync.at)
 
     def check_epoch(self, updates_before: int) -> None:
         """Refuse to go on after an epoch in which an `update` of the user's own made no step at all."""
@@ -328,7 +328,7 @@ class Run:
     def _plan_epoch(self) -> None:
         """Take what is trained and what is kept as it is now: layers may come, be frozen or be set free."""
         owner = self.owner
-        retake_shards(owner)
+        refresh_shards(owner)
         check_parameters(owner.model, owner.loss, owner.optimizers)
         self._take_groups()
         average = self.shown.average
@@ -384,10 +384,10 @@ class Run:
     def stop(self, reason: str) -> None:
         """End the run at the coming boundary; with several processes at the one at which they agree next."""
         reason = reason or "stop() was called"
-        if self.agreement is None:
+        if self.rank_sync is None:
             self.stop_now(reason)
         else:
-            self.agreement.asks = reason
+            self.rank_sync.asks = reason
         self.wake()
 
     def stop_now(self, reason: str) -> None:
@@ -397,7 +397,7 @@ class Run:
     def wake(self) -> None:
         """Have the loop pause at the coming boundary; several processes all pause where they have agreed to."""
         self.woken = True
-        if self.agreement is None:
+        if self.rank_sync is None:
             self.due = 0
 
     @property

@@ -12,11 +12,11 @@ from trainwright.checkpointing.parts import gather
 from trainwright.core.errors import SettingError
 from trainwright.core.records import Saved
 from trainwright.core.triggers import Trigger
-from trainwright.fit.per_rank_state import PROCESSES, own_state
 from trainwright.fit.run import Run
 from trainwright.fit.setup import digest, settings_of
 from trainwright.protocols import Tree, listeners
 from trainwright.update.owner import listening
+from trainwright.update.per_rank_state import PROCESSES, rank_state
 
 
 class RunCheckpoints:
@@ -86,7 +86,7 @@ class RunCheckpoints:
         owner, run = self.owner, self.run
         if owner.world.size == 1:
             return {}
-        return {PROCESSES: owner.world.gather(own_state(owner, run.source, run.random.state_dict()["now"]))}
+        return {PROCESSES: owner.world.gather(rank_state(owner, run.source, run.random.state_dict()["now"]))}
 
     def report(self, *, wait: bool = False) -> None:
         """Notify the observers of new complete checkpoints; CheckpointError where a save has failed."""
@@ -122,7 +122,7 @@ class RunCheckpoints:
         """Have the loop save after the update in progress."""
         if self.manager is None:
             raise SettingError("save() without a checkpoint slot", fix='checkpoint=Checkpoint("runs/x")')
-        self.requested_here, self.requested = True, self.requested or self.run.agreement is None
+        self.requested_here, self.requested = True, self.requested or self.run.rank_sync is None
         self.run.wake()
 
     def next_due(self) -> float:

@@ -25,7 +25,6 @@ from trainwright.data.batches import Batches
 from trainwright.data.sources import is_function, open_source, takes_batch_size
 from trainwright.distributed.ddp import DDP, in_sync
 from trainwright.distributed.world import World
-from trainwright.fit.per_rank_state import as_on_the_first, deal, standing
 from trainwright.fit.plan import Ends
 from trainwright.fit.record import StageRecord
 from trainwright.metrics.metric_set import MetricSet
@@ -37,6 +36,7 @@ from trainwright.protocols import EVENTS, Observer, Schedule, Source
 from trainwright.update.hooks import Hooks, check_arguments, overridden
 from trainwright.update.loss_tracker import Ledger
 from trainwright.update.owner import Owner
+from trainwright.update.per_rank_state import assign_shard, position_text, rng_of_rank0
 from trainwright.update.reporter import check_every
 
 if TYPE_CHECKING:
@@ -271,9 +271,9 @@ def open_data(
         }
     if ends.epoch_updates is not None and source.length is None:
         source = Continuing(source)
-    deal(owner, source)
+    assign_shard(owner, source)
     for data, opened in zip(_named_sets(val).values() if held_out else (), held_out.values(), strict=True):
-        deal(owner, opened)
+        assign_shard(owner, opened)
         if isinstance(opened, LoaderBatches):
             opened.keep_workers(keeps=not reads(train, data))
     return source, held_out
@@ -282,7 +282,7 @@ def open_data(
 @contextmanager
 def _met(owner: Owner) -> Iterator[None]:
     """Several processes together, each watched over, with the random state of the first."""
-    with owner.world.watched(partial(standing, owner)), as_on_the_first(owner.world):
+    with owner.world.watched(partial(position_text, owner)), rng_of_rank0(owner.world):
         yield
 
 
@@ -408,7 +408,7 @@ def open_one(owner: Owner, data: Any, role: str, *, batch_size: int | None) -> S
     role = "evaluated" if role == "train" else role  # a name that a user gave
     with _met(owner) if is_function(data) else nullcontext():  # which may draw
         opened = open_source(data, batch_size=batch_size, role=role)
-    return deal(owner, opened)
+    return assign_shard(owner, opened)
 
 
 def _named_sets(data: Any, prefix: str = "val") -> dict[str, Any]:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from trainwright.core.errors import SettingError, message, user_line
 from trainwright.core.progress import Counters
-from trainwright.fit.per_rank_state import align_weights
 from trainwright.modules.modes import unnoticed
 from trainwright.update.hooks import let_go_of_memory
 from trainwright.update.owner import Owner
+from trainwright.update.per_rank_state import broadcast_weights
 
 
 def start_stage(owner: Owner, undo: ExitStack, *, resumes: bool, epochs: int | None) -> None:
@@ -37,7 +37,7 @@ def start_stage(owner: Owner, undo: ExitStack, *, resumes: bool, epochs: int | N
         line = "the weights were changed since the last fit: they are trained, not the ones it averaged"
         record.notes = (line,)
     record.notes += _note_a_loop(owner, epochs)
-    align_weights(owner)  # after the trained weights are back: averaged ones that were written to are not replaced
+    broadcast_weights(owner)  # after the trained weights are back: averaged ones that were written to are not replaced
 
 
 def _count_anew(counters: Counters, *, continues: bool) -> None:

@@ -1,4 +1,4 @@
-"""What each process of a run has of its own: its noise, its statistics, its part of the data."""
+"""The state that each rank has of its own, random numbers, statistics, its rows, and what all ranks share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from trainwright.core.errors import DataError, message
 from trainwright.core.plan import Plan
 from trainwright.core.rng import random_state, seed, set_random_state, unmoved
 from trainwright.core.trees import parameters_in
-from trainwright.distributed.batch_layout import Shard
+from trainwright.distributed.batch_layout import Shard, Slice
+from trainwright.distributed.packing import packed, unpacked
 from trainwright.distributed.world import World
 from trainwright.modules.dtensors import is_sharded, reshard
 from trainwright.modules.modes import running_statistics, unnoticed
@@ -26,11 +27,11 @@ if TYPE_CHECKING:
     from trainwright.update.loss_tracker import Ledger
 
 PROCESSES = "processes"
-"""The part of a checkpoint that holds what each of several processes has of its own."""
+"""The part of a checkpoint that holds the own state of each of several ranks."""
 
 
-def deal(owner: Owner, source: Source) -> Source:
-    """Have a source give each of several processes its part; DataError for one that cannot."""
+def assign_shard(owner: Owner, source: Source) -> Source:
+    """Assign a source the rows of this rank; DataError for one that cannot be sharded."""
     world = owner.world
     if world.size == 1:
         return source
@@ -48,10 +49,10 @@ def deal(owner: Owner, source: Source) -> Source:
 
 
 @contextmanager
-def as_on_the_first(world: World, generators: Sequence[Any] = ()) -> Iterator[None]:
-    """The random state of the first process inside, on all of them: what is drawn there is the order of the data.
+def rng_of_rank0(world: World, generators: Sequence[Any] = ()) -> Iterator[None]:
+    """The random state of rank 0 inside, on all ranks: the order of the data is drawn there.
 
-    Afterwards the others draw on where they were; `generators`, the data's own, stay where this leaves them.
+    Afterwards the other ranks continue with their own; `generators`, the data's own, stay where this leaves them.
     """
     if world.size == 1:
         yield
@@ -70,16 +71,16 @@ def as_on_the_first(world: World, generators: Sequence[Any] = ()) -> Iterator[No
         set_random_state(own)
 
 
-def opened(world: World, source: Source, epoch: int, *, skip: int = 0) -> Iterator[Any]:
-    """The batches of an epoch; several processes draw its order from the random state of the first one."""
+def open_epoch(world: World, source: Source, epoch: int, *, skip: int = 0) -> Iterator[Any]:
+    """Return the batches of an epoch; several ranks draw its order from the random state of rank 0."""
     if world.size == 1:
         return iter(source.epoch(epoch, skip) if skip else source.epoch(epoch))
-    with as_on_the_first(world, list(getattr(source, "generators", ()))):
+    with rng_of_rank0(world, list(getattr(source, "generators", ()))):
         return iter(source.epoch(epoch, skip))
 
 
-def shared_out(owner: Owner, plan: Plan, *, apart: bool) -> list[str]:
-    """What the header says of several processes; nothing of one. `apart`: each reads batches of its own."""
+def describe_ranks(owner: Owner, plan: Plan, *, apart: bool) -> list[str]:
+    """Return the header's lines on several ranks; none for one. `apart`: each reads batches of its own."""
     world: Any = owner.world
     if world.size == 1:
         return []
@@ -90,37 +91,51 @@ def shared_out(owner: Owner, plan: Plan, *, apart: bool) -> list[str]:
     return [by, late] if owner.on_error == "save" else [by]
 
 
-def undealt(owner: Owner, source: Source) -> Iterator[Any]:
-    """The whole batches of a pass, on every process alike; of a stream that is its own part those of each."""
+def complete_batches(owner: Owner, source: Source) -> Iterator[Any]:
+    """Return the complete batches of a pass, the same on every rank; of a sharded stream those of each rank."""
     return iter(source.epoch(0)) if owner.world.size == 1 else _wholly(owner, cast(Any, source))
 
 
 def _wholly(owner: Owner, source: Any) -> Iterator[Any]:
     source.deal(Shard(0, 1))
     try:
-        for one in opened(owner.world, source, 0):
+        for one in open_epoch(owner.world, source, 0):
             yield one.batch
     finally:
         source.deal(_part(owner))  # a source of the user's own is no copy: training goes on with it
 
 
-def own_batches(owner: Owner, source: Source, ledger: Ledger) -> Iterator[Any]:
-    """The batches of an evaluation that have rows of this process; those that stand in only where all must run."""
+def shard_batches(owner: Owner, source: Source, ledger: Ledger) -> Iterator[Any]:
+    """Yield the batches of an evaluation that have rows of this rank; stand-ins only where all ranks must run."""
     shards = owner.parallel.shards
-    slices = opened(owner.world, source, 0)
+    slices = open_epoch(owner.world, source, 0)
     if shards and source.length is None:
-        from trainwright.evaluation.predictions import in_step
-
-        slices = in_step(owner.world, slices)
+        slices = equally_long(owner.world, slices)
     for one in slices:
         ledger.noting = one.rows != 0
         if ledger.noting or shards:
             yield one.batch
 
 
+def equally_long(world: World, own: Iterator[Slice]) -> Iterator[Slice]:
+    """Yield the batches of a stream, as many as the longest rank has: at its end the last one again, as a stand-in."""
+    last: Slice | None = None
+    while True:
+        found = next(own, None)
+        have, lack = world.total(found is not None, found is None and last is None)
+        if not have:
+            return
+        if lack:  # a rank without any batch runs another's
+            firsts = world.gather(None if found is None else packed(found))
+            last = unpacked(next(first for first in firsts if first is not None)) if last is None else last
+        last = found if found is not None else last
+        assert last is not None
+        yield last if found is not None else last._replace(rows=0)
+
+
 @contextmanager
-def same_buffers(owner: Owner) -> Iterator[None]:
-    """The first process's buffers inside, on all of them: every one evaluates the same model."""
+def rank0_buffers(owner: Owner) -> Iterator[None]:
+    """The buffers of rank 0 inside, on all ranks: every one evaluates the same model."""
     buffers = _whole(owner.model.buffers())
     kept = [buffer.detach().clone() for buffer in buffers]
     with unnoticed(buffers):
@@ -134,8 +149,8 @@ def same_buffers(owner: Owner) -> Iterator[None]:
 
 
 @contextmanager
-def beside_others(owner: Owner) -> Iterator[None]:
-    """A run beside those of other processes: watched over, with noise of its own."""
+def among_ranks(owner: Owner) -> Iterator[None]:
+    """A run of several ranks inside: each is monitored, and draws random numbers of its own."""
     world = owner.world
     if owner.parallel.shards:
         from trainwright.distributed.fsdp import recover
@@ -145,12 +160,12 @@ def beside_others(owner: Owner) -> Iterator[None]:
         yield
         return
     same = getattr(owner.parallel, "same_noise", False)
-    with world.watched(partial(standing, owner)), noise_of_its_own(world, same=same):
+    with world.watched(partial(position_text, owner)), per_rank_noise(world, same=same):
         yield
 
 
-def standing(owner: Owner) -> str:
-    """Where this process stands, for the others."""
+def position_text(owner: Owner) -> str:
+    """Return the position of this rank in the run, for messages of the others."""
     counters = owner.counters
     done = bool(counters.stopped) and not counters.batch  # the epoch in hand is one that no longer comes
     epoch = counters.earlier_epochs + counters.epoch + (0 if done else 1)
@@ -158,15 +173,15 @@ def standing(owner: Owner) -> str:
 
 
 @contextmanager
-def noise_of_its_own(world: World, *, same: bool) -> Iterator[None]:
-    """Have every process but the first draw numbers of its own inside; afterwards all draw what the first does.
+def per_rank_noise(world: World, *, same: bool) -> Iterator[None]:
+    """Random numbers of its own inside for each rank but the first; afterwards all draw the same as rank 0.
 
-    The stream follows from the random state that was found: seeded alike, a run of as many processes draws the same
-    again. With `same` all draw what the first draws. After an error each goes on where it was.
+    The stream follows from the random state of rank 0: seeded alike, a run of as many ranks draws the same again.
+    With `same` all draw as rank 0 does. After an error each continues where it was.
     """
     before = random_state()
     first = world.same(before)
-    set_random_state(first if same else derived(first, world.rank))
+    set_random_state(first if same else derived_rng(first, world.rank))
     try:
         yield
     except BaseException:
@@ -175,8 +190,8 @@ def noise_of_its_own(world: World, *, same: bool) -> Iterator[None]:
     set_random_state(world.same(random_state()))
 
 
-def derived(state: dict[str, Any], rank: int) -> dict[str, Any]:
-    """The random state that a process other than the first draws from: it follows from the first one's and the rank."""
+def derived_rng(state: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Return the random state of a rank: it follows from that of rank 0, which is returned for rank 0 itself."""
     if not rank:
         return state
     digest = hashlib.sha256(state["torch"].numpy().tobytes() + rank.to_bytes(4, "little")).digest()
@@ -185,8 +200,8 @@ def derived(state: dict[str, Any], rank: int) -> dict[str, Any]:
         return random_state()
 
 
-def own_state(owner: Owner, source: Source, random: Tree) -> Tree:
-    """What this process alone has: its random state, normalisation statistics, and the states of its workers."""
+def rank_state(owner: Owner, source: Source, random: Tree) -> Tree:
+    """Return the state of this rank alone: random numbers, normalization statistics, and its dataloader workers."""
     data: Any = getattr(source, "process_state", None)
     return {
         "random": random,
@@ -196,10 +211,10 @@ def own_state(owner: Owner, source: Source, random: Tree) -> Tree:
     }
 
 
-def own_of(owner: Owner, tree: dict[str, Tree]) -> tuple[Tree | None, int]:
-    """Take out of a checkpoint what its processes had of their own; returns this one's, and how many there were.
+def take_rank_state(owner: Owner, tree: dict[str, Tree]) -> tuple[Tree | None, int]:
+    """Take the own states of all ranks out of a checkpoint; return this rank's, and how many there were.
 
-    None where there were more or fewer: then the first process's is for all, and the others' noise follows from it.
+    None where there were more or fewer ranks: then all start from rank 0's, and their random numbers follow from it.
     """
     each: list[Tree] = tree.pop(PROCESSES, None) or []
     world = owner.world
@@ -207,15 +222,15 @@ def own_of(owner: Owner, tree: dict[str, Tree]) -> tuple[Tree | None, int]:
     own = each[world.rank] if world.size > 1 and number == world.size else None
     tree |= {} if own is None else own["parts"]
     if world.rank:
-        now = derived(tree["random"]["now"], world.rank) if own is None else own["random"]
+        now = derived_rng(tree["random"]["now"], world.rank) if own is None else own["random"]
         tree["random"] = {**tree["random"], "now": now}
     return own, number
 
 
-def take_own(owner: Owner, own: Tree | None, *, number: int, source: Source | None) -> list[str]:
-    """Go on with what this process had, where the common parts are loaded; returns what the header says."""
+def load_rank_state(owner: Owner, own: Tree | None, *, number: int, source: Source | None) -> list[str]:
+    """Load the own state of this rank, after the common parts; return the header's lines."""
     if owner.world.rank:
-        owner.ledger.reset()  # the sums of all are the first one's
+        owner.ledger.reset()  # the sums of all ranks are rank 0's
     if own is not None:
         for name, statistic in _statistics(owner).items():
             statistic.copy_(own["statistics"][name])
@@ -227,12 +242,12 @@ def take_own(owner: Owner, own: Tree | None, *, number: int, source: Source | No
 
 
 def _each(owner: Owner) -> dict[str, Any]:
-    """The parts of the user's own of which every process has one."""
+    """Return the user's own parts of which every rank has one."""
     return {name: part for name, part in owner.parts().items() if getattr(part, "each_process", False)}
 
 
-def retake_shards(owner: Owner) -> None:
-    """Have a model that is held in shards hold nothing else, and go by what is trained now."""
+def refresh_shards(owner: Owner) -> None:
+    """Free the gathered weights of a sharded model, and take over which parameters are trained now."""
     if owner.parallel.shards:
         from trainwright.distributed.fsdp import retake
 
@@ -240,26 +255,26 @@ def retake_shards(owner: Owner) -> None:
         retake(owner.model)
 
 
-def align_buffers(owner: Owner) -> None:
-    """Give every process the first one's buffers: all evaluate, save and hand back the same model."""
+def broadcast_buffers(owner: Owner) -> None:
+    """Broadcast the buffers of rank 0: all ranks evaluate, save and return the same model."""
     if owner.world.size > 1:
         owner.world.align(_whole(owner.model.buffers()))
 
 
-def align_weights(owner: Owner) -> None:
-    """Give every process the first one's weights: of the model, a loss, frozen modules, and what else is trained."""
+def broadcast_weights(owner: Owner) -> None:
+    """Broadcast the weights of rank 0: model, loss, frozen modules, and all else that is trained."""
     tensors = [tensor for module in networks_of(owner) for tensor in (*module.parameters(), *module.buffers())]
     tensors += parameters_in(*owner.optimizers.values())
     owner.world.align({id(one): one for one in _whole(tensors)}.values())
 
 
 def _whole(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Those that every process holds as a whole."""
+    """Return the tensors that are not sharded."""
     return [one for one in tensors if not is_sharded(one)]
 
 
 def _statistics(owner: Owner) -> dict[str, Tensor]:
-    """The running statistics by name: the layers of a model may be registered in another order after a resume."""
+    """Return the running statistics by name: a resumed model may register its layers in another order."""
     ids = {id(one) for one in running_statistics(owner.model)}
     return {name: buffer for name, buffer in owner.model.named_buffers() if id(buffer) in ids}
 
