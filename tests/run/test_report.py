@@ -316,7 +316,7 @@ def test_a_step_that_selects_rows_is_no_ground_to_call_the_last_item_the_target(
     with pytest.raises(TypeError) as failed:
         getattr(trainer, role)(NODES)
     (note,) = failed.value.__notes__
-    assert "Graph.forward, which takes (x, adjacency)" in note
+    assert "Graph.forward takes (x, adjacency)" in note
     assert f"def predict_step(self, batch): ...; {fix}" in note
     assert "split(" not in note and "batch[-1]" not in note
 

@@ -52,6 +52,10 @@ class Lying(Tensor):
         """The values: who sees `device.type == "cpu"` may ask."""
         return self.values.numpy(force=force)
 
+    def tolist(self) -> Any:
+        """The values, as `numpy` gives them."""
+        return self.values.tolist()
+
     def untyped_storage(self) -> Any:
         """The memory of the values: what a checkpoint is written from."""
         return self.values.untyped_storage()

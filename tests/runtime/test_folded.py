@@ -1,4 +1,4 @@
-"""Law Same: clipping, and the factor that gradients owe, in the kernels of a step are the same before it."""
+"""Law Same: clipping, and the factor of the gradients, in the kernels of a step are the same before it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from trainwright import ClipNorm, ClipValue
-from trainwright.optim.fused import step_of
 from trainwright.update.optimizer_steps import Stepper
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -34,9 +33,8 @@ def gradients(number: int) -> list[Tensor]:
 
 def folding(model: nn.Module, name: str, flag: Tensor | None, *, max_norm: float) -> Stepper:
     stepper = Stepper("optimizer", OPTIMIZERS[name](model.parameters()), clip=ClipNorm(max_norm), wants_norm=False)
-    assert stepper.may_fold()
-    stepper.folds = True
-    stepper.step = step_of(stepper.optimizer, flag, scale=lambda: stepper.scale)
+    assert stepper.can_fuse_clipping()
+    stepper.make_step(flag, None, fuses_clipping=True)
     return stepper
 
 
@@ -46,20 +44,20 @@ def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("hooked", [False, True])
-@pytest.mark.parametrize("owed", [1.0, 0.25, torch.tensor(0.125, dtype=torch.float64)])
+@pytest.mark.parametrize("factor", [1.0, 0.25, torch.tensor(0.125, dtype=torch.float64)])
 @pytest.mark.parametrize("max_norm", [0.5, 100.0])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_clipped_in_the_kernel_is_clipped_before_it(name: str, max_norm: float, owed: Any, hooked: bool) -> None:
+def test_clipped_in_the_kernel_is_clipped_before_it(name: str, max_norm: float, factor: Any, hooked: bool) -> None:
     plain, folded, flag = net(), net(), torch.zeros(())
     optimizer, stepper = OPTIMIZERS[name](plain.parameters()), folding(folded, name, flag, max_norm=max_norm)
     if hooked:
         stepper.optimizer.register_step_pre_hook(lambda *_: None)
     for number in range(5):
         for one, other, gradient in zip(plain.parameters(), folded.parameters(), gradients(number), strict=True):
-            one.grad, other.grad = gradient * owed, gradient.clone()
+            one.grad, other.grad = gradient * factor, gradient.clone()
         norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
         optimizer.step()
-        stepper.owed = owed
+        stepper.factor = factor
         stepper.limit()
         stepper.step()
         assert isinstance(stepper.norm, Tensor)
@@ -68,7 +66,7 @@ def test_clipped_in_the_kernel_is_clipped_before_it(name: str, max_norm: float, 
             torch.testing.assert_close(other.grad, one.grad, rtol=1e-6, atol=1e-8)  # what the weights were moved by
     for a, b in zip(state(plain, optimizer), state(folded, stepper.optimizer), strict=True):
         torch.testing.assert_close(a, b, rtol=2e-6, atol=1e-7)
-    if max_norm == 100.0 and owed == 1.0:
+    if max_norm == 100.0 and factor == 1.0:
         pairs = zip(state(plain, optimizer), state(folded, stepper.optimizer), strict=True)
         assert all(torch.equal(a, b) for a, b in pairs), "where nothing is clipped, bit for bit"
 
@@ -91,15 +89,15 @@ def test_a_step_that_is_held_back_moves_nothing(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, state(model, stepper.optimizer), strict=True))
 
 
-def may_fold(model: nn.Module, clip: Any, **settings: Any) -> bool:
+def can_fuse(model: nn.Module, clip: Any, **settings: Any) -> bool:
     optimizer = torch.optim.AdamW(model.parameters(), **settings)
-    return Stepper("optimizer", optimizer, clip=clip, wants_norm=False).may_fold()
+    return Stepper("optimizer", optimizer, clip=clip, wants_norm=False).can_fuse_clipping()
 
 
 def test_only_what_the_kernels_can_do_is_left_to_them() -> None:
-    assert may_fold(net(), ClipNorm(1.0), fused=True)
-    assert not may_fold(net(), ClipNorm(1.0))
-    assert not may_fold(net(), ClipNorm(1.0, norm_type=1.0), fused=True)
-    assert not may_fold(net(), ClipValue(1.0), fused=True)
-    assert not may_fold(net(), None, fused=True)
-    assert not may_fold(net().double(), ClipNorm(1.0), fused=True), "the kernels divide by a float32"
+    assert can_fuse(net(), ClipNorm(1.0), fused=True)
+    assert not can_fuse(net(), ClipNorm(1.0))
+    assert not can_fuse(net(), ClipNorm(1.0, norm_type=1.0), fused=True)
+    assert not can_fuse(net(), ClipValue(1.0), fused=True)
+    assert not can_fuse(net(), None, fused=True)
+    assert not can_fuse(net().double(), ClipNorm(1.0), fused=True), "the kernels divide by a float32"
