@@ -103,7 +103,7 @@ def test_what_is_no_weights_file_is_refused_and_never_run(tmp_path):
     with pytest.raises(SettingError, match='"best" or "last"'):
         load_weights(tmp_path / "w.pt", which="newest")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
         load_weights(tmp_path / "empty")
 
 

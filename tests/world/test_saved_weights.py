@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from trainwright import EMA, CheckpointError, Trainer, load_weights
-from trainwright.checkpointing import load
+from trainwright.checkpointing import weights
 from trainwright.distributed.world import World
 from world.pool import Pool, await_path
 
@@ -27,18 +27,18 @@ def trained(**settings: Any) -> Trainer[nn.Module]:
 def save_late(path: Path, average: bool) -> dict[str, Any]:
     """Save; rank 0 writes when another rank has returned, or when none has for a second."""
     trainer = trained(average=EMA(0.5) if average else None)
-    returned, write = path.with_suffix(".returned"), load.replace_file
+    returned, write = path.with_suffix(".returned"), weights.replace_file
 
     def late(*given: Any) -> Any:
         await_path(returned, seconds=1)
         return write(*given)
 
-    load.replace_file = late
+    weights.replace_file = late
     try:
         trainer.save_weights(path)
         returned.touch()
     finally:
-        load.replace_file = write
+        weights.replace_file = write
     return dict(load_weights(path))
 
 
