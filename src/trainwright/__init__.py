@@ -27,7 +27,7 @@ from trainwright.optim.clip import ClipNorm, ClipValue
 from trainwright.optim.gradients import Gradients
 from trainwright.precision.base import LossScale, Precision
 from trainwright.precision.mixed_precision import LossScaler, MixedPrecision
-from trainwright.protocols import Clip, Metric, Observer, Schedule, Source, Stateful
+from trainwright.protocols import Clip, Metric, Observer, Schedule, Stateful
 from trainwright.trainer import Trainer
 from trainwright.update.window import Window, windows
 
@@ -224,7 +224,6 @@ __all__ = [
     "SklearnClassifier",
     "SklearnRegressor",
     "Slice",
-    "Source",
     "Speed",
     "Stateful",
     "Statistics",

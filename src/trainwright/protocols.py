@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainwright.core.durations import Duration
+from trainwright.core.durations import Span
 from trainwright.core.plan import Plan
 from trainwright.core.records import Result, Saved, Update, Validation
 from trainwright.core.suggestions import refuse_near_names
@@ -48,30 +48,6 @@ class Schedule(Protocol):
         ...
 
 
-@runtime_checkable
-class Source(Stateful, Protocol):
-    """Where batches come from, whatever `train` was."""
-
-    length: int | None
-    """Batches of an epoch; None where it is not known."""
-    rows: int | None
-    """Rows of an epoch; None where it is not known."""
-    batch_size: int | None
-    """Rows of a full batch; None where it is not known."""
-    repeatable: bool
-    """Whether it can be iterated again from the start."""
-    draws_global_rng: bool
-    """Whether iterating draws from the process's random state (then resuming replays it)."""
-
-    def describe(self) -> str:
-        """A few words for the header of the console."""
-        ...
-
-    def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
-        """The batches of one epoch, without its first `skip`."""
-        ...
-
-
 class Metric(Protocol):
     """A metric with state of its own; each pass runs a copy.
 
@@ -99,7 +75,7 @@ class Observer:
 
     wants: ClassVar[frozenset[str]] = frozenset()
     """Numbers that cost something and are computed only where asked for: "grad_norm"."""
-    every: Duration | None = None
+    every: Span | None = None
     """How often `on_update` is called: `Updates(n)` or `Seconds(n)`; None: at every update. Read once, before `fit`."""
 
     def __init_subclass__(cls) -> None:

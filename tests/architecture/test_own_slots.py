@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainwright import Best, Checkpoint, Observer, Plan, Result, Saved, SettingError, Trainer, Update
+from trainwright import Best, Checkpoint, DataError, Observer, Plan, Result, Saved, SettingError, Trainer, Update
 from trainwright.checkpointing.manager import CheckpointManager
+from trainwright.data.source import Source
 from trainwright.distributed.world import World
 from trainwright.precision import LossScale, Precision
 from trainwright.schedules.rates import Rates
@@ -172,7 +173,7 @@ class OwnObserver(Observer):
         self.result = result
 
 
-class OwnSource:
+class OwnSource(Source):
     """Four batches, another order in odd epochs."""
 
     length: int | None = 4
@@ -288,3 +289,12 @@ def test_source() -> None:
     known.fit(lambda epoch: DATA if epoch == 0 else DATA[::-1], epochs=2)
     assert own.progress.rows == 64
     assert torch.equal(own.model.weight, known.model.weight)
+
+
+def test_a_source_that_is_no_subclass_is_refused() -> None:
+    class Alike:
+        def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
+            return iter(DATA)
+
+    with pytest.raises(DataError, match=r"an Alike has epoch\(\), and is no Source(.|\n)*class Alike\(Source\)"):
+        trainer().fit(Alike(), epochs=1)

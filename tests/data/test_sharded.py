@@ -21,6 +21,7 @@ from trainwright.data.batches import batches
 from trainwright.data.cutting import cut
 from trainwright.data.cutting import rows_of as counted
 from trainwright.data.sharding import shard, sharded
+from trainwright.data.source import Source
 from trainwright.data.sources import open_source
 from trainwright.data.streams import Continuing
 from trainwright.distributed.batch_layout import Shard, Slice
@@ -221,7 +222,7 @@ def test_an_order_without_an_end_is_refused_when_it_is_drawn() -> None:
 
 
 def test_a_source_of_the_users_own_that_cannot_deal_is_refused() -> None:
-    class Own:
+    class Own(Source):
         length = rows = batch_size = None
         repeatable, draws_global_rng = True, False
 

@@ -10,8 +10,8 @@ import torch
 
 from trainwright.core.errors import SettingError, message
 from trainwright.core.memory import left_on
+from trainwright.data.source import Source
 from trainwright.observers.table import byte_size
-from trainwright.protocols import Source
 from trainwright.update.owner import Owner
 
 SHARE = 0.25
@@ -74,7 +74,7 @@ def _sizes(owner: Owner, sources: Mapping[str, Any]) -> dict[str, tuple[Any, int
     """What can be copied, and its bytes; data that stand under two names, once."""
     found: dict[str, tuple[Any, int]] = {}
     for name, source in sources.items():
-        size = source.size_beside(owner.device) if hasattr(source, "size_beside") else None
+        size = source.size_beside(owner.device)
         if size is not None and not any(source is other for other, _ in found.values()):
             found[name] = (source, size)
     return found

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.acceleration import layout
-from trainwright.protocols import Source
+from trainwright.data.source import Source
 from trainwright.update.losses import CountObserver, counted_by_torch, counted_outside_graphs
 from trainwright.update.owner import Owner
 

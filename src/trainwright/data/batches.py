@@ -21,6 +21,7 @@ from trainwright.data.dataloader.position import BATCHES, check_facts, check_kin
 from trainwright.data.generators import Generators, hidden_in, knows_its_state
 from trainwright.data.rows import choosing, rows_of
 from trainwright.data.seeded import SeededRows, mixed_seed
+from trainwright.data.source import Source
 from trainwright.data.stateful import Asked
 from trainwright.distributed.batch_layout import Shard
 
@@ -76,14 +77,11 @@ def batches(
     return AugmentedBatches(rows, dealing, sampler, augment=augment)
 
 
-class Batches:
+class Batches(Source):
     """A data set, dealt into batches; made by `batches`."""
 
-    repeatable = True
-    must_resume: bool | None = None
-    """Whether a checkpoint may be asked for: then what could not be resumed is refused when it shows."""
-    sharded = False
-    """Whether the rows are this process's own part already."""
+    own_length: int | None = None
+    """Batches of an epoch on this process, where it has data of its own; else as `length`."""
     _tells_epoch = True
     """Whether data set and sampler hear which epoch it is."""
     _part: Shard | None = None

@@ -20,8 +20,8 @@ from trainwright.data.batches import Batches, batches
 from trainwright.data.dataloader.position import PER_EPOCH, check_kind
 from trainwright.data.generators import Generators
 from trainwright.data.sharding import Sharded, standing, tells
+from trainwright.data.source import Source
 from trainwright.distributed.batch_layout import Shard
-from trainwright.protocols import Source
 
 _FORMS = (
     "batches(...), a DataLoader, a Dataset, a tensor or array or a tuple of them with batch_size, "
@@ -31,9 +31,6 @@ _FORMS = (
 
 EVALUATED_AT_ONCE = 256
 """Rows of a batch of an evaluation or prediction where none are given: the numbers do not depend on it."""
-
-_NO_SOURCES: tuple[type, ...] = (list, tuple, dict, Tensor, np.ndarray, DataLoader)
-"""What data nearly always are, so that a Protocol is asked about nothing else."""
 
 
 def open_source(data: Any, *, batch_size: int | None = None, shuffle: bool = False, role: str = "train") -> Source:
@@ -77,10 +74,9 @@ def takes_batch_size(data: Any) -> bool:
     return isinstance(data, Dataset) or hasattr(data, "__getitems__") or rows_by_number
 
 
-class PerEpoch:
+class PerEpoch(Source):
     """A function `epoch -> data`, called once per epoch; length and rows are those of the epoch in hand."""
 
-    repeatable = True
     draws_global_rng = True
     _must_resume: bool | None = None
     _sharded = False
@@ -109,8 +105,7 @@ class PerEpoch:
     @must_resume.setter
     def must_resume(self, must: bool | None) -> None:
         self._must_resume = must
-        if hasattr(self._source, "must_resume"):  # a source of the user's own may not ask
-            cast(Any, self._source).must_resume = must
+        self._source.must_resume = must
 
     @property
     def sharded(self) -> bool:
@@ -125,23 +120,23 @@ class PerEpoch:
     @property
     def own_length(self) -> int | None:
         """Batches of the epoch in hand on this process, where it has data of its own; else as `length`."""
-        return getattr(self._source, "own_length", self._source.length)
+        return self._source.own_length
 
     @property
     def says_elsewhere(self) -> str | None:
         """What is not as it was after a resume on another number of processes; None where all is."""
-        return getattr(self._source, "says_elsewhere", None)
+        return self._source.says_elsewhere
 
     def deal(self, part: Shard | None) -> None:
         """From now on `epoch` gives a `Slice` of each batch: this process's part of it; None: whole batches again."""
-        self._deal(self._source, part)
+        self._source.deal(part)
         self._part = part
         self._measure()
 
     @property
     def resumes(self) -> str:
         """What is not known to be exact in a resume inside an epoch of the data in hand; "" where nothing is."""
-        return str(getattr(self._source, "resumes", ""))
+        return self._source.resumes
 
     def facts(self) -> dict[str, Any]:
         """Nothing: each epoch's data are compared with those that were saved when they are made."""
@@ -149,8 +144,7 @@ class PerEpoch:
 
     def at_boundary(self) -> None:
         """Note that all batches given so far are trained on."""
-        if hasattr(self._source, "at_boundary"):
-            cast(Any, self._source).at_boundary()
+        self._source.at_boundary()
 
     def set_aside(self) -> None:
         """Read beside whoever else reads the data in hand, which may be readable once: the function makes others."""
@@ -163,7 +157,7 @@ class PerEpoch:
     @property
     def generators(self) -> list[torch.Generator]:
         """The generators that the data in hand draw from, apart from the process's."""
-        return list(getattr(self._source, "generators", ()))
+        return list(self._source.generators)
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
         """The batches of the data that the function gives for `epoch`."""
@@ -181,8 +175,8 @@ class PerEpoch:
         # A state of another epoch's data belongs to those data, unless all epochs share them.
         if loaded is not None and (same or loaded["epoch"] == epoch):
             self._source.load_state_dict(loaded["source"])
-            if "process" in loaded and hasattr(self._source, "load_process_state"):
-                cast(Any, self._source).load_process_state(loaded["process"])
+            if "process" in loaded:
+                self._source.load_process_state(loaded["process"])
         self._epoch, self._fresh = epoch, False
         return self._source.epoch(epoch, skip)
 
@@ -192,10 +186,8 @@ class PerEpoch:
             return
         data = _called(self._make, self._loaded["epoch"], self._role)
         source = self._source if data is self._data else self._opened(data)
-        settle = getattr(source, "settle", None)
-        if settle is not None:
-            source.load_state_dict(self._loaded["source"])
-            settle()
+        source.load_state_dict(self._loaded["source"])
+        source.settle()
 
     def state_dict(self) -> dict[str, Any]:
         """The epoch in hand and the state of its data."""
@@ -210,7 +202,7 @@ class PerEpoch:
         """What of the state is this process's own."""
         if self._loaded is not None:
             return self._loaded.get("process")
-        return cast(Any, self._source).process_state() if hasattr(self._source, "process_state") else None
+        return self._source.process_state()
 
     def load_process_state(self, tree: Any) -> str | None:
         """Take over this process's own state after the common one; None: it was saved on another number of them."""
@@ -222,11 +214,6 @@ class PerEpoch:
         self.length, self.rows = self._source.length, self._source.rows
         self.batch_size = self._source.batch_size
 
-    def _deal(self, source: Source, part: Shard | None) -> None:
-        from trainwright.data.dataloader.slicing import deal
-
-        deal(source, part, role=self._role)
-
     def _mark(self, source: Source) -> None:
         if self._sharded:
             mark(source, self._role)
@@ -235,11 +222,11 @@ class PerEpoch:
         if is_function(data):
             raise _no_data(data, f"{self._role} data: the function epoch -> data gave another function")
         source = open_source(data, batch_size=self._batch_size, shuffle=self._shuffle, role=self._role)
-        if self._must_resume is not None and hasattr(source, "must_resume"):
-            cast(Any, source).must_resume = self._must_resume
+        if self._must_resume is not None:
+            source.must_resume = self._must_resume
         self._mark(source)
         if self._part is not None:
-            self._deal(source, self._part)
+            source.deal(self._part)
         return source
 
 
@@ -270,19 +257,12 @@ def is_together(data: Any) -> bool:
 
 
 def _is_source(data: Any) -> bool:
-    """Whether data are a source already. To ask a Protocol takes 40 us, as long as a batch of a small model."""
-    if _is_of_this_package(data):
-        return True
-    return not isinstance(data, _NO_SOURCES) and isinstance(data, Source)
+    """Whether data are a source already."""
+    return isinstance(data, Source)
 
 
 def _is_of_this_package(data: Any) -> bool:
-    if isinstance(data, Batches | PerEpoch):
-        return True
-    from trainwright.data.dataloader.loader import LoaderBatches
-    from trainwright.data.streams import ReadyBatches
-
-    return isinstance(data, LoaderBatches | ReadyBatches) or _is(data, "transforms.side_by_side.SideBySide")
+    return isinstance(data, Source) and type(data).__module__.startswith("trainwright.")
 
 
 def _is(data: Any, kind: str) -> bool:
@@ -342,6 +322,9 @@ def _refuse_what_is_no_data(data: Any, role: str) -> None:
         raise _no_data(data, f"{role} data: the class {data.__name__} itself", fix=f"{data.__name__}(...)")
     if hasattr(data, "iloc"):
         raise _no_data(data, f"{role} data: a table of pandas", fix="data.to_numpy()")
+    if callable(getattr(data, "epoch", None)):
+        fix = f"class {type(data).__name__}(Source):   # from trainwright.data.source import Source"
+        raise _no_data(data, f"{role} data: {_name(data)} has epoch(), and is no Source", fix=fix)
     iterable = hasattr(data, "__iter__") or hasattr(data, "__getitem__") or callable(data)
     if isinstance(data, str | bytes | Number | nn.Module) or not iterable:
         raise _no_data(data, f"{role} data: {_name(data)} is nothing that batches come from")

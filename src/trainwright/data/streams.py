@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from functools import partial
 from itertools import islice
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -25,25 +25,21 @@ from trainwright.data.dataloader.position import (
 )
 from trainwright.data.generators import stands_in_the_middle
 from trainwright.data.sharding import alone_in_a_job, elsewhere
+from trainwright.data.source import Source
 from trainwright.data.stateful import asked_of
 from trainwright.distributed.batch_layout import Shard
-from trainwright.protocols import Source
 
 _END = object()
 
 
-class ReadyBatches:
+class ReadyBatches(Source):
     """Batches that are there already: a list, or anything that gives them when it is iterated.
 
     A batch is asked for only when the loop asks, and handed on as it is.
     """
 
-    batch_size: int | None = None
-    rows: int | None = None
-    must_resume: bool | None = None
-    """Whether a checkpoint may be asked for."""
-    sharded = False
-    """Whether the batches are this process's own part already."""
+    own_length: int | None = None
+    """Batches of an epoch on this process, where it has data of its own; else as `length`."""
     _part: Shard | None = None
     """The part of each batch that this process runs; None: all of it."""
     _elsewhere = False
@@ -198,15 +194,13 @@ class ReadyBatches:
         )
 
 
-class Continuing:
+class Continuing(Source):
     """A source whose epochs are cut from one stream: each goes on where the last one stopped.
 
     Where the stream ends, the next pass begins; a source that cannot be repeated ends there. It is its own
     iterator, so that a loop that leaves an epoch early leaves the stream where it is.
     """
 
-    length: int | None = None
-    rows: int | None = None
     _part: Shard | None = None
     """The part of each batch that this process runs; None: all of it."""
     _common: dict[str, Any] | None = None
@@ -234,33 +228,30 @@ class Continuing:
     @property
     def must_resume(self) -> bool | None:
         """Whether a checkpoint may be asked for."""
-        return getattr(self._source, "must_resume", None)
+        return self._source.must_resume
 
     @must_resume.setter
     def must_resume(self, must: bool | None) -> None:
-        if hasattr(self._source, "must_resume"):  # a source of the user's own may not ask
-            cast(Any, self._source).must_resume = must
+        self._source.must_resume = must
 
     @property
     def resumes(self) -> str:
         """What is not known to be exact in a resume inside an epoch, and what to do; "" where nothing is."""
-        return str(getattr(self._source, "resumes", ""))
+        return self._source.resumes
 
     def facts(self) -> dict[str, Any]:
         """What must not change between a save and a resume."""
-        facts: dict[str, Any] = cast(Any, self._source).facts() if hasattr(self._source, "facts") else {}
-        return facts
+        return self._source.facts()
 
     def at_boundary(self) -> None:
         """Note that all batches given so far are trained on: a run that ends inside the next window goes back here."""
         self._boundary, self._before = self._given, None
-        if hasattr(self._source, "at_boundary"):
-            cast(Any, self._source).at_boundary()
+        self._source.at_boundary()
 
     @property
     def generators(self) -> list[torch.Generator]:
         """The generators that the source draws from, apart from the process's."""
-        return list(getattr(self._source, "generators", ()))
+        return list(self._source.generators)
 
     def describe(self) -> str:
         """The source, without end."""
@@ -268,9 +259,7 @@ class Continuing:
 
     def deal(self, part: Shard | None) -> None:
         """From now on this is one of several processes; None: the only one."""
-        from trainwright.data.dataloader.slicing import deal
-
-        deal(self._source, part)
+        self._source.deal(part)
         self._part, self.batch_size = part, self._source.batch_size
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
@@ -293,10 +282,8 @@ class Continuing:
         if not self.repeatable:
             self._go_back(self._loaded, 0)
             return
-        settle = getattr(self._source, "settle", None)
-        if settle is not None:
-            self._source.load_state_dict(self._loaded["source"])
-            settle()
+        self._source.load_state_dict(self._loaded["source"])
+        self._source.settle()
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -325,7 +312,7 @@ class Continuing:
             "random": self._random,
             "source": self._source.state_dict(),
             "before": self._before,
-            **({} if self._part is None else {"process": process_state(self._source)}),
+            **({} if self._part is None else {"process": self._source.process_state()}),
         }
 
     def process_state(self) -> dict[str, Any]:
@@ -336,7 +323,7 @@ class Continuing:
         """Take over this process's own state after the common one; None: it was saved on another number of them."""
         if self._loaded is not None:
             self._loaded = {**self._loaded, "process": None, "before": None} if tree is None else tree
-        return None if tree is not None else getattr(self._source, "says_elsewhere", None)
+        return None if tree is not None else self._source.says_elsewhere
 
     def load_state_dict(self, tree: dict[str, Any]) -> None:
         """Take over a saved position, for the next epoch; DataError where the source is another one."""
@@ -366,7 +353,7 @@ class Continuing:
             return self._go_back(loaded["before"], by + loaded["given"] - loaded["before"]["given"])
         self._source.load_state_dict(loaded["source"])
         if "process" in loaded:
-            load_process_state(self._source, loaded["process"])
+            self._source.load_process_state(loaded["process"])
         if self._part is not None:
             self._common = random_state() if loaded["random"] is None else loaded["random"]
         self._stream, self._pass = None, max(loaded["pass"] - 1, -1)
@@ -380,14 +367,3 @@ class Continuing:
             have = f"{loaded['taken']} batches taken from pass {loaded['pass']}, {-by} of them not trained on"
             what = "the saved state lies before the pass over the data that it was saved in"
             raise DataError(what, have=have, fix="resume from another checkpoint of the run")
-
-
-def process_state(source: Any) -> Any:
-    """What of a source's state is this process's own; None where it tells nothing of the kind."""
-    return source.process_state() if hasattr(source, "process_state") else None
-
-
-def load_process_state(source: Any, tree: Any) -> None:
-    """Have a source take over what is this process's own, where it has any."""
-    if hasattr(source, "load_process_state"):
-        source.load_process_state(tree)

@@ -16,11 +16,11 @@ from trainwright.core.errors import DataError, SettingError, message, user_line
 from trainwright.core.process_state import beside_training
 from trainwright.core.rng import seed, unmoved
 from trainwright.core.trees import copy_tree
+from trainwright.data.source import Source
 from trainwright.data.sources import beside
 from trainwright.diagnostics.explain import explain
 from trainwright.metrics.metric_set import MetricSet
 from trainwright.modules import modes
-from trainwright.protocols import Source
 from trainwright.update.hooks import let_go_of_memory, mover
 from trainwright.update.loss_tracker import Ledger
 from trainwright.update.losses import CountObserver
@@ -54,7 +54,7 @@ def traceless(owner: Owner, source: Source, *, shows_gradients: bool = False) ->
     alone = not owner._record.is_under_way
     try:
         with (
-            unmoved(getattr(source, "generators", ())),
+            unmoved(source.generators),
             beside_training(owner.device.type),
             showing(owner),
             modes.untouched(*roots, shows_gradients=shows_gradients),

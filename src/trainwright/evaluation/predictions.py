@@ -14,12 +14,12 @@ from trainwright.core.errors import DataError, message
 from trainwright.core.process_state import beside_training
 from trainwright.core.records import StepOutput
 from trainwright.core.trees import detached, sequence_like
+from trainwright.data.source import Source
 from trainwright.diagnostics.explain import explain
 from trainwright.distributed.batch_layout import Slice
 from trainwright.distributed.packing import packed, unpacked
 from trainwright.distributed.world import World
 from trainwright.evaluation.passes import ledger_aside, traceless, with_autocast
-from trainwright.protocols import Source
 from trainwright.update.hooks import mover
 from trainwright.update.owner import Owner
 

@@ -19,13 +19,13 @@ from trainwright.core.errors import DataError, SettingError, message
 from trainwright.core.process_state import beside_training
 from trainwright.core.records import StepOutput
 from trainwright.core.trees import detached
+from trainwright.data.source import Source
 from trainwright.diagnostics.explain import explain
 from trainwright.evaluation.passes import autocast, ledger_aside, traceless
 from trainwright.evaluation.predictions import join, outputs_for
 from trainwright.evaluation.task_type import decide, kind_of
 from trainwright.metrics.scores import MAE, R2, RMSE
 from trainwright.metrics.totals import Total
-from trainwright.protocols import Source
 from trainwright.update.batches import scores_of
 from trainwright.update.batches import split as default_split
 from trainwright.update.hooks import mover

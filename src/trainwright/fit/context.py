@@ -23,6 +23,7 @@ from trainwright.core.process_state import training_afresh
 from trainwright.core.records import Result
 from trainwright.core.signals import Interrupted, Signals
 from trainwright.data.dataloader.persistent_workers import workers_kept
+from trainwright.data.source import Source
 from trainwright.diagnostics.explain import explain
 from trainwright.evaluation.passes import evaluate
 from trainwright.fit.between_updates import BetweenUpdates
@@ -40,7 +41,7 @@ from trainwright.metrics.metrics import OverAll
 from trainwright.modules.dtensors import is_sharded
 from trainwright.modules.modes import untrained, wake
 from trainwright.optim.named import check_parameters, check_saved_schedulers
-from trainwright.protocols import Observer, Source
+from trainwright.protocols import Observer
 from trainwright.update.owner import Owner, listening, networks_of
 from trainwright.update.per_rank_state import among_ranks, broadcast_buffers
 from trainwright.update.snapshot import Buffers, Snapshot
@@ -347,9 +348,7 @@ def _check_saves(owner: Owner, run: Run, between: BetweenUpdates) -> list[str]:
     if between.manager is None:
         return []
     owner._record.run_id = between.manager.run_id
-    source: Any = run.source
-    if hasattr(source, "must_resume"):
-        source.must_resume = True
+    run.source.must_resume = True
     parts, ours = owner.parts(), parts_of(run, between)
     if lost := sorted(ours.keys() - (parts or {}).keys()):
         raise SettingError(
@@ -365,7 +364,7 @@ def _check_saves(owner: Owner, run: Run, between: BetweenUpdates) -> list[str]:
         tree = gather(parts)
     dry_save(tree)
     check_saved_schedulers(owner.optimizers, own, {name: tree[name] for name in tree if name in own or name == "state"})
-    return [line for line in [getattr(source, "resumes", "")] if line]
+    return [line for line in [run.source.resumes] if line]
 
 
 def _rehearse(owner: Owner, run: Run, val: Mapping[str, Source]) -> None:

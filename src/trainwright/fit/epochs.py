@@ -11,7 +11,7 @@ from typing import Any
 from trainwright.core.errors import DataError
 from trainwright.core.plan import NEVER, LengthDependency, Plan
 from trainwright.core.progress import Counters
-from trainwright.protocols import Source
+from trainwright.data.source import Source
 from trainwright.schedules.rates import Rates
 from trainwright.update.window import Window
 

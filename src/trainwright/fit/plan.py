@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from trainwright.core.checks import check_flag, check_number, check_whole, local_path
-from trainwright.core.durations import Duration, Epochs, check_duration
+from trainwright.core.durations import Epochs, Span, check_span
 from trainwright.core.errors import DataError, SettingError, message
 from trainwright.core.plan import Plan
 from trainwright.core.suggestions import did_you_mean, nearest
+from trainwright.data.source import Source
 from trainwright.fit.describe import in_brief
 from trainwright.optim.named import fused_hint
-from trainwright.protocols import Source
 from trainwright.update.owner import Owner
 from trainwright.update.per_rank_state import describe_ranks
 
@@ -32,10 +32,10 @@ class Ends:
     max_updates: int | None = None
     max_seconds: float | None = None
     epoch_updates: int | None = None
-    validate: Duration = EACH_EPOCH
+    validate: Span = EACH_EPOCH
 
     def __post_init__(self) -> None:
-        check_duration(self.validate, "validate")
+        check_span(self.validate, "validate")
         for name in ("epochs", "max_updates", "epoch_updates"):
             value = getattr(self, name)
             if value is not None:
@@ -221,9 +221,8 @@ def _check_val(val: Mapping[str, Source], ends: Ends) -> None:
 
 
 def _notes(owner: Owner, source: Source, plan: Plan) -> list[str]:
-    notes = describe_ranks(owner, plan, apart=bool(getattr(source, "sharded", False)))
-    if isinstance(note := getattr(source, "note", None), str):
-        notes.append(note)
+    notes = describe_ranks(owner, plan, apart=source.sharded)
+    notes += [source.note] if source.note else []
     if plan.val and owner.hooks.steps_itself and not owner.hooks.validates_itself:
         notes.append("validates by your training_step, in eval mode")
     if str(owner.precision) == "tf32" and owner.device.type == "cpu":

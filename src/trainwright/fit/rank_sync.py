@@ -13,9 +13,9 @@ from torch import nn
 
 from trainwright.core.errors import SettingError
 from trainwright.core.signals import ENDING
+from trainwright.data.source import Source
 from trainwright.fit.plan import Ends
 from trainwright.fit.setup import settings_of
-from trainwright.protocols import Source
 from trainwright.update.owner import Owner
 
 SECONDS = 1.0

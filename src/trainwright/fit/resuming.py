@@ -73,9 +73,8 @@ def _load(plan: ResumePlan, owner: Owner, between: BetweenUpdates) -> list[str]:
     )
     for report in reports if owner.world.is_main and not counters.stopped else ():  # a finished run does not continue
         warn_user(report)  # it matters without a console too
-    settle = getattr(run.source, "settle", None)
-    if counters.stopped and settle is not None:
-        settle()  # no epoch will begin and take the state over; a next `fit` reads the same data
+    if counters.stopped:
+        run.source.settle()  # no epoch will begin and take the state over; a next `fit` reads the same data
     if counters.stopped or not counters.begun or not run.random.epoch_start or not plan.with_data:
         # begin_epoch, the order, or what follows this `fit`, draws first; or the epoch in hand begins anew
         run.random.restore()

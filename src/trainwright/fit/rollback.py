@@ -12,7 +12,8 @@ from typing import Any
 
 from trainwright.core.rng import RandomPart, random_state, set_random_state
 from trainwright.core.trees import copy_tree
-from trainwright.protocols import Source, Stateful, Tree
+from trainwright.data.source import Source
+from trainwright.protocols import Stateful, Tree
 from trainwright.update.loss_tracker import Ledger
 from trainwright.update.owner import Owner, trained_modules
 from trainwright.update.per_rank_state import open_epoch
@@ -38,7 +39,7 @@ class Rollback:
         self._user_parts = StateDicts({})
         """The user's own parts: their states are not loaded back, but saved as they were."""
         self._captures_random = owner.checkpoint is not None and (saves_errors or source.draws_global_rng)
-        self._mark_source: Any = None if owner.checkpoint is None else getattr(source, "at_boundary", None)
+        self._mark_source: Any = None if owner.checkpoint is None else source.at_boundary
         self._before_opening: dict[str, Tree] = {}
 
     def bind(self, user_parts: Mapping[str, Stateful]) -> None:

@@ -18,6 +18,7 @@ from trainwright.core.plan import Plan
 from trainwright.core.progress import Counters
 from trainwright.core.rng import RandomPart
 from trainwright.core.signals import Signals
+from trainwright.data.source import Source
 from trainwright.diagnostics.first_batch import FirstBatch, is_compiled
 from trainwright.evaluation.passes import check_passes, feed
 from trainwright.evaluation.shown_weights import Shown
@@ -28,7 +29,6 @@ from trainwright.optim.averaged_weights import AveragedWeights
 from trainwright.optim.named import check_parameters
 from trainwright.precision.base import LossScale
 from trainwright.precision.mixed_precision import check_weights
-from trainwright.protocols import Source
 from trainwright.schedules.rates import bind_rates
 from trainwright.update import nonfinite_policy
 from trainwright.update.finite_check import ImmediateCheck, why_immediate

@@ -22,6 +22,7 @@ from trainwright.core.errors import SettingError, TrainwrightError, message, not
 from trainwright.core.progress import Counters
 from trainwright.core.records import Result
 from trainwright.data.batches import Batches
+from trainwright.data.source import Source
 from trainwright.data.sources import is_function, open_source, takes_batch_size
 from trainwright.distributed.ddp import DDP, in_sync
 from trainwright.distributed.world import World
@@ -32,7 +33,7 @@ from trainwright.modules.dtensors import is_sharded
 from trainwright.optim.clip import ClipNorm, ClipValue
 from trainwright.optim.named import ONLY, check_schedulers
 from trainwright.precision.mixed_precision import MixedPrecision
-from trainwright.protocols import EVENTS, Observer, Schedule, Source
+from trainwright.protocols import EVENTS, Observer, Schedule
 from trainwright.update.hooks import Hooks, check_arguments, overridden
 from trainwright.update.loss_tracker import Ledger
 from trainwright.update.owner import Owner

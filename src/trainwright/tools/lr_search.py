@@ -102,7 +102,7 @@ def find_lr(
     own = _own_rate(trainer)
     raised = Raised(lowest, highest, updates=updates, exponential=spacing == "exponential")
     source = open_afresh(train, batch_size=batch_size)
-    with traceless(trainer), data_kept(train), unmoved(getattr(source, "generators", ())):
+    with traceless(trainer), data_kept(train), unmoved(source.generators):
         sweep = Sweep(diverges)
         twin = variant(
             trainer,

@@ -12,9 +12,9 @@ from typing import Any, cast
 
 import torch
 
+from trainwright.data.source import Source
 from trainwright.data.sources import beside
 from trainwright.modules.tensor_memory import Living
-from trainwright.protocols import Source
 from trainwright.tools.trainer_snapshot import TrainerSnapshot
 from trainwright.tools.trial import variant
 from trainwright.trainer import Trainer

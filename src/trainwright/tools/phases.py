@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from trainwright.protocols import Source
+from trainwright.data.source import Source
 from trainwright.tools.finding import Finding
 from trainwright.tools.measuring import Clock, synchronise
 from trainwright.tools.trainer_snapshot import TrainerSnapshot

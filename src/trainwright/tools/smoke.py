@@ -126,7 +126,7 @@ def _held_out(val: Any, batch_size: int | None) -> Any:
         return {name: _held_out(one, batch_size) for name, one in val.items()}
     with unmoved():
         source = open_afresh(val, batch_size=batch_size if takes_batch_size(val) else None, role="val")
-        with unmoved(getattr(source, "generators", ())):
+        with unmoved(source.generators):
             return list(islice(source.epoch(0), 2))
 
 

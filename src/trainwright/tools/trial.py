@@ -115,7 +115,7 @@ def ready(trainer: Trainer[Any], data: Any, *, updates: int, batch_size: int | N
     number = updates * max(each for _, each in trainer.accumulate)
     with unmoved():
         source = open_afresh(data, batch_size=batch_size)
-        with unmoved(getattr(source, "generators", ())), data_kept(data):
+        with unmoved(source.generators), data_kept(data):
             found = list(islice(source.epoch(0), number))
     if not found:
         raise DataError("data without a batch", want="at least one batch")

@@ -15,7 +15,7 @@ from trainwright.update.losses import KnownLoss, known_loss
 from trainwright.update.window import find_rows, rows_of
 
 if TYPE_CHECKING:
-    from trainwright.protocols import Source
+    from trainwright.data.source import Source
     from trainwright.update.owner import Owner
 
 
@@ -99,12 +99,7 @@ def mover(owner: Owner, source: Source, *, trains: bool) -> Callable[[Any], Any]
 
     Moved batches are changed as their source says; `trains`: whether random changes are made.
     """
-    move = owner.hooks.move
-    finishing: Any = getattr(source, "finishing", None)
-    if finishing is None:
-        return move
-    finished: Callable[[Any], Any] = finishing(move, trains=trains)
-    return finished
+    return source.finishing(owner.hooks.move, trains=trains)
 
 
 def let_go_of_memory(hooks: Hooks) -> None:

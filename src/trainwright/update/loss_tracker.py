@@ -13,6 +13,7 @@ from trainwright.core.errors import SettingError, message
 from trainwright.core.host_reads import host_number
 from trainwright.core.records import Count, StepOutput, SumLoss
 from trainwright.core.suggestions import check_name
+from trainwright.core.torch_private import version_of
 from trainwright.metrics.metric_set import MetricSet
 from trainwright.precision.base import LossScale
 from trainwright.update.hooks import Hooks
@@ -149,7 +150,7 @@ class Ledger(Numbers):
             return None
         key = weight, loss.dtype, loss.device
         root = self._roots.get(key)
-        if root is None or root._version:  # a hook may have written into it
+        if root is None or version_of(root):  # a hook may have written into it
             root = torch.full_like(loss, weight)
             if len(self._roots) >= MANY:
                 self._roots.clear()

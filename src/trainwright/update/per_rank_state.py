@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from trainwright.core.errors import DataError, message
 from trainwright.core.plan import Plan
 from trainwright.core.rng import random_state, seed, set_random_state, unmoved
 from trainwright.core.trees import parameters_in
@@ -20,10 +19,11 @@ from trainwright.distributed.packing import packed, unpacked
 from trainwright.distributed.world import World
 from trainwright.modules.dtensors import is_sharded, reshard
 from trainwright.modules.modes import running_statistics, unnoticed
-from trainwright.protocols import Source, Tree
+from trainwright.protocols import Tree
 from trainwright.update.owner import Owner, networks_of
 
 if TYPE_CHECKING:
+    from trainwright.data.source import Source
     from trainwright.update.loss_tracker import Ledger
 
 PROCESSES = "processes"
@@ -35,16 +35,7 @@ def assign_shard(owner: Owner, source: Source) -> Source:
     world = owner.world
     if world.size == 1:
         return source
-    give: Any = getattr(source, "deal", None)
-    if give is None:
-        raise DataError(
-            message(
-                f"{type(source).__name__} is a source of your own without deal(), and there are {world.size} processes",
-                want="deal(self, part): from then on epoch() yields Slice(batch, rows, whole)",
-                fix="batches(...), a DataLoader, or sharded(...) for data that are each process's own part",
-            )
-        )
-    give(_part(owner))
+    source.deal(_part(owner))
     return source
 
 
@@ -75,7 +66,7 @@ def open_epoch(world: World, source: Source, epoch: int, *, skip: int = 0) -> It
     """Return the batches of an epoch; several ranks draw its order from the random state of rank 0."""
     if world.size == 1:
         return iter(source.epoch(epoch, skip) if skip else source.epoch(epoch))
-    with rng_of_rank0(world, list(getattr(source, "generators", ()))):
+    with rng_of_rank0(world, list(source.generators)):
         return iter(source.epoch(epoch, skip))
 
 
@@ -202,11 +193,10 @@ def derived_rng(state: dict[str, Any], rank: int) -> dict[str, Any]:
 
 def rank_state(owner: Owner, source: Source, random: Tree) -> Tree:
     """Return the state of this rank alone: random numbers, normalization statistics, and its dataloader workers."""
-    data: Any = getattr(source, "process_state", None)
     return {
         "random": random,
         "statistics": {name: one.detach().clone() for name, one in _statistics(owner).items()},
-        "data": None if data is None else data(),
+        "data": source.process_state(),
         "parts": {name: part.state_dict() for name, part in _each(owner).items()},
     }
 
@@ -234,10 +224,9 @@ def load_rank_state(owner: Owner, own: Tree | None, *, number: int, source: Sour
     if own is not None:
         for name, statistic in _statistics(owner).items():
             statistic.copy_(own["statistics"][name])
-    load: Any = getattr(source, "load_process_state", None)
-    if load is None or number == owner.world.size == 1:
+    if source is None or number == owner.world.size == 1:
         return []
-    said = load(None if own is None else own["data"])
+    said = source.load_process_state(None if own is None else own["data"])
     return [said] if said else []
 
 

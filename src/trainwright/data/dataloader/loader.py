@@ -21,13 +21,14 @@ from trainwright.data.dataloader.proxy import has_twin, iterates_itself, twin, v
 from trainwright.data.dataloader.worker import Carrying, Starting
 from trainwright.data.generators import Generators
 from trainwright.data.sharding import alone_in_a_job, elsewhere
+from trainwright.data.source import Source
 from trainwright.data.stateful import asked_of
 from trainwright.distributed.batch_layout import Shard
 
 _ALONE = Shard(0, 1)
 
 
-class LoaderBatches:
+class LoaderBatches(Source):
     """The batches of a `DataLoader`; raises DataError where it has none.
 
     A resume inside an epoch is exact where rows depend only on their index, the sampler and the random states of the
@@ -36,12 +37,9 @@ class LoaderBatches:
     past.
     """
 
-    repeatable = True
     draws_global_rng = True
-    must_resume: bool | None = None
-    """Whether a checkpoint may be asked for: then what could not be resumed is refused when it shows."""
-    sharded = False
-    """Whether the batches are this process's own part already."""
+    own_length: int | None = None
+    """Batches of an epoch on this process, where it has data of its own; else as `length`."""
     _tells_epoch = True
     """Whether data set and sampler hear which epoch it is."""
     _part: Shard | None = None

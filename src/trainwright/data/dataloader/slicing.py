@@ -200,17 +200,3 @@ def unshared(data: Any, *, role: str, processes: int) -> DataError:
         fix=f"index, total = shard(); {read} = itertools.islice({read}, index, None, total)   # {place}\n"
         f"        sharded({given})   # in place of {given}",
     )
-
-
-def deal(source: Any, part: Shard | None, *, role: str = "train") -> None:
-    """Have a source give this process's part, or all of it; DataError for one of a user's own that cannot."""
-    if not callable(getattr(source, "deal", None)):
-        if part is None:
-            return
-        name = type(source).__name__
-        raise DataError(
-            f"{role} data: the source {name} does not deal its batches to {part.size} processes",
-            want="deal(part), after which epoch(...) gives a Slice(batch, rows, whole) for each batch",
-            fix=f"def deal(self, part) in {name}, or parallel=None for a run of one process",
-        )
-    source.deal(part)

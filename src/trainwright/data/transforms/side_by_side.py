@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -12,24 +12,22 @@ from trainwright.core.rng import seed, unmoved
 from trainwright.data.batches import Batches
 from trainwright.data.dataloader.loader import LoaderBatches
 from trainwright.data.dataloader.position import TOGETHER, check_facts, check_kind
-from trainwright.data.dataloader.slicing import deal
 from trainwright.data.seeded import mixed_seed
+from trainwright.data.source import Source
 from trainwright.data.sources import beside, mark
 from trainwright.data.streams import Continuing
 from trainwright.distributed.batch_layout import Shard, Slice
-from trainwright.protocols import Source
 
 LENGTHS = ("longest", "shortest")
 
 
-class SideBySide:
+class SideBySide(Source):
     """The sources of several loaders, read side by side.
 
     The one that gives the epoch is read as it is alone. The others are `Continuing`; of those that can, every pass is
     drawn from a random state that follows from the one before, so that any number of processes draw the same.
     """
 
-    repeatable = True
     _part: Shard | None = None
     """The part of each batch that this process runs; None: all of it."""
 
@@ -37,6 +35,7 @@ class SideBySide:
         self._role = role
         self.sources = sources
         """The source of every loader, by its name."""
+        self.draws_global_rng = any(one.draws_global_rng for one in sources.values())
         for name, source in sources.items():
             if not source.repeatable:
                 raise self._once(name, source)
@@ -50,47 +49,40 @@ class SideBySide:
     @property
     def own_length(self) -> int | None:
         """Batches of an epoch on this process, where it has data of its own; else as `length`."""
-        leader = self.sources[self._leader]
-        return getattr(leader, "own_length", leader.length)
-
-    @property
-    def draws_global_rng(self) -> bool:
-        """Whether iterating draws from the process's random state."""
-        return any(one.draws_global_rng for one in self.sources.values())
+        return self.sources[self._leader].own_length
 
     @property
     def generators(self) -> list[Any]:
         """The generators of their own that the loaders draw from."""
-        return [generator for one in self.sources.values() for generator in getattr(one, "generators", ())]
+        return [generator for one in self.sources.values() for generator in one.generators]
 
     @property
     def must_resume(self) -> bool | None:
         """Whether a checkpoint may be asked for."""
-        told = [getattr(one, "must_resume", None) for one in self.sources.values()]
+        told = [one.must_resume for one in self.sources.values()]
         return next((one for one in told if one is not None), None)
 
     @must_resume.setter
     def must_resume(self, must: bool | None) -> None:
         for one in self.sources.values():
-            if hasattr(one, "must_resume"):
-                cast(Any, one).must_resume = must
+            one.must_resume = must
 
     @property
     def resumes(self) -> str:
         """What is not known to be exact in a resume inside an epoch; "" where nothing is."""
-        told = {name: str(getattr(one, "resumes", "")) for name, one in self.sources.items()}
+        told = {name: one.resumes for name, one in self.sources.items()}
         return "; ".join(f"{name}: {one}" for name, one in told.items() if one)
 
     @property
     def says_elsewhere(self) -> str | None:
         """What is not as it was after a resume on another number of processes; None where all is."""
-        told = {name: getattr(one, "says_elsewhere", None) for name, one in self.sources.items()}
+        told = {name: one.says_elsewhere for name, one in self.sources.items()}
         return "; ".join(f"{name}: {one}" for name, one in told.items() if one) or None
 
     @property
     def sharded(self) -> bool:
         """Whether the batches are this process's own part already."""
-        return all(getattr(one, "sharded", False) for one in self.sources.values())
+        return all(one.sharded for one in self.sources.values())
 
     @sharded.setter
     def sharded(self, sharded: bool) -> None:
@@ -116,7 +108,7 @@ class SideBySide:
         """
         self._part = part
         for one in self.sources.values():
-            deal(one, part, role=self._role)
+            one.deal(part)
         if part is not None:
             self._check_parts(part)
         self._told = {name: source.describe() for name, source in self.sources.items()}
@@ -149,14 +141,12 @@ class SideBySide:
     def settle(self) -> None:
         """Have the loaders stand where a loaded state was saved: another `fit` reads them."""
         for one in self._streams.values():
-            if hasattr(one, "settle"):
-                one.settle()
+            one.settle()
 
     def at_boundary(self) -> None:
         """Note that all batches given so far are trained on."""
         for one in self._streams.values():
-            if hasattr(one, "at_boundary"):
-                one.at_boundary()
+            one.at_boundary()
 
     def facts(self) -> dict[str, Any]:
         """What must not change between a save and a resume, beside what must not in each loader."""
@@ -176,14 +166,13 @@ class SideBySide:
 
     def process_state(self) -> dict[str, Any]:
         """What of the states is this process's own."""
-        return {name: one.process_state() for name, one in self._streams.items() if hasattr(one, "process_state")}
+        return {name: one.process_state() for name, one in self._streams.items()}
 
     def load_process_state(self, tree: dict[str, Any] | None) -> str | None:
         """Take over this process's own states after the common ones; None: saved on another number of processes."""
         told = {
             name: one.load_process_state(None if tree is None else tree.get(name))
             for name, one in self._streams.items()
-            if hasattr(one, "load_process_state")
         }
         return _lines(told)
 
@@ -248,7 +237,7 @@ class SideBySide:
         return Slice({name: one.batch for name, one in given.items()}, first.rows, first.whole)
 
     def _check_parts(self, part: Shard) -> None:
-        marks = {name: bool(getattr(one, "sharded", False)) for name, one in self.sources.items()}
+        marks = {name: one.sharded for name, one in self.sources.items()}
         if len(set(marks.values())) > 1:
             raise DataError(
                 f"{self._role} data: of the loaders that are read together some are each process's own part",

@@ -1,0 +1,113 @@
+"""The base class of everything that batches come from: a position in the data that can be saved and sought."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from trainwright.core.errors import DataError
+from trainwright.distributed.batch_layout import Shard
+
+
+class Source:
+    """The batches of an epoch, from any position in it. Subclass it to read data of your own.
+
+    `describe` and `epoch` are to be written; everything else does nothing by default.
+    """
+
+    length: int | None = None
+    """Batches of an epoch; None where it is not known."""
+    rows: int | None = None
+    """Rows of an epoch; None where it is not known."""
+    batch_size: int | None = None
+    """Rows of a full batch; None where it is not known."""
+    repeatable: bool = True
+    """Whether it can be iterated again from the start."""
+    draws_global_rng: bool = False
+    """Whether iterating draws from the process's random state: resuming then replays it."""
+    must_resume: bool | None = None
+    """Whether a checkpoint may be asked for: data that could not be resumed are then refused."""
+    sharded: bool = False
+    """Whether the batches are this process's own part of the data already."""
+
+    def describe(self) -> str:
+        """A few words for the header of the console."""
+        raise NotImplementedError
+
+    def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
+        """The batches of one epoch without its first `skip`."""
+        raise NotImplementedError
+
+    def state_dict(self) -> Any:
+        """The position and what makes the order again, as plain data and tensors."""
+        return {}
+
+    def load_state_dict(self, tree: Any, /) -> str | None:
+        """Take over a saved state for the next epoch; may return a line for the console."""
+        return None
+
+    def process_state(self) -> Any:
+        """The part of the state that each of several processes has of its own; None where there is none."""
+        return None
+
+    def load_process_state(self, tree: Any, /) -> str | None:
+        """Take over the own state of this process; None: it was saved by another number of processes."""
+        return None
+
+    def deal(self, part: Shard | None) -> None:
+        """Have `epoch` yield a `Slice` of each batch: the part of this process; None: complete batches again."""
+        if part is not None:
+            name = type(self).__name__
+            raise DataError(
+                f"the source {name} does not deal its batches to {part.size} processes",
+                want="deal(part), after which epoch(...) gives a Slice(batch, rows, whole) for each batch",
+                fix=f"def deal(self, part) in {name}, or parallel=None for a run of one process",
+            )
+
+    def at_boundary(self) -> None:
+        """Note that all batches given so far are trained on. No-op here."""
+
+    def settle(self) -> None:
+        """Move the data to a loaded position although no epoch follows: another `fit` reads them. No-op here."""
+
+    def set_aside(self) -> None:
+        """Turn this copy into one for a pass beside training, which leaves the original as it is. No-op here."""
+
+    def facts(self) -> dict[str, Any]:
+        """Properties of the data that must not change between a save and a resume."""
+        return {}
+
+    def finishing(self, move: Callable[[Any], Any] | None, *, trains: bool) -> Callable[[Any], Any] | None:
+        """The function that moves the batches of the next pass, and changes them; `trains`: with random changes."""
+        return move
+
+    def size_beside(self, device: torch.device) -> int | None:
+        """Bytes of a copy of the data on a device; None where they cannot be copied."""
+        return None
+
+    @property
+    def own_length(self) -> int | None:
+        """Batches of an epoch on this process, where it has data of its own; else `length`."""
+        return self.length
+
+    @property
+    def generators(self) -> Sequence[Any]:
+        """The random generators that the data draw from, apart from the process's."""
+        return ()
+
+    @property
+    def resumes(self) -> str:
+        """A line on what may be inexact in a resume inside an epoch; empty where nothing is."""
+        return ""
+
+    @property
+    def says_elsewhere(self) -> str | None:
+        """A line on what differs after a resume on another number of processes; None where nothing does."""
+        return None
+
+    @property
+    def note(self) -> str:
+        """A line for the console's header; empty for none."""
+        return ""
