@@ -154,7 +154,7 @@ def sparse_rows_are_added_up_first(patch):
         parameter.grad = gradient.coalesce()
         return parameter.grad._values()
 
-    patch.setattr(gradients, "_writable_values", values)
+    patch.setattr(gradients, "_values_of", values)
 
 
 def reports_the_mean_of_batch_means(patch):

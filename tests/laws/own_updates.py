@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from trainwright import LossScaler, MixedPrecision, Trainer
+from trainwright.precision import Precision
 
 from .models import Losses, assert_equal
 from .window_cases import UNEVEN, draw
@@ -22,17 +23,14 @@ def numbers():
     return draw(UNEVEN, "numbers")
 
 
-class Scaled:
+class Scaled(Precision):
     """A precision that only scales the loss, by a power of two: exact."""
 
     def __init__(self, init_scale=2.0**11):
         self.init_scale = init_scale
         self.scalers = []
 
-    def autocast(self, device_type):
-        return None
-
-    def scaler(self, device):
+    def loss_scale(self, device_type):
         self.scalers.append(LossScaler(MixedPrecision("fp16", init_scale=self.init_scale, growth_interval=4)))
         return self.scalers[-1]
 

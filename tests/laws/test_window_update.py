@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from trainwright import LossScaler, MixedPrecision, NonFiniteError, Trainer
+from trainwright.precision import Precision
 
 from .models import Losses, distance
 from .window_cases import (
@@ -60,13 +61,10 @@ class Counting(LossScaler):
         super().adapt(overflowed)
 
 
-class Scaled:
+class Scaled(Precision):
     """A precision that only scales, by a power of two: exact."""
 
-    def autocast(self, device_type):
-        return None
-
-    def scaler(self, device):
+    def loss_scale(self, device_type):
         return Counting(MixedPrecision("fp16", init_scale=2.0**11, growth_interval=4))
 
 
