@@ -203,22 +203,22 @@ class Trainer(Generic[M]):
 
     def compute_gradients(self, window: Window) -> Tensor:
         """Zero the gradients, run every micro-batch forward and backward by its weight; return the window's loss."""
-        run, ledger = self._run, self.ledger
+        run, strategy, ledger = self._run, self._run.strategy, self.ledger
         run.gradients.zero()
         if window.begun:
             ledger.begin_again()
         window.begun = True
         for batch in window:
             if run.autocast is None:
-                returned = run.step(batch)  # training_step; with several processes under DDP
+                returned = strategy.step(batch)  # training_step; of several ranks under DDP
             else:
                 with run.autocast:
-                    returned = run.step(batch)
-            losses, weights = run.weigh(returned)
+                    returned = strategy.step(batch)
+            losses, weights = strategy.weigh(returned)
             torch.autograd.backward(losses, weights)
         ledger.noting = True
         # Nothing is missing from the gradients of a lone micro-batch without a loss scale.
-        loss: Tensor = ledger.window_loss if window.is_lone and run.scaler is None else run.close_window(window)
+        loss: Tensor = ledger.window_loss if window.is_lone and run.scaler is None else strategy.close_window(window)
         return loss
 
     def apply_gradients(self, name: str | None = None, closure: Callable[[], Any] | None = None) -> bool:

@@ -12,15 +12,15 @@ from torch import nn
 from trainwright import LossScaler, MixedPrecision, Plan, SumLoss, Trainer, Window
 from trainwright.data.dataloader.loader import LoaderBatches
 from trainwright.evaluation import passes
-from trainwright.fit import run as fit_run
 from trainwright.fit.run import Run
 from trainwright.modules import modes
 from trainwright.optim import gradients
 from trainwright.optim.gradients import Gradients
 from trainwright.schedules.table import TableRates
-from trainwright.update import batches, finite_check, loss_tracker, nonfinite_policy, window
+from trainwright.update import batches, finite_check, loss_tracker, nonfinite_policy, strategy, window
 from trainwright.update.loss_tracker import Ledger
 from trainwright.update.losses import KnownLoss
+from trainwright.update.strategy import UpdateStrategy
 
 
 def around(patch, owner, name, *, before=None, after=None):
@@ -203,16 +203,16 @@ def divides_a_plain_sum(patch):
 
 
 def drops_the_short_window(patch):
-    whole = fit_run.windows
+    whole = strategy.windows
 
     def full(given, size, **kwargs):
         return (window for window in whole(given, size, **kwargs) if len(window) == size)
 
-    patch.setattr(fit_run, "windows", full)
+    patch.setattr(strategy, "windows", full)
 
 
 def windows_run_across_epochs(patch):
-    whole, left = fit_run.windows, []
+    whole, left = strategy.windows, []
 
     def crossing(given, size, **kwargs):
         for full in whole(chain(left.copy(), given), size, **kwargs):
@@ -222,11 +222,11 @@ def windows_run_across_epochs(patch):
             else:
                 yield full
 
-    patch.setattr(fit_run, "windows", crossing)
+    patch.setattr(strategy, "windows", crossing)
 
 
 def reads_one_window_ahead(patch):
-    whole = fit_run.windows
+    whole = strategy.windows
 
     def ahead(given, size, **kwargs):
         coming = whole(given, size, **kwargs)
@@ -236,7 +236,7 @@ def reads_one_window_ahead(patch):
             yield held
             held = following
 
-    patch.setattr(fit_run, "windows", ahead)
+    patch.setattr(strategy, "windows", ahead)
 
 
 def accumulates_as_in_epoch_0(patch):
@@ -282,20 +282,13 @@ def the_missing_factor_is_forgotten(patch):
 
 def the_missing_factor_waits_for_the_step(patch):
     def late(self, *_):
-        self.owner.hooks = replace(self.owner.hooks, updates_itself=False)
+        self._run.owner.hooks = replace(self._run.owner.hooks, updates_itself=False)
 
-    around(patch, Run, "close_window", before=late)
+    around(patch, UpdateStrategy, "close_window", before=late)
 
 
 def returns_the_loss_before_it_is_weighed(patch):
-    whole = Run.close_window
-
-    def close_window(self, window):
-        loss = self.ledger.window_loss
-        whole(self, window)
-        return loss
-
-    patch.setattr(Run, "close_window", close_window)
+    patch.setattr(UpdateStrategy, "window_loss", lambda self, loss, factor: loss)
 
 
 def adds_the_nan_of_a_mean_over_nothing(patch):

@@ -17,6 +17,7 @@ from trainwright.update.finite_check import ImmediateCheck
 from trainwright.update.loss_tracker import Ledger
 from trainwright.update.optimizer_steps import NamedParts, Stepper, Steppers
 from trainwright.update.snapshot import Buffers, Tensors, UserState
+from trainwright.update.strategy import UpdateStrategy
 from trainwright.update.window import Window
 
 from .faults import around, without
@@ -84,10 +85,10 @@ def autocast_is_entered_once(patch):
 
 def a_scaled_gradient_is_what_the_update_reads(patch):
     def close_window(self, window):
-        self.factor, self.outcome.scaled = 1.0, True
-        return self.ledger.window_loss
+        self.factor, self._run.outcome.scaled = 1.0, True
+        return self._run.ledger.window_loss
 
-    patch.setattr(Run, "close_window", close_window)
+    patch.setattr(UpdateStrategy, "close_window", close_window)
 
 
 def the_closure_is_called_once(patch):

@@ -20,7 +20,7 @@ from trainwright.fit import rollback
 from trainwright.fit.between_updates import BetweenUpdates
 from trainwright.schedules.table import TableRates
 from trainwright.update import distributed_step
-from trainwright.update.distributed_step import Spread
+from trainwright.update.distributed_step import DistributedStep
 from trainwright.update.loss_tracker import Ledger
 from trainwright.update.losses import StepLoss
 from trainwright.update.per_rank_state import open_epoch
@@ -44,17 +44,17 @@ def no_sync_is_dropped(patch: Patch) -> None:
 
 
 def processes_weigh_alike(patch: Patch) -> None:
-    whole = Spread._add_term
+    whole = DistributedStep._add_term
 
     def weight_of(self: DealtWindow, count: Any, *, is_sum: bool, here: bool) -> float:
         return (1 / (count or 1) if is_sum else 1.0) / len(self.batches) if here else 0.0
 
-    def add_term(self: Spread, loss: Tensor, count: Any, weight: Any) -> None:
+    def add_term(self: DistributedStep, loss: Tensor, count: Any, weight: Any) -> None:
         window = self._window
         whole(self, loss.detach().nan_to_num(0.0), window.whole / window.processes / len(window.batches), weight)
 
     patch.setattr(DealtWindow, "weight_of", weight_of)
-    patch.setattr(Spread, "_add_term", add_term)
+    patch.setattr(DistributedStep, "_add_term", add_term)
 
 
 def gradients_are_summed(patch: Patch) -> None:

@@ -409,7 +409,7 @@ def _run(run: Run, window: Window) -> list[float]:
     try:
         for index in range(len(window.batches)):
             with nullcontext() if run.autocast is None else run.autocast:
-                returned = run.step(Window.__getitem__(window, index))
+                returned = run.strategy.step(Window.__getitem__(window, index))
             step_loss = ledger.record(returned)
             found.append(float(weighed(step_loss.loss, step_loss.weight)))
     finally:

@@ -134,9 +134,7 @@ class BetweenUpdates:
         requests = self._exchange(rank_sync)
         self._before += requests.seconds - self.counters.seconds
         self._clock = requests.seconds
-        if self.run.spread is not None:
-            self.run.spread.check_trained()
-        self.run.strategy.reporter.report_held()
+        self.run.strategy.synchronize()
         if requests.signal:
             self.run.signals.obey(requests.signal)
 

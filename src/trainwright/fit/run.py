@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
-
-import torch
-from torch import Tensor
 
 from trainwright.core.errors import first_line
 from trainwright.core.plan import Plan
@@ -33,7 +30,7 @@ from trainwright.schedules.rates import bind_rates
 from trainwright.update import nonfinite_policy
 from trainwright.update.finite_check import ImmediateCheck, why_immediate
 from trainwright.update.hooks import mover
-from trainwright.update.loss_tracker import Ledger, Roots
+from trainwright.update.loss_tracker import Ledger
 from trainwright.update.manual_optimization import note_minimized
 from trainwright.update.nonfinite_policy import PATIENCE
 from trainwright.update.optimizer_steps import Steppers
@@ -42,11 +39,10 @@ from trainwright.update.per_rank_state import refresh_shards
 from trainwright.update.snapshot import Buffers, Snapshot, Tensors, UserState
 from trainwright.update.status import Outcome
 from trainwright.update.strategy import UpdateStrategy
-from trainwright.update.window import Window, windows
+from trainwright.update.window import Window
 
 if TYPE_CHECKING:
     from trainwright.fit.rank_sync import RankSync
-    from trainwright.update.distributed_step import Spread
 
 GRACE = 20.0
 """Seconds that a signal waits for the end of an update, where no checkpoint slot says otherwise."""
@@ -71,10 +67,8 @@ class Run:
         self.rollback = Rollback(owner, source, self.random, tracker=owner.ledger)
         self.signals = signals
         signals.wake = self.wake
-        self._bind_processes(owner)
+        self._bind_ranks(owner)
         self._bind_slots(owner)
-        self.factor: float | Tensor = 1.0
-        """What the gradients are still to be multiplied by: the loss scale undone, and the window's share."""
         self.due: float = 0
         """The applied updates after which the loop calls `_between_updates`."""
         self.woken = False
@@ -103,21 +97,13 @@ class Run:
         self.ledger.bind(self.scaler)
         self._plan_epoch()
 
-    def _bind_processes(self, owner: Owner) -> None:
-        self.spread: Spread | None = None
-        """What several processes do together in an update; None for one."""
+    def _bind_ranks(self, owner: Owner) -> None:
         self.rank_sync: RankSync | None = None
         """What several processes agree on between updates; None for one."""
-        self.step: Callable[[Any], Any] = owner.training_step
-        """Runs a micro-batch: the user's step, with several processes under DDP."""
-        self.weigh: Callable[[Any], Roots] = owner.ledger.weigh
-        """Turns the return of `step` into the arguments of `backward`."""
         if owner.world.size > 1:
             from trainwright.fit.rank_sync import RankSync
-            from trainwright.update.distributed_step import Spread
 
-            self.spread, self.rank_sync = Spread(owner), RankSync(owner)
-            self.step, self.weigh = self.spread.step, self.spread.weigh
+            self.rank_sync = RankSync(owner)
 
     def _bind_slots(self, owner: Owner) -> None:
         # A norm may be a collective, and is judged: all processes measure it, whoever of them has the observer.
@@ -198,14 +184,10 @@ class Run:
         """Start the update of a window: numbers and outcome anew, and what a skipped one is to put back."""
         self.ledger.begin(window)
         self.outcome = Outcome()
-        if self.spread is not None:
-            self.spread.begin()
         for stepper in self.steppers.all.steppers:
             stepper.norm = stepper.noted = None
             if len(stepper.optimizer.param_groups) != stepper.groups:
                 self._take_groups()
-                if self.spread is not None:
-                    self.spread.plan()
         if self.snapshot is not None:
             self.snapshot.capture()
         if not self.counters.rows:
@@ -226,7 +208,7 @@ class Run:
 
     def _group(self) -> Iterator[Window]:
         """Open the data of the epoch at its next batch; return the windows that are left, of this rank's rows."""
-        counters, hooks, plan, spread = self.counters, self.owner.hooks, self.plan, self.spread
+        counters, plan = self.counters, self.plan
         size = plan.accumulated(counters.epoch)
         left = None if plan.epoch_updates is None else plan.epoch_updates - math.ceil(counters.batch / size)
         move = mover(self.owner, self.source, trains=True)
@@ -235,44 +217,7 @@ class Run:
         self.lengths.check_announced()
         batches = self.signals.batches(opened)
         self.signals.watch_children()
-        rows, count = hooks.rows, hooks.count
-        if spread is None:
-            grouped = windows(batches, size, rows=rows, count=count, always_count=hooks.counts_itself, move=move)
-            return self.lengths.checked(islice(grouped, left))
-        from trainwright.update.sharded_window import dealt_windows
-
-        dealt = dealt_windows(
-            batches,
-            size,
-            world=self.owner.world,
-            in_step=spread.in_step,
-            stands_in=spread.shards or spread.is_default,
-            rows=rows,
-            count=count,
-            move=move,
-        )
-        return self.lengths.checked(islice(dealt, left))
-
-    def close_window(self, window: Window) -> Any:
-        """Set the factor that the gradients lack, after the last backward; return the loss if user code reads it.
-
-        Where code of the user's own reads the gradients, they are multiplied by it at once.
-        """
-        loss = self.ledger.window_loss
-        missing = window.missing_factor if self.spread is None else self.spread.close()
-        self.factor = missing
-        if self.scaler is not None:
-            self.factor = missing * self.scaler.factor()
-            self.outcome.scaled = True
-        if self.owner.hooks.updates_itself:
-            if self.spread is not None:
-                self.spread.note(self.gradients.parameters)
-            self.strategy.scale_gradients(self.gradients)
-        if loss is not None and self.spread is not None:
-            loss = torch.as_tensor(self.spread.loss, dtype=loss.dtype, device=loss.device)
-        elif loss is not None and (isinstance(missing, Tensor) or missing != 1.0):
-            loss = loss * missing
-        return loss
+        return self.lengths.checked(islice(self.strategy.windows(batches, size, move=move), left))
 
     def count(self, window: Window, returned: Any) -> bool:
         """Count the update and close its numbers; return whether a step was applied in it."""
@@ -282,7 +227,7 @@ class Run:
             self.first_batch.warn()
         if outcome.left_out and self.snapshot is not None:
             self.snapshot.restore()  # only now: graphs of this update may still hold the buffers
-        if returned is not None and (not ledger.noted or type(returned) is dict) and not self._is_told:
+        if returned is not None and (not ledger.noted or type(returned) is dict) and not self.strategy.reduces_loss:
             ledger.note_returned(returned)
         if outcome.minimized:
             note_minimized(self, returned)
@@ -300,11 +245,6 @@ class Run:
         if self._idle >= PATIENCE:
             raise nonfinite_policy.nothing_applied(f"{PATIENCE} updates in a row", skipped=outcome.applied is not None)
         return False
-
-    @property
-    def _is_told(self) -> bool:
-        """Whether the loss of the window is told with the gradients: of several processes some may have no row."""
-        return self.spread is not None and self.spread.is_default
 
     def begin_epoch(self, epoch: int) -> None:
         """Run the user's `begin_epoch`, once for each epoch, and plan anew what it has changed."""
@@ -336,8 +276,6 @@ class Run:
             average.attach(owner.model)
             if average.will_need_statistics:
                 check_passes(self.source)
-        if self.spread is not None:
-            self.spread.plan()
         self._plan_snapshot()
         self.rollback.refresh()
 
@@ -378,8 +316,7 @@ class Run:
     def _note_beginning(self, optimizer: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         self.outcome.stepping = True
         self.steppers.note_rates(optimizer)
-        if self.spread is not None and not self.strategy.in_closure:  # a step by hand is the same on all ranks
-            self.spread.before_step(optimizer, closure=len(given) + len(named) > 1)  # the first is the optimizer
+        self.strategy.before_step(optimizer, closure=len(given) + len(named) > 1)  # the first is the optimizer
 
     def stop(self, reason: str) -> None:
         """End the run at the coming boundary; with several processes at the one at which they agree next."""
@@ -410,7 +347,7 @@ class Run:
 
 
 def choose_strategy(run: Run) -> UpdateStrategy:
-    """Choose how the updates of a run are made: checked at once or later, and split where memory runs out."""
+    """Choose how the updates of a run are made: by one rank or several, checked at once or later, split or not."""
     owner = run.owner
     owner._record.why_immediate = why = why_immediate(owner, checks=run.checks, scaler=run.scaler, rates=run.rates)
     update = owner.update
@@ -420,6 +357,10 @@ def choose_strategy(run: Run) -> UpdateStrategy:
         owner._record.splits = splitter = WindowSplitter(run)
         update = splitter.update
     trace = partial(_trace, run)
+    if owner.world.size > 1:
+        from trainwright.update.distributed_step import DistributedStep
+
+        return DistributedStep(run, update=update, trace=trace)
     if why:
         return ImmediateCheck(run, update=update, trace=trace)
     from trainwright.update.deferred_check import DeferredCheck

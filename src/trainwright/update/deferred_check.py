@@ -120,8 +120,8 @@ class DeferredCheck(UpdateStrategy):
             return super().scale_gradients(gradients)
         run = self._run
         for stepper in run.steppers.all.steppers:
-            stepper.factor = run.factor
-        run.factor = 1.0
+            stepper.factor = self.factor
+        self.factor = 1.0
         return gradients.flag if run.checks else None
 
     def check(self, found_inf: Tensor | None, chosen: Chosen) -> bool:

@@ -1,10 +1,10 @@
-"""One update of several processes: the step that each runs, and the gradients that all of them average."""
+"""Updates of several ranks: each runs its rows of a window, and the gradients, counts and losses are averaged."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.core import host_reads
-from trainwright.core.errors import SettingError, StepError, message
+from trainwright.core.errors import SettingError, StepError
 from trainwright.core.records import Count
 from trainwright.core.rng import unmoved
 from trainwright.core.trees import parameters_in
@@ -20,81 +20,101 @@ from trainwright.distributed.ddp import Wrapped
 from trainwright.distributed.gradient_averaging import Buckets, fingerprint
 from trainwright.distributed.world import Group
 from trainwright.modules.modes import running_statistics, unnoticed
+from trainwright.update.finite_check import ImmediateCheck
 from trainwright.update.loss_tracker import Roots
 from trainwright.update.losses import StepLoss
-from trainwright.update.owner import Owner
-from trainwright.update.sharded_window import DealtWindow
-from trainwright.update.window import weighed
+from trainwright.update.sharded_window import DealtWindow, dealt_windows
+from trainwright.update.window import Window, weighed
+
+if TYPE_CHECKING:
+    from trainwright.fit.run import Run
+    from trainwright.optim.gradients import Gradients
+    from trainwright.update.nonfinite_policy import Trace
+    from trainwright.update.owner import Owner
 
 _NUMPYS = {torch.float32: np.float32, torch.float64: np.float64}
 
 
-class Spread:
-    """What a process does together with others in an update; a run of one process has none.
+class DistributedStep(ImmediateCheck):
+    """Makes the updates of a run of several ranks.
 
-    The default update runs the step under torch's DDP, which averages the gradients while `backward` goes on. An
-    `update` of the user's own reads gradients in an order of its own: there nothing is wrapped, and they are averaged
-    once they are whole. What a window counts, and its loss, travel with the gradients.
+    The default update runs the step under torch's DDP, which averages gradients during `backward`. An `update` of the
+    user reads gradients in an order of its own: there nothing is wrapped, and gradients are averaged after `backward`.
+    What a window counts, and its loss, travel with the gradients.
     """
 
-    def __init__(self, owner: Owner) -> None:
+    def __init__(self, run: Run, *, update: Callable[[Window], Any], trace: Callable[[], Trace]) -> None:
+        super().__init__(run, update=update, trace=trace)
+        owner = run.owner
         assert isinstance(owner.world, Group)
         self._owner, self._world, self._settings = owner, owner.world, owner.parallel
-        self.shards: bool = self._settings.shards
-        """Whether each process holds a part of the weights, so that every forward is one of all processes."""
+        self._is_sharded: bool = self._settings.shards
+        """Whether each rank holds a part of the weights, so that every forward is one of all ranks."""
         hooks = owner.hooks
-        self.is_default = not (hooks.updates_itself or hooks.computes_itself)
-        """Whether no code of the user's own reads or makes gradients."""
-        self._wraps = self.is_default and not self.shards
+        self._is_default = not (hooks.updates_itself or hooks.computes_itself)
+        """Whether no code of the user reads or makes gradients."""
+        self.has_ranks, self.reduces_loss = True, self._is_default
+        self._wraps = self._is_default and not self._is_sharded
         if not self._wraps and getattr(self._settings, "compress", None) is not None:
             what = f"DDP(compress={self._settings.compress!r}) beside an `update` of your own, which reads gradients"
-            raise SettingError(message(what, want="gradients as they are", fix="DDP() without compress"))
-        self._rides = self._wraps and self._settings.compress is None
-        """Whether what is told travels with the gradients under DDP, which must not round it."""
+            raise SettingError(what, want="gradients as they are", fix="DDP() without compress")
+        self._carries = self._wraps and self._settings.compress is None
+        """Whether DDP carries counts and losses with the gradients: with `compress` it would round them."""
         self._set_sync: Any = None
-        if self.shards:
+        if self._is_sharded:
             from trainwright.distributed.fsdp import set_sync
 
             self._set_sync = set_sync
         self._module: _Step | None = None
         self._wrapped: Wrapped | None = None
-        self._looks = False
-        """Whether the window in hand, the first of an epoch, is to show anew which parameters are not used."""
+        self._finds_unused = False
+        """Whether the window in hand, the first of an epoch, is to show which parameters are not used."""
         self._buckets: dict[tuple[int, ...], Buckets] = {}
         self._silenced: list[Any] = []
-        """What has gradients be 0, while a batch that stands in runs backward."""
-        self._seen: dict[int, tuple[int, int]] = {}
-        """By parameter: what its gradient was when it was that of all processes."""
+        """Hooks that make gradients 0, while a batch without a row of this rank runs backward."""
+        self._reduced: dict[int, tuple[int, int]] = {}
+        """By parameter: the fingerprint of its gradient when that was averaged over the ranks."""
         self.loss: Count = 0.0
-        """The loss of the window in hand over all processes."""
-        self.counted: Count | None = None
-        """What it is a mean over; None where it is a plain sum."""
+        """The loss of the window in hand over all ranks."""
+        self.step, self.weigh = self._run_step, self._weigh
 
-    def plan(self) -> None:
-        """Take what is trained as it is now: layers may come, be frozen or be set free, or be used no longer."""
+    def windows(
+        self, batches: Iterable[Any], accumulate: int, *, move: Callable[[Any], Any] | None
+    ) -> Iterator[Window]:
+        """Group the slices of batches of this rank into windows."""
+        hooks = self._owner.hooks
+        return dealt_windows(
+            batches,
+            accumulate,
+            world=self._world,
+            in_step=self._is_sharded or (self._wraps and self._settings.static_graph),
+            stands_in=self._is_sharded or self._is_default,
+            rows=hooks.rows,
+            count=hooks.count,
+            move=move,
+        )
+
+    def regroup(self) -> None:
+        """Take over what is trained now: layers may have been added, frozen or unfrozen, or are used no longer."""
         module, unused = _Step(self, self._owner), getattr(self._settings, "find_unused_parameters", "auto")
         if self._module is not None and self._module.layout == module.layout:
             all_used = self._wrapped is not None and not self._wrapped.unused
-            self._looks = all_used and unused == "auto" and not self._settings.static_graph
+            self._finds_unused = all_used and unused == "auto" and not self._settings.static_graph
             return
-        self._module, self._wrapped, self._buckets, self._looks = module, None, {}, False
+        self._module, self._wrapped, self._buckets, self._finds_unused = module, None, {}, False
         if self._wraps and (unused != "auto" or self._settings.static_graph):
             self._wrapped = Wrapped(module, self._settings, self._world, unused=unused is True)
 
-    def begin(self) -> None:
-        """Start the next window: its gradients are new ones, wherever in memory they come to lie."""
+    def begin(self, window: Window) -> None:
+        """Prepare the update of a window: its gradients are new ones, wherever in memory they come to lie."""
+        super().begin(window)
         self.loss = 0.0
-        self._seen.clear()
+        self._reduced.clear()
         self._silence(False)
         if getattr(self._settings, "sync_buffers", False):  # before any forward, which may save them for its backward
             self._world.align(self._owner.model.buffers())
 
-    @property
-    def in_step(self) -> bool:
-        """Whether all run as many micro-batches: torch averages in each of them in a static graph's first window."""
-        return self.shards or (self._wraps and self._settings.static_graph)
-
-    def step(self, batch: Any) -> tuple[Tensor, ...]:
+    def _run_step(self, batch: Any) -> tuple[Tensor, ...]:
         """Run the step of the next micro-batch; return its loss, and the term that carries its count and value."""
         window = self._window
         if window.position < 0:
@@ -106,36 +126,38 @@ class Spread:
                 return self._forward(batch, last=last)
         return self._forward(batch, last=last)
 
-    def weigh(self, returned: tuple[Tensor, ...]) -> Roots:
+    def _weigh(self, returned: tuple[Tensor, ...]) -> Roots:
         """Return the roots of `backward` and their gradients: the loss has its weight, the carried term has 1."""
         tracker = self._owner.ledger
         root = tracker.root_gradient(returned[0], self._weight)
         return returned, (root, None)[: len(returned)]
 
-    def close(self) -> Count:
-        """Have the gradients of the window be one on all processes; returns the factor that they still owe."""
+    def reduce(self, window: Window) -> Count:
+        """Average the gradients of the window over the ranks; return the factor that is missing from them."""
         module = self._module
         assert module is not None
         self._silence(False)
-        if self._in_use is None and not self.shards:
+        if self._in_use is None and not self._is_sharded:
             buckets = self._buckets_of(module.trained)
-            told = buckets.average(self._told)
+            carried = buckets.average(self._terms)
             if self._wraps and (self._wrapped is None or buckets.unused):
                 self._wrapped = Wrapped(module, self._settings, self._world, unused=buckets.unused)
-            self._looks = False
-            return self._read(told)
-        if self._in_use is not None:
+            self._finds_unused = False
+        elif self._carries:
+            assert self._in_use is not None
             self._in_use.check()
-        if self._rides:
-            assert module.told.grad is not None
-            told = module.told.grad
+            assert module.carried.grad is not None
+            carried = module.carried.grad
         else:
-            told = self._told / self._world.size
-            self._world.sum(told)
-        return self._read(told)
+            if self._in_use is not None:
+                self._in_use.check()
+            carried = self._terms / self._world.size
+            self._world.sum(carried)
+        self._mark(self._run.gradients.parameters)
+        return self._read(carried)
 
-    def weigh_window(self, loss: StepLoss) -> Count:
-        """Return the weight of a loss of this process's complete window; `average` takes the gradients afterwards."""
+    def weight_of_minimized(self, loss: StepLoss) -> Count:
+        """Return the weight of a loss of this rank's complete window."""
         window = self._window
         here = any(window.rows)
         self._begin()
@@ -144,53 +166,69 @@ class Spread:
         self._add_term(loss.loss, loss.count if here else 0, weight)
         return weight
 
-    def average(self, parameters: Sequence[Tensor]) -> Count:
-        """Average the gradients of a loss that was weighed; returns the factor that they still owe."""
+    def reduce_minimized(self, parameters: Sequence[Tensor]) -> Count:
+        """Average the gradients of a loss that was minimized; return the factor that is missing from them."""
         self._silence(False)
-        if self.shards:
-            told = self._told / self._world.size
-            self._world.sum(told)
+        if self._is_sharded:
+            carried = self._terms / self._world.size
+            self._world.sum(carried)
         else:
-            told = self._buckets_of(parameters).average(self._told)
-        self.note(parameters)
-        return self._read(told)
+            carried = self._buckets_of(parameters).average(self._terms)
+        self._mark(parameters)
+        return self._read(carried)
 
-    def settle(self, parameters: Sequence[Tensor]) -> bool:
-        """Average gradients that nobody has averaged yet, by rows; whether there were any."""
-        if self.is_default or all(self._seen.get(key) == now for key, now in fingerprint(parameters).items()):
+    def scale_gradients(self, gradients: Gradients) -> Tensor | None:
+        """Average gradients that a `backward` of the user has made, then scale and check them."""
+        self._reduce_manual(gradients.parameters)
+        found_inf = super().scale_gradients(gradients)
+        self._mark(gradients.parameters)
+        return found_inf
+
+    def _reduce_manual(self, parameters: Sequence[Tensor]) -> bool:
+        """Average gradients that were not averaged yet, by rows; returns whether there were any."""
+        if self._is_default or all(self._reduced.get(key) == now for key, now in fingerprint(parameters).items()):
             return False
-        if self.shards:
+        if self._is_sharded:
             what = "a `backward` of your own under FSDP: its gradients are a mean over processes, not over rows"
             fix = "self.minimize(loss), or self.compute_gradients(window)"
-            raise StepError(message(what, want="a loss that can be weighed before `backward`", fix=fix))
-        share = self._shared(self._world.size)
+            raise StepError(what, want="a loss that can be weighed before `backward`", fix=fix)
+        share = self._share_of(self._world.size)
         gradients = [p.grad for p in parameters if p.grad is not None]
         if gradients and share:
             torch._foreach_mul_(gradients, share)
         elif gradients:
             torch._foreach_zero_(gradients)  # of rows that stand in, which may hold NaN: 0 times that is none
         self._buckets_of(parameters).average(torch.zeros(2))
-        self.note(parameters)
+        self._mark(parameters)
         return True
 
     def before_step(self, optimizer: Optimizer, *, closure: bool) -> None:
-        """Have a step that somebody makes by hand move by gradients of all processes; StepError where it cannot."""
+        """Average the gradients of a step that the user makes by hand; StepError where that is impossible."""
+        if self.in_closure:
+            return
         if closure:
             what = f"{type(optimizer).__name__}.step(closure) by hand: each process would evaluate its own rows"
-            raise StepError(message(what, fix="self.apply_gradients(closure=closure)"))
+            raise StepError(what, fix="self.apply_gradients(closure=closure)")
         parameters = parameters_in(optimizer)
         now = fingerprint(parameters)
-        # Clipped in place since they were averaged, they are still those of all.
-        if any(self._seen.get(key, (-1, 0))[0] != found or n < self._seen[key][1] for key, (found, n) in now.items()):
-            self.settle(parameters)
+        # Clipped in place since they were averaged, they are still averages.
+        if any(
+            self._reduced.get(key, (-1, 0))[0] != found or n < self._reduced[key][1] for key, (found, n) in now.items()
+        ):
+            self._reduce_manual(parameters)
 
-    def note(self, parameters: Sequence[Tensor]) -> None:
-        """Note that gradients are those of all processes, as they are now."""
-        if not self.is_default:
-            self._seen |= fingerprint(parameters)
+    def _mark(self, parameters: Sequence[Tensor]) -> None:
+        """Note that gradients are averages over the ranks, as they are now."""
+        if not self._is_default:
+            self._reduced |= fingerprint(parameters)
 
-    def check_trained(self) -> None:
-        """Refuse gradients of layers that were set free inside an epoch: nobody has averaged them; StepError."""
+    def synchronize(self) -> None:
+        """Check that all gradients were averaged, and report the updates that were held for it."""
+        self._check_trained()
+        self.reporter.report_held()
+
+    def _check_trained(self) -> None:
+        """Refuse gradients of layers that were unfrozen inside an epoch, which were not averaged: StepError."""
         if not self._wraps or self._module is None:
             return
         known = {id(parameter) for parameter in self._module.trained}
@@ -200,27 +238,32 @@ class Spread:
             what = "layers were set free inside an epoch: each process has moved them by gradients of its own"
             have = f"{len(loose)} parameters, such as one of shape {tuple(loose[0].shape)}"
             fix = "def begin_epoch(self, epoch): ...   # where all that is trained is taken over anew"
-            raise StepError(message(what, have=have, want="such changes between two epochs", fix=fix, where=False))
+            raise StepError(what, have=have, want="such changes between two epochs", fix=fix, where=False)
 
-    def mean(self, loss: Any) -> Any:
-        """The mean over rows of a loss that each process has computed of its own rows."""
-        value = torch.as_tensor(loss, dtype=torch.float64).detach() * self._shared(1)
+    def reduce_closure_loss(self, loss: Any, gradients: Gradients) -> Any:
+        """Return the mean over rows of a loss whose `backward` was the user's own; other losses are means already."""
+        if not self._reduce_manual(gradients.parameters):
+            return loss
+        value = torch.as_tensor(loss, dtype=torch.float64).detach() * self._share_of(1)
         self._world.sum(value)
         return value.to(loss.dtype) if isinstance(loss, Tensor) else value
 
-    @property
-    def reported(self) -> Count:
-        """The loss as it is told: a plain sum per row, which is NaN without one."""
+    def window_loss(self, loss: Tensor, factor: Count) -> Tensor:
+        """Return the loss of the window over all ranks, like `loss`."""
+        return torch.as_tensor(self.loss, dtype=loss.dtype, device=loss.device)
+
+    def reported_loss(self) -> Count:
+        """Return the loss of all ranks, which each of them checks: a plain sum per row, which is NaN without one."""
         if self.counted is not None:
             return self.loss
         if self._window.whole:
             return self.loss / self._window.whole
-        return torch.nan if self.is_default else self.loss
+        return torch.nan if self._is_default else self.loss
 
     @property
     def _in_use(self) -> Wrapped | None:
-        """What averages the window in hand while it runs backward; None where that is done afterwards."""
-        return None if self._looks else self._wrapped
+        """DDP, where it averages during `backward`; None where gradients are averaged afterwards."""
+        return None if self._finds_unused else self._wrapped
 
     @property
     def _window(self) -> DealtWindow:
@@ -228,26 +271,26 @@ class Spread:
         assert isinstance(window, DealtWindow)
         return window
 
-    def _shared(self, of: int) -> float:
-        """This process's share of `of`, by rows; of a window without a row all run the same, and share alike."""
+    def _share_of(self, of: int) -> float:
+        """Return this rank's share of `of`, by rows; in a window without a row all ranks run the same batch."""
         window = self._window
         return of * sum(window.rows) / window.whole if window.whole else of / self._world.size
 
     def _begin(self) -> None:
-        told = self._module.told if self._module is not None else None
-        assert told is not None
+        carried = self._module.carried if self._module is not None else None
+        assert carried is not None
         if self.carries_apart:
-            self._told = torch.zeros_like(told.detach())
-        told.grad = None
+            self._terms = torch.zeros_like(carried.detach())
+        carried.grad = None
 
     def _silence(self, silent: bool) -> None:
-        """Have the `backward` to come give gradients of 0, whatever it computes: 0 times NaN would be NaN."""
+        """Make the gradients of the next `backward` 0, whatever it computes: 0 times NaN would be NaN."""
         if not silent and not self._silenced:
             return
         for handle in self._silenced:
             handle.remove()
         assert self._module is not None
-        trained = self._module.trained if silent and not self.shards else []
+        trained = self._module.trained if silent and not self._is_sharded else []
         self._silenced = [parameter.register_hook(torch.zeros_like) for parameter in trained]
 
     def _forward(self, batch: Any, *, last: bool) -> tuple[Tensor, ...]:
@@ -268,27 +311,27 @@ class Spread:
         return step_loss.loss
 
     def _add_term(self, loss: Tensor, count: Count | None, weight: Count) -> None:
-        """Put the count of a micro-batch and its weighed loss where the gradients carry them to all processes."""
+        """Put the count of a micro-batch and its weighed loss where the gradients carry them to all ranks."""
         assert self._module is not None
-        told, value = self._module.told, weighed(loss, weight)
-        kind, count = told.dtype, count or 0
+        carried, value = self._module.carried, weighed(loss, weight)
+        kind, count = carried.dtype, count or 0
         if value.is_cpu and not isinstance(count, Tensor):
             # torch.tensor would take ten times as long for two numbers.
             self.term = torch.from_numpy(np.array((count, host_reads.host_value(value)), _NUMPYS[kind]))
         else:
             counted = torch.as_tensor(count, dtype=kind, device=value.device)
-            self.term = torch.stack([counted, value.to(kind)]).to(told.device)
+            self.term = torch.stack([counted, value.to(kind)]).to(carried.device)
         if self.carries_apart:
-            self._told = self._told + self.term
+            self._terms = self._terms + self.term
 
     @property
     def carries_apart(self) -> bool:
         """Whether counts and losses are summed apart from the gradients: no DDP runs here, or it would round them."""
-        return self._in_use is None or not self._rides
+        return self._in_use is None or not self._carries
 
-    def _read(self, told: Tensor) -> Count:
+    def _read(self, carried: Tensor) -> Count:
         window = self._window
-        mean, weighed = told.tolist() if told.is_cpu else told.unbind()
+        mean, weighed = carried.tolist() if carried.is_cpu else carried.unbind()
         count = mean * window.processes
         self.loss = window.mean(count, weighed)
         self.counted = None if window.is_plain_sum else count
@@ -303,7 +346,7 @@ class Spread:
 
     @contextmanager
     def _standing_in(self) -> Iterator[None]:
-        """Run a batch that no row counts of: what it moves is put back, and its numbers are dropped."""
+        """Run a batch none of whose rows counts: what it changes is restored, and its numbers are dropped."""
         ledger, statistics = self._owner.ledger, running_statistics(self._owner.model)
         kept = [statistic.clone() for statistic in statistics]
         noting, ledger.noting = ledger.noting, False
@@ -318,11 +361,11 @@ class Spread:
 
 
 class _Step(nn.Module):
-    """A module whose forward is the step, so that DDP can stand around whatever the step calls."""
+    """A module whose forward is the step, so that DDP can wrap whatever the step calls."""
 
-    def __init__(self, spread: Spread, owner: Owner) -> None:
+    def __init__(self, strategy: DistributedStep, owner: Owner) -> None:
         super().__init__()
-        self._spread = [spread]  # in a list: no part of the module
+        self._strategy = [strategy]  # in a list: not a submodule
         self.model = owner.model
         self.loss = owner.loss if isinstance(owner.loss, nn.Module) else None
         inside = {id(parameter) for parameter in self.parameters()}
@@ -332,11 +375,11 @@ class _Step(nn.Module):
         self.layout = [(id(p), p.shape) for p in self.trained]
         wide = any(p.dtype == torch.float64 for p in self.trained)
         device = self.trained[0].device if self.trained else None
-        self.told = nn.Parameter(torch.zeros(2, dtype=torch.float64 if wide else torch.float32, device=device))
-        """Always 0; its gradient is what the window counts and its loss, which so travel with the others."""
+        self.carried = nn.Parameter(torch.zeros(2, dtype=torch.float64 if wide else torch.float32, device=device))
+        """Always 0; its gradient is the count of the window and its loss, which travel with the other gradients."""
 
     def forward(self, batch: Any) -> tuple[Tensor, ...]:
         """Return the loss of a micro-batch, and a 0 whose gradient is its count and its weighed loss."""
-        spread = self._spread[0]
-        loss = spread.recorded_step(batch)
-        return (loss,) if spread.carries_apart else (loss, torch.dot(self.told, spread.term))
+        strategy = self._strategy[0]
+        loss = strategy.recorded_step(batch)
+        return (loss,) if strategy.carries_apart else (loss, torch.dot(self.carried, strategy.term))

@@ -40,14 +40,14 @@ class ImmediateCheck(UpdateStrategy):
     def check(self, found_inf: Tensor | None, chosen: Chosen) -> bool:
         """Return whether the chosen optimizers may step: all is finite, or the policy says so; else it raises."""
         run, outcome = self._run, self._run.outcome
-        ledger, spread, minimized = run.ledger, run.spread, outcome.losing
+        ledger, minimized = run.ledger, outcome.losing
         outcome.losing = None
         if self.scaler is not None and not outcome.scaled and minimized is None:
             raise nonfinite_policy.not_scaled()
         asked: list[Tensor | float] = [] if found_inf is None else [found_inf]
         asked += [stepper.norm for stepper in chosen.steppers if stepper.norm is not None]
         asked += () if minimized is None else minimized[:2]
-        asked += () if spread is None else [spread.reported]
+        asked += [self.reported_loss()] if self.has_ranks else []
         read = iter(ledger.close(*asked))  # in the order in which they were asked for
         overflowed = found_inf is not None and next(read) != 0.0
         for stepper in chosen.steppers:
@@ -59,9 +59,9 @@ class ImmediateCheck(UpdateStrategy):
         if minimized is not None:
             loss = next(read)
             outcome.minimized.setdefault(chosen.steppers[0].name, []).append((loss, next(read), minimized[2]))
-        if spread is not None:  # all ranks check the same number
+        if self.has_ranks:  # all of them check the same number
             loss = next(read)
-            ledger.loss = loss if spread.is_default else ledger.loss
+            ledger.loss = loss if self.reduces_loss else ledger.loss
         if not overflowed and (found_inf is None or loss - loss == 0.0):
             outcome.applied = True
             outcome.overflowed = outcome.overflowed is True
@@ -101,7 +101,7 @@ class ImmediateCheck(UpdateStrategy):
 
 def applies_policy(run: Run, chosen: Chosen, *, overflowed: bool, loss: float) -> bool:
     """Return whether an update whose loss or gradient is not finite is applied; raise where the policy says so."""
-    owner, ledger, scaler, outcome, spread = run.owner, run.ledger, run.scaler, run.outcome, run.spread
+    owner, ledger, scaler, outcome = run.owner, run.ledger, run.scaler, run.outcome
     verdict = nonfinite_policy.decide(
         owner.on_nonfinite,
         loss_is_finite=host_reads.finite(loss),
@@ -116,15 +116,15 @@ def applies_policy(run: Run, chosen: Chosen, *, overflowed: bool, loss: float) -
     if verdict == "raise":
         if run.snapshot is not None:
             run.snapshot.restore()
-        norm = chosen.steppers[0].norm
-        own = ledger.counted if ledger.noted else None
-        counted = own if spread is None or spread.counted is None else float(spread.counted)
+        norm, counted = chosen.steppers[0].norm, run.strategy.counted
+        if counted is None and ledger.noted:
+            counted = ledger.counted
         raise nonfinite_policy.error(
             update=run.counters.earlier_updates + run.counters.updates + 1,
             loss=loss,
             lr=chosen.steppers[0].rates[0],
             norm=norm if isinstance(norm, float) else None,
-            counted=counted,
+            counted=None if counted is None else float(counted),
             unchanged=not owner.hooks.updates_itself,
             trace=run.strategy.trace,
         )

@@ -28,14 +28,12 @@ def backward_of(run: Run, loss: Any, name: str | None) -> tuple[Tensor, Count, b
     chosen.gradients.zero()
     ledger = run.ledger
     step_loss = ledger.record_minimized(loss)
-    weight = step_loss.weight if run.spread is None else run.spread.weigh_window(step_loss)
+    weight = run.strategy.weight_of_minimized(step_loss)
     torch.autograd.backward((step_loss.loss,), (ledger.root_gradient(step_loss.loss, weight),))
-    if run.scaler is not None:
-        run.factor = run.scaler.factor()
     if all(parameter.grad is None for parameter in chosen.gradients.parameters):
         raise nonfinite_policy.reaches_nothing(chosen.steppers[0].name if run.steppers.named else "")
-    if run.spread is not None:
-        run.factor = run.spread.average(chosen.gradients.parameters) * run.factor
+    missing = run.strategy.reduce_minimized(chosen.gradients.parameters)
+    run.strategy.factor = missing if run.scaler is None else missing * run.scaler.factor()
     if step_loss.count is None:  # a plain sum is reported per row
         assert ledger.window is not None
         return step_loss.mean, sum(ledger.window.rows), True
@@ -64,7 +62,7 @@ def step_by_closure(run: Run, closure: Callable[[], Any], name: str | None) -> b
     def evaluate() -> Any:
         with torch.enable_grad():
             loss = closure()
-        loss = _of_all(run, loss, chosen)
+        loss = run.strategy.reduce_closure_loss(loss, chosen.gradients)
         found_inf = run.strategy.scale_gradients(chosen.gradients)
         stepper.limit()
         if not norms:
@@ -95,13 +93,6 @@ def _has_stepped(run: Run, optimizer: Any, evaluate: Callable[[], Any]) -> bool:
     finally:
         run.strategy.in_closure = False
     return True
-
-
-def _of_all(run: Run, loss: Any, chosen: Chosen) -> Any:
-    """The loss of a closure; of several processes that of all, where the closure has made a `backward` of its own."""
-    if run.spread is not None and run.spread.settle(chosen.gradients.parameters):
-        return run.spread.mean(loss)
-    return loss
 
 
 def _refuse_shards(chosen: Chosen) -> None:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
+from trainwright.core.records import Count
 from trainwright.precision.base import LossScale
 from trainwright.update.nonfinite_policy import Trace
 from trainwright.update.reporter import UpdateReporter
 from trainwright.update.status import Outcome
-from trainwright.update.window import Window
+from trainwright.update.window import Window, windows
 
 if TYPE_CHECKING:
     from trainwright.fit.run import Run
     from trainwright.optim.gradients import Gradients
+    from trainwright.update.loss_tracker import Roots
+    from trainwright.update.losses import StepLoss
     from trainwright.update.optimizer_steps import Chosen
 
 
@@ -30,6 +34,12 @@ class UpdateStrategy:
     """Whether `report` does anything."""
     updates_ahead = 0
     """Updates that may have been made since the one whose numbers were read last."""
+    has_ranks = False
+    """Whether several ranks make each update together."""
+    counted: Count | None = None
+    """What the loss of all ranks is a mean over; None for one process, and for a plain sum."""
+    reduces_loss = False
+    """Whether the loss of the window is averaged over ranks, with the gradients."""
     in_closure = False
     """Whether an optimizer is making a step that calls a closure of ours."""
     _is_unchecked = False
@@ -37,10 +47,24 @@ class UpdateStrategy:
 
     def __init__(self, run: Run, *, update: Callable[[Window], Any], trace: Callable[[], Trace]) -> None:
         self.update, self.trace = update, trace
+        self.step: Callable[[Any], Any] = run.owner.training_step
+        """Runs a micro-batch."""
+        self.weigh: Callable[[Any], Roots] = run.ledger.weigh
+        """Turns the return of `step` into the arguments of `backward`."""
+        self.factor: Count = 1.0
+        """What is missing from the gradients: the loss scale undone, and what counts found late ask for."""
         self.scaler: LossScale | None = run.scaler
         """The loss scale; None without one."""
         self.reporter = UpdateReporter(run.owner, run.steppers)
         self._run = run
+
+    def windows(
+        self, batches: Iterable[Any], accumulate: int, *, move: Callable[[Any], Any] | None
+    ) -> Iterator[Window]:
+        """Group batches into windows of `accumulate`."""
+        hooks = self._run.owner.hooks
+        rows, count, always = hooks.rows, hooks.count, hooks.counts_itself
+        return windows(batches, accumulate, rows=rows, count=count, always_count=always, move=move)
 
     def begin(self, window: Window) -> None:
         """Prepare the update of a window: forget a flag that no check has read."""
@@ -48,24 +72,45 @@ class UpdateStrategy:
             self._run.steppers.lower_flags()
             self._is_unchecked = False
 
+    def close_window(self, window: Window) -> Any:
+        """Set the factor that the gradients lack, after the last backward; return the loss if user code reads it.
+
+        Where code of the user reads the gradients, they are multiplied by it at once.
+        """
+        run = self._run
+        loss = run.ledger.window_loss
+        missing = self.factor = self.reduce(window)
+        if self.scaler is not None:
+            self.factor = missing * self.scaler.factor()
+            run.outcome.scaled = True
+        if run.owner.hooks.updates_itself:
+            self.scale_gradients(run.gradients)
+        return None if loss is None else self.window_loss(loss, missing)
+
+    def reduce(self, window: Window) -> Count:
+        """Return the factor that is missing from the gradients of the window, where counts were found late."""
+        return window.missing_factor
+
+    def reported_loss(self) -> Count:
+        """Return the loss of all ranks."""
+        raise NotImplementedError
+
+    def window_loss(self, loss: Tensor, factor: Count) -> Tensor:
+        """Return the loss of the window, of which `loss` was computed before `factor` was known."""
+        return loss * factor if isinstance(factor, Tensor) or factor != 1.0 else loss
+
     def scale_gradients(self, gradients: Gradients) -> Tensor | None:
         """Multiply gradients by the factor that is missing, and check them, in one pass.
 
         Returns the flag of values that are not finite, a 0-dim tensor; None where nothing is checked.
         """
-        run = self._run
-        factor, run.factor = run.factor, 1.0
-        if run.spread is not None:
-            run.spread.settle(gradients.parameters)
-        found_inf = None
-        if run.checks:
+        factor, self.factor = self.factor, 1.0
+        if self._run.checks:
             self._is_unchecked = True
-            found_inf = gradients.multiply_and_check(factor)
-        elif isinstance(factor, Tensor) or factor != 1.0:
+            return gradients.multiply_and_check(factor)
+        if isinstance(factor, Tensor) or factor != 1.0:
             gradients.multiply(factor)
-        if run.spread is not None:
-            run.spread.note(gradients.parameters)
-        return found_inf
+        return None
 
     def check(self, found_inf: Tensor | None, chosen: Chosen) -> bool:
         """Return whether the chosen optimizers may step; raise where the policy says so."""
@@ -78,6 +123,24 @@ class UpdateStrategy:
     def finish(self) -> None:
         """End the update: what it has computed is complete."""
 
+    def weight_of_minimized(self, loss: StepLoss) -> Count:
+        """Return the weight of a loss that `minimize` was given."""
+        return loss.weight
+
+    def reduce_minimized(self, parameters: Sequence[Tensor]) -> Count:
+        """Return the factor that is missing from the gradients of a loss that `minimize` was given."""
+        return 1.0
+
+    def reduce_closure_loss(self, loss: Any, gradients: Gradients) -> Any:
+        """Return the loss of a closure, over all ranks."""
+        return loss
+
+    def before_step(self, optimizer: Optimizer, *, closure: bool) -> None:
+        """Prepare a step of an optimizer, which the user may make by hand. No-op for one process."""
+
+    def synchronize(self) -> None:
+        """Do what ranks do together between updates. No-op for one process."""
+
     def report(self, window: Window) -> None:
         """Report the update of a window to the observers."""
 
@@ -85,7 +148,7 @@ class UpdateStrategy:
         """Drop what the window in hand has computed: it is run again."""
         run = self._run
         run.gradients.zero()
-        run.outcome, run.factor = Outcome(), 1.0
+        run.outcome, self.factor = Outcome(), 1.0
         for stepper in run.steppers.all.steppers:
             stepper.norm, stepper.factor, stepper.scale = None, 1.0, None
         if not self.updates_ahead:  # else an earlier update may have raised the flag, which is not read yet
