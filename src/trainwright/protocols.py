@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainwright.core.durations import Span
+from trainwright.core.durations import Duration
 from trainwright.core.plan import Plan
 from trainwright.core.records import Result, Saved, Update, Validation
 from trainwright.core.suggestions import refuse_near_names
@@ -75,7 +75,7 @@ class Observer:
 
     wants: ClassVar[frozenset[str]] = frozenset()
     """Numbers that cost something and are computed only where asked for: "grad_norm"."""
-    every: Span | None = None
+    every: Duration | None = None
     """How often `on_update` is called: `Updates(n)` or `Seconds(n)`; None: at every update. Read once, before `fit`."""
 
     def __init_subclass__(cls) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.core.device import move
-from trainwright.core.durations import Span
+from trainwright.core.durations import Duration
 from trainwright.core.plan import Plan
 from trainwright.core.progress import Counters, Progress
 from trainwright.core.records import Count, Result, StepOutput
@@ -157,7 +157,7 @@ class Trainer(Generic[M]):
         max_seconds: float | None = None,
         epoch_updates: int | None = None,
         batch_size: int | None = None,
-        validate: Span = EACH_EPOCH,
+        validate: Duration = EACH_EPOCH,
         resume: str | Path | None = None,
         resume_data: bool = True,
         resume_fresh: Sequence[str] = (),

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from laws.resume_run import digest, random_digests
 from trainwright import EMA, Checkpoint, Observer, StepLR, Trainer, Updates, batches, shard, sharded
-from trainwright.core.durations import Span
+from trainwright.core.durations import Duration
 
 ROWS, SIZE, EPOCHS = 27, 4, 2
 """7 batches an epoch, the last of them of 3 rows: on 3 processes one of 1 row, under BatchNorm two of 2 and 1."""
@@ -37,7 +37,7 @@ class Case:
     """Whether rows and model draw numbers, and a layer keeps statistics of its rows."""
     average: bool = False
     per_rank: bool = False
-    saves: Span = EACH
+    saves: Duration = EACH
     epochs: int = EPOCHS
 
 

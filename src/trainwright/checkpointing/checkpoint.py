@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from trainwright.checkpointing.files import Checksum
 from trainwright.core.checks import check_flag, check_number, check_whole, local_path
-from trainwright.core.durations import Epochs, Seconds, Span, Updates
+from trainwright.core.durations import Duration, Epochs, Seconds, Updates
 from trainwright.core.errors import SettingError
 from trainwright.core.monitor import Mode, resolve_mode
 from trainwright.core.suggestions import suggests
@@ -43,7 +43,7 @@ class Checkpoint:
     mode: Mode | None = None
     top: int = 1
     keep: int | Literal["all"] = 3
-    every: Span | Literal["auto"] = "auto"
+    every: Duration | Literal["auto"] = "auto"
     restore_best: bool = False
     async_save: bool = True
     on_save_error: Literal["warn", "raise"] = "warn"

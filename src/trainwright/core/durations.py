@@ -1,4 +1,4 @@
-"""Lengths of training: `Updates(500)`, `Epochs(1)`, `Seconds(60)`."""
+"""Durations of training: `Updates(500)`, `Epochs(1)`, `Seconds(60)`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainwright.core.errors import SettingError
 
 @dataclass(frozen=True, slots=True)
 class Updates:
-    """A length in optimizer updates that were applied."""
+    """A duration in applied optimizer updates."""
 
     n: int
 
@@ -20,7 +20,7 @@ class Updates:
 
 @dataclass(frozen=True, slots=True)
 class Epochs:
-    """A length in passes over the training data."""
+    """A duration in passes over the training data."""
 
     n: float
 
@@ -30,7 +30,7 @@ class Epochs:
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """A length of wall-clock time."""
+    """A duration of wall-clock time."""
 
     n: float
 
@@ -38,14 +38,14 @@ class Seconds:
         check_number(self.n, f"Seconds({self.n!r})", above=0, what="a number of seconds")
 
 
-Span = Updates | Epochs | Seconds
+Duration = Updates | Epochs | Seconds
 
 
-def check_span(span: Span, of: str, *, call: str = "{}") -> None:
-    """Refuse what cannot fall due between two updates; `of` is the setting that it was given for, in a `call`."""
-    given = call.format(f"{of}={span!r}")
-    if isinstance(span, Epochs) and span.n != int(span.n):
-        raise SettingError(given, want="whole epochs, or a span that falls inside an epoch", fix="Updates(500)")
-    if not isinstance(span, Epochs | Updates | Seconds):
-        fix = f"{of}=Updates({span})" if type(span) is int and span > 0 else f"{of}=Epochs(1)"
+def check_duration(duration: Duration, of: str, *, call: str = "{}") -> None:
+    """Refuse an interval that cannot end between two updates; `of` is the name of the setting, in a `call`."""
+    given = call.format(f"{of}={duration!r}")
+    if isinstance(duration, Epochs) and duration.n != int(duration.n):
+        raise SettingError(given, want="whole epochs, or a duration that falls inside an epoch", fix="Updates(500)")
+    if not isinstance(duration, Epochs | Updates | Seconds):
+        fix = f"{of}=Updates({duration})" if type(duration) is int and duration > 0 else f"{of}=Epochs(1)"
         raise SettingError(given, want="Updates(n), Epochs(n) or Seconds(n)", fix=fix)

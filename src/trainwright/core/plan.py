@@ -119,22 +119,24 @@ class Plan:
         self.add_dependency(LengthDependency(asked_by, lambda plan: plan.updates, is_total=True))
         return total
 
-    def in_updates(self, span: Updates | Epochs | Seconds | float, asked_by: str) -> int:
+    def in_updates(self, duration: Updates | Epochs | Seconds | float, asked_by: str) -> int:
         """A duration, or a fraction of the run below 1, as a number of updates (rounded, at least 1)."""
-        if isinstance(span, Updates):
-            return span.n
-        if isinstance(span, Seconds):
-            raise SettingError(f"{asked_by}: {span} cannot be planned in updates", fix="use Updates(n) or Epochs(n)")
-        if isinstance(span, Epochs):
-            self.add_dependency(LengthDependency(asked_by, lambda plan: plan.in_updates(span, asked_by)))
-            return max(1, self._epochs_in_updates(span, asked_by))
-        if isinstance(span, bool) or not isinstance(span, float) or not 0 <= span < 1:
+        if isinstance(duration, Updates):
+            return duration.n
+        if isinstance(duration, Seconds):
             raise SettingError(
-                f"{asked_by}: {span!r} is no length",
-                want="Updates(n), Epochs(n), or a fraction of the run as a float below 1",
-                fix=f"Updates({span})" if isinstance(span, int) and span > 0 else "Updates(500)",
+                f"{asked_by}: {duration} cannot be planned in updates", fix="use Updates(n) or Epochs(n)"
             )
-        return max(1, round(span * self.horizon(asked_by))) if span else 0
+        if isinstance(duration, Epochs):
+            self.add_dependency(LengthDependency(asked_by, lambda plan: plan.in_updates(duration, asked_by)))
+            return max(1, self._epochs_in_updates(duration, asked_by))
+        if isinstance(duration, bool) or not isinstance(duration, float) or not 0 <= duration < 1:
+            raise SettingError(
+                f"{asked_by}: {duration!r} is no length",
+                want="Updates(n), Epochs(n), or a fraction of the run as a float below 1",
+                fix=f"Updates({duration})" if isinstance(duration, int) and duration > 0 else "Updates(500)",
+            )
+        return max(1, round(duration * self.horizon(asked_by))) if duration else 0
 
     def epoch_at(self, update: int, asked_by: str) -> float:
         """The position of an update, in epochs; SettingError where epochs have no length."""
@@ -143,13 +145,13 @@ class Plan:
             epoch, begin = epoch + 1, end
         return epoch + (update - begin) / (end - begin)
 
-    def _epochs_in_updates(self, span: Epochs, asked_by: str) -> int:
-        full = int(span.n)
+    def _epochs_in_updates(self, duration: Epochs, asked_by: str) -> int:
+        full = int(duration.n)
         before, inside = self.updates_until(full), self.updates_in(full)
         if before is None or inside is None:
             raise SettingError(
-                f"{asked_by}: {span} cannot be counted in updates, for {self.train or 'the training data'} "
+                f"{asked_by}: {duration} cannot be counted in updates, for {self.train or 'the training data'} "
                 "has no length",
                 fix="use Updates(n), or fit(..., epoch_updates=n)",
             )
-        return before + round((span.n - full) * inside)
+        return before + round((duration.n - full) * inside)

@@ -56,7 +56,9 @@ class BetweenUpdates:
         self._validates = Trigger(self.ends.validate, counters, of="validate")
         self.saves.start()
         observers = self.owner.observers
-        self._probes = [(one, Trigger(one.span, counters, of="every")) for one in observers if isinstance(one, Probe)]
+        self._probes = [
+            (one, Trigger(one.duration, counters, of="every")) for one in observers if isinstance(one, Probe)
+        ]
         here = listening(self.owner)
         self._on_validate, self._on_epoch = listeners(here, "on_validate"), listeners(here, "on_epoch")
         self._updates_before = counters.updates - (1 if counters.batch else 0)
@@ -83,7 +85,7 @@ class BetweenUpdates:
 
     def _check_probes(self) -> None:
         """Refuse probes that only some ranks have: all of them stop for one, and it may be a forward of all."""
-        probes = [f"{probe.name} every {probe.span}" for probe, _ in self._probes]
+        probes = [f"{probe.name} every {probe.duration}" for probe, _ in self._probes]
         others = [one.name for one in self.owner.observers if isinstance(one, Inspecting)]
         each = self.owner.world.gather([*probes, *others])
         if any(names != each[0] for names in each):

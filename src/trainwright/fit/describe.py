@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
-from trainwright.core.durations import Span
+from trainwright.core.durations import Duration
 from trainwright.optim.clip import ClipNorm
 from trainwright.update.owner import Owner
 
-_PLAIN = str | int | float | Span
+_PLAIN = str | int | float | Duration
 
 
 def in_brief(owner: Owner) -> tuple[str, ...]:
@@ -54,7 +54,7 @@ def _same(value: Any, default: Any) -> bool:
 
 
 def _value(value: Any) -> str:
-    if isinstance(value, Span):
+    if isinstance(value, Duration):
         return f"{type(value).__name__}({value.n})"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_value, value))}]"

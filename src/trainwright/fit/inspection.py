@@ -68,7 +68,7 @@ class SpeedMeter(Inspector):
 
     def __init__(self, asked: Throughput, run: Run) -> None:
         self._run, self._owner, self._asked = run, run.owner, asked
-        self._trigger = Trigger(asked.span, run.counters, of="every")
+        self._trigger = Trigger(asked.duration, run.counters, of="every")
         self._alone = run.rank_sync is None
         self._operations = Operations(asked, run.owner)
         self._on_speed = listeners(listening(run.owner), "on_speed")
@@ -260,7 +260,7 @@ class WeightMeter(Inspector):
     def report(self, *, epoch_ended: bool) -> None:
         """Measure, where the update whose weights were kept was made."""
         counters, before = self._run.counters, self._before
-        if not before or counters.updates % self._asked.span.n:
+        if not before or counters.updates % self._asked.duration.n:
             return
         self._before = []
         told = ModelStatistics(
@@ -273,14 +273,14 @@ class WeightMeter(Inspector):
 
     def next_update(self) -> float:
         """The update before the next turn, then that one."""
-        updates, each = self._run.counters.updates, self._asked.span.n
+        updates, each = self._run.counters.updates, self._asked.duration.n
         turn = (updates // each + 1) * each
         return max(turn - 1, updates + 1)
 
     def resume(self) -> None:
         """Keep the weights, where the update to come is measured."""
         self._before = []
-        if (self._run.counters.updates + 1) % self._asked.span.n == 0 and self._owner.is_main:
+        if (self._run.counters.updates + 1) % self._asked.duration.n == 0 and self._owner.is_main:
             self._before = [(name, one, one.detach().clone()) for name, one in self._chosen()]
 
     def _chosen(self) -> list[tuple[str, Any]]:

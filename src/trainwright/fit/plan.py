@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from trainwright.core.checks import check_flag, check_number, check_whole, local_path
-from trainwright.core.durations import Epochs, Span, check_span
+from trainwright.core.durations import Duration, Epochs, check_duration
 from trainwright.core.errors import DataError, SettingError, message
 from trainwright.core.plan import Plan
 from trainwright.core.suggestions import did_you_mean, nearest
@@ -32,10 +32,10 @@ class Ends:
     max_updates: int | None = None
     max_seconds: float | None = None
     epoch_updates: int | None = None
-    validate: Span = EACH_EPOCH
+    validate: Duration = EACH_EPOCH
 
     def __post_init__(self) -> None:
-        check_span(self.validate, "validate")
+        check_duration(self.validate, "validate")
         for name in ("epochs", "max_updates", "epoch_updates"):
             value = getattr(self, name)
             if value is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trainwright.core.durations import Epochs, Span, check_span
+from trainwright.core.durations import Duration, Epochs, check_duration
 from trainwright.core.errors import message
 from trainwright.core.suggestions import suggests
 from trainwright.protocols import Observer
@@ -26,12 +26,12 @@ class Probe(Observer):
     numbers stand in the record of the next update, and in the epoch's row as means over its probes.
     """
 
-    def __init__(self, fn: Callable[[Any], Mapping[str, float] | None], *, every: Span = Epochs(1)) -> None:  # noqa: B008
+    def __init__(self, fn: Callable[[Any], Mapping[str, float] | None], *, every: Duration = Epochs(1)) -> None:  # noqa: B008
         if not callable(fn) or isinstance(fn, type):
             raise TypeError(
                 message(f"Probe({fn!r})", want="a function of the trainer", fix="Probe(lambda trainer: ...)")
             )
-        check_span(every, "every", call="Probe({})")
+        check_duration(every, "every", call="Probe({})")
         self.fn = fn
-        self.span = every
+        self.duration = every
         self.name = f"Probe({getattr(fn, '__name__', repr(fn))})"

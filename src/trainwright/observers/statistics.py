@@ -27,7 +27,7 @@ class Statistics(Inspecting):
         if not isinstance(parameters, str) or not parameters:
             what = f"Statistics(parameters={parameters!r})"
             raise SettingError(what, want="a pattern of names", fix='Statistics(parameters="head.*")')
-        self.span, self.parameters = every, parameters
+        self.duration, self.parameters = every, parameters
         self.name = f"Statistics(every={every}, parameters={parameters!r})"
         self.latest: ModelStatistics | None = None
         """What was told last."""

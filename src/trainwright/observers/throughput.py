@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from numbers import Real
 
-from trainwright.core.durations import Epochs, Seconds, Span, Updates, check_span
+from trainwright.core.durations import Duration, Epochs, Seconds, Updates, check_duration
 from trainwright.core.errors import SettingError
 from trainwright.core.speed import Speed, together
 from trainwright.core.suggestions import suggests
@@ -30,15 +30,15 @@ class Throughput(Observer):
     def __init__(
         self,
         *,
-        every: Span = Updates(100),  # noqa: B008
+        every: Duration = Updates(100),  # noqa: B008
         flops_per_row: float | None = None,
         peak: float | None = None,
     ) -> None:
-        check_span(every, "every", call="Throughput({})")
+        check_duration(every, "every", call="Throughput({})")
         if isinstance(every, Seconds):
             what = f"Throughput(every={every}) would ask the clock at every update"
             raise SettingError(what, want="Updates(n) or Epochs(n)", fix="Throughput(every=Updates(100))")
-        self.span: Updates | Epochs = every
+        self.duration: Updates | Epochs = every
         self.flops_per_row = _positive("flops_per_row", flops_per_row, "count_flops(model, x) / len(x)")
         self.peak = _positive("peak", peak, "989e12")
 

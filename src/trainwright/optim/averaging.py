@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_avg_fn, get_swa_multi_avg_fn
 
 from trainwright.core.checks import check_flag, check_number
-from trainwright.core.durations import Epochs, Span, Updates
+from trainwright.core.durations import Duration, Epochs, Updates
 from trainwright.core.errors import SettingError, message
 from trainwright.core.plan import Plan
 from trainwright.core.suggestions import suggests
@@ -60,13 +60,13 @@ class EMA(WeightAveraging):
 class SWA(WeightAveraging):
     """Stochastic weight averaging: the plain mean of the weights at every `every`, from `start` on (arXiv 1803.05407).
 
-    `start`: a span, or a fraction of the run; the weights there are the first of the mean. `every`: Epochs(n), at the
-    ends of epochs n, 2n, ..., or Updates(n), after updates n, 2n, ... BatchNorm statistics are estimated anew for the
-    averaged weights, as torch's `update_bn` does, whenever they are evaluated.
+    `start`: a duration, or a fraction of the run; the weights there are the first of the mean. `every`: Epochs(n), at
+    the ends of epochs n, 2n, ..., or Updates(n), after updates n, 2n, ... BatchNorm statistics are estimated anew for
+    the averaged weights, as torch's `update_bn` does, whenever they are evaluated.
     """
 
     start: Length = 0.75
-    every: Span = field(default=Epochs(1))
+    every: Duration = field(default=Epochs(1))
 
     def __post_init__(self) -> None:
         check_length(self.start, "SWA(start={})", least=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from trainwright.core.durations import Epochs, Seconds, check_span
+from trainwright.core.durations import Epochs, Seconds, check_duration
 from trainwright.core.errors import SettingError, message
 from trainwright.core.progress import Counters
 from trainwright.core.records import Update
@@ -128,7 +128,7 @@ def check_every(observer: Observer) -> None:
     if isinstance(every, Epochs):
         what = f"{name}.every={every}: on_update comes after updates"
         raise SettingError(message(what, want="Updates(n) or Seconds(n)", fix="override on_epoch instead"))
-    check_span(every, f"{name}.every")
+    check_duration(every, f"{name}.every")
     if type(observer).on_update is Observer.on_update:
         what = f"{name}.every={every}, and {name} has no on_update that it would hold for"
         raise SettingError(message(what, fix="leave `every` out, or write def on_update(self, update)"))

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from trainwright.core.checks import local_path
-from trainwright.core.durations import Seconds, Span, Updates
+from trainwright.core.durations import Duration, Seconds, Updates
 from trainwright.core.errors import SettingError
 from trainwright.core.plan import Plan
 from trainwright.core.records import Result, Saved, Update, Validation
@@ -31,7 +31,7 @@ class TensorBoardLogger(Observer):
     it goes on from, and one that begins anew hides what stood there before. SettingError without the package.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, every: Span = Updates(10)) -> None:  # noqa: B008
+    def __init__(self, directory: str | os.PathLike[str], *, every: Duration = Updates(10)) -> None:  # noqa: B008
         if not isinstance(every, Updates | Seconds):
             what = f"TensorBoardLogger(every={every!r})"
             raise SettingError(what, want="Updates(n) or Seconds(n)", fix="TensorBoardLogger(..., every=Updates(10))")
