@@ -16,7 +16,7 @@ from trainwright.core.durations import Epochs, Updates
 from trainwright.core.errors import SettingError
 from trainwright.core.plan import Plan
 from trainwright.schedules.cycles import Cyclic, OneCycle
-from trainwright.schedules.standard import Cosine, FunctionSchedule, StepLR
+from trainwright.schedules.standard import Cosine, FunctionSchedule, StepLR, WarmupStableDecay
 from trainwright.schedules.stepped import Plateau, TorchSchedule
 
 
@@ -258,16 +258,17 @@ def test_applying_costs_one_python_call_for_any_number_of_groups_and_cycled_mome
 SPANNING = {
     **{"one cycle": OneCycle(0.5), "cosine": Cosine(warmup=0.1), "function": FunctionSchedule(linear)},
     "steps of epochs": StepLR(Epochs(1)),
+    "decay of epochs": WarmupStableDecay(warmup=Epochs(2), decay=Epochs(3)),
 }
 
 
 @pytest.mark.parametrize("schedule", SPANNING.values(), ids=SPANNING)
 def test_a_run_of_a_thousand_million_updates_starts_with_a_short_table(schedule):
     optimizer, steps = sgd(momentum=0.9), Counter()
-    rates = schedule.bind(optimizer, Plan(max_updates=10**9, epoch_updates=10**6))
     tracemalloc.start()
     sys.setprofile(lambda frame, event, _: steps.update([event]))
     try:
+        rates = schedule.bind(optimizer, Plan(max_updates=10**9, epoch_updates=1))
         for update in range(3):
             rates.apply(update)
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -140,10 +141,16 @@ class Plan:
 
     def epoch_at(self, update: int, asked_by: str) -> float:
         """The position of an update, in epochs; SettingError where epochs have no length."""
-        epoch, begin = 0, 0
-        while (end := self._epochs_in_updates(Epochs(epoch + 1), asked_by)) <= update:
-            epoch, begin = epoch + 1, end
-        return epoch + (update - begin) / (end - begin)
+
+        def end(epoch: int) -> int:
+            return self._epochs_in_updates(Epochs(epoch + 1), asked_by)
+
+        most = 1
+        while end(most) <= update:
+            most *= 2
+        epoch = bisect_right(range(most), update, key=end)
+        begin = end(epoch - 1) if epoch else 0
+        return epoch + (update - begin) / (end(epoch) - begin)
 
     def _epochs_in_updates(self, duration: Epochs, asked_by: str) -> int:
         full = int(duration.n)
