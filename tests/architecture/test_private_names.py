@@ -20,7 +20,7 @@ OTHERS = {
 }
 """Private or underscored names of other packages."""
 NOT_YET = {
-    *("checkpointing/tree.py", "checkpointing/weights.py", "fit/per_rank_state.py"),
+    *("checkpointing/tree.py", "checkpointing/weights.py", "update/per_rank_state.py"),
     *("optim/averaged_weights.py", "schedules/table.py", "update/device_state.py"),
     *("update/finite_check.py", "update/losses.py"),
 }
