@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from trainwright.distributed.fsdp import FSDP
     from trainwright.distributed.launcher import launch
     from trainwright.evaluation.reports import Report
-    from trainwright.fit.early_stopping import EarlyStopping, Stopping, Watching
+    from trainwright.fit.early_stopping import EarlyStopping
     from trainwright.metrics.scores import F1, MAE, R2, RMSE
     from trainwright.modules.activations import checkpoint_activations
     from trainwright.modules.flops import count_flops
@@ -109,7 +109,7 @@ else:
         "optim.averaged_weights": ("AveragedWeights",),
         "optim.averaging": ("EMA", "SWA", "WeightAveraging"),
         "checkpointing.checkpoint": ("Checkpoint",),
-        "fit.early_stopping": ("EarlyStopping", "Stopping", "Watching"),
+        "fit.early_stopping": ("EarlyStopping",),
         "acceleration.fast": ("Fast",),
         "optim.groups": ("param_groups",),
         "optim.layerwise": ("Lamb", "Lars"),
@@ -231,7 +231,6 @@ __all__ = [
     "StepLR",
     "StepOutput",
     "Stopped",
-    "Stopping",
     "SumLoss",
     "TensorBoardLogger",
     "Throughput",
@@ -245,7 +244,6 @@ __all__ = [
     "Updates",
     "Validation",
     "WarmupStableDecay",
-    "Watching",
     "WeightAveraging",
     "Window",
     "__version__",

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from trainwright.distributed.fsdp import FSDP
     from trainwright.evaluation.reports import Asked, Report
     from trainwright.fit.between_updates import BetweenUpdates
-    from trainwright.fit.early_stopping import Stopping
+    from trainwright.fit.early_stopping import EarlyStopping
     from trainwright.fit.run import Run
     from trainwright.optim.averaging import WeightAveraging
 
@@ -91,7 +91,7 @@ class Trainer(Generic[M]):
         accumulate: int | Mapping[int, int] = 1,
         clip: float | Clip | Mapping[str, Any] | None = None,
         schedule: Schedule | Callable[[int, int], float] | Mapping[str, Any] | None = None,
-        early_stopping: Stopping | None = None,
+        early_stopping: EarlyStopping | None = None,
         checkpoint: Checkpoint | None = None,
         average: WeightAveraging | None = None,
         frozen: Mapping[str, nn.Module] | None = None,

@@ -12,10 +12,23 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainwright import Best, Checkpoint, DataError, Observer, Plan, Result, Saved, SettingError, Trainer, Update
+from trainwright import (
+    Best,
+    Checkpoint,
+    DataError,
+    EarlyStopping,
+    Observer,
+    Plan,
+    Result,
+    Saved,
+    SettingError,
+    Trainer,
+    Update,
+)
 from trainwright.checkpointing.manager import CheckpointManager
 from trainwright.data.source import Source
 from trainwright.distributed.world import World
+from trainwright.fit.early_stopping import NO_ERRORS, EarlyStopper
 from trainwright.precision import LossScale, Precision
 from trainwright.schedules.rates import Rates
 
@@ -89,30 +102,23 @@ class OwnRates(Rates):
         assert "val_loss" in metrics
 
 
-class OwnStopping:
+class OwnStopping(EarlyStopping):
     """Stops at the third validation, whatever it says."""
 
-    monitor = "val_loss"
-
-    def bind(self) -> OwnWatch:
-        return OwnWatch()
+    def bind(self) -> EarlyStopper:
+        return OwnStopper(self)
 
 
-class OwnWatch:
-    def __init__(self) -> None:
-        self.waited, self.stopped = 0, ""
-        self.best: Best | None = None
-
-    def judge(self, metrics: Mapping[str, float], errors: Mapping[str, float], *, epoch: int, update: int) -> bool:
+class OwnStopper(EarlyStopper):
+    def judge(
+        self, metrics: Mapping[str, float], errors: Mapping[str, float] = NO_ERRORS, *, epoch: int, update: int
+    ) -> bool:
         self.waited += 1
-        self.stopped = "three are enough" if self.waited == 3 else ""
         return False
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"waited": self.waited}
-
-    def load_state_dict(self, tree: Any) -> None:
-        self.waited = tree["waited"]
+    @property
+    def stopped(self) -> str:
+        return "three are enough" if self.waited == 3 else ""
 
 
 class OwnCheckpoint(Checkpoint):
@@ -240,24 +246,24 @@ def test_schedule() -> None:
 
 
 def test_early_stopping() -> None:
-    result = trainer(early_stopping=OwnStopping()).fit(DATA, DATA, epochs=9)
+    result = trainer(early_stopping=OwnStopping("val_loss", restore_best=False)).fit(DATA, DATA, epochs=9)
     assert (result.stopped, result.epochs) == ("three are enough", 3)
 
 
 def test_early_stopping_that_restores_the_best_weights_beside_a_checkpoint() -> None:
-    class Restoring(OwnStopping):
-        restore_best = True
+    class Restoring(EarlyStopping):
+        def bind(self) -> EarlyStopper:
+            return FirstIsBest(self)
 
-        def bind(self) -> OwnWatch:
-            return FirstIsBest()
-
-    class FirstIsBest(OwnWatch):
-        def judge(self, metrics: Mapping[str, float], errors: Mapping[str, float], *, epoch: int, update: int) -> bool:
+    class FirstIsBest(OwnStopper):
+        def judge(
+            self, metrics: Mapping[str, float], errors: Mapping[str, float] = NO_ERRORS, *, epoch: int, update: int
+        ) -> bool:
             super().judge(metrics, errors, epoch=epoch, update=update)
             self.best = Best("val_loss", 1.0, epoch, update) if self.waited == 1 else self.best
             return self.waited == 1
 
-    own = trainer(early_stopping=Restoring(), checkpoint=OwnCheckpoint("nowhere"))
+    own = trainer(early_stopping=Restoring("val_loss"), checkpoint=OwnCheckpoint("nowhere"))
     assert own.fit(DATA, DATA, epochs=9).weights == "best of epoch 1"
     assert torch.equal(managers[-1].trees[4]["model"]["weight"], own.model.weight)
 

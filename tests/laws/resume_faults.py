@@ -19,7 +19,7 @@ from trainwright.data.dataloader import worker
 from trainwright.data.dataloader.loader import LoaderBatches
 from trainwright.fit import parts, rollback, saving
 from trainwright.fit.between_updates import BetweenUpdates
-from trainwright.fit.early_stopping import Watch
+from trainwright.fit.early_stopping import EarlyStopper
 from trainwright.fit.rollback import Rollback
 from trainwright.observers.journal import Journal
 from trainwright.optim.averaged_weights import AveragedWeights
@@ -159,7 +159,7 @@ def the_scalers_count_of_good_updates_starts_anew(patch):
 
 
 def patience_starts_anew(patch):
-    around(patch, Watch, "load_state_dict", after=lambda self, tree: setattr(self, "waited", 0))
+    around(patch, EarlyStopper, "load_state_dict", after=lambda self, tree: setattr(self, "waited", 0))
 
 
 def the_best_is_forgotten(patch):

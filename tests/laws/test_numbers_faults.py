@@ -16,7 +16,7 @@ from trainwright.core.plan import Plan
 from trainwright.core.records import SumLoss
 from trainwright.data.dataloader.loader import LoaderBatches
 from trainwright.evaluation import passes
-from trainwright.fit.early_stopping import Watch
+from trainwright.fit.early_stopping import EarlyStopper
 from trainwright.metrics.totals import Total
 from trainwright.modules import modes
 from trainwright.schedules.stepped import SteppedRates
@@ -154,25 +154,25 @@ def a_nan_is_filtered_from_metrics(patch):
 
 @fault(nan.check_a_nan_is_never_best_and_never_resets_patience)
 def a_nan_beats_the_best(patch):
-    beats = Watch._beats
-    patch.setattr(Watch, "_beats", lambda self, value: math.isnan(value) or beats(self, value))
+    beats = EarlyStopper._beats
+    patch.setattr(EarlyStopper, "_beats", lambda self, value: math.isnan(value) or beats(self, value))
 
 
 @fault(early_stopping.check_early_stopping_follows_its_definition)
 def a_nan_resets_patience(patch):
-    judge = Watch.judge
+    judge = EarlyStopper.judge
 
     def lenient(self, metrics, errors, *, epoch, update):
         best = judge(self, metrics, errors, epoch=epoch, update=update)
         self.waited = 0 if math.isnan(metrics["val_loss"]) else self.waited
         return best
 
-    patch.setattr(Watch, "judge", lenient)
+    patch.setattr(EarlyStopper, "judge", lenient)
 
 
 @fault(early_stopping.check_min_delta_adds_up)
 def the_best_moves_with_any_gain(patch):
-    judge = Watch.judge
+    judge = EarlyStopper.judge
 
     def moving(self, metrics, errors, *, epoch, update):
         best = judge(self, metrics, errors, epoch=epoch, update=update)
@@ -180,14 +180,14 @@ def the_best_moves_with_any_gain(patch):
             self.best = replace(self.best, value=metrics["val_loss"])
         return best
 
-    patch.setattr(Watch, "judge", moving)
+    patch.setattr(EarlyStopper, "judge", moving)
 
 
 @fault(early_stopping.check_early_stopping_follows_its_definition)
 def patience_is_one_too_long(patch):
-    stopped = Watch.stopped.fget
+    stopped = EarlyStopper.stopped.fget
     patch.setattr(
-        Watch, "stopped", property(lambda self: stopped(self) if self.waited > self.settings.patience else "")
+        EarlyStopper, "stopped", property(lambda self: stopped(self) if self.waited > self.settings.patience else "")
     )
 
 

@@ -496,7 +496,7 @@ def test_a_method_that_hides_what_the_trainer_keeps_is_refused(name):
         type("Mine", (Trainer,), {name: lambda self: None})
 
 
-@pytest.mark.parametrize("name", ["counters", "ledger", "between", "hooks", "history", "state"])
+@pytest.mark.parametrize("name", ["counters", "ledger", "_record", "hooks", "history", "state"])
 def test_an_attribute_that_replaces_what_the_trainer_keeps_is_refused_before_the_first_update(name):
     model = nn.Linear(2, 1)
     before = [p.clone() for p in model.parameters()]

@@ -37,7 +37,7 @@ class BetweenUpdates:
         self.owner, self.counters, self.history = run.owner, run.counters, run.owner.history
         self.record = run.owner._record
         early = run.owner.early_stopping
-        self.watch: Any = None if early is None else early.bind()
+        self.watch = None if early is None else early.bind()
         self.manager = manager
         self.saves = RunCheckpoints(run, manager=manager)
         self.leaving = Leaving(run, ends, manager=manager, watch=self.watch)
@@ -235,9 +235,9 @@ class BetweenUpdates:
         where = {"epoch": int(row["epoch"]), "update": int(row["update"])}
         best = False
         early, watch, manager, rates = self.owner.early_stopping, self.watch, self.manager, self.run.rates
-        if early is not None and self._concerns(early.monitor, row, validated=validated):
+        if early is not None and watch is not None and self._concerns(early.monitor, row, validated=validated):
             best = watch.judge(row, self.record.errors, **where)
-            if best and getattr(early, "restore_best", False):
+            if best and early.restore_best:
                 self.leaving.keep_best()
             self.counters.stopped = self.counters.stopped or watch.stopped
         saves = best
@@ -275,7 +275,7 @@ class BetweenUpdates:
             metrics=dict(row),
             best=best,
             waited=0 if self.watch is None else self.watch.waited,
-            patience=0 if self.watch is None else getattr(self.owner.early_stopping, "patience", 0),
+            patience=0 if self.watch is None else self.watch.settings.patience,
             seconds=seconds,
             rows=rows,
             waiting=min(1.0, self.run.waited / seconds) if seconds else 0.0,

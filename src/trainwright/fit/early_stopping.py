@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, asdict, dataclass
 from types import MappingProxyType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -16,44 +16,8 @@ from trainwright.core.errors import CheckpointError, SettingError, message
 from trainwright.core.monitor import Mode, rank, require_monitor, resolve_mode
 from trainwright.core.records import Best
 from trainwright.core.suggestions import suggests
-from trainwright.protocols import Stateful
 
 NO_ERRORS: Mapping[str, float] = MappingProxyType({})
-
-
-class Watching(Stateful, Protocol):
-    """What the Trainer asks of early stopping during one `fit`."""
-
-    @property
-    def waited(self) -> int:
-        """Validations since the best."""
-        ...
-
-    @property
-    def best(self) -> Best | None:
-        """The best value so far."""
-
-    @property
-    def stopped(self) -> str:
-        """The reason to stop; empty while the run goes on."""
-        ...
-
-    def judge(self, metrics: Mapping[str, float], errors: Mapping[str, float], *, epoch: int, update: int) -> bool:
-        """Take in one validation; return whether it is a new best."""
-        ...
-
-
-class Stopping(Protocol):
-    """What fills the slot `early_stopping`: settings only; `bind` makes the thing with state, anew for each `fit`."""
-
-    @property
-    def monitor(self) -> str:
-        """The number that is watched."""
-        ...
-
-    def bind(self) -> Watching:
-        """Make the watch of one `fit`."""
-        ...
 
 
 @suggests
@@ -80,13 +44,16 @@ class EarlyStopping:
         check_whole(self.patience, written, what="a whole number of validations without a new best", fix=fix)
         _margin(self.min_delta)
 
-    def bind(self) -> Watch:
-        """Make the watch of one `fit`."""
-        return Watch(self)
+    def bind(self) -> EarlyStopper:
+        """Make the early stopper of one `fit`."""
+        return EarlyStopper(self)
 
 
-class Watch:
-    """Early stopping during one `fit`: the best so far and how long it has stood; a part of every checkpoint."""
+class EarlyStopper:
+    """Early stopping during one `fit`: the best so far and the validations since; a part of every checkpoint.
+
+    One of your own: a subclass that overrides `judge` or `stopped`, made by `bind` of a subclass of `EarlyStopping`.
+    """
 
     def __init__(self, settings: EarlyStopping) -> None:
         self.settings = settings
@@ -96,14 +63,14 @@ class Watch:
         self.waited = 0
         """Validations since the best."""
         self.weights: dict[str, Tensor] | None = None
-        """The weights of the best on the host, where whoever trains puts them."""
+        """The weights of the best on the host; None where a checkpoint has them."""
         self._error: float | None = None
         self._margin = _margin(settings.min_delta)
 
     def judge(
         self, metrics: Mapping[str, float], errors: Mapping[str, float] = NO_ERRORS, *, epoch: int, update: int
     ) -> bool:
-        """Take in one validation, after `epoch` finished epochs and `update` updates; return whether it is a new best.
+        """Judge one validation, after `epoch` finished epochs and `update` updates; return whether it is a new best.
 
         NaN never beats and never becomes the best. `errors` holds standard errors by the names of `metrics`.
         """
@@ -131,7 +98,7 @@ class Watch:
         return f"{self.settings.monitor} did not improve on {self.best.value:.4g} (epoch {self.best.epoch}) {for_long}"
 
     def state_dict(self) -> dict[str, Any]:
-        """The best, its standard error, the wait, and the weights of the best where they were put here."""
+        """The best, its standard error, the wait, and the weights of the best where they are held here."""
         best = None
         if self.best is not None:
             best = {name: value for name, value in asdict(self.best).items() if name != "path"}
@@ -140,7 +107,7 @@ class Watch:
         return {**watched, "best": best, "error": self._error, "waited": self.waited, "weights": weights}
 
     def load_state_dict(self, tree: Mapping[str, Any]) -> None:
-        """Take over a saved watch of the same number."""
+        """Load the state of an early stopper of the same number."""
         check_form(tree, monitor=is_text, mode=is_text, error=is_none_or(is_number), waited=is_count)
         check_form(tree, weights=is_none_or(lambda value: isinstance(value, Mapping)), best=is_none_or(_is_best))
         saved, mine = (tree["monitor"], tree["mode"]), (self.settings.monitor, self.mode)

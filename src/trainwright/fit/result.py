@@ -21,6 +21,7 @@ from trainwright.core.checks import local_path
 from trainwright.core.errors import CheckpointError, warn_user
 from trainwright.core.records import Best, Result
 from trainwright.evaluation.passes import showing
+from trainwright.fit.early_stopping import EarlyStopper
 from trainwright.fit.plan import Ends
 from trainwright.fit.run import Run
 from trainwright.modules.dtensors import is_sharded
@@ -31,7 +32,7 @@ from trainwright.update.per_rank_state import position_text
 class Leaving:
     """The end of one `fit`, however it ends."""
 
-    def __init__(self, run: Run, ends: Ends, *, manager: CheckpointManager | None, watch: Any) -> None:
+    def __init__(self, run: Run, ends: Ends, *, manager: CheckpointManager | None, watch: EarlyStopper | None) -> None:
         self.run, self.owner, self.counters = run, run.owner, run.counters
         self.ends, self.manager, self.watch = ends, manager, watch
         self.record = run.owner._record
@@ -40,18 +41,19 @@ class Leaving:
     def restores_from_memory(self) -> bool:
         """Whether early stopping's best weights are kept on the host: no checkpoint watches the same number."""
         early = self.owner.early_stopping
-        if early is None or not getattr(early, "restore_best", False):
+        if early is None or not early.restore_best:
             return False
         settings = None if self.manager is None else self.manager.settings
-        watched = (early.monitor, getattr(early, "mode", None))
+        watched = (early.monitor, early.mode)
         same = settings is not None and (settings.best, settings.mode) == watched
-        return not same or bool(getattr(early, "min_delta", 0))
+        return not same or bool(early.min_delta)
 
     def keep_best(self) -> None:
         """Keep the weights of this moment as early stopping's best, where they are not in a checkpoint."""
-        held = getattr(self.watch, "weights", None)
+        watch = self.watch
+        assert watch is not None
         with self.run.shown.evaluated():
-            self.watch.weights = _copied(self.owner.model, held) if self.restores_from_memory else None
+            watch.weights = _copied(self.owner.model, watch.weights) if self.restores_from_memory else None
 
     def sharding_of_best(self) -> dict[str, Any]:
         """Return host tensors, by part and key, that are sharded as the weights of a loaded best shall be."""
@@ -62,13 +64,12 @@ class Leaving:
     def restore_best(self) -> None:
         """Leave the model with the weights that count: averaged ones, and the best, where a slot promises them."""
         self.run.shown.leave()
-        early, manager, watch = self.owner.early_stopping, self.manager, self.watch
-        if watch is not None and watch.best is not None and getattr(early, "restore_best", False):
-            weights = getattr(watch, "weights", None)
-            if weights is None:
+        manager, watch = self.manager, self.watch
+        if watch is not None and watch.best is not None and watch.settings.restore_best:
+            if watch.weights is None:
                 self._load(watch.best)
             else:
-                self._load_into(watch.best, weights, source="the best weights")
+                self._load_into(watch.best, watch.weights, source="the best weights")
         elif manager is not None and manager.settings.restore_best and manager.best is not None:
             self._load(manager.best)
         self.run.shown.leave()  # once more: the best that was loaded on top is what the next stage finds

@@ -125,10 +125,19 @@ def checked_metrics(metrics: Mapping[str, Any] | None, world: World) -> dict[str
 
 
 def checked_slot(name: str, value: T | None, example: str) -> T | None:
-    """Refuse a value that is no settings object: one that `bind` makes something of."""
-    if value is None or (hasattr(value, "bind") and not isinstance(value, type)):
+    """Refuse a value that is not of the class of the slot's settings."""
+    if value is None or isinstance(value, _slot_classes()[name]):
         return value
-    raise TypeError(message(f"{name}={value!r}", want=f"{example}, or an object with bind()", fix=f"{name}={example}"))
+    raise TypeError(message(f"{name}={value!r}", want=f"{example}, or a subclass of it", fix=f"{name}={example}"))
+
+
+def _slot_classes() -> dict[str, type]:
+    """Return the base class of the settings of each slot; imported where a slot is filled."""
+    from trainwright.checkpointing.checkpoint import Checkpoint
+    from trainwright.fit.early_stopping import EarlyStopping
+    from trainwright.optim.averaging import WeightAveraging
+
+    return {"early_stopping": EarlyStopping, "checkpoint": Checkpoint, "average": WeightAveraging}
 
 
 def checked_observers(observers: Collection[Observer]) -> tuple[Observer, ...]:
@@ -148,15 +157,10 @@ def checked_observers(observers: Collection[Observer]) -> tuple[Observer, ...]:
 
 def _in_its_place(given: Any) -> str:
     """Say how a thing that is no observer is given to the Trainer, where that is known."""
-    from trainwright.checkpointing.checkpoint import Checkpoint
-    from trainwright.fit.early_stopping import EarlyStopping
-    from trainwright.optim.averaging import EMA, SWA
-
     kind = given if isinstance(given, type) else type(given)
     if isinstance(given, type):
         return f"{kind.__name__}(...)" if issubclass(kind, Observer) else ""
-    slots: dict[str, Any] = {"early_stopping": EarlyStopping, "checkpoint": Checkpoint, "average": EMA | SWA}
-    slots |= {"clip": ClipNorm | ClipValue, "precision": MixedPrecision}
+    slots: dict[str, Any] = _slot_classes() | {"clip": ClipNorm | ClipValue, "precision": MixedPrecision}
     slot = next((name for name, filled_by in slots.items() if isinstance(given, filled_by)), "")
     if not slot and hasattr(given, "bind"):
         slot = "schedule"

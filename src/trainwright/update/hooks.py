@@ -80,7 +80,7 @@ def read_hooks(trainer: Any, own: set[str]) -> Hooks:
         count=trainer.count if counts_before else None,
         rows=partial(_rows_or_count, trainer) if counts else rows_of,
         summed=known.summed if known is not None and exact else None,
-        spread=_number(early.monitor, trainer.metrics) if getattr(early, "min_delta", 0) == "1se" else None,
+        spread=_number(early.monitor, trainer.metrics) if early is not None and early.min_delta == "1se" else None,
         counts_itself=counts,
         steps_itself=steps,
         validates_itself="validation_step" in own,

@@ -20,7 +20,7 @@ from trainwright.update.loss_tracker import Ledger
 if TYPE_CHECKING:
     from trainwright.acceleration.fast import Fast
     from trainwright.checkpointing.checkpoint import Checkpoint
-    from trainwright.fit.early_stopping import Stopping
+    from trainwright.fit.early_stopping import EarlyStopping
     from trainwright.fit.record import StageRecord
     from trainwright.optim.averaging import WeightAveraging
     from trainwright.update.nonfinite_policy import Policy
@@ -41,7 +41,7 @@ class Owner(Protocol):
     accumulate: tuple[tuple[int, int], ...]
     clip: Any
     schedule: Any
-    early_stopping: Stopping | None
+    early_stopping: EarlyStopping | None
     checkpoint: Checkpoint | None
     on_nonfinite: Policy
     on_error: str | None
