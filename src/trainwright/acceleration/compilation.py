@@ -15,7 +15,7 @@ import torch.overrides
 from torch import Tensor, nn
 
 from trainwright.checkpointing.files import replace_file
-from trainwright.core.errors import SettingError, message
+from trainwright.core.errors import SettingError
 from trainwright.core.torch_private import (
     compiled_target,
     dynamo_config,
@@ -121,7 +121,7 @@ def find_regions(model: nn.Module, wanted: str | Sequence[type[nn.Module]]) -> l
     if not found:
         names = ", ".join(one.__name__ for one in wanted)
         what = f"Fast(compile={{'regions': ...}}): {type(model).__name__} holds no {names}"
-        raise SettingError(message(what, want="classes of modules in the model", fix='Fast(compile="full")'))
+        raise SettingError(what, want="classes of modules in the model", fix='Fast(compile="full")')
     return found
 
 
@@ -300,7 +300,7 @@ def _refuse_compiled(model: nn.Module) -> None:
     if names or wrapped:
         what = "Fast(compile=...), and the model is compiled already"
         have = "torch.compile(model)" if wrapped else f"{names[0]}.compile()"
-        raise SettingError(message(what, have=have, want="one of the two", fix="the model as it is, or fast=None"))
+        raise SettingError(what, have=have, want="one of the two", fix="the model as it is, or fast=None")
 
 
 def _release(module: nn.Module) -> None:
@@ -358,4 +358,4 @@ def check_apart(cache: Path | None, checkpoints: Path | None) -> None:
         what = f"Fast(compile={{'cache': {str(cache)!r}}}) beside checkpoints: torch unpickles it, which runs code"
         have = f"checkpoints in {checkpoints}"
         fix = "Fast(compile={'cache': 'compiled'})"
-        raise SettingError(message(what, have=have, want="a directory of its own, that you alone write", fix=fix))
+        raise SettingError(what, have=have, want="a directory of its own, that you alone write", fix=fix)

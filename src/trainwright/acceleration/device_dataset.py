@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trainwright.core.errors import SettingError, message
+from trainwright.core.errors import SettingError
 from trainwright.core.memory import left_on
 from trainwright.data.source import Source
 from trainwright.observers.table import byte_size
@@ -88,21 +88,17 @@ def _in_hand(owner: Owner, source: Any, size: int) -> int:
 
 def _nowhere(source: Source) -> SettingError:
     return SettingError(
-        message(
-            "Fast(device_data=True), and the training data are not in memory as a whole",
-            have=source.describe(),
-            want="batches(...) of arrays or tensors, in their own order or shuffled",
-            fix='Fast(device_data="auto"), or batches(data, ..., in_memory=True)',
-        )
+        "Fast(device_data=True), and the training data are not in memory as a whole",
+        have=source.describe(),
+        want="batches(...) of arrays or tensors, in their own order or shuffled",
+        fix='Fast(device_data="auto"), or batches(data, ..., in_memory=True)',
     )
 
 
 def _too_large(owner: Owner, name: str, needed: int, *, left: int) -> SettingError:
     return SettingError(
-        message(
-            f"Fast(device_data=True), and the {name} data do not fit on {owner.device}",
-            have=f"{byte_size(needed)}, and {byte_size(left)} free",
-            want="data that fit beside the model",
-            fix='Fast(device_data="auto")',
-        )
+        f"Fast(device_data=True), and the {name} data do not fit on {owner.device}",
+        have=f"{byte_size(needed)}, and {byte_size(left)} free",
+        want="data that fit beside the model",
+        fix='Fast(device_data="auto")',
     )

@@ -88,15 +88,15 @@ def _check_compile(setting: Any) -> None:
     want = '"regional", "full", None, or a dict for torch.compile'
     if not isinstance(setting, dict):
         fix = "" if setting is False else 'Fast(compile="regional")'
-        raise SettingError(message(f"Fast(compile={setting!r})", want=want, fix=fix or "leave compile out"))
+        raise SettingError(f"Fast(compile={setting!r})", want=want, fix=fix or "leave compile out")
     for name in setting:
         if name not in (*TORCHS, *OURS):
             hint = did_you_mean(str(name), [*TORCHS, *OURS])
             what = f"Fast(compile={{{name!r}: ...}}) is unknown.{hint}"
-            raise SettingError(message(what, want=f"some of {', '.join((*TORCHS, *OURS))}"))
+            raise SettingError(what, want=f"some of {', '.join((*TORCHS, *OURS))}")
     cache = setting.get("cache")
     if "cache" in setting and (not isinstance(cache, str | Path) or not str(cache)):
-        raise SettingError(message(f"Fast(compile={{'cache': {cache!r}}})", want="the path of a directory"))
+        raise SettingError(f"Fast(compile={{'cache': {cache!r}}})", want="the path of a directory")
     if cache is not None:
         local_path(cache, "Fast(compile={{'cache': {}}})")
     graphed = [one for one in ("backend", "mode") if setting.get(one) in _GRAPHED]
@@ -104,7 +104,7 @@ def _check_compile(setting: Any) -> None:
         given = f"{graphed[0]!r}: {setting[graphed[0]]!r}"
         what = f"Fast(compile={{{given}}}) replays CUDA graphs, whose outputs are overwritten"
         fix = "Fast(compile={'mode': 'max-autotune-no-cudagraphs'})"
-        raise SettingError(message(what, want="one without graphs of its own", fix=fix))
+        raise SettingError(what, want="one without graphs of its own", fix=fix)
     _check_regions(setting)
     _check_backend(setting)
 
@@ -119,7 +119,7 @@ def _check_regions(setting: dict[str, Any]) -> None:
     if not classes or not all(isinstance(one, type) and issubclass(one, nn.Module) for one in regions):
         what = f"Fast(compile={{'regions': {regions!r}}})"
         want = '"regional", "full", or classes of modules of the model'
-        raise SettingError(message(what, want=want, fix="Fast(compile={'regions': {Block}})"))
+        raise SettingError(what, want=want, fix="Fast(compile={'regions': {Block}})")
 
 
 def _check_backend(setting: dict[str, Any]) -> None:
@@ -129,9 +129,9 @@ def _check_backend(setting: dict[str, Any]) -> None:
         known = torch.compiler.list_backends(exclude_tags=())
         if backend not in known:
             what = f"Fast(compile={{'backend': {backend!r}}}) is unknown.{did_you_mean(backend, known)}"
-            raise SettingError(message(what, want=f"one of {', '.join(torch.compiler.list_backends())}, or a function"))
+            raise SettingError(what, want=f"one of {', '.join(torch.compiler.list_backends())}, or a function")
     elif not callable(backend) or inspect.isclass(backend):
-        raise SettingError(message(f"Fast(compile={{'backend': {backend!r}}})", want="a name, or a function"))
+        raise SettingError(f"Fast(compile={{'backend': {backend!r}}})", want="a name, or a function")
     if setting.get("mode") is not None and setting.get("options") is not None:
         what = "Fast(compile={'mode': ..., 'options': ...}): torch takes one of them"
-        raise SettingError(message(what, fix="Fast(compile={'options': {...}})"))
+        raise SettingError(what, fix="Fast(compile={'options': {...}})")

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainwright.core.errors import DataError, SettingError, StepError, first_line, listed, message
+from trainwright.core.errors import DataError, SettingError, StepError, first_line, listed
 from trainwright.core.memory import free_memory, is_out_of_memory
 from trainwright.core.records import Count
 from trainwright.core.rng import have_moved, random_state, set_random_state
@@ -110,7 +110,7 @@ class WindowSplitter:
             except _ReadByUpdate:
                 if failed is None:  # a resumed run begins with the size that has fitted before
                     fix = "self.compute_gradients(window), or without on_oom"
-                    raise StepError(message(_READS, fix=fix)) from None
+                    raise StepError(_READS, fix=fix) from None
                 raise _noted(failed, _READS) from None
             traceback.clear_frames(failed.__traceback__)  # they hold what was computed
             tried = self._finer(window, tried, failed)
@@ -250,11 +250,9 @@ def check_layers(owner: Owner) -> None:
         return
     shown = listed(layers, 3)
     raise SettingError(
-        message(
-            f'on_oom="split" and {shown} in train mode: its mean over a micro-batch would be one over a part of it',
-            want="layers that take each row by itself, or statistics that stay",
-            fix="GroupNorm or LayerNorm, or freeze(model, ...); or smaller batches, with accumulate=2, without on_oom",
-        )
+        f'on_oom="split" and {shown} in train mode: its mean over a micro-batch would be one over a part of it',
+        want="layers that take each row by itself, or statistics that stay",
+        fix="GroupNorm or LayerNorm, or freeze(model, ...); or smaller batches, with accumulate=2, without on_oom",
     )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainwright.core.checks import check_form, is_count, is_none_or, is_text
-from trainwright.core.errors import CheckpointError, DataError, SettingError, message
+from trainwright.core.errors import CheckpointError, DataError, SettingError
 from trainwright.modules.dtensors import copy_into, is_sharded, local_shards, on_all_ranks, reshard
 from trainwright.modules.modes import mode
 
@@ -161,11 +161,9 @@ class AveragedWeights:
         """
         if self.taken and not self.is_applied:
             raise CheckpointError(
-                message(
-                    f"the state of {self.name} was asked for while the model holds its raw weights",
-                    want="a checkpoint whose model holds the averaged weights",
-                    fix="with average.swapped(): save(model.state_dict(), average.state_dict())",
-                )
+                f"the state of {self.name} was asked for while the model holds its raw weights",
+                want="a checkpoint whose model holds the averaged weights",
+                fix="with average.swapped(): save(model.state_dict(), average.state_dict())",
             )
         raw = {name: t for group in self._groups for name, t in zip(group.names, group.raw, strict=False)}
         return {
@@ -200,7 +198,7 @@ class AveragedWeights:
     def _take(self) -> None:
         if self.is_applied:
             what = f"{self.name}: an average was to be taken while the model holds the averaged weights"
-            raise SettingError(message(what, want="the weights that are trained", fix="average.revert() first"))
+            raise SettingError(what, want="the weights that are trained", fix="average.revert() first")
         with self._no_grad:
             if self.taken:
                 for group in self._groups:
@@ -216,12 +214,10 @@ class AveragedWeights:
         """Copy the weights of the model into storage that is allocated once."""
         if self.needs_statistics and forward is None:
             raise SettingError(
-                message(
-                    f"{self.name}: BatchNorm statistics must be estimated before the averaged weights are evaluated",
-                    have=", ".join(list(estimable(self._model, self._in_eval))[:5]) or "the model itself",
-                    want="a function that runs the training data once through the model",
-                    fix="average.swapped(lambda: [model(x) for x, _ in train])",
-                )
+                f"{self.name}: BatchNorm statistics must be estimated before the averaged weights are evaluated",
+                have=", ".join(list(estimable(self._model, self._in_eval))[:5]) or "the model itself",
+                want="a function that runs the training data once through the model",
+                fix="average.swapped(lambda: [model(x) for x, _ in train])",
             )
         reshard(self._model)
         with torch.no_grad():
@@ -273,7 +269,7 @@ class AveragedWeights:
             have, want = f"{tree['settings']} in the checkpoint", self.text
             what = "the checkpoint has another kind of average"
             fix = 'fit(..., resume_fresh=("average",)), or resume with the one of the checkpoint'
-            raise CheckpointError(message(what, have=have, want=want, fix=fix))
+            raise CheckpointError(what, have=have, want=want, fix=fix)
         if tree["raw"] is None:
             return
         live = {name: w for group in self._groups for name, w in zip(group.names, group.weights, strict=True)}
@@ -286,7 +282,7 @@ class AveragedWeights:
         ]
         if wrong:
             what = f"the raw weights beside the {self.name} are those of another model"
-            raise CheckpointError(message(what, have="; ".join(wrong[:5]), want="the model as it was saved"))
+            raise CheckpointError(what, have="; ".join(wrong[:5]), want="the model as it was saved")
 
 
 @dataclass(slots=True)
@@ -339,12 +335,12 @@ def _grouped(model: nn.Module, known: Mapping[int, Tensor]) -> list[_Group]:
     for name, weight in model.named_parameters():
         if nn.parameter.is_lazy(weight) or weight.layout != torch.strided:
             fix = "run one batch through the model first" if nn.parameter.is_lazy(weight) else "leave average= out"
-            raise SettingError(message(f"{name} cannot be averaged: it is {type(weight).__name__}", fix=fix))
+            raise SettingError(f"{name} cannot be averaged: it is {type(weight).__name__}", fix=fix)
         if not weight.is_floating_point() and not weight.is_complex():
             continue
         if weight.dtype not in DTYPES:
             what = f"{name} cannot be averaged: its dtype is {weight.dtype}"
-            raise SettingError(message(what, want="float16, bfloat16, float32, float64 or complex weights"))
+            raise SettingError(what, want="float16, bfloat16, float32, float64 or complex weights")
         average = known.get(id(weight))
         if average is None or average.shape != weight.shape:
             average = weight.detach().clone()
@@ -427,7 +423,7 @@ def estimate(model: nn.Module, in_eval: Collection[str], forward: Forward | None
             if not seen:
                 have = f"no batch went through {', '.join(list(norms)[:5]) or 'the model'}"
                 what = "BatchNorm statistics of the averaged weights cannot be estimated"
-                raise DataError(message(what, have=have, want="training data that can be iterated again", where=False))
+                raise DataError(what, have=have, want="training data that can be iterated again", where=False)
             return {name: value.clone() for name, value in statistics_of(seen).items()}
         finally:
             for name, norm in norms.items():

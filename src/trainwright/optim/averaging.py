@@ -10,7 +10,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_avg_fn, get_swa_
 
 from trainwright.core.checks import check_flag, check_number
 from trainwright.core.durations import Duration, Epochs, Updates
-from trainwright.core.errors import SettingError, message
+from trainwright.core.errors import SettingError
 from trainwright.core.plan import Plan
 from trainwright.core.suggestions import suggests
 from trainwright.optim.averaged_weights import AveragedWeights
@@ -73,7 +73,7 @@ class SWA(WeightAveraging):
         is_epochs = isinstance(self.every, Epochs) and self.every.n == int(self.every.n)
         if not is_epochs and not isinstance(self.every, Updates):
             what = f"SWA(every={self.every!r})"
-            raise SettingError(message(what, want="whole epochs, or updates", fix="every=Epochs(1) or Updates(500)"))
+            raise SettingError(what, want="whole epochs, or updates", fix="every=Epochs(1) or Updates(500)")
 
     def bind(self, model: nn.Module, plan: Plan | None = None) -> AveragedWeights:
         """Return the averages of this model over this plan; without a plan `start` must be in updates or epochs.
@@ -98,11 +98,9 @@ class SWA(WeightAveraging):
             return _Times(n, each_epoch, update=self.start.n if isinstance(self.start, Updates) else 0)
         if plan is None:
             raise SettingError(
-                message(
-                    f"SWA(start={self.start!r}) without a plan: at which update that is, is unknown",
-                    want="a start in updates, or the plan of the run",
-                    fix="SWA(Updates(1000)).bind(model), or .bind(model, Plan(max_updates=10_000))",
-                )
+                f"SWA(start={self.start!r}) without a plan: at which update that is, is unknown",
+                want="a start in updates, or the plan of the run",
+                fix="SWA(Updates(1000)).bind(model), or .bind(model, Plan(max_updates=10_000))",
             )
         return _Times(n, each_epoch, update=plan.in_updates(self.start, "SWA(start=)"))
 
@@ -147,7 +145,7 @@ def _refuse_never(times: _Times, plan: Plan, text: str) -> None:
         return
     run = f"{plan.updates} updates" if plan.updates is not None else f"{plan.epochs} epochs"
     fix = f"SWA(0.75, Updates({max(1, (plan.updates or 100) // 10)})), say"
-    raise SettingError(message(f"{text} takes no average in a run of {run}", want="a start inside it", fix=fix))
+    raise SettingError(f"{text} takes no average in a run of {run}", want="a start inside it", fix=fix)
 
 
 def _finished_epochs(plan: Plan) -> int | None:

@@ -9,7 +9,7 @@ from dataclasses import KW_ONLY, dataclass
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from trainwright.core.errors import SettingError, message
+from trainwright.core.errors import SettingError
 from trainwright.core.suggestions import suggests
 from trainwright.modules.dtensors import Shards, full_tensor
 from trainwright.protocols import Clip
@@ -62,13 +62,11 @@ def as_clip(setting: float | Callable[[list[Tensor]], Tensor | None] | None) -> 
     if callable(setting) and not isinstance(setting, type):
         return setting
     raise SettingError(
-        message(
-            f"clip={setting!r}", want="ClipNorm(...), ClipValue(...) or a function of the parameters", fix="clip=1.0"
-        )
+        f"clip={setting!r}", want="ClipNorm(...), ClipValue(...) or a function of the parameters", fix="clip=1.0"
     )
 
 
 def _above_zero(name: str, value: float) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not value > 0 or math.isnan(value):
-        raise SettingError(message(f"{name}{value!r})", want="a number above 0"))
+        raise SettingError(f"{name}{value!r})", want="a number above 0")

@@ -79,7 +79,7 @@ class Groups:
         if bool(self.layers) != (self.layer_decay is not None):
             have = f"layer_decay={self.layer_decay!r}, layers={self.layers!r}"
             fix = 'layer_decay=0.8, layers=["embedding", "blocks"], from the input to the output'
-            raise SettingError(message(f"{self.owner}: a layer_decay goes with its layers", have=have, fix=fix))
+            raise SettingError(f"{self.owner}: a layer_decay goes with its layers", have=have, fix=fix)
 
     def shown(self) -> Iterator[str]:
         """Yield the settings besides rate and decay, as code."""
@@ -124,10 +124,10 @@ class Groups:
         named = dict(model.named_parameters())
         if not named:
             what = f"{self.owner}: {type(model).__name__} has no parameters"
-            raise SettingError(message(what, want="a model to train"))
+            raise SettingError(what, want="a model to train")
         if lazy := [name for name, parameter in named.items() if is_lazy(parameter)]:
             what = f"{self.owner}: {lazy[0]!r} has no shape yet, so that it is unknown whether it decays"
-            raise SettingError(message(what, fix="call model(one_batch) once before the optimizer is made"))
+            raise SettingError(what, fix="call model(one_batch) once before the optimizer is made")
         return named
 
     def _keys(self, model: nn.Module) -> dict[nn.Parameter, str]:
@@ -141,7 +141,7 @@ class Groups:
             if key not in chosen.values():
                 why = "other names match all of its parameters" if any(key in m for m in matches.values()) else ""
                 what = f"{self.owner}(lrs={{{key!r}: ...}}): {why or 'it has no parameters'}"
-                raise SettingError(message(what, fix=f"leave {key!r} out of lrs"))
+                raise SettingError(what, fix=f"leave {key!r} out of lrs")
         return chosen
 
     def _longest(self, keys: list[str]) -> str:
@@ -150,11 +150,9 @@ class Groups:
         for other in others:
             if _length(other) == _length(first) and lrs[other] != lrs[first]:
                 raise SettingError(
-                    message(
-                        f"{self.owner}(lrs=...): {first!r} and {other!r} are equally long and mean one parameter",
-                        have=f"{lrs[first]:g} and {lrs[other]:g}",
-                        want="a longer name for the one that shall win",
-                    )
+                    f"{self.owner}(lrs=...): {first!r} and {other!r} are equally long and mean one parameter",
+                    have=f"{lrs[first]:g} and {lrs[other]:g}",
+                    want="a longer name for the one that shall win",
                 )
         return first
 
@@ -168,11 +166,11 @@ class Groups:
             if isinstance(layer.submodule, CONTAINERS):
                 inside = [f"{name}.{child}" for child, _ in layer.submodule.named_children()]
             if not layer.parameters:
-                raise SettingError(message(f"{written}: it has no parameters", fix=f"leave {name!r} out of layers"))
+                raise SettingError(f"{written}: it has no parameters", fix=f"leave {name!r} out of layers")
             for one in inside:
                 mine = find(model, one, written).parameters.values()
                 if mine and all(p in found for p in mine):
-                    raise SettingError(message(f"{written}: all of {one!r} lies in an earlier one", want="each once"))
+                    raise SettingError(f"{written}: all of {one!r} lies in an earlier one", want="each once")
                 found.update((p, one) for p in mine if p not in found)
         return found
 
@@ -192,7 +190,7 @@ def checked_names(owner: str, setting: str, names: Any) -> tuple[str, ...]:
     given = (names,) if isinstance(names, str) else names
     if not isinstance(given, list | tuple) or not all(isinstance(name, str) for name in given):
         what = f"{owner}({setting}={names!r})"
-        raise SettingError(message(what, want="names of parts of the model", fix=f'{setting}=["head", "*.scale"]'))
+        raise SettingError(what, want="names of parts of the model", fix=f'{setting}=["head", "*.scale"]')
     return tuple(given)
 
 
@@ -203,9 +201,7 @@ def _name(layer: str | None, key: str | None, decays: bool) -> str:
 
 def _checked_rates(owner: str, lrs: Any) -> dict[str, float]:
     if not isinstance(lrs, Mapping) or not all(isinstance(key, str) for key in lrs):
-        raise SettingError(
-            message(f"{owner}(lrs={lrs!r})", want="a dict of names and rates", fix='lrs={"backbone": 1e-4}')
-        )
+        raise SettingError(f"{owner}(lrs={lrs!r})", want="a dict of names and rates", fix='lrs={"backbone": 1e-4}')
     for key, rate in lrs.items():
         check_number(rate, f"{owner}(lrs={{{key!r}: {rate!r}}})", least=0)
     return dict(lrs)

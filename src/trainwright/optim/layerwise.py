@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainwright.core.checks import check_choice, check_number
-from trainwright.core.errors import SettingError, message
+from trainwright.core.errors import SettingError
 from trainwright.core.suggestions import suggests
 from trainwright.modules.dtensors import global_norms, is_sharded, local_shards
 from trainwright.optim.optimizers import checked_betas
@@ -94,7 +94,7 @@ class LayerwiseOptimizer(Optimizer):
         gradient, name = parameter.grad, type(self).__name__
         if gradient is not None and (gradient.is_sparse or gradient.is_complex()):
             what = f"{name}: a gradient that is {'sparse' if gradient.is_sparse else 'complex'}"
-            raise SettingError(message(what, want="dense real gradients", fix="another optimizer for this parameter"))
+            raise SettingError(what, want="dense real gradients", fix="another optimizer for this parameter")
         state = self.state[parameter]
         for moment in self.moments:
             if moment not in state:
@@ -161,7 +161,7 @@ class Lamb(LayerwiseOptimizer):
             return
         written = f"Lamb(clamp={clamp!r})"
         if not isinstance(clamp, tuple | list) or len(clamp) != 2:
-            raise SettingError(message(written, want="two numbers or None", fix="clamp=(0, 10)"))
+            raise SettingError(written, want="two numbers or None", fix="clamp=(0, 10)")
         check_number(clamp[0], written, least=0)
         check_number(clamp[1], written, above=clamp[0])
 
@@ -245,7 +245,7 @@ class Lars(LayerwiseOptimizer):
         check_number(group["trust"], f"Lars(trust={group['trust']!r})", above=0)
         check_choice(group["nesterov"], "Lars", "nesterov", choices=(True, False))
         if group["nesterov"] and not group["momentum"]:
-            raise SettingError(message("Lars(nesterov=True, momentum=0)", want="a momentum", fix="momentum=0.9"))
+            raise SettingError("Lars(nesterov=True, momentum=0)", want="a momentum", fix="momentum=0.9")
 
     def update(self, group: Group, batch: TensorBatch) -> None:
         """Update the weights and the momentum of some parameters in place."""

@@ -36,16 +36,16 @@ def make_optimizers(optimizer: Any, model: nn.Module, *, fuses: bool = True) -> 
     if not isinstance(optimizer, Mapping):
         return {ONLY: _make(optimizer, model, "optimizer=", root=model, fuses=fuses)}
     if not optimizer:
-        raise SettingError(message("optimizer={} names no optimizer", fix="optimizer=None, for a trainer without one"))
+        raise SettingError("optimizer={} names no optimizer", fix="optimizer=None, for a trainer without one")
     made = {}
     for name, one in optimizer.items():
         if not isinstance(name, str) or not name.isidentifier():
-            raise SettingError(message(f"optimizer={{{name!r}: ...}}", want="a name that is an identifier", fix='"G"'))
+            raise SettingError(f"optimizer={{{name!r}: ...}}", want="a name that is an identifier", fix='"G"')
         inner = getattr(model, name, None)
         root = inner if isinstance(inner, nn.Module) else None
         made[name] = _make(one, model, f"optimizer[{name!r}]=", root=root, fuses=fuses)
     if len({id(one) for one in made.values()}) < len(made):
-        raise SettingError(message("optimizer={...} holds one optimizer under two names", want="one for each name"))
+        raise SettingError("optimizer={...} holds one optimizer under two names", want="one for each name")
     return made
 
 
@@ -59,16 +59,14 @@ def by_name(
     if not names:
         if isinstance(setting, Mapping):
             fix = f"{what}={next(iter(setting.values()), '...')!r}"
-            raise SettingError(message(f"{what}={setting!r} for one optimizer without a name", fix=fix))
+            raise SettingError(f"{what}={setting!r} for one optimizer without a name", fix=fix)
         return check(setting)
     if not isinstance(setting, Mapping):
         fix = f"{what}={{" + ", ".join(f"{name!r}: {setting!r}" for name in names) + "}"
-        raise SettingError(message(f"{what}={setting!r}, and there are several optimizers: which is meant?", fix=fix))
+        raise SettingError(f"{what}={setting!r}, and there are several optimizers: which is meant?", fix=fix)
     if unknown := [name for name in setting if name not in optimizers]:
         hint = did_you_mean(str(unknown[0]), names)
-        raise SettingError(
-            message(f"{what}={{{unknown[0]!r}: ...}}: no optimizer has this name.{hint}", want=f"one of {names}")
-        )
+        raise SettingError(f"{what}={{{unknown[0]!r}: ...}}: no optimizer has this name.{hint}", want=f"one of {names}")
     return {name: check(one) for name, one in setting.items() if one is not None}
 
 
@@ -112,12 +110,10 @@ def check_schedulers(schedule: Any, optimizers: Mapping[str, Optimizer]) -> None
         if one is not None and has_scheduler(optimizers[name]):
             which = "" if name == ONLY else f" {name!r}"
             raise SettingError(
-                message(
-                    f"schedule= beside a torch scheduler that was built on the optimizer{which}: which sets the rate?",
-                    want=f"one of them; a scheduler that is deleted leaves its mark: {CLEARED}",
-                    fix='schedule=TorchSchedule(lambda optimizer: StepLR(optimizer, 30), unit="epoch"), '
-                    "and no scheduler of your own",
-                )
+                f"schedule= beside a torch scheduler that was built on the optimizer{which}: which sets the rate?",
+                want=f"one of them; a scheduler that is deleted leaves its mark: {CLEARED}",
+                fix='schedule=TorchSchedule(lambda optimizer: StepLR(optimizer, 30), unit="epoch"), '
+                "and no scheduler of your own",
             )
 
 
@@ -136,11 +132,9 @@ def check_saved_schedulers(
     saved = sum(isinstance(part, LRScheduler) for part in parts.values())
     if max(saved, _scheduler_states(trees)) < marked:
         raise SettingError(
-            message(
-                "a torch scheduler was built on the optimizer, and no checkpoint would hold its state",
-                want=f"its state in parts() or in self.state; a scheduler that is deleted leaves its mark: {CLEARED}",
-                fix='def parts(self): return {**super().parts(), "scheduler": self.scheduler}',
-            )
+            "a torch scheduler was built on the optimizer, and no checkpoint would hold its state",
+            want=f"its state in parts() or in self.state; a scheduler that is deleted leaves its mark: {CLEARED}",
+            fix='def parts(self): return {**super().parts(), "scheduler": self.scheduler}',
         )
 
 
@@ -184,12 +178,12 @@ def _make(optimizer: Any, model: nn.Module, what: str, *, root: nn.Module | None
         name = f"{optimizer.name}(...)" if grouped else target.__name__
         if root is None:
             what = f"{what}{name}: whose parameters does it train? The model has no submodule of this name"
-            raise SettingError(message(what, fix="lambda model: torch.optim.AdamW(model.part.parameters(), lr=1e-3)"))
+            raise SettingError(what, fix="lambda model: torch.optim.AdamW(model.part.parameters(), lr=1e-3)")
         given: Any = root if grouped else list(root.named_parameters())  # frozen ones too: they may be set free later
         made = optimizer(given, **({} if grouped or not fuses else fused_for(optimizer, root)))
     elif target in (adamw, sgd, muon):
         fix = f"{what}{target.__name__}(lr=1e-3)"
-        raise SettingError(message(f"{what}{target.__name__}, and not what it returns", want="its settings", fix=fix))
+        raise SettingError(f"{what}{target.__name__}, and not what it returns", want="its settings", fix=fix)
     elif callable(optimizer) and not inspect.isclass(target):
         made = optimizer(model)
     if isinstance(made, Optimizer):
@@ -211,11 +205,9 @@ def _check_kernel(optimizer: Optimizer) -> None:
         return
     kind, name = str(dtype).removeprefix("torch."), type(optimizer).__name__
     raise SettingError(
-        message(
-            f"{name}(..., fused=True) with {kind} parameters on the CPU: this kernel leaves most of them untrained",
-            want="another way to make the step (https://github.com/pytorch/pytorch/issues/191763)",
-            fix=f"{name}(..., fused=False)",
-        )
+        f"{name}(..., fused=True) with {kind} parameters on the CPU: this kernel leaves most of them untrained",
+        want="another way to make the step (https://github.com/pytorch/pytorch/issues/191763)",
+        fix=f"{name}(..., fused=False)",
     )
 
 
@@ -231,4 +223,4 @@ def _nothing_trains(left_out: list[str], trainable: int) -> SettingError:
         what, have = f"{len(left_out)} trainable parameters are in no optimizer", ", ".join(left_out[:5])
         want = "every parameter that requires a gradient in the optimizer"
         fix = "add them to the optimizer, or parameter.requires_grad_(False)"
-    return SettingError(message(what, have=have, want=want, fix=fix))
+    return SettingError(what, have=have, want=want, fix=fix)

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import AdamW, Optimizer
 
 from trainwright.core.checks import check_choice, check_number
-from trainwright.core.errors import SettingError, message
+from trainwright.core.errors import SettingError
 from trainwright.core.suggestions import suggests
 from trainwright.core.torch_private import devices_with_fused_kernels
 from trainwright.modules.matching import find
@@ -90,7 +90,7 @@ def sgd(
     check_number(momentum, f"sgd(momentum={momentum!r})", least=0)
     if not isinstance(nesterov, bool) or (nesterov and not momentum):
         have = f"nesterov={nesterov!r}, momentum={momentum!r}"
-        raise SettingError(message("sgd(nesterov=...)", have=have, want="True with a momentum, or False"))
+        raise SettingError("sgd(nesterov=...)", have=have, want="True with a momentum, or False")
     return TorchFactory(
         kind=torch.optim.SGD, groups=groups, settings={"momentum": momentum, "nesterov": nesterov}, fused=fused
     )
@@ -232,7 +232,7 @@ class MuonAdamW(Optimizer):
         """Add a group; its `by` names the optimizer that updates it."""
         by = param_group.get("by")
         if by not in ("muon", "adamw"):
-            raise SettingError(message(f"a group with by={by!r}", want='"muon" or "adamw"', fix='{..., "by": "adamw"}'))
+            raise SettingError(f"a group with by={by!r}", want='"muon" or "adamw"', fix='{..., "by": "adamw"}')
         super().add_param_group(param_group)
         _kind(by)([param_group])  # sets the group's defaults, and refuses parameters that it cannot train
 
@@ -284,7 +284,7 @@ class MuonFactory(OptimizerFactory):
             check_number(self.adamw_lr, f"muon(adamw_lr={self.adamw_lr!r})", least=0)
         elif self.adjust_lr == "original":
             what = 'muon(adjust_lr="original"): its rate is no rate for AdamW, which trains the other parameters'
-            raise SettingError(message(what, fix='muon(lr=0.02, adjust_lr="original", adamw_lr=3e-4)'))
+            raise SettingError(what, fix='muon(lr=0.02, adjust_lr="original", adamw_lr=3e-4)')
         if self.others is not None:
             object.__setattr__(self, "others", checked_names("muon", "others", self.others))
 
@@ -319,11 +319,9 @@ class MuonFactory(OptimizerFactory):
         hidden = matrices - embeddings - self._others(model)
         if not hidden:
             raise SettingError(
-                message(
-                    f"muon: {type(model).__name__} has no hidden layer with a matrix of weights",
-                    want="matrices that are neither an embedding nor the output layer, nor in others=",
-                    fix=f"adamw(lr={self.groups.lr!r}), or muon(..., others=()) for a model without an output layer",
-                )
+                f"muon: {type(model).__name__} has no hidden layer with a matrix of weights",
+                want="matrices that are neither an embedding nor the output layer, nor in others=",
+                fix=f"adamw(lr={self.groups.lr!r}), or muon(..., others=()) for a model without an output layer",
             )
         return hidden
 
@@ -345,7 +343,7 @@ def _kind(by: str) -> Any:
     kind = getattr(torch.optim, "Muon", None)
     if kind is None:
         what = f"muon: torch {torch.__version__} has no torch.optim.Muon"
-        raise SettingError(message(what, want="torch 2.9 or later", fix='pip install "torch>=2.9", or adamw(lr=...)'))
+        raise SettingError(what, want="torch 2.9 or later", fix='pip install "torch>=2.9", or adamw(lr=...)')
     return kind
 
 
@@ -357,7 +355,7 @@ def _is_served(kind: Any, model: nn.Module) -> bool:
 def checked_betas(owner: str, betas: Any) -> tuple[float, float]:
     """Return two numbers from 0 to below 1, as floats: torch accepts no integers here."""
     if not isinstance(betas, tuple | list) or len(betas) != 2:
-        raise SettingError(message(f"{owner}(betas={betas!r})", want="two numbers", fix="betas=(0.9, 0.999)"))
+        raise SettingError(f"{owner}(betas={betas!r})", want="two numbers", fix="betas=(0.9, 0.999)")
     for beta in betas:
         check_number(beta, f"{owner}(betas={betas!r})", least=0, below=1)
     return float(betas[0]), float(betas[1])

@@ -46,10 +46,8 @@ class MixedPrecision(Precision):
         ok = self.init_scale >= self.min_scale > 0 and self.growth_factor > 1 > self.backoff_factor > 0
         if not ok or self.growth_interval < 1:
             raise SettingError(
-                message(
-                    repr(self),
-                    want="init_scale >= min_scale > 0, growth_factor > 1, 0 < backoff_factor < 1, growth_interval >= 1",
-                )
+                repr(self),
+                want="init_scale >= min_scale > 0, growth_factor > 1, 0 < backoff_factor < 1, growth_interval >= 1",
             )
 
     def __str__(self) -> str:
@@ -143,28 +141,26 @@ def as_precision(setting: str | Precision | None, device: torch.device) -> Preci
         return MixedPrecision(setting)
     if isinstance(setting, Precision):
         return setting
-    raise SettingError(message(f"precision={setting!r}", want=_WANTED, fix='precision="bf16"'))
+    raise SettingError(f"precision={setting!r}", want=_WANTED, fix='precision="bf16"')
 
 
 def _unknown(kind: object) -> SettingError:
     plain = str(kind).lower().removesuffix("-mixed").removesuffix("-true")
     if plain in _FULL:
-        return SettingError(message(f"precision={kind!r} is unknown", want=_WANTED, fix="precision=None"))
+        return SettingError(f"precision={kind!r} is unknown", want=_WANTED, fix="precision=None")
     meant = _OTHER_NAMES.get(plain) or next(iter(get_close_matches(plain, KINDS, n=1)), None)
     hint = "" if meant is None else f" Did you mean {meant!r}?"
     fix = f'precision="{meant or "auto"}"'
-    return SettingError(message(f"precision={kind!r} is unknown.{hint}", want=_WANTED, fix=fix))
+    return SettingError(f"precision={kind!r} is unknown.{hint}", want=_WANTED, fix=fix)
 
 
 def check_weights(scale: LossScale | None, parameters: list[Tensor]) -> None:
     """Refuse loss scaling for weights that are fp16 themselves: their gradients cannot be unscaled."""
     if scale is not None and any(p.dtype == torch.float16 for p in parameters):
         raise SettingError(
-            message(
-                "precision='fp16' with float16 weights: their gradients cannot be unscaled",
-                want="float32 weights; autocast runs the step in float16",
-                fix="model.float()",
-            )
+            "precision='fp16' with float16 weights: their gradients cannot be unscaled",
+            want="float32 weights; autocast runs the step in float16",
+            fix="model.float()",
         )
 
 
