@@ -49,7 +49,7 @@ def write_file(path: Path, content: Content, *, checksum: Checksum = "crc32") ->
     try:
         # Memory that exists anyway may wait for its checksum; of copies made on the way only two may.
         limit = None if isinstance(content, bytes) or tensorfile.is_ready(content) else 2
-        with closing(_Writing(fd, Checksummer(checksum, limit=limit))) as file:
+        with closing(_FileWriter(fd, Checksummer(checksum, limit=limit))) as file:
             if isinstance(content, bytes):
                 file.write(content)
             else:
@@ -60,7 +60,7 @@ def write_file(path: Path, content: Content, *, checksum: Checksum = "crc32") ->
         os.close(fd)
 
 
-def read_file(path: Path, use: Callable[[Reading], T], *, expected: Mapping[str, Any] | None = None) -> T:
+def read_file(path: Path, use: Callable[[FileReader], T], *, expected: Mapping[str, Any] | None = None) -> T:
     """Return what `use` makes of a file, whose size and checksum must be the `expected` ones."""
     kind = None if expected is None else next(kind for kind in CHECKSUMS if kind in expected)
     with open_file(path, checksum=kind) as file:
@@ -90,7 +90,7 @@ def replace_file(path: Path, content: Content) -> None:
 
 
 @contextmanager
-def open_file(path: Path, *, checksum: str | None = None) -> Iterator[Reading]:
+def open_file(path: Path, *, checksum: str | None = None) -> Iterator[FileReader]:
     """Open a regular file, never a link, a pipe or a device; with `checksum` the bytes that are read are summed."""
     try:
         if not NO_FOLLOW and path.is_symlink():
@@ -102,13 +102,13 @@ def open_file(path: Path, *, checksum: str | None = None) -> Iterator[Reading]:
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise CheckpointError(f"{path} is no regular file")
-        with closing(Reading(fd, str(path), Checksummer(checksum) if checksum else None)) as file:
+        with closing(FileReader(fd, str(path), Checksummer(checksum) if checksum else None)) as file:
             yield file
     finally:
         os.close(fd)
 
 
-def check_size(file: Reading, expected: Mapping[str, Any]) -> None:
+def check_size(file: FileReader, expected: Mapping[str, Any]) -> None:
     """Raise CheckpointError where a file is longer or shorter than it was written."""
     if file.size != expected["size"]:
         raise CheckpointError(f"{file.label} is damaged: it has {file.size} bytes and should have {expected['size']}")
@@ -141,7 +141,7 @@ def sync_directory(path: Path) -> None:
         os.close(fd)
 
 
-class Reading:
+class FileReader:
     """A file that is read in order, its checksum computed on the way where one is asked for."""
 
     def __init__(self, fd: int, label: str, checksum: Checksummer | None) -> None:
@@ -193,7 +193,7 @@ class Reading:
             self._checksum.finish()
 
 
-class _Writing:
+class _FileWriter:
     """A file whose checksum is computed while it is written."""
 
     def __init__(self, fd: int, checksum: Checksummer) -> None:
@@ -228,7 +228,7 @@ def _fsync(fd: int) -> None:
         os.fsync(fd)
 
 
-def _verify(file: Reading, kind: str | None, expected: Mapping[str, Any] | None) -> None:
+def _verify(file: FileReader, kind: str | None, expected: Mapping[str, Any] | None) -> None:
     if kind is None or expected is None:
         return
     if (found := file.finish()) != expected[kind]:

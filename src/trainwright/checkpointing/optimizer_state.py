@@ -19,6 +19,7 @@ from trainwright.core.checks import is_number
 from trainwright.core.errors import CheckpointError, listed
 from trainwright.distributed.pieces import LazyTensor
 from trainwright.protocols import Stateful, Tree
+from trainwright.update.optimizer_steps import NamedParts
 
 PARAMETERS = "optimizer_parameters"
 """The part of a checkpoint that holds the names and shapes of the parameters of each optimizer, group by group."""
@@ -57,9 +58,8 @@ def in_current_order(
         if isinstance(part, Optimizer):
             named = None if saved is None else saved.get(path)
             return _Matching(path, part, state, known=known, origin=origin).ordered(named, lines)
-        inner = getattr(part, "parts", None)
-        if isinstance(inner, Mapping) and isinstance(state, Mapping):
-            return {name: ordered(inner.get(name), one, f"{path}.{name}") for name, one in state.items()}
+        if isinstance(part, NamedParts) and isinstance(state, Mapping):
+            return {name: ordered(part.parts.get(name), one, f"{path}.{name}") for name, one in state.items()}
         return state
 
     return {name: ordered(parts.get(name), state, name) for name, state in tree.items()}, lines
@@ -69,8 +69,7 @@ def optimizers_of(part: Any, path: str) -> Iterator[tuple[str, Optimizer]]:
     """Yield the optimizers of a part, each with its path."""
     if isinstance(part, Optimizer):
         yield path, part
-    inner = getattr(part, "parts", None)
-    for name, one in inner.items() if isinstance(inner, Mapping) else ():
+    for name, one in part.parts.items() if isinstance(part, NamedParts) else ():
         yield from optimizers_of(one, f"{path}.{name}")
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.checkpointing import tensorfile
-from trainwright.checkpointing.files import Reading, replace_file
+from trainwright.checkpointing.files import FileReader, replace_file
 from trainwright.checkpointing.tree import flatten, tensor_defect, unflatten
 from trainwright.core.checks import local_path
 from trainwright.core.errors import CheckpointError, SettingError, listed, message
@@ -68,7 +68,7 @@ def weights_contents(state: Mapping[str, Any]) -> tensorfile.Contents:
     return tensorfile.Contents(once, metadata)
 
 
-def read_weights(file: Reading, *, fill: bool = True, model: nn.Module | None = None) -> OrderedDict[str, Any]:
+def read_weights(file: FileReader, *, fill: bool = True, model: nn.Module | None = None) -> OrderedDict[str, Any]:
     """Return the `state_dict` in a file of weights, on the CPU; files of other writers are read too.
 
     Without `fill` its tensors have no values. `model`: CheckpointError where a shape is not that of this model, before

@@ -33,7 +33,7 @@ _inherited: list[mmap.mmap] = []
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome(Generic[T]):
+class SaveOutcome(Generic[T]):
     """The result of a save, or the error that it ended in."""
 
     result: T | None
@@ -58,7 +58,7 @@ class Writer(Generic[T]):
         self._reservation: Callable[[], object] | None = None
         self._last: Callable[[], object] | None = None
         self._is_busy = self._has_begun = self._has_ended = False
-        self._outcomes: list[Outcome[T]] = []
+        self._outcomes: list[SaveOutcome[T]] = []
         self._process = os.getpid()
 
     def reserve(self, files: Files) -> None:
@@ -121,7 +121,7 @@ class Writer(Generic[T]):
             while self._is_busy or self._save is not None or self._reservation is not None:
                 self._changed.wait(_POLL)
 
-    def outcomes(self) -> list[Outcome[T]]:
+    def outcomes(self) -> list[SaveOutcome[T]]:
         """Return the outcomes of the saves that have ended since the last call, oldest first."""
         with self._changed:
             outcomes, self._outcomes = self._outcomes, []
@@ -184,12 +184,12 @@ class Writer(Generic[T]):
                 self._save = None
             else:
                 self._reservation = None
-        outcome: Outcome[T] | None = None
+        outcome: SaveOutcome[T] | None = None
         if save is not None:
             outcome = _run(save, BaseException)
         elif reservation is not None:
             reserved = _run(reservation, BaseException)
-            outcome = None if reserved.error is None else Outcome(None, reserved.error)
+            outcome = None if reserved.error is None else SaveOutcome(None, reserved.error)
         del save, reservation
         with self._changed:
             self._outcomes += [] if outcome is None else [outcome]
@@ -200,13 +200,13 @@ class Writer(Generic[T]):
         return True
 
 
-def _run(job: Callable[[], T], caught: type[BaseException]) -> Outcome[T]:
+def _run(job: Callable[[], T], caught: type[BaseException]) -> SaveOutcome[T]:
     try:
-        return Outcome(job())
+        return SaveOutcome(job())
     except caught as error:
         del job  # the frames of a traceback refer to their callers, this one too
         _drop_references(error)
-        return Outcome(None, error)
+        return SaveOutcome(None, error)
 
 
 def _drop_references(error: BaseException) -> None:
@@ -291,7 +291,7 @@ def memory_needs(files: Files) -> tuple[int, torch.device | None]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Place:
+class _CopyPlace:
     """The place in the memory that one tensor of one file is copied to."""
 
     file: str
@@ -301,13 +301,13 @@ class _Place:
     stop: int
 
 
-def _places(files: Files) -> list[_Place]:
+def _places(files: Files) -> list[_CopyPlace]:
     places, at = [], 0
     for file, content in files.items():
         for name, tensor in () if isinstance(content, bytes) else content.tensors.items():
             start = -(-at // ALIGNMENT) * ALIGNMENT
             at = start + tensor.numel() * tensor.element_size()
-            places.append(_Place(file, name, tensor, start, at))
+            places.append(_CopyPlace(file, name, tensor, start, at))
     return places
 
 
