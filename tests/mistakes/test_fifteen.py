@@ -23,7 +23,7 @@ from trainwright import (
     accuracy,
     batches,
 )
-from trainwright.fit import plan
+from trainwright.core import errors
 
 
 def test_a_batch_that_is_a_dict_the_model_cannot_take():
@@ -225,8 +225,8 @@ def test_a_misspelt_monitor():
 
 @pytest.mark.parametrize("line", ["want", "fix"])
 def test_the_law_sees_a_message_without_a_line(line, monkeypatch):
-    message = plan.message
-    monkeypatch.setattr(plan, "message", lambda what, **lines: message(what, **lines | {line: ""}))
+    message = errors.message
+    monkeypatch.setattr(errors, "message", lambda what, **lines: message(what, **lines | {line: ""}))
     with pytest.raises(AssertionError):
         check_a_misspelt_monitor()
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trainwright.core import host_reads
 from trainwright.core.device import widest_float
-from trainwright.core.errors import SettingError, first_line, message, not_built
+from trainwright.core.errors import SettingError, first_line, not_built
 from trainwright.core.memory import device_memory
 from trainwright.core.model_statistics import ModelStatistics, ParameterStatistics
 from trainwright.core.speed import Speed
@@ -295,7 +295,7 @@ class WeightMeter(Inspector):
             names = [name for name, _ in self._owner.model.named_parameters()]
             pattern = self._asked.parameters
             what = f"Statistics(parameters={pattern!r}) matches none of the model's.{did_you_mean(pattern, names)}"
-            raise SettingError(message(what, have=", ".join(names[:8]), fix='Statistics(parameters="*")'))
+            raise SettingError(what, have=", ".join(names[:8]), fix='Statistics(parameters="*")')
 
 
 @torch.no_grad()

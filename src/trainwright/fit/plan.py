@@ -12,7 +12,7 @@ from torch import nn
 
 from trainwright.core.checks import check_flag, check_number, check_whole, local_path
 from trainwright.core.durations import Duration, Epochs, check_duration
-from trainwright.core.errors import DataError, SettingError, message
+from trainwright.core.errors import DataError, SettingError
 from trainwright.core.plan import Plan
 from trainwright.core.suggestions import did_you_mean, nearest
 from trainwright.data.source import Source
@@ -47,7 +47,7 @@ class Ends:
         """Refuse a `fit` without an end. Called after the check of the data: `fit(data, 5)` has one there."""
         if self.epochs is None and self.max_updates is None and self.max_seconds is None:
             raise SettingError(
-                message("fit() was not told when to end", want="epochs, max_updates or max_seconds", fix="epochs=10")
+                "fit() was not told when to end", want="epochs, max_updates or max_seconds", fix="epochs=10"
             )
 
 
@@ -64,7 +64,7 @@ class Resume:
     def __post_init__(self) -> None:
         check_flag(self.data, f"fit(resume_data={self.data!r})")
         if not self.data and self.where is None:
-            raise SettingError(message("fit(resume_data=False) without resume", fix='resume="auto"'))
+            raise SettingError("fit(resume_data=False) without resume", fix='resume="auto"')
         self._check_fresh()
         if isinstance(self.where, str | Path):
             local_path(self.where, "resume={}", reads=True)
@@ -72,11 +72,11 @@ class Resume:
     def _check_fresh(self) -> None:
         given = f"fit(resume_fresh={self.fresh!r})"
         if isinstance(self.fresh, str):
-            raise SettingError(message(given, want="a tuple of names of parts", fix=f"resume_fresh=({self.fresh!r},)"))
+            raise SettingError(given, want="a tuple of names of parts", fix=f"resume_fresh=({self.fresh!r},)")
         if not all(isinstance(name, str) for name in self.fresh):
-            raise SettingError(message(given, want="names of parts", fix='resume_fresh=("schedule",)'))
+            raise SettingError(given, want="names of parts", fix='resume_fresh=("schedule",)')
         if self.fresh and self.where is None:
-            raise SettingError(message(f"{given} without resume", fix='resume="auto"'))
+            raise SettingError(f"{given} without resume", fix='resume="auto"')
         if self.fresh:
             self._check_names(given)
 
@@ -86,7 +86,7 @@ class Resume:
         for name in self.fresh:
             if name in NEVER_FRESH:
                 what = f"{given}: {name!r} is what a resume goes on with"
-                raise SettingError(message(what, want="another part", fix=NEVER_FRESH[name]))
+                raise SettingError(what, want="another part", fix=NEVER_FRESH[name])
 
 
 def make_plan(
@@ -141,18 +141,14 @@ def check_monitors(
             continue
         if name.startswith("val_") and not has_val:
             raise SettingError(
-                message(
-                    f"{who} watches {name!r}, and fit() got no validation data",
-                    want="fit(train, val, ...)",
-                    fix=f"pass val, or watch {name.removeprefix('val_')!r}",
-                )
+                f"{who} watches {name!r}, and fit() got no validation data",
+                want="fit(train, val, ...)",
+                fix=f"pass val, or watch {name.removeprefix('val_')!r}",
             )
         raise SettingError(
-            message(
-                f"{who} watches {name!r}, which this run does not produce.{did_you_mean(name, produced)}",
-                want=f"one of {', '.join(sorted(produced))}",
-                fix=f"watch {nearest(name, produced) or ('val_loss' if has_val else 'loss')!r}",
-            )
+            f"{who} watches {name!r}, which this run does not produce.{did_you_mean(name, produced)}",
+            want=f"one of {', '.join(sorted(produced))}",
+            fix=f"watch {nearest(name, produced) or ('val_loss' if has_val else 'loss')!r}",
         )
 
 
@@ -187,20 +183,16 @@ def _is_free(name: str, free: tuple[bool, bool], has_val: bool) -> bool:
 def _check_data(source: Source, ends: Ends) -> None:
     if ends.epoch_updates is not None and source.length is not None:
         raise SettingError(
-            message(
-                f"epoch_updates={ends.epoch_updates}, and {source.describe()} has {source.length} batches an epoch",
-                want="epoch_updates only for a stream without a length",
-                fix="validate=Updates(n) validates inside an epoch",
-            )
+            f"epoch_updates={ends.epoch_updates}, and {source.describe()} has {source.length} batches an epoch",
+            want="epoch_updates only for a stream without a length",
+            fix="validate=Updates(n) validates inside an epoch",
         )
     again = (ends.epochs or 1) > 1 and ends.epoch_updates is None
     if again and not source.repeatable:
         raise DataError(
-            message(
-                f"epochs={ends.epochs}, and {source.describe()} can be iterated only once",
-                want="data that can be iterated again",
-                fix="pass a callable `lambda epoch: make_batches(epoch)`, a list of batches, or max_updates=...",
-            )
+            f"epochs={ends.epochs}, and {source.describe()} can be iterated only once",
+            want="data that can be iterated again",
+            fix="pass a callable `lambda epoch: make_batches(epoch)`, a list of batches, or max_updates=...",
         )
 
 
@@ -212,11 +204,9 @@ def _check_val(val: Mapping[str, Source], ends: Ends) -> None:
     for name, source in val.items():
         if not source.repeatable:
             raise DataError(
-                message(
-                    f"{name} data: {times} validations, and {source.describe()} can be iterated only once",
-                    want="data that can be iterated again",
-                    fix="pass a list of the batches, or a callable `lambda epoch: make_batches(epoch)`",
-                )
+                f"{name} data: {times} validations, and {source.describe()} can be iterated only once",
+                want="data that can be iterated again",
+                fix="pass a list of the batches, or a callable `lambda epoch: make_batches(epoch)`",
             )
 
 

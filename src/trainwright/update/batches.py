@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from trainwright.core.errors import DataError, SettingError, message
+from trainwright.core.errors import DataError, SettingError
 from trainwright.core.records import TARGETS, MeanLoss, StepOutput, SumLoss
 from trainwright.update.losses import check_shapes, no_target
 
@@ -33,12 +33,10 @@ def split(batch: Any) -> tuple[Any, Any]:
     if isinstance(batch, Tensor):
         return (batch,), None
     raise DataError(
-        message(
-            f"a batch of type {type(batch).__name__} has no inputs and target that are known",
-            want="(inputs, target), a dict with 'target', 'targets', 'labels', 'label' or 'y', or a tensor",
-            fix="override split(self, batch) -> (inputs, target), or training_step(self, batch)",
-            where=False,
-        )
+        f"a batch of type {type(batch).__name__} has no inputs and target that are known",
+        want="(inputs, target), a dict with 'target', 'targets', 'labels', 'label' or 'y', or a tensor",
+        fix="override split(self, batch) -> (inputs, target), or training_step(self, batch)",
+        where=False,
     )
 
 
@@ -136,12 +134,10 @@ def no_loss(owner: Owner, target: Any) -> Exception:
     """Build the error for a default step that lacks its loss or its target."""
     if owner.loss is None:
         return SettingError(
-            message(
-                "no loss: loss is None, and this step is not overridden",
-                want="a loss, or a step of your own that returns one",
-                fix="Trainer(model, optimizer, nn.CrossEntropyLoss())",
-                where=False,
-            )
+            "no loss: loss is None, and this step is not overridden",
+            want="a loss, or a step of your own that returns one",
+            fix="Trainer(model, optimizer, nn.CrossEntropyLoss())",
+            where=False,
         )
     return no_target()
 
@@ -162,12 +158,10 @@ def _without_loss(
     owner: Owner, but: str, fix: str = "Trainer(model, optimizer, nn.CrossEntropyLoss())"
 ) -> SettingError:
     return SettingError(
-        message(
-            f"no loss: loss is None, training_step is not overridden, and {type(owner.model).__name__} {but}",
-            want="a loss, a training_step(self, batch) that returns one, or a model that returns its own "
-            "(a scalar, or something with `loss`)",
-            fix=fix,
-        )
+        f"no loss: loss is None, training_step is not overridden, and {type(owner.model).__name__} {but}",
+        want="a loss, a training_step(self, batch) that returns one, or a model that returns its own "
+        "(a scalar, or something with `loss`)",
+        fix=fix,
     )
 
 
@@ -211,11 +205,8 @@ def _other_keys(model: Any, inputs: Mapping[Any, Any]) -> DataError:
     given = [key for key in inputs if isinstance(key, str)]
     taken = "".join(f'inputs["{key}"], ' for key in given[: len(names)]) or "..."
     return DataError(
-        message(
-            f"a batch is a dict, and {type(model).__name__}.forward does not take its keys",
-            have=have if fix else f"{have}, beside the target",
-            want=", ".join(map(repr, names)),
-            fix=fix
-            or f"def split(self, batch): inputs, target = super().split(batch); return ({taken.strip()}), target",
-        )
+        f"a batch is a dict, and {type(model).__name__}.forward does not take its keys",
+        have=have if fix else f"{have}, beside the target",
+        want=", ".join(map(repr, names)),
+        fix=fix or f"def split(self, batch): inputs, target = super().split(batch); return ({taken.strip()}), target",
     )

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from trainwright.core.errors import DataError, StepError, message
+from trainwright.core.errors import DataError, StepError
 from trainwright.core.records import Count, MeanLoss, StepOutput, SumLoss
 from trainwright.core.suggestions import RESERVED
 from trainwright.update.window import one_for_zero
@@ -58,25 +58,21 @@ def read_step_loss(returned: Any) -> StepLoss:
     if isinstance(returned, Mapping) and returned:
         return _named(returned)
     raise StepError(
-        message(
-            f"a step returned {_shown(returned)}",
-            want="a loss tensor, MeanLoss(loss, count), SumLoss(total, count), StepOutput(loss, output, target) "
-            "or a dict of named losses",
-            fix="return loss",
-            where=False,
-        )
+        f"a step returned {_shown(returned)}",
+        want="a loss tensor, MeanLoss(loss, count), SumLoss(total, count), StepOutput(loss, output, target) "
+        "or a dict of named losses",
+        fix="return loss",
+        where=False,
     )
 
 
 def no_target() -> DataError:
     """Build the error for a batch in which a loss finds no target."""
     return DataError(
-        message(
-            "a batch holds no target for the loss",
-            want="(inputs, target), or a dict with 'target', 'targets', 'labels', 'label' or 'y'",
-            fix="override split(self, batch) -> (inputs, target), or training_step(self, batch)",
-            where=False,
-        )
+        "a batch holds no target for the loss",
+        want="(inputs, target), or a dict with 'target', 'targets', 'labels', 'label' or 'y'",
+        fix="override split(self, batch) -> (inputs, target), or training_step(self, batch)",
+        where=False,
     )
 
 
@@ -98,12 +94,10 @@ def check_shapes(loss: Loss, output: Tensor, target: Tensor) -> None:
         return
     name = type(loss).__name__ if isinstance(loss, nn.Module) else getattr(loss, "__name__", "the loss")
     raise DataError(
-        message(
-            f"{name} on an output {tuple(output.shape)} and a target {tuple(target.shape)}",
-            have="shapes that torch stretches over one another, so that rows meet other rows",
-            want="an output and a target of one shape",
-            fix=fix_of_shapes(output, target),
-        )
+        f"{name} on an output {tuple(output.shape)} and a target {tuple(target.shape)}",
+        have="shapes that torch stretches over one another, so that rows meet other rows",
+        want="an output and a target of one shape",
+        fix=fix_of_shapes(output, target),
     )
 
 
@@ -215,12 +209,10 @@ def counted_outside_graphs(loss: Tensor) -> Tensor | None:
     if type(loss.grad_fn).__name__ != "CompiledFunctionBackward":
         return counted_by_torch(loss)
     raise StepError(
-        message(
-            "the loss is computed inside of what Fast(compile=...) compiles: what it is a mean over cannot be seen",
-            want="the count, or a loss outside of the compiled regions",
-            fix="def count(self, batch): return ...   # rows, or valid tokens; or Fast(compile={'regions': {Block}})",
-            where=False,
-        )
+        "the loss is computed inside of what Fast(compile=...) compiles: what it is a mean over cannot be seen",
+        want="the count, or a loss outside of the compiled regions",
+        fix="def count(self, batch): return ...   # rows, or valid tokens; or Fast(compile={'regions': {Block}})",
+        where=False,
     )
 
 
@@ -248,35 +240,29 @@ def _counted(count: Count, given: MeanLoss | SumLoss) -> Count:
     if isinstance(count, Tensor) or (isinstance(count, _NUMBERS) and not count < 0):
         return count
     raise StepError(
-        message(
-            f"a step returned {type(given).__name__}(..., count={count!r})",
-            want="a number of rows, tokens or the like, at least 0",
-            fix=f"{type(given).__name__}({'loss' if isinstance(given, MeanLoss) else 'total'}, len(target))",
-            where=False,
-        )
+        f"a step returned {type(given).__name__}(..., count={count!r})",
+        want="a number of rows, tokens or the like, at least 0",
+        fix=f"{type(given).__name__}({'loss' if isinstance(given, MeanLoss) else 'total'}, len(target))",
+        where=False,
     )
 
 
 def _named(losses: Mapping[str, Any]) -> StepLoss:
     if not RESERVED.isdisjoint(losses):
         raise StepError(
-            message(
-                f"a step returned the losses {', '.join(map(repr, losses))}: all would be added up and trained",
-                want="named losses, none of them called " + ", ".join(sorted(RESERVED)),
-                fix='return the loss alone, and report other numbers by self.log("accuracy", value)',
-                where=False,
-            )
+            f"a step returned the losses {', '.join(map(repr, losses))}: all would be added up and trained",
+            want="named losses, none of them called " + ", ".join(sorted(RESERVED)),
+            fix='return the loss alone, and report other numbers by self.log("accuracy", value)',
+            where=False,
         )
     given = {name: _read_named(name, value) for name, value in losses.items()}
     first = next(iter(given.values()))
     if not all(_alike(first, one) for one in given.values()):
         raise StepError(
-            message(
-                f"the named losses {', '.join(given)} are not of one form",
-                want="all of them tensors, all MeanLoss, or all SumLoss, over one and the same count",
-                fix=f"return MeanLoss({' + '.join(map(str, given))}, count), and self.log(name, value) for each",
-                where=False,
-            )
+            f"the named losses {', '.join(given)} are not of one form",
+            want="all of them tensors, all MeanLoss, or all SumLoss, over one and the same count",
+            fix=f"return MeanLoss({' + '.join(map(str, given))}, count), and self.log(name, value) for each",
+            where=False,
         )
     loss = first.loss
     for one in list(given.values())[1:]:
@@ -289,12 +275,10 @@ def _read_named(name: str, value: Any) -> StepLoss:
     if isinstance(value, Tensor | MeanLoss | SumLoss):
         return read_step_loss(value)
     raise StepError(
-        message(
-            f"a step returned {_shown(value)} as its loss {name!r}",
-            want="named losses that are tensors, MeanLoss or SumLoss",
-            fix=f"self.log({name!r}, value) for a number that is not trained",
-            where=False,
-        )
+        f"a step returned {_shown(value)} as its loss {name!r}",
+        want="named losses that are tensors, MeanLoss or SumLoss",
+        fix=f"self.log({name!r}, value) for a number that is not trained",
+        where=False,
     )
 
 
@@ -310,12 +294,10 @@ def _alike(one: StepLoss, other: StepLoss) -> bool:
 def _scalar(loss: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise StepError(
-            message(
-                f"a step returned {_shown(loss)} as its loss",
-                want="a tensor of one element",
-                fix='return loss.mean(), or build the loss with reduction="mean"',
-                where=False,
-            )
+            f"a step returned {_shown(loss)} as its loss",
+            want="a tensor of one element",
+            fix='return loss.mean(), or build the loss with reduction="mean"',
+            where=False,
         )
     return loss if loss.ndim == 0 else loss.reshape(())
 

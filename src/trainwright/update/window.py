@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from trainwright.core.device import widest_float
-from trainwright.core.errors import DataError, SettingError, message
+from trainwright.core.errors import DataError, SettingError
 from trainwright.core.host_reads import host_number
 from trainwright.core.records import Count
 from trainwright.core.suggestions import suggests
@@ -204,12 +204,10 @@ def rows_of(batch: Any) -> int:
     found = find_rows(batch)
     if found is None:
         raise DataError(
-            message(
-                f"the rows of a batch of type {type(batch).__name__} cannot be counted",
-                have="no tensor with a dimension in it",
-                want="a batch with a tensor whose dim 0 is rows",
-                fix="override count(self, batch) in your Trainer",
-            )
+            f"the rows of a batch of type {type(batch).__name__} cannot be counted",
+            have="no tensor with a dimension in it",
+            want="a batch with a tensor whose dim 0 is rows",
+            fix="override count(self, batch) in your Trainer",
         )
     return found
 
@@ -240,14 +238,12 @@ def accumulation(setting: Accumulate) -> tuple[tuple[int, int], ...]:
         whole = all(isinstance(n, int) and not isinstance(n, bool) for n in (epoch, k))
         if not whole or epoch < 0 or k < 1:
             raise SettingError(
-                message(
-                    f"accumulate={setting!r}",
-                    want="micro-batches per update, at least 1, or {first epoch: micro-batches}",
-                    fix="accumulate=4, or accumulate={0: 1, 5: 4}",
-                )
+                f"accumulate={setting!r}",
+                want="micro-batches per update, at least 1, or {first epoch: micro-batches}",
+                fix="accumulate=4, or accumulate={0: 1, 5: 4}",
             )
     if 0 not in table:
-        raise SettingError(message(f"accumulate={setting!r} says nothing of epoch 0", fix="accumulate={0: 1, 5: 4}"))
+        raise SettingError(f"accumulate={setting!r} says nothing of epoch 0", fix="accumulate={0: 1, 5: 4}")
     return tuple(sorted(table.items()))
 
 
