@@ -15,7 +15,7 @@ from trainwright.schedules.table import TableRates
 from trainwright.update import batches, finite_check, loss_tracker, manual_optimization
 from trainwright.update.finite_check import ImmediateCheck
 from trainwright.update.loss_tracker import Ledger
-from trainwright.update.optimizer_steps import NamedParts, Stepper, Steppers
+from trainwright.update.optimizer_steps import NamedParts, OptimizerStep, OptimizerSteps
 from trainwright.update.snapshot import Buffers, Tensors, UserState
 from trainwright.update.strategy import UpdateStrategy
 from trainwright.update.window import Window
@@ -61,7 +61,7 @@ def clipping_is_forgotten(patch):
     def limit(self):
         self.norm = None if self.clip is None else nn.utils.get_total_norm([p.grad for p in self.gradients.parameters])
 
-    patch.setattr(Stepper, "limit", limit)
+    patch.setattr(OptimizerStep, "limit", limit)
 
 
 def the_schedule_is_forgotten(patch):
@@ -108,7 +108,7 @@ def the_closure_is_called_once(patch):
 
 
 def the_norm_of_the_last_trial_is_told(patch):
-    limit = Stepper.limit
+    limit = OptimizerStep.limit
 
     def limited(self):
         limit(self)
@@ -116,7 +116,7 @@ def the_norm_of_the_last_trial_is_told(patch):
         told.append(self.norm)
 
     told = []
-    patch.setattr(Stepper, "limit", limited)
+    patch.setattr(OptimizerStep, "limit", limited)
     around(patch, Run, "count", before=lambda self, *_: setattr(self.steppers.all.steppers[0], "norm", told[-1]))
 
 
@@ -164,7 +164,7 @@ def minimize_applies_to_all(patch):
 
 
 def a_name_is_ignored(patch):
-    patch.setattr(Steppers, "choose", lambda self, name: self.all)
+    patch.setattr(OptimizerSteps, "choose", lambda self, name: self.all)
 
 
 def each_step_counts_as_an_update(patch):
@@ -190,7 +190,7 @@ def each_optimizer_gets_the_clip_of_the_other(patch):
             stepper.clip = clips[other]
             stepper.limits = stepper.clip is not None
 
-    around(patch, Steppers, "__init__", after=swapped)
+    around(patch, OptimizerSteps, "__init__", after=swapped)
 
 
 def the_norm_is_told_after_clipping(patch):
@@ -199,7 +199,7 @@ def the_norm_is_told_after_clipping(patch):
             self.clip(self.gradients.parameters)
         self.norm = self.gradients.norm()
 
-    patch.setattr(Stepper, "limit", limit)
+    patch.setattr(OptimizerStep, "limit", limit)
 
 
 def losses_of_several_steps_are_added_up(patch):
@@ -355,7 +355,7 @@ def gradients_are_zeroed_after_the_step(patch):
 
 
 def after_update_runs_before_the_step(patch):
-    whole = Stepper.__init__
+    whole = OptimizerStep.__init__
 
     def late(self, name, optimizer, **kwargs):
         whole(self, name, optimizer, **kwargs)
@@ -371,8 +371,8 @@ def after_update_runs_before_the_step(patch):
 
         self.step = shown_old
 
-    patch.setattr(Stepper, "__init__", late)
+    patch.setattr(OptimizerStep, "__init__", late)
 
 
 def no_norm_is_measured(patch):
-    around(patch, Stepper, "limit", after=lambda self: setattr(self, "norm", None))
+    around(patch, OptimizerStep, "limit", after=lambda self: setattr(self, "norm", None))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright import ClipNorm, ClipValue
-from trainwright.update.optimizer_steps import Stepper
+from trainwright.update.optimizer_steps import OptimizerStep
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1, fused=True),
@@ -31,8 +31,10 @@ def gradients(number: int) -> list[Tensor]:
     return [torch.randn_like(parameter) for parameter in net().parameters()]
 
 
-def folding(model: nn.Module, name: str, flag: Tensor | None, *, max_norm: float) -> Stepper:
-    stepper = Stepper("optimizer", OPTIMIZERS[name](model.parameters()), clip=ClipNorm(max_norm), wants_norm=False)
+def folding(model: nn.Module, name: str, flag: Tensor | None, *, max_norm: float) -> OptimizerStep:
+    stepper = OptimizerStep(
+        "optimizer", OPTIMIZERS[name](model.parameters()), clip=ClipNorm(max_norm), wants_norm=False
+    )
     assert stepper.can_fuse_clipping()
     stepper.make_step(flag, None, fuses_clipping=True)
     return stepper
@@ -91,7 +93,7 @@ def test_a_step_that_is_held_back_moves_nothing(name: str) -> None:
 
 def can_fuse(model: nn.Module, clip: Any, **settings: Any) -> bool:
     optimizer = torch.optim.AdamW(model.parameters(), **settings)
-    return Stepper("optimizer", optimizer, clip=clip, wants_norm=False).can_fuse_clipping()
+    return OptimizerStep("optimizer", optimizer, clip=clip, wants_norm=False).can_fuse_clipping()
 
 
 def test_only_what_the_kernels_can_do_is_left_to_them() -> None:

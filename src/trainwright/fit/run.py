@@ -33,7 +33,7 @@ from trainwright.update.hooks import mover
 from trainwright.update.loss_tracker import Ledger
 from trainwright.update.manual_optimization import note_minimized
 from trainwright.update.nonfinite_policy import PATIENCE
-from trainwright.update.optimizer_steps import Steppers
+from trainwright.update.optimizer_steps import OptimizerSteps
 from trainwright.update.owner import Owner, trained_modules
 from trainwright.update.per_rank_state import refresh_shards
 from trainwright.update.snapshot import Buffers, Snapshot, Tensors, UserState
@@ -109,7 +109,7 @@ class Run:
         # A norm may be a collective, and is judged: all processes measure it, whoever of them has the observer.
         wants_norm = any(owner.world.total(any("grad_norm" in observer.wants for observer in owner.observers)))
         modules = trained_modules(owner)
-        self.steppers = Steppers(owner.optimizers, owner.clip, wants_norm=wants_norm, modules=modules)
+        self.steppers = OptimizerSteps(owner.optimizers, owner.clip, wants_norm=wants_norm, modules=modules)
         self.gradients = self.steppers.all.gradients
         """The gradients of all optimizers together."""
         plan = self.lengths.tracked

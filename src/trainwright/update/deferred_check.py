@@ -19,7 +19,7 @@ from trainwright.update import nonfinite_policy
 from trainwright.update.device_state import AHEAD, AsyncReads, DeviceRates, DeviceScale, DeviceVerdict
 from trainwright.update.nonfinite_policy import PATIENCE, Trace
 from trainwright.update.numbers import Entry
-from trainwright.update.optimizer_steps import Chosen
+from trainwright.update.optimizer_steps import SelectedOptimizers
 from trainwright.update.strategy import UpdateStrategy
 from trainwright.update.window import Window
 
@@ -124,7 +124,7 @@ class DeferredCheck(UpdateStrategy):
         self.factor = 1.0
         return gradients.flag if run.checks else None
 
-    def check(self, found_inf: Tensor | None, chosen: Chosen) -> bool:
+    def check(self, found_inf: Tensor | None, chosen: SelectedOptimizers) -> bool:
         """Have the device check the loss, the gradients and the norms; the steps that follow read its flag."""
         self._run.outcome.applied, self._is_unchecked, self._found_inf = True, False, found_inf
         if found_inf is None:

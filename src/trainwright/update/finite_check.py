@@ -17,7 +17,7 @@ from trainwright.schedules.rates import Rates
 from trainwright.schedules.table import TableRates
 from trainwright.update import nonfinite_policy
 from trainwright.update.nonfinite_policy import Trace
-from trainwright.update.optimizer_steps import Chosen
+from trainwright.update.optimizer_steps import SelectedOptimizers
 from trainwright.update.strategy import UpdateStrategy
 from trainwright.update.window import Window
 
@@ -37,7 +37,7 @@ class ImmediateCheck(UpdateStrategy):
         super().__init__(run, update=update, trace=trace)
         self.reports = self.reporter.is_needed
 
-    def check(self, found_inf: Tensor | None, chosen: Chosen) -> bool:
+    def check(self, found_inf: Tensor | None, chosen: SelectedOptimizers) -> bool:
         """Return whether the chosen optimizers may step: all is finite, or the policy says so; else it raises."""
         run, outcome = self._run, self._run.outcome
         ledger, minimized = run.ledger, outcome.losing
@@ -86,7 +86,7 @@ class ImmediateCheck(UpdateStrategy):
         elif outcome.stepped:
             raise nonfinite_policy.not_checked() if outcome.scaled else nonfinite_policy.not_scaled()
 
-    def refuse(self, chosen: Chosen) -> bool:
+    def refuse(self, chosen: SelectedOptimizers) -> bool:
         """Apply the policy to a step that was made and undone; returns whether it counts as applied."""
         run = self._run
         run.outcome.stepped = False
@@ -99,7 +99,7 @@ class ImmediateCheck(UpdateStrategy):
         self.reporter.report(window, skipped=self._run.outcome.held_back)
 
 
-def applies_policy(run: Run, chosen: Chosen, *, overflowed: bool, loss: float) -> bool:
+def applies_policy(run: Run, chosen: SelectedOptimizers, *, overflowed: bool, loss: float) -> bool:
     """Return whether an update whose loss or gradient is not finite is applied; raise where the policy says so."""
     owner, ledger, scaler, outcome = run.owner, run.ledger, run.scaler, run.outcome
     verdict = nonfinite_policy.decide(

@@ -1,4 +1,4 @@
-"""The helpers of an `update` of the user's own: one loss for one optimizer, and a step that calls a closure."""
+"""Helpers of an `update` that the user writes: one loss for one optimizer, and a step that calls a closure."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 
 from trainwright.core import host_reads
-from trainwright.core.errors import SettingError, message
+from trainwright.core.errors import SettingError
 from trainwright.core.records import Count
 from trainwright.modules.dtensors import is_sharded
 from trainwright.update import nonfinite_policy
 
 if TYPE_CHECKING:
     from trainwright.fit.run import Run
-    from trainwright.update.optimizer_steps import Chosen
+    from trainwright.update.optimizer_steps import SelectedOptimizers
 
 
 def backward_of(run: Run, loss: Any, name: str | None) -> tuple[Tensor, Count, bool]:
     """Zero the gradients of one optimizer, and run `loss` backward.
 
-    Returns it in the user's own scale, what it counts, and whether it is a plain sum over that.
+    Returns the unscaled loss, its count, and whether it is a sum over that count.
     """
     chosen = run.steppers.one(name, "minimize(loss)")
     chosen.gradients.zero()
@@ -40,16 +40,16 @@ def backward_of(run: Run, loss: Any, name: str | None) -> tuple[Tensor, Count, b
     return step_loss.mean, step_loss.count, False
 
 
-class _HeldBack(Exception):
+class _Refused(Exception):
     """Leaves an optimizer's step before it has changed anything."""
 
 
 def step_by_closure(run: Run, closure: Callable[[], Any], name: str | None) -> bool:
-    """One step of an optimizer that evaluates loss and gradient itself, as often as it likes (LBFGS).
+    """Make one step of an optimizer that evaluates loss and gradient itself, any number of times (LBFGS).
 
-    Each evaluation is clipped. The first is judged like that of any update, before anything has changed. Later ones
-    are trials that a line search may give up, so that what is judged after the step is whether the weights are finite;
-    where they are not, those from before are put back, and the optimizer forgets what it had gathered.
+    Each evaluation is clipped. The first one is checked as in any update, before anything has changed. Later ones are
+    trials of a line search. After the step the weights are checked; if they are not finite, those from before the step
+    are restored, and the state of the optimizer is cleared.
     """
     chosen = run.steppers.one(name, "apply_gradients(closure=...)")
     (stepper,) = chosen.steppers
@@ -67,9 +67,9 @@ def step_by_closure(run: Run, closure: Callable[[], Any], name: str | None) -> b
         stepper.limit()
         if not norms:
             if not run.strategy.check(found_inf, chosen):
-                raise _HeldBack
+                raise _Refused
             norms.append(stepper.norm)
-        stepper.norm = norms[0]  # what is told is the norm of the window's gradient, not that of a trial
+        stepper.norm = norms[0]  # reported is the norm of the window's gradient, not that of a trial
         chosen.gradients.lower_flags()
         return loss
 
@@ -84,22 +84,22 @@ def step_by_closure(run: Run, closure: Callable[[], Any], name: str | None) -> b
 
 
 def _has_stepped(run: Run, optimizer: Any, evaluate: Callable[[], Any]) -> bool:
-    """Have an optimizer step by a closure of ours; whether it did, or its first gradient was held back."""
+    """Make the step; return whether it was made, or its first gradient was refused."""
     run.strategy.in_closure = True
     try:
         optimizer.step(evaluate)
-    except _HeldBack:
+    except _Refused:
         return False
     finally:
         run.strategy.in_closure = False
     return True
 
 
-def _refuse_shards(chosen: Chosen) -> None:
+def _refuse_shards(chosen: SelectedOptimizers) -> None:
     if is_sharded(*chosen.gradients.parameters):
         name = type(chosen.steppers[0].optimizer).__name__
         what = f"{name} looks along all weights at once, and FSDP holds them in shards"
-        raise SettingError(message(what, fix='parallel="auto", which holds whole weights on every process'))
+        raise SettingError(what, fix='parallel="auto", which holds whole weights on every process')
 
 
 def _all_finite(weights: list[Tensor]) -> bool:

@@ -1,4 +1,4 @@
-"""The optimizers of a run, by name: each with its gradients, its clip, its step and its rates."""
+"""The optimizers of a run, by name: each with its gradients, its clipping, its step and its learning rates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainwright.core.errors import SettingError, message
+from trainwright.core.errors import SettingError
 from trainwright.core.suggestions import did_you_mean
 from trainwright.core.trees import parameters_in, parameters_of
 from trainwright.modules.dtensors import full_tensor, is_sharded
@@ -24,8 +24,8 @@ _BESIDE_ZERO = 1e-6
 _FUSED = {torch.float32, torch.float16, torch.bfloat16}
 
 
-class Stepper:
-    """One optimizer, and what is done to its gradients before its step."""
+class OptimizerStep:
+    """The step of one optimizer: its gradients are measured and clipped, then its kernels run."""
 
     __slots__ = (
         "_wholly",
@@ -49,7 +49,7 @@ class Stepper:
         self.measures_norm = wants_norm and not isinstance(clip, ClipNorm)
         """Whether the norm must be computed although clipping does not give it."""
         self.limits = self.measures_norm or clip is not None
-        """Whether anything is done between unscaling and the step."""
+        """Whether gradients are measured or clipped before the step."""
         self.norm: Tensor | float | None = None
         """The norm of the last gradient that was applied, before clipping; a tensor until it is read."""
         self._wholly = clip is not None and is_sharded(*parameters_in(optimizer))
@@ -63,12 +63,12 @@ class Stepper:
         self.scale: Tensor | None = None
         """What the kernels divide the gradients by: torch's `grad_scale`."""
         self.noted: list[float] | None = None
-        """The rates of the update in hand, where code of the user's own may have set others since; else None."""
+        """The rates that the update in hand has used, if user code may have set others since; else None."""
         self.gradients = Gradients(optimizer)
         self.groups = len(optimizer.param_groups)
 
     def take_groups(self, order: Sequence[Tensor] = ()) -> None:
-        """Take over the parameters as they are grouped now; a group may be added at any time.
+        """Read the parameter groups again; a group may be added at any time.
 
         Norms are summed in `order`.
         """
@@ -78,13 +78,13 @@ class Stepper:
     def make_step(
         self, found_inf: Tensor | None, rates: Callable[[], list[Tensor]] | None, *, fuses_clipping: bool
     ) -> None:
-        """Have the kernels of the step read `found_inf`, the rates of the groups from `rates`, and clip if asked to."""
+        """Make the kernels of the step read `found_inf`, take rates from `rates`, and clip if `fuses_clipping`."""
         self.fuses_clipping = fuses_clipping
         scale = (lambda: self.scale) if fuses_clipping else None
         self.step = step_of(self.optimizer, found_inf, rates, scale=scale)
 
     def limit(self) -> None:
-        """Measure the norm where something asks for it, and clip."""
+        """Measure the norm of the gradients if it is wanted, and clip them."""
         if self.fuses_clipping:
             self._fuse_clipping()
             return
@@ -113,15 +113,15 @@ class Stepper:
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
 
-class Chosen(NamedTuple):
-    """Some steppers, and all of their gradients together."""
+class SelectedOptimizers(NamedTuple):
+    """Some optimizers of a run, and all of their gradients together."""
 
-    steppers: tuple[Stepper, ...]
+    steppers: tuple[OptimizerStep, ...]
     gradients: Gradients
 
 
-class Steppers:
-    """Every optimizer of a run, and each of them alone."""
+class OptimizerSteps:
+    """The steps of all optimizers of a run, together and by name."""
 
     def __init__(
         self,
@@ -134,31 +134,31 @@ class Steppers:
         self._modules = modules
         clips = clip if isinstance(clip, Mapping) else dict.fromkeys(optimizers, clip)
         self._steppers = tuple(
-            Stepper(name, optimizer, clip=clips.get(name), wants_norm=wants_norm)
+            OptimizerStep(name, optimizer, clip=clips.get(name), wants_norm=wants_norm)
             for name, optimizer in optimizers.items()
         )
         self.named = len(optimizers) > 1 or ONLY not in optimizers
         """Whether the optimizers were given by name, so that numbers carry it."""
-        self.all = Chosen((), Gradients())
+        self.all = SelectedOptimizers((), Gradients())
         self.take_groups()
 
-    def choose(self, name: str) -> Chosen:
-        """The one of this name; SettingError where none has it."""
+    def choose(self, name: str) -> SelectedOptimizers:
+        """Return the optimizer of this name; SettingError if there is none."""
         if name not in self._alone:
             fix = f"one of {', '.join(map(repr, self._alone))}" if self.named else "leave the name out"
-            raise SettingError(message(f"no optimizer {name!r}.{did_you_mean(name, self._alone)}", fix=fix))
+            raise SettingError(f"no optimizer {name!r}.{did_you_mean(name, self._alone)}", fix=fix)
         return self._alone[name]
 
-    def one(self, name: str | None, caller: str) -> Chosen:
-        """The one that is meant; SettingError where there are several and none is named."""
+    def one(self, name: str | None, caller: str) -> SelectedOptimizers:
+        """Return the optimizer of this name, or the only one; SettingError if several have no name given."""
         if name is None and len(self._steppers) > 1:
             names = ", ".join(map(repr, self._alone))
             what = f"{caller} without a name, and there are several optimizers: {names}"
-            raise SettingError(message(what, fix=f"name one of {names}"))
+            raise SettingError(what, fix=f"name one of {names}")
         return self.all if name is None else self.choose(name)
 
     def take_groups(self) -> None:
-        """Take over every optimizer's parameters as they are grouped now."""
+        """Read the parameter groups of every optimizer again."""
         # As `clip_grad_norm_(model.parameters())` sums, whatever the groups: the last bits of a norm are its order's.
         order = [parameter for module in self._modules for parameter in parameters_of(module)]
         for stepper in self._steppers:
@@ -166,7 +166,7 @@ class Steppers:
         self._together(self.all.gradients, order)
 
     def lower_flags(self) -> None:
-        """Forget what was not finite."""
+        """Lower the flags of values that are not finite."""
         self.all.gradients.lower_flags()
         if len(self._steppers) > 1:
             for stepper in self._steppers:
@@ -222,11 +222,11 @@ class Steppers:
 
     def _together(self, before: Gradients, order: Sequence[Tensor]) -> None:
         steppers = self._steppers
-        self._alone = {stepper.name: Chosen((stepper,), stepper.gradients) for stepper in steppers}
+        self._alone = {stepper.name: SelectedOptimizers((stepper,), stepper.gradients) for stepper in steppers}
         alone = len(steppers) == 1
         each = [stepper.optimizer for stepper in steppers]
         gradients = steppers[0].gradients if alone else Gradients.of(*each, before=before, order=order)
-        self.all = Chosen(steppers, gradients)
+        self.all = SelectedOptimizers(steppers, gradients)
 
 
 class NamedParts:

@@ -16,7 +16,7 @@ from trainwright.update.owner import Owner
 from trainwright.update.window import Window
 
 if TYPE_CHECKING:
-    from trainwright.update.optimizer_steps import Steppers
+    from trainwright.update.optimizer_steps import OptimizerSteps
 
 
 class UpdateReporter:
@@ -27,7 +27,7 @@ class UpdateReporter:
     the run ends in an error before that, they are reported with the numbers of rank 0, and the Result says so.
     """
 
-    def __init__(self, owner: Owner, steppers: Steppers) -> None:
+    def __init__(self, owner: Owner, steppers: OptimizerSteps) -> None:
         self._owner, self._counters, self._steppers = owner, owner.counters, steppers
         hooks = owner.hooks
         self._holds = owner.world.size > 1 and (hooks.logs_freely or hooks.after_update is not None)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from trainwright.optim.gradients import Gradients
     from trainwright.update.loss_tracker import Roots
     from trainwright.update.losses import StepLoss
-    from trainwright.update.optimizer_steps import Chosen
+    from trainwright.update.optimizer_steps import SelectedOptimizers
 
 
 class UpdateStrategy:
@@ -112,11 +112,11 @@ class UpdateStrategy:
             gradients.multiply(factor)
         return None
 
-    def check(self, found_inf: Tensor | None, chosen: Chosen) -> bool:
+    def check(self, found_inf: Tensor | None, chosen: SelectedOptimizers) -> bool:
         """Return whether the chosen optimizers may step; raise where the policy says so."""
         raise NotImplementedError
 
-    def refuse(self, chosen: Chosen) -> bool:
+    def refuse(self, chosen: SelectedOptimizers) -> bool:
         """Return whether a step that was made and undone counts as applied; raise where the policy says so."""
         raise NotImplementedError
 
