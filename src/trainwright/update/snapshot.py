@@ -173,11 +173,12 @@ class Buffers(SnapshotPart):
                     if restored is not buffer:
                         replaced[id(buffer)] = restored
         for buffers, before in self._layout:
-            for name in [name for name in buffers if name not in before]:
+            present = dict(buffers.items())  # those of a compiled script are no dict
+            for name in present.keys() - before.keys():
                 del buffers[name]
             for name, tensor in before.items():
                 wanted = tensor if tensor is None else replaced.get(id(tensor), tensor)
-                if name not in buffers or buffers[name] is not wanted:
+                if name not in present or present[name] is not wanted:
                     buffers[name] = wanted
 
     def restore_nonfinite(self) -> None:
@@ -189,8 +190,9 @@ class Buffers(SnapshotPart):
         """Yield each floating-point buffer as it is now, with its copy; a buffer of another shape has none."""
         copies = {id(buffer): copy for buffer, copy in self._copies}
         for buffers, before in self._layout:
+            present = dict(buffers.items())
             for name, tensor in before.items():
-                now = dict(buffers.items()).get(name)  # of a compiled script these are no dict
+                now = present.get(name)
                 if tensor is not None and now is not None and now.shape == tensor.shape and now.is_floating_point():
                     yield now, copies[id(tensor)]
 
