@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from trainwright.data.bits import same_bits
-from trainwright.data.dataset_fingerprint import Seen, why_not_sent
+from trainwright.data.dataset_fingerprint import Fingerprint, why_not_sent
 
 
 class Held:
@@ -56,7 +56,7 @@ CLOSELY = {
 @pytest.mark.parametrize("closely", [False, True])
 def test_a_change_of_an_attribute_is_seen(change: str, closely: bool) -> None:
     data = Data()
-    seen = Seen(data)
+    seen = Fingerprint(data)
     assert seen.sure
     assert seen.is_same(closely=closely)
     CHANGES[change](data)
@@ -66,7 +66,7 @@ def test_a_change_of_an_attribute_is_seen(change: str, closely: bool) -> None:
 @pytest.mark.parametrize("change", CLOSELY)
 def test_a_change_inside_is_seen_by_a_closer_look(change: str) -> None:
     data = Data()
-    seen = Seen(data)
+    seen = Fingerprint(data)
     CLOSELY[change](data)
     assert seen.is_same(closely=False)
     assert not seen.is_same(closely=True)
@@ -78,7 +78,7 @@ def test_a_change_inside_is_seen_by_a_closer_look(change: str) -> None:
 def test_nothing_is_sure_where_something_was_not_looked_at(value: Any) -> None:
     data = Data()
     data.other = value
-    seen = Seen(data)
+    seen = Fingerprint(data)
     assert not seen.sure
     assert seen.is_same(closely=True)
 
@@ -86,7 +86,7 @@ def test_nothing_is_sure_where_something_was_not_looked_at(value: Any) -> None:
 def test_what_holds_itself_is_looked_at_once() -> None:
     data = Data()
     data.transform.inner = data
-    assert Seen(data).is_same(closely=True)
+    assert Fingerprint(data).is_same(closely=True)
 
 
 @pytest.mark.parametrize("value", [lambda: 1, threading.Lock(), memoryview(b"a"), (one for one in [1])])

@@ -16,7 +16,7 @@ from torch import nn
 
 from trainwright import DDP, FSDP
 from trainwright.distributed.ddp import Wrapped
-from trainwright.distributed.gradient_averaging import Buckets
+from trainwright.distributed.gradient_averaging import GradientBuckets
 from trainwright.distributed.world import Group
 
 
@@ -114,7 +114,7 @@ def check_sums(device: torch.device) -> None:
     parameters = list(blocks().to(device).parameters())
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, 0.5)
-    told = Buckets(parameters, world, bucket_mb=1.0).average(torch.tensor([2.0, 1.0], device=device))
+    told = GradientBuckets(parameters, world, bucket_mb=1.0).average(torch.tensor([2.0, 1.0], device=device))
     assert torch.as_tensor(told).tolist() == [2.0, 1.0]
     assert all((one.grad == 0.5).all() for one in parameters)
 

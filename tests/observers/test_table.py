@@ -5,7 +5,7 @@ import math
 import pytest
 
 from trainwright.core.records import Validation
-from trainwright.observers.table import Table, amount, duration, joined, number, printable, rate, sparkline
+from trainwright.observers.table import ConsoleTable, amount, duration, joined, number, printable, rate, sparkline
 
 
 def test_wide_tables_drop_times_then_trainings_side_then_rates_then_last_metrics_then_watched():
@@ -14,7 +14,7 @@ def test_wide_tables_drop_times_then_trainings_side_then_rates_then_last_metrics
     record = Validation(1, 23, dict.fromkeys(names, 0.5), True, 0, 0, seconds=2.0, rows=1437, waiting=0.03, skipped=0)
     dropped = []
     for width in range(140, 35, -1):
-        table = Table(width, watched=["val_f1"])
+        table = ConsoleTable(width, watched=["val_f1"])
         *missing, head, _ = table.lines(record)
         dropped.append([name for name in order if name not in head.split()])
         assert set(" ".join(missing).replace("not shown", "").replace(" · ", " ").split()) == set(dropped[-1][3:])
@@ -24,7 +24,7 @@ def test_wide_tables_drop_times_then_trainings_side_then_rates_then_last_metrics
 
 def test_an_epoch_of_which_nothing_was_trained_on_here_has_no_speed():
     """A resume at an epoch's end validates it."""
-    table, lines = Table(110), list[str]()
+    table, lines = ConsoleTable(110), list[str]()
     for rows in (0, 8):
         record = Validation(1, 23, {"loss": 0.5}, False, 0, 0, seconds=2.0, rows=rows, waiting=0.03, skipped=0)
         lines += table.lines(record)

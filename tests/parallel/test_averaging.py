@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trainwright import Trainer
 from trainwright.distributed.ddp import DDP
-from trainwright.distributed.gradient_averaging import Buckets
+from trainwright.distributed.gradient_averaging import GradientBuckets
 from trainwright.distributed.world import Group
 from world.pool import pool
 
@@ -48,7 +48,7 @@ def gradients(world: Group, missing: dict[int, list[int]]) -> list[nn.Parameter]
 def average(missing: dict[int, list[int]]) -> dict[str, Any]:
     world = Group()
     parameters = gradients(world, missing)
-    buckets = Buckets(parameters, world, bucket_mb=SMALL)
+    buckets = GradientBuckets(parameters, world, bucket_mb=SMALL)
     with counted(Tensor, "tolist") as reads, counted(dist, "all_reduce") as sums:
         told = buckets.average(torch.tensor([2.0 * world.rank, 1.0]))
         during = reads[0]

@@ -189,7 +189,7 @@ def _figure(width: float, height: float) -> Any:
             "plots are drawn by matplotlib, which is not installed", fix='pip install "trainwright[plot]"'
         ) from error
 
-    class Shown(Figure):
+    class ShownFigure(Figure):
         """A figure that a notebook shows, whether pyplot has been imported or not."""
 
         def _repr_png_(self) -> bytes:
@@ -197,7 +197,7 @@ def _figure(width: float, height: float) -> Any:
             self.savefig(buffer, format="png")
             return buffer.getvalue()
 
-    figure = Shown(figsize=(width, height), dpi=110, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
+    figure = ShownFigure(figsize=(width, height), dpi=110, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
     FigureCanvasAgg(figure)
     return figure
 

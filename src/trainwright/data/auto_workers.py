@@ -23,7 +23,7 @@ from torch import Tensor
 from trainwright.core.device import usable_cores
 from trainwright.data.bits import same_bits
 from trainwright.data.dataloader.order import draws_at_most_at_first
-from trainwright.data.dataset_fingerprint import Seen, why_not_sent
+from trainwright.data.dataset_fingerprint import Fingerprint, why_not_sent
 from trainwright.data.generators import hidden_in, knows_its_state
 from trainwright.data.seeded import SeededRows
 from trainwright.distributed.batch_layout import Shard
@@ -98,7 +98,7 @@ class ChosenWorkers:
         self._news = ""
         """What nobody has been told yet."""
         self._pool: JobPool | None = None
-        self._seen: Seen | None = None
+        self._seen: Fingerprint | None = None
         """The data set as it was when the workers came."""
         self._is_reading = False
         if knows_its_state(data.dataset) or hidden_in(data.dataset):
@@ -165,7 +165,7 @@ class ChosenWorkers:
         clock = time.perf_counter
         for numbers in what.rows:
             chosen = self._best(what) if self._knows_enough() else 0
-            seen = Seen(self._data) if chosen else None
+            seen = Fingerprint(self._data) if chosen else None
             begun = clock()
             batch = self._data.fetch(what.seed, what.epoch, numbers)
             took = clock() - begun
@@ -216,7 +216,7 @@ class ChosenWorkers:
         busy = round(cores * fetching / (fetching + training))
         return max(1, min(math.ceil(fetching / training), busy, cores))
 
-    def _allowed(self, number: int, batch: Any, seen: Seen) -> tuple[int, str]:
+    def _allowed(self, number: int, batch: Any, seen: Fingerprint) -> tuple[int, str]:
         """So many workers, or none where they could not give what is given here; and why."""
         if seen.goes_on:
             return 0, f"{self.reason}; it holds a generator, an iterator or a file"
@@ -301,12 +301,12 @@ class ChosenWorkers:
         if self._pool is not None and self._seen is not None and self._is_surely(self._seen):
             return self._pool
         self.end()
-        self._seen = Seen(self._data)
+        self._seen = Fingerprint(self._data)
         self._pool = JobPool(self._data, self.workers or 0, timeout=HANGS_AFTER + 50 * self._median(0))
         _POOLS.add(self._pool)
         return self._pool
 
-    def _is_surely(self, seen: Seen) -> bool:
+    def _is_surely(self, seen: Fingerprint) -> bool:
         """Whether the data set is known to be as it was; one that was told the epoch may be another."""
         told = callable(getattr(self._data.dataset, "set_epoch", None))
         return seen.sure and not told and seen.is_same(closely=True)

@@ -26,7 +26,7 @@ _FEW = 64
 _LOOKED_AT = (*_FIXED, *_CODE, Tensor, np.ndarray)
 
 
-class Seen:
+class Fingerprint:
     """A data set as it was seen: its attributes, and those of what it holds, such as transforms.
 
     `sure` says whether whatever may change was looked at; large arrays and objects without attributes were not.

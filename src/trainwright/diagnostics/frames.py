@@ -26,7 +26,7 @@ MISSING = Missing()
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class CalledLayer:
     """The innermost module of the model that was called."""
 
     name: str
@@ -82,7 +82,7 @@ class Failure:
     """The output of the model where a frame still holds it, or MISSING."""
     returned: Any
     """The result of the step where it has returned, or None."""
-    layer: Layer | None
+    layer: CalledLayer | None
     loss: LossCall | None
     """The loss that was being computed, or None."""
     metric: str
@@ -281,13 +281,13 @@ def _local(frames: tuple[FrameType, ...], name: str, *, module: str, function: s
     return MISSING
 
 
-def _layer(frames: tuple[FrameType, ...], model: nn.Module) -> Layer | None:
+def _layer(frames: tuple[FrameType, ...], model: nn.Module) -> CalledLayer | None:
     names = {id(module): name for name, module in model.named_modules()}
     for frame in reversed(frames):
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module) and id(module) in names and frame.f_code.co_name != "_call_impl":
             given = frame.f_locals.get("input")
-            return Layer(names[id(module)], module, given if isinstance(given, Tensor) and given.ndim else None)
+            return CalledLayer(names[id(module)], module, given if isinstance(given, Tensor) and given.ndim else None)
     return None
 
 

@@ -62,7 +62,7 @@ def trace(run: Run) -> Trace:
     missing = any(" NaN" in line for line in lines)  # infinite inputs may be meant, as in a mask of attention
     if own or several or missing:
         return Trace(tuple(lines), fix)
-    searched = _Search(run, looks_at_inputs=not lines).run()
+    searched = _ModuleSearch(run, looks_at_inputs=not lines).run()
     return Trace((*lines, *searched.lines), fix or searched.fix, by_loss=searched.by_loss and not lines)
 
 
@@ -136,7 +136,7 @@ def _in_weights(owner: Any) -> list[str]:
     return found[:_MOST]
 
 
-class _Search:
+class _ModuleSearch:
     """Runs forward and backward of a window once more, with a look at what enters and leaves each module."""
 
     def __init__(self, run: Run, *, looks_at_inputs: bool) -> None:

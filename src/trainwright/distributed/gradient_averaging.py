@@ -16,7 +16,7 @@ BYTES = 25 * 2**20
 _WIDE = (torch.float32, torch.float64)
 
 
-class Buckets:
+class GradientBuckets:
     """Parameters, grouped for collectives: those of one device and type lie together, up to a number of bytes."""
 
     def __init__(self, parameters: Iterable[Tensor], world: World, *, bucket_mb: float | None = None) -> None:

@@ -36,7 +36,7 @@ _LATE = ("timed out", "timeout")
 """What they say where a time-out has passed; else the connections are closed."""
 
 
-class Watch:
+class PeerWatch:
     """The watch of one process over its peers, run after run."""
 
     def __init__(self, group: Any) -> None:

@@ -81,7 +81,7 @@ class Group(World):
     ) -> None:
         import torch.distributed as dist
 
-        from trainwright.distributed.peer_watch import Watch
+        from trainwright.distributed.peer_watch import PeerWatch
 
         self._dist: Any = dist
         self.group = group
@@ -91,7 +91,7 @@ class Group(World):
         self.host: Any = group if _serves_the_host(dist, group) else dist.new_group(backend="gloo", timeout=limit)
         """The process group for what lies on the host."""
         self.device_index, self.timeout = device_index, timeout
-        self._watch = Watch(self)
+        self._watch = PeerWatch(self)
 
     @property
     def backend(self) -> str:

@@ -16,7 +16,7 @@ from trainwright.core.checks import check_whole
 from trainwright.core.errors import SettingError, message
 from trainwright.core.suggestions import suggests
 from trainwright.core.torch_private import is_compiled, is_operator, operator_name
-from trainwright.modules.dry_run import Given, Pass, measured, somewhere
+from trainwright.modules.dry_run import Given, PassMemory, measured, somewhere
 from trainwright.modules.matching import Blocks, described, find_blocks
 from trainwright.modules.replay import Replay
 
@@ -100,7 +100,7 @@ class Checkpointed:
         """
         given = Given(inputs, keywords)
 
-        def both(on: torch.device | None) -> list[Pass]:
+        def both(on: torch.device | None) -> list[PassMemory]:
             return [measured(self.model, given, on=on, release=release) for release in (True, False)]
 
         (plain, recomputed), note = somewhere(both)
@@ -111,8 +111,8 @@ class Checkpointed:
 class Saving:
     """What recomputing gives and costs."""
 
-    plain: Pass
-    recomputed: Pass
+    plain: PassMemory
+    recomputed: PassMemory
     note: str = ""
     """Why it was not measured on the meta device, where it was not."""
 

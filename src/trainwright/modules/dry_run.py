@@ -23,7 +23,7 @@ META = torch.device("meta")
 
 
 @dataclass(frozen=True)
-class Pass:
+class PassMemory:
     """What one forward and its backward take."""
 
     kept: int
@@ -137,7 +137,7 @@ def somewhere(work: Callable[[torch.device | None], Any]) -> tuple[Any, str]:
     return work(None), why
 
 
-def measured(model: nn.Module, given: Given, *, on: torch.device | None, release: bool = False) -> Pass:
+def measured(model: nn.Module, given: Given, *, on: torch.device | None, release: bool = False) -> PassMemory:
     """What one forward and its backward take; `release`: with nothing recomputed."""
     from trainwright.modules.activations import release_all
 
@@ -149,7 +149,7 @@ def measured(model: nn.Module, given: Given, *, on: torch.device | None, release
         kept, peak = memory_of(run)
     with dry(model, given, on, counts=True, prepare=prepare) as run:
         run.let_go()()
-        return Pass(kept, peak, run.flops)
+        return PassMemory(kept, peak, run.flops)
 
 
 def memory_of(run: Dry, look: Callable[[Living], None] = lambda _: None) -> tuple[int, int]:

@@ -15,7 +15,16 @@ from trainwright.core.errors import SettingError
 from trainwright.core.plan import Plan
 from trainwright.core.records import Result, Validation
 from trainwright.core.suggestions import suggests
-from trainwright.observers.table import Table, amount, duration, is_set_loss, joined, number, printable, sparkline
+from trainwright.observers.table import (
+    ConsoleTable,
+    amount,
+    duration,
+    is_set_loss,
+    joined,
+    number,
+    printable,
+    sparkline,
+)
 from trainwright.protocols import Observer
 
 if TYPE_CHECKING:
@@ -41,7 +50,7 @@ class Console(Observer):
             check_whole(width, f"Console(width={width!r})", least=60, what="a number of characters")
         self._stream = stream
         self._width = width
-        self._table = Table(self.width)
+        self._table = ConsoleTable(self.width)
         self._last: tuple[int, int] | None = None
         self._plan = Plan()
         self._speeds: list[Speed] = []
@@ -65,7 +74,7 @@ class Console(Observer):
 
     def on_fit_start(self, plan: Plan) -> None:
         """Print what the run will do."""
-        self._plan, self._table, self._last = plan, Table(self.width, watched=plan.watched), None
+        self._plan, self._table, self._last = plan, ConsoleTable(self.width, watched=plan.watched), None
         self._speeds, self._noted = [], False
         if not plan.finished:
             self._print(*header(plan, self.width), "")

@@ -18,7 +18,7 @@ _NOT_FINITE = "\u00d7"
 _PLAIN = str.maketrans(f"{_LEVELS}●·→{_NOT_FINITE}", "_.-:=+*#*|>x")
 
 
-class Table:
+class ConsoleTable:
     """Rows of validations and epochs under one header, no wider than `width`.
 
     A column appears with the first number that needs it, and the header is then printed again. Where there is no

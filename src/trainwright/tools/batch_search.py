@@ -136,7 +136,7 @@ def find_batch_size(
         limit = whole if budget is not None or not peaks.refuses else None
         k = 2 if effective is not None or accumulated > 1 else 1  # a second one meets the gradients of the first
         trials = _Trials(trainer, before, peaks, batch=(batch, rows), k=k, limit=limit)
-        search = _Search(trials, allowed=whole * share, limits=limits)
+        search = _SizeSearch(trials, allowed=whole * share, limits=limits)
         room = f"the memory of {trainer.device}" if budget is None else f"a budget of {byte_size(budget)}"
         search.run(rows, room=room)
     return _told(trainer, search, before=rows * accumulated, effective=effective, budget=whole)
@@ -197,7 +197,7 @@ class _Trials:
         twin.fit([grown] * (2 * self._k), max_updates=2)
 
 
-class _Search:
+class _SizeSearch:
     """At most four trials, each of which follows from those before."""
 
     def __init__(self, trials: _Trials, *, allowed: float, limits: Mapping[str, int | None]) -> None:
@@ -272,7 +272,9 @@ class _Search:
         return int((self._allowed - self.fixed) / self.per_row)
 
 
-def _told(trainer: Trainer[Any], search: _Search, *, before: int, effective: int | None, budget: int) -> LargestBatch:
+def _told(
+    trainer: Trainer[Any], search: _SizeSearch, *, before: int, effective: int | None, budget: int
+) -> LargestBatch:
     """What was found, with what to write for updates of `effective` rows in place of `before`."""
     wanted = search.rows if effective is None else effective
     least = math.ceil(wanted / search.rows)

@@ -79,7 +79,7 @@ class Use:
 
 
 @dataclass
-class Group:
+class ChannelGroup:
     """The channels of one layer."""
 
     maker: str
@@ -90,7 +90,7 @@ class Group:
     """Why none of them can be removed; "" where they can."""
 
 
-def groups_of(model: nn.Module, given: Given, what: str) -> dict[str, Group]:
+def groups_of(model: nn.Module, given: Given, what: str) -> dict[str, ChannelGroup]:
     """The channels of each linear layer and convolution, by its name, in the order in which they run.
 
     `what` is the function that errors speak of. SettingError where the forward cannot be followed.
@@ -105,7 +105,7 @@ def groups_of(model: nn.Module, given: Given, what: str) -> dict[str, Group]:
     for name, module in model.named_modules():
         if isinstance(module, MAKERS) and name not in groups:
             why = "it is not called as a plain layer (a class of its own, a parametrization, or not called at all)"
-            groups[name] = Group(name, 0, why=why)
+            groups[name] = ChannelGroup(name, 0, why=why)
     return groups
 
 
@@ -139,7 +139,7 @@ def _shapes(twin: nn.Module, graph: fx.Graph, values: list[Any]) -> dict[fx.Node
     """The shape of every tensor that a forward makes."""
     found: dict[fx.Node, tuple[int, ...]] = {}
 
-    class Looking(fx.Interpreter):
+    class ChannelInterpreter(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:
             value = super().run_node(n)
             if isinstance(value, Tensor):
@@ -147,7 +147,9 @@ def _shapes(twin: nn.Module, graph: fx.Graph, values: list[Any]) -> dict[fx.Node
             return value
 
     with unmoved(), torch.no_grad(), evaluating(twin):
-        Looking(fx.GraphModule(twin, graph)).run(*values)  # torch.fx has a placeholder for each parameter, in order
+        ChannelInterpreter(fx.GraphModule(twin, graph)).run(
+            *values
+        )  # torch.fx has a placeholder for each parameter, in order
     return found
 
 
@@ -166,14 +168,14 @@ class _Follower:
         self._got = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
         self._hooked = {name for name, module in self._modules.items() if _has_hooks(module)}
 
-    def group(self, node: fx.Node) -> Group | None:
+    def group(self, node: fx.Node) -> ChannelGroup | None:
         """The channels that this call makes; None where it is no layer of channels."""
         name = str(node.target)
         module: Any = self._modules[name]
         if type(module) not in MAKERS:
             return None
         conv = isinstance(module, CONVOLUTIONS)
-        group = Group(name, module.out_channels if conv else module.out_features)
+        group = ChannelGroup(name, module.out_channels if conv else module.out_features)
         group.why = self._unfit(name, module)
         if not group.why:
             dim = len(self._shapes[node]) - 1 - (len(module.kernel_size) if conv else 0)
@@ -199,7 +201,7 @@ class _Follower:
             return f"the weight of {name} is read beside its forward"
         return f"{name} has hooks" if _has_hooks(module) else ""
 
-    def _follow(self, node: fx.Node, group: Group, *, dim: int, repeat: int) -> None:
+    def _follow(self, node: fx.Node, group: ChannelGroup, *, dim: int, repeat: int) -> None:
         """Go on from where channels are in dimension `dim`, each of them `repeat` features wide."""
         for user in node.users:
             between = (_around(node) ^ _around(user)) & self._hooked
@@ -214,7 +216,7 @@ class _Follower:
             else:
                 self._function(node, user, group, dim=dim, repeat=repeat)
 
-    def _module(self, node: fx.Node, user: fx.Node, group: Group, *, dim: int, repeat: int) -> None:
+    def _module(self, node: fx.Node, user: fx.Node, group: ChannelGroup, *, dim: int, repeat: int) -> None:
         name, shape = str(user.target), self._shapes[node]
         module: Any = self._modules[name]
         kind = type(module)
@@ -232,7 +234,7 @@ class _Follower:
         else:
             group.why = f"its channels go into {name} ({kind.__name__}), which is not known"
 
-    def _function(self, node: fx.Node, user: fx.Node, group: Group, *, dim: int, repeat: int) -> None:
+    def _function(self, node: fx.Node, user: fx.Node, group: ChannelGroup, *, dim: int, repeat: int) -> None:
         target: Any = user.target
         others = [one for one in user.all_input_nodes if one is not node]
         if not others and (target in _EACH_BY or (target in _WITHIN_BY and dim == 1)):
@@ -251,7 +253,7 @@ class _Follower:
         elif not _asks_rows(user):
             group.why = f"its channels go into {_name(target)}, which is not known"
 
-    def _flat(self, node: fx.Node, user: fx.Node, group: Group, *, dim: int, repeat: int, whole: bool) -> None:
+    def _flat(self, node: fx.Node, user: fx.Node, group: ChannelGroup, *, dim: int, repeat: int, whole: bool) -> None:
         """Dimensions from the second on become one, in which the features of a channel follow one another."""
         shape = self._shapes[node]
         if not whole or dim != 1:
@@ -266,7 +268,7 @@ class _Follower:
             sizes = sizes[0]
         return len(sizes) == 2 and bool(sizes[1] == -1) and self._shapes[user][:1] == self._shapes[node][:1]
 
-    def _reduced(self, node: fx.Node, user: fx.Node, group: Group, *, dim: int, repeat: int) -> None:
+    def _reduced(self, node: fx.Node, user: fx.Node, group: ChannelGroup, *, dim: int, repeat: int) -> None:
         given = user.args[1] if len(user.args) > 1 else user.kwargs.get("dim")
         keeps = user.args[2] if len(user.args) > 2 else user.kwargs.get("keepdim", False)
         dims: Any = (given,) if isinstance(given, int) else given

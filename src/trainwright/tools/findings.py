@@ -17,7 +17,7 @@ from trainwright.data.sources import takes_batch_size
 from trainwright.tools import findings_code, findings_data, findings_model
 from trainwright.tools.finding import Finding, silent
 from trainwright.tools.trial import ready
-from trainwright.tools.watching import Seen, Watch, noting_gradients
+from trainwright.tools.watching import Recorder, Recording, noting_gradients
 from trainwright.trainer import Trainer
 from trainwright.update.window import find_rows
 
@@ -48,14 +48,14 @@ def findings(
     return [*found, *findings_code.loader_findings(train)]
 
 
-def watched(trainer: Trainer[Any], batches: Sequence[Any]) -> tuple[Seen, int, list[Finding]]:
+def watched(trainer: Trainer[Any], batches: Sequence[Any]) -> tuple[Recording, int, list[Finding]]:
     """What is seen of up to three updates, their number, and a finding where the loss reaches no weight."""
     each = trainer.accumulate[0][1]
     updates = max(1, min(LOOKED_AT, len(batches) // each))
     used = [batches[index % len(batches)] for index in range((updates + 1) * each)]  # the epoch goes on after them
     twin = silent(trainer, metrics=_functions(trainer.metrics))
     counts = [find_rows(batch) or 0 for batch in used]
-    watch = Watch(trainer.model, [rows for rows in counts if rows >= findings_code.MANY_ROWS])
+    watch = Recorder(trainer.model, [rows for rows in counts if rows >= findings_code.MANY_ROWS])
     watch.seen.rows = sum(counts[: updates * each])
     step = twin.training_step
 
@@ -79,13 +79,15 @@ def watched(trainer: Trainer[Any], batches: Sequence[Any]) -> tuple[Seen, int, l
     return watch.seen, updates, []
 
 
-def evaluated(trainer: Trainer[Any], batches: Sequence[Any], val: Any, *, batch_size: int | None = None) -> Seen | None:
+def evaluated(
+    trainer: Trainer[Any], batches: Sequence[Any], val: Any, *, batch_size: int | None = None
+) -> Recording | None:
     """What is seen of one evaluated batch: of training, where no other is given and all steps are the default ones."""
     hooks = trainer.hooks
     own = hooks.steps_itself or hooks.validates_itself or hooks.evaluates_itself or hooks.updates_itself
     if val is None and own:
         return None
-    watch = Watch(trainer.model)
+    watch = Recorder(trainer.model)
     twin = silent(trainer)
     one = batches[:1]
     if val is not None:

@@ -24,7 +24,7 @@ from trainwright.core.rng import unmoved
 from trainwright.data.batches import Batches
 from trainwright.data.sharding import Sharded
 from trainwright.tools.finding import Finding
-from trainwright.tools.watching import Read, Seen
+from trainwright.tools.watching import Read, Recording
 
 MANY_ROWS = 8
 """Rows of a batch from which on a loop over them is looked for: of fewer, other dimensions are often as long."""
@@ -32,7 +32,7 @@ ROWS, SECONDS = 6, 1.0
 """Rows that are fetched, and the time after which no further one is."""
 
 
-def of_reads(seen: Seen, *, updates: int) -> list[Finding]:
+def of_reads(seen: Recording, *, updates: int) -> list[Finding]:
     """Lines of the user's own that read a number of the step at least once an update."""
     lines = [read for read in seen.reads.values() if read.times >= updates]
     if not lines:
@@ -50,7 +50,7 @@ def of_reads(seen: Seen, *, updates: int) -> list[Finding]:
     ]
 
 
-def of_row_loops(seen: Seen) -> list[Finding]:
+def of_row_loops(seen: Recording) -> list[Finding]:
     """Lines that take at least half of the rows of all batches one by one."""
     lines = [place for place, rows in seen.row_loops.items() if 2 * rows >= seen.rows]
     if not lines or not seen.rows:

@@ -22,7 +22,7 @@ from trainwright.protocols import Observer
 from trainwright.tools.batching import joined
 from trainwright.tools.finding import Finding, silent
 from trainwright.tools.findings_model import trained_by
-from trainwright.tools.watching import Entered, Seen
+from trainwright.tools.watching import Entered, Recording
 from trainwright.trainer import Trainer
 from trainwright.update.window import find_rows
 
@@ -59,7 +59,7 @@ class DeviceFacts:
     """Bytes that it has."""
 
 
-def of_inputs(seen: Seen, batches: Sequence[Any]) -> Iterator[Finding]:
+def of_inputs(seen: Recording, batches: Sequence[Any]) -> Iterator[Finding]:
     """Find numbers out of scale in what layers got straight from the data.
 
     The rule: the root mean square of all that entered is above 3, or that of one feature (channel, for images) above

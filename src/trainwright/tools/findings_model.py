@@ -10,21 +10,21 @@ from torch import nn
 from trainwright.core.errors import listed
 from trainwright.core.trees import parameters_in
 from trainwright.tools.finding import Finding
-from trainwright.tools.watching import Calls, Seen
+from trainwright.tools.watching import Calls, Recording
 from trainwright.trainer import Trainer
 
 FEW_ROWS = 4
 """Rows up to which the mean and variance of a batch say little."""
 
 
-def of_training(trainer: Trainer[Any], seen: Seen, *, updates: int) -> list[Finding]:
+def of_training(trainer: Trainer[Any], seen: Recording, *, updates: int) -> list[Finding]:
     """What is found in the updates that were seen."""
     found = [*_biases(trainer.model, seen), *_stacks(trainer.model, seen), *_losses(seen)]
     found += [*_modes(trainer.model, seen), *_few_rows(seen), *_unreached(trainer, seen, updates=updates)]
     return [*found, *_frozen(trainer.model), *_constant(seen)]
 
 
-def of_evaluation(seen: Seen | None) -> list[Finding]:
+def of_evaluation(seen: Recording | None) -> list[Finding]:
     """What is found in an evaluation: what still draws, or normalises by the batch."""
     if seen is None:
         return []
@@ -54,7 +54,7 @@ def of_evaluation(seen: Seen | None) -> list[Finding]:
     return found
 
 
-def of_anomaly(seen: Seen) -> Iterator[Finding]:
+def of_anomaly(seen: Recording) -> Iterator[Finding]:
     """Torch's anomaly mode, left on after a search for a NaN, or around a step."""
     if seen.anomaly is not None:
         yield Finding(
@@ -81,7 +81,7 @@ def trained_by(trainer: Trainer[Any]) -> Iterator[tuple[str, str, nn.Parameter]]
                 yield name, f"parameter {index}", held
 
 
-def _biases(model: nn.Module, seen: Seen) -> Iterator[Finding]:
+def _biases(model: nn.Module, seen: Recording) -> Iterator[Finding]:
     """Layers all of whose outputs go into a normalisation by the batch, and nowhere else."""
     layers = [name for name, calls in seen.biased.items() if seen.normalised[name] == calls]
     if not layers:
@@ -105,7 +105,7 @@ def without_bias(model: nn.Module, name: str) -> str:
     return f"nn.{text[:-1]}, bias=False)  # {name}"
 
 
-def _stacks(model: nn.Module, seen: Seen) -> Iterator[Finding]:
+def _stacks(model: nn.Module, seen: Recording) -> Iterator[Finding]:
     """Two linear layers in a row whose product is no smaller than one layer could be."""
     pairs = []
     for (first, second), _ in seen.stacked.items():
@@ -138,7 +138,7 @@ _TITLES = {
 }
 
 
-def _losses(seen: Seen) -> Iterator[Finding]:
+def _losses(seen: Recording) -> Iterator[Finding]:
     for (loss, made_by), place in seen.losses.items():
         got, takes = _WRONG[made_by]
         title = _TITLES[loss]
@@ -156,7 +156,7 @@ def _losses(seen: Seen) -> Iterator[Finding]:
         )
 
 
-def _modes(model: nn.Module, seen: Seen) -> Iterator[Finding]:
+def _modes(model: nn.Module, seen: Recording) -> Iterator[Finding]:
     """Layers that were in eval mode whenever they were trained through."""
     still = [(name, calls) for name, calls in seen.norms.items() if calls.off and not calls.on]
     norms = [_named(name, calls) for name, calls in still if _is_trained(_module(model, name))]
@@ -199,7 +199,7 @@ def _is_alive(model: nn.Module, calls: Calls) -> bool:
     return any(parameter.requires_grad for parameter in model.parameters())
 
 
-def _few_rows(seen: Seen) -> Iterator[Finding]:
+def _few_rows(seen: Recording) -> Iterator[Finding]:
     few = {name: calls.rows for name, calls in seen.norms.items() if calls.on and 0 < calls.rows <= FEW_ROWS}
     if few:
         rows = max(few.values())
@@ -212,7 +212,7 @@ def _few_rows(seen: Seen) -> Iterator[Finding]:
         )
 
 
-def _unreached(trainer: Trainer[Any], seen: Seen, *, updates: int) -> Iterator[Finding]:
+def _unreached(trainer: Trainer[Any], seen: Recording, *, updates: int) -> Iterator[Finding]:
     """Trained parameters that no gradient reached, and parameters of optimizers that no step knows."""
     resting = _resting(trainer, seen)
     trained = [(r, n, id(one)) for r, n, one in trained_by(trainer) if one.requires_grad and id(one) not in resting]
@@ -246,7 +246,7 @@ def _unreached(trainer: Trainer[Any], seen: Seen, *, updates: int) -> Iterator[F
         )
 
 
-def _resting(trainer: Trainer[Any], seen: Seen) -> set[int]:
+def _resting(trainer: Trainer[Any], seen: Recording) -> set[int]:
     """Parameters of optimizers whose turn did not come, where an `update` of the user's own deals out the turns."""
     if not trainer.hooks.updates_itself or len(trainer.optimizers) < 2:
         return set()
@@ -284,7 +284,7 @@ def _frozen(model: nn.Module) -> Iterator[Finding]:
             )
 
 
-def _constant(seen: Seen) -> Iterator[Finding]:
+def _constant(seen: Recording) -> Iterator[Finding]:
     if seen.constant:
         names = sorted(seen.constant)
         yield Finding(

@@ -97,7 +97,7 @@ def overfit_batches(
         for module in trainer.model.modules():
             if isinstance(module, _DROPOUT):
                 module.eval()
-        watch = _Watch(len(found), share)
+        watch = _LossRecorder(len(found), share)
         twin = variant(trainer, accumulate=1, observers=[watch, Probe(watch.look, every=Updates(len(found)))])
         error = ""
         try:
@@ -115,7 +115,7 @@ def overfit_batches(
         )
 
 
-class _Watch(Observer):
+class _LossRecorder(Observer):
     """Keeps the mean loss of each pass, and ends the run where it is near zero."""
 
     def __init__(self, batches: int, share: float) -> None:

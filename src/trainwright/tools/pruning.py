@@ -21,7 +21,7 @@ from trainwright.modules.flops import twin_on
 from trainwright.modules.matching import Blocks, named
 from trainwright.modules.modes import evaluating
 from trainwright.tools.calling import given_by
-from trainwright.tools.channels import Group, Use, groups_of
+from trainwright.tools.channels import ChannelGroup, Use, groups_of
 
 By = Literal["l1", "bn"] | Callable[[nn.Module, str], Tensor]
 """What a channel is worth: see `shrink`."""
@@ -129,7 +129,7 @@ def _said(layers: Any) -> set[str]:
     return {one for one in several if isinstance(one, str)}
 
 
-def _check_meant(groups: Mapping[str, Group], meant: set[str], call: str) -> None:
+def _check_meant(groups: Mapping[str, ChannelGroup], meant: set[str], call: str) -> None:
     for name in meant:
         if name not in groups:
             what = f"{call}: {name!r} is no linear layer or convolution that the forward calls."
@@ -138,12 +138,12 @@ def _check_meant(groups: Mapping[str, Group], meant: set[str], call: str) -> Non
             raise SettingError(f"{call}: {name} cannot lose channels: {groups[name].why}", where=True)
 
 
-def _scales(model: nn.Module, group: Group) -> list[Tensor]:
+def _scales(model: nn.Module, group: ChannelGroup) -> list[Tensor]:
     found = (model.get_submodule(use.name) for use in group.norms if use.repeat == 1)
     return [one.weight.detach() for one in found if isinstance(one.weight, Tensor)]
 
 
-def _worth(model: nn.Module, group: Group, by: By) -> Tensor:
+def _worth(model: nn.Module, group: ChannelGroup, by: By) -> Tensor:
     """A number for each channel of a layer."""
     module: Any = model.get_submodule(group.maker)
     if by == "l1":
@@ -182,7 +182,7 @@ def _share(amount: float, of: int) -> int:
 
 
 def _without(
-    model: nn.Module, given: Given, groups: Mapping[str, Group], *, lost: Mapping[str, tuple[int, ...]]
+    model: nn.Module, given: Given, groups: Mapping[str, ChannelGroup], *, lost: Mapping[str, tuple[int, ...]]
 ) -> Shrunk:
     small = copy.deepcopy(model)
     for name, channels in lost.items():
@@ -195,7 +195,7 @@ def _without(
     return Shrunk(small, dict(lost), whole, (before, after))
 
 
-def _cut(model: nn.Module, group: Group, channels: tuple[int, ...]) -> None:
+def _cut(model: nn.Module, group: ChannelGroup, channels: tuple[int, ...]) -> None:
     """Take channels out of a layer, what scales them and what reads them, in place."""
     keep = _features(sorted(set(range(group.size)) - set(channels)), 1)
     maker: Any = model.get_submodule(group.maker)
@@ -237,7 +237,7 @@ def _resize(module: Any, names: tuple[str, ...], size: int) -> None:
 
 
 def _try(
-    model: nn.Module, small: nn.Module, given: Given, *, lost: Mapping[str, tuple[Group, tuple[int, ...]]]
+    model: nn.Module, small: nn.Module, given: Given, *, lost: Mapping[str, tuple[ChannelGroup, tuple[int, ...]]]
 ) -> None:
     """Compare the small model with the big one whose weights that read the lost channels are zero."""
     big, tried = twin_on(model, None), twin_on(small, None)

@@ -14,7 +14,7 @@ from trainwright.core.checks import check_choice
 from trainwright.core.errors import SettingError, message
 from trainwright.core.suggestions import suggests
 from trainwright.core.trees import parameters_of, tensors_in
-from trainwright.modules.dry_run import Dry, Given, Pass, dry, memory_of, somewhere
+from trainwright.modules.dry_run import Dry, Given, PassMemory, dry, memory_of, somewhere
 from trainwright.modules.tensor_memory import Living
 from trainwright.observers.table import amount, byte_size
 from trainwright.tools.calling import Call, given_by
@@ -54,7 +54,7 @@ def summary(
     flops, _ = somewhere(lambda device: _counted(model, given, device, watch=watch))
     return Summary(
         layers=tuple(watch.layer(index, name, one) for index, (name, one) in enumerate(model.named_modules())),
-        total=Pass(watch.kept, watch.peak, flops),
+        total=PassMemory(watch.kept, watch.peak, flops),
         weights=_bytes(model.parameters()),
         buffers=_bytes(model.buffers()),
         note=note,
@@ -94,7 +94,7 @@ class Summary:
 
     layers: tuple[Layer, ...]
     """The model first, then what is inside it, each module once."""
-    total: Pass
+    total: PassMemory
     """Memory and operations of forward and backward together."""
     weights: int
     """Bytes of parameters."""
@@ -164,15 +164,15 @@ def _why_not_meta(model: nn.Module) -> str:
     return "meta has no autocast" if under else ""
 
 
-def _watched(model: nn.Module, given: Given, on: torch.device | None) -> _Watch:
+def _watched(model: nn.Module, given: Given, on: torch.device | None) -> _LayerRecorder:
     """Follow memory forward and backward."""
-    watch = _Watch(list(model.modules()))
+    watch = _LayerRecorder(list(model.modules()))
     with dry(model, given, on, prepare=watch.memory) as run:
         watch.kept, watch.peak = memory_of(run, watch.note)
     return watch
 
 
-def _counted(model: nn.Module, given: Given, on: torch.device | None, *, watch: _Watch) -> int:
+def _counted(model: nn.Module, given: Given, on: torch.device | None, *, watch: _LayerRecorder) -> int:
     """Count operations: those of each module's forward, and those of forward and backward together, returned."""
     watch.flops.clear()
     with dry(model, given, on, counts=True, prepare=watch.operations) as run:
@@ -183,7 +183,7 @@ def _counted(model: nn.Module, given: Given, on: torch.device | None, *, watch: 
 
 
 @dataclass
-class _Watch:
+class _LayerRecorder:
     """Follows which modules of a copy are running, by their place among all modules."""
 
     modules: list[nn.Module]

@@ -64,7 +64,7 @@ def tune(
     with ExitStack() as undo:
         url = None if storage is None else undo.enter_context(_alone(_path(storage)))
         study = _study(url, name, mode, pruner=pruner)
-        search = _Search(objective, study, _begun(study, seed, grid), grid=grid, sampler=sampler)
+        search = _StudySearch(objective, study, _begun(study, seed, grid), grid=grid, sampler=sampler)
         total = min(trials or math.inf, len(search.points) or math.inf)
         deadline = math.inf if max_seconds is None else time.perf_counter() + max_seconds
         while len(search.finished()) < total and time.perf_counter() < deadline:
@@ -92,7 +92,7 @@ def constrain(trial: Any, name: str, value: float, *, at_most: float) -> None:
         raise optuna.TrialPruned(why)
 
 
-class _Search:
+class _StudySearch:
     """A study and how its next trial is made, which its finished trials and the seed alone decide."""
 
     def __init__(

@@ -89,7 +89,7 @@ class Calls:
 
 
 @dataclass(slots=True)
-class Seen:
+class Recording:
     """What was seen of some updates, or of an evaluation."""
 
     named: dict[int, str] = field(default_factory=dict)
@@ -132,12 +132,12 @@ class _Mark:
     takers: list[str] = field(default_factory=list)
 
 
-class Watch(TorchFunctionMode):
+class Recorder(TorchFunctionMode):
     """Notes what torch is asked for inside, and changes nothing."""
 
     def __init__(self, model: nn.Module, rows: Collection[int] = ()) -> None:
         super().__init__()
-        self.seen = Seen()
+        self.seen = Recording()
         self._rows = frozenset(rows)
         """The rows that batches have, where loops over them are looked for."""
         self._parts: dict[int, tuple[Tensor, tuple[str, int]]] = {}

@@ -17,7 +17,7 @@ from trainwright.core.records import Count
 from trainwright.core.rng import unmoved
 from trainwright.core.trees import parameters_in
 from trainwright.distributed.ddp import Wrapped
-from trainwright.distributed.gradient_averaging import Buckets, fingerprint
+from trainwright.distributed.gradient_averaging import GradientBuckets, fingerprint
 from trainwright.distributed.world import Group
 from trainwright.modules.modes import running_statistics, unnoticed
 from trainwright.update.finite_check import ImmediateCheck
@@ -69,7 +69,7 @@ class DistributedStep(ImmediateCheck):
         self._wrapped: Wrapped | None = None
         self._finds_unused = False
         """Whether the window in hand, the first of an epoch, is to show which parameters are not used."""
-        self._buckets: dict[tuple[int, ...], Buckets] = {}
+        self._buckets: dict[tuple[int, ...], GradientBuckets] = {}
         self._silenced: list[Any] = []
         """Hooks that make gradients 0, while a batch without a row of this rank runs backward."""
         self._reduced: dict[int, tuple[int, int]] = {}
@@ -337,11 +337,11 @@ class DistributedStep(ImmediateCheck):
         self.counted = None if window.is_plain_sum else count
         return window.missing_factor_of(count)
 
-    def _buckets_of(self, parameters: Sequence[Tensor]) -> Buckets:
+    def _buckets_of(self, parameters: Sequence[Tensor]) -> GradientBuckets:
         key = tuple(map(id, parameters))
         if key not in self._buckets:
             size = getattr(self._settings, "bucket_mb", None)
-            self._buckets[key] = Buckets(parameters, self._world, bucket_mb=size)
+            self._buckets[key] = GradientBuckets(parameters, self._world, bucket_mb=size)
         return self._buckets[key]
 
     @contextmanager
