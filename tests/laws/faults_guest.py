@@ -19,8 +19,8 @@ from trainwright import Trainer, Window, trainer
 from trainwright.core import process_state, rng
 from trainwright.core.process_state import matmul_precisions
 from trainwright.data.dataloader.loader import LoaderBatches
-from trainwright.evaluation import passes, predictions, shown_weights
-from trainwright.evaluation.shown_weights import Shown
+from trainwright.evaluation import passes, predictions, weights
+from trainwright.evaluation.weights import EvaluationWeights
 from trainwright.fit import between_updates, context, stages
 from trainwright.fit.run import Run
 from trainwright.modules import modes
@@ -300,7 +300,7 @@ def a_pass_freezes(patch):
 
 
 def a_pass_is_noticed_by_a_backward(patch):
-    for module in (modes, shown_weights):
+    for module in (modes, weights):
         patch.setattr(module, "unnoticed", nothing)
 
 
@@ -309,7 +309,7 @@ def a_pass_reads_casts_of_training(patch):
 
 
 def a_pass_changes_the_state(patch):
-    patch.setattr(passes, "_state_aside", nothing)
+    patch.setattr(passes, "_copied_state", nothing)
 
 
 def a_pass_moves_the_generator_of_the_loader(patch):
@@ -317,7 +317,7 @@ def a_pass_moves_the_generator_of_the_loader(patch):
 
 
 def a_pass_logs_in_training(patch):
-    patch.setattr(passes, "ledger_aside", nothing)
+    patch.setattr(passes, "separate_numbers", nothing)
 
 
 def a_pass_wakes_what_is_in_eval_mode(patch):
@@ -332,7 +332,7 @@ def a_pass_leaves_averaged_weights(patch):
 
 
 def a_pass_leaves_weights_rounded(patch):
-    patch.setattr(Shown, "_hide", Shown.start)
+    patch.setattr(EvaluationWeights, "_hide", EvaluationWeights.start)
 
 
 def a_pass_adapts_the_scale(patch):
@@ -358,7 +358,7 @@ def a_plan_sets_the_rates(patch):
 
 
 def a_probe_is_a_callback(patch):
-    patch.setattr(between_updates, "probing", nothing)
+    patch.setattr(between_updates, "probe_context", nothing)
 
 
 def a_pass_takes_over_the_workers(patch):

@@ -8,7 +8,7 @@ from torch import nn
 
 from trainwright import StepOutput, Trainer, batches
 from trainwright.evaluation import predictions
-from trainwright.evaluation.predictions import Filled, join
+from trainwright.evaluation.predictions import PreallocatedOutputs, join
 
 x = torch.randn(50, 4, generator=torch.Generator().manual_seed(0))
 
@@ -81,7 +81,7 @@ def test_outputs_of_a_step_with_its_loss_are_its_outputs() -> None:
 def test_one_output_of_another_form_leaves_all_as_they_came(other, place) -> None:
     pieces = [one.clone() for one in x.split(8)]
     pieces[place] = other(pieces[place])
-    outputs = Filled(50)
+    outputs = PreallocatedOutputs(50)
     with torch.no_grad():
         for one in pieces:
             outputs.append(one)
@@ -96,7 +96,7 @@ def test_nested_outputs_are_joined_by_their_columns() -> None:
 
 
 def test_little_is_laid_together_at_the_end() -> None:
-    outputs = Filled(6)
+    outputs = PreallocatedOutputs(6)
     outputs.append(x[:2])
     assert outputs.filled() is None
     assert torch.equal(join(outputs.whole()), x[:2])

@@ -17,7 +17,7 @@ from trainwright.data.sharding import sharded
 from trainwright.distributed.batch_layout import Slice
 from trainwright.distributed.world import World
 from trainwright.evaluation import predictions
-from trainwright.evaluation.predictions import OutputsOfAll, _laid_together
+from trainwright.evaluation.predictions import DistributedOutputs, _joined_slices
 from world.pool import RankFailed, pool
 
 SIZES = (1, 7, 51, 64)
@@ -213,7 +213,7 @@ def test_small_outputs_are_gathered_many_at_once_and_large_ones_one_by_one(monke
     monkeypatch.setattr(predictions, "AT_ONCE", 2**14)
     for size, most in ((1, 12), (2**10, 110)):
         world = Two()
-        outputs = OutputsOfAll(world)
+        outputs = DistributedOutputs(world)
         for index in range(100):
             outputs._begun(Slice(index, 2, 4))
             outputs.append(torch.full((2, size), index))
@@ -238,7 +238,7 @@ def test_small_outputs_are_gathered_many_at_once_and_large_ones_one_by_one(monke
 )
 def test_what_is_no_output_of_a_batch_is_told_piece_by_piece(pieces: list[Any], wanted: Any) -> None:
     dealt = [(piece, len(piece) if isinstance(piece, list) else 2) for piece in pieces]
-    found = _laid_together(dealt)
+    found = _joined_slices(dealt)
     assert (
         found == wanted if wanted is not None else all(one is other for one, other in zip(found, pieces, strict=True))
     )
@@ -246,5 +246,5 @@ def test_what_is_no_output_of_a_batch_is_told_piece_by_piece(pieces: list[Any], 
 
 def test_columns_that_have_as_many_rows_as_there_are_columns_stay_columns() -> None:
     left, right = [torch.zeros(2, 5), torch.zeros(2)], [torch.ones(2, 5), torch.ones(2)]
-    (whole,) = _laid_together([(left, 2), (right, 2)])
+    (whole,) = _joined_slices([(left, 2), (right, 2)])
     assert [one.shape for one in whole] == [(4, 5), (4,)]

@@ -1,1 +1,13 @@
-"""Passes over data without a trace: evaluate, predict, report."""
+"""How good is the model on data, and what does it predict? Passes that leave no trace: evaluate, predict, report.
+
+Files in reading order:
+
+- `passes.py`: `evaluate`, and `without_trace`, the context of every pass: eval mode, evaluation weights, no gradients
+- `weights.py`: the evaluation weights where they are not the trained ones, averaged weights
+- `predictions.py`: `predict`, the outputs of all batches joined in the order of the data
+- `reports.py`: `report`, scikit-learn's report on classes, or R2, MAE and RMSE
+- `task_type.py`: whether a report is on classes or values, and the guessed class of each output
+
+A pass leaves the modes, random states, gradients, buffers, `state` and the data's position as they were. Every row
+counts once over all ranks; numbers are reduced to rank 0 and broadcast.
+"""

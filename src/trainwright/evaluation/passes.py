@@ -1,4 +1,4 @@
-"""One pass over data without a trace: modes, random state and gradients are afterwards what they were."""
+"""Evaluation: passes over data that leave model, optimizer, random states and gradients exactly as they were."""
 
 from __future__ import annotations
 
@@ -28,27 +28,69 @@ from trainwright.update.owner import Owner, networks_of
 from trainwright.update.per_rank_state import complete_batches, position_text, rank0_buffers, shard_batches
 
 READ_EVERY = 128
-"""Batches between two reads of an evaluation's numbers: memory for that many scalars, and no wait per batch."""
+"""Batches between two reads from the device: memory for that many scalars, and no wait per batch."""
 
-
-_NOTHING = nullcontext()
+_NO_CONTEXT = nullcontext()
+_LOSS_OF_ROWS = "loss of each row"
+"""The name of the metric that gives the standard error of a loss; it is not reported."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The numbers of one pass, and the standard errors of those that were asked for."""
+    """The numbers of one pass, and the standard errors where early stopping asks for them."""
 
     numbers: dict[str, float]
     errors: dict[str, float]
 
 
-@contextmanager
-def traceless(owner: Owner, source: Source, *, shows_gradients: bool = False) -> Iterator[Source]:
-    """Eval mode, no gradients, the weights that count and a copy of the state inside; all put back afterwards.
+def evaluate_sets(owner: Owner, sources: Mapping[str, Source]) -> dict[str, float]:
+    """Return the numbers of every set, named by its prefix."""
+    numbers: dict[str, float] = {}
+    for name, source in sources.items():
+        evaluation = evaluate(owner, source, name=name)
+        numbers |= evaluation.numbers
+        owner._record.errors |= evaluation.errors
+    return numbers
 
-    Every random state too, that of the loader included. Yields the source to read from, so that the position of the
-    one that was given stays where it is. Numbers that are logged inside belong to a ledger that the caller puts in
-    the place of training's.
+
+def evaluate(owner: Owner, source: Source, *, name: str, batches: int | None = None) -> Evaluation:
+    """Run `validation_step` over one pass of `source`, or over its first `batches`; numbers are `<name>_loss` etc.
+
+    Every rank runs its slice of each batch; the numbers are reduced to rank 0 and broadcast.
+    """
+    metrics = _metric_set(owner, owner.hooks.spread, complete=batches is None)
+    ledger = Ledger(metrics, owner.hooks)
+    seen = 0
+    with separate_numbers(owner, ledger):
+        try:
+            with without_trace(owner, source) as aside:
+                step, to_device = _observed_step(owner, ledger), mover(owner, aside, trains=False)
+                for batch in islice(owner._record.read_batches(_batches(owner, aside, ledger)), batches):
+                    ledger.batch = batch
+                    returned = step(batch if to_device is None else to_device(batch))
+                    if not seen:
+                        ledger.check_fed(returned)
+                    ledger.note(returned)
+                    seen += 1
+                    if not seen % READ_EVERY:
+                        ledger.close()
+                ledger.merge(owner.world)
+                numbers = ledger.means(f"{name}_") if owner.is_main else {}
+                if not any(owner.world.total(seen)):
+                    raise DataError(message(f"the {name} data gave no batch", want="at least one batch", where=False))
+                found = Evaluation(*_with_errors(numbers, metrics, f"{name}_"))
+                return owner.world.same(found)  # inside the context that watches peers: a metric may fail on rank 0
+        except BaseException as error:
+            explain(error, owner)
+            raise
+
+
+@contextmanager
+def without_trace(owner: Owner, source: Source, *, shows_gradients: bool = False) -> Iterator[Source]:
+    """Enter eval mode, no gradients, the evaluation weights and a copy of `state`; restore everything at the end.
+
+    Random states too, those of the loader included. Yields the source to read from: the position of the one given does
+    not move. Numbers logged inside go to the numbers that the caller has set by `separate_numbers`.
     """
     roots = networks_of(owner)
     alone = not owner._record.is_under_way
@@ -56,13 +98,13 @@ def traceless(owner: Owner, source: Source, *, shows_gradients: bool = False) ->
         with (
             unmoved(source.generators),
             beside_training(owner.device.type),
-            showing(owner),
+            evaluation_weights(owner),
             modes.untouched(*roots, shows_gradients=shows_gradients),
             modes.evaluating(*roots),
             torch.no_grad(),
-            _NOTHING if owner.precision is None else owner.precision.switches(),
-            _state_aside(owner),
-            _NOTHING if owner.world.size == 1 else _together(owner),
+            _NO_CONTEXT if owner.precision is None else owner.precision.switches(),
+            _copied_state(owner),
+            _NO_CONTEXT if owner.world.size == 1 else _on_all_ranks(owner),
         ):
             yield beside(source) if source.repeatable else source
     finally:
@@ -71,26 +113,41 @@ def traceless(owner: Owner, source: Source, *, shows_gradients: bool = False) ->
 
 
 @contextmanager
-def _together(owner: Owner) -> Iterator[None]:
-    """Of several processes: watched over, and with the buffers of the first one."""
-    with owner.world.watched(partial(position_text, owner)), rank0_buffers(owner):
+def probe_context(owner: Owner, source: Source) -> Iterator[None]:
+    """Enter what a probe runs in: no trace, as in an evaluation, and the autocast of the precision."""
+    with separate_numbers(owner), without_trace(owner, source, shows_gradients=True), autocast(owner):
         yield
 
 
-def showing(owner: Owner) -> AbstractContextManager[None]:
-    """The weights that count, inside."""
+def evaluation_weights(owner: Owner) -> AbstractContextManager[None]:
+    """Return a context in which the model holds the evaluation weights, averaged ones where there is an average."""
     if owner._record.lacks_weights:
-        line = user_line()  # how many frames lie between differs: the place is told in words
+        line = user_line()  # a stack level would be wrong: how many frames lie between differs
         warn(
             "the last fit was passed over, and its weights were not kept: the model holds those it was built with "
             f"until the next fit{f' ({line})' if line else ''}",
             stacklevel=2,
         )
-    return _NOTHING if owner._record.weights is None else owner._record.weights.evaluated()
+    return _NO_CONTEXT if owner._record.weights is None else owner._record.weights.evaluated()
 
 
-class _state_aside:  # a class, as the one below, since every evaluation enters them
-    """A copy of the user's state inside."""
+class separate_numbers:  # a class, as the one below: every evaluation enters them, and a generator costs more
+    """A context with a tracker of its own in place of training's."""
+
+    __slots__ = ("_inner", "_outer", "_owner")
+
+    def __init__(self, owner: Owner, ledger: Ledger | None = None) -> None:
+        self._owner, self._inner = owner, Ledger(None, owner.hooks) if ledger is None else ledger
+
+    def __enter__(self) -> None:
+        self._outer, self._owner.ledger = self._owner.ledger, self._inner
+
+    def __exit__(self, *error: object) -> None:
+        self._owner.ledger = self._outer
+
+
+class _copied_state:
+    """A context with a copy of the user's `state`."""
 
     __slots__ = ("_owner", "_state")
 
@@ -105,8 +162,30 @@ class _state_aside:  # a class, as the one below, since every evaluation enters 
         self._owner.state = self._state
 
 
-def check_passes(source: Source) -> None:
-    """Refuse data that `feed` cannot pass over, before the first update."""
+def autocast(owner: Owner) -> AbstractContextManager[Any]:
+    """Return the autocast of the precision, or a context that does nothing."""
+    context = None if owner.precision is None else owner.precision.autocast(owner.device.type)
+    return nullcontext() if context is None else context
+
+
+def autocast_step(owner: Owner, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a step that runs under the autocast of the precision.
+
+    Called inside `without_trace`: a context of autocast notes at its creation whether its cache is switched on.
+    """
+    if owner.precision is None:
+        return step
+    context = autocast(owner)
+
+    def under_autocast(batch: Any) -> Any:
+        with context:
+            return step(batch)
+
+    return under_autocast
+
+
+def check_repeatable(source: Source) -> None:
+    """Refuse training data that `run_training_forwards` cannot iterate again, before the first update."""
     if not source.repeatable or source.length is None:
         raise SettingError(
             message(
@@ -118,12 +197,12 @@ def check_passes(source: Source) -> None:
         )
 
 
-def feed(owner: Owner, source: Source) -> None:
-    """Run a pass of the training data through the model as training does, without a gradient or any other trace.
+def run_training_forwards(owner: Owner, source: Source) -> None:
+    """Run the forwards of one training epoch, without gradients: BatchNorm statistics for averaged weights.
 
-    It is the same pass at any time of a run, of epoch 0 and from the same seeds: when somebody looks at averaged
-    weights first must not show in their statistics. With `on_nonfinite="skip"` a batch whose statistics are not finite
-    is left out, as training leaves it out.
+    The pass is the same at any time of a run, of epoch 0 and from fixed seeds: when the averaged weights are first
+    evaluated must not show in their statistics. With `on_nonfinite="skip"` a batch whose statistics are not finite is
+    left out, as in training.
     """
     from trainwright.update.snapshot import Tensors  # rare: imports must stay quick
 
@@ -132,12 +211,12 @@ def feed(owner: Owner, source: Source) -> None:
     generators = getattr(aside, "generators", ())
     statistics = Tensors(modes.running_statistics(owner.model) if owner.on_nonfinite == "skip" else [])
     with ExitStack() as stack:
-        stack.enter_context(ledger_aside(owner, ledger))
+        stack.enter_context(separate_numbers(owner, ledger))
         stack.enter_context(unmoved(generators))
         stack.enter_context(beside_training(owner.device.type))
         stack.enter_context(torch.no_grad())
-        stack.enter_context(_state_aside(owner))
-        step = with_autocast(owner, owner.training_step)
+        stack.enter_context(_copied_state(owner))
+        step = autocast_step(owner, owner.training_step)
         seed(0, generators)
         for batch in owner._record.read_batches(complete_batches(owner, aside)):
             ledger.batch = batch
@@ -147,119 +226,26 @@ def feed(owner: Owner, source: Source) -> None:
 
 
 @contextmanager
-def probing(owner: Owner, source: Source) -> Iterator[None]:
-    """What a probe runs in: as without a trace as an evaluation, under the autocast of the precision."""
-    with ledger_aside(owner), traceless(owner, source, shows_gradients=True), autocast(owner):
+def _on_all_ranks(owner: Owner) -> Iterator[None]:
+    """Watch the peers, and use the buffers of rank 0 on every rank."""
+    with owner.world.watched(partial(position_text, owner)), rank0_buffers(owner):
         yield
 
 
-class ledger_aside:
-    """Another ledger in the place of training's, whose numbers none from inside shall enter."""
-
-    __slots__ = ("_inner", "_outer", "_owner")
-
-    def __init__(self, owner: Owner, ledger: Ledger | None = None) -> None:
-        self._owner, self._inner = owner, Ledger(None, owner.hooks) if ledger is None else ledger
-
-    def __enter__(self) -> None:
-        self._outer, self._owner.ledger = self._owner.ledger, self._inner
-
-    def __exit__(self, *error: object) -> None:
-        self._owner.ledger = self._outer
-
-
-def autocast(owner: Owner) -> AbstractContextManager[Any]:
-    """What a step of this precision runs in."""
-    context = None if owner.precision is None else owner.precision.autocast(owner.device.type)
-    return nullcontext() if context is None else context
-
-
-def evaluate(owner: Owner, source: Source, *, name: str, batches: int | None = None) -> Evaluation:
-    """Run `validation_step` over one pass of `source` (at most `batches` of it); numbers are named `<name>_loss` etc.
-
-    The standard error over rows of `hooks.spread` is wanted too.
-    """
-    metrics = _metric_set(owner, owner.hooks.spread, complete=batches is None)
-    ledger = Ledger(metrics, owner.hooks)
-    seen = 0
-    with ledger_aside(owner, ledger):
-        try:
-            with traceless(owner, source) as aside:
-                step, to_device = _observed(owner, ledger), mover(owner, aside, trains=False)
-                for batch in islice(owner._record.read_batches(_passed(owner, aside, ledger)), batches):
-                    ledger.batch = batch
-                    returned = step(batch if to_device is None else to_device(batch))
-                    if not seen:
-                        ledger.check_fed(returned)
-                    ledger.note(returned)
-                    seen += 1
-                    if not seen % READ_EVERY:
-                        ledger.close()
-                ledger.merge(owner.world)
-                numbers = ledger.means(f"{name}_") if owner.is_main else {}
-                if not any(owner.world.total(seen)):
-                    raise DataError(message(f"the {name} data gave no batch", want="at least one batch", where=False))
-                found = Evaluation(*_without_hidden(numbers, metrics, f"{name}_"))
-                return owner.world.same(found)  # watched over still: the first process may have failed in a metric
-        except BaseException as error:
-            explain(error, owner)
-            raise
-
-
-def _passed(owner: Owner, source: Source, ledger: Ledger) -> Iterator[Any]:
-    """The batches of a pass, or of several processes this one's."""
+def _batches(owner: Owner, source: Source, ledger: Ledger) -> Iterator[Any]:
+    """Return the batches of a pass, with several ranks those of this one."""
     if owner.world.size > 1:
         return shard_batches(owner, source, ledger)
-    return chain.from_iterable(map(source.epoch, (0,)))  # opened when it is first asked, and watched
+    return chain.from_iterable(map(source.epoch, (0,)))  # opened at the first batch, where signals are handled
 
 
-def evaluate_sets(owner: Owner, sources: Mapping[str, Source]) -> dict[str, float]:
-    """The numbers of every set, under the name of each."""
-    numbers: dict[str, float] = {}
-    for name, source in sources.items():
-        evaluation = evaluate(owner, source, name=name)
-        numbers |= evaluation.numbers
-        owner._record.errors |= evaluation.errors
-    return numbers
-
-
-_HIDDEN = "loss of each row"
-
-
-def _metric_set(owner: Owner, spread: str | None, *, complete: bool) -> MetricSet | None:
-    metrics = dict(owner.metrics or {})
-    if spread == "loss":
-        if owner.hooks.known is None:
-            raise SettingError(
-                message(
-                    'min_delta="1se" on a loss needs one value per row, and this loss is none of torch\'s own',
-                    fix="monitor a metric that returns one value per row",
-                )
-            )
-        metrics[_HIDDEN] = owner.hooks.known.each_row
-    if not metrics:
-        return None
-    checked = owner._record.checked_metrics
-    return MetricSet(metrics, complete=complete, spread=spread is not None, checked=checked)
-
-
-def _without_hidden(
-    numbers: dict[str, float], metrics: MetricSet | None, prefix: str
-) -> tuple[dict[str, float], dict[str, float]]:
-    errors = {} if metrics is None else {prefix + name: value for name, value in metrics.errors().items()}
-    if prefix + _HIDDEN in numbers:
-        del numbers[prefix + _HIDDEN]
-        errors[prefix + "loss"] = errors.pop(prefix + _HIDDEN)
-    return numbers, errors
-
-
-def _observed(owner: Owner, ledger: Ledger) -> Callable[[Any], Any]:
+def _observed_step(owner: Owner, ledger: Ledger) -> Callable[[Any], Any]:
     """Return the step of an evaluation; where neither a known loss nor `count` gives the count of a mean, observed.
 
     In the default step the loss alone is observed. A step of the user's own, or a model with a loss of its own, may
     compute the mean anywhere: then all of the step is, unless none was found in its first batch.
     """
-    step, hooks = with_autocast(owner, owner.validation_step), owner.hooks
+    step, hooks = autocast_step(owner, owner.validation_step), owner.hooks
     if hooks.summed is not None or hooks.counts_itself:
         return step
     ledger.count_source = observer = CountObserver()
@@ -279,14 +265,30 @@ def _observed(owner: Owner, ledger: Ledger) -> Callable[[Any], Any]:
     return observed_step
 
 
-def with_autocast(owner: Owner, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A step under the autocast of the precision; made inside `traceless`, whose choice of a cache it takes over."""
-    if owner.precision is None:
-        return step
-    context = autocast(owner)
+def _metric_set(owner: Owner, spread: str | None, *, complete: bool) -> MetricSet | None:
+    """Return the metrics of an evaluation; `spread` names the number whose standard error is wanted too."""
+    metrics = dict(owner.metrics or {})
+    if spread == "loss":
+        if owner.hooks.known is None:
+            raise SettingError(
+                message(
+                    'min_delta="1se" on a loss needs one value per row, and this loss is none of torch\'s own',
+                    fix="monitor a metric that returns one value per row",
+                )
+            )
+        metrics[_LOSS_OF_ROWS] = owner.hooks.known.each_row
+    if not metrics:
+        return None
+    checked = owner._record.checked_metrics
+    return MetricSet(metrics, complete=complete, spread=spread is not None, checked=checked)
 
-    def under_autocast(batch: Any) -> Any:
-        with context:
-            return step(batch)
 
-    return under_autocast
+def _with_errors(
+    numbers: dict[str, float], metrics: MetricSet | None, prefix: str
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the numbers to report, and their standard errors by name."""
+    errors = {} if metrics is None else {prefix + name: value for name, value in metrics.errors().items()}
+    if prefix + _LOSS_OF_ROWS in numbers:
+        del numbers[prefix + _LOSS_OF_ROWS]
+        errors[prefix + "loss"] = errors.pop(prefix + _LOSS_OF_ROWS)
+    return numbers, errors

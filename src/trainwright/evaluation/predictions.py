@@ -19,7 +19,7 @@ from trainwright.diagnostics.explain import explain
 from trainwright.distributed.batch_layout import Slice
 from trainwright.distributed.packing import packed, unpacked
 from trainwright.distributed.world import World
-from trainwright.evaluation.passes import ledger_aside, traceless, with_autocast
+from trainwright.evaluation.passes import autocast_step, separate_numbers, without_trace
 from trainwright.update.hooks import mover
 from trainwright.update.owner import Owner
 
@@ -39,10 +39,10 @@ def predict(owner: Owner, source: Source) -> Any:
     For all processes alike: each runs its rows of every batch, and all get the outputs of all, so that each needs
     host memory for the whole. Streams that are each process's own part are told by batch, and of one batch by rank.
     """
-    outputs = outputs_for(owner) if owner.world.size > 1 or not source.rows else Filled(source.rows)
+    outputs = make_outputs(owner) if owner.world.size > 1 or not source.rows else PreallocatedOutputs(source.rows)
     try:
-        with ledger_aside(owner), traceless(owner, source) as aside:
-            step, to_device = with_autocast(owner, owner.predict_step), mover(owner, aside, trains=False)
+        with separate_numbers(owner), without_trace(owner, source) as aside:
+            step, to_device = autocast_step(owner, owner.predict_step), mover(owner, aside, trains=False)
             for batch in outputs.over(aside):
                 output = step(batch if to_device is None else to_device(batch))
                 output = output.output if type(output) is StepOutput else output
@@ -62,9 +62,9 @@ def predict(owner: Owner, source: Source) -> Any:
         return join(whole)
 
 
-def outputs_for(owner: Owner) -> Outputs:
+def make_outputs(owner: Owner) -> Outputs:
     """Return what takes the outputs of a pass: of this process, or of all in which this is one."""
-    return Outputs() if owner.world.size == 1 else OutputsOfAll(owner.world)
+    return Outputs() if owner.world.size == 1 else DistributedOutputs(owner.world)
 
 
 class Outputs(list[Any]):
@@ -87,7 +87,7 @@ class Outputs(list[Any]):
         return None
 
 
-class Filled(Outputs):
+class PreallocatedOutputs(Outputs):
     """The outputs of as many rows as a source tells: tensors of one form go into one, made once for all of them.
 
     So the host never holds them twice. Those that lie on the host wait until there is a piece worth copying; those
@@ -175,7 +175,7 @@ class Filled(Outputs):
         self._streams.clear()
 
 
-class OutputsOfAll(Outputs):
+class DistributedOutputs(Outputs):
     """The outputs of several processes, gathered while they are made, so that all have those of all.
 
     Every process runs as many batches as the others, for a forward may be a collective: where it has no rows of its
@@ -219,7 +219,7 @@ class OutputsOfAll(Outputs):
         """Exchange what waits; all processes have as many, and all find the same room for the next."""
         sent = self._world.gather(packed(self._waiting))
         for each in zip(*map(unpacked, sent), strict=True):
-            self._gathered += _laid_together([one for one in each if one is not None])
+            self._gathered += _joined_slices([one for one in each if one is not None])
         fits = AT_ONCE * len(self._waiting) // max(map(len, sent))
         self._room, self._waiting = max(1, min(2 * self._room, fits, MOST)), []
 
@@ -246,7 +246,7 @@ def join(outputs: list[Any]) -> Any:
         fits = first.ndim > 0 and len({output.shape[1:] for output in outputs}) == 1
         return torch.cat(outputs) if fits else outputs
     if isinstance(first, tuple | list):
-        if _are_rows(outputs):
+        if _are_row_lists(outputs):
             return [row for output in outputs for row in output]
         return sequence_like(first, [join(list(column)) for column in zip(*outputs, strict=True)])
     if isinstance(first, dict):
@@ -257,7 +257,7 @@ def join(outputs: list[Any]) -> Any:
     return outputs if any(output is not None for output in outputs) else None
 
 
-def _are_rows(outputs: list[Any]) -> bool:
+def _are_row_lists(outputs: list[Any]) -> bool:
     """Whether lists hold something for each row: a detector's dicts, or as many entries as a batch has rows."""
     if not isinstance(outputs[0], list):
         return False
@@ -265,54 +265,54 @@ def _are_rows(outputs: list[Any]) -> bool:
     return dicts or len({len(output) for output in outputs}) > 1
 
 
-def _laid_together(pieces: list[tuple[Any, int | None]]) -> list[Any]:
+def _joined_slices(pieces: list[tuple[Any, int | None]]) -> list[Any]:
     """Return what several processes have made of one batch as its one output, or piece by piece where it is none."""
     outputs, rows = [output for output, _ in pieces], [n for _, n in pieces]
     if len(outputs) < 2 or None in rows:  # a stream's batches are each process's own
         return outputs
     try:
-        return [_whole(outputs, [n for n in rows if n is not None])]
-    except _Apart:
+        return [_join_slices(outputs, [n for n in rows if n is not None])]
+    except _NotJoinable:
         return outputs
 
 
-class _Apart(Exception):
+class _NotJoinable(Exception):
     """Outputs of slices of a batch are no output of the batch when they are laid end to end."""
 
 
-def _whole(pieces: Sequence[Any], rows: list[int]) -> Any:
+def _join_slices(pieces: Sequence[Any], rows: list[int]) -> Any:
     """Lay the outputs of the slices of one batch end to end; `rows` are those of each slice."""
     first = pieces[0]
     if not all(type(piece) is type(first) for piece in pieces):
-        raise _Apart
+        raise _NotJoinable
     if isinstance(first, Tensor):
         if not first.ndim or any(piece.shape[1:] != first.shape[1:] for piece in pieces):
-            raise _Apart
+            raise _NotJoinable
         return torch.cat(list(pieces))
     if isinstance(first, tuple | list):
-        return _whole_sequence(pieces, rows)
+        return _join_sequence_slices(pieces, rows)
     if isinstance(first, dict):
         if any(piece.keys() != first.keys() for piece in pieces):
-            raise _Apart
-        return {key: _whole([piece[key] for piece in pieces], rows) for key in first}
+            raise _NotJoinable
+        return {key: _join_slices([piece[key] for piece in pieces], rows) for key in first}
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
         names = [field.name for field in dataclasses.fields(first)]
-        return dataclasses.replace(first, **{n: _whole([getattr(one, n) for one in pieces], rows) for n in names})
+        return dataclasses.replace(first, **{n: _join_slices([getattr(one, n) for one in pieces], rows) for n in names})
     if first is None:
         return None
-    raise _Apart
+    raise _NotJoinable
 
 
-def _whole_sequence(pieces: Sequence[Any], rows: list[int]) -> Any:
+def _join_sequence_slices(pieces: Sequence[Any], rows: list[int]) -> Any:
     first = pieces[0]
-    if isinstance(first, list) and _has_rows(pieces, rows):
+    if isinstance(first, list) and _hold_rows(pieces, rows):
         return [row for piece in pieces for row in piece]
     if any(len(piece) != len(first) for piece in pieces):
-        raise _Apart
-    return sequence_like(first, [_whole(column, rows) for column in zip(*pieces, strict=True)])
+        raise _NotJoinable
+    return sequence_like(first, [_join_slices(column, rows) for column in zip(*pieces, strict=True)])
 
 
-def _has_rows(pieces: Sequence[Sequence[Any]], rows: list[int]) -> bool:
+def _hold_rows(pieces: Sequence[Sequence[Any]], rows: list[int]) -> bool:
     """Whether lists hold one entry for each row of their slice, and not columns that have as many rows."""
     if any(len(piece) != n for piece, n in zip(pieces, rows, strict=True)):
         return False

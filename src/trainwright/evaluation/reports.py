@@ -21,9 +21,9 @@ from trainwright.core.records import StepOutput
 from trainwright.core.trees import detached
 from trainwright.data.source import Source
 from trainwright.diagnostics.explain import explain
-from trainwright.evaluation.passes import autocast, ledger_aside, traceless
-from trainwright.evaluation.predictions import join, outputs_for
-from trainwright.evaluation.task_type import decide, kind_of
+from trainwright.evaluation.passes import autocast, separate_numbers, without_trace
+from trainwright.evaluation.predictions import join, make_outputs
+from trainwright.evaluation.task_type import find_task_type, guess_classes
 from trainwright.metrics.scores import MAE, R2, RMSE
 from trainwright.metrics.totals import Total
 from trainwright.update.batches import scores_of
@@ -107,7 +107,7 @@ def report(
 
 
 def _made(owner: Owner, pairs: list[tuple[Tensor, Tensor]], kind: Asked, *, names: Sequence[str] | None) -> Report:
-    kind = kind_of(owner.loss, pairs) if kind == "auto" else kind
+    kind = find_task_type(owner.loss, pairs) if kind == "auto" else kind
     made = _of_classes if kind == "classes" else _of_values
     text, shown, numbers = made(owner, pairs, names)
     outputs, targets = ([pair[place] for pair in pairs] for place in (0, 1))
@@ -116,8 +116,8 @@ def _made(owner: Owner, pairs: list[tuple[Tensor, Tensor]], kind: Asked, *, name
 
 def _compared(owner: Owner, source: Source) -> list[tuple[Tensor, Tensor]]:
     """Return output and target of every batch over all processes, on the CPU, in the order of the data."""
-    host, pairs = torch.device("cpu"), outputs_for(owner)
-    with ledger_aside(owner), traceless(owner, source) as aside, _split_once(owner) as split_of:
+    host, pairs = torch.device("cpu"), make_outputs(owner)
+    with separate_numbers(owner), without_trace(owner, source) as aside, _split_once(owner) as split_of:
         to_device = mover(owner, aside, trains=False)
         for batch in pairs.over(aside):
             moved = batch if to_device is None else to_device(batch)
@@ -206,7 +206,7 @@ def _of_classes(
 ) -> tuple[str, Sequence[str], dict[str, Any]]:
     from sklearn.metrics import classification_report, confusion_matrix
 
-    decided = decide(owner.loss, pairs)
+    decided = guess_classes(owner.loss, pairs)
     guess, truth = decided.guess.numpy(), decided.target.numpy()
     seen = sorted({*truth.tolist(), *guess.tolist()})
     if names is not None:

@@ -1,4 +1,4 @@
-"""Outputs as guesses: which class each of them names, and whether targets are classes or values at all."""
+"""Which task a report is on, classes or values, and the guessed class of each output."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from trainwright.core.errors import NonFiniteError, SettingError, message
 from trainwright.core.trees import shapes_of
 from trainwright.metrics.metrics import IGNORED
 
-Family = Literal["classes", "logit", "probability", "values", "unknown"]
+OutputKind = Literal["classes", "logit", "probability", "values", "unknown"]
 
-_FAMILIES: dict[Family, tuple[Any, ...]] = {
+_LOSSES_BY_KIND: dict[OutputKind, tuple[Any, ...]] = {
     "classes": (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss, F.cross_entropy, F.nll_loss, F.multi_margin_loss),
     "logit": (nn.BCEWithLogitsLoss, F.binary_cross_entropy_with_logits),
     "probability": (nn.BCELoss, F.binary_cross_entropy),
@@ -28,35 +28,35 @@ _FAMILIES: dict[Family, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Decided:
-    """Guesses and class numbers of all positions that count, flat."""
+class Guesses:
+    """Guessed and true class numbers of all positions that count, flat."""
 
     guess: Tensor
     target: Tensor
     classes: int | None
-    """How many classes were scored; None where the outputs are guesses already."""
+    """The number of class scores; None where the outputs are class numbers already."""
     notes: tuple[str, ...] = ()
-    """What the reader must know of how guesses were made."""
+    """Lines on how the guesses were made, for the text of the report."""
 
 
-def family_of(loss: Any) -> Family:
-    """Return what a loss says of its outputs; "unknown" for one that is not torch's own."""
+def output_kind(loss: Any) -> OutputKind:
+    """Return the kind of outputs that a loss reads; "unknown" for one that is not torch's own."""
     function = loss.func if isinstance(loss, partial) else loss
-    for family, members in _FAMILIES.items():
+    for family, members in _LOSSES_BY_KIND.items():
         if function in members or any(isinstance(function, m) for m in members if isinstance(m, type)):
             return family
     return "unknown"
 
 
-def kind_of(loss: Any, pairs: list[tuple[Tensor, Tensor]]) -> Literal["classes", "values"]:
-    """Decide by the loss, else by dtypes and shapes; SettingError where targets may be either."""
-    family = family_of(loss)
+def find_task_type(loss: Any, pairs: list[tuple[Tensor, Tensor]]) -> Literal["classes", "values"]:
+    """Return the task, found by the loss, else by dtypes and shapes; SettingError where targets may be either."""
+    family = output_kind(loss)
     if family != "unknown":
         return "values" if family == "values" else "classes"
     output, target = pairs[0]
-    if target.dtype is torch.bool or not output.is_floating_point() or _scores_classes(output, target):
+    if target.dtype is torch.bool or not output.is_floating_point() or _are_class_scores(output, target):
         return "classes"
-    if target.is_floating_point() and not _could_be_classes(pairs):
+    if target.is_floating_point() and not _may_be_classes(pairs):
         return "values"
     raise SettingError(
         message(
@@ -68,13 +68,13 @@ def kind_of(loss: Any, pairs: list[tuple[Tensor, Tensor]]) -> Literal["classes",
     )
 
 
-def decide(loss: Any, pairs: list[tuple[Tensor, Tensor]]) -> Decided:
+def guess_classes(loss: Any, pairs: list[tuple[Tensor, Tensor]]) -> Guesses:
     """Return a guess for each target that counts; SettingError where the shapes do not allow it.
 
     Scores (N, C, d...) are guesses by their largest; one output per target is a yes or no, above 0, or above 0.5
     where the loss takes probabilities; whole numbers are guesses already. NonFiniteError for a NaN among the scores.
     """
-    family, ignored = family_of(loss), _ignored(loss)
+    family, ignored = output_kind(loss), _ignored(loss)
     missing = sum(int(output.isnan().sum()) for output, _ in pairs)
     if missing:
         raise NonFiniteError(
@@ -83,25 +83,27 @@ def decide(loss: Any, pairs: list[tuple[Tensor, Tensor]]) -> Decided:
                 fix="trainer.predict(data).isnan()   # finds the rows",
             )
         )
-    decided = [_decide_one(output, target, family=family) for output, target in pairs]
-    guess, target = torch.cat([one.guess for one in decided]), torch.cat([one.target for one in decided])
+    batches = [_guess_batch(output, target, family=family) for output, target in pairs]
+    guess, target = torch.cat([one.guess for one in batches]), torch.cat([one.target for one in batches])
     counts = target != ignored
     if not counts.any():
         raise SettingError(message(f"every target is {ignored}, which the loss ignores", want="targets that count"))
-    first = decided[0]
-    return Decided(guess[counts], target[counts], first.classes, (*first.notes, *_doubts(pairs, first, family)))
+    first = batches[0]
+    return Guesses(
+        guess[counts], target[counts], first.classes, (*first.notes, *_notes_on_logits(pairs, first, family))
+    )
 
 
-def _decide_one(output: Tensor, target: Tensor, *, family: Family) -> Decided:
+def _guess_batch(output: Tensor, target: Tensor, *, family: OutputKind) -> Guesses:
     if not output.is_floating_point() and output.shape == target.shape:
-        return Decided(output.flatten().long(), target.flatten().long(), None)
+        return Guesses(output.flatten().long(), target.flatten().long(), None)
     if output.dim() == 1 or output.shape[1] == 1:
         if output.numel() == target.numel() and len(output) == len(target):
-            return _decide_yes_or_no(output, target, threshold=0.5 if family == "probability" else 0.0)
-    elif _scores_classes(output, target):
-        return Decided(output.argmax(1).flatten(), target.flatten().long(), output.shape[1])
+            return _guess_binary(output, target, threshold=0.5 if family == "probability" else 0.0)
+    elif _are_class_scores(output, target):
+        return Guesses(output.argmax(1).flatten(), target.flatten().long(), output.shape[1])
     elif output.shape == target.shape and family not in ("logit", "probability"):
-        return Decided(output.argmax(1).flatten(), target.argmax(1).flatten(), output.shape[1])
+        return Guesses(output.argmax(1).flatten(), target.argmax(1).flatten(), output.shape[1])
     fix = "override predict_step(self, batch): return StepOutput(None, output, target)   # of these shapes"
     if output.shape == target.shape:
         fix = "report one label at a time: return StepOutput(None, output[:, 0], target[:, 0]) from predict_step"
@@ -117,7 +119,7 @@ def _decide_one(output: Tensor, target: Tensor, *, family: Family) -> Decided:
     )
 
 
-def _decide_yes_or_no(output: Tensor, target: Tensor, *, threshold: float) -> Decided:
+def _guess_binary(output: Tensor, target: Tensor, *, threshold: float) -> Guesses:
     low, high = (float(bound) for bound in target.double().aminmax()) if target.numel() else (0.0, 0.0)
     if not (low >= 0 and high <= 1):
         raise SettingError(
@@ -130,11 +132,11 @@ def _decide_yes_or_no(output: Tensor, target: Tensor, *, threshold: float) -> De
         )
     what = "a probability" if threshold else "a logit"
     note = f"\nguess: 1 where the output, {what}, is above {threshold:g}"
-    return Decided((output > threshold).flatten().long(), (target > 0.5).flatten().long(), 2, (note,))
+    return Guesses((output > threshold).flatten().long(), (target > 0.5).flatten().long(), 2, (note,))
 
 
-def _doubts(pairs: list[tuple[Tensor, Tensor]], first: Decided, family: Family) -> list[str]:
-    """Say what looks wrong with outputs that were taken for logits."""
+def _notes_on_logits(pairs: list[tuple[Tensor, Tensor]], first: Guesses, family: OutputKind) -> list[str]:
+    """Return a line where outputs that were taken for logits look like probabilities."""
     if not first.notes or family == "probability":
         return []
     if any(bool(((output < 0) | (output > 1)).any()) for output, _ in pairs):
@@ -144,14 +146,14 @@ def _doubts(pairs: list[tuple[Tensor, Tensor]], first: Decided, family: Family) 
     ]
 
 
-def _scores_classes(output: Tensor, target: Tensor) -> bool:
+def _are_class_scores(output: Tensor, target: Tensor) -> bool:
     """Whether shapes and dtypes are those of scores and class numbers."""
     fits = output.dim() > 1 and output.shape[1] > 1 and target.shape == output.shape[:1] + output.shape[2:]
     return fits and not target.is_floating_point()
 
 
-def _could_be_classes(pairs: list[tuple[Tensor, Tensor]]) -> bool:
-    """Whether targets of fractions are all 0 or 1, or shares of classes that add up to 1."""
+def _may_be_classes(pairs: list[tuple[Tensor, Tensor]]) -> bool:
+    """Whether floating targets are all 0 or 1, or probabilities of classes that add up to 1."""
     if all(bool(((target == 0) | (target == 1)).all()) for _, target in pairs):
         return True
     return all(
@@ -166,6 +168,6 @@ def _adds_up_to_one(target: Tensor) -> bool:
 
 
 def _ignored(loss: Any) -> int:
-    """Return the class number that the loss does not count: torch's default where it says nothing."""
+    """Return the `ignore_index` of a loss, torch's default where it has none."""
     said = loss.keywords.get("ignore_index") if isinstance(loss, partial) else getattr(loss, "ignore_index", None)
     return said if isinstance(said, int) else IGNORED

@@ -13,7 +13,7 @@ from trainwright.core.errors import CheckpointError, SettingError, message
 from trainwright.core.records import Validation
 from trainwright.core.triggers import Trigger
 from trainwright.data.source import Source
-from trainwright.evaluation.passes import probing
+from trainwright.evaluation.passes import probe_context
 from trainwright.fit.plan import Ends
 from trainwright.fit.result import Leaving
 from trainwright.fit.rollback import BETWEEN
@@ -126,8 +126,8 @@ class BetweenUpdates:
         counters.begun = False
         if run.rates is not None:
             run.rates.epoch_ended()
-        if run.shown.average is not None:
-            run.shown.average.epoch_ended(counters.updates, counters.epoch)
+        if run.weights.average is not None:
+            run.weights.average.epoch_ended(counters.updates, counters.epoch)
 
     def _sync_ranks(self, rank_sync: RankSync) -> None:
         """Exchange the requests of all ranks, and take the clock of rank 0."""
@@ -159,7 +159,7 @@ class BetweenUpdates:
         """Call the probes that are due, and note the numbers that they return."""
         for probe, trigger in self._probes if not self.counters.pause else ():
             if trigger.fires(self.counters, epoch_ended=epoch_ended):
-                with probing(self.owner, self.run.source):
+                with probe_context(self.owner, self.run.source):
                     numbers = probe.fn(trainer)
                 self.run.ledger.note_probed(numbers, probe.name)
 

@@ -126,7 +126,7 @@ class FitContext:
         between = self._between = BetweenUpdates(run, val, ends, manager=manager)
         owner.hold(run, between)
         undo.callback(_release_run, owner, run)
-        run.shown.start()
+        run.weights.start()
         for epoch in range(resuming.begun_epochs):
             owner.counters.epoch = epoch
             run.begin_epoch(epoch)
@@ -175,7 +175,7 @@ class FitContext:
         if error is not None:
             raise error
         record = self._owner._record
-        record.weights, record.has_begun, record.failed = self._run.shown, True, True
+        record.weights, record.has_begun, record.failed = self._run.weights, True, True
 
     # Leave.
 
@@ -360,7 +360,7 @@ def _check_saves(owner: Owner, run: Run, between: BetweenUpdates) -> list[str]:
         )
     own = {name: part for name, part in parts.items() if name not in ours}
     run.rollback.bind(own)
-    with run.shown.evaluated():
+    with run.weights.evaluated():
         tree = gather(parts)
     dry_save(tree)
     check_saved_schedulers(owner.optimizers, own, {name: tree[name] for name in tree if name in own or name == "state"})

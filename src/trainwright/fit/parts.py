@@ -29,7 +29,7 @@ def parts_of(run: Run, between: BetweenUpdates) -> dict[str, Stateful]:
         "optimizer": NamedParts(owner.optimizers) if run.steppers.named else owner.optimizers[ONLY],
         "precision": run.scaler,
         "schedule": run.rates,
-        "average": run.shown if run.shown.differs else None,
+        "average": run.weights if run.weights.differs else None,
         "early_stopping": between.watch,
         "checkpoint": between.manager,
         "progress": RunProgress(run),

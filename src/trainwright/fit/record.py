@@ -56,7 +56,7 @@ class StageRecord:
     rates: Any = None
     """Its schedule, bound; set when it is over."""
     weights: Any = None
-    """Its `Shown`: the trained weights beside those that the model shows; None where no loop has begun."""
+    """Its evaluation weights, beside the trained ones; None where no loop has begun."""
     errors: dict[str, float] = field(default_factory=dict)
     """Standard errors of the last evaluation, by the names of its numbers."""
     read_batches: Callable[[Iterator[Any]], Iterator[Any]] = iter

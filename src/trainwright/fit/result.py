@@ -20,7 +20,7 @@ from trainwright.checkpointing.weights import load_into, save_weights
 from trainwright.core.checks import local_path
 from trainwright.core.errors import CheckpointError, warn_user
 from trainwright.core.records import Best, Result
-from trainwright.evaluation.passes import showing
+from trainwright.evaluation.passes import evaluation_weights
 from trainwright.fit.early_stopping import EarlyStopper
 from trainwright.fit.plan import Ends
 from trainwright.fit.run import Run
@@ -52,7 +52,7 @@ class Leaving:
         """Keep the weights of this moment as early stopping's best, where they are not in a checkpoint."""
         watch = self.watch
         assert watch is not None
-        with self.run.shown.evaluated():
+        with self.run.weights.evaluated():
             watch.weights = _copied(self.owner.model, watch.weights) if self.restores_from_memory else None
 
     def sharding_of_best(self) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class Leaving:
 
     def restore_best(self) -> None:
         """Leave the model with the weights that count: averaged ones, and the best, where a slot promises them."""
-        self.run.shown.leave()
+        self.run.weights.install()
         manager, watch = self.manager, self.watch
         if watch is not None and watch.best is not None and watch.settings.restore_best:
             if watch.weights is None:
@@ -72,7 +72,7 @@ class Leaving:
                 self._load_into(watch.best, watch.weights, source="the best weights")
         elif manager is not None and manager.settings.restore_best and manager.best is not None:
             self._load(manager.best)
-        self.run.shown.leave()  # once more: the best that was loaded on top is what the next stage finds
+        self.run.weights.install()  # once more: the best that was loaded on top is what the next stage finds
 
     def _load(self, best: Best) -> None:
         """Load the weights of a best from its checkpoint; where that is gone, say so and keep the last."""
@@ -105,7 +105,7 @@ class Leaving:
             best = best and replace(best, path=self._path_of(best))
         elif best is None and self.watch is not None:
             best = self.watch.best
-        weights = ", ".join([one for one in (self.run.shown.name, self._restored_text(best)) if one]) or "last"
+        weights = ", ".join([one for one in (self.run.weights.name, self._restored_text(best)) if one]) or "last"
         return Result(
             history=list(self.owner.history),
             best=best,
@@ -180,7 +180,7 @@ class Leaving:
 def write_weights(owner: Owner, path: str | Path) -> None:
     """Write the weights that count to one file, on rank 0; return, or raise its error, on every rank afterwards."""
     path = local_path(path, "save_weights({})", file=True)
-    with owner.world.watched(partial(position_text, owner)), showing(owner):
+    with owner.world.watched(partial(position_text, owner)), evaluation_weights(owner):
         weights = whole_weights(owner)
         if owner.world.size == 1:
             save_weights(path, weights)

@@ -17,8 +17,8 @@ from trainwright.core.rng import RandomPart
 from trainwright.core.signals import Signals
 from trainwright.data.source import Source
 from trainwright.diagnostics.first_batch import FirstBatch, is_compiled
-from trainwright.evaluation.passes import check_passes, feed
-from trainwright.evaluation.shown_weights import Shown
+from trainwright.evaluation.passes import check_repeatable, run_training_forwards
+from trainwright.evaluation.weights import EvaluationWeights
 from trainwright.fit.epochs import EpochLengths
 from trainwright.fit.rollback import BETWEEN, COUNTING, UPDATING, Rollback
 from trainwright.modules.modes import running_statistics
@@ -118,7 +118,7 @@ class Run:
         self.lengths.follow(self.rates)
         self.average = average if average is not None and average.each_update else None
         """The average, where each update counts in it."""
-        self.shown = Shown(
+        self.weights = EvaluationWeights(
             owner.model, average=average, optimizers=owner.optimizers, loss=owner.loss, forward=self._feed
         )
         precision, device = owner.precision, owner.device.type
@@ -271,11 +271,11 @@ class Run:
         refresh_shards(owner)
         check_parameters(owner.model, owner.loss, owner.optimizers)
         self._take_groups()
-        average = self.shown.average
+        average = self.weights.average
         if average is not None:
             average.attach(owner.model)
             if average.will_need_statistics:
-                check_passes(self.source)
+                check_repeatable(self.source)
         self._plan_snapshot()
         self.rollback.refresh()
 
@@ -300,7 +300,7 @@ class Run:
 
     def _feed(self) -> None:
         """Run the training data once through the model: an average estimates its BatchNorm statistics by it."""
-        feed(self.owner, self.source)
+        run_training_forwards(self.owner, self.source)
 
     def _after_update(self) -> None:
         """Run the precision's and the user's hooks; a torch scheduler stepped there sets the next update's rate."""

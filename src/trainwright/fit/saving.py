@@ -66,7 +66,7 @@ class RunCheckpoints:
             measured |= row if row["update"] == update else {}
         self.run.ledger.merge(self.owner.world)
         per_rank = self._per_rank_state()  # before the averaged weights are shown, which have other statistics
-        with self.run.signals.held(), self.run.shown.evaluated():
+        with self.run.signals.held(), self.run.weights.evaluated():
             self.manager.save(
                 self._tree() | per_rank | dict(instead or {}),
                 update=update,
@@ -113,9 +113,9 @@ class RunCheckpoints:
         self.report()
         if self.manager is not None and self._reserves and self.counters.updates:
             self._reserves = False
-            average = self.run.shown.average
+            average = self.run.weights.average
             if average is None or not average.will_need_statistics:  # else to show it takes a pass over the data
-                with self.run.shown.evaluated():
+                with self.run.weights.evaluated():
                     self.manager.reserve(self._tree())
 
     def request(self) -> None:

@@ -85,7 +85,7 @@ class LastStage:
     def revert_weights(self) -> bool:
         """Load the trained weights in place of those that count; return whether somebody has changed them since."""
         weights = self._record.weights
-        if weights is None or weights.put_back():
+        if weights is None or weights.restore():
             return False
         self._weights, self._record.weights = [], None  # they are the user's now
         return True
@@ -107,7 +107,7 @@ class LastStage:
             record.rates = taken
         if record.weights is None:
             return
-        record.weights.leave()
+        record.weights.install()
         with unnoticed(tensor for tensor, _ in self._weights), torch.no_grad():  # `leave` has noted them as they are
             for tensor, value in self._weights:
                 tensor.copy_(value)

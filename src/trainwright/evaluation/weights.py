@@ -1,4 +1,4 @@
-"""Which weights the model shows while it is evaluated, kept and saved, where they are not those that are trained."""
+"""The weights of evaluation and of the saved model, where they are not the trained ones: averaged weights."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from trainwright.optim.averaged_weights import AveragedWeights
 from trainwright.protocols import Tree
 
 
-class Shown:
-    """Averaged weights, and those of optimizers that keep two sets themselves (schedule-free ones).
+class EvaluationWeights:
+    """The averaged weights of one `fit`, or those of an optimizer that keeps two sets itself (schedule-free ones).
 
-    One `fit` has one of these. Inside `evaluated()` the model holds the weights that count; `leave` keeps it so when
-    the run is over, and `put_back` takes the trained ones up again for a next `fit`.
+    Inside `evaluated()` the model holds the evaluation weights. `install` leaves them in the model when the run ends,
+    and `restore` copies the trained weights back for a next `fit`.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Shown:
         self._switching: list[Any] = [one for one in optimizers.values() if _switches(one)]
         self._raw: list[Tensor] | None = None
         self._buffers: list[tuple[Tensor, Tensor]] = []
-        """The buffers of the trained weights, once `leave` was called."""
+        """Buffers, each with its value beside the trained weights; set by `install`."""
         self._inside = False
         if average is not None and self._switching:
             name = type(self._switching[0]).__name__
@@ -48,22 +48,22 @@ class Shown:
 
     @property
     def differs(self) -> bool:
-        """Whether there may be two sets of weights at all."""
+        """Whether there can be two sets of weights."""
         return self.average is not None or bool(self._switching)
 
     @property
     def name(self) -> str:
-        """What the shown weights are called: "averaged", or nothing where they are those that are trained."""
+        """The name of the evaluation weights: "averaged", or empty where they are the trained ones."""
         return "averaged" if self._switching or (self.average is not None and self.average.taken) else ""
 
     def start(self) -> None:
-        """Have the optimizers show the weights that are trained."""
+        """Switch the optimizers to the trained weights."""
         for optimizer in self._switching:
             optimizer.train()
 
     @contextmanager
     def evaluated(self) -> Iterator[None]:
-        """The weights that count inside; afterwards the trained ones again, bit for bit."""
+        """Hold the evaluation weights inside; afterwards the trained ones again, bit for bit."""
         if self._inside or not self.differs:
             yield
             return
@@ -75,8 +75,8 @@ class Shown:
         finally:
             self._inside = False
 
-    def leave(self) -> None:
-        """Leave the model with the weights that count, for good; called again after others were loaded on top."""
+    def install(self) -> None:
+        """Leave the evaluation weights in the model; called again after other weights were loaded into it."""
         if self.average is not None:
             if not self._inside:
                 self._buffers = [(buffer, buffer.detach().clone()) for buffer in self.model.buffers()]
@@ -84,8 +84,8 @@ class Shown:
         self._show()
         self._inside = True
 
-    def put_back(self) -> bool:
-        """Take the trained weights up again; False where somebody has changed the weights since `leave`."""
+    def restore(self) -> bool:
+        """Copy the trained weights back; False where the weights were changed since `install`."""
         if self.average is None or not self.average.taken:
             return True
         if not self.average.revert():
@@ -96,13 +96,13 @@ class Shown:
         return True
 
     def state_dict(self) -> Tree:
-        """The trained weights; to be asked for inside `evaluated`, when part "model" holds those that count."""
+        """Return the trained weights; called inside `evaluated`, when part "model" holds the evaluation weights."""
         if self.average is not None:
             return self.average.state_dict()
         return {"raw": None if self._raw is None else self._by_name(self._raw)}
 
     def load_state_dict(self, tree: Tree, /) -> str | None:
-        """Take over a state, after the model and the optimizers have been loaded; return what is to be reported."""
+        """Load a state, after the model and the optimizers; return a line to report, or None."""
         if self.average is not None:
             return self.average.load_state_dict(tree)
         self.start()
@@ -125,7 +125,7 @@ class Shown:
             self._hide()
 
     def _by_name(self, tensors: Sequence[Tensor]) -> dict[str | int, Tensor]:
-        """Tensors in the order of the parameters, by name; those of parameters without a name are counted."""
+        """Return tensors in the order of the parameters by name, or by number where a parameter has no name."""
         names, nameless = first_names(dict(named_parameters(self._modules))), count()
         keys = [names.get(id(parameter)) for parameter in self._parameters]
         return {next(nameless) if key is None else key: one for key, one in zip(keys, tensors, strict=True)}
