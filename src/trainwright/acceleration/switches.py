@@ -50,7 +50,7 @@ def _fused(owner: Owner) -> list[str]:
     return [f"fused {name}" for name in fused]
 
 
-def told(owner: Owner) -> tuple[str, ...]:
+def acceleration_notes(owner: Owner) -> tuple[str, ...]:
     """What was compiled so far, and how windows are split, as lines; none where nothing is."""
     compiled, splits = owner._record.compiled, owner._record.splits
     lines = () if compiled is None else (f"compiled {compiled}",)

@@ -15,7 +15,7 @@ from trainwright.core.triggers import Trigger
 from trainwright.data.source import Source
 from trainwright.evaluation.passes import probe_context
 from trainwright.fit.plan import Ends
-from trainwright.fit.result import Leaving
+from trainwright.fit.result import FitEnd
 from trainwright.fit.rollback import BETWEEN
 from trainwright.fit.run import Run
 from trainwright.fit.saving import RunCheckpoints
@@ -40,7 +40,7 @@ class BetweenUpdates:
         self.watch = None if early is None else early.bind()
         self.manager = manager
         self.saves = RunCheckpoints(run, manager=manager)
-        self.leaving = Leaving(run, ends, manager=manager, watch=self.watch)
+        self.fit_end = FitEnd(run, ends, manager=manager, watch=self.watch)
         self._before, self._started = self.counters.seconds, time.perf_counter()
         self._clock: float | None = None
         """The seconds that all ranks go by until the next updates; None for one process, which has a clock."""
@@ -238,7 +238,7 @@ class BetweenUpdates:
         if early is not None and watch is not None and self._concerns(early.monitor, row, validated=validated):
             best = watch.judge(row, self.record.errors, **where)
             if best and early.restore_best:
-                self.leaving.keep_best()
+                self.fit_end.store_best()
             self.counters.stopped = self.counters.stopped or watch.stopped
         saves = best
         if (

@@ -50,7 +50,7 @@ from trainwright.update.snapshot import Buffers, Snapshot
 class FitContext:
     """Enter and leave one `fit`: `with FitContext(trainer, train, val, ...) as (run, between)`.
 
-    Entering raises every error of a setting, before the first update. Leaving gives the model the weights that `fit`
+    Entering raises every error of a setting, before the first update. FitEnd gives the model the weights that `fit`
     promises and undoes all that entering has switched, however the fit ends. An observer whose `on_fit_start` has
     returned always gets its `on_fit_end`. Signals are handled from the start of entering to the end of leaving.
     """
@@ -213,7 +213,7 @@ class FitContext:
         run.rollback.phase = ENDED
         if record.ended is None:
             record.save_error = _await_last_save(between)
-            between.leaving.restore_best()
+            between.fit_end.restore_best()
         broadcast_buffers(owner)
         between.sync_signals()
         record.failed = record.save_error is not None
@@ -263,7 +263,7 @@ class FitContext:
         An observer that fails is a note on that error; where there is none, the first failure is raised, after all
         observers were called. A second Ctrl-C ends it at once.
         """
-        owner, record, result = self._owner, self._owner._record, self._between.leaving.result()
+        owner, record, result = self._owner, self._owner._record, self._between.fit_end.make_result()
         if record.has_begun:
             owner.result = result
             record.stages = [*record.stages[: owner.counters.stage], _summary(owner, result)]
@@ -316,8 +316,8 @@ def _summary(owner: Owner, result: Result) -> dict[str, Any]:
     counters, restored = owner.counters, owner._record.restored
     left = counters.earlier_updates + counters.updates if restored is None else restored.update
     best = None if result.best is None else {**asdict(result.best), "path": None}
-    told = {"weights": result.weights, "best": best, "notes": list(result.notes), "final": result.final_validation}
-    return {"counters": counters.state_dict(), "rows": len(owner.history), "left": left, **told}
+    ended = {"weights": result.weights, "best": best, "notes": list(result.notes), "final": result.final_validation}
+    return {"counters": counters.state_dict(), "rows": len(owner.history), "left": left, **ended}
 
 
 def _release_run(owner: Owner, run: Run) -> None:

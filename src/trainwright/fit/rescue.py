@@ -1,4 +1,4 @@
-"""Saves what is whole where a run ends before its end: for a signal, or for an error."""
+"""Saves the complete state of a run that a signal or an error ends."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from trainwright.fit.rollback import BETWEEN, FETCHING, OPENING, UPDATING
 
 
 def rescue(between: BetweenUpdates, error: BaseException) -> list[str]:
-    """Save the state of the boundary before the window in hand, where it is whole and somebody wants it.
+    """Save the state from before the window in progress, where it is complete and to be saved for this error.
 
-    A signal and an error of the data always do, another error of user code, KeyboardInterrupt and SystemExit included,
-    with `on_error="save"`. A save in flight is waited for and told in any case, and so are updates that were to be
-    told when several processes meet. Returns what has failed here, for notes on the error that ends the run.
+    A signal and an error of the data are always saved for; another error of user code, KeyboardInterrupt and SystemExit
+    included, with `on_error="save"`. A save in flight is awaited and reported in any case, and so are updates whose
+    records wait for other ranks. Returns the failures of this, for notes on the error that ends the run.
     """
     at_once = between.run.signals.pending and isinstance(error, KeyboardInterrupt)  # a second Ctrl-C
     if at_once:
         return []
-    failures = _tell_updates(between)
+    failures = _report_held(between)
     if between.manager is None:
         return failures
     run, saves, counters = between.run, between.saves, between.counters
-    # Of several processes only those save that have all agreed to end here: the others are somewhere else.
+    # Several ranks save only where all have agreed to end here: after an error the others are elsewhere.
     alone = run.rank_sync is not None and not (isinstance(error, Interrupted) and not error.late)
-    trained = counters.rows or counters.earlier_updates  # where nothing was, the mended script may begin anew
+    trained = counters.rows or counters.earlier_updates  # untrained, the corrected script may begin anew
     asked = run.owner.on_error == "save"
-    is_whole = bool(trained) and not alone and _is_whole(between, error, asked=asked)
-    would = bool(trained) and not alone and not asked and not is_whole
-    between.record.could_save = would and _is_whole(between, error, asked=True)
-    own = run.rollback.restore() if is_whole else None
+    is_complete = bool(trained) and not alone and _is_complete(between, error, asked=asked)
+    would = bool(trained) and not alone and not asked and not is_complete
+    between.record.could_save = would and _is_complete(between, error, asked=True)
+    own = run.rollback.restore() if is_complete else None
     with run.signals.held():
         what = "the state at the end could not be saved"
         try:
-            if is_whole:
+            if is_complete:
                 between.update_clock()
                 if not saves.are_done:
                     saves.save(instead=own)
@@ -45,8 +45,8 @@ def rescue(between: BetweenUpdates, error: BaseException) -> list[str]:
     return failures
 
 
-def _tell_updates(between: BetweenUpdates) -> list[str]:
-    """Tell the updates that have waited for other processes, which do not come any more; what has failed in it."""
+def _report_held(between: BetweenUpdates) -> list[str]:
+    """Report the updates whose records wait for other ranks, which do not come any more; return its failures."""
     run = between.run
     with run.signals.held():
         try:
@@ -57,17 +57,17 @@ def _tell_updates(between: BetweenUpdates) -> list[str]:
 
 
 def ends_in(error: BaseException, *, grace: float) -> tuple[BaseException, str]:
-    """What whoever called `fit` gets for `error`, and the reason that `Result.stopped` tells."""
+    """Return the exception that `fit` raises for `error`, and the reason in `Result.stopped`."""
     if not isinstance(error, Interrupted):
         return error, first_line(error)
     why = f"{error.name}, and the update did not end within grace={grace:g} seconds" if error.late else error.name
     return (KeyboardInterrupt() if error.name == "Ctrl-C" else Stopped(error.number, error.name)), why
 
 
-def _is_whole(between: BetweenUpdates, error: BaseException, *, asked: bool) -> bool:
-    """Whether the state before the window in hand is whole, or can be made so, and is to be saved for this error.
+def _is_complete(between: BetweenUpdates, error: BaseException, *, asked: bool) -> bool:
+    """Whether the state before the window in progress is complete, or can be rolled back to, and is to be saved.
 
-    `asked`: whether it is for errors of user code too.
+    `asked`: for errors of user code too.
     """
     run, outcome = between.run, between.run.outcome
     place = run.rollback.phase

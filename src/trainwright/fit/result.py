@@ -1,4 +1,4 @@
-"""What a run leaves behind: the weights that count in the model, and the Result that says how it went."""
+"""The end of a `fit`: the final weights of the model, and the Result."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trainwright.acceleration.switches import told
+from trainwright.acceleration.switches import acceleration_notes
 from trainwright.checkpointing.coordinator import on_rank_zero
 from trainwright.checkpointing.format import is_of_run, is_update_name, update_name, update_of
 from trainwright.checkpointing.load import load_weights
@@ -29,8 +29,8 @@ from trainwright.update.owner import Owner
 from trainwright.update.per_rank_state import position_text
 
 
-class Leaving:
-    """The end of one `fit`, however it ends."""
+class FitEnd:
+    """Stores the best weights while a `fit` runs, loads the final ones at its end, and makes its Result."""
 
     def __init__(self, run: Run, ends: Ends, *, manager: CheckpointManager | None, watch: EarlyStopper | None) -> None:
         self.run, self.owner, self.counters = run, run.owner, run.counters
@@ -48,21 +48,21 @@ class Leaving:
         same = settings is not None and (settings.best, settings.mode) == watched
         return not same or bool(early.min_delta)
 
-    def keep_best(self) -> None:
-        """Keep the weights of this moment as early stopping's best, where they are not in a checkpoint."""
+    def store_best(self) -> None:
+        """Copy the weights as early stopping's best, where no checkpoint has them."""
         watch = self.watch
         assert watch is not None
         with self.run.weights.evaluated():
             watch.weights = _copied(self.owner.model, watch.weights) if self.restores_from_memory else None
 
     def sharding_of_best(self) -> dict[str, Any]:
-        """Return host tensors, by part and key, that are sharded as the weights of a loaded best shall be."""
+        """Return host tensors, by part and key, with the sharding that the weights of a loaded best are to have."""
         if not self.restores_from_memory:
             return {}
         return {"early_stopping": {"weights": _copied(self.owner.model, None)}}
 
     def restore_best(self) -> None:
-        """Leave the model with the weights that count: averaged ones, and the best, where a slot promises them."""
+        """Load the final weights: averaged and/or best, as configured."""
         self.run.weights.install()
         manager, watch = self.manager, self.watch
         if watch is not None and watch.best is not None and watch.settings.restore_best:
@@ -75,7 +75,7 @@ class Leaving:
         self.run.weights.install()  # once more: the best that was loaded on top is what the next stage finds
 
     def _load(self, best: Best) -> None:
-        """Load the weights of a best from its checkpoint; where that is gone, say so and keep the last."""
+        """Load the weights of a best from its checkpoint; a warning where that is gone, and the last weights stay."""
         path = self._path_of(best)
         if path is None:
             self._warn_of(best, "were not kept")
@@ -96,8 +96,8 @@ class Leaving:
             what = f"the weights of the best {best.name} (update {best.update})"
             warn_user(f"{what} {why}; the last ones stay")
 
-    def result(self) -> Result:
-        """Say how the run ended."""
+    def make_result(self) -> Result:
+        """Return how the run ended; how the stage had ended, where it was passed over."""
         counters, passed = self.counters, self.record.ended
         best = None if self.manager is None else self.manager.best
         if passed is not None:
@@ -115,15 +115,13 @@ class Leaving:
             seconds=counters.seconds,
             skipped=counters.skipped,
             weights=weights if passed is None else passed["weights"],
-            notes=(*self._notes(), *told(self.owner), *self._lost_notes(), *self._told_notes(), *self._saved_notes())
-            if passed is None
-            else tuple(passed["notes"]),
+            notes=self._notes() if passed is None else tuple(passed["notes"]),
             blocked=0.0 if self.manager is None else self.manager.blocked,
             final_validation=self.record.final_validation if passed is None else passed["final"],
         )
 
     def _restored_text(self, best: Best | None) -> str:
-        """Which best the model holds, by name where the run's `best` is one of another number."""
+        """Return which best the model holds, by name where the run's `best` is of another number."""
         restored = self.record.restored
         if restored is None:
             return ""
@@ -140,6 +138,11 @@ class Leaving:
         return next((path for path in kept if path is not None and path.name == name), None)
 
     def _notes(self) -> tuple[str, ...]:
+        """Return the lines on what a user should know of the run."""
+        lines = (*self._skip_notes(), *acceleration_notes(self.owner), *self._save_notes())
+        return (*lines, *self._reporter_notes(), *self._resume_notes())
+
+    def _skip_notes(self) -> tuple[str, ...]:
         counters, total = self.counters, self.run.plan.updates
         rates = self.run.rates
         short = 0 if total is None or rates is None or rates.monitors else total - counters.updates
@@ -149,18 +152,18 @@ class Leaving:
             return ()
         return (f"the schedule ended {short} short of its {total} updates: {counters.skipped} were skipped",)
 
-    def _lost_notes(self) -> tuple[str, ...]:
-        """What it means that the last save failed, where it did."""
+    def _save_notes(self) -> tuple[str, ...]:
+        """Return the note on a last save that failed."""
         failing = "" if self.manager is None else self.manager.failing
         return (failing,) if failing else ()
 
-    def _told_notes(self) -> tuple[str, ...]:
-        """Which updates were told with the numbers of one process, where several have run."""
+    def _reporter_notes(self) -> tuple[str, ...]:
+        """Return the note on updates that were reported with the numbers of rank 0 alone."""
         note = self.run.strategy.reporter.note
         return (note,) if note else ()
 
-    def _saved_notes(self) -> tuple[str, ...]:
-        """From where a run that ended in an error, or by a signal, can go on."""
+    def _resume_notes(self) -> tuple[str, ...]:
+        """Return the note on where a run that ended in an error, or by a signal, can be resumed."""
         manager, again = self.manager, 'fit(..., resume="auto")'
         # Rank 0 writes: after an error, when nobody waits for anybody, only it knows which saves are complete.
         if manager is None or not self.record.failed or not self.owner.is_main:
@@ -199,7 +202,7 @@ def whole_weights(owner: Owner) -> dict[str, Any]:
 
 
 def _layout(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Shape and sharding of each tensor: one of the same layout can be copied in place."""
+    """Return shape and sharding of each tensor: one of the same layout can be copied in place."""
     return {
         name: (value.shape, is_sharded(value)) if isinstance(value, Tensor) else None
         for name, value in state_dict.items()
@@ -207,7 +210,7 @@ def _layout(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _copied(model: Any, into: dict[str, Tensor] | None) -> dict[str, Tensor]:
-    """A host copy of the weights, into the tensors of the copy before where they fit."""
+    """Return a host copy of the weights, in the tensors of the last copy where they fit."""
     state_dict = model.state_dict()
     if into is not None and _layout(into) == _layout(state_dict) and all(isinstance(v, Tensor) for v in into.values()):
         for name, value in state_dict.items():

@@ -45,7 +45,7 @@ def _pass_over(plan: ResumePlan, owner: Owner, between: BetweenUpdates) -> None:
     plan.checkpoint.tree.clear()
     owner.counters.load_state_dict(ended["counters"])
     owner.history[:] = plan.progress["history"][: ended["rows"]]
-    record, path = owner._record, between.leaving.path_at(ended["left"])
+    record, path = owner._record, between.fit_end.path_at(ended["left"])
     record.ended = ended
     record.lacks_weights = path is None or not _load_model(owner, path)
     if record.lacks_weights:
@@ -104,7 +104,7 @@ def _restore(plan: ResumePlan, owner: Owner, between: BetweenUpdates) -> tuple[l
     if is_sharded(*owner.model.parameters()):
         from trainwright.distributed.resharding import place
 
-        tree = place(tree, parts, likes=between.leaving.sharding_of_best(), world=owner.world)
+        tree = place(tree, parts, likes=between.fit_end.sharding_of_best(), world=owner.world)
     reports = run_parts.restore(parts, tree, origin=origin)
     for optimizer, before in rates:
         _set_rates(optimizer, before)
