@@ -158,7 +158,7 @@ def sparse_rows_are_added_up_first(patch):
 
 
 def reports_the_mean_of_batch_means(patch):
-    without(patch, loss_tracker, "counted_by_torch")
+    without(patch, loss_tracker, "nll_total_weight")
     without(patch, Ledger, "_default_count", 1)
 
 

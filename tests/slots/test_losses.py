@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from trainwright import MeanLoss, StepError, StepOutput, SumLoss
-from trainwright.update.losses import counted_by_torch, known_loss, read_step_loss
+from trainwright.core.torch_private import nll_total_weight
+from trainwright.update.losses import known_loss, read_step_loss
 
 WEIGHT = torch.tensor([0.5, 2.0, 0.25, 1.5], dtype=torch.float64)
 
@@ -124,12 +125,12 @@ def test_a_sum_is_known_as_one():
 def test_torch_tells_what_it_divided_by(shape):
     target = CLASSES if len(shape) == 2 else GRID
     output = outputs(*shape).requires_grad_()
-    assert float(counted_by_torch(F.cross_entropy(output, target))) == int((target >= 0).sum())
-    assert float(counted_by_torch(F.cross_entropy(output, target, weight=WEIGHT))) == 6.25 * (
+    assert float(nll_total_weight(F.cross_entropy(output, target))) == int((target >= 0).sum())
+    assert float(nll_total_weight(F.cross_entropy(output, target, weight=WEIGHT))) == 6.25 * (
         1 if len(shape) == 2 else 3
     )
-    assert counted_by_torch(F.mse_loss(output, output.detach())) is None
-    assert counted_by_torch(F.cross_entropy(output.detach(), target)) is None
+    assert nll_total_weight(F.mse_loss(output, output.detach())) is None
+    assert nll_total_weight(F.cross_entropy(output.detach(), target)) is None
 
 
 def test_every_form_of_a_loss_is_read():

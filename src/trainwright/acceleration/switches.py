@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.acceleration import layout
+from trainwright.core.torch_private import nll_total_weight
 from trainwright.data.source import Source
-from trainwright.update.losses import CountObserver, counted_by_torch, counted_outside_graphs
+from trainwright.update.losses import CountObserver, counted_outside_graphs
 from trainwright.update.owner import Owner
 
 
@@ -83,7 +84,7 @@ def _compiled(owner: Owner, source: Source) -> Iterator[str]:
             ledger.told_by_torch = counted_outside_graphs
             yield f"compiles {record.what}"
     finally:
-        ledger.told_by_torch = counted_by_torch
+        ledger.told_by_torch = nll_total_weight
 
 
 def _short(owner: Owner, source: Source) -> Callable[[], bool]:

@@ -26,6 +26,7 @@ from torch.nn import Parameter
 from trainwright.checkpointing.tensorfile import DTYPES, TAGS
 from trainwright.core.device import Home
 from trainwright.core.errors import CheckpointError
+from trainwright.core.torch_private import set_versions, versions_of
 from trainwright.core.trees import Keys, path_text
 from trainwright.distributed.pieces import Placeholder
 from trainwright.protocols import Stateful, Tree
@@ -148,7 +149,7 @@ class _Encoder:
         return {"$counter": self.pairs(value, keys)}
 
     def ordered(self, value: OrderedDict[Any, Any], keys: Keys) -> Any:
-        versions = getattr(value, "_metadata", None)  # of a module's `state_dict`: the version of each submodule
+        versions = versions_of(value)  # of a module's `state_dict`: the version of each submodule
         node = {"$ordered": self.pairs(value, keys)}
         return node if versions is None else node | {"versions": self.node(versions, (*keys, "_metadata"))}
 
@@ -243,7 +244,7 @@ class _Decoder:
     def ordered(self, node: dict[str, Any]) -> Any:
         value = OrderedDict(self.pairs(node["$ordered"]))
         if "versions" in node:
-            cast(Any, value)._metadata = self.value(node["versions"])
+            set_versions(value, self.value(node["versions"]))
         return value
 
     def scalar(self, node: dict[str, Any]) -> Any:

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from trainwright.checkpointing.files import FileReader, replace_file
 from trainwright.checkpointing.tree import flatten, tensor_defect, unflatten
 from trainwright.core.checks import local_path
 from trainwright.core.errors import CheckpointError, SettingError, listed, message
+from trainwright.core.torch_private import set_versions, versions_of
 from trainwright.modules.dtensors import copy_into, is_sharded, local_shards, on_all_ranks
 
 TIED, EXTRA, VERSIONS = "trainwright.tied", "trainwright.extra", "trainwright.versions"
@@ -62,7 +63,7 @@ def weights_contents(state: Mapping[str, Any]) -> tensorfile.Contents:
         metadata[TIED] = json.dumps(ties)
     if extra["model"]:
         metadata[EXTRA] = json.dumps(extra["model"])
-    if versions := getattr(state, "_metadata", None):
+    if versions := versions_of(state):
         metadata[VERSIONS] = json.dumps(flatten(dict(versions))[0])
     once = {name: tensor for name, tensor in tensors.items() if name not in ties}
     return tensorfile.Contents(once, metadata)
@@ -82,7 +83,7 @@ def read_weights(file: FileReader, *, fill: bool = True, model: nn.Module | None
         weights.update({name: contents.tensors[original] for name, original in ties.items()})
         weights.update(unflatten(json.loads(contents.metadata.get(EXTRA, "{}")), {}))
         if VERSIONS in contents.metadata:
-            cast(Any, weights)._metadata = OrderedDict(unflatten(json.loads(contents.metadata[VERSIONS]), {}))
+            set_versions(weights, OrderedDict(unflatten(json.loads(contents.metadata[VERSIONS]), {})))
     except (
         *(AttributeError, KeyError, TypeError, ValueError, ArithmeticError, MemoryError, RecursionError),
         CheckpointError,
@@ -103,7 +104,7 @@ def load_into(model: nn.Module, weights: Mapping[str, Any], *, source: str) -> N
         fix = 'model.to_empty(device="cpu") before load_weights(path, model)'
         raise SettingError(what, have="tensors on the meta device", fix=fix)
     given: OrderedDict[str, Any] = OrderedDict(weights)
-    cast(Any, given)._metadata = getattr(weights, "_metadata", None)
+    set_versions(given, versions_of(weights))
     tensors = {name: value for name, value in have.items() if isinstance(value, Tensor)}
     differ = _complete_ties(tensors, given, ties=_ties_of(model, tensors))
     lines = {

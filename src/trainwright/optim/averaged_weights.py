@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainwright.core.checks import check_form, is_count, is_none_or, is_text
 from trainwright.core.errors import CheckpointError, DataError, SettingError
+from trainwright.core.torch_private import BatchNorm, buffer_dict, version_of
 from trainwright.modules.dtensors import copy_into, is_sharded, local_shards, on_all_ranks, reshard
 from trainwright.modules.modes import mode
 
@@ -121,7 +121,7 @@ class AveragedWeights:
             self._load_raw()
             raise
         pairs = [pair for group in self._groups for pair in zip(group.weights, group.averages, strict=True)]
-        self._applied = [_AppliedWeight(weight, weight._version, average) for weight, average in pairs]
+        self._applied = [_AppliedWeight(weight, version_of(weight), average) for weight, average in pairs]
         return True
 
     def revert(self) -> bool:
@@ -316,7 +316,7 @@ class _AppliedWeight:
         In-place writes increase torch's version counter, even with the same values (`load_state_dict`); writes through
         `.data` do not, so the values are compared too.
         """
-        if self.weight._version != self.version or self.weight.dtype != self.value.dtype:
+        if version_of(self.weight) != self.version or self.weight.dtype != self.value.dtype:
             return False
         now, value = local_shards((self.weight.detach(), self.value))
         return now.shape == value.shape and torch.allclose(now.to(value.device), value, rtol=0, atol=0, equal_nan=True)
@@ -324,7 +324,9 @@ class _AppliedWeight:
     def refreshed(self) -> _AppliedWeight:
         """The same parameter with its present value."""
         return (
-            self if self.unchanged else _AppliedWeight(self.weight, self.weight._version, self.weight.detach().clone())
+            self
+            if self.unchanged
+            else _AppliedWeight(self.weight, version_of(self.weight), self.weight.detach().clone())
         )
 
 
@@ -384,16 +386,16 @@ Forward = Callable[[], object]
 """Runs the training data once through a model."""
 
 
-def estimable(model: nn.Module, in_eval: Collection[str]) -> dict[str, _BatchNorm]:
+def estimable(model: nn.Module, in_eval: Collection[str]) -> dict[str, BatchNorm]:
     """Return the BatchNorm layers that track statistics, by name, without those that the user has in eval mode."""
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, _BatchNorm) and module.num_batches_tracked is not None and name not in in_eval
+        if isinstance(module, BatchNorm) and module.num_batches_tracked is not None and name not in in_eval
     }
 
 
-def statistics_of(norms: Mapping[str, _BatchNorm]) -> dict[str, Tensor]:
+def statistics_of(norms: Mapping[str, BatchNorm]) -> dict[str, Tensor]:
     """Return the buffers of BatchNorm layers, by name."""
     return {
         f"{name}.{key}".lstrip("."): buffer
@@ -436,7 +438,7 @@ def _training(model: nn.Module, in_eval: Collection[str]) -> Iterator[None]:
     buffers = [
         (module, name, buffer, buffer.clone())
         for module in model.modules()
-        for name, buffer in module._buffers.items()
+        for name, buffer in buffer_dict(module).items()
         if buffer is not None
     ]
     try:
@@ -447,5 +449,5 @@ def _training(model: nn.Module, in_eval: Collection[str]) -> Iterator[None]:
             yield
     finally:
         for module, name, buffer, value in buffers:
-            module._buffers[name] = buffer
+            buffer_dict(module)[name] = buffer
             buffer.copy_(value)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trainwright.core import host_reads
 from trainwright.core.device import widest_float
+from trainwright.core.torch_private import update_scale
 from trainwright.precision.base import LossScale
 from trainwright.precision.mixed_precision import LossScaler
 from trainwright.schedules.table import TableRates
@@ -44,7 +45,7 @@ class DeviceScale(LossScale):
     def adapt(self, overflowed: Any) -> None:
         """Lower the scale where the 0-dim tensor `overflowed` is 1; else raise it after enough updates without one."""
         settings = self.settings
-        torch._amp_update_scale_(
+        update_scale(
             self._scale,
             self._good,
             overflowed,

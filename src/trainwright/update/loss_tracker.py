@@ -13,11 +13,11 @@ from trainwright.core.errors import SettingError, message
 from trainwright.core.host_reads import host_number
 from trainwright.core.records import Count, StepOutput, SumLoss
 from trainwright.core.suggestions import check_name
-from trainwright.core.torch_private import version_of
+from trainwright.core.torch_private import nll_total_weight, version_of
 from trainwright.metrics.metric_set import MetricSet
 from trainwright.precision.base import LossScale
 from trainwright.update.hooks import Hooks
-from trainwright.update.losses import CountObserver, StepLoss, counted_by_torch, read_step_loss
+from trainwright.update.losses import CountObserver, StepLoss, read_step_loss
 from trainwright.update.numbers import Numbers, Told, mean_of, number
 from trainwright.update.window import Window, find_rows, inverse, rows_of, weighed
 
@@ -49,7 +49,7 @@ class Ledger(Numbers):
         self._counter = None if hooks is None else hooks.count
         self._trusts_counter = hooks is not None and hooks.counts_itself
         self._rows_of = rows_of if hooks is None else hooks.rows
-        self.told_by_torch = counted_by_torch
+        self.told_by_torch = nll_total_weight
         """What finds the count in a loss that torch has made."""
         self.noting = True
         """Whether what steps return is taken down: not in a second pass over the same window."""

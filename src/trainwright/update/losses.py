@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from trainwright.core.errors import DataError, StepError
 from trainwright.core.records import Count, MeanLoss, StepOutput, SumLoss
 from trainwright.core.suggestions import RESERVED
+from trainwright.core.torch_private import has_forward_hooks, nll_total_weight
 from trainwright.update.window import one_for_zero
 
 Loss = Callable[..., Any]
@@ -177,7 +178,7 @@ def known_loss(loss: Any) -> KnownLoss | None:
         kind = _MODULES.get(type(loss))
         options = {name: getattr(loss, name, None) for name in ("reduction", "weight", "ignore_index")}
         options = {name: value for name, value in options.items() if value is not None}
-        hooked = loss._forward_hooks or loss._forward_pre_hooks or "forward" in vars(loss)
+        hooked = has_forward_hooks(loss) or "forward" in vars(loss)
         if kind is None or hooked or (kind == "elements" and options.get("weight") is not None and not _bce(loss)):
             return None
         return _known(loss, kind, options, rebuilt=lambda reduction: _with_reduction(loss, reduction))
@@ -192,22 +193,13 @@ def known_loss(loss: Any) -> KnownLoss | None:
     )
 
 
-def counted_by_torch(loss: Tensor) -> Tensor | None:
-    """The total weight that torch's own NLL divided by, found in the loss it made; None for any other loss."""
-    made_by = type(loss.grad_fn).__name__
-    if made_by in {"NllLossBackward0", "NllLoss2DBackward0"}:
-        weight: Tensor = loss.grad_fn._saved_total_weight  # type: ignore[union-attr]
-        return weight
-    return None
-
-
 def counted_outside_graphs(loss: Tensor) -> Tensor | None:
-    """As `counted_by_torch`, where the model is compiled; StepError for a loss that was computed inside of it.
+    """As `nll_total_weight`, where the model is compiled; StepError for a loss that was computed inside of it.
 
     There nobody sees what it is a mean over, and the same run without a compiler might weigh it otherwise.
     """
     if type(loss.grad_fn).__name__ != "CompiledFunctionBackward":
-        return counted_by_torch(loss)
+        return nll_total_weight(loss)
     raise StepError(
         "the loss is computed inside of what Fast(compile=...) compiles: what it is a mean over cannot be seen",
         want="the count, or a loss outside of the compiled regions",
@@ -351,7 +343,7 @@ _PARAMETERS = {function: tuple(inspect.signature(function).parameters) for funct
 class CountObserver(TorchFunctionMode):
     """Finds what a mean of torch's own over class numbers was divided by, where no gradient is recorded.
 
-    With a gradient the loss itself holds that number (`counted_by_torch`); an evaluation has none. A mode of torch
+    With a gradient the loss itself holds that number (`nll_total_weight`); an evaluation has none. A mode of torch
     costs 5 us for each of torch's functions called inside, so that only a loss is observed where the loop calls it.
     """
 
