@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trainwright.core.device import move
-from trainwright.core.errors import DataError, message
+from trainwright.core.errors import DataError
 from trainwright.core.process_state import beside_training
 from trainwright.core.records import StepOutput
 from trainwright.core.trees import detached, sequence_like
@@ -57,7 +57,7 @@ def predict(owner: Owner, source: Source) -> Any:
     if filled is not None:
         return filled
     if not whole:
-        raise DataError(message("the data to predict gave no batch", want="at least one batch"))
+        raise DataError("the data to predict gave no batch", want="at least one batch")
     with beside_training(owner.device.type):
         return join(whole)
 

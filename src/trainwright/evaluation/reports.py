@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trainwright.core.checks import check_choice
 from trainwright.core.device import move
-from trainwright.core.errors import DataError, SettingError, message
+from trainwright.core.errors import DataError, SettingError
 from trainwright.core.process_state import beside_training
 from trainwright.core.records import StepOutput
 from trainwright.core.trees import detached
@@ -96,7 +96,7 @@ def report(
     """
     check_choice(kind, "report", "kind", choices=("auto", "classes", "values"))
     if names is not None and (isinstance(names, str) or not all(isinstance(name, str) for name in names)):
-        raise SettingError(message(f"report(names={names!r})", want="a list of strings, one for each class or column"))
+        raise SettingError(f"report(names={names!r})", want="a list of strings, one for each class or column")
     try:
         pairs = _compared(owner, source)
     except BaseException as error:
@@ -131,7 +131,7 @@ def _compared(owner: Owner, source: Source) -> list[tuple[Tensor, Tensor]]:
             pairs.append((move(detached(output), host), move(detached(target), host)))
         whole = pairs.whole()
     if not whole:
-        raise DataError(message("the data to report on gave no batch", want="at least one batch"))
+        raise DataError("the data to report on gave no batch", want="at least one batch")
     return whole
 
 
@@ -170,34 +170,28 @@ def _check_known_target(owner: Owner, batch: Any) -> None:
 
     if not splits_in_training(owner):
         raise SettingError(
-            message(
-                f"a report compares outputs with targets, and which of the {len(batch)} items of a batch is the target "
-                "only your training_step knows",
-                want="the target beside the output, for the same rows",
-                fix="return StepOutput(None, output, target) from predict_step(self, batch), as from training_step",
-            )
+            f"a report compares outputs with targets, and which of the {len(batch)} items of a batch is the target "
+            "only your training_step knows",
+            want="the target beside the output, for the same rows",
+            fix="return StepOutput(None, output, target) from predict_step(self, batch), as from training_step",
         )
 
 
 def _check_tensors(output: Any, target: Any) -> None:
     if target is None:
         raise SettingError(
-            message(
-                "a report compares outputs with targets, and a batch holds no target",
-                want="(inputs, target), or a dict with 'target', 'targets', 'labels', 'label' or 'y'",
-                fix="override split(self, batch) -> (inputs, target), "
-                "or return StepOutput(None, output, target) from predict_step",
-            )
+            "a report compares outputs with targets, and a batch holds no target",
+            want="(inputs, target), or a dict with 'target', 'targets', 'labels', 'label' or 'y'",
+            fix="override split(self, batch) -> (inputs, target), "
+            "or return StepOutput(None, output, target) from predict_step",
         )
     for name, value in (("output", output), ("target", target)):
         if not isinstance(value, Tensor) or not value.dim():
             shown = "a tensor of one number" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             raise SettingError(
-                message(
-                    f"a report reads tensors, and the {name} of a batch is {shown}",
-                    want="output and target with a row for each row of the batch",
-                    fix="override predict_step(self, batch): return StepOutput(None, output, target)",
-                )
+                f"a report reads tensors, and the {name} of a batch is {shown}",
+                want="output and target with a row for each row of the batch",
+                fix="override predict_step(self, batch): return StepOutput(None, output, target)",
             )
 
 
@@ -224,11 +218,9 @@ def _check_names(names: Sequence[str], seen: Sequence[int], *, classes: int | No
     highest = max(seen)
     if (classes is not None and len(names) != classes) or highest >= len(names):
         raise SettingError(
-            message(
-                f"report(names=...) with {len(names)} names",
-                have=f"{highest + 1 if classes is None else classes} classes",
-                want="one name for each class, from class 0",
-            )
+            f"report(names=...) with {len(names)} names",
+            have=f"{highest + 1 if classes is None else classes} classes",
+            want="one name for each class, from class 0",
         )
 
 
@@ -249,7 +241,7 @@ def _of_values(
     shown = [str(index) for index in range(output.shape[1])] if names is None else list(names)
     if len(shown) != output.shape[1]:
         raise SettingError(
-            message(f"report(names=...) with {len(shown)} names", want=f"one for each of {output.shape[1]} columns")
+            f"report(names=...) with {len(shown)} names", want=f"one for each of {output.shape[1]} columns"
         )
     rows = sum(len(true) for _, true in pairs)
     numbers: dict[str, Any] = {**_scores(output, target), "rows": rows}

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainwright.core.errors import NonFiniteError, SettingError, message
+from trainwright.core.errors import NonFiniteError, SettingError
 from trainwright.core.trees import shapes_of
 from trainwright.metrics.metrics import IGNORED
 
@@ -59,12 +59,10 @@ def find_task_type(loss: Any, pairs: list[tuple[Tensor, Tensor]]) -> Literal["cl
     if target.is_floating_point() and not _may_be_classes(pairs):
         return "values"
     raise SettingError(
-        message(
-            "the targets may be classes or values, and the loss does not tell",
-            have=f"{shapes_of(output, target)}; loss: {getattr(loss, '__name__', type(loss).__name__)}",
-            want='kind="classes" (precision, recall, F1) or kind="values" (R2, MAE, RMSE)',
-            fix='report(data, kind="classes")',
-        )
+        "the targets may be classes or values, and the loss does not tell",
+        have=f"{shapes_of(output, target)}; loss: {getattr(loss, '__name__', type(loss).__name__)}",
+        want='kind="classes" (precision, recall, F1) or kind="values" (R2, MAE, RMSE)',
+        fix='report(data, kind="classes")',
     )
 
 
@@ -78,16 +76,14 @@ def guess_classes(loss: Any, pairs: list[tuple[Tensor, Tensor]]) -> Guesses:
     missing = sum(int(output.isnan().sum()) for output, _ in pairs)
     if missing:
         raise NonFiniteError(
-            message(
-                f"{missing} of {sum(output.numel() for output, _ in pairs)} outputs are NaN, and so are no guess",
-                fix="trainer.predict(data).isnan()   # finds the rows",
-            )
+            f"{missing} of {sum(output.numel() for output, _ in pairs)} outputs are NaN, and so are no guess",
+            fix="trainer.predict(data).isnan()   # finds the rows",
         )
     batches = [_guess_batch(output, target, family=family) for output, target in pairs]
     guess, target = torch.cat([one.guess for one in batches]), torch.cat([one.target for one in batches])
     counts = target != ignored
     if not counts.any():
-        raise SettingError(message(f"every target is {ignored}, which the loss ignores", want="targets that count"))
+        raise SettingError(f"every target is {ignored}, which the loss ignores", want="targets that count")
     first = batches[0]
     return Guesses(
         guess[counts], target[counts], first.classes, (*first.notes, *_notes_on_logits(pairs, first, family))
@@ -110,12 +106,10 @@ def _guess_batch(output: Tensor, target: Tensor, *, family: OutputKind) -> Guess
     elif output.dim() > 2 and target.shape == output.shape[:-1]:
         fix = "return StepOutput(None, output.movedim(-1, 1), target) from predict_step"
     raise SettingError(
-        message(
-            "a report of classes cannot compare these",
-            have=shapes_of(output, target),
-            want="scores (N, C, d...) with class numbers (N, d...), or one output for each 0 or 1",
-            fix=fix,
-        )
+        "a report of classes cannot compare these",
+        have=shapes_of(output, target),
+        want="scores (N, C, d...) with class numbers (N, d...), or one output for each 0 or 1",
+        fix=fix,
     )
 
 
@@ -123,12 +117,10 @@ def _guess_binary(output: Tensor, target: Tensor, *, threshold: float) -> Guesse
     low, high = (float(bound) for bound in target.double().aminmax()) if target.numel() else (0.0, 0.0)
     if not (low >= 0 and high <= 1):
         raise SettingError(
-            message(
-                "one output for each target is a yes or no",
-                have=f"targets from {low:g} to {high:g}",
-                want="targets of 0 and 1",
-                fix='report(data, kind="values"), or a model with a score for each class',
-            )
+            "one output for each target is a yes or no",
+            have=f"targets from {low:g} to {high:g}",
+            want="targets of 0 and 1",
+            fix='report(data, kind="values"), or a model with a score for each class',
         )
     what = "a probability" if threshold else "a logit"
     note = f"\nguess: 1 where the output, {what}, is above {threshold:g}"

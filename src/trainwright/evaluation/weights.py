@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.checkpointing.optimizer_state import first_names, named_parameters
-from trainwright.core.errors import SettingError, message
+from trainwright.core.errors import SettingError
 from trainwright.core.trees import parameters_in
 from trainwright.modules.modes import unnoticed
 from trainwright.optim.averaged_weights import AveragedWeights
@@ -44,7 +44,7 @@ class EvaluationWeights:
         self._inside = False
         if average is not None and self._switching:
             name = type(self._switching[0]).__name__
-            raise SettingError(message(f"average={average.name}, and {name} averages by itself", fix="average=None"))
+            raise SettingError(f"average={average.name}, and {name} averages by itself", fix="average=None")
 
     @property
     def differs(self) -> bool:

@@ -18,7 +18,7 @@ from trainwright.checkpointing.load import DamagedError, Loaded, load_checkpoint
 from trainwright.checkpointing.manager import CheckpointManager
 from trainwright.checkpointing.parts import gather
 from trainwright.core.device import homes
-from trainwright.core.errors import NOTE, CheckpointError, NonFiniteError, SettingError, first_line, listed, message
+from trainwright.core.errors import NOTE, CheckpointError, NonFiniteError, SettingError, first_line, listed
 from trainwright.core.process_state import training_afresh
 from trainwright.core.records import Result
 from trainwright.core.signals import Interrupted, Signals
@@ -352,11 +352,9 @@ def _check_saves(owner: Owner, run: Run, between: BetweenUpdates) -> list[str]:
     parts, ours = owner.parts(), parts_of(run, between)
     if lost := sorted(ours.keys() - (parts or {}).keys()):
         raise SettingError(
-            message(
-                f"parts() of {type(owner).__name__} leaves out {listed(lost, 5)}: no checkpoint would hold them",
-                want="the parts of the Trainer, and your own beside them",
-                fix="def parts(self): return super().parts() | {...}",
-            )
+            f"parts() of {type(owner).__name__} leaves out {listed(lost, 5)}: no checkpoint would hold them",
+            want="the parts of the Trainer, and your own beside them",
+            fix="def parts(self): return super().parts() | {...}",
         )
     own = {name: part for name, part in parts.items() if name not in ours}
     run.rollback.bind(own)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from trainwright.core.checks import check_form, check_whole, is_count, is_none_or, is_number, is_text
-from trainwright.core.errors import CheckpointError, SettingError, message
+from trainwright.core.errors import CheckpointError, SettingError
 from trainwright.core.monitor import Mode, rank, require_monitor, resolve_mode
 from trainwright.core.records import Best
 from trainwright.core.suggestions import suggests
@@ -113,12 +113,10 @@ class EarlyStopper:
         saved, mine = (tree["monitor"], tree["mode"]), (self.settings.monitor, self.mode)
         if saved != mine:
             raise CheckpointError(
-                message(
-                    "the checkpoint stopped early by another number",
-                    have="EarlyStopping({!r}, mode={!r}) in the checkpoint".format(*saved),
-                    want="EarlyStopping({!r}, mode={!r})".format(*mine),
-                    fix='fit(..., resume_fresh=("early_stopping",)), or resume with the one of the checkpoint',
-                )
+                "the checkpoint stopped early by another number",
+                have="EarlyStopping({!r}, mode={!r}) in the checkpoint".format(*saved),
+                want="EarlyStopping({!r}, mode={!r})".format(*mine),
+                fix='fit(..., resume_fresh=("early_stopping",)), or resume with the one of the checkpoint',
             )
         self.best = None if tree["best"] is None else Best(**tree["best"])
         self._error = tree["error"]
@@ -151,22 +149,18 @@ def _margin(min_delta: float | str) -> _Margin:
     elif not isinstance(min_delta, bool) and isinstance(min_delta, int | float) and 0 <= min_delta < math.inf:
         return _Margin("absolute", float(min_delta))
     raise SettingError(
-        message(
-            f"EarlyStopping(min_delta={min_delta!r})",
-            want='a distance of 0 or more (0.001), a share of the best ("1%"), or one standard error ("1se")',
-            fix=f"min_delta={-min_delta!r}" if isinstance(min_delta, float) and -math.inf < min_delta < 0 else "",
-        )
+        f"EarlyStopping(min_delta={min_delta!r})",
+        want='a distance of 0 or more (0.001), a share of the best ("1%"), or one standard error ("1se")',
+        fix=f"min_delta={-min_delta!r}" if isinstance(min_delta, float) and -math.inf < min_delta < 0 else "",
     )
 
 
 def _without_error(monitor: str, errors: Mapping[str, float]) -> SettingError:
     return SettingError(
-        message(
-            f'EarlyStopping({monitor!r}, min_delta="1se") needs the standard error of {monitor}, and there is none',
-            have="standard errors of " + (", ".join(sorted(errors)) or "nothing"),
-            want="a metric that returns one value per row, or a loss whose rows are known",
-            fix="return a 1-dim tensor with one value per row from the metric, or give min_delta a number",
-        )
+        f'EarlyStopping({monitor!r}, min_delta="1se") needs the standard error of {monitor}, and there is none',
+        have="standard errors of " + (", ".join(sorted(errors)) or "nothing"),
+        want="a metric that returns one value per row, or a loss whose rows are known",
+        fix="return a 1-dim tensor with one value per row from the metric, or give min_delta a number",
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainwright.core.errors import SettingError, message, user_line
+from trainwright.core.errors import SettingError, user_line
 from trainwright.core.progress import Counters
 from trainwright.modules.modes import unnoticed
 from trainwright.update.hooks import let_go_of_memory
@@ -24,7 +24,7 @@ def start_stage(owner: Owner, undo: ExitStack, *, resumes: bool, epochs: int | N
     last = owner._record
     if last.is_under_way:
         what, fix = "fit() from within a fit() of the same Trainer", "another Trainer, with a model of its own"
-        raise SettingError(message(what, want="one fit at a time", fix=fix))
+        raise SettingError(what, want="one fit at a time", fix=fix)
     before = LastStage(owner)
     record = owner._record = last.next_stage()
     undo.push(before.leave)

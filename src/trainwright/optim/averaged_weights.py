@@ -323,11 +323,9 @@ class _AppliedWeight:
 
     def refreshed(self) -> _AppliedWeight:
         """The same parameter with its present value."""
-        return (
-            self
-            if self.unchanged
-            else _AppliedWeight(self.weight, version_of(self.weight), self.weight.detach().clone())
-        )
+        if self.unchanged:
+            return self
+        return _AppliedWeight(self.weight, version_of(self.weight), self.weight.detach().clone())
 
 
 def _grouped(model: nn.Module, known: Mapping[int, Tensor]) -> list[_Group]:
