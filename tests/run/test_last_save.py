@@ -121,7 +121,7 @@ def test_a_save_before_the_last_that_fails_is_a_warning(tmp_path, disk):
             disk.full = update.update < 4
 
     trainer = make(tmp_path, every=Updates(1), async_save=False, observers=[Empties()])
-    with pytest.warns(UserWarning, match="training goes on"):
+    with pytest.warns(UserWarning, match="training continues"):
         assert trainer.fit(DATA, epochs=1).stopped == "epochs=1 reached"
     assert latest_checkpoint(tmp_path).name == "update-0000000004"
 
