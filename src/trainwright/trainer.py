@@ -425,10 +425,10 @@ class Trainer(Generic[M]):
         """The names that there are, without those of other libraries that only raise."""
         return [name for name in super().__dir__() if name not in FOREIGN_ATTRIBUTES or hasattr(self, name)]
 
-    # For the run that this trainer owns.
+    # For the package `fit`.
 
-    def hold(self, run: Run, between: BetweenUpdates) -> None:
-        """Hold the run while it lasts; `setup.NOT_RUNNING` when it is over."""
+    def _bind_run(self, run: Run, between: BetweenUpdates) -> None:
+        """Refer to the run while it lasts; to `setup.NOT_RUNNING` when it is over."""
         self._run, self._between = run, between
 
 

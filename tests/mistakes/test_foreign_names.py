@@ -490,7 +490,7 @@ def test_the_class_of_an_observer_is_no_observer():
         make(observers=[Journal])
 
 
-@pytest.mark.parametrize("name", ["ledger", "counters", "hold", "history"])
+@pytest.mark.parametrize("name", ["ledger", "counters", "hooks", "history"])
 def test_a_method_that_hides_what_the_trainer_keeps_is_refused(name):
     with pytest.raises(TypeError, match=f"Mine.{name}: the Trainer keeps something of its own under this name"):
         type("Mine", (Trainer,), {name: lambda self: None})

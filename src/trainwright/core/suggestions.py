@@ -300,7 +300,7 @@ def suggests(given: C) -> C:
     return cast(C, called)
 
 
-KEPT = frozenset({"between", "counters", "fast_path", "history", "hold", "hooks", "ledger", "result", "world"})
+KEPT = frozenset({"counters", "fast_path", "history", "hooks", "ledger", "result", "world"})
 """What a Trainer keeps for its run: no method of a subclass may hide it."""
 
 

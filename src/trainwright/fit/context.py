@@ -124,7 +124,7 @@ class FitContext:
         manager, loaded = self._open_directory(undo, refused=refused)
         resuming = plan_resume(owner, loaded, self._resume)
         between = self._between = BetweenUpdates(run, val, ends, manager=manager)
-        owner.hold(run, between)
+        owner._bind_run(run, between)
         undo.callback(_release_run, owner, run)
         run.weights.start()
         for epoch in range(resuming.begun_epochs):
@@ -327,7 +327,7 @@ def _release_run(owner: Owner, run: Run) -> None:
     run.strategy.close()
     if record.splits is not None:
         record.splits = record.splits.summary()
-    owner.hold(NOT_RUNNING, NOT_RUNNING)
+    owner._bind_run(NOT_RUNNING, NOT_RUNNING)
 
 
 @contextmanager

@@ -81,7 +81,7 @@ def variant(trainer: T, **settings: Any) -> T:
     twin._record, twin.counters, twin.history = StageRecord(warns=False), Counters(), []
     twin.ledger = Ledger(MetricSet(twin.metrics, training=True) if twin.metrics else None, twin.hooks)
     twin.result = None
-    twin.hold(setup.NOT_RUNNING, setup.NOT_RUNNING)
+    twin._bind_run(setup.NOT_RUNNING, setup.NOT_RUNNING)
     return twin
 
 

@@ -74,8 +74,8 @@ class Owner(Protocol):
         """Everything with state, by name."""
         ...
 
-    def hold(self, run: Any, between: Any) -> None:
-        """Hold the run while it lasts."""
+    def _bind_run(self, run: Any, between: Any) -> None:
+        """Refer to the run while it lasts."""
 
     def training_step(self, batch: Any) -> Any:
         """The step of training."""
