@@ -39,7 +39,7 @@ from trainwright.precision.mixed_precision import as_precision
 from trainwright.protocols import Clip, Observer, Schedule, Stateful
 from trainwright.update import batches, manual_optimization
 from trainwright.update.hooks import overridden, read_hooks
-from trainwright.update.loss_tracker import Ledger
+from trainwright.update.loss_tracker import LossTracker
 from trainwright.update.nonfinite_policy import Policy, as_policy
 from trainwright.update.window import Window, accumulation, rows_of
 
@@ -131,7 +131,7 @@ class Trainer(Generic[M]):
         self.hooks = read_hooks(self, overridden(type(self), Trainer, HOOKS))
         checked = set() if self.is_main else set(self.metrics)
         self._record = StageRecord(checked_metrics=checked)
-        self.ledger = Ledger(
+        self.ledger = LossTracker(
             MetricSet(self.metrics, training=True, checked=checked) if self.metrics else None, self.hooks
         )
         self.counters, self.history = Counters(), list[dict[str, float]]()
@@ -216,7 +216,7 @@ class Trainer(Generic[M]):
                     returned = strategy.step(batch)
             losses, weights = strategy.weigh(returned)
             torch.autograd.backward(losses, weights)
-        ledger.noting = True
+        ledger.recording = True
         # Nothing is missing from the gradients of a lone micro-batch without a loss scale.
         loss: Tensor = ledger.window_loss if window.is_lone and run.scaler is None else strategy.close_window(window)
         return loss

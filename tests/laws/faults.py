@@ -18,7 +18,7 @@ from trainwright.optim import gradients
 from trainwright.optim.gradients import Gradients
 from trainwright.schedules.table import TableRates
 from trainwright.update import batches, finite_check, loss_tracker, nonfinite_policy, strategy, window
-from trainwright.update.loss_tracker import Ledger
+from trainwright.update.loss_tracker import LossTracker
 from trainwright.update.losses import KnownLoss
 from trainwright.update.strategy import UpdateStrategy
 
@@ -159,7 +159,7 @@ def sparse_rows_are_added_up_first(patch):
 
 def reports_the_mean_of_batch_means(patch):
     without(patch, loss_tracker, "nll_total_weight")
-    without(patch, Ledger, "_default_count", 1)
+    patch.setattr(LossTracker, "count", 1)
 
 
 def sees_the_first_group_only(patch):
@@ -313,7 +313,7 @@ def a_known_loss_outvotes_the_step(patch):
 
 
 def a_users_count_is_not_asked(patch):
-    patch.setattr(Ledger, "_default_count", lambda self: self.window.rows[self.window.position])
+    patch.setattr(LossTracker, "count", property(lambda self: self._rows))
 
 
 def applies_a_window_that_counts_nothing(patch):

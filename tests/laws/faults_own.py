@@ -14,7 +14,7 @@ from trainwright.schedules.rates import NamedRates
 from trainwright.schedules.table import TableRates
 from trainwright.update import batches, finite_check, loss_tracker, manual_optimization
 from trainwright.update.finite_check import ImmediateCheck
-from trainwright.update.loss_tracker import Ledger
+from trainwright.update.loss_tracker import LossTracker
 from trainwright.update.optimizer_steps import NamedParts, OptimizerStep, OptimizerSteps
 from trainwright.update.snapshot import Buffers, Tensors, UserState
 from trainwright.update.strategy import UpdateStrategy
@@ -37,14 +37,14 @@ def a_second_pass_adds_to_the_first(patch):
 
 
 def a_second_pass_is_noted(patch):
-    around(patch, Ledger, "begin_again", after=lambda self: setattr(self, "noting", True))
+    around(patch, LossTracker, "begin_again", after=lambda self: setattr(self, "recording", True))
 
 
 def a_second_pass_is_weighed_on_from_the_first(patch):
     def begin_again(self):
-        self.window.position, self.noting = -1, False
+        self.window.position, self.recording = -1, False
 
-    patch.setattr(Ledger, "begin_again", begin_again)
+    patch.setattr(LossTracker, "begin_again", begin_again)
 
 
 def a_window_weighs_its_batches_alike(patch):
@@ -204,25 +204,27 @@ def the_norm_is_told_after_clipping(patch):
 
 def losses_of_several_steps_are_added_up(patch):
     def note(self, name, told):
-        self._entries.append((name, sum(value for value, _, _ in told), told[0][1], False))
+        self.unread.append((name, sum(value for value, _, _ in told), told[0][1], False))
 
-    patch.setattr(Ledger, "note_told", note)
+    patch.setattr(LossTracker, "record_losses", note)
 
 
 def minimized_losses_count_windows(patch):
-    whole = Ledger.note_told
-    patch.setattr(Ledger, "note_told", lambda self, name, told: whole(self, name, [(one[0], 1, False) for one in told]))
+    whole = LossTracker.record_losses
+    patch.setattr(
+        LossTracker, "record_losses", lambda self, name, told: whole(self, name, [(one[0], 1, False) for one in told])
+    )
 
 
 def named_losses_are_told_as_their_sum(patch):
-    whole = Ledger._note
+    whole = LossTracker._add
 
-    def note(self, outcome, count):
-        if outcome.named is not None:
-            outcome.named = dict.fromkeys(outcome.named, outcome.loss.detach())
-        whole(self, outcome, count)
+    def add(self, step_loss):
+        if step_loss.named is not None:
+            step_loss.named = dict.fromkeys(step_loss.named, step_loss.loss.detach())
+        whole(self, step_loss)
 
-    patch.setattr(Ledger, "_note", note)
+    patch.setattr(LossTracker, "_add", add)
 
 
 def one_that_is_held_back_holds_back_all(patch):
@@ -314,9 +316,9 @@ def steps_by_hand_are_not_noticed(patch):
 
 
 def metrics_are_not_fed(patch):
-    whole = Ledger.record_minimized
+    whole = LossTracker.record_minimized
     strip = lambda returned: returned.loss if type(returned) is StepOutput else returned  # noqa: E731
-    patch.setattr(Ledger, "record_minimized", lambda self, returned: whole(self, strip(returned)))
+    patch.setattr(LossTracker, "record_minimized", lambda self, returned: whole(self, strip(returned)))
 
 
 def a_step_that_is_called_weighs_by_the_window(patch):
@@ -330,7 +332,7 @@ def a_step_that_is_called_weighs_by_the_window(patch):
 
 
 def unfed_metrics_are_left_out(patch):
-    around(patch, Ledger, "means", before=lambda self, *_: setattr(self, "must_feed", False))
+    around(patch, LossTracker, "means", before=lambda self, *_: setattr(self, "must_feed", False))
 
 
 def a_metric_is_weighed_by_the_window(patch):
@@ -338,16 +340,18 @@ def a_metric_is_weighed_by_the_window(patch):
 
 
 def logged_numbers_count_windows(patch):
-    patch.setattr(Ledger, "count", property(lambda self: 1))
+    patch.setattr(LossTracker, "count", property(lambda self: 1))
 
 
 def returned_numbers_are_dropped(patch):
-    whole = Ledger.note_returned
-    patch.setattr(Ledger, "note_returned", lambda self, given: None if type(given) is dict else whole(self, given))
+    whole = LossTracker.record_returned
+    patch.setattr(
+        LossTracker, "record_returned", lambda self, given: None if type(given) is dict else whole(self, given)
+    )
 
 
 def the_last_number_of_an_update_stands_for_all(patch):
-    around(patch, Ledger, "close", before=lambda self, *_: self._earlier.clear())
+    around(patch, LossTracker, "read", before=lambda self, *_: self._earlier.clear())
 
 
 def gradients_are_zeroed_after_the_step(patch):

@@ -26,7 +26,7 @@ from trainwright.optim.averaged_weights import AveragedWeights
 from trainwright.precision.mixed_precision import LossScaler
 from trainwright.schedules.stepped import SteppedRates
 from trainwright.schedules.table import TableRates
-from trainwright.update.loss_tracker import Ledger
+from trainwright.update.loss_tracker import LossTracker
 from trainwright.update.snapshot import Buffers
 
 from .faults import around, without
@@ -185,7 +185,7 @@ def the_schedule_starts_anew(patch):
 
 
 def the_sums_of_the_epoch_are_forgotten(patch):
-    without(patch, Ledger, "load_state_dict")
+    without(patch, LossTracker, "load_state_dict")
 
 
 def the_history_starts_anew(patch):

@@ -21,7 +21,7 @@ from trainwright.metrics.totals import Total
 from trainwright.modules import modes
 from trainwright.schedules.stepped import SteppedRates
 from trainwright.schedules.table import TableRates
-from trainwright.update.loss_tracker import Ledger
+from trainwright.update.loss_tracker import LossTracker
 from trainwright.update.losses import KnownLoss
 from trainwright.update.reporter import UpdateReporter
 
@@ -51,13 +51,13 @@ def fault(check: Callable[..., Any], *arguments: Any):
 
 def with_entries(patch: Patch, change: Callable[..., Any]) -> None:
     """Change what the ledger has noted just before it is read."""
-    close = Ledger.close
+    close = LossTracker.read
 
     def changed(self, *more):
-        self._entries = [change(*entry) for entry in self._entries]
+        self.unread = [change(*entry) for entry in self.unread]
         return close(self, *more)
 
-    patch.setattr(Ledger, "close", changed)
+    patch.setattr(LossTracker, "read", changed)
 
 
 # Numbers.
@@ -65,13 +65,13 @@ def with_entries(patch: Patch, change: Callable[..., Any]) -> None:
 
 @fault(numbers.check_training_loss_is_the_mean_over_rows, 2)
 def the_training_loss_is_divided_by_accumulate(patch):
-    note = Ledger._note
+    add = LossTracker._add
 
-    def divided(self, outcome, count):
+    def divided(self, step_loss):
         size = 1 if self.window is None else len(self.window)
-        note(self, replace(outcome, loss=outcome.loss / size), count)
+        add(self, replace(step_loss, loss=step_loss.loss / size))
 
-    patch.setattr(Ledger, "_note", divided)
+    patch.setattr(LossTracker, "_add", divided)
 
 
 @fault(numbers.check_training_loss_is_the_mean_over_rows, 1)
@@ -89,7 +89,7 @@ def the_validation_loss_is_a_mean_of_batch_means(patch):
 
 @fault(numbers.check_elements_weigh_a_loss_over_elements, 1)
 def a_loss_over_elements_is_weighed_by_rows(patch):
-    patch.setattr(Ledger, "_default_count", lambda self: self.window.rows[self.window.position])
+    patch.setattr(LossTracker, "count", property(lambda self: self._rows))
 
 
 @fault(numbers.check_ignored_targets_do_not_count, 2)
@@ -104,14 +104,16 @@ def class_weights_are_no_counts(patch):
 
 @fault(many_rows.check_more_rows_than_a_float32_counts)
 def counts_are_kept_in_float32(patch):
-    close = Ledger.close
+    close = LossTracker.read
 
     def narrow(self, *more):
         read = close(self, *more)
-        self._counts = {name: torch.tensor(n, dtype=torch.float32).item() for name, n in self._counts.items()}
+        self._epoch.counts = {
+            name: torch.tensor(n, dtype=torch.float32).item() for name, n in self._epoch.counts.items()
+        }
         return read
 
-    patch.setattr(Ledger, "close", narrow)
+    patch.setattr(LossTracker, "read", narrow)
 
 
 @fault(numbers.check_metrics_are_exact_in_every_form)
@@ -122,19 +124,19 @@ def a_metric_is_a_mean_of_batch_means(patch):
 
 @fault(numbers.check_logged_numbers_are_weighted, 1)
 def logged_numbers_have_no_count(patch):
-    log = Ledger.log
-    patch.setattr(Ledger, "log", lambda self, name, value, count: log(self, name, value, 1))
+    log = LossTracker.log
+    patch.setattr(LossTracker, "log", lambda self, name, value, count: log(self, name, value, 1))
 
 
 @fault(numbers.check_named_losses_are_reported_each, 2)
 def named_losses_are_forgotten_where_several_are_weighed(patch):
-    note = Ledger._note
-    patch.setattr(Ledger, "_note", lambda self, outcome, count: note(self, replace(outcome, named=None), count))
+    add = LossTracker._add
+    patch.setattr(LossTracker, "_add", lambda self, step_loss: add(self, replace(step_loss, named=None)))
 
 
 @fault(numbers.check_numbers_start_anew_each_epoch)
 def sums_go_on_over_epochs(patch):
-    patch.setattr(Ledger, "reset", lambda self: None)
+    patch.setattr(LossTracker, "reset", lambda self: None)
 
 
 @fault(nan.check_a_nan_row_shows_in_training, "skip", 1)

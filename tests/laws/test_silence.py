@@ -24,7 +24,7 @@ from trainwright import (
 )
 from trainwright.core import host_reads
 from trainwright.update import device_state
-from trainwright.update.loss_tracker import Ledger, Roots
+from trainwright.update.loss_tracker import LossTracker, Roots
 
 UPDATES_IN_EPOCH = 5
 
@@ -220,14 +220,14 @@ def test_the_path_knows_the_schedule_of_the_run(gates: Gates) -> None:
 
 
 def test_an_item_in_the_step_is_noticed(gates: Gates, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Ledger.weigh
+    real = LossTracker.weigh
 
-    def weigh(self: Ledger, returned: Any) -> Roots:
+    def weigh(self: LossTracker, returned: Any) -> Roots:
         roots = real(self, returned)
         roots[0][0].detach().item()
         return roots
 
-    monkeypatch.setattr(Ledger, "weigh", weigh)
+    monkeypatch.setattr(LossTracker, "weigh", weigh)
     with pytest.raises(RuntimeError):
         test_a_fit_reads_between_updates_alone("bare", gates)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from trainwright.fit.between_updates import BetweenUpdates
 from trainwright.schedules.table import TableRates
 from trainwright.update import distributed_step
 from trainwright.update.distributed_step import DistributedStep
-from trainwright.update.loss_tracker import Ledger
+from trainwright.update.loss_tracker import LossTracker
 from trainwright.update.losses import StepLoss
 from trainwright.update.per_rank_state import open_epoch
 from trainwright.update.sharded_window import DealtWindow
@@ -76,14 +77,16 @@ def noise_of_what_stands_in_stays(patch: Patch) -> None:
 
 
 def numbers_of_what_stands_in_stay(patch: Patch) -> None:
-    noted = Ledger._note
+    record, add = LossTracker.record, LossTracker._add
 
-    def note(self: Ledger, step_loss: StepLoss, count: Any) -> None:
-        own, self.noting = self.noting, True
-        noted(self, step_loss, count or 1)
-        self.noting = own
+    def recorded(self: LossTracker, returned: Any) -> StepLoss | None:
+        own, self.recording = self.recording, True
+        step_loss = record(self, returned)
+        self.recording = own
+        return step_loss
 
-    patch.setattr(Ledger, "_note", note)
+    patch.setattr(LossTracker, "record", recorded)
+    patch.setattr(LossTracker, "_add", lambda self, loss: add(self, replace(loss, count=loss.count or 1)))
 
 
 # The order, and the schedule.
@@ -116,12 +119,12 @@ def statistics_stay_apart(patch: Patch) -> None:
 
 
 def the_first_ones_numbers_are_told(patch: Patch) -> None:
-    patch.setattr(Ledger, "merge", lambda self, world: None)
+    patch.setattr(LossTracker, "merge", lambda self, world: None)
 
 
 def each_evaluates_all_rows(patch: Patch) -> None:
-    def all_rows(owner: Any, source: Any, ledger: Ledger) -> Any:
-        ledger.noting = True
+    def all_rows(owner: Any, source: Any, ledger: LossTracker) -> Any:
+        ledger.recording = True
         return (one.batch for one in open_epoch(owner.world, source, 0))
 
     patch.setattr(passes, "shard_batches", all_rows)
@@ -132,7 +135,7 @@ def each_judges_by_its_own_numbers(patch: Patch) -> None:
 
     def alone(self: BetweenUpdates, evaluate: Callable[..., Mapping[str, float]], **how: bool) -> dict[str, float]:
         with pytest.MonkeyPatch.context() as inside:
-            inside.setattr(Ledger, "merge", lambda self, world: None)
+            inside.setattr(LossTracker, "merge", lambda self, world: None)
             inside.setattr(Group, "same", lambda self, value: value)
             inside.setattr(self.owner, "is_main", True)
             return validate(self, evaluate, **how)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from trainwright import MeanLoss, MixedPrecision, SettingError, StepError, StepOutput, SumLoss, TrainwrightError, Window
 from trainwright.precision.mixed_precision import LossScaler
-from trainwright.update.loss_tracker import Ledger
+from trainwright.update.loss_tracker import LossTracker
 from trainwright.update.window import rows_of
 
 
@@ -34,7 +34,7 @@ def begun(ledger, rows, counts=None):
 
 def taken(ledger, *returned):
     losses = [weighed(ledger, one) for one in returned]
-    ledger.close()
+    ledger.read()
     return losses
 
 
@@ -46,14 +46,14 @@ def weighed(ledger, returned):
 
 
 def test_a_lone_mean_is_handed_on_as_it_is():
-    ledger, loss = begun(Ledger(), [4]), number(2.5)
+    ledger, loss = begun(LossTracker(), [4]), number(2.5)
     assert ledger.weigh(loss) == ((loss,), (None,))
-    ledger.close()
-    assert (ledger.loss, ledger.counted, ledger.noted) == (2.5, 4, True)
+    ledger.read()
+    assert (ledger.loss, ledger.counted, ledger.has_loss) == (2.5, 4, True)
 
 
 def test_micro_batches_are_weighed_by_rows_and_told_as_one_mean():
-    ledger = begun(Ledger(), [1, 3])
+    ledger = begun(LossTracker(), [1, 3])
     assert taken(ledger, number(8.0), number(4.0)) == [2.0, 3.0]
     assert ledger.loss == 5.0 and ledger.counted == 4
 
@@ -66,23 +66,23 @@ def test_a_count_of_the_steps_own_comes_first_then_the_users_then_torchs_then_ro
         taken(begun(ledger, [6], counts), returned)
         return ledger.counted
 
-    trusting = Ledger(hooks=told(9, counts_itself=True))
+    trusting = LossTracker(hooks=told(9, counts_itself=True))
     assert counted(trusting, MeanLoss(by_torch, 2), [9]) == 2
     assert counted(trusting, by_torch, [9]) == 9
-    assert counted(Ledger(hooks=told(5)), by_torch) == 4
-    assert counted(Ledger(hooks=told(5)), number(1.0)) == 5
-    assert counted(Ledger(), number(1.0)) == 6
+    assert counted(LossTracker(hooks=told(5)), by_torch) == 4
+    assert counted(LossTracker(hooks=told(5)), number(1.0)) == 5
+    assert counted(LossTracker(), number(1.0)) == 6
 
 
 def test_named_losses_are_told_each_under_its_name():
-    ledger = begun(Ledger(), [1, 3])
+    ledger = begun(LossTracker(), [1, 3])
     taken(ledger, {"a": number(1.0), "b": number(3.0)}, {"a": number(5.0), "b": number(7.0)})
     assert ledger.values == {"a": 4.0, "b": 6.0} and ledger.loss == 10.0
     assert ledger.means() == {"loss": 10.0, "a": 4.0, "b": 6.0}
 
 
 def test_means_are_weighted_over_windows_and_start_anew_after_a_reset():
-    ledger = Ledger()
+    ledger = LossTracker()
     for rows, loss in ((4, 1.0), (1, 6.0)):
         taken(begun(ledger, [rows]), number(loss))
     assert ledger.means("train_") == {"train_loss": 2.0}
@@ -91,14 +91,14 @@ def test_means_are_weighted_over_windows_and_start_anew_after_a_reset():
 
 
 def test_a_sum_without_a_count_is_trained_whole_and_told_per_row():
-    ledger = begun(Ledger(), [1, 3])
+    ledger = begun(LossTracker(), [1, 3])
     assert taken(ledger, SumLoss(number(2.0)), SumLoss(number(6.0))) == [2.0, 6.0]
     assert ledger.loss == 2.0
 
 
 @pytest.mark.parametrize("nothing", [0, torch.tensor(0)])
 def test_a_nan_over_nothing_is_left_out_and_one_over_something_is_not(nothing):
-    ledger = begun(Ledger(), [2, 2])
+    ledger = begun(LossTracker(), [2, 2])
     weighed = taken(ledger, MeanLoss(number(math.nan), nothing), MeanLoss(number(3.0), 2))
     assert weighed[0] == 0.0 and ledger.loss == 3.0
     taken(begun(ledger, [2, 2]), MeanLoss(number(math.nan), 1), MeanLoss(number(3.0), 2))
@@ -106,13 +106,13 @@ def test_a_nan_over_nothing_is_left_out_and_one_over_something_is_not(nothing):
 
 
 def test_a_window_over_nothing_is_nan():
-    ledger = begun(Ledger(), [2, 2])
+    ledger = begun(LossTracker(), [2, 2])
     taken(ledger, SumLoss(number(0.0), 0), SumLoss(number(0.0), 0))
     assert math.isnan(ledger.loss) and ledger.counted == 0
 
 
 def test_a_second_pass_is_weighed_as_the_first_and_not_noted():
-    ledger = begun(Ledger(), [1, 3])
+    ledger = begun(LossTracker(), [1, 3])
     first = [weighed(ledger, number(loss)) for loss in (8.0, 4.0)]
     ledger.begin_again()
     ledger.log("late", 1.0, None)
@@ -121,45 +121,45 @@ def test_a_second_pass_is_weighed_as_the_first_and_not_noted():
 
 
 def test_logged_numbers_default_to_the_count_of_the_batch_in_hand():
-    ledger = begun(Ledger(), [1, 3])
+    ledger = begun(LossTracker(), [1, 3])
     for loss, value in ((number(1.0), 10.0), (number(1.0), torch.tensor(2.0, requires_grad=True))):
         ledger.log("extra", value, None)
         ledger.weigh(loss)
     ledger.log("own", 5.0, 7)
-    ledger.close()
+    ledger.read()
     assert ledger.values == {"extra": 4.0, "own": 5.0}
 
 
 @pytest.mark.parametrize("name", ["loss", "lr", "epoch", "rows", "val_x"])
 def test_a_name_that_is_taken_is_refused(name):
     with pytest.raises(SettingError, match=r"is reserved|starts with val_"):
-        begun(Ledger(), [1]).log(name, 1.0, None)
+        begun(LossTracker(), [1]).log(name, 1.0, None)
 
 
 def test_logging_outside_a_step_is_refused():
     with pytest.raises(TrainwrightError, match="outside a step"):
-        Ledger().log("x", 1.0, None)
+        LossTracker().log("x", 1.0, None)
 
 
 def test_what_an_update_returns_is_told_where_no_step_was():
-    ledger = begun(Ledger(), [2, 3])
-    ledger.note_returned({"g": number(2.0), "d": 4.0})
-    ledger.close()
+    ledger = begun(LossTracker(), [2, 3])
+    ledger.record_returned({"g": number(2.0), "d": 4.0})
+    ledger.read()
     assert ledger.values == {"g": 2.0, "d": 4.0} and math.isnan(ledger.loss)
-    begun(ledger, [2]).note_returned(number(7.0))
-    ledger.close()
+    begun(ledger, [2]).record_returned(number(7.0))
+    ledger.read()
     assert ledger.loss == 7.0
 
 
 def test_close_reads_what_else_is_asked_for():
-    ledger = begun(Ledger(), [2])
+    ledger = begun(LossTracker(), [2])
     ledger.weigh(number(1.0))
-    assert ledger.close(number(8.0), 9) == [8.0, 9.0]
-    assert ledger.close() == [] and ledger.close(number(3.0)) == [3.0]
+    assert ledger.read(number(8.0), 9) == [8.0, 9.0]
+    assert ledger.read() == [] and ledger.read(number(3.0)) == [3.0]
 
 
 def test_the_running_sums_go_on_after_a_resume():
-    ledger, other = Ledger(), Ledger()
+    ledger, other = LossTracker(), LossTracker()
     taken(begun(ledger, [4]), number(1.0))
     other.load_state_dict(ledger.state_dict())
     for one in (ledger, other):
@@ -170,12 +170,12 @@ def test_the_running_sums_go_on_after_a_resume():
 def test_a_step_that_returns_no_loss_is_refused():
     for returned in (None, torch.zeros(3), StepOutput(None)):
         with pytest.raises(StepError, match="a step returned"):
-            begun(Ledger(), [2]).weigh(returned)
+            begun(LossTracker(), [2]).weigh(returned)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 def test_a_root_gradient_is_like_its_loss_made_once_and_made_anew_after_a_hook_wrote_into_it(dtype):
-    ledger = begun(Ledger(), [1, 3])
+    ledger = begun(LossTracker(), [1, 3])
     ledger.bind(LossScaler(MixedPrecision("fp16", init_scale=8.0)))
     loss = torch.zeros(3, dtype=dtype, requires_grad=True).sum()
     root = ledger.root_gradient(loss, 0.25)

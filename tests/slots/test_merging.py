@@ -16,7 +16,7 @@ from trainwright.metrics.metric_set import MetricSet
 from trainwright.metrics.metrics import accuracy, top_k
 from trainwright.metrics.reduce import reduce_to_rank0
 from trainwright.metrics.scores import F1, MAE, R2, RMSE
-from trainwright.update.loss_tracker import Ledger
+from trainwright.update.loss_tracker import LossTracker
 from world.pool import RankFailed, pool
 
 SIZES = (1, 7, 51, 64)
@@ -94,7 +94,7 @@ def evaluated(world: World, rows: int, *, twice: bool = False) -> dict[str, Any]
     """The numbers of an evaluation of `rows` rows, of which each process takes in its own."""
     output, target = classes(rows)
     meters = MetricSet(metrics(), spread=True)
-    ledger, part = Ledger(meters), Shard(world.rank, world.size)
+    ledger, part = LossTracker(meters), Shard(world.rank, world.size)
     for index, start in enumerate(range(0, rows, BATCH)):
         size = min(BATCH, rows - start)
         run, own = part.run(size), part.of(size)
@@ -103,7 +103,7 @@ def evaluated(world: World, rows: int, *, twice: bool = False) -> dict[str, Any]
             ledger.batch = (x, y)
             kept = y != -100
             loss = loss_of_each(x, y)[kept].mean() if kept.any() else torch.tensor(math.nan)
-            ledger.note(StepOutput(MeanLoss(loss, int(kept.sum())), x, y))
+            ledger.record(StepOutput(MeanLoss(loss, int(kept.sum())), x, y))
             if index == 1 and own.start == 0:
                 ledger.log("sometimes", float(x[0, 0]), 1)
         if twice:
@@ -147,17 +147,17 @@ def resumed() -> dict[str, Any]:
     world = Group()
     output, target = classes(51)
 
-    def take(ledger: Ledger, start: int, end: int) -> None:
+    def take(ledger: LossTracker, start: int, end: int) -> None:
         own = Shard(world.rank, world.size).of(end - start)
         x, y = output[start:end][own.start : own.stop], target[start:end][own.start : own.stop]
         ledger.batch = (x, y)
         kept = y != -100
-        ledger.note(StepOutput(MeanLoss(loss_of_each(x, y)[kept].mean(), int(kept.sum())), x, y))
+        ledger.record(StepOutput(MeanLoss(loss_of_each(x, y)[kept].mean(), int(kept.sum())), x, y))
         if start == 16 and own.start == 0:
             ledger.log("sometimes", float(x[0, 0]), 1)
 
-    def fresh() -> Ledger:
-        return Ledger(MetricSet(metrics(), spread=True))
+    def fresh() -> LossTracker:
+        return LossTracker(MetricSet(metrics(), spread=True))
 
     before, after = fresh(), fresh()
     for start in (0, 16):
@@ -241,7 +241,7 @@ def test_what_a_probe_returned_counts_once() -> None:
 
 
 def probed() -> dict[str, float]:
-    world, ledger = Group(), Ledger()
-    ledger.note_probed({"sharpness": 1.0 + world.rank}, "sharp")
+    world, ledger = Group(), LossTracker()
+    ledger.record_probe({"sharpness": 1.0 + world.rank}, "sharp")
     ledger.merge(world)
     return ledger.means()

@@ -401,7 +401,7 @@ def _losses(run: Run, whole: Window, parts: Window) -> tuple[float, float, float
 def _run(run: Run, window: Window) -> list[float]:
     """The weighed losses of a window's micro-batches, which add up to its loss; no number is noted."""
     ledger, found = run.ledger, list[float]()
-    ledger.window, noting, ledger.noting = window, ledger.noting, False
+    ledger.window, noting, ledger.recording = window, ledger.recording, False
     window.begin()
     window.begun = True
     try:
@@ -409,9 +409,10 @@ def _run(run: Run, window: Window) -> list[float]:
             with nullcontext() if run.autocast is None else run.autocast:
                 returned = run.strategy.step(Window.__getitem__(window, index))
             step_loss = ledger.record(returned)
+            assert step_loss is not None
             found.append(float(weighed(step_loss.loss, step_loss.weight)))
     finally:
-        ledger.noting = noting
+        ledger.recording = noting
     return [loss * float(window.missing_factor) for loss in found]
 
 

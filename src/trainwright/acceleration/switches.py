@@ -81,10 +81,10 @@ def _compiled(owner: Owner, source: Source) -> Iterator[str]:
             compiled(owner.model, fast.regions, fast.options, is_short=is_short, looks_on=CountObserver) as record,
         ):
             owner._record.compiled = record
-            ledger.told_by_torch = counted_outside_graphs
+            ledger.count_by_graph = counted_outside_graphs
             yield f"compiles {record.what}"
     finally:
-        ledger.told_by_torch = nll_total_weight
+        ledger.count_by_graph = nll_total_weight
 
 
 def _short(owner: Owner, source: Source) -> Callable[[], bool]:

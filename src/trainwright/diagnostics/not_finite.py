@@ -22,7 +22,7 @@ from trainwright.diagnostics.frames import title
 from trainwright.modules import modes
 from trainwright.modules.dtensors import is_sharded
 from trainwright.update.batches import split as default_split
-from trainwright.update.loss_tracker import Ledger
+from trainwright.update.loss_tracker import LossTracker
 from trainwright.update.losses import read_step_loss
 from trainwright.update.nonfinite_policy import Trace
 from trainwright.update.owner import networks_of
@@ -218,7 +218,7 @@ class _ModuleSearch:
             undo.callback(setattr, owner, "state", state)
             undo.callback(setattr, owner, "ledger", ledger)
             owner.state = copy_tree(state)
-            owner.ledger = Ledger(None, owner.hooks)
+            owner.ledger = LossTracker(None, owner.hooks)
             for root in roots:
                 for name, module in root.named_modules():
                     if isinstance(module, torch.jit.ScriptModule):

@@ -22,7 +22,7 @@ from trainwright.diagnostics.explain import explain
 from trainwright.metrics.metric_set import MetricSet
 from trainwright.modules import modes
 from trainwright.update.hooks import let_go_of_memory, mover
-from trainwright.update.loss_tracker import Ledger
+from trainwright.update.loss_tracker import LossTracker
 from trainwright.update.losses import CountObserver
 from trainwright.update.owner import Owner, networks_of
 from trainwright.update.per_rank_state import complete_batches, position_text, rank0_buffers, shard_batches
@@ -59,7 +59,7 @@ def evaluate(owner: Owner, source: Source, *, name: str, batches: int | None = N
     Every rank runs its slice of each batch; the numbers are reduced to rank 0 and broadcast.
     """
     metrics = _metric_set(owner, owner.hooks.spread, complete=batches is None)
-    ledger = Ledger(metrics, owner.hooks)
+    ledger = LossTracker(metrics, owner.hooks)
     seen = 0
     with separate_numbers(owner, ledger):
         try:
@@ -70,10 +70,10 @@ def evaluate(owner: Owner, source: Source, *, name: str, batches: int | None = N
                     returned = step(batch if to_device is None else to_device(batch))
                     if not seen:
                         ledger.check_fed(returned)
-                    ledger.note(returned)
+                    ledger.record(returned)
                     seen += 1
                     if not seen % READ_EVERY:
-                        ledger.close()
+                        ledger.read()
                 ledger.merge(owner.world)
                 numbers = ledger.means(f"{name}_") if owner.is_main else {}
                 if not any(owner.world.total(seen)):
@@ -136,8 +136,8 @@ class separate_numbers:  # a class, as the one below: every evaluation enters th
 
     __slots__ = ("_inner", "_outer", "_owner")
 
-    def __init__(self, owner: Owner, ledger: Ledger | None = None) -> None:
-        self._owner, self._inner = owner, Ledger(None, owner.hooks) if ledger is None else ledger
+    def __init__(self, owner: Owner, ledger: LossTracker | None = None) -> None:
+        self._owner, self._inner = owner, LossTracker(None, owner.hooks) if ledger is None else ledger
 
     def __enter__(self) -> None:
         self._outer, self._owner.ledger = self._owner.ledger, self._inner
@@ -206,7 +206,7 @@ def run_training_forwards(owner: Owner, source: Source) -> None:
     """
     from trainwright.update.snapshot import Tensors  # rare: imports must stay quick
 
-    ledger, aside = Ledger(None, owner.hooks), beside(source)
+    ledger, aside = LossTracker(None, owner.hooks), beside(source)
     to_device = mover(owner, aside, trains=True)
     generators = getattr(aside, "generators", ())
     statistics = Tensors(modes.running_statistics(owner.model) if owner.on_nonfinite == "skip" else [])
@@ -232,14 +232,14 @@ def _on_all_ranks(owner: Owner) -> Iterator[None]:
         yield
 
 
-def _batches(owner: Owner, source: Source, ledger: Ledger) -> Iterator[Any]:
+def _batches(owner: Owner, source: Source, ledger: LossTracker) -> Iterator[Any]:
     """Return the batches of a pass, with several ranks those of this one."""
     if owner.world.size > 1:
         return shard_batches(owner, source, ledger)
     return chain.from_iterable(map(source.epoch, (0,)))  # opened at the first batch, where signals are handled
 
 
-def _observed_step(owner: Owner, ledger: Ledger) -> Callable[[Any], Any]:
+def _observed_step(owner: Owner, ledger: LossTracker) -> Callable[[Any], Any]:
     """Return the step of an evaluation; where neither a known loss nor `count` gives the count of a mean, observed.
 
     In the default step the loss alone is observed. A step of the user's own, or a model with a loss of its own, may

@@ -161,7 +161,7 @@ class BetweenUpdates:
             if trigger.fires(self.counters, epoch_ended=epoch_ended):
                 with probe_context(self.owner, self.run.source):
                     numbers = probe.fn(trainer)
-                self.run.ledger.note_probed(numbers, probe.name)
+                self.run.ledger.record_probe(numbers, probe.name)
 
     def validation_is_due(self, *, epoch_ended: bool) -> bool:
         """Whether to validate now: the duration has passed, or a planned end is reached; once at an update."""

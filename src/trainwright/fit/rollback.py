@@ -14,7 +14,7 @@ from trainwright.core.rng import RandomPart, random_state, set_random_state
 from trainwright.core.trees import copy_tree
 from trainwright.data.source import Source
 from trainwright.protocols import Stateful, Tree
-from trainwright.update.loss_tracker import Ledger
+from trainwright.update.loss_tracker import LossTracker
 from trainwright.update.owner import Owner, trained_modules
 from trainwright.update.per_rank_state import open_epoch
 from trainwright.update.snapshot import Buffers, LossTotals, Snapshot, StateDicts, UserState
@@ -28,7 +28,7 @@ and reporting the update; and after the loop, when the model may hold other weig
 class Rollback:
     """The phase of a run, and a snapshot from before the window in progress where an error may be saved from inside."""
 
-    def __init__(self, owner: Owner, source: Source, random: RandomPart, *, tracker: Ledger) -> None:
+    def __init__(self, owner: Owner, source: Source, random: RandomPart, *, tracker: LossTracker) -> None:
         self.phase = BETWEEN
         self._owner, self._source, self._random = owner, source, random
         saves_errors = owner.on_error == "save" and owner.world.size == 1  # several processes save nothing for an error

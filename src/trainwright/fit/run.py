@@ -30,7 +30,7 @@ from trainwright.schedules.rates import bind_rates
 from trainwright.update import nonfinite_policy
 from trainwright.update.finite_check import ImmediateCheck, why_immediate
 from trainwright.update.hooks import mover
-from trainwright.update.loss_tracker import Ledger
+from trainwright.update.loss_tracker import LossTracker
 from trainwright.update.manual_optimization import note_minimized
 from trainwright.update.nonfinite_policy import PATIENCE
 from trainwright.update.optimizer_steps import OptimizerSteps
@@ -62,7 +62,7 @@ class Run:
         self.owner, self.source = owner, source
         self.counters: Counters = owner.counters
         self.lengths = EpochLengths(plan, source, owner.counters)
-        self.ledger: Ledger = owner.ledger
+        self.ledger: LossTracker = owner.ledger
         self.random = RandomPart()
         self.rollback = Rollback(owner, source, self.random, tracker=owner.ledger)
         self.signals = signals
@@ -227,8 +227,8 @@ class Run:
             self.first_batch.warn()
         if outcome.left_out and self.snapshot is not None:
             self.snapshot.restore()  # only now: graphs of this update may still hold the buffers
-        if returned is not None and (not ledger.noted or type(returned) is dict) and not self.strategy.reduces_loss:
-            ledger.note_returned(returned)
+        if returned is not None and (not ledger.has_loss or type(returned) is dict) and not self.strategy.reduces_loss:
+            ledger.record_returned(returned)
         if outcome.minimized:
             note_minimized(self, returned)
         self.strategy.finish()

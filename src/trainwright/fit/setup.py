@@ -35,7 +35,7 @@ from trainwright.optim.named import ONLY, check_schedulers
 from trainwright.precision.mixed_precision import MixedPrecision
 from trainwright.protocols import EVENTS, Observer, Schedule
 from trainwright.update.hooks import Hooks, check_arguments, overridden
-from trainwright.update.loss_tracker import Ledger
+from trainwright.update.loss_tracker import LossTracker
 from trainwright.update.owner import Owner
 from trainwright.update.per_rank_state import assign_shard, position_text, rng_of_rank0
 from trainwright.update.reporter import check_every
@@ -298,7 +298,7 @@ def _check_own(owner: Owner) -> None:
         "counters": Counters,
         "history": list,
         "hooks": Hooks,
-        "ledger": Ledger,
+        "ledger": LossTracker,
         "state": dict,
     }
     for name, kind in own.items():

@@ -30,7 +30,7 @@ from trainwright.precision.mixed_precision import as_precision
 from trainwright.tools.trainer_snapshot import TrainerSnapshot
 from trainwright.trainer import HOOKS, Trainer
 from trainwright.update.hooks import overridden, read_hooks
-from trainwright.update.loss_tracker import Ledger
+from trainwright.update.loss_tracker import LossTracker
 from trainwright.update.nonfinite_policy import as_policy
 from trainwright.update.window import accumulation
 
@@ -79,7 +79,7 @@ def variant(trainer: T, **settings: Any) -> T:
         setattr(twin, name, _SETTINGS[name](twin, value))
     twin.hooks = read_hooks(twin, overridden(type(twin), Trainer, HOOKS))
     twin._record, twin.counters, twin.history = StageRecord(warns=False), Counters(), []
-    twin.ledger = Ledger(MetricSet(twin.metrics, training=True) if twin.metrics else None, twin.hooks)
+    twin.ledger = LossTracker(MetricSet(twin.metrics, training=True) if twin.metrics else None, twin.hooks)
     twin.result = None
     twin._bind_run(setup.NOT_RUNNING, setup.NOT_RUNNING)
     return twin

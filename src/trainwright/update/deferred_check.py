@@ -17,8 +17,8 @@ from trainwright.precision.mixed_precision import LossScaler
 from trainwright.schedules.table import TableRates
 from trainwright.update import nonfinite_policy
 from trainwright.update.device_state import AHEAD, AsyncReads, DeviceRates, DeviceScale, DeviceVerdict
+from trainwright.update.loss_tracker import Entry
 from trainwright.update.nonfinite_policy import PATIENCE, Trace
-from trainwright.update.numbers import Entry
 from trainwright.update.optimizer_steps import SelectedOptimizers
 from trainwright.update.strategy import UpdateStrategy
 from trainwright.update.window import Window

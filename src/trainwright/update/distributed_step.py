@@ -306,6 +306,7 @@ class DistributedStep(ImmediateCheck):
         """Run the user's step, record it, and return its loss."""
         owner, here = self._owner, not self._window.stands_in
         step_loss = owner.ledger.record(owner.training_step(batch))
+        assert step_loss is not None
         self._weight = step_loss.weight
         self._add_term(step_loss.loss, step_loss.count if here else 0, self._weight)
         return step_loss.loss
@@ -349,7 +350,7 @@ class DistributedStep(ImmediateCheck):
         """Run a batch none of whose rows counts: what it changes is restored, and its numbers are dropped."""
         ledger, statistics = self._owner.ledger, running_statistics(self._owner.model)
         kept = [statistic.clone() for statistic in statistics]
-        noting, ledger.noting = ledger.noting, False
+        noting, ledger.recording = ledger.recording, False
         try:
             with unmoved(), unnoticed(statistics):
                 yield
@@ -357,7 +358,7 @@ class DistributedStep(ImmediateCheck):
                     for statistic, before in zip(statistics, kept, strict=True):
                         statistic.copy_(before)
         finally:
-            ledger.noting = noting
+            ledger.recording = noting
 
 
 class _Step(nn.Module):

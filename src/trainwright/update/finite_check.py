@@ -48,14 +48,14 @@ class ImmediateCheck(UpdateStrategy):
         asked += [stepper.norm for stepper in chosen.steppers if stepper.norm is not None]
         asked += () if minimized is None else minimized[:2]
         asked += [self.reported_loss()] if self.has_ranks else []
-        read = iter(ledger.close(*asked))  # in the order in which they were asked for
+        read = iter(ledger.read(*asked))  # in the order in which they were asked for
         overflowed = found_inf is not None and next(read) != 0.0
         for stepper in chosen.steppers:
             if stepper.norm is not None:
                 stepper.norm = norm = next(read)
                 # Finite elements can have a norm that overflows: clipping by it would apply a gradient of zeros.
                 overflowed = overflowed or (found_inf is not None and norm - norm != 0.0)
-        loss = ledger.loss if ledger.noted else 0.0
+        loss = ledger.loss if ledger.has_loss else 0.0
         if minimized is not None:
             loss = next(read)
             outcome.minimized.setdefault(chosen.steppers[0].name, []).append((loss, next(read), minimized[2]))
@@ -73,8 +73,8 @@ class ImmediateCheck(UpdateStrategy):
 
     def finish(self) -> None:
         """Read what was noted since the check, and adapt the loss scale."""
-        if self._run.ledger.waiting:
-            self._run.ledger.close()
+        if self._run.ledger.unread:
+            self._run.ledger.read()
         if self.scaler is not None:
             self._adapt(self.scaler)
 
@@ -90,7 +90,7 @@ class ImmediateCheck(UpdateStrategy):
         """Apply the policy to a step that was made and undone; returns whether it counts as applied."""
         run = self._run
         run.outcome.stepped = False
-        loss = run.ledger.loss if run.ledger.noted else 0.0
+        loss = run.ledger.loss if run.ledger.has_loss else 0.0
         run.outcome.applied = applied = applies_policy(run, chosen, overflowed=True, loss=loss)
         return applied
 
@@ -117,7 +117,7 @@ def applies_policy(run: Run, chosen: SelectedOptimizers, *, overflowed: bool, lo
         if run.snapshot is not None:
             run.snapshot.restore()
         norm, counted = chosen.steppers[0].norm, run.strategy.counted
-        if counted is None and ledger.noted:
+        if counted is None and ledger.has_loss:
             counted = ledger.counted
         raise nonfinite_policy.error(
             update=run.counters.earlier_updates + run.counters.updates + 1,

@@ -112,5 +112,5 @@ def note_minimized(run: Run, returned: Any) -> None:
     minimized = run.outcome.minimized
     for name, told in minimized.items():
         if run.steppers.named and f"loss_{name}" not in given:
-            run.ledger.note_told(f"loss_{name}", told)
-    run.ledger.note_sum(list(minimized.values()))
+            run.ledger.record_losses(f"loss_{name}", told)
+    run.ledger.record_sum(list(minimized.values()))

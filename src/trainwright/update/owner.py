@@ -15,7 +15,7 @@ from trainwright.distributed.world import World
 from trainwright.precision.base import Precision
 from trainwright.protocols import Observer, Stateful
 from trainwright.update.hooks import Hooks
-from trainwright.update.loss_tracker import Ledger
+from trainwright.update.loss_tracker import LossTracker
 
 if TYPE_CHECKING:
     from trainwright.acceleration.fast import Fast
@@ -54,7 +54,7 @@ class Owner(Protocol):
 
     hooks: Hooks
     _record: StageRecord
-    ledger: Ledger
+    ledger: LossTracker
     counters: Counters
     history: list[dict[str, float]]
     result: Result | None

@@ -24,7 +24,7 @@ from trainwright.update.owner import Owner, networks_of
 
 if TYPE_CHECKING:
     from trainwright.data.source import Source
-    from trainwright.update.loss_tracker import Ledger
+    from trainwright.update.loss_tracker import LossTracker
 
 PROCESSES = "processes"
 """The part of a checkpoint that holds the own state of each of several ranks."""
@@ -96,15 +96,15 @@ def _wholly(owner: Owner, source: Any) -> Iterator[Any]:
         source.deal(_part(owner))  # a source of the user's own is no copy: training goes on with it
 
 
-def shard_batches(owner: Owner, source: Source, ledger: Ledger) -> Iterator[Any]:
+def shard_batches(owner: Owner, source: Source, ledger: LossTracker) -> Iterator[Any]:
     """Yield the batches of an evaluation that have rows of this rank; stand-ins only where all ranks must run."""
     shards = owner.parallel.shards
     slices = open_epoch(owner.world, source, 0)
     if shards and source.length is None:
         slices = equally_long(owner.world, slices)
     for one in slices:
-        ledger.noting = one.rows != 0
-        if ledger.noting or shards:
+        ledger.recording = one.rows != 0
+        if ledger.recording or shards:
             yield one.batch
 
 

@@ -86,16 +86,13 @@ class UpdateReporter:
 
     def _numbers(self) -> Sums:
         hooks, ledger = self._owner.hooks, self._owner.ledger
-        with_loss = ledger.noted and (hooks.updates_itself or hooks.computes_itself)
-        sums = Sums()
-        for name, (total, count) in ledger.counted_values(with_loss=with_loss).items():
-            sums.add(name, total, count)
-        return sums
+        with_loss = ledger.has_loss and (hooks.updates_itself or hooks.computes_itself)
+        return ledger.counted_values(with_loss=with_loss)
 
     def _update(self, window: Window, *, skipped: bool) -> Update:
         ledger, steppers = self._owner.ledger, self._steppers
-        if ledger.waiting:  # what `after_update` has logged
-            ledger.close()
+        if ledger.unread:  # what `after_update` has logged
+            ledger.read()
         norm = steppers.all.steppers[0].norm
         named = steppers.numbers() | steppers.norms() if steppers.named else {}
         norm = norm if isinstance(norm, float) else None

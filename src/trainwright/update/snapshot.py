@@ -16,7 +16,7 @@ from trainwright.core.trees import copy_tree, inside
 from trainwright.protocols import Stateful, Tree
 
 if TYPE_CHECKING:
-    from trainwright.update.loss_tracker import Ledger
+    from trainwright.update.loss_tracker import LossTracker
     from trainwright.update.owner import Owner
 
 
@@ -236,7 +236,7 @@ class UserState(SnapshotPart):
 class LossTotals(SnapshotPart):
     """The running sums of an epoch's losses and metrics, and the numbers of the update in progress."""
 
-    def __init__(self, tracker: Ledger) -> None:
+    def __init__(self, tracker: LossTracker) -> None:
         self._tracker = tracker
         self._sums: dict[str, Any] = {}
         self._values: dict[str, float] = {}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from trainwright.core.records import Count
-from trainwright.update.numbers import Told
+from trainwright.update.loss_tracker import Told
 
 
 @dataclass(slots=True)
