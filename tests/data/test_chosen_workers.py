@@ -308,7 +308,12 @@ def reversed_at_the_end(data: Any) -> Any:
 
 FAULTS = {
     "workers are not tried": (auto_workers, "same_bits", lambda *_: True, (Hidden,)),
-    "a change is not looked for": (auto_workers.Seen, "is_same", lambda *_, **__: True, (Augmented, shifted_under_way)),
+    "a change is not looked for": (
+        auto_workers.Fingerprint,
+        "is_same",
+        lambda *_, **__: True,
+        (Augmented, shifted_under_way),
+    ),
     "workers keep an old copy": (
         auto_workers.ChosenWorkers,
         "_is_surely",
