@@ -57,9 +57,9 @@ class LossTracker:
     must_feed = False
     """Whether training steps are the only ones that can feed the metrics: then one that does not is refused."""
     has_loss = False
-    """Whether a loss of the window in hand was taken down."""
+    """Whether a loss of the current window was recorded."""
     _within = False
-    """Whether an epoch is in hand, so that a number that is logged has one to belong to."""
+    """Whether an epoch has begun, to which a logged number belongs."""
     count_source: CountObserver | None = None
     """What finds the count of a mean in an evaluation, where no gradient holds it."""
 
@@ -78,16 +78,16 @@ class LossTracker:
         self._kinds: dict[str, str] = {} if meters is None else dict.fromkeys(meters.names, "metric")
         """The kind of number that each name belongs to: a metric, a named loss, or a logged number."""
         self.window: Window | None = None
-        """The window in hand in training; None in an evaluation."""
+        """The current window of training; None in an evaluation."""
         self.batch: Any = None
-        """The host batch in hand in an evaluation."""
+        """The current host batch of an evaluation."""
         self._counter = None if hooks is None else hooks.count
         self._trusts_counter = hooks is not None and hooks.counts_itself
         self._rows_of = rows_of if hooks is None else hooks.rows
         self.count_by_graph = nll_total_weight
         """What finds the count in a loss that torch has made."""
         self.recording = True
-        """Whether what steps return is taken down: not in a second pass over the same window."""
+        """Whether returns of steps are recorded: not in a second pass over the same window."""
         self._scaler: LossScale | None = None
         self.sums_losses = hooks is not None and (hooks.updates_itself or hooks.computes_itself)
         """Whether code of the user's own may read the loss that `compute_gradients` returns."""
@@ -260,7 +260,7 @@ class LossTracker:
             raise self._unfed(f"the step returned {type(returned).__name__}", fix=fix)
 
     def record_returned(self, returned: Any) -> None:
-        """Take down what an `update` returned: a loss where no step of this window gave one, and other numbers."""
+        """Record what an `update` returned: a loss if no step of this window gave one, and other numbers."""
         rows = 0 if self.window is None else sum(self.window.rows)
         for name, value in (returned if isinstance(returned, dict) else {"loss": returned}).items():
             if name != "loss":
@@ -270,11 +270,11 @@ class LossTracker:
             self.has_loss = self.has_loss or name == "loss"
 
     def record_losses(self, name: str, told: list[Told]) -> None:
-        """Take down the losses that `minimize` was given under one name."""
+        """Record the losses that `minimize` was given under one name."""
         self.unread += [(name, *one) for one in told]
 
     def record_sum(self, told: list[list[Told]]) -> None:
-        """Take down the sum of the losses of several names as the window's loss, where no step gave one."""
+        """Record the sum of the losses of several names as the window's loss, if no step gave one."""
         if self.has_loss:
             return
         self.has_loss = True
@@ -285,7 +285,7 @@ class LossTracker:
         self.record_losses("loss", [(sum(mean_of(each) for each in told), sum(self.window.rows), False)])
 
     def record_probe(self, numbers: Any, what: str) -> None:
-        """Take down what a probe returned: a dict of numbers, or nothing."""
+        """Record what a probe returned: a dict of numbers, or None."""
         if numbers is None:
             return
         if not isinstance(numbers, dict):
@@ -301,7 +301,7 @@ class LossTracker:
         self.unread += [(name, value, 1, False) for name, value in read.items()]
 
     def log(self, name: str, value: float | Tensor, count: Count | None) -> None:
-        """Take down a number of the user's own; `count` defaults to that of the batch in hand."""
+        """Record a number of the user's own; `count` defaults to that of the current batch."""
         check_name(name, "logged")
         self._claim(name, "logged number")
         if not self._within and self.batch is None:
@@ -311,7 +311,7 @@ class LossTracker:
             self.unread.append((name, number(name, value), self.count if count is None else count, False))
 
     def read(self, *more: float | Tensor) -> list[float]:
-        """Read all numbers noted since the last call, and `more`, in one go; return `more` as floats."""
+        """Read all numbers recorded since the last call, and `more`, at once; return `more` as floats."""
         if not self.unread and not more:
             return []
         entries, self.unread = self.unread, []
@@ -324,12 +324,12 @@ class LossTracker:
         return numbers[2 * len(entries) :]
 
     def collect(self) -> list[Entry]:
-        """Hand over what was noted since the last call, unread."""
+        """Return the numbers recorded since the last call, unread, and forget them."""
         entries, self.unread = self.unread, []
         return entries
 
     def take(self, entries: list[Entry], numbers: list[float]) -> None:
-        """Add up what was noted, by its `numbers` as they were read: all values, then all counts."""
+        """Add recorded numbers, given as they were read: all values, then all counts."""
         if len(entries) > 1 or entries[0][0] != "loss":
             self._add_all(entries, numbers)
             return
@@ -339,7 +339,7 @@ class LossTracker:
         self._epoch.add("loss", read if summed else read * counted, counted)
 
     def take_for(self, entries: list[Entry], numbers: list[float], values: dict[str, float]) -> None:
-        """Add up what was noted in an earlier update, whose own numbers begin with `values`."""
+        """Add the numbers of an earlier update, whose values begin with `values`."""
         self.loss, self.counted, self.values, self._earlier = math.nan, 0.0, values, {}
         if entries:
             self.take(entries, numbers)
@@ -355,7 +355,7 @@ class LossTracker:
 
     @property
     def losses(self) -> list[Tensor]:
-        """Numbers that are finite where the loss of what was noted since the last call of `close` is.
+        """Numbers that are finite if the loss recorded since the last `read` is.
 
         As in `take`: one that counts nothing is left out of several, unless all of them do.
         """
@@ -385,7 +385,7 @@ class LossTracker:
         return {prefix + name: value for name, value in means.items()} | self.meters.compute(prefix, means)
 
     def begin_at(self, tree: dict[str, Any]) -> None:
-        """Go back to saved sums, and forget what was noted since."""
+        """Restore saved sums; numbers recorded since are dropped."""
         self.unread, self._probed, self._earlier = [], {}, {}
         self.load_state_dict(tree)
 
