@@ -25,7 +25,6 @@ from trainwright.core.suggestions import (
     suggests,
 )
 from trainwright.distributed.ddp import DDP
-from trainwright.evaluation import passes
 from trainwright.fit import setup
 from trainwright.fit.plan import EACH_EPOCH, Ends, Resume, make_plan
 from trainwright.fit.record import StageRecord
@@ -329,6 +328,8 @@ class Trainer(Generic[M]):
 
         A dict of several sets gives `<name>_<key>_loss` for each.
         """
+        from trainwright.evaluation import passes  # at its first call: `import trainwright` stays cheap
+
         return passes.evaluate_sets(self, setup.open_sets(self, data, name, batch_size=batch_size))
 
     @suggests
@@ -377,6 +378,8 @@ class Trainer(Generic[M]):
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return a context that computes as steps do, for an `update` of your own."""
+        from trainwright.evaluation import passes
+
         return passes.autocast(self)
 
     def print(self, *values: object) -> None:

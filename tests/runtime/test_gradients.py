@@ -63,7 +63,7 @@ def test_flags_of_two_devices_never_add_up(raised):
     """A fused kernel takes 1.0 for a bad update, and nothing else."""
     gradients = of(parameters(torch.float32))
     flags = {"first": torch.tensor(raised[0]), "second": torch.tensor(raised[1])}
-    gradients._alike = None  # as with parameters on two devices
+    gradients._uniform_device = None  # as with parameters on two devices
     gradients._flags = {**gradients._flags, **flags}
     assert gradients.multiply_and_check().item() == max(raised)
 

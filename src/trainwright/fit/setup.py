@@ -37,8 +37,6 @@ from trainwright.protocols import EVENTS, Observer, Schedule
 from trainwright.update.hooks import Hooks, check_arguments, overridden
 from trainwright.update.loss_tracker import LossTracker
 from trainwright.update.owner import Owner
-from trainwright.update.per_rank_state import assign_shard, position_text, rng_of_rank0
-from trainwright.update.reporter import check_every
 
 if TYPE_CHECKING:
     from trainwright.acceleration.fast import Fast
@@ -145,6 +143,8 @@ def checked_observers(observers: Collection[Observer]) -> tuple[Observer, ...]:
     if isinstance(observers, Observer):
         given = f"{type(observers).__name__}(...)"
         raise TypeError(message(f"observers={given}", want="a list of observers", fix=f"observers=[{given}]"))
+    if observers:
+        from trainwright.update.reporter import check_every  # only where there are any: imports stay quick
     for observer in observers:
         if not isinstance(observer, Observer):
             want = "objects of subclasses of Observer"
@@ -259,6 +259,7 @@ def open_data(
     from trainwright.data.dataloader.loader import LoaderBatches
     from trainwright.data.dataloader.persistent_workers import reads
     from trainwright.data.streams import Continuing
+    from trainwright.update.per_rank_state import assign_shard
 
     _check_own(owner)
     _check_optimizers(owner)
@@ -287,6 +288,8 @@ def open_data(
 @contextmanager
 def _met(owner: Owner) -> Iterator[None]:
     """Several processes together, each watched over, with the random state of the first."""
+    from trainwright.update.per_rank_state import position_text, rng_of_rank0
+
     with owner.world.watched(partial(position_text, owner)), rng_of_rank0(owner.world):
         yield
 
@@ -413,6 +416,8 @@ def open_one(owner: Owner, data: Any, role: str, *, batch_size: int | None) -> S
     role = "evaluated" if role == "train" else role  # a name that a user gave
     with _met(owner) if is_function(data) else nullcontext():  # which may draw
         opened = open_source(data, batch_size=batch_size, role=role)
+    from trainwright.update.per_rank_state import assign_shard
+
     return assign_shard(owner, opened)
 
 
