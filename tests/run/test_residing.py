@@ -6,12 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
 from trainwright import Fast, SettingError, batches
 from trainwright.acceleration import device_dataset
 from trainwright.acceleration.transfer import Moving
 from trainwright.data.arrays import Table
+from trainwright.data.source import Source
 from trainwright.distributed.batch_layout import Shard
 
 META = torch.device("meta")
@@ -20,6 +21,13 @@ X, Y = torch.arange(60.0).reshape(20, 3), torch.arange(20)
 
 def data(given=None, **settings):
     return batches((X, Y) if given is None else given, 6, **{"shuffle": True, "seed": 1, **settings})
+
+
+class Streamed(Source):
+    """Data that lie in no memory."""
+
+    def describe(self):
+        return "a stream"
 
 
 @pytest.fixture
@@ -155,11 +163,9 @@ def test_true_copies_whoever_meets_the_batches_and_is_refused_where_that_cannot_
     assert lines(monkeypatch, wanted, data(), free=None)[1] == ["training"]
     with pytest.raises(SettingError, match=r"the training data do not fit on meta"):
         lines(monkeypatch, wanted, data(), free=519)
-    loader = DataLoader(TensorDataset(X, Y))
-    loader.describe = lambda: "a loader"
     with pytest.raises(SettingError, match="not in memory as a whole"):
-        lines(monkeypatch, wanted, loader, free=10**9)
+        lines(monkeypatch, wanted, Streamed(), free=10**9)
 
 
 def test_auto_looks_at_nothing_else_than_data_that_can_reside(monkeypatch, auto):
-    assert lines(monkeypatch, auto, SimpleNamespace(), {"val": data()}, free=10**9)[1] == ["val"]
+    assert lines(monkeypatch, auto, Streamed(), {"val": data()}, free=10**9)[1] == ["val"]

@@ -15,6 +15,7 @@ from trainwright import EMA, Checkpoint, CheckpointError, Trainer, Updates, batc
 from trainwright.checkpointing import commit as commits
 from trainwright.checkpointing.format import encode, load_tree, read_manifest
 from trainwright.checkpointing.optimizer_state import PARAMETERS
+from trainwright.data.source import Source
 from trainwright.update.per_rank_state import load_rank_state, rank_state
 
 generator = torch.Generator().manual_seed(1)
@@ -212,8 +213,8 @@ def test_the_statistics_that_a_rank_has_of_its_own_follow_their_layers_by_name()
         return SimpleNamespace(model=model, world=SimpleNamespace(rank=0, size=2), parts=dict)
 
     saved, resumed = owner("ab", 1.0), owner("ba", 0.0)
-    own = rank_state(saved, None, {})
-    load_rank_state(resumed, own, number=2, source=None)
+    own = rank_state(saved, Source(), {})
+    load_rank_state(resumed, own, number=2, source=Source())
     for name in "ab":
         assert getattr(resumed.model, name).running_mean.tolist() == [1.0 + ord(name)] * 2
 

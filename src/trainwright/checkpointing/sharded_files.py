@@ -182,7 +182,8 @@ class ShardedSave:
         self.patience = PATIENCE
         self.bytes_of_others = 0
         """Bytes that the other ranks have written; known to rank 0 once all have."""
-        self._tensors, self._checksum = tensors, checksum
+        self._tensors = tensors
+        self._checksum: Checksum = checksum
 
     def write_shard(self, files: Mapping[str, Content], *, directory: Path) -> None:
         """Write, flush and report this rank's file, in the directory that rank 0 makes; for every other rank.

@@ -314,7 +314,8 @@ class Batches(Source):
         """Tell length and rows; DataError where no batch is left."""
         dealing = self._dealing
         dealt = len(self._data) if self._sampler is None else length_of(self._sampler)
-        self.own_length = None if dealt is None else dealing.length(dealt)
+        length = None if dealt is None else dealing.length(dealt)
+        self.own_length = length  # pyright: ignore[reportIncompatibleMethodOverride]
         """Batches of an epoch on this process, where it has rows of its own; else as `length`."""
         self._own_rows = None if dealt is None else min(dealt, dealing.length(dealt) * dealing.size)
         apart = self.sharded and self._part is not None

@@ -103,7 +103,7 @@ class PerEpoch(Source):
         return self._must_resume
 
     @must_resume.setter
-    def must_resume(self, must: bool | None) -> None:
+    def must_resume(self, must: bool | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self._must_resume = must
         self._source.must_resume = must
 
@@ -113,7 +113,7 @@ class PerEpoch(Source):
         return self._sharded
 
     @sharded.setter
-    def sharded(self, sharded: bool) -> None:
+    def sharded(self, sharded: bool) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self._sharded = sharded
         self._mark(self._source)
 

@@ -50,7 +50,8 @@ class ReadyBatches(Source):
     def __init__(self, data: Any, role: str) -> None:
         self._data = data
         self._role = role
-        self.length = self.own_length = length_of(data)
+        self.length = length_of(data)
+        self.own_length = self.length  # pyright: ignore[reportIncompatibleMethodOverride]
         """Batches of an epoch; `own_length` is what the data tell on this process, whose own they may be."""
         self._asked = asked_of(data)
         self._loaded: dict[str, Any] | None = None
@@ -231,7 +232,7 @@ class Continuing(Source):
         return self._source.must_resume
 
     @must_resume.setter
-    def must_resume(self, must: bool | None) -> None:
+    def must_resume(self, must: bool | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self._source.must_resume = must
 
     @property

@@ -72,7 +72,7 @@ def _name_the_step(error: StepError, owner: Any) -> None:
     own = {"validation_step": owner.hooks.validates_itself, "training_step": owner.hooks.steps_itself}
     names = ["training_step"] if "compute_gradients" in called else ["validation_step", "training_step"]
     name = next((name for name in names if own[name]), None)
-    if name is None or ("weigh" not in called and "note" not in called) or hasattr(error, "__notes__"):
+    if name is None or called.isdisjoint({"record", "root_gradient"}) or hasattr(error, "__notes__"):
         return
     from trainwright.diagnostics.rules import explain_own_backward
 

@@ -255,13 +255,17 @@ def _batch(loop: FrameType, inner: tuple[FrameType, ...], *, owner: Any, role: s
     if loop.f_code.co_name == "update":
         position, batch = 0, window[0] if batch is MISSING else batch
     else:  # a micro-batch is counted when its loss is weighed
-        position = window.position + (not _is_after_the_step(inner[0]))
+        position = window.position + (not _is_weighed(inner))
     return batch, f"train batch {counters.batch + position + 1} {epoch}"
 
 
-def _is_after_the_step(frame: FrameType) -> bool:
-    ours = module_of(frame).startswith("trainwright.") and frame.f_code.co_name != "training_step"
-    return ours or (module_of(frame).startswith("torch.") and frame.f_code.co_name == "backward")
+def _is_weighed(inner: tuple[FrameType, ...]) -> bool:
+    """Whether the tracker has weighed the loss of the micro-batch in hand: not in a step, nor while it records."""
+    first, called = inner[0], {frame.f_code.co_name for frame in inner}
+    if module_of(first).startswith("torch."):
+        return first.f_code.co_name == "backward"
+    ours = module_of(first).startswith("trainwright.") and first.f_code.co_name != "training_step"
+    return ours and ("record" not in called or "_weigh" in called)
 
 
 def _first_argument(frame: FrameType) -> Any:

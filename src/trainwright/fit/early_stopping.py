@@ -57,7 +57,7 @@ class EarlyStopper:
 
     def __init__(self, settings: EarlyStopping) -> None:
         self.settings = settings
-        self.mode = resolve_mode(settings.monitor, settings.mode, "EarlyStopping({!r}, mode={!r})")
+        self.mode: Mode = resolve_mode(settings.monitor, settings.mode, "EarlyStopping({!r}, mode={!r})")
         self.best: Best | None = None
         """The best value so far; None before the first that is a number."""
         self.waited = 0

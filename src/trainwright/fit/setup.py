@@ -143,9 +143,9 @@ def checked_observers(observers: Collection[Observer]) -> tuple[Observer, ...]:
     if isinstance(observers, Observer):
         given = f"{type(observers).__name__}(...)"
         raise TypeError(message(f"observers={given}", want="a list of observers", fix=f"observers=[{given}]"))
-    if observers:
-        from trainwright.update.reporter import check_every  # only where there are any: imports stay quick
     for observer in observers:
+        from trainwright.update.reporter import check_every  # only if there is one: imports stay quick
+
         if not isinstance(observer, Observer):
             want = "objects of subclasses of Observer"
             raise TypeError(message(f"observers: {observer!r} is no Observer", want=want, fix=_in_its_place(observer)))

@@ -84,7 +84,8 @@ class LoaderBatches(Source):
     def _measure(self) -> None:
         """Take the length that the loader tells now: that of a batch sampler may change from epoch to epoch."""
         if self.length is not None:
-            self.length = self.own_length = length_of(self._loader)
+            self.length = length_of(self._loader)
+            self.own_length = self.length  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def describe(self) -> str:
         """Rows, batch size and workers."""

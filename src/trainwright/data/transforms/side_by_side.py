@@ -63,7 +63,7 @@ class SideBySide(Source):
         return next((one for one in told if one is not None), None)
 
     @must_resume.setter
-    def must_resume(self, must: bool | None) -> None:
+    def must_resume(self, must: bool | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         for one in self.sources.values():
             one.must_resume = must
 
@@ -85,7 +85,7 @@ class SideBySide(Source):
         return all(one.sharded for one in self.sources.values())
 
     @sharded.setter
-    def sharded(self, sharded: bool) -> None:
+    def sharded(self, sharded: bool) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         assert sharded
         for one in self.sources.values():
             mark(one, self._role)
