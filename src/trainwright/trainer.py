@@ -127,13 +127,13 @@ class Trainer(Generic[M]):
         self.on_nonfinite: Policy = as_policy(on_nonfinite)
         self.on_error, self.on_oom = setup.checked_rescues(on_error, on_oom, checkpoint=checkpoint, world=self.world)
         self.observers: Sequence[Observer] = (*console_observers(console), *setup.checked_observers(observers))
-        self.hooks = read_hooks(self, overridden(type(self), Trainer, HOOKS))
+        self._hooks = read_hooks(self, overridden(type(self), Trainer, HOOKS))
         checked = set() if self.is_main else set(self.metrics)
         self._record = StageRecord(checked_metrics=checked)
-        self.ledger = LossTracker(
-            MetricSet(self.metrics, training=True, checked=checked) if self.metrics else None, self.hooks
+        self._tracker = LossTracker(
+            MetricSet(self.metrics, training=True, checked=checked) if self.metrics else None, self._hooks
         )
-        self.counters, self.history = Counters(), list[dict[str, float]]()
+        self._counters, self.history = Counters(), list[dict[str, float]]()
         self.state: dict[str, Any] = {}
         self.result: Result | None = None
         self._run: Run = setup.NOT_RUNNING
@@ -202,10 +202,10 @@ class Trainer(Generic[M]):
 
     def compute_gradients(self, window: Window) -> Tensor:
         """Zero the gradients, run every micro-batch forward and backward by its weight; return the window's loss."""
-        run, strategy, ledger = self._run, self._run.strategy, self.ledger
+        run, strategy, tracker = self._run, self._run.strategy, self._tracker
         run.gradients.zero()
         if window.begun:
-            ledger.begin_again()
+            tracker.begin_again()
         window.begun = True
         for batch in window:
             if run.autocast is None:
@@ -215,9 +215,9 @@ class Trainer(Generic[M]):
                     returned = strategy.step(batch)
             losses, weights = strategy.weigh(returned)
             torch.autograd.backward(losses, weights)
-        ledger.recording = True
+        tracker.recording = True
         # Nothing is missing from the gradients of a lone micro-batch without a loss scale.
-        loss: Tensor = ledger.window_loss if window.is_lone and run.scaler is None else strategy.close_window(window)
+        loss: Tensor = tracker.window_loss if window.is_lone and run.scaler is None else strategy.close_window(window)
         return loss
 
     def apply_gradients(self, name: str | None = None, closure: Callable[[], Any] | None = None) -> bool:
@@ -260,8 +260,8 @@ class Trainer(Generic[M]):
             row = between.add_row(numbers, epoch_ended=epoch_ended)
             best, keep = between.judge(row, validated=validated)
             between.report(row, best=best, validated=validated, epoch_ended=epoch_ended)
-            if epoch_ended and self.hooks.end_epoch is not None:
-                self.hooks.end_epoch(dict(row))
+            if epoch_ended and self._hooks.end_epoch is not None:
+                self._hooks.end_epoch(dict(row))
         between.validate_early_end(self.evaluate, epoch_ended=epoch_ended)
         between.save(keep=keep, validated=validated, epoch_ended=epoch_ended)
         between.end()
@@ -272,14 +272,14 @@ class Trainer(Generic[M]):
         """Return the loss of one micro-batch: a tensor (a mean), MeanLoss, SumLoss, StepOutput, or a dict of losses."""
         if self.loss is None:
             return batches.own_loss(self, batch)
-        inputs, target = self.hooks.split(batch)
+        inputs, target = self._hooks.split(batch)
         output = self.model(*inputs) if type(inputs) is tuple else batches.call(self.model, inputs)
         loss = batches.loss_of(self, output, target)
         return StepOutput(loss, output, target) if self.metrics else loss
 
     def validation_step(self, batch: Any) -> Any:
         """Return what `training_step` may return; by default its own loss, or the class's own `training_step`."""
-        hooks = self.hooks
+        hooks = self._hooks
         if hooks.steps_itself or self.loss is None:
             return self.training_step(batch)
         inputs, target = hooks.split(batch)
@@ -289,7 +289,7 @@ class Trainer(Generic[M]):
 
     def predict_step(self, batch: Any) -> Any:
         """Return the output for one batch."""
-        inputs, _ = self.hooks.split(batch)
+        inputs, _ = self._hooks.split(batch)
         return batches.call(self.model, inputs)
 
     def split(self, batch: Any) -> tuple[Any, Any]:
@@ -298,7 +298,7 @@ class Trainer(Generic[M]):
 
     def count(self, batch: Any) -> Count:
         """Return what the loss of this host batch is a mean over: what torch divides by, else its rows."""
-        known, target = self.hooks.known, batches.known_target(batch)
+        known, target = self._hooks.known, batches.known_target(batch)
         return rows_of(batch) if known is None or target is None else known.count(target)
 
     def to_device(self, batch: Any) -> Any:
@@ -374,7 +374,7 @@ class Trainer(Generic[M]):
 
     def log(self, name: str, value: float | Tensor, count: Count | None = None) -> None:
         """Report a number from inside a step; its mean is weighted by `count`, by default the batch's."""
-        self.ledger.log(name, value, count)
+        self._tracker.log(name, value, count)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return a context that computes as steps do, for an `update` of your own."""
@@ -415,7 +415,7 @@ class Trainer(Generic[M]):
     @property
     def progress(self) -> Progress:
         """Where the run stands; read-only."""
-        return Progress(self.counters)
+        return Progress(self._counters)
 
     @property
     def fast_path(self) -> str:

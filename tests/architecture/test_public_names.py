@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from importlib import import_module
 from types import ModuleType
 
 import pytest
 from layers import PACKAGE
+from torch import nn
 
 import trainwright
+from trainwright.trainer import HOOKS, METHODS
+
+ROOT = PACKAGE.parent.parent
 
 
 def imported_names() -> dict[str, str]:
@@ -59,3 +64,18 @@ def undocumented(name: str, cls: type) -> list[str]:
     own = {key: value for key, value in vars(cls).items() if not key.startswith("_")}
     methods = {key: value for key, value in own.items() if inspect.isfunction(value) or isinstance(value, property)}
     return [f"{name}.{key}" for key, value in methods.items() if not inspect.getdoc(value)]
+
+
+ATTRIBUTES = {
+    *("device", "fast_path", "history", "is_main", "optimizers", "progress", "result", "state", "world"),
+}
+"""What a trainer has besides its arguments, hooks and methods; each is in the docs as `trainer.x` or `self.x`."""
+
+
+def test_a_trainer_shows_its_arguments_hooks_methods_and_documented_attributes_alone() -> None:
+    trainer = trainwright.Trainer(nn.Linear(2, 1), None, nn.MSELoss(), console=False)
+    arguments = set(inspect.signature(trainwright.Trainer).parameters) - {"console"}
+    shown = {name for name in dir(trainer) if not name.startswith("_")}
+    assert shown == arguments | {*HOOKS, *METHODS} | ATTRIBUTES
+    pages = "".join(page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+    assert [name for name in sorted(ATTRIBUTES) if not re.search(rf"(trainer|self)\.{name}\b", pages)] == []

@@ -106,7 +106,7 @@ def fed(feed: str, device: torch.device, *, kind: Any = Slow, updates: int = 40,
 def test_a_device_that_comes_late_reads_what_it_was_given(feed: str, device: torch.device) -> None:
     wanted = fed("pageable", device, kind=SlowPlain)
     ours = fed(feed, device)
-    assert isinstance(ours.hooks.move, Moving)
+    assert isinstance(ours._hooks.move, Moving)
     assert same(state_of(wanted), state_of(ours))
 
 
@@ -135,7 +135,7 @@ def test_a_device_that_comes_late_has_no_memory_allocated_for_it(feed: str, devi
     counts = Counts(device, 12, WHOLE - 6)
     trainer = fed(feed, device, kind=Waits, updates=WHOLE, observers=[counts])
     assert counts.found[0] == counts.found[1]
-    assert trainer.hooks.move._rings == {}  # the memory is given back
+    assert trainer._hooks.move._rings == {}  # the memory is given back
 
 
 def failing(number: int) -> Any:

@@ -114,12 +114,12 @@ def test_a_run_gives_the_weights_of_one_that_moves_plainly():
         trainer = kind(
             model, optimizer, nn.CrossEntropyLoss(), metrics={"accuracy": accuracy}, device=DEVICE, console=False
         )
-        assert isinstance(trainer.hooks.move, Moving) is (kind is Trainer)
+        assert isinstance(trainer._hooks.move, Moving) is (kind is Trainer)
         host = list(batches(rows, 8))
         result = trainer.fit(host, host, epochs=3)
         weights.append([one.detach().cpu() for one in model.parameters()])
         numbers.append(result.history)
-        assert kind is Plain or not trainer.hooks.move._rings  # the memory is given back
+        assert kind is Plain or not trainer._hooks.move._rings  # the memory is given back
     assert all(map(torch.equal, *weights)) and numbers[0] == numbers[1]
 
 

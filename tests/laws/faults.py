@@ -144,7 +144,7 @@ def a_sum_is_divided_by_its_rows(patch):
 
 def a_mean_is_made_of_a_sum(patch):
     def loss_of(owner, output, target):
-        return SumLoss(owner.hooks.known.total(output, target), owner.ledger.count)
+        return SumLoss(owner._hooks.known.total(output, target), owner._tracker.count)
 
     patch.setattr(batches, "loss_of", loss_of)
 
@@ -282,7 +282,7 @@ def the_missing_factor_is_forgotten(patch):
 
 def the_missing_factor_waits_for_the_step(patch):
     def late(self, *_):
-        self._run.owner.hooks = replace(self._run.owner.hooks, updates_itself=False)
+        self._run.owner._hooks = replace(self._run.owner._hooks, updates_itself=False)
 
     around(patch, UpdateStrategy, "close_window", before=late)
 

@@ -258,7 +258,7 @@ def all_trainers_share_what_they_know(patch):
 
     def share(self, *_, **__):
         known.append(self)
-        self.counters, self.ledger = known[0].counters, known[0].ledger
+        self._counters, self._tracker = known[0]._counters, known[0]._tracker
 
     around(patch, Trainer, "__init__", after=share)
 
@@ -341,7 +341,7 @@ def a_pass_adapts_the_scale(patch):
 
 def a_pass_counts_its_rows(patch):
     def count(owner, *_):
-        owner.counters.rows += 1
+        owner._counters.rows += 1
 
     around(patch, predictions, "predict", after=count)
 

@@ -86,7 +86,7 @@ def autocast_is_entered_once(patch):
 def a_scaled_gradient_is_what_the_update_reads(patch):
     def close_window(self, window):
         self.factor, self._run.outcome.scaled = 1.0, True
-        return self._run.ledger.window_loss
+        return self._run.tracker.window_loss
 
     patch.setattr(UpdateStrategy, "close_window", close_window)
 
@@ -323,9 +323,9 @@ def metrics_are_not_fed(patch):
 
 def a_step_that_is_called_weighs_by_the_window(patch):
     def loss_of(owner, output, target):
-        known, window = owner.hooks.known, owner.ledger.window
+        known, window = owner._hooks.known, owner._tracker.window
         return (
-            owner.loss(output, target) if window.is_lone else SumLoss(known.total(output, target), owner.ledger.count)
+            owner.loss(output, target) if window.is_lone else SumLoss(known.total(output, target), owner._tracker.count)
         )
 
     patch.setattr(batches, "loss_of", loss_of)

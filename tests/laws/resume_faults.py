@@ -65,7 +65,7 @@ def the_state_at_the_epochs_start_is_that_of_the_boundary(patch):
 def the_state_after_the_skipping_is_kept(patch):
     def opened(self, opens=Rollback.open_epoch):
         iterator = opens(self)
-        if self._owner.counters.batch:  # resumed inside the epoch: as if only the order had been drawn
+        if self._owner._counters.batch:  # resumed inside the epoch: as if only the order had been drawn
             set_random_state(self._random.epoch_start)
         return iterator
 

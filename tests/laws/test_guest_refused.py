@@ -94,7 +94,7 @@ def check_refused_next_fit(average=None):
         )
         seed_all()
         trainer.fit(loader(), epochs=2)
-        before = copy.deepcopy((model.state_dict(), optimizer.state_dict(), trainer.counters.state_dict()))
+        before = copy.deepcopy((model.state_dict(), optimizer.state_dict(), trainer._counters.state_dict()))
         if refuses:
             state = torch.get_rng_state()
             model.extra = nn.Linear(1, 1)
@@ -109,11 +109,11 @@ def check_refused_next_fit(average=None):
                 trainer.fit(loader(), loader(), epochs=1)
             trainer.observers = ()
             torch.set_rng_state(state)
-            after = model.state_dict(), optimizer.state_dict(), trainer.counters.state_dict()
+            after = model.state_dict(), optimizer.state_dict(), trainer._counters.state_dict()
             assert equal(before, after)
         trainer.fit(loader(), epochs=1)
         runs.append(
-            copy.deepcopy((model.state_dict(), optimizer.state_dict(), trainer.counters.stage, trainer.history))
+            copy.deepcopy((model.state_dict(), optimizer.state_dict(), trainer._counters.stage, trainer.history))
         )
     assert equal(*runs)
 

@@ -50,7 +50,7 @@ def fault(check: Callable[..., Any], *arguments: Any):
 
 
 def with_entries(patch: Patch, change: Callable[..., Any]) -> None:
-    """Change what the ledger has noted just before it is read."""
+    """Change what the tracker has noted just before it is read."""
     close = LossTracker.read
 
     def changed(self, *more):

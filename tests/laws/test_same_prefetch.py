@@ -39,7 +39,7 @@ class Moved(Trainer):
     def __init__(self, *args, **settings):
         super().__init__(*args, **settings)
         self.lane = Prompt()
-        self.hooks = replace(self.hooks, move=Moving(torch.device("cpu"), self.lane))
+        self._hooks = replace(self._hooks, move=Moving(torch.device("cpu"), self.lane))
 
 
 class Keeping(Moved):
@@ -64,7 +64,7 @@ def test_batches_moved_through_slots_train_the_plain_loop_bit_for_bit(kind, trai
     assert losses == expected and torch.equal(our_rng, rng)
     assert_twins(ours, theirs)
     assert made.lane.memories <= 2 * SLOTS * (2 + (trainer is Keeping) * EPOCHS * len(data))
-    assert not made.hooks.move._rings  # the memory was given back
+    assert not made._hooks.move._rings  # the memory was given back
     if trainer is Keeping:
         assert all(torch.equal(a, b) and torch.equal(c, d) for a, b, c, d in made.kept)
 

@@ -261,7 +261,7 @@ def run_of(settings, *, place="", look=look_everywhere, data=foreign, validates=
             "trainable": [p.requires_grad for p in model.parameters()],
             "gradients": [p.grad for p in model.parameters()],
             "teacher": (teacher.state_dict(), [module.training for module in teacher.modules()]),
-            "counters": {k: v for k, v in trainer.counters.state_dict().items() if k not in ("seconds", "validated")},
+            "counters": {k: v for k, v in trainer._counters.state_dict().items() if k not in ("seconds", "validated")},
             "scales": trainer.scales,
         }
     )

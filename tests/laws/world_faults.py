@@ -123,8 +123,8 @@ def the_first_ones_numbers_are_told(patch: Patch) -> None:
 
 
 def each_evaluates_all_rows(patch: Patch) -> None:
-    def all_rows(owner: Any, source: Any, ledger: LossTracker) -> Any:
-        ledger.recording = True
+    def all_rows(owner: Any, source: Any, tracker: LossTracker) -> Any:
+        tracker.recording = True
         return (one.batch for one in open_epoch(owner.world, source, 0))
 
     patch.setattr(passes, "shard_batches", all_rows)

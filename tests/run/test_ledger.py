@@ -1,4 +1,4 @@
-"""The ledger: which count a loss has, what is told of a window, means over windows, state."""
+"""The tracker: which count a loss has, what is told of a window, means over windows, state."""
 
 from __future__ import annotations
 
@@ -25,46 +25,46 @@ def number(value):
     return torch.tensor(value, dtype=torch.float64)
 
 
-def begun(ledger, rows, counts=None):
+def begun(tracker, rows, counts=None):
     window = Window([torch.zeros(n) for n in rows], rows, counts=counts)
     window.begun = True
-    ledger.begin(window)
-    return ledger
+    tracker.begin(window)
+    return tracker
 
 
-def taken(ledger, *returned):
-    losses = [weighed(ledger, one) for one in returned]
-    ledger.read()
+def taken(tracker, *returned):
+    losses = [weighed(tracker, one) for one in returned]
+    tracker.read()
     return losses
 
 
-def weighed(ledger, returned):
+def weighed(tracker, returned):
     """A loss times its root gradient; 0 where that is 0."""
-    (loss,), (root,) = ledger.weigh(returned)
+    (loss,), (root,) = tracker.weigh(returned)
     weight = 1.0 if root is None else float(root)
     return weight and float(loss.detach()) * weight
 
 
 def test_a_lone_mean_is_handed_on_as_it_is():
-    ledger, loss = begun(LossTracker(), [4]), number(2.5)
-    assert ledger.weigh(loss) == ((loss,), (None,))
-    ledger.read()
-    assert (ledger.loss, ledger.counted, ledger.has_loss) == (2.5, 4, True)
+    tracker, loss = begun(LossTracker(), [4]), number(2.5)
+    assert tracker.weigh(loss) == ((loss,), (None,))
+    tracker.read()
+    assert (tracker.loss, tracker.counted, tracker.has_loss) == (2.5, 4, True)
 
 
 def test_micro_batches_are_weighed_by_rows_and_told_as_one_mean():
-    ledger = begun(LossTracker(), [1, 3])
-    assert taken(ledger, number(8.0), number(4.0)) == [2.0, 3.0]
-    assert ledger.loss == 5.0 and ledger.counted == 4
+    tracker = begun(LossTracker(), [1, 3])
+    assert taken(tracker, number(8.0), number(4.0)) == [2.0, 3.0]
+    assert tracker.loss == 5.0 and tracker.counted == 4
 
 
 def test_a_count_of_the_steps_own_comes_first_then_the_users_then_torchs_then_rows():
     output = torch.zeros(6, 3, requires_grad=True)
     by_torch = F.cross_entropy(output, torch.tensor([0, -100, 1, 2, -100, 0]))
 
-    def counted(ledger, returned, counts=None):
-        taken(begun(ledger, [6], counts), returned)
-        return ledger.counted
+    def counted(tracker, returned, counts=None):
+        taken(begun(tracker, [6], counts), returned)
+        return tracker.counted
 
     trusting = LossTracker(hooks=told(9, counts_itself=True))
     assert counted(trusting, MeanLoss(by_torch, 2), [9]) == 2
@@ -75,59 +75,59 @@ def test_a_count_of_the_steps_own_comes_first_then_the_users_then_torchs_then_ro
 
 
 def test_named_losses_are_told_each_under_its_name():
-    ledger = begun(LossTracker(), [1, 3])
-    taken(ledger, {"a": number(1.0), "b": number(3.0)}, {"a": number(5.0), "b": number(7.0)})
-    assert ledger.values == {"a": 4.0, "b": 6.0} and ledger.loss == 10.0
-    assert ledger.means() == {"loss": 10.0, "a": 4.0, "b": 6.0}
+    tracker = begun(LossTracker(), [1, 3])
+    taken(tracker, {"a": number(1.0), "b": number(3.0)}, {"a": number(5.0), "b": number(7.0)})
+    assert tracker.values == {"a": 4.0, "b": 6.0} and tracker.loss == 10.0
+    assert tracker.means() == {"loss": 10.0, "a": 4.0, "b": 6.0}
 
 
 def test_means_are_weighted_over_windows_and_start_anew_after_a_reset():
-    ledger = LossTracker()
+    tracker = LossTracker()
     for rows, loss in ((4, 1.0), (1, 6.0)):
-        taken(begun(ledger, [rows]), number(loss))
-    assert ledger.means("train_") == {"train_loss": 2.0}
-    ledger.reset()
-    assert ledger.means() == {}
+        taken(begun(tracker, [rows]), number(loss))
+    assert tracker.means("train_") == {"train_loss": 2.0}
+    tracker.reset()
+    assert tracker.means() == {}
 
 
 def test_a_sum_without_a_count_is_trained_whole_and_told_per_row():
-    ledger = begun(LossTracker(), [1, 3])
-    assert taken(ledger, SumLoss(number(2.0)), SumLoss(number(6.0))) == [2.0, 6.0]
-    assert ledger.loss == 2.0
+    tracker = begun(LossTracker(), [1, 3])
+    assert taken(tracker, SumLoss(number(2.0)), SumLoss(number(6.0))) == [2.0, 6.0]
+    assert tracker.loss == 2.0
 
 
 @pytest.mark.parametrize("nothing", [0, torch.tensor(0)])
 def test_a_nan_over_nothing_is_left_out_and_one_over_something_is_not(nothing):
-    ledger = begun(LossTracker(), [2, 2])
-    weighed = taken(ledger, MeanLoss(number(math.nan), nothing), MeanLoss(number(3.0), 2))
-    assert weighed[0] == 0.0 and ledger.loss == 3.0
-    taken(begun(ledger, [2, 2]), MeanLoss(number(math.nan), 1), MeanLoss(number(3.0), 2))
-    assert math.isnan(ledger.loss) and math.isnan(ledger.means()["loss"])
+    tracker = begun(LossTracker(), [2, 2])
+    weighed = taken(tracker, MeanLoss(number(math.nan), nothing), MeanLoss(number(3.0), 2))
+    assert weighed[0] == 0.0 and tracker.loss == 3.0
+    taken(begun(tracker, [2, 2]), MeanLoss(number(math.nan), 1), MeanLoss(number(3.0), 2))
+    assert math.isnan(tracker.loss) and math.isnan(tracker.means()["loss"])
 
 
 def test_a_window_over_nothing_is_nan():
-    ledger = begun(LossTracker(), [2, 2])
-    taken(ledger, SumLoss(number(0.0), 0), SumLoss(number(0.0), 0))
-    assert math.isnan(ledger.loss) and ledger.counted == 0
+    tracker = begun(LossTracker(), [2, 2])
+    taken(tracker, SumLoss(number(0.0), 0), SumLoss(number(0.0), 0))
+    assert math.isnan(tracker.loss) and tracker.counted == 0
 
 
 def test_a_second_pass_is_weighed_as_the_first_and_not_noted():
-    ledger = begun(LossTracker(), [1, 3])
-    first = [weighed(ledger, number(loss)) for loss in (8.0, 4.0)]
-    ledger.begin_again()
-    ledger.log("late", 1.0, None)
-    assert taken(ledger, number(8.0), number(4.0)) == first
-    assert ledger.loss == 5.0 and ledger.means() == {"loss": 5.0}
+    tracker = begun(LossTracker(), [1, 3])
+    first = [weighed(tracker, number(loss)) for loss in (8.0, 4.0)]
+    tracker.begin_again()
+    tracker.log("late", 1.0, None)
+    assert taken(tracker, number(8.0), number(4.0)) == first
+    assert tracker.loss == 5.0 and tracker.means() == {"loss": 5.0}
 
 
 def test_logged_numbers_default_to_the_count_of_the_batch_in_hand():
-    ledger = begun(LossTracker(), [1, 3])
+    tracker = begun(LossTracker(), [1, 3])
     for loss, value in ((number(1.0), 10.0), (number(1.0), torch.tensor(2.0, requires_grad=True))):
-        ledger.log("extra", value, None)
-        ledger.weigh(loss)
-    ledger.log("own", 5.0, 7)
-    ledger.read()
-    assert ledger.values == {"extra": 4.0, "own": 5.0}
+        tracker.log("extra", value, None)
+        tracker.weigh(loss)
+    tracker.log("own", 5.0, 7)
+    tracker.read()
+    assert tracker.values == {"extra": 4.0, "own": 5.0}
 
 
 @pytest.mark.parametrize("name", ["loss", "lr", "epoch", "rows", "val_x"])
@@ -142,29 +142,29 @@ def test_logging_outside_a_step_is_refused():
 
 
 def test_what_an_update_returns_is_told_where_no_step_was():
-    ledger = begun(LossTracker(), [2, 3])
-    ledger.record_returned({"g": number(2.0), "d": 4.0})
-    ledger.read()
-    assert ledger.values == {"g": 2.0, "d": 4.0} and math.isnan(ledger.loss)
-    begun(ledger, [2]).record_returned(number(7.0))
-    ledger.read()
-    assert ledger.loss == 7.0
+    tracker = begun(LossTracker(), [2, 3])
+    tracker.record_returned({"g": number(2.0), "d": 4.0})
+    tracker.read()
+    assert tracker.values == {"g": 2.0, "d": 4.0} and math.isnan(tracker.loss)
+    begun(tracker, [2]).record_returned(number(7.0))
+    tracker.read()
+    assert tracker.loss == 7.0
 
 
 def test_close_reads_what_else_is_asked_for():
-    ledger = begun(LossTracker(), [2])
-    ledger.weigh(number(1.0))
-    assert ledger.read(number(8.0), 9) == [8.0, 9.0]
-    assert ledger.read() == [] and ledger.read(number(3.0)) == [3.0]
+    tracker = begun(LossTracker(), [2])
+    tracker.weigh(number(1.0))
+    assert tracker.read(number(8.0), 9) == [8.0, 9.0]
+    assert tracker.read() == [] and tracker.read(number(3.0)) == [3.0]
 
 
 def test_the_running_sums_go_on_after_a_resume():
-    ledger, other = LossTracker(), LossTracker()
-    taken(begun(ledger, [4]), number(1.0))
-    other.load_state_dict(ledger.state_dict())
-    for one in (ledger, other):
+    tracker, other = LossTracker(), LossTracker()
+    taken(begun(tracker, [4]), number(1.0))
+    other.load_state_dict(tracker.state_dict())
+    for one in (tracker, other):
         taken(begun(one, [1]), number(6.0))
-    assert other.means() == ledger.means() == {"loss": 2.0}
+    assert other.means() == tracker.means() == {"loss": 2.0}
 
 
 def test_a_step_that_returns_no_loss_is_refused():
@@ -175,11 +175,11 @@ def test_a_step_that_returns_no_loss_is_refused():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 def test_a_root_gradient_is_like_its_loss_made_once_and_made_anew_after_a_hook_wrote_into_it(dtype):
-    ledger = begun(LossTracker(), [1, 3])
-    ledger.bind(LossScaler(MixedPrecision("fp16", init_scale=8.0)))
+    tracker = begun(LossTracker(), [1, 3])
+    tracker.bind(LossScaler(MixedPrecision("fp16", init_scale=8.0)))
     loss = torch.zeros(3, dtype=dtype, requires_grad=True).sum()
-    root = ledger.root_gradient(loss, 0.25)
+    root = tracker.root_gradient(loss, 0.25)
     assert root.dtype == dtype and root.shape == () and root == 2.0
-    assert ledger.root_gradient(loss, 0.25) is root and ledger.root_gradient(loss, 0.125) is None
+    assert tracker.root_gradient(loss, 0.25) is root and tracker.root_gradient(loss, 0.125) is None
     root.zero_()
-    assert ledger.root_gradient(loss, 0.25) == 2.0
+    assert tracker.root_gradient(loss, 0.25) == 2.0

@@ -351,7 +351,7 @@ def test_a_batch_without_a_target_is_refused_with_what_to_write():
     trainer = Trainer(Given(), None, nn.CrossEntropyLoss(), console=False)
     with pytest.raises(SettingError, match=r"no target(.|\n)*override split"):
         report(trainer, open_source(normal(9, 3), batch_size=3))
-    assert trainer.hooks.split((1, 2)) == ((1,), 2)
+    assert trainer._hooks.split((1, 2)) == ((1,), 2)
 
 
 def test_what_goes_wrong_in_the_model_is_told_with_the_batch():
@@ -366,11 +366,11 @@ def test_a_report_leaves_no_trace():
     model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
     trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), console=False)
     model[2].eval()
-    hooks, before = trainer.hooks, {name: value.clone() for name, value in model.state_dict().items()}
+    hooks, before = trainer._hooks, {name: value.clone() for name, value in model.state_dict().items()}
     modes, rng = [module.training for module in model.modules()], torch.get_rng_state()
     made = report(trainer, open_source((normal(43, 3), whole(3, 43)), batch_size=5))
     assert [module.training for module in model.modules()] == modes
-    assert torch.equal(torch.get_rng_state(), rng) and trainer.hooks is hooks
+    assert torch.equal(torch.get_rng_state(), rng) and trainer._hooks is hooks
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not made.output.requires_grad
     model.eval()

@@ -177,7 +177,7 @@ class Grows(Plain):
     def trainer_class(self):
         class Growing(Trainer):
             def begin_epoch(self, epoch):
-                stage = self.counters.stage
+                stage = self._counters.stage
                 if epoch:
                     layer = nn.Linear(3, 3)
                     self.model.append(layer)

@@ -94,26 +94,26 @@ def evaluated(world: World, rows: int, *, twice: bool = False) -> dict[str, Any]
     """The numbers of an evaluation of `rows` rows, of which each process takes in its own."""
     output, target = classes(rows)
     meters = MetricSet(metrics(), spread=True)
-    ledger, part = LossTracker(meters), Shard(world.rank, world.size)
+    tracker, part = LossTracker(meters), Shard(world.rank, world.size)
     for index, start in enumerate(range(0, rows, BATCH)):
         size = min(BATCH, rows - start)
         run, own = part.run(size), part.of(size)
         x, y = output[start : start + size][run.start : run.stop], target[start : start + size][run.start : run.stop]
         if len(own):
-            ledger.batch = (x, y)
+            tracker.batch = (x, y)
             kept = y != -100
             loss = loss_of_each(x, y)[kept].mean() if kept.any() else torch.tensor(math.nan)
-            ledger.record(StepOutput(MeanLoss(loss, int(kept.sum())), x, y))
+            tracker.record(StepOutput(MeanLoss(loss, int(kept.sum())), x, y))
             if index == 1 and own.start == 0:
-                ledger.log("sometimes", float(x[0, 0]), 1)
+                tracker.log("sometimes", float(x[0, 0]), 1)
         if twice:
-            ledger.merge(world)
-    ledger.merge(world)
+            tracker.merge(world)
+    tracker.merge(world)
     if twice:
-        ledger.merge(world)
+        tracker.merge(world)
     if not world.is_main:
-        return {"fed": meters.fed, "sums": ledger.state_dict()["sums"]}
-    return ledger.means() | {f"{name}_error": error for name, error in meters.errors().items()}
+        return {"fed": meters.fed, "sums": tracker.state_dict()["sums"]}
+    return tracker.means() | {f"{name}_error": error for name, error in meters.errors().items()}
 
 
 def evaluated_by_all(rows: tuple[int, ...], twice: bool) -> list[dict[str, Any]]:
@@ -147,14 +147,14 @@ def resumed() -> dict[str, Any]:
     world = Group()
     output, target = classes(51)
 
-    def take(ledger: LossTracker, start: int, end: int) -> None:
+    def take(tracker: LossTracker, start: int, end: int) -> None:
         own = Shard(world.rank, world.size).of(end - start)
         x, y = output[start:end][own.start : own.stop], target[start:end][own.start : own.stop]
-        ledger.batch = (x, y)
+        tracker.batch = (x, y)
         kept = y != -100
-        ledger.record(StepOutput(MeanLoss(loss_of_each(x, y)[kept].mean(), int(kept.sum())), x, y))
+        tracker.record(StepOutput(MeanLoss(loss_of_each(x, y)[kept].mean(), int(kept.sum())), x, y))
         if start == 16 and own.start == 0:
-            ledger.log("sometimes", float(x[0, 0]), 1)
+            tracker.log("sometimes", float(x[0, 0]), 1)
 
     def fresh() -> LossTracker:
         return LossTracker(MetricSet(metrics(), spread=True))
@@ -241,7 +241,7 @@ def test_what_a_probe_returned_counts_once() -> None:
 
 
 def probed() -> dict[str, float]:
-    world, ledger = Group(), LossTracker()
-    ledger.record_probe({"sharpness": 1.0 + world.rank}, "sharp")
-    ledger.merge(world)
-    return ledger.means()
+    world, tracker = Group(), LossTracker()
+    tracker.record_probe({"sharpness": 1.0 + world.rank}, "sharp")
+    tracker.merge(world)
+    return tracker.means()

@@ -49,7 +49,7 @@ def traces(trainer: Any) -> list[Any]:
     kept: list[Any] = [value.clone() for value in model.state_dict().values()]
     kept += [module.training for module in model.modules()] + [one.grad is None for one in model.parameters()]
     kept += [str(optimizer.state_dict()), dict(trainer.state), list(trainer.history), trainer.result]
-    kept += [trainer.counters.state_dict(), random.getstate(), np.random.get_state()[1].tolist()]
+    kept += [trainer._counters.state_dict(), random.getstate(), np.random.get_state()[1].tolist()]
     return [*kept, torch.get_rng_state()]
 
 

@@ -267,7 +267,7 @@ def digest(trainer, loader):
         [(p.requires_grad, p.data_ptr()) for p in model.parameters()],
         [{k: v.numpy().tobytes() for k, v in held.items()} for held in optimizer.state.values()],
         [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
-        (trainer.counters.state_dict(), trainer.history, dict(trainer.state), sorted(vars(trainer))),
+        (trainer._counters.state_dict(), trainer.history, dict(trainer.state), sorted(vars(trainer))),
         (random.getstate(), np.random.get_state()[1].tobytes(), torch.get_rng_state().numpy().tobytes()),
         loader.generator.get_state().numpy().tobytes(),
         (torch.is_grad_enabled(), torch.get_num_threads(), torch.get_float32_matmul_precision()),

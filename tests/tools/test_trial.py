@@ -67,7 +67,7 @@ def everything(trainer):
     weights = [(plain(p), p.requires_grad, plain(p.grad), id(p)) for p in trainer.model.parameters()]
     optimizer = [(plain(one.state), plain(one.param_groups)) for one in trainer.optimizers.values()]
     draws = random.getstate(), np.random.get_state()[1].tobytes(), torch.get_rng_state().numpy().tobytes()
-    own = [plain(vars(trainer)), plain(trainer.counters.state_dict()), plain(trainer.history)]
+    own = [plain(vars(trainer)), plain(trainer._counters.state_dict()), plain(trainer.history)]
     switches = torch.get_num_threads(), torch.is_grad_enabled(), flushes_denormal(), gc.isenabled()
     return hashlib.sha256(pickle.dumps((modules, weights, optimizer, draws, own, switches))).hexdigest()
 

@@ -106,7 +106,7 @@ class Watching(Trainer[Net]):
     """What is done after each update; it is given the trainer."""
 
     def after_update(self) -> None:
-        window = self.ledger.window
+        window = self._tracker.window
         taken = [batch[0][:rows] for batch, rows in zip(window.batches, window.rows, strict=True)]
         numbers = [int(number) for x in taken for number in x[:, 0]]
         seen = {"update": self.progress.updates, "numbers": numbers, "rows": digest(*taken)}

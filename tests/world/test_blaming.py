@@ -107,5 +107,5 @@ def test_epochs_are_told_from_1(counters: Counters, text: str) -> None:
         pass
 
     owner: Any = Owner()
-    owner.counters = counters
+    owner._counters = counters
     assert position_text(owner) == text

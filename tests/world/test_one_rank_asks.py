@@ -176,7 +176,7 @@ class StopsAtTheStart(Trainer[nn.Module]):
         if epoch == 2 and not self.is_main:
             self.stop("enough")
         if epoch == 2 and self.is_main and self.knows:
-            self.counters.stopped = "an end of its own"
+            self._counters.stopped = "an end of its own"
 
 
 def stop_at_the_start(knows: bool) -> tuple[str, int, int, int]:

@@ -40,7 +40,7 @@ def _may_lie_there(owner: Owner) -> bool:
     """Whether "auto" looks at the data at all: code of the user's own may count on batches that lie on the host."""
     from trainwright.acceleration.transfer import Moving
 
-    return isinstance(owner.hooks.move, Moving) and not owner.hooks.counts_itself
+    return isinstance(owner._hooks.move, Moving) and not owner._hooks.counts_itself
 
 
 def _placed(owner: Owner, sizes: dict[str, tuple[Any, int]], undo: ExitStack) -> Iterator[str]:

@@ -57,7 +57,7 @@ class WindowSplitter:
         owner = run.owner
         self._random = RngStates()
         buffers = Buffers(lambda: networks_of(owner))
-        self._snapshot = Snapshot(LossTotals(owner.ledger), UserState(owner), buffers, self._random)
+        self._snapshot = Snapshot(LossTotals(owner._tracker), UserState(owner), buffers, self._random)
         """What a window changes before its first step; random states come last, after all that could draw."""
         self._weights = _WeightMarks(run)
         self._epoch = -1
@@ -70,7 +70,7 @@ class WindowSplitter:
         """Elements that a micro-batch may have; None where no memory has run out."""
         self.split = ""
         """What was split, in a line; empty for nothing."""
-        if run.owner.hooks.begin_epoch is None:  # else layers may yet be frozen
+        if run.owner._hooks.begin_epoch is None:  # else layers may yet be frozen
             check_layers(run.owner)
 
     def __str__(self) -> str:
@@ -96,7 +96,7 @@ class WindowSplitter:
         self._weights.capture()
         tried, failed = self._cut(window), None
         while True:
-            self._owner.ledger.window = tried
+            self._owner._tracker.window = tried
             try:
                 returned = self._owner.update(tried)
                 break
@@ -120,7 +120,7 @@ class WindowSplitter:
 
     def _finer(self, window: Window, tried: Window, failed: BaseException) -> Window:
         """Restore what a failed try has changed; return the window in smaller micro-batches."""
-        hooks, index = self._owner.hooks, self._largest(tried)
+        hooks, index = self._owner._hooks, self._largest(tried)
         assert index is not None
         window.release()
         tried.release()
@@ -138,7 +138,7 @@ class WindowSplitter:
     def _rewind(self, window: Window) -> None:
         """Return to the start of the window; what it had computed is dropped."""
         self._run.strategy.discard()
-        self._run.ledger.begin(window)
+        self._run.tracker.begin(window)
         self._snapshot.restore()  # after `begin`, which clears the numbers of the update
 
     def _check(self, tried: Window, index: int, failed: BaseException, *, most: int) -> None:
@@ -167,7 +167,7 @@ class WindowSplitter:
         return 1 if n < 2 or _why_whole(batch, rows) else n
 
     def _made(self, window: Window, parts: Sequence[tuple[Any, int]]) -> Window:
-        hooks = self._owner.hooks
+        hooks = self._owner._hooks
         batches = [batch for batch, _ in parts]
         counted = hooks.count if len(parts) > 1 or hooks.counts_itself else None
         counts = None if counted is None else [counted(batch) for batch in batches]
@@ -214,7 +214,7 @@ class _WeightMarks:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        hooks = run.owner.hooks
+        hooks = run.owner._hooks
         self._measures = hooks.updates_itself or hooks.computes_itself
         """Whether code of the user's own may write through `.data`, which no version counter shows."""
         self._weights: list[Tensor] = []
@@ -362,7 +362,7 @@ def compare_parts(run: Run, whole: Window, parts: Window) -> PartsLoss:
 
     The caller restores what the steps have changed.
     """
-    if run.owner.hooks.computes_itself:
+    if run.owner._hooks.computes_itself:
         return PartsLoss(unknown="`compute_gradients` is your own")
     try:
         return _compared(run, whole, parts)
@@ -400,19 +400,19 @@ def _losses(run: Run, whole: Window, parts: Window) -> tuple[float, float, float
 
 def _run(run: Run, window: Window) -> list[float]:
     """The weighed losses of a window's micro-batches, which add up to its loss; no number is noted."""
-    ledger, found = run.ledger, list[float]()
-    ledger.window, noting, ledger.recording = window, ledger.recording, False
+    tracker, found = run.tracker, list[float]()
+    tracker.window, noting, tracker.recording = window, tracker.recording, False
     window.begin()
     window.begun = True
     try:
         for index in range(len(window.batches)):
             with nullcontext() if run.autocast is None else run.autocast:
                 returned = run.strategy.step(Window.__getitem__(window, index))
-            step_loss = ledger.record(returned)
+            step_loss = tracker.record(returned)
             assert step_loss is not None
             found.append(float(weighed(step_loss.loss, step_loss.weight)))
     finally:
-        ledger.recording = noting
+        tracker.recording = noting
     return [loss * float(window.missing_factor) for loss in found]
 
 

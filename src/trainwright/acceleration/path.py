@@ -28,7 +28,7 @@ def fast_path(owner: Owner) -> str:
 
 def _together(owner: Owner) -> str:
     """How gradients of several processes become one, and what is sent beside them; nothing for one process."""
-    size, hooks, settings = owner.world.size, owner.hooks, owner.parallel
+    size, hooks, settings = owner.world.size, owner._hooks, owner.parallel
     if size == 1:
         return ""
     beside = " and one small sum more"

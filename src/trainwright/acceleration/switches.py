@@ -71,7 +71,7 @@ def _lies_channels_last(owner: Owner) -> bool:
 def _compiled(owner: Owner, source: Source) -> Iterator[str]:
     from trainwright.acceleration.compilation import check_apart, compiled, kept_in
 
-    fast, ledger = owner.fast, owner.ledger
+    fast, tracker = owner.fast, owner._tracker
     directory: Any = getattr(owner.checkpoint, "directory", None)
     check_apart(fast.cache, None if directory is None else Path(directory))
     is_short = _short(owner, source)
@@ -81,10 +81,10 @@ def _compiled(owner: Owner, source: Source) -> Iterator[str]:
             compiled(owner.model, fast.regions, fast.options, is_short=is_short, looks_on=CountObserver) as record,
         ):
             owner._record.compiled = record
-            ledger.count_by_graph = counted_outside_graphs
+            tracker.count_by_graph = counted_outside_graphs
             yield f"compiles {record.what}"
     finally:
-        ledger.count_by_graph = nll_total_weight
+        tracker.count_by_graph = nll_total_weight
 
 
 def _short(owner: Owner, source: Source) -> Callable[[], bool]:
@@ -92,7 +92,7 @@ def _short(owner: Owner, source: Source) -> Callable[[], bool]:
     whole, length = source.batch_size, source.length
 
     def is_short() -> bool:
-        window = owner.ledger.window
+        window = owner._tracker.window
         if window is None or whole is None or length == 1 or not window.begun:
             return False
         position = min(window.position + 1, len(window.rows) - 1)

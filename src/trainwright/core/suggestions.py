@@ -300,8 +300,8 @@ def suggests(given: C) -> C:
     return cast(C, called)
 
 
-KEPT = frozenset({"counters", "fast_path", "history", "hooks", "ledger", "result", "world"})
-"""What a Trainer keeps for its run: no method of a subclass may hide it."""
+ATTRIBUTES = frozenset({"fast_path", "history", "result", "world"})
+"""Attributes that a Trainer sets: no method of a subclass may have such a name."""
 
 
 def refuse_near_names(
@@ -321,7 +321,7 @@ def refuse_near_names(
         if not prefix and (instead := _instead_of(name)) and not _is_used(name, own):
             raise _foreign(cls, name, known, instead)
         if not prefix:
-            _refuse_kept(cls, name)
+            _refuse_attribute(cls, name)
         if base is not None and name in arguments:
             raise TypeError(
                 f"{cls.__name__}.{name} is never called: the argument {name}= of {base.__name__} has its name\n"
@@ -361,11 +361,11 @@ def _foreign(cls: type, name: str, known: Collection[str], instead: str) -> Type
     )
 
 
-def _refuse_kept(cls: type, name: str) -> None:
-    """Raise TypeError for a method that would hide what a Trainer keeps."""
-    if name in KEPT:
+def _refuse_attribute(cls: type, name: str) -> None:
+    """Raise TypeError for a method with the name of an attribute of the Trainer."""
+    if name in ATTRIBUTES:
         raise TypeError(
-            f"{cls.__name__}.{name}: the Trainer keeps something of its own under this name\n"
+            f"{cls.__name__}.{name}: the Trainer has an attribute of this name\n"
             f"  fix   rename it; what belongs in a checkpoint goes into self.state"
         )
 

@@ -69,7 +69,7 @@ def _name_the_step(error: StepError, owner: Any) -> None:
     while trace is not None:
         called.add(trace.tb_frame.f_code.co_name)
         trace = trace.tb_next
-    own = {"validation_step": owner.hooks.validates_itself, "training_step": owner.hooks.steps_itself}
+    own = {"validation_step": owner._hooks.validates_itself, "training_step": owner._hooks.steps_itself}
     names = ["training_step"] if "compute_gradients" in called else ["validation_step", "training_step"]
     name = next((name for name in names if own[name]), None)
     if name is None or called.isdisjoint({"record", "root_gradient"}) or hasattr(error, "__notes__"):

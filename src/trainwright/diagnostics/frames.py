@@ -247,7 +247,7 @@ def _batch(loop: FrameType, inner: tuple[FrameType, ...], *, owner: Any, role: s
         done = loop.f_locals.get("seen", len(made))
         batch = loop.f_locals.get("batch", MISSING) if step is None else _first_argument(step)
         return batch, f"{role} batch {done + 1}"
-    counters, window = owner.counters, _window(loop)
+    counters, window = owner._counters, _window(loop)
     epoch = f"of epoch {counters.earlier_epochs + counters.epoch + 1}"
     batch = loop.f_locals.get("batch", MISSING)
     if loop.f_code.co_name == "update" and len(window) > 1:

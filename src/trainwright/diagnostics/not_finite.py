@@ -40,14 +40,14 @@ _LINE = "anomaly() names the line"
 
 def trace(run: Run) -> Trace:
     """Say where the update in hand stopped being finite, as far as that can be found; the run stays as it is."""
-    window, owner = run.ledger.window, run.owner
+    window, owner = run.tracker.window, run.owner
     if window is None:
         return Trace()
     lines: list[str] = []
     fix = ""
     with unmoved():
         for position, batch in enumerate(window.batches):
-            found = _in_batch(batch, named=owner.hooks.split is default_split)
+            found = _in_batch(batch, named=owner._hooks.split is default_split)
             if not found and window.mover is not None:
                 moved = _in_batch(window[position], named=False)
                 found = [f"{line}, after to_device" for line in moved]
@@ -57,7 +57,7 @@ def trace(run: Run) -> Trace:
     weights = _in_weights(owner)
     if weights:
         return Trace((*lines, *weights), fix or _RATE)
-    own = owner.hooks.updates_itself or owner.hooks.computes_itself  # nobody else knows what they compute
+    own = owner._hooks.updates_itself or owner._hooks.computes_itself  # nobody else knows what they compute
     several = owner.world.size > 1 or is_sharded(*owner.model.parameters())  # a forward may be a collective
     missing = any(" NaN" in line for line in lines)  # infinite inputs may be meant, as in a mask of attention
     if own or several or missing:
@@ -163,11 +163,11 @@ class _ModuleSearch:
 
     def _searched(self) -> Trace:
         run, owner = self._run, self._owner
-        window = run.ledger.window
+        window = run.tracker.window
         assert window is not None
         losses = []
         for position, batch in enumerate(window.batches):
-            owner.ledger.batch = batch
+            owner._tracker.batch = batch
             with run.autocast or nullcontext():
                 returned = owner.training_step(window[position])
             where = f" ({_place(run, position)})" if len(window.batches) > 1 else ""
@@ -184,7 +184,7 @@ class _ModuleSearch:
     def _after_backward(self, losses: list[Tensor]) -> Trace:
         run = self._run
         for loss in losses:
-            torch.autograd.backward((loss,), (run.ledger.root_gradient(loss, 1.0),))
+            torch.autograd.backward((loss,), (run.tracker.root_gradient(loss, 1.0),))
         if self._backward is not None:
             kind, _, name = self._backward
             if kind == "in":
@@ -208,7 +208,7 @@ class _ModuleSearch:
         """Everything that a second forward and backward may move is put back at the end: nothing of them is noted."""
         owner = self._owner
         roots = networks_of(owner)
-        state, ledger = owner.state, owner.ledger
+        state, tracker = owner.state, owner._tracker
         with ExitStack() as undo:
             undo.enter_context(Snapshot(Buffers(lambda: roots)))
             undo.enter_context(unmoved())
@@ -216,9 +216,9 @@ class _ModuleSearch:
             if "torch._dynamo" in sys.modules:  # hooks inside of what is compiled are called in eager mode alone
                 undo.enter_context(torch.compiler.set_stance("force_eager"))
             undo.callback(setattr, owner, "state", state)
-            undo.callback(setattr, owner, "ledger", ledger)
+            undo.callback(setattr, owner, "_tracker", tracker)
             owner.state = copy_tree(state)
-            owner.ledger = LossTracker(None, owner.hooks)
+            owner._tracker = LossTracker(None, owner._hooks)
             for root in roots:
                 for name, module in root.named_modules():
                     if isinstance(module, torch.jit.ScriptModule):

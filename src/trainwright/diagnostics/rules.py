@@ -88,7 +88,7 @@ def _out_of_memory(failure: Failure) -> Explanation | None:
         fix = f"smaller batches for this data, such as batch_size={rows // 2}: its numbers stay the same"
         return Explanation(cause, fix)
     by_epoch = dict(owner.accumulate)
-    accumulate = 2 * by_epoch[max(epoch for epoch in by_epoch if epoch <= owner.counters.epoch)]
+    accumulate = 2 * by_epoch[max(epoch for epoch in by_epoch if epoch <= owner._counters.epoch)]
     fix = f"batches of {rows // 2} rows with Trainer(..., accumulate={accumulate}): the same rows in each update"
     may_split = owner.on_oom is None and owner.world.size == 1 and not layers_mixing_rows(owner.model, owner.loss)
     return Explanation(cause, f'{fix}; or on_oom="split"' if may_split else fix)
@@ -459,7 +459,7 @@ def _takes(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bool:
 def splits_in_training(owner: Any) -> bool:
     """Whether a training step takes inputs and target from `split`: the default one, or one that calls either."""
     codes = _user_code(owner, "training_step")
-    return not owner.hooks.steps_itself or any({"split", "training_step"} & set(code.co_names) for code in codes)
+    return not owner._hooks.steps_itself or any({"split", "training_step"} & set(code.co_names) for code in codes)
 
 
 def _user_code(owner: Any, name: str) -> list[CodeType]:

@@ -58,24 +58,24 @@ def evaluate(owner: Owner, source: Source, *, name: str, batches: int | None = N
 
     Every rank runs its slice of each batch; the numbers are reduced to rank 0 and broadcast.
     """
-    metrics = _metric_set(owner, owner.hooks.spread, complete=batches is None)
-    ledger = LossTracker(metrics, owner.hooks)
+    metrics = _metric_set(owner, owner._hooks.spread, complete=batches is None)
+    tracker = LossTracker(metrics, owner._hooks)
     seen = 0
-    with separate_numbers(owner, ledger):
+    with separate_numbers(owner, tracker):
         try:
             with without_trace(owner, source) as aside:
-                step, to_device = _observed_step(owner, ledger), mover(owner, aside, trains=False)
-                for batch in islice(owner._record.read_batches(_batches(owner, aside, ledger)), batches):
-                    ledger.batch = batch
+                step, to_device = _observed_step(owner, tracker), mover(owner, aside, trains=False)
+                for batch in islice(owner._record.read_batches(_batches(owner, aside, tracker)), batches):
+                    tracker.batch = batch
                     returned = step(batch if to_device is None else to_device(batch))
                     if not seen:
-                        ledger.check_fed(returned)
-                    ledger.record(returned)
+                        tracker.check_fed(returned)
+                    tracker.record(returned)
                     seen += 1
                     if not seen % READ_EVERY:
-                        ledger.read()
-                ledger.merge(owner.world)
-                numbers = ledger.means(f"{name}_") if owner.is_main else {}
+                        tracker.read()
+                tracker.merge(owner.world)
+                numbers = tracker.means(f"{name}_") if owner.is_main else {}
                 if not any(owner.world.total(seen)):
                     raise DataError(message(f"the {name} data gave no batch", want="at least one batch", where=False))
                 found = Evaluation(*_with_errors(numbers, metrics, f"{name}_"))
@@ -109,7 +109,7 @@ def without_trace(owner: Owner, source: Source, *, shows_gradients: bool = False
             yield beside(source) if source.repeatable else source
     finally:
         if alone:
-            let_go_of_memory(owner.hooks)
+            let_go_of_memory(owner._hooks)
 
 
 @contextmanager
@@ -136,14 +136,14 @@ class separate_numbers:  # a class, as the one below: every evaluation enters th
 
     __slots__ = ("_inner", "_outer", "_owner")
 
-    def __init__(self, owner: Owner, ledger: LossTracker | None = None) -> None:
-        self._owner, self._inner = owner, LossTracker(None, owner.hooks) if ledger is None else ledger
+    def __init__(self, owner: Owner, tracker: LossTracker | None = None) -> None:
+        self._owner, self._inner = owner, LossTracker(None, owner._hooks) if tracker is None else tracker
 
     def __enter__(self) -> None:
-        self._outer, self._owner.ledger = self._owner.ledger, self._inner
+        self._outer, self._owner._tracker = self._owner._tracker, self._inner
 
     def __exit__(self, *error: object) -> None:
-        self._owner.ledger = self._outer
+        self._owner._tracker = self._outer
 
 
 class _copied_state:
@@ -206,12 +206,12 @@ def run_training_forwards(owner: Owner, source: Source) -> None:
     """
     from trainwright.update.snapshot import Tensors  # rare: imports must stay quick
 
-    ledger, aside = LossTracker(None, owner.hooks), beside(source)
+    tracker, aside = LossTracker(None, owner._hooks), beside(source)
     to_device = mover(owner, aside, trains=True)
     generators = getattr(aside, "generators", ())
     statistics = Tensors(modes.running_statistics(owner.model) if owner.on_nonfinite == "skip" else [])
     with ExitStack() as stack:
-        stack.enter_context(separate_numbers(owner, ledger))
+        stack.enter_context(separate_numbers(owner, tracker))
         stack.enter_context(unmoved(generators))
         stack.enter_context(beside_training(owner.device.type))
         stack.enter_context(torch.no_grad())
@@ -219,7 +219,7 @@ def run_training_forwards(owner: Owner, source: Source) -> None:
         step = autocast_step(owner, owner.training_step)
         seed(0, generators)
         for batch in owner._record.read_batches(complete_batches(owner, aside)):
-            ledger.batch = batch
+            tracker.batch = batch
             statistics.capture()
             step(batch if to_device is None else to_device(batch))
             statistics.restore_nonfinite()
@@ -232,23 +232,23 @@ def _on_all_ranks(owner: Owner) -> Iterator[None]:
         yield
 
 
-def _batches(owner: Owner, source: Source, ledger: LossTracker) -> Iterator[Any]:
+def _batches(owner: Owner, source: Source, tracker: LossTracker) -> Iterator[Any]:
     """Return the batches of a pass, with several ranks those of this one."""
     if owner.world.size > 1:
-        return shard_batches(owner, source, ledger)
+        return shard_batches(owner, source, tracker)
     return chain.from_iterable(map(source.epoch, (0,)))  # opened at the first batch, where signals are handled
 
 
-def _observed_step(owner: Owner, ledger: LossTracker) -> Callable[[Any], Any]:
+def _observed_step(owner: Owner, tracker: LossTracker) -> Callable[[Any], Any]:
     """Return the step of an evaluation; where neither a known loss nor `count` gives the count of a mean, observed.
 
     In the default step the loss alone is observed. A step of the user's own, or a model with a loss of its own, may
     compute the mean anywhere: then all of the step is, unless none was found in its first batch.
     """
-    step, hooks = autocast_step(owner, owner.validation_step), owner.hooks
+    step, hooks = autocast_step(owner, owner.validation_step), owner._hooks
     if hooks.summed is not None or hooks.counts_itself:
         return step
-    ledger.count_source = observer = CountObserver()
+    tracker.count_source = observer = CountObserver()
     if not (hooks.validates_itself or hooks.steps_itself or owner.loss is None or "validation_step" in vars(owner)):
         return step
 
@@ -257,7 +257,7 @@ def _observed_step(owner: Owner, ledger: LossTracker) -> Callable[[Any], Any]:
     def observed_step(batch: Any) -> Any:
         nonlocal observed
         if observed and not observer.found:
-            ledger.count_source = None
+            tracker.count_source = None
             return step(batch)
         observed = True
         return observer.observe(step, batch)
@@ -269,14 +269,14 @@ def _metric_set(owner: Owner, spread: str | None, *, complete: bool) -> MetricSe
     """Return the metrics of an evaluation; `spread` names the number whose standard error is wanted too."""
     metrics = dict(owner.metrics or {})
     if spread == "loss":
-        if owner.hooks.known is None:
+        if owner._hooks.known is None:
             raise SettingError(
                 message(
                     'min_delta="1se" on a loss needs one value per row, and this loss is none of torch\'s own',
                     fix="monitor a metric that returns one value per row",
                 )
             )
-        metrics[_LOSS_OF_ROWS] = owner.hooks.known.each_row
+        metrics[_LOSS_OF_ROWS] = owner._hooks.known.each_row
     if not metrics:
         return None
     checked = owner._record.checked_metrics

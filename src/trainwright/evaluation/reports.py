@@ -142,7 +142,7 @@ def _split_once(owner: Owner) -> Iterator[Callable[[Any], tuple[Any, Any]]]:
     A `split` of the user's own may draw, change or take out: asked again, it would give another target than the
     one that belongs to the output.
     """
-    hooks, made = owner.hooks, list[tuple[Any, Any]]()
+    hooks, made = owner._hooks, list[tuple[Any, Any]]()
 
     def noting(batch: Any) -> tuple[Any, Any]:
         made.append(hooks.split(batch))
@@ -155,11 +155,11 @@ def _split_once(owner: Owner) -> Iterator[Callable[[Any], tuple[Any, Any]]]:
         made.clear()
         return found
 
-    owner.hooks = dataclasses.replace(hooks, split=noting)
+    owner._hooks = dataclasses.replace(hooks, split=noting)
     try:
         yield split_of
     finally:
-        owner.hooks = hooks
+        owner._hooks = hooks
 
 
 def _check_known_target(owner: Owner, batch: Any) -> None:

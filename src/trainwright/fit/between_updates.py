@@ -161,7 +161,7 @@ class BetweenUpdates:
             if trigger.fires(self.counters, epoch_ended=epoch_ended):
                 with probe_context(self.owner, self.run.source):
                     numbers = probe.fn(trainer)
-                self.run.ledger.record_probe(numbers, probe.name)
+                self.run.tracker.record_probe(numbers, probe.name)
 
     def validation_is_due(self, *, epoch_ended: bool) -> bool:
         """Whether to validate now: the duration has passed, or a planned end is reached; once at an update."""
@@ -202,17 +202,17 @@ class BetweenUpdates:
         """Append a row to the history: the epoch's training numbers so far, and those of the validation."""
         row = self._row(numbers)
         if epoch_ended:
-            self.run.ledger.reset()
+            self.run.tracker.reset()
         if numbers is not None:
             self.counters.validated = self.counters.updates
         self.history.append(row)
         return row
 
     def _row(self, numbers: Mapping[str, float] | None) -> dict[str, float]:
-        counters, ledger, world = self.counters, self.run.ledger, self.owner.world
+        counters, tracker, world = self.counters, self.run.tracker, self.owner.world
         counters.pause = ""
-        ledger.merge(world)
-        trained = world.same((ledger.means() or self._last_training_numbers()) if world.is_main else {})
+        tracker.merge(world)
+        trained = world.same((tracker.means() or self._last_training_numbers()) if world.is_main else {})
         return {
             "epoch": counters.earlier_epochs + counters.epoch,
             "update": counters.earlier_updates + counters.updates,
@@ -258,7 +258,7 @@ class BetweenUpdates:
 
         Numbers that only an `evaluate` of the user's own gives are in the rows of validations.
         """
-        trained = monitor in row or not self.owner.hooks.evaluates_itself
+        trained = monitor in row or not self.owner._hooks.evaluates_itself
         return validated or (trained and not monitor.startswith("val_"))
 
     def report(
@@ -295,7 +295,7 @@ class BetweenUpdates:
         History, early stopping, the best and Plateau do not see these numbers, and `validated` does not count them: a
         run that is resumed from here, and validates at the same update, is then the run that never ended.
         """
-        if self.run.rank_sync is not None and epoch_ended and self.owner.hooks.end_epoch is not None:
+        if self.run.rank_sync is not None and epoch_ended and self.owner._hooks.end_epoch is not None:
             self._exchange(self.run.rank_sync)  # `end_epoch` may have stopped it on one rank
         measured = self._is_validated if self.val else not self._lacks_row
         if not self.counters.stopped or self.planned_end() or measured:

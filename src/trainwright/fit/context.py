@@ -99,7 +99,7 @@ class FitContext:
                     return
             except DamagedError as error:
                 path = Path(error.origin)
-                again = error.early or self._owner.hooks.begin_epoch is None  # that hook may not run twice per epoch
+                again = error.early or self._owner._hooks.begin_epoch is None  # that hook may not run twice per epoch
                 if self._resume.where != "auto" or path in refused or self._owner.world.size > 1 or not again:
                     raise CheckpointError(str(error)) from error.__cause__
                 refused[path] = str(error)
@@ -128,7 +128,7 @@ class FitContext:
         undo.callback(_release_run, owner, run)
         run.weights.start()
         for epoch in range(resuming.begun_epochs):
-            owner.counters.epoch = epoch
+            owner._counters.epoch = epoch
             run.begin_epoch(epoch)
         if resuming.ended is None:
             _rehearse(owner, run, val)
@@ -136,7 +136,7 @@ class FitContext:
         finished = ""
         if resuming.checkpoint is not None:
             sped.loaded()
-            finished = resuming.place if owner.counters.stopped else ""
+            finished = resuming.place if owner._counters.stopped else ""
         lines += _check_saves(owner, run, between)
         self._plan = replace(plan, notes=(*plan.notes, *lines), finished=finished)
         between.start()
@@ -237,7 +237,7 @@ class FitContext:
         between.update_clock()
         if record.has_begun and record.failed and record.save_error is None:
             record.weights = None
-        ending, owner.counters.stopped = ends_in(caused, grace=run.signals.grace)
+        ending, owner._counters.stopped = ends_in(caused, grace=run.signals.grace)
         if record.save_error is not None and record.save_error is not caused:
             failures.insert(0, f"the state at the end could not be saved: {record.save_error}")
         for failure in failures:
@@ -266,7 +266,7 @@ class FitContext:
         owner, record, result = self._owner, self._owner._record, self._between.fit_end.make_result()
         if record.has_begun:
             owner.result = result
-            record.stages = [*record.stages[: owner.counters.stage], _summary(owner, result)]
+            record.stages = [*record.stages[: owner._counters.stage], _summary(owner, result)]
         for observer in self._begun:
             try:
                 observer.on_fit_end(result)
@@ -313,7 +313,7 @@ def _with_place(failed: BaseException) -> str:
 
 def _summary(owner: Owner, result: Result) -> dict[str, Any]:
     """Return how a stage ended, as plain data for the checkpoints of later ones."""
-    counters, restored = owner.counters, owner._record.restored
+    counters, restored = owner._counters, owner._record.restored
     left = counters.earlier_updates + counters.updates if restored is None else restored.update
     best = None if result.best is None else {**asdict(result.best), "path": None}
     ended = {"weights": result.weights, "best": best, "notes": list(result.notes), "final": result.final_validation}
@@ -368,7 +368,7 @@ def _check_saves(owner: Owner, run: Run, between: BetweenUpdates) -> list[str]:
 def _rehearse(owner: Owner, run: Run, val: Mapping[str, Source]) -> None:
     """Run one validation batch without a trace, so that its mistakes show before the first update."""
     produced = {"loss", *owner.metrics}
-    owner.ledger.must_feed = not val and bool(owner.metrics)
+    owner._tracker.must_feed = not val and bool(owner.metrics)
     for name, source in val.items():
         if source.repeatable:
             # An evaluation leaves the buffers as its own forwards have changed them.
@@ -380,7 +380,7 @@ def _rehearse(owner: Owner, run: Run, val: Mapping[str, Source]) -> None:
                 produced |= {number.removeprefix(f"{name}_") for number in numbers if number.startswith(trained)}
         else:
             produced |= {f"{name}_{number}" for number in ("loss", *owner.metrics)}
-    free = (owner.hooks.logs_freely, owner.hooks.evaluates_itself)
+    free = (owner._hooks.logs_freely, owner._hooks.evaluates_itself)
     monitors = () if run.rates is None else run.rates.monitors
     check_monitors(
         owner, has_val=bool(val), produced=produced, free=free, rates=monitors, prefixes=_keyed(owner, list(val))

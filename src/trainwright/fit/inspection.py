@@ -99,7 +99,7 @@ class SpeedMeter(Inspector):
         fires = self._trigger.fires(counters, epoch_ended=epoch_ended)
         if not (fires or epoch_ended or counters.stopped) or counters.rows == self._rows or not self._seconds:
             return
-        flops, peak, note = self._operations.of(self._run.ledger.window)
+        flops, peak, note = self._operations.of(self._run.tracker.window)
         speed = Speed(
             epoch=counters.earlier_epochs + counters.epoch,
             update=counters.earlier_updates + counters.updates,
@@ -182,7 +182,7 @@ def _size(tensors: Iterable[Tensor]) -> int:
 
 def _unknown(owner: Owner, window: Any) -> str:
     """Why the operations of a row cannot be counted; "" where they can."""
-    hooks = owner.hooks
+    hooks = owner._hooks
     if hooks.steps_itself or hooks.computes_itself or hooks.updates_itself:
         return "how often steps of your own run a model is not known"
     if hooks.split is not batches.split:

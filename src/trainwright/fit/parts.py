@@ -33,7 +33,7 @@ def parts_of(run: Run, between: BetweenUpdates) -> dict[str, Stateful]:
         "early_stopping": between.watch,
         "checkpoint": between.manager,
         "progress": RunProgress(run),
-        "totals": run.ledger,
+        "totals": run.tracker,
         "data": run.source,
         "state": CallbackPart(lambda: owner.state, lambda tree: _load_state(owner, tree)),
         "random": run.random,
@@ -53,7 +53,7 @@ class RunProgress:
         record = owner._record
         limit = None if record.splits is None else record.splits.limit
         return {
-            "counters": owner.counters.state_dict(),
+            "counters": owner._counters.state_dict(),
             "history": owner.history,
             "final": record.final_validation,
             "asked": run.stop_reason,
@@ -75,11 +75,11 @@ class RunProgress:
         run.lengths.load_state_dict(epochs)
         if record.splits is not None:
             record.splits.limit = tree.get("split_at")
-        owner.counters.load_state_dict(counters)
+        owner._counters.load_state_dict(counters)
         owner.history[:] = tree["history"]
         record.stages = list(tree["stages"])
         # A reason given to `stop()` counts only where the validation and the save that it asked for are still due.
-        due = owner.counters.pause or owner.counters.paused < owner.counters.updates
+        due = owner._counters.pause or owner._counters.paused < owner._counters.updates
         record.final_validation, run.stop_reason = tree["final"], tree["asked"] if due else ""
 
 

@@ -213,7 +213,7 @@ def _check_val(val: Mapping[str, Source], ends: Ends) -> None:
 def _notes(owner: Owner, source: Source, plan: Plan) -> list[str]:
     notes = describe_ranks(owner, plan, apart=source.sharded)
     notes += [source.note] if source.note else []
-    if plan.val and owner.hooks.steps_itself and not owner.hooks.validates_itself:
+    if plan.val and owner._hooks.steps_itself and not owner._hooks.validates_itself:
         notes.append("validates by your training_step, in eval mode")
     if str(owner.precision) == "tf32" and owner.device.type == "cpu":
         notes.append("tf32 has no effect on a cpu")

@@ -109,7 +109,7 @@ class RankSync:
     """
 
     def __init__(self, owner: Owner) -> None:
-        self._world, self._counters = owner.world, owner.counters
+        self._world, self._counters = owner.world, owner._counters
         self.asks = ""
         """The reason for which this rank stops, until it is exchanged."""
         self.at = 0.0

@@ -56,7 +56,7 @@ def plan_resume(owner: Owner, loaded: Loaded | None, asked: Resume) -> ResumePla
     if loaded is None:
         return ResumePlan(lines=_start_lines(owner, asked))
     progress = _progress_of(loaded)
-    stage, saved_stage = owner.counters.stage, progress["counters"]["stage"]
+    stage, saved_stage = owner._counters.stage, progress["counters"]["stage"]
     if saved_stage > stage:
         ended = progress["stages"][stage]
         line = f"passed over: {loaded.path} is of a later fit of this run"

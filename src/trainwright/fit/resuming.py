@@ -43,7 +43,7 @@ def _pass_over(plan: ResumePlan, owner: Owner, between: BetweenUpdates) -> None:
     ended = plan.ended
     assert ended is not None and plan.checkpoint is not None and plan.progress is not None
     plan.checkpoint.tree.clear()
-    owner.counters.load_state_dict(ended["counters"])
+    owner._counters.load_state_dict(ended["counters"])
     owner.history[:] = plan.progress["history"][: ended["rows"]]
     record, path = owner._record, between.fit_end.path_at(ended["left"])
     record.ended = ended
@@ -64,7 +64,7 @@ def _load_model(owner: Owner, path: Path) -> bool:
 
 def _load(plan: ResumePlan, owner: Owner, between: BetweenUpdates) -> list[str]:
     """Load the checkpoint into everything bound; return lines for the header."""
-    counters, run = owner.counters, between.run
+    counters, run = owner._counters, between.run
     given = _settings(owner)
     reports, lines = _restore(plan, owner, between)
     reports += [*disable_wrong_kernels(owner.optimizers), *_unused(owner, given)]
@@ -109,7 +109,7 @@ def _restore(plan: ResumePlan, owner: Owner, between: BetweenUpdates) -> tuple[l
     for optimizer, before in rates:
         _set_rates(optimizer, before)
     if not plan.with_data:
-        owner.counters.batch = 0
+        owner._counters.batch = 0
     reports += load_rank_state(owner, own, number=number, source=source if plan.with_data else None)
     return reports, matched
 

@@ -54,7 +54,7 @@ class Rollback:
 
     def open_epoch(self) -> Iterator[Any]:
         """Return the iterator of the current epoch, at its next batch; a resume sets every random state there."""
-        counters, random = self._owner.counters, self._random
+        counters, random = self._owner._counters, self._random
         loaded = random_state() if random.is_at_boundary else random.loaded
         if self._owner.checkpoint is not None:
             random.before_window = random_state() if loaded is None else loaded

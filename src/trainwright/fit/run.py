@@ -60,11 +60,11 @@ class Run:
 
     def __init__(self, owner: Owner, source: Source, plan: Plan, *, signals: Signals) -> None:
         self.owner, self.source = owner, source
-        self.counters: Counters = owner.counters
-        self.lengths = EpochLengths(plan, source, owner.counters)
-        self.ledger: LossTracker = owner.ledger
+        self.counters: Counters = owner._counters
+        self.lengths = EpochLengths(plan, source, owner._counters)
+        self.tracker: LossTracker = owner._tracker
         self.random = RandomPart()
-        self.rollback = Rollback(owner, source, self.random, tracker=owner.ledger)
+        self.rollback = Rollback(owner, source, self.random, tracker=owner._tracker)
         self.signals = signals
         signals.wake = self.wake
         self._bind_ranks(owner)
@@ -94,7 +94,7 @@ class Run:
         self.strategy = choose_strategy(self)
         """How updates are made."""
         self.scaler = self.strategy.scaler
-        self.ledger.bind(self.scaler)
+        self.tracker.bind(self.scaler)
         self._plan_epoch()
 
     def _bind_ranks(self, owner: Owner) -> None:
@@ -126,7 +126,7 @@ class Run:
         self.scaler = None if precision is None else precision.loss_scale(device)
         check_weights(self.scaler, self.gradients.parameters)
         self.checks = owner.on_nonfinite != "ignore" or self.scaler is not None
-        follows = owner.hooks.after_update is not None or (precision is not None and precision.follows_updates)
+        follows = owner._hooks.after_update is not None or (precision is not None and precision.follows_updates)
         self.after_update = self._after_update if follows else None
 
     @property
@@ -137,7 +137,7 @@ class Run:
     @contextmanager
     def watching_steps(self) -> Iterator[None]:
         """Notice the steps that an `update` of the user's own makes without `apply_gradients`."""
-        if not self.owner.hooks.updates_itself:
+        if not self.owner._hooks.updates_itself:
             yield
             return
         optimizers = self.owner.optimizers.values()
@@ -156,7 +156,7 @@ class Run:
             return
         self.signals.check()
         self.begin_epoch(counters.epoch)
-        if self.rank_sync is not None and self.owner.hooks.begin_epoch is not None:
+        if self.rank_sync is not None and self.owner._hooks.begin_epoch is not None:
             asked = self.rank_sync.join().stop  # all join, or none does
             if asked:
                 self.stop_now(asked)
@@ -182,7 +182,7 @@ class Run:
 
     def _begin(self, window: Window) -> None:
         """Start the update of a window: numbers and outcome anew, and what a skipped one is to put back."""
-        self.ledger.begin(window)
+        self.tracker.begin(window)
         self.outcome = Outcome()
         for stepper in self.steppers.all.steppers:
             stepper.norm = stepper.noted = None
@@ -221,14 +221,14 @@ class Run:
 
     def count(self, window: Window, returned: Any) -> bool:
         """Count the update and close its numbers; return whether a step was applied in it."""
-        ledger, counters, outcome = self.ledger, self.counters, self.outcome
+        tracker, counters, outcome = self.tracker, self.counters, self.outcome
         self.rollback.phase = COUNTING
         if not counters.rows:
             self.first_batch.warn()
         if outcome.left_out and self.snapshot is not None:
             self.snapshot.restore()  # only now: graphs of this update may still hold the buffers
-        if returned is not None and (not ledger.has_loss or type(returned) is dict) and not self.strategy.reduces_loss:
-            ledger.record_returned(returned)
+        if returned is not None and (not tracker.has_loss or type(returned) is dict) and not self.strategy.reduces_loss:
+            tracker.record_returned(returned)
         if outcome.minimized:
             note_minimized(self, returned)
         self.strategy.finish()
@@ -253,8 +253,8 @@ class Run:
         self._begun = epoch
         self.counters.begun = True
         self.random.epoch_start = {}
-        if self.owner.hooks.begin_epoch is not None:
-            self.owner.hooks.begin_epoch(epoch)
+        if self.owner._hooks.begin_epoch is not None:
+            self.owner._hooks.begin_epoch(epoch)
         self._plan_epoch()
         if self.rank_sync is not None and epoch and self.plan.accumulated(epoch) != self.plan.accumulated(epoch - 1):
             self.rank_sync.start()  # the pace is another one
@@ -306,9 +306,9 @@ class Run:
         """Run the precision's and the user's hooks; a torch scheduler stepped there sets the next update's rate."""
         if self.owner.precision is not None:
             self.owner.precision.after_update()
-        if self.owner.hooks.after_update is not None:
+        if self.owner._hooks.after_update is not None:
             self.steppers.note_unnoted()
-            self.owner.hooks.after_update()
+            self.owner._hooks.after_update()
 
     def _note_step(self, *_: Any) -> None:
         self.outcome.stepped = True

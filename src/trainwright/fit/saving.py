@@ -64,7 +64,7 @@ class RunCheckpoints:
         measured: dict[str, float] = {}
         for row in self.owner.history[-2:]:  # a validation and the epoch's end may have the same update
             measured |= row if row["update"] == update else {}
-        self.run.ledger.merge(self.owner.world)
+        self.run.tracker.merge(self.owner.world)
         per_rank = self._per_rank_state()  # before the averaged weights are shown, which have other statistics
         with self.run.signals.held(), self.run.weights.evaluated():
             self.manager.save(

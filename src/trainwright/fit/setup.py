@@ -295,20 +295,21 @@ def _met(owner: Owner) -> Iterator[None]:
 
 
 def _check_own(owner: Owner) -> None:
-    """Refuse to start where a subclass has put something else in the place of what the run is kept in."""
+    """Refuse to start where an attribute of the Trainer that holds its run was replaced by something else."""
     own = {
         "_record": StageRecord,
-        "counters": Counters,
+        "_counters": Counters,
         "history": list,
-        "hooks": Hooks,
-        "ledger": LossTracker,
+        "_hooks": Hooks,
+        "_tracker": LossTracker,
         "state": dict,
     }
     for name, kind in own.items():
         if not isinstance(getattr(owner, name), kind):
             have = f"a {type(getattr(owner, name)).__name__}"
-            what = f"self.{name} was replaced: the Trainer keeps a {kind.__name__} of its own there"
-            raise SettingError(message(what, have=have, fix=f"self.my_{name} = ..., or an entry of self.state"))
+            what = f"self.{name} was replaced: the Trainer has a {kind.__name__} under this name"
+            fix = f"self.my_{name.removeprefix('_')} = ..., or an entry of self.state"
+            raise SettingError(what, have=have, fix=fix)
 
 
 def _check_optimizers(owner: Owner) -> None:
@@ -318,7 +319,7 @@ def _check_optimizers(owner: Owner) -> None:
             message("fit() without an optimizer", fix="Trainer(model, torch.optim.AdamW(model.parameters()), loss)")
         )
     for name, optimizer in owner.optimizers.items():
-        if owner.hooks.updates_itself or not _needs_a_closure(optimizer):
+        if owner._hooks.updates_itself or not _needs_a_closure(optimizer):
             continue
         named = "" if name == ONLY else f"{name!r}, "
         again = "closure=lambda: self.compute_gradients(window)"

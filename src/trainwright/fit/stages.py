@@ -28,9 +28,9 @@ def start_stage(owner: Owner, undo: ExitStack, *, resumes: bool, epochs: int | N
     before = LastStage(owner)
     record = owner._record = last.next_stage()
     undo.push(before.leave)
-    owner.ledger.reset()
+    owner._tracker.reset()
     if last.stages:
-        _count_anew(owner.counters, continues=last.failed and resumes)
+        _count_anew(owner._counters, continues=last.failed and resumes)
     if last.rates is not None:
         last.rates.restore_groups()
     if before.revert_weights():
@@ -72,7 +72,7 @@ class LastStage:
 
     def __init__(self, owner: Owner) -> None:
         self._owner, self._record = owner, owner._record
-        self._counters = owner.counters.state_dict()
+        self._counters = owner._counters.state_dict()
         self._groups = [
             (group, {key: _plain(value) for key, value in group.items() if key != "params"})
             for optimizer in owner.optimizers.values()
@@ -96,12 +96,12 @@ class LastStage:
         owner._record.is_under_way = False
         if error is not None and not owner._record.has_begun:
             self._restore()
-        let_go_of_memory(owner.hooks)
+        let_go_of_memory(owner._hooks)
 
     def _restore(self) -> None:
         owner, record = self._owner, self._record
         owner._record = record
-        owner.counters.load_state_dict(self._counters)
+        owner._counters.load_state_dict(self._counters)
         taken = _TakenRates(self._groups)
         if taken.changed:
             record.rates = taken

@@ -134,7 +134,7 @@ class _Seen:
 
     def checked(self, trainer: Trainer[Any], fold: int) -> Trainer[Any]:
         """Refuse a trainer that another fold has used, or that shares with it what is trained or written."""
-        if trainer.counters.updates or trainer.result is not None:
+        if trainer._counters.updates or trainer.result is not None:
             raise _leak("a trainer that has been trained already", "fold 0" if not fold else f"fold {fold}")
         things = _trained_things(trainer)
         before = {_identity(thing): (what, at) for ref, what, at in self._things if (thing := ref()) is not None}

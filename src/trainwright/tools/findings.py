@@ -65,7 +65,7 @@ def watched(trainer: Trainer[Any], batches: Sequence[Any]) -> tuple[Recording, i
             watch.seen.constant.update(name for name, one in returned.items() if not _has_gradient(one))
         return returned
 
-    if twin.hooks.steps_itself:
+    if twin._hooks.steps_itself:
         vars(twin)["training_step"] = noted
     parameters = {f"{root}.{name}": one for root, name, one in findings_model.trained_by(trainer)}
     with _uncompiled(), noting_gradients(parameters, watch.seen.reached), watch:
@@ -83,7 +83,7 @@ def evaluated(
     trainer: Trainer[Any], batches: Sequence[Any], val: Any, *, batch_size: int | None = None
 ) -> Recording | None:
     """What is seen of one evaluated batch: of training, where no other is given and all steps are the default ones."""
-    hooks = trainer.hooks
+    hooks = trainer._hooks
     own = hooks.steps_itself or hooks.validates_itself or hooks.evaluates_itself or hooks.updates_itself
     if val is None and own:
         return None

@@ -248,7 +248,7 @@ def _unreached(trainer: Trainer[Any], seen: Recording, *, updates: int) -> Itera
 
 def _resting(trainer: Trainer[Any], seen: Recording) -> set[int]:
     """Parameters of optimizers whose turn did not come, where an `update` of the user's own deals out the turns."""
-    if not trainer.hooks.updates_itself or len(trainer.optimizers) < 2:
+    if not trainer._hooks.updates_itself or len(trainer.optimizers) < 2:
         return set()
     each = [{id(p) for p in parameters_in(one)} for one in trainer.optimizers.values()]
     return {one for held in each if held.isdisjoint(seen.reached) for one in held}

@@ -65,7 +65,7 @@ def run_block(
             clock = Clock(twin, warm=warm, updates=updates, segments=segments)
             result = twin.fit(clock.over(way.data), epochs=1)
             peak = None if held is None else torch.cuda.max_memory_allocated(trainer.device) - held
-            let_go_of_memory(twin.hooks)
+            let_go_of_memory(twin._hooks)
     finally:
         before.restore()
     return Block(
@@ -81,7 +81,7 @@ class Clock:
     """Deals out the micro-batches of a trial, and reads the clock between its segments."""
 
     def __init__(self, trainer: Trainer[Any], *, warm: int, updates: int, segments: int) -> None:
-        self._device, self._rows_of = trainer.device, trainer.hooks.rows
+        self._device, self._rows_of = trainer.device, trainer._hooks.rows
         self._every = trainer.accumulate[0][1]
         self._warm, self._updates, self._segments = warm, updates, segments
         self.stamps: list[float] = []

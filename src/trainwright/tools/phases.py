@@ -109,7 +109,7 @@ def measure_phases(trainer: Trainer[Any], before: TrainerSnapshot, data: Source,
             source: Any = clock.over(data)
             source.epoch = spans.fetching(source.epoch)
             twin.fit(source, epochs=1)
-            let_go_of_memory(twin.hooks)
+            let_go_of_memory(twin._hooks)
     finally:
         before.restore()
     total = clock.stamps[-1] - clock.stamps[0]
@@ -155,8 +155,8 @@ class _Spans:
             return update(window)
 
         trainer.update = counted
-        if trainer.hooks.move is not None:
-            trainer.hooks = replace(trainer.hooks, move=self._around("move", trainer.hooks.move))
+        if trainer._hooks.move is not None:
+            trainer._hooks = replace(trainer._hooks, move=self._around("move", trainer._hooks.move))
         model = trainer.model
         handles = [
             model.register_forward_pre_hook(lambda *_: self._begin("model")),

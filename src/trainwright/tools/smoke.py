@@ -141,7 +141,7 @@ def _ran(
     if held_out is not None:
         lines.append(f"validation of {len(held_out)} {'sets' if isinstance(held_out, dict) else 'batches'}")
     lines += [f"the checkpoint up to its file: {', '.join(saved)}"] if saved else []
-    hooks = [name for name in ("begin_epoch", "end_epoch", "after_update") if getattr(twin.hooks, name) is not None]
+    hooks = [name for name in ("begin_epoch", "end_epoch", "after_update") if getattr(twin._hooks, name) is not None]
     return (*lines, *([f"hooks {', '.join(hooks)}"] if hooks else []))
 
 

@@ -37,7 +37,7 @@ class TrainerSnapshot(Snapshot):
         _refuse_lazy(modules)
         optimizers = list(trainer.optimizers.values())
         self._objects = ObjectGraph((trainer, *modules, *optimizers), tensors=parameters_in(*optimizers))
-        super().__init__(RngStates(), self._objects, StateDicts({"counters": trainer.counters}))
+        super().__init__(RngStates(), self._objects, StateDicts({"counters": trainer._counters}))
 
     @property
     def tensors(self) -> list[Tensor]:

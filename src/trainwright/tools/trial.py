@@ -77,9 +77,9 @@ def variant(trainer: T, **settings: Any) -> T:
         if name not in _SETTINGS:
             raise SettingError(f"variant({name}=...)", want=f"one of {', '.join(sorted(_SETTINGS))}")
         setattr(twin, name, _SETTINGS[name](twin, value))
-    twin.hooks = read_hooks(twin, overridden(type(twin), Trainer, HOOKS))
-    twin._record, twin.counters, twin.history = StageRecord(warns=False), Counters(), []
-    twin.ledger = LossTracker(MetricSet(twin.metrics, training=True) if twin.metrics else None, twin.hooks)
+    twin._hooks = read_hooks(twin, overridden(type(twin), Trainer, HOOKS))
+    twin._record, twin._counters, twin.history = StageRecord(warns=False), Counters(), []
+    twin._tracker = LossTracker(MetricSet(twin.metrics, training=True) if twin.metrics else None, twin._hooks)
     twin.result = None
     twin._bind_run(setup.NOT_RUNNING, setup.NOT_RUNNING)
     return twin

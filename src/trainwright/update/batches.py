@@ -80,7 +80,7 @@ def own_loss(owner: Owner, batch: Any) -> StepOutput:
         if _takes(owner.model, inputs):
             raise
         if owner.metrics and not owner.optimizers:  # nothing is trained, and metrics need no loss
-            inputs, target = owner.hooks.split(batch)
+            inputs, target = owner._hooks.split(batch)
             return StepOutput(None, call(owner.model, inputs), target)
         raise _without_loss(owner, f"does not take a whole {type(batch).__name__} with the target in it") from None
     loss = returned if isinstance(returned, Tensor) else _named(returned, "loss")
@@ -101,7 +101,7 @@ def loss_of(owner: Owner, output: Any, target: Any) -> Any:
     """Return the loss of a micro-batch in training: as the user gave it, or as a sum where a window has several."""
     if target is None or owner.loss is None:
         raise no_loss(owner, target)
-    known, window = owner.hooks.known, owner.ledger.window
+    known, window = owner._hooks.known, owner._tracker.window
     if known is not None and known.each_element and output.shape != target.shape:
         check_shapes(owner.loss, output, target)
     if known is not None and known.reduction == "sum":
@@ -109,23 +109,23 @@ def loss_of(owner: Owner, output: Any, target: Any) -> Any:
     # Only `compute_gradients` weighs; an `update` of the user's own that calls the step gets a plain mean. So does a
     # step of the user's own that calls the default one: it may add to what it returns.
     weighs = window is not None and window.begun and window.position + 1 < len(window.batches)
-    if known is None or window is None or not weighs or owner.hooks.steps_itself or owner.hooks.counts_itself:
+    if known is None or window is None or not weighs or owner._hooks.steps_itself or owner._hooks.counts_itself:
         return owner.loss(output, target)
     mean = len(window.batches) == 1
-    if owner.hooks.count is None:  # what the target counts is known only now
+    if owner._hooks.count is None:  # what the target counts is known only now
         return MeanLoss(owner.loss(output, target), known.count(target)) if mean else known.summed(output, target)
-    return owner.loss(output, target) if mean else SumLoss(known.total(output, target), owner.ledger.count)
+    return owner.loss(output, target) if mean else SumLoss(known.total(output, target), owner._tracker.count)
 
 
 def exact_loss_of(owner: Owner, output: Any, target: Any) -> Any:
     """Return the loss of a batch in an evaluation: the sum over what is counted, where torch's loss is known."""
     if target is None or owner.loss is None:
         raise no_loss(owner, target)
-    known = owner.hooks.known
+    known = owner._hooks.known
     if known is not None and known.each_element and output.shape != target.shape:
         check_shapes(owner.loss, output, target)
-    if known is None or (owner.hooks.counts_itself and known.reduction == "mean"):
-        observer = owner.ledger.count_source
+    if known is None or (owner._hooks.counts_itself and known.reduction == "mean"):
+        observer = owner._tracker.count_source
         return owner.loss(output, target) if observer is None else observer.observe(owner.loss, output, target)
     return known.summed(output, target) if known.reduction == "mean" else SumLoss(known.total(output, target))
 

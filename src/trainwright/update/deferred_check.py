@@ -129,7 +129,7 @@ class DeferredCheck(UpdateStrategy):
         self._run.outcome.applied, self._is_unchecked, self._found_inf = True, False, found_inf
         if found_inf is None:
             return True
-        losses = self._run.ledger.losses
+        losses = self._run.tracker.losses
         norms = [stepper.norm for stepper in chosen.steppers if isinstance(stepper.norm, Tensor)]
         if self._verdict is None:
             chosen.gradients.check_too([*losses, *norms])
@@ -143,13 +143,13 @@ class DeferredCheck(UpdateStrategy):
 
     def report(self, window: Window) -> None:
         """Send the numbers of this update to the host, and report those updates whose numbers have arrived."""
-        run, ledger = self._run, self._run.ledger
+        run, tracker = self._run, self._run.tracker
         norms = {one.name: one.norm for one in run.steppers.all.steppers if one.norm is not None}
         pending = _Pending(
             update=self.reporter.record(window, skipped=False, loss=nan, norm=None, values=run.steppers.numbers()),
             # A graph of autograd would hold the memory of an update until its numbers are read.
-            entries=[(name, _detached(value), count, summed) for name, value, count, summed in ledger.collect()],
-            values=ledger.values,
+            entries=[(name, _detached(value), count, summed) for name, value, count, summed in tracker.collect()],
+            values=tracker.values,
             before=self._before,
             after=(run.counters.batch, run.counters.rows),
             captured=0 if run.snapshot is None else run.snapshot.captured,
@@ -181,9 +181,9 @@ class DeferredCheck(UpdateStrategy):
 
     def _receive(self, pending: _Pending, numbers: list[float]) -> None:
         """Take over the numbers of an update that have arrived: add them up, count it, report it, or raise."""
-        run, ledger, size = self._run, self._run.ledger, 2 * len(pending.entries)
-        in_hand = ledger.values
-        ledger.take_for(pending.entries, numbers, pending.values)
+        run, tracker, size = self._run, self._run.tracker, 2 * len(pending.entries)
+        in_hand = tracker.values
+        tracker.take_for(pending.entries, numbers, pending.values)
         ends_run, left_out, *norms = numbers[size:]
         if ends_run:
             self._raise(pending, norms)
@@ -203,8 +203,8 @@ class DeferredCheck(UpdateStrategy):
             grad_norm=named.get(run.steppers.all.steppers[0].name),
         )
         grad_norms = {f"grad_norm_{name}": norm for name, norm in named.items()} if run.steppers.named else {}
-        self.reporter.send(update, {"loss": ledger.loss, **ledger.values, **grad_norms})
-        ledger.values = in_hand
+        self.reporter.send(update, {"loss": tracker.loss, **tracker.values, **grad_norms})
+        tracker.values = in_hand
 
     def _count(self, *, left_out: bool) -> None:
         """Correct the counters of the host, which took the update for applied."""
@@ -223,13 +223,13 @@ class DeferredCheck(UpdateStrategy):
             run.snapshot.restore(ago=run.snapshot.captured - pending.captured)
         run.gradients.lower_flags()
         self._rewind(pending.before)
-        run.ledger.window = pending.window
+        run.tracker.window = pending.window
         raise nonfinite_policy.error(
             update=counters.earlier_updates + counters.updates + 1,
-            loss=run.ledger.loss,
+            loss=run.tracker.loss,
             lr=pending.update.lr if self._rates is None else self._rates.of(self._applied)[0],
             norm=norms[0] if norms else None,
-            counted=run.ledger.counted,
+            counted=run.tracker.counted,
             trace=self.trace,
         )
 
@@ -237,7 +237,7 @@ class DeferredCheck(UpdateStrategy):
         """Set counters and rates to the updates whose numbers were read, and drop those after them."""
         run, counters = self._run, self._run.counters
         self._reads.drop()
-        run.ledger.collect()
+        run.tracker.collect()
         counters.updates, (counters.batch, counters.rows) = self._applied, place
         if run.rates is not None:
             run.rates.apply(counters.updates)

@@ -50,7 +50,7 @@ class DistributedStep(ImmediateCheck):
         self._owner, self._world, self._settings = owner, owner.world, owner.parallel
         self._is_sharded: bool = self._settings.shards
         """Whether each rank holds a part of the weights, so that every forward is one of all ranks."""
-        hooks = owner.hooks
+        hooks = owner._hooks
         self._is_default = not (hooks.updates_itself or hooks.computes_itself)
         """Whether no code of the user reads or makes gradients."""
         self.has_ranks, self.reduces_loss = True, self._is_default
@@ -82,7 +82,7 @@ class DistributedStep(ImmediateCheck):
         self, batches: Iterable[Any], accumulate: int, *, move: Callable[[Any], Any] | None
     ) -> Iterator[Window]:
         """Group the slices of batches of this rank into windows."""
-        hooks = self._owner.hooks
+        hooks = self._owner._hooks
         return dealt_windows(
             batches,
             accumulate,
@@ -128,7 +128,7 @@ class DistributedStep(ImmediateCheck):
 
     def _weigh(self, returned: tuple[Tensor, ...]) -> Roots:
         """Return the roots of `backward` and their gradients: the loss has its weight, the carried term has 1."""
-        tracker = self._owner.ledger
+        tracker = self._owner._tracker
         root = tracker.root_gradient(returned[0], self._weight)
         return returned, (root, None)[: len(returned)]
 
@@ -267,7 +267,7 @@ class DistributedStep(ImmediateCheck):
 
     @property
     def _window(self) -> DealtWindow:
-        window = self._owner.ledger.window
+        window = self._owner._tracker.window
         assert isinstance(window, DealtWindow)
         return window
 
@@ -305,7 +305,7 @@ class DistributedStep(ImmediateCheck):
     def recorded_step(self, batch: Any) -> Tensor:
         """Run the user's step, record it, and return its loss."""
         owner, here = self._owner, not self._window.stands_in
-        step_loss = owner.ledger.record(owner.training_step(batch))
+        step_loss = owner._tracker.record(owner.training_step(batch))
         assert step_loss is not None
         self._weight = step_loss.weight
         self._add_term(step_loss.loss, step_loss.count if here else 0, self._weight)
@@ -348,9 +348,9 @@ class DistributedStep(ImmediateCheck):
     @contextmanager
     def _standing_in(self) -> Iterator[None]:
         """Run a batch none of whose rows counts: what it changes is restored, and its numbers are dropped."""
-        ledger, statistics = self._owner.ledger, running_statistics(self._owner.model)
+        tracker, statistics = self._owner._tracker, running_statistics(self._owner.model)
         kept = [statistic.clone() for statistic in statistics]
-        noting, ledger.recording = ledger.recording, False
+        noting, tracker.recording = tracker.recording, False
         try:
             with unmoved(), unnoticed(statistics):
                 yield
@@ -358,7 +358,7 @@ class DistributedStep(ImmediateCheck):
                     for statistic, before in zip(statistics, kept, strict=True):
                         statistic.copy_(before)
         finally:
-            ledger.recording = noting
+            tracker.recording = noting
 
 
 class _Step(nn.Module):

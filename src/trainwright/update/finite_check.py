@@ -40,7 +40,7 @@ class ImmediateCheck(UpdateStrategy):
     def check(self, found_inf: Tensor | None, chosen: SelectedOptimizers) -> bool:
         """Return whether the chosen optimizers may step: all is finite, or the policy says so; else it raises."""
         run, outcome = self._run, self._run.outcome
-        ledger, minimized = run.ledger, outcome.losing
+        tracker, minimized = run.tracker, outcome.losing
         outcome.losing = None
         if self.scaler is not None and not outcome.scaled and minimized is None:
             raise nonfinite_policy.not_scaled()
@@ -48,20 +48,20 @@ class ImmediateCheck(UpdateStrategy):
         asked += [stepper.norm for stepper in chosen.steppers if stepper.norm is not None]
         asked += () if minimized is None else minimized[:2]
         asked += [self.reported_loss()] if self.has_ranks else []
-        read = iter(ledger.read(*asked))  # in the order in which they were asked for
+        read = iter(tracker.read(*asked))  # in the order in which they were asked for
         overflowed = found_inf is not None and next(read) != 0.0
         for stepper in chosen.steppers:
             if stepper.norm is not None:
                 stepper.norm = norm = next(read)
                 # Finite elements can have a norm that overflows: clipping by it would apply a gradient of zeros.
                 overflowed = overflowed or (found_inf is not None and norm - norm != 0.0)
-        loss = ledger.loss if ledger.has_loss else 0.0
+        loss = tracker.loss if tracker.has_loss else 0.0
         if minimized is not None:
             loss = next(read)
             outcome.minimized.setdefault(chosen.steppers[0].name, []).append((loss, next(read), minimized[2]))
         if self.has_ranks:  # all of them check the same number
             loss = next(read)
-            ledger.loss = loss if self.reduces_loss else ledger.loss
+            tracker.loss = loss if self.reduces_loss else tracker.loss
         if not overflowed and (found_inf is None or loss - loss == 0.0):
             outcome.applied = True
             outcome.overflowed = outcome.overflowed is True
@@ -73,8 +73,8 @@ class ImmediateCheck(UpdateStrategy):
 
     def finish(self) -> None:
         """Read what was noted since the check, and adapt the loss scale."""
-        if self._run.ledger.unread:
-            self._run.ledger.read()
+        if self._run.tracker.unread:
+            self._run.tracker.read()
         if self.scaler is not None:
             self._adapt(self.scaler)
 
@@ -90,7 +90,7 @@ class ImmediateCheck(UpdateStrategy):
         """Apply the policy to a step that was made and undone; returns whether it counts as applied."""
         run = self._run
         run.outcome.stepped = False
-        loss = run.ledger.loss if run.ledger.has_loss else 0.0
+        loss = run.tracker.loss if run.tracker.has_loss else 0.0
         run.outcome.applied = applied = applies_policy(run, chosen, overflowed=True, loss=loss)
         return applied
 
@@ -101,7 +101,7 @@ class ImmediateCheck(UpdateStrategy):
 
 def applies_policy(run: Run, chosen: SelectedOptimizers, *, overflowed: bool, loss: float) -> bool:
     """Return whether an update whose loss or gradient is not finite is applied; raise where the policy says so."""
-    owner, ledger, scaler, outcome = run.owner, run.ledger, run.scaler, run.outcome
+    owner, tracker, scaler, outcome = run.owner, run.tracker, run.scaler, run.outcome
     verdict = nonfinite_policy.decide(
         owner.on_nonfinite,
         loss_is_finite=host_reads.finite(loss),
@@ -117,15 +117,15 @@ def applies_policy(run: Run, chosen: SelectedOptimizers, *, overflowed: bool, lo
         if run.snapshot is not None:
             run.snapshot.restore()
         norm, counted = chosen.steppers[0].norm, run.strategy.counted
-        if counted is None and ledger.has_loss:
-            counted = ledger.counted
+        if counted is None and tracker.has_loss:
+            counted = tracker.counted
         raise nonfinite_policy.error(
             update=run.counters.earlier_updates + run.counters.updates + 1,
             loss=loss,
             lr=chosen.steppers[0].rates[0],
             norm=norm if isinstance(norm, float) else None,
             counted=None if counted is None else float(counted),
-            unchanged=not owner.hooks.updates_itself,
+            unchanged=not owner._hooks.updates_itself,
             trace=run.strategy.trace,
         )
     return verdict == "apply"
@@ -138,7 +138,7 @@ def why_immediate(
 
     `checks`: whether anything is checked. `scaler`: the loss scale. `rates`: the schedule, where it is bound.
     """
-    hooks, why = owner.hooks, list[str]()
+    hooks, why = owner._hooks, list[str]()
     if owner.device.type not in ASYNC_DEVICES:
         why.append("a read waits for nothing here")
     if owner.world.size > 1:
@@ -159,7 +159,7 @@ def why_immediate(
 
 def _why_not_left_out(owner: Owner, scaler: LossScale | None, rates: Rates | None) -> Iterator[str]:
     """Why the host must know at once which updates a loss scale, or "skip", leaves out."""
-    hooks, skips = owner.hooks, owner.on_nonfinite == "skip"
+    hooks, skips = owner._hooks, owner.on_nonfinite == "skip"
     if scaler is not None and type(scaler) is not LossScaler:
         yield "a loss scale of your own"
     if owner.average is not None:

@@ -99,7 +99,7 @@ def mover(owner: Owner, source: Source, *, trains: bool) -> Callable[[Any], Any]
 
     Moved batches are changed as their source says; `trains`: whether random changes are made.
     """
-    return source.finishing(owner.hooks.move, trains=trains)
+    return source.finishing(owner._hooks.move, trains=trains)
 
 
 def let_go_of_memory(hooks: Hooks) -> None:

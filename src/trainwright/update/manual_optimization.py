@@ -26,17 +26,17 @@ def backward_of(run: Run, loss: Any, name: str | None) -> tuple[Tensor, Count, b
     """
     chosen = run.steppers.one(name, "minimize(loss)")
     chosen.gradients.zero()
-    ledger = run.ledger
-    step_loss = ledger.record_minimized(loss)
+    tracker = run.tracker
+    step_loss = tracker.record_minimized(loss)
     weight = run.strategy.weight_of_minimized(step_loss)
-    torch.autograd.backward((step_loss.loss,), (ledger.root_gradient(step_loss.loss, weight),))
+    torch.autograd.backward((step_loss.loss,), (tracker.root_gradient(step_loss.loss, weight),))
     if all(parameter.grad is None for parameter in chosen.gradients.parameters):
         raise nonfinite_policy.reaches_nothing(chosen.steppers[0].name if run.steppers.named else "")
     missing = run.strategy.reduce_minimized(chosen.gradients.parameters)
     run.strategy.factor = missing if run.scaler is None else missing * run.scaler.factor()
     if step_loss.count is None:  # a plain sum is reported per row
-        assert ledger.window is not None
-        return step_loss.mean, sum(ledger.window.rows), True
+        assert tracker.window is not None
+        return step_loss.mean, sum(tracker.window.rows), True
     return step_loss.mean, step_loss.count, False
 
 
@@ -112,5 +112,5 @@ def note_minimized(run: Run, returned: Any) -> None:
     minimized = run.outcome.minimized
     for name, told in minimized.items():
         if run.steppers.named and f"loss_{name}" not in given:
-            run.ledger.record_losses(f"loss_{name}", told)
-    run.ledger.record_sum(list(minimized.values()))
+            run.tracker.record_losses(f"loss_{name}", told)
+    run.tracker.record_sum(list(minimized.values()))

@@ -52,10 +52,10 @@ class Owner(Protocol):
     fast: Fast
     observers: Sequence[Observer]
 
-    hooks: Hooks
+    _hooks: Hooks
     _record: StageRecord
-    ledger: LossTracker
-    counters: Counters
+    _tracker: LossTracker
+    _counters: Counters
     history: list[dict[str, float]]
     result: Result | None
 

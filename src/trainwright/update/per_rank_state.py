@@ -96,15 +96,15 @@ def _wholly(owner: Owner, source: Any) -> Iterator[Any]:
         source.deal(_part(owner))  # a source of the user's own is no copy: training goes on with it
 
 
-def shard_batches(owner: Owner, source: Source, ledger: LossTracker) -> Iterator[Any]:
+def shard_batches(owner: Owner, source: Source, tracker: LossTracker) -> Iterator[Any]:
     """Yield the batches of an evaluation that have rows of this rank; stand-ins only where all ranks must run."""
     shards = owner.parallel.shards
     slices = open_epoch(owner.world, source, 0)
     if shards and source.length is None:
         slices = equally_long(owner.world, slices)
     for one in slices:
-        ledger.recording = one.rows != 0
-        if ledger.recording or shards:
+        tracker.recording = one.rows != 0
+        if tracker.recording or shards:
             yield one.batch
 
 
@@ -157,7 +157,7 @@ def among_ranks(owner: Owner) -> Iterator[None]:
 
 def position_text(owner: Owner) -> str:
     """Return the position of this rank in the run, for messages of the others."""
-    counters = owner.counters
+    counters = owner._counters
     done = bool(counters.stopped) and not counters.batch  # the epoch in hand is one that no longer comes
     epoch = counters.earlier_epochs + counters.epoch + (0 if done else 1)
     return f"epoch {epoch}, after update {counters.earlier_updates + counters.updates}"
@@ -220,7 +220,7 @@ def take_rank_state(owner: Owner, tree: dict[str, Tree]) -> tuple[Tree | None, i
 def load_rank_state(owner: Owner, own: Tree | None, *, number: int, source: Source | None) -> list[str]:
     """Load the own state of this rank, after the common parts; return the header's lines."""
     if owner.world.rank:
-        owner.ledger.reset()  # the sums of all ranks are rank 0's
+        owner._tracker.reset()  # the sums of all ranks are rank 0's
     if own is not None:
         for name, statistic in _statistics(owner).items():
             statistic.copy_(own["statistics"][name])

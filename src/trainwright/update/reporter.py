@@ -28,8 +28,8 @@ class UpdateReporter:
     """
 
     def __init__(self, owner: Owner, steppers: OptimizerSteps) -> None:
-        self._owner, self._counters, self._steppers = owner, owner.counters, steppers
-        hooks = owner.hooks
+        self._owner, self._counters, self._steppers = owner, owner._counters, steppers
+        hooks = owner._hooks
         self._holds = owner.world.size > 1 and (hooks.logs_freely or hooks.after_update is not None)
         """Whether records are held until the ranks synchronize."""
         self._held: list[tuple[Update, Sums]] = []
@@ -37,7 +37,7 @@ class UpdateReporter:
         self.note = ""
         """Which updates were reported with the numbers of rank 0 alone; empty for none."""
         self._notify = [
-            (observer.on_update, _trigger(observer, owner.counters))
+            (observer.on_update, _trigger(observer, owner._counters))
             for observer in owner.observers
             if type(observer).on_update is not Observer.on_update
         ]
@@ -85,19 +85,19 @@ class UpdateReporter:
                 notify(complete)
 
     def _numbers(self) -> Sums:
-        hooks, ledger = self._owner.hooks, self._owner.ledger
-        with_loss = ledger.has_loss and (hooks.updates_itself or hooks.computes_itself)
-        return ledger.counted_values(with_loss=with_loss)
+        hooks, tracker = self._owner._hooks, self._owner._tracker
+        with_loss = tracker.has_loss and (hooks.updates_itself or hooks.computes_itself)
+        return tracker.counted_values(with_loss=with_loss)
 
     def _update(self, window: Window, *, skipped: bool) -> Update:
-        ledger, steppers = self._owner.ledger, self._steppers
-        if ledger.unread:  # what `after_update` has logged
-            ledger.read()
+        tracker, steppers = self._owner._tracker, self._steppers
+        if tracker.unread:  # what `after_update` has logged
+            tracker.read()
         norm = steppers.all.steppers[0].norm
         named = steppers.numbers() | steppers.norms() if steppers.named else {}
         norm = norm if isinstance(norm, float) else None
-        values = {**ledger.values, **named}
-        return self.record(window, skipped=skipped, loss=ledger.loss, norm=norm, values=values)
+        values = {**tracker.values, **named}
+        return self.record(window, skipped=skipped, loss=tracker.loss, norm=norm, values=values)
 
     def record(
         self, window: Window, *, skipped: bool, loss: float, norm: float | None, values: dict[str, float]

@@ -49,7 +49,7 @@ class UpdateStrategy:
         self.update, self.trace = update, trace
         self.step: Callable[[Any], Any] = run.owner.training_step
         """Runs a micro-batch."""
-        self.weigh: Callable[[Any], Roots] = run.ledger.weigh
+        self.weigh: Callable[[Any], Roots] = run.tracker.weigh
         """Turns the return of `step` into the arguments of `backward`."""
         self.factor: Count = 1.0
         """What is missing from the gradients: the loss scale undone, and what counts found late ask for."""
@@ -62,7 +62,7 @@ class UpdateStrategy:
         self, batches: Iterable[Any], accumulate: int, *, move: Callable[[Any], Any] | None
     ) -> Iterator[Window]:
         """Group batches into windows of `accumulate`."""
-        hooks = self._run.owner.hooks
+        hooks = self._run.owner._hooks
         rows, count, always = hooks.rows, hooks.count, hooks.counts_itself
         return windows(batches, accumulate, rows=rows, count=count, always_count=always, move=move)
 
@@ -78,12 +78,12 @@ class UpdateStrategy:
         Where code of the user reads the gradients, they are multiplied by it at once.
         """
         run = self._run
-        loss = run.ledger.window_loss
+        loss = run.tracker.window_loss
         missing = self.factor = self.reduce(window)
         if self.scaler is not None:
             self.factor = missing * self.scaler.factor()
             run.outcome.scaled = True
-        if run.owner.hooks.updates_itself:
+        if run.owner._hooks.updates_itself:
             self.scale_gradients(run.gradients)
         return None if loss is None else self.window_loss(loss, missing)
 
