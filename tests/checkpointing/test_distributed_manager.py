@@ -103,7 +103,6 @@ def count_collectives(directory):
             manager.best,
             manager.saved,
             manager.failing,
-            manager.has_results,
         ),
         lambda: save(manager, 1),
         lambda: manager.completed(wait=True),

@@ -19,11 +19,10 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from warnings import warn
 
 from trainwright.checkpointing.files import NO_FOLLOW, Checksum, Content, spare_name, sync_directory, write_file
@@ -39,13 +38,14 @@ from trainwright.checkpointing.format import (
 )
 from trainwright.core.errors import CheckpointError
 
+if TYPE_CHECKING:
+    from trainwright.checkpointing.sharded_files import ShardedSave
+
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-Entries = Mapping[str, Mapping[str, Any]]
-"""Size and checksum of each file, by name."""
 _LEFTOVER = re.compile(r"\.(tmp|old|trash)-(update-\d{10,})-\d+-[0-9a-f]{8}")
 _locked: set[int] = set()
 """Descriptors of the locks that this process holds; a forked child must not keep them alive."""
@@ -57,29 +57,27 @@ def commit(
     *,
     manifest: Mapping[str, Any],
     checksum: Checksum = "crc32",
-    temporary: str = "",
-    gather: Callable[[Path], Entries] | None = None,
+    sharded: ShardedSave | None = None,
 ) -> Path:
     """Write a checkpoint completely or not at all; when this returns, a power cut cannot take it away.
 
     `manifest` has `run`, `update`, `epoch` and `metrics`; files, checksums and versions are added. A checkpoint of
     the same update is replaced. CheckpointError where the system refuses; nothing of the new one is left then.
-
-    Where other ranks write files too, `temporary` is the name under which they find the temporary directory, and
-    `gather` is called in it: it waits for their files and returns the entries of those, all flushed.
+    `sharded`: how other ranks write files into the temporary directory too, all of them flushed.
     """
     target = directory / update_name(manifest["update"])
-    hidden = directory / (temporary or spare_name(".tmp", target.name))
+    hidden = directory / (spare_name(".tmp", target.name) if sharded is None else sharded.temporary)
     try:
-        os.mkdir(hidden, 0o700)
+        os.mkdir(hidden, 0o700)  # 1. hidden: no reader takes it for a checkpoint
         entries: dict[str, Any] = {}
-        for name, content in files.items():
+        for name, content in files.items():  # 2. each flushed: a later rename cannot overtake its bytes
             entries[name] = write_file(hidden / check_file_name(name), content, checksum=checksum)
-        if gather is not None:
-            entries |= {check_file_name(name): entry for name, entry in gather(hidden).items()}
+        if sharded is not None:
+            entries |= sharded.gather(hidden)
+        # 3. The manifest last: a directory that has one has all files that it lists.
         write_file(hidden / MANIFEST, manifest_text({**manifest, "files": entries}, checksum))
-        sync_directory(hidden)
-        _publish(hidden, target)
+        sync_directory(hidden)  # 4. now the names of the files are on the disk too
+        _publish(hidden, target)  # 5. and 6.
     except OSError as error:
         what = f"checkpoint {target.name} could not be written to {directory}; those before it are as they were"
         raise CheckpointError(what, have=str(error), where=False) from error
@@ -117,13 +115,13 @@ class RunDirectory:
         self._lock.enter_context(lock(self.path))
         self._identity = self._current_identity()
 
-    def reacquire_if_lost(self, run: str) -> bool:
-        """Make and lock the directory anew where it, or its lock, has vanished; return whether that was so.
+    @property
+    def is_lost(self) -> bool:
+        """Whether the directory, or the file that is locked in it, was removed or replaced since."""
+        return not os.path.isdir(self.path) or self._current_identity() != self._identity
 
-        CheckpointError where another run has taken it meanwhile.
-        """
-        if os.path.isdir(self.path) and self._current_identity() == self._identity:
-            return False
+    def reacquire(self, run: str) -> None:
+        """Make and lock the directory anew; CheckpointError where another run has taken it meanwhile."""
         self.release()
         self.acquire()
         try:
@@ -132,7 +130,6 @@ class RunDirectory:
         except CheckpointError:
             self.release()
             raise
-        return True
 
     def release(self) -> None:
         """Unlock the directory."""
@@ -206,17 +203,26 @@ def lock(directory: Path) -> Iterator[None]:
 
 def _publish(hidden: Path, target: Path) -> None:
     """Rename a complete directory to its name, in place of one that has it; on failure all names are as before."""
-    old: Path | None = None
-    with ExitStack() as undo:
-        if os.path.lexists(target):
-            old = _hide(target, ".old")
-            undo.callback(_rename_back, old, target)
-        os.rename(hidden, target)
-        undo.callback(_rename_back, target, hidden)
-        sync_directory(target.parent)
-        undo.pop_all()
-    if old:
-        _delete(old)
+    if os.path.lexists(target):
+        _replace(target, hidden)
+        return
+    os.rename(hidden, target)  # atomic: a reader sees all of it or nothing
+    try:
+        sync_directory(target.parent)  # from here on it survives a power cut
+    except BaseException:
+        _rename_back(target, hidden)
+        raise
+
+
+def _replace(target: Path, hidden: Path) -> None:
+    """Rename a complete directory to a name that an older one has; on failure all names are as before."""
+    old = _hide(target, ".old")
+    try:
+        _publish(hidden, target)
+    except BaseException:
+        _rename_back(old, target)
+        raise
+    _delete(old)
 
 
 def _rename_back(now: Path, before: Path) -> None:
@@ -243,21 +249,26 @@ def _clean(directory: Path) -> None:
     """Finish, rename back or remove what a killed writer has left; only under the lock, so no other can be alive."""
     try:
         leftovers = [match for entry in os.listdir(directory) if (match := _LEFTOVER.fullmatch(entry))]
-        for match in sorted(leftovers, key=lambda match: ("tmp", "old", "trash").index(match[1])):
-            left, target = directory / match[0], directory / match[2]
-            if match[1] == "trash" or os.path.lexists(target) or not _is_complete(left, match[2]):
-                _delete(left)
-                continue
-            # Its writer was killed right before a rename: of the new one, or of the old one back to its name.
-            try:
-                os.rename(left, target)
-            except OSError as error:
-                warn(f"{left} is a complete checkpoint that could not be given its name: {error}", stacklevel=6)
         if leftovers:
-            sync_directory(directory)
+            _clean_up(directory, leftovers)
     except OSError as error:
         what = f"{directory} could not be cleaned of the leftovers of a killed run"
         raise CheckpointError(what, have=str(error)) from error
+
+
+def _clean_up(directory: Path, leftovers: list[re.Match[str]]) -> None:
+    """Give a complete leftover its name where no checkpoint has it, new ones before old ones; delete all others."""
+    for match in sorted(leftovers, key=lambda match: ("tmp", "old", "trash").index(match[1])):
+        left, target = directory / match[0], directory / match[2]
+        if match[1] == "trash" or os.path.lexists(target) or not _is_complete(left, match[2]):
+            _delete(left)
+            continue
+        # Its writer was killed right before a rename: of the new one, or of the old one back to its name.
+        try:
+            os.rename(left, target)
+        except OSError as error:
+            warn(f"{left} is a complete checkpoint that could not be given its name: {error}", stacklevel=7)
+    sync_directory(directory)
 
 
 def _is_complete(path: Path, name: str) -> bool:
@@ -269,15 +280,11 @@ def _is_complete(path: Path, name: str) -> bool:
 
 def _flock(fd: int, directory: Path) -> bool:
     """Return whether the lock is held; False, with a warning, where the file system has no locks."""
-    _close_in_children()
     assert fcntl is not None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        holder = os.pread(fd, 200, 0).decode("ascii", "replace") or "another process"
-        fix = "wait for it, end it, or give this run another directory"
-        what = f"{directory} is being written to by another run"
-        raise CheckpointError(what, have=holder, fix=fix) from None
+        raise _locked_by_another(fd, directory) from None
     except OSError as error:
         what = f"{directory} cannot be locked ({error.strerror})"
         warn(f"{what}: two runs that write to it are not noticed", stacklevel=4)
@@ -288,12 +295,17 @@ def _flock(fd: int, directory: Path) -> bool:
     return True
 
 
-@cache
-def _close_in_children() -> None:
-    """Have forked children close the locks: a loader's worker may outlive its killed parent."""
-    os.register_at_fork(after_in_child=_close_inherited)
+def _locked_by_another(fd: int, directory: Path) -> CheckpointError:
+    holder = os.pread(fd, 200, 0).decode("ascii", "replace") or "another process"
+    fix = "wait for it, end it, or give this run another directory"
+    return CheckpointError(f"{directory} is being written to by another run", have=holder, fix=fix)
 
 
 def _close_inherited() -> None:
     while _locked:
         os.close(_locked.pop())
+
+
+if fcntl is not None:
+    # A forked child closes the locks: a dataloader worker may outlive its killed parent.
+    os.register_at_fork(after_in_child=_close_inherited)

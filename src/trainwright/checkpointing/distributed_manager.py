@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainwright.checkpointing import sharded_files
 from trainwright.checkpointing.commit import temporary_name
@@ -58,7 +58,7 @@ class DistributedCheckpointManager(CheckpointManager):
     given on every rank. Of any other only the state that rank 0 gives is written.
 
     Every rank makes the same calls in the same order, and gets the same: results, errors, best and complete ones.
-    `release`, `best`, `saved`, `failing`, `has_results`, and calls with `alone=True`, may be made by one rank without
+    `release`, `best`, `saved`, `failing`, and calls with `alone=True`, may be made by one rank without
     the others; rank 0 then knows the newest, the others the last report. There are collectives only in `prepare`,
     `adopt`, `reserve`, `save`, and in `completed` while a save was not reported.
     """
@@ -147,16 +147,16 @@ class DistributedCheckpointManager(CheckpointManager):
         All wait for the copies, and for the save in flight. `alone`: rank 0 saves without the others, which have
         failed or will not get here; on another rank nothing happens then. CheckpointError for a sharded state.
         """
-        save = partial(self._save, update=update, epoch=epoch, metrics=metrics, settings=settings)
+        manifest = self._manifest(update=update, epoch=epoch, metrics=metrics, settings=settings)
         if holds_shards(tree):
             if alone:
                 what = "a model that is sharded cannot be saved by one rank without the others"
                 raise CheckpointError(what, fix='fit(..., resume="auto") resumes from its last checkpoint')
-            self._save_shards(split_shards(tree, rank=self.world.rank), save, update=update)
+            self._save_shards(split_shards(tree, rank=self.world.rank), manifest)
         elif not alone:
-            on_rank_zero(self.world, lambda: save(tree))
+            on_rank_zero(self.world, lambda: self._submit(tree, manifest))
         elif self.world.is_main:
-            save(tree)
+            self._submit(tree, manifest)
         self._is_unreported = True
 
     def completed(self, *, wait: bool = False, alone: bool = False) -> list[Saved]:
@@ -208,17 +208,17 @@ class DistributedCheckpointManager(CheckpointManager):
         """Return the file with this rank's pieces; nothing is copied."""
         return {shard_file(self.world.rank): Contents(parts.tensors, {})}
 
-    def _save_shards(self, parts: Split, save: Callable[..., None], *, update: int) -> None:
+    def _save_shards(self, parts: Split, manifest: dict[str, Any]) -> None:
         """Have each rank copy and write its part; what rank 0 cannot encode is an error of all."""
         if self._is_unreported:  # all have written the last save before any begins: no copy is overwritten
             on_rank_zero(self.world, self.wait)
             if self._shard_writer is not None:
                 self._shard_writer.wait()
-        self._sharded_save = self._next_sharded_save(parts, update)
+        self._sharded_save = self._next_sharded_save(parts, manifest["update"])
         files = self._own_files(parts)
         if self.world.is_main:
-            begin = partial(save, parts.tree, shards=files, sharded=self._sharded_save)
-            on_rank_zero(self.world, begin)
+            submit = partial(self._submit, parts.tree, manifest, shards=files, sharded=self._sharded_save)
+            on_rank_zero(self.world, submit)
             return
         writer = self._shard_writer
         assert writer is not None, "prepare() comes first"

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, field, replace
 from math import inf
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from trainwright.checkpointing import commit as commits
 from trainwright.checkpointing.commit import RunDirectory
-from trainwright.checkpointing.files import Checksum, Content
+from trainwright.checkpointing.files import Content
 from trainwright.checkpointing.format import (
     encode,
     is_of_run,
     is_update_name,
+    list_checkpoints,
     load_tree,
     read_manifest,
     update_name,
     update_of,
 )
-from trainwright.checkpointing.format import list_checkpoints as listed
-from trainwright.checkpointing.retention import BestTracker, Retention
+from trainwright.checkpointing.retention import BestTracker, removable
 from trainwright.checkpointing.tensorfile import Contents
 from trainwright.checkpointing.writer import Files, Writer
 from trainwright.core.errors import CheckpointError, message, warn_user
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from trainwright.checkpointing.checkpoint import Checkpoint
     from trainwright.checkpointing.load import Loaded
     from trainwright.checkpointing.sharded_files import ShardedSave
+
+NO_FILES: Mapping[str, Content] = MappingProxyType({})
 
 
 class CheckpointManager:
@@ -134,7 +136,7 @@ class CheckpointManager:
         numbers measured at this very update, `settings` a digest of the run's settings. `alone`: of several ranks only
         this one saves. CheckpointError names a value that cannot be stored.
         """
-        self._save(tree, update=update, epoch=epoch, metrics=metrics, settings=settings)
+        self._submit(tree, self._manifest(update=update, epoch=epoch, metrics=metrics, settings=settings))
 
     def completed(self, *, wait: bool = False, alone: bool = False) -> list[Saved]:
         """Return the checkpoints that have become complete since the last call, oldest first.
@@ -156,8 +158,9 @@ class CheckpointManager:
     def wait(self) -> None:
         """Wait until no save is in flight."""
         if self._writer is not None:
-            with self._blocking():
-                self._writer.wait()
+            began = time.perf_counter()
+            self._writer.wait()
+            self.blocked += time.perf_counter() - began
 
     def release(self, *, wait: bool = True) -> None:
         """Wait for the save in flight, and unlock the directory.
@@ -189,12 +192,6 @@ class CheckpointManager:
         self._take_results()
         return "" if self._failed is None else self._failed.line(before=self._newest)
 
-    @property
-    def has_results(self) -> bool:
-        """Whether `completed` has anything to return or to report."""
-        self._take_results()
-        return bool(self._saved or self._failures or self._warnings)
-
     def state_dict(self) -> dict[str, Any]:
         """Return the best values so far."""
         return self._tracker.state_dict()
@@ -207,64 +204,64 @@ class CheckpointManager:
         if self._writer is not None:
             self._writer.reserve(files)
 
-    def _save(
+    def _manifest(
+        self, *, update: int, epoch: int, metrics: Mapping[str, float] | None, settings: str
+    ) -> dict[str, Any]:
+        """Return the fields of a manifest; files, checksums and versions are added when it is written."""
+        return {
+            "run": self.run_id,
+            "update": update,
+            "epoch": epoch,
+            "monitor": self.settings.best,
+            "mode": self.settings.mode if self.settings.best else None,
+            "metrics": {name: float(value) for name, value in (metrics or {}).items()},
+            "settings": settings,
+        }
+
+    def _submit(
         self,
         tree: Mapping[str, Tree],
+        manifest: dict[str, Any],
         *,
-        update: int,
-        epoch: int,
-        metrics: Mapping[str, float] | None,
-        settings: str,
-        shards: Mapping[str, Content] | None = None,
+        shards: Mapping[str, Content] = NO_FILES,
         sharded: ShardedSave | None = None,
     ) -> None:
-        """Hand a state to the writer; `shards`: files that this rank adds, `sharded`: how the others add theirs."""
+        """Hand a state to the writer, after the save in flight.
+
+        `shards`: files that this rank adds, `sharded`: how the others add theirs.
+        """
         assert self._writer is not None, "prepare() comes first"
-        with self._blocking():
-            asked = time.perf_counter()
-            files = encode(tree) | dict(shards or {})
-            self._writer.wait()
-            self._take_results()
-            top = [one.update for one in self._tracker.top]
-            keep = self.settings.keep
-            job = SaveJob(
-                self._root,
-                manifest={
-                    "run": self.run_id,
-                    "update": update,
-                    "epoch": epoch,
-                    "monitor": self.settings.best,
-                    "mode": self.settings.mode if self.settings.best else None,
-                    "metrics": {name: float(value) for name, value in (metrics or {}).items()},
-                    "settings": settings,
-                },
-                checksum=self.settings.checksum,
-                retention=Retention(keep if isinstance(keep, int) else None, self.settings.top, frozenset(top)),
-                complete=self._complete,
-                is_best=top[:1] == [update],
-                began=time.perf_counter(),
-                sharded=sharded,
-            )
-            self._writer.submit(files, job.write)
-            self._last_save = update, time.perf_counter() - asked
-            self.is_saving = True
+        began = time.perf_counter()
+        files = {**encode(tree), **shards}
+        self._writer.wait()
+        self._take_results()
+        best = tuple(one.update for one in self._tracker.top)
+        job = SaveJob(self._root, self.settings, manifest, complete=self._complete, best=best, sharded=sharded)
+        self._writer.submit(files, job.write)
+        blocked = time.perf_counter() - began
+        self.blocked += blocked
+        self._last_save = manifest["update"], blocked
+        self.is_saving = True
 
     def _take_results(self, writer: Writer[SaveResult] | None = None) -> None:
-        """Take over what came of the last save; `completed` reports it."""
+        """Take over the result of the last save; `completed` reports it."""
         writer = writer or self._writer
         update, blocked = self._last_save
         for outcome in [] if writer is None else writer.outcomes():
             self.is_saving = False
             if outcome.result is None:
-                assert outcome.error is not None
-                times = 1 if self._failed is None else self._failed.times + 1
-                self._failed = SaveFailure(update, outcome.error, times)
-                self._failures.append(self._failed)
+                self._take_failure(update, outcome.error)
                 continue
             self._failed = None
             self._complete = outcome.result.complete
             self._warnings += outcome.result.warnings
             self._saved.append(replace(outcome.result.saved, blocked=blocked))
+
+    def _take_failure(self, update: int, error: BaseException | None) -> None:
+        assert error is not None
+        times = 1 if self._failed is None else self._failed.times + 1
+        self._failed = SaveFailure(update, error, times)
+        self._failures.append(self._failed)
 
     def _report(self, failure: SaveFailure, *, ends: bool) -> None:
         is_last = ends and failure is self._failed
@@ -284,19 +281,26 @@ class CheckpointManager:
         CheckpointError where there is one of another run; without `loaded`, one that cannot be read may be of any run.
         The loaded one was read already, and those that it was preferred to cannot be loaded and do not count.
         """
+        known: dict[Path, dict[str, Any] | None] = {}
+        if loaded is not None:
+            known = {path.absolute(): None for path in loaded.passed_over}
+            known[loaded.path.absolute()] = loaded.manifest
         complete = {}
-        for path in listed(self.directory):
-            if loaded is not None and path in [one.absolute() for one in loaded.passed_over]:
-                continue
-            if path == self._resumed and loaded is not None:
-                manifest: dict[str, Any] | None = loaded.manifest
-            else:
-                manifest = self._root.read_manifest(path, self.run_id, tolerant=loaded is not None)
-                if manifest is None or not _is_readable(path, manifest):
-                    continue
-            assert manifest is not None
-            complete[manifest["update"]] = rank(manifest["metrics"].get(self.settings.best), self._tracker.mode)
+        for path in list_checkpoints(self.directory):
+            manifest = known[path] if path in known else self._readable(path, tolerant=loaded is not None)
+            if manifest is not None:
+                complete[manifest["update"]] = rank(manifest["metrics"].get(self.settings.best), self._tracker.mode)
         return complete
+
+    def _readable(self, path: Path, *, tolerant: bool) -> dict[str, Any] | None:
+        """Return the manifest of a checkpoint all of which can be decoded; None where it cannot."""
+        manifest = self._root.read_manifest(path, self.run_id, tolerant=tolerant)
+        try:
+            if manifest is not None:
+                load_tree(path, manifest=manifest, fill=False)
+        except CheckpointError:
+            return None
+        return manifest
 
     @property
     def _newest(self) -> Path | None:
@@ -312,23 +316,6 @@ class CheckpointManager:
         origin = self.directory if self._resumed is None else self._resumed.parent
         return origin / name if origin != self.directory and (origin / name).is_dir() else None
 
-    @contextmanager
-    def _blocking(self) -> Iterator[None]:
-        """Count the time as one in which training waits."""
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.blocked += time.perf_counter() - began
-
-
-def _is_readable(path: Path, manifest: Mapping[str, Any]) -> bool:
-    try:
-        load_tree(path, manifest=manifest, fill=False)
-    except CheckpointError:
-        return False
-    return True
-
 
 # One save, in the writer thread
 
@@ -338,40 +325,49 @@ class SaveJob:
     """One save as the writer thread sees it: nothing in it, or given to it, changes meanwhile."""
 
     root: RunDirectory
+    settings: Checkpoint
     manifest: Mapping[str, Any]
-    checksum: Checksum
-    retention: Retention
+    _: KW_ONLY
     complete: Mapping[int, float]
     """The complete checkpoints before it."""
-    is_best: bool
-    began: float
-    """When it began, by `time.perf_counter`."""
+    best: tuple[int, ...]
+    """The updates with the best values of the monitored number, their checkpoints complete or not."""
     sharded: ShardedSave | None
     """How other ranks add their files."""
+    began: float = field(default_factory=time.perf_counter)
 
     def write(self, files: Files) -> SaveResult:
-        """Commit the checkpoint, then remove what retention does not keep.
+        """Commit the checkpoint, then remove those that retention does not keep.
 
         CheckpointError where it could not be written; those before it are as they were then.
         """
-        directory, run, update = self.root.path, self.manifest["run"], self.manifest["update"]
+        directory, settings, update = self.root.path, self.settings, self.manifest["update"]
         complete, warnings = dict(self.complete), []
-        if self.root.reacquire_if_lost(run):
-            complete = {old: key for old, key in complete.items() if (directory / update_name(old)).is_dir()}
-            if len(complete) < len(self.complete) or not complete:
-                warnings.append(f"{directory} had vanished, with what was in it; it was made anew")
-        others: dict[str, Any] = {}
-        if self.sharded is not None:
-            others = {"temporary": self.sharded.temporary, "gather": self.sharded.gather}
-        path = commits.commit(directory, files, manifest=self.manifest, checksum=self.checksum, **others)
+        if self.root.is_lost:
+            warnings += self._reacquire(complete)
+        path = commits.commit(
+            directory, files, manifest=self.manifest, checksum=settings.checksum, sharded=self.sharded
+        )
         seconds = time.perf_counter() - self.began
-        monitor, mode = self.manifest["monitor"], self.manifest["mode"]
-        complete[update] = inf if monitor is None else rank(self.manifest["metrics"].get(monitor), mode)
-        for old in self.retention.removable(complete):
+        metrics = self.manifest["metrics"]
+        complete[update] = inf if settings.best is None else rank(metrics.get(settings.best), self.manifest["mode"])
+        for old in removable(complete, keep=settings.keep, top=settings.top, best=self.best):
             del complete[old]
-            warnings += _remove(directory / update_name(old), run=run)
+            warnings += _remove(directory / update_name(old), run=self.manifest["run"])
         size = _size(files) + (0 if self.sharded is None else self.sharded.bytes_of_others)
-        return SaveResult(Saved(path, update, best=self.is_best, seconds=seconds, size=size), complete, tuple(warnings))
+        saved = Saved(path, update, best=self.best[:1] == (update,), seconds=seconds, size=size)
+        return SaveResult(saved, complete, warnings)
+
+    def _reacquire(self, complete: dict[int, float]) -> list[str]:
+        """Make a directory that was lost anew; drop checkpoints that are gone, and return a warning for them."""
+        directory = self.root.path
+        self.root.reacquire(self.manifest["run"])
+        gone = [update for update in complete if not (directory / update_name(update)).is_dir()]
+        for update in gone:
+            del complete[update]
+        if gone or not complete:
+            return [f"{directory} had vanished, with what was in it; it was made anew"]
+        return []
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -381,7 +377,7 @@ class SaveResult:
     saved: Saved
     complete: Mapping[int, float]
     """The complete checkpoints now: update -> rank of the monitored number."""
-    warnings: tuple[str, ...]
+    warnings: list[str]
 
 
 def _remove(path: Path, *, run: str) -> list[str]:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from warnings import warn
 
-from trainwright.core.checks import FormError, check_form, is_count, is_none_or, is_number, is_text
-from trainwright.core.errors import SettingError
-from trainwright.core.monitor import Mode, rank
-from trainwright.core.suggestions import did_you_mean
+from trainwright.core.checks import check_form, is_count, is_none_or, is_number, is_text
+from trainwright.core.monitor import Mode, rank, require_monitor
 
 if TYPE_CHECKING:
     from trainwright.checkpointing.checkpoint import Checkpoint
@@ -43,19 +40,15 @@ class BestTracker:
         """
         if self.monitor is None:
             return False
-        if self.monitor not in metrics:
-            near = did_you_mean(self.monitor, metrics)
-            what = f"Checkpoint(best={self.monitor!r}): there is no number of that name.{near}"
-            raise SettingError(what, want=f"one of {', '.join(sorted(metrics))}")
+        require_monitor(self.monitor, metrics, f"Checkpoint(best={self.monitor!r})")
         measured = Measured(float(metrics[self.monitor]), epoch, update)
-        key = rank(measured.value, self.mode)
-        self.top = [one for one in self.top if one.update != update]
-        place = bisect_right([rank(one.value, self.mode) for one in self.top], key)
-        if place >= self._size or key == inf:
-            return False
-        self.top.insert(place, measured)
-        del self.top[self._size :]
-        return True
+        others = [one for one in self.top if one.update != update]
+        ranked = sorted([*others, measured], key=self._rank)  # stable: the earlier one of two that are equal
+        self.top = [one for one in ranked if self._rank(one) < inf][: self._size]
+        return measured in self.top
+
+    def _rank(self, measured: Measured) -> float:
+        return rank(measured.value, self.mode)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best values so far."""
@@ -66,32 +59,22 @@ class BestTracker:
         check_form(tree, best=is_none_or(is_text), mode=is_text, top=lambda top: type(top) is list)
         for one in tree["top"]:
             check_form(one, value=is_number, epoch=is_count, update=is_count)
-            if len(one) > 3:
-                raise FormError(f"one of 'top' has {', '.join(map(repr, one))}")
-        if (tree["best"], tree["mode"]) == (self.monitor, self.mode):
-            self.top = [Measured(**one) for one in tree["top"]][: self._size]
-            return
-        self.top = []
-        if tree["best"] is not None and self.monitor is not None:
-            now = f"{self.monitor} ({self.mode})"
-            warn(
-                f"the best so far was judged on {tree['best']} ({tree['mode']}); on {now} it starts anew", stacklevel=3
-            )
+        top = [Measured(**one) for one in tree["top"]]
+        is_same = (tree["best"], tree["mode"]) == (self.monitor, self.mode)
+        self.top = top[: self._size] if is_same else []
+        if not is_same and tree["best"] is not None and self.monitor is not None:
+            saved, now = f"{tree['best']} ({tree['mode']})", f"{self.monitor} ({self.mode})"
+            warn(f"the best so far was judged on {saved}; on {now} it starts anew", stacklevel=3)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Retention:
-    """The rule that one save goes by: the last `keep`, the `top` best complete ones, and what was judged best."""
+def removable(
+    complete: Mapping[int, float], *, keep: int | Literal["all"], top: int, best: Collection[int]
+) -> list[int]:
+    """Return the updates of the checkpoints to remove: all but the last `keep`, the `top` best, and those of `best`.
 
-    keep: int | None
-    """None: all of them."""
-    top: int
-    judged: frozenset[int]
-    """Updates that were judged best when the save began, their checkpoints complete or not."""
-
-    def removable(self, complete: Mapping[int, float]) -> list[int]:
-        """Return the updates of the checkpoints to remove; `complete`: the rank of each one's number, by update."""
-        last = sorted(complete, reverse=True)[: self.keep]
-        ranked = sorted((key, update) for update, key in complete.items() if key < inf)
-        best = [update for _, update in ranked[: self.top]]
-        return sorted(set(complete) - {*last, *best, *self.judged})
+    `complete`: the rank of each complete one's number, by update; `best`: updates with the best values so far, whose
+    checkpoints need not be complete.
+    """
+    last = sorted(complete, reverse=True)[: None if keep == "all" else keep]
+    ranked = sorted((key, update) for update, key in complete.items() if key < inf)
+    return sorted(set(complete) - {*last, *(update for _, update in ranked[:top]), *best})
