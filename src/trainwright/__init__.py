@@ -17,7 +17,8 @@ from trainwright.core.errors import (
 from trainwright.core.plan import Plan
 from trainwright.core.progress import Progress
 from trainwright.core.records import Best, MeanLoss, Result, Saved, StepOutput, SumLoss, Update, Validation
-from trainwright.data.batches import Batches, batches
+from trainwright.data.batches import batches
+from trainwright.data.row_batches import Batches
 from trainwright.distributed.ddp import DDP
 from trainwright.metrics.metrics import Derived, accuracy, over_all, top_k
 from trainwright.modules.freezing import freeze, unfreeze

@@ -12,18 +12,6 @@ UPWARD = {
 """Imports of a package that stands later in the order: (file, imported file)."""
 
 CIRCLES = [
-    {
-        "data.auto_workers",
-        "data.batches",
-        "data.dataloader.pool",
-        "data.dataloader.slicing",
-        "data.dataloader.worker",
-        "data.jobs",
-        "data.reading",
-        "data.rows",
-        "data.sharding",
-        "data.transforms.augmented",
-    },
     {"modules.activations", "modules.dry_run"},
 ]
 """Files that import each other in a circle."""

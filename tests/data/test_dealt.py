@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainwright.data.batches import batches
-from trainwright.data.sources import beside, open_source
+from trainwright.data.sources import open_source
 from trainwright.distributed.batch_layout import Shard, Slice
 
 CASES = [(name, size) for name in ALL for size in (2, 3, 4) if size == 2 or ("2" not in name and "workers" not in name)]
@@ -72,7 +72,7 @@ def test_a_pass_beside_stays_dealt(name: str) -> None:
         source = opened(ALL[name], Shard(rank, 2))
         training = source.epoch(0)
         next(training)
-        ranks.append(read(beside(source), alone.begun[0], epoch=0, rank=rank))
+        ranks.append(read(source.beside(), alone.begun[0], epoch=0, rank=rank))
         assert isinstance(next(training), Slice)
     assert [joined(list(slices)) for slices in zip(*ranks, strict=True)] == alone.table[0]
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorD
 from trainwright.core.errors import DataError
 from trainwright.core.rng import unmoved
 from trainwright.data.batches import batches
-from trainwright.data.sources import beside, open_source, takes_batch_size
+from trainwright.data.sources import open_source, takes_batch_size
 
 
 class Sized:
@@ -143,7 +143,7 @@ def test_data_that_are_train_and_val_at_once_resume_with_the_order_of_both(kind:
 
     def validated(source: Any) -> list[str]:
         with unmoved(source.generators):
-            return [text(batch) for batch in beside(source).epoch(0)]
+            return [text(batch) for batch in source.beside().epoch(0)]
 
     source = open_source(make())
     list(source.epoch(0))

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from trainwright import batches, sharded, together
 from trainwright.core.errors import DataError
 from trainwright.core.rng import random_state, set_random_state
-from trainwright.data.sources import beside, open_source
+from trainwright.data.sources import open_source
 from trainwright.distributed.batch_layout import Shard
 
 
@@ -216,7 +216,7 @@ def test_a_pass_beside_training_begins_anew_and_leaves_it_where_it_is() -> None:
     source = open_source(two())
     run = source.epoch(0)
     first = [numbers(next(run)) for _ in range(2)]
-    aside = [[numbers(one) for one in beside(source).epoch(0)] for _ in range(2)]
+    aside = [[numbers(one) for one in source.beside().epoch(0)] for _ in range(2)]
     assert aside[0] == aside[1] == [*first, *map(numbers, run)]
 
 
@@ -230,7 +230,7 @@ def test_a_pass_beside_tells_no_data_set_of_another_epoch(length: str) -> None:
     source = open_source(together(a=DataLoader(Told(9), 4), b=DataLoader(Told(9), 4), length=length))
     list(source.epoch(2))
     before = list(told)
-    list(beside(source).epoch(0))
+    list(source.beside().epoch(0))
     assert told == before != []
 
 

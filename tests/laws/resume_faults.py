@@ -14,9 +14,9 @@ from trainwright.checkpointing.manager import CheckpointManager
 from trainwright.core import rng
 from trainwright.core.progress import Counters
 from trainwright.core.rng import RandomPart, set_random_state
-from trainwright.data.batches import Batches
 from trainwright.data.dataloader import worker
 from trainwright.data.dataloader.loader import LoaderBatches
+from trainwright.data.row_batches import Batches
 from trainwright.fit import parts, rollback, saving
 from trainwright.fit.between_updates import BetweenUpdates
 from trainwright.fit.early_stopping import EarlyStopper

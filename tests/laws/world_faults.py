@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from trainwright.data.batches import Batches
+from trainwright.data.row_batches import Batches
 from trainwright.distributed.batch_layout import Shard
 from trainwright.distributed.ddp import Wrapped
 from trainwright.distributed.world import Group
@@ -93,8 +93,8 @@ def numbers_of_what_stands_in_stay(patch: Patch) -> None:
 
 
 def every_epoch_has_the_order_of_the_first(patch: Patch) -> None:
-    begun = Batches._begun
-    patch.setattr(Batches, "_begun", lambda self, epoch, skip: begun(self, 0, skip))
+    order = Batches._order
+    patch.setattr(Batches, "_order", lambda self, seed, epoch: order(self, seed, 0))
 
 
 def each_process_shuffles_by_itself(patch: Patch) -> None:

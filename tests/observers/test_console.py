@@ -159,6 +159,21 @@ def test_the_footer_tells_end_best_weights_and_course():
         assert " of it waiting for saves · 2 skipped" in told
 
 
+@pytest.mark.parametrize(("seconds", "waiting", "says"), [(2.0, 0.63, True), (2.0, 0.2, False), (0.2, 0.63, False)])
+def test_the_last_line_says_where_training_waited_for_data(seconds, waiting, says):
+    stream = io.StringIO()
+    console = Console(stream)
+    console.on_fit_start(PLAN)
+    for epoch in (1, 2):
+        numbers = record(epoch, 10 * epoch, seconds=seconds, waiting=waiting)
+        console.on_validate(numbers)
+        console.on_epoch(numbers)
+    console.on_fit_end(result())
+    last = stream.getvalue().splitlines()[-1]
+    assert (last == " note     data waited 63%: try workers=4") == says
+    assert says or "workers" not in stream.getvalue()
+
+
 def test_the_footer_draws_the_losses_and_what_is_watched_in_four_lines_at_most():
     names = ["loss", "val_a_loss", "val_b_loss", "val_c_loss", "val_b_R2", "mae"]
     history = [dict.fromkeys(names, 1 / n) for n in range(1, 40)]

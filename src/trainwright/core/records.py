@@ -84,7 +84,7 @@ class Validation:
     skipped: int
     """Updates held back so far."""
     notes: tuple[str, ...] = ()
-    """What was chosen since the last record, such as workers that fetch data, in a line each."""
+    """What changed since the last record, such as a split of batches, in a line each."""
     final: bool = False
     """Whether it was measured only because the run ends early: it is no row of `history`, and a resume drops it."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from copy import deepcopy
+from copy import copy, deepcopy
 from functools import lru_cache
 from typing import Any
 
@@ -92,10 +92,12 @@ class Generators:
             )
         self._loaded = tree
 
-    def set_aside(self) -> None:
-        """Make a copy ready for a pass beside: it draws from where the generators stand, in whatever epoch."""
+    def beside(self) -> Generators:
+        """Return a copy for a pass beside training: it draws from the present states, in whatever epoch."""
+        other = copy(self)
         if self._loaded is not None:
-            self._loaded = {**self._loaded, "start": self._loaded["now"]}
+            other._loaded = {**self._loaded, "start": self._loaded["now"]}
+        return other
 
     def _put(self, states: dict[str, Any], *, samplers: bool = True) -> None:
         for name, generator in self._found.items():

@@ -16,8 +16,7 @@ from torch.utils.data import default_collate
 from trainwright.core.errors import DataError, SettingError
 from trainwright.data.arrays import Table
 from trainwright.data.generators import knows_its_state
-from trainwright.data.rows import rows_of
-from trainwright.data.seeded import SeededRows
+from trainwright.data.seeded import SeededRows, rows_of
 
 _AT_ONCE = 256
 """Rows that are read, joined and compared at once."""
@@ -62,7 +61,7 @@ def _refuse_settings(collate: Any, workers: Any) -> None:
             want="one of the two",
             fix="rows = [data[i] for i in range(len(data))]; batches(rows, 64, collate=collate)",
         )
-    if workers not in ("auto", 0):
+    if workers:
         what = f"batches(in_memory=True, workers={workers}): nothing is left for workers to fetch"
         raise SettingError(what, want="one of the two", fix="leave workers out")
 

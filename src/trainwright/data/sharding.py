@@ -9,6 +9,7 @@ from copy import copy
 from typing import Any
 
 from trainwright.core.errors import DataError, SettingError
+from trainwright.data.source import Source
 from trainwright.distributed.batch_layout import Shard
 
 _END = object()
@@ -18,11 +19,9 @@ class Sharded:
     """Data that are this process's own part already; made by `sharded`."""
 
     def __init__(self, data: Any) -> None:
-        from trainwright.data.batches import Batches
-
         given: Any = data.data if isinstance(data, Sharded) else data
         # What was made by `batches` is marked itself; the user's own object stays as it is.
-        self.data: Any = copy(given) if isinstance(given, Batches) else given
+        self.data: Any = copy(given) if isinstance(given, Source) else given
 
     def __repr__(self) -> str:
         return f"sharded({self.data!r})"

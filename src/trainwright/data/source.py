@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from trainwright.core.errors import DataError
 from trainwright.distributed.batch_layout import Shard
+
+S = TypeVar("S")
 
 
 class Source:
@@ -30,7 +32,9 @@ class Source:
     must_resume: bool | None = None
     """Whether a checkpoint may be asked for: data that could not be resumed are then refused."""
     sharded: bool = False
-    """Whether the batches are this process's own part of the data already."""
+    """Whether the batches are this rank's own part of the data already."""
+    _part: Shard | None = None
+    """The part of each batch that this rank runs; None: all of it."""
 
     def describe(self) -> str:
         """A few words for the header of the console."""
@@ -72,8 +76,9 @@ class Source:
     def settle(self) -> None:
         """Move the data to a loaded position although no epoch follows: another `fit` reads them. No-op here."""
 
-    def set_aside(self) -> None:
-        """Turn this copy into one for a pass beside training, which leaves the original as it is. No-op here."""
+    def beside(self) -> Source:
+        """Return a source for a pass beside training, which leaves the position of this one as it is. Itself here."""
+        return self
 
     def facts(self) -> dict[str, Any]:
         """Properties of the data that must not change between a save and a resume."""
@@ -111,3 +116,10 @@ class Source:
     def note(self) -> str:
         """A line for the console's header; empty for none."""
         return ""
+
+
+def shallow_copy(source: S) -> S:
+    """Return what `copy.copy` returns for a source of this package, in a tenth of the time."""
+    other: S = object.__new__(type(source))
+    other.__dict__.update(source.__dict__)
+    return other

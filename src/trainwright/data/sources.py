@@ -1,4 +1,4 @@
-"""Whatever `train` or `val` is, opened as one kind of thing: a source of the batches of an epoch."""
+"""Opens `train` and `val`, whatever they are, as a source of the batches of an epoch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from numbers import Number
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,11 +16,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from trainwright.core.errors import DataError
 from trainwright.core.rng import unmoved
-from trainwright.data.batches import Batches, batches
+from trainwright.data.batches import batches
 from trainwright.data.dataloader.position import PER_EPOCH, check_kind
-from trainwright.data.generators import Generators
+from trainwright.data.row_batches import Batches
 from trainwright.data.sharding import Sharded, standing, tells
-from trainwright.data.source import Source
+from trainwright.data.source import Source, shallow_copy
 from trainwright.distributed.batch_layout import Shard
 
 _FORMS = (
@@ -34,26 +34,34 @@ EVALUATED_AT_ONCE = 256
 
 
 def open_source(data: Any, *, batch_size: int | None = None, shuffle: bool = False, role: str = "train") -> Source:
-    """A source of the batches of `data`; DataError where there are none, or the form is no data.
+    """Return a source of the batches of `data`; DataError where there are none, or the form is no data.
 
     `batch_size` and `shuffle` are for data sets of rows (see `takes_batch_size`): with ready batches `batch_size`
-    is refused, and `shuffle` says nothing. Only the role "train" needs a batch size. A function `epoch -> data` is
-    called once for epoch 0, at once. What is
-    a `Source` already, yours or ours, is taken as it is. What `sharded` has marked is this process's own part.
+    is refused and `shuffle` is ignored. Only the role "train" needs a batch size. A function `epoch -> data` is
+    called once for epoch 0, at once. A `Source` is returned as it is, with complete batches.
     """
+    if not isinstance(data, Source):
+        return _opened(data, batch_size, shuffle=shuffle, role=role)
+    if batch_size is not None:
+        raise _no_rows(data, batch_size, role)
+    if data._part is not None:  # an earlier run has dealt it
+        data.deal(None)
+    return data
+
+
+def _opened(data: Any, batch_size: int | None, *, shuffle: bool, role: str) -> Source:
     if isinstance(data, Sharded):
         return mark(open_source(data.data, batch_size=batch_size, shuffle=shuffle, role=role), role)
     if is_together(data):
         side_by_side: Source = data.source(batch_size=batch_size, shuffle=shuffle, role=role)
         return side_by_side
-    if _is_source(data):
-        return _own(data, batch_size, role)
     _refuse_what_is_no_data(data, role)
     if is_function(data):
         return PerEpoch(data, batch_size=batch_size, shuffle=shuffle, role=role)
     if takes_batch_size(data):
         return _data_set(data, batch_size, shuffle=shuffle, role=role)
-    _refuse_batch_size(data, batch_size, role)
+    if batch_size is not None:
+        raise _no_rows(data, batch_size, role)
     from trainwright.data.dataloader.loader import LoaderBatches
     from trainwright.data.streams import ReadyBatches
 
@@ -80,8 +88,6 @@ class PerEpoch(Source):
     draws_global_rng = True
     _must_resume: bool | None = None
     _sharded = False
-    _part: Shard | None = None
-    """The part of each batch that this process runs; None: all of it."""
 
     def __init__(self, make: Any, *, batch_size: int | None, shuffle: bool, role: str) -> None:
         self._make = make
@@ -146,9 +152,11 @@ class PerEpoch(Source):
         """Note that all batches given so far are trained on."""
         self._source.at_boundary()
 
-    def set_aside(self) -> None:
-        """Read beside whoever else reads the data in hand, which may be readable once: the function makes others."""
-        self._source, self._fresh = beside(self._source), False
+    def beside(self) -> PerEpoch:
+        """Return a copy for a pass beside training, whose function makes data of its own: some are readable once."""
+        other = shallow_copy(self)
+        other._source, other._fresh = self._source.beside(), False
+        return other
 
     def describe(self) -> str:
         """The data of epoch 0."""
@@ -252,37 +260,14 @@ def is_function(data: Any) -> bool:
 
 
 def is_together(data: Any) -> bool:
-    """Whether data are several loaders, read side by side."""
-    return _is(data, "transforms.zipped.Together")
-
-
-def _is_source(data: Any) -> bool:
-    """Whether data are a source already."""
-    return isinstance(data, Source)
-
-
-def _is_of_this_package(data: Any) -> bool:
-    return isinstance(data, Source) and type(data).__module__.startswith("trainwright.")
-
-
-def _is(data: Any, kind: str) -> bool:
-    """Whether data are of a class of this folder, which only those import who have such data."""
-    module, _, name = kind.rpartition(".")
-    imported = sys.modules.get(f"trainwright.data.{module}")
-    return imported is not None and isinstance(data, getattr(imported, name))
-
-
-def _own(source: Any, batch_size: int | None, role: str) -> Source:
-    _refuse_batch_size(source, batch_size, role)
-    opened: Source = source
-    if getattr(source, "_part", None) is not None and _is_of_this_package(source):
-        source.deal(None)  # another run may have dealt it
-    return opened
+    """Whether data are several loaders, read side by side; their module is imported by those who use it."""
+    zipped: Any = sys.modules.get("trainwright.data.transforms.zipped")
+    return zipped is not None and isinstance(data, zipped.Together)
 
 
 def mark(source: Any, role: str) -> Source:
     """A source of this process's own part of the data."""
-    if not _is_of_this_package(source):
+    if not type(source).__module__.startswith("trainwright."):
         name = type(source).__name__
         raise DataError(
             f"{role} data: sharded({name}(...)), a source of your own",
@@ -304,13 +289,12 @@ def _data_set(data: Any, batch_size: int | None, *, shuffle: bool, role: str) ->
     )
 
 
-def _refuse_batch_size(data: Any, batch_size: int | None, role: str) -> None:
-    if batch_size is None:
-        return
+def _no_rows(data: Any, batch_size: int, role: str) -> DataError:
+    """Return the error of a batch size beside ready batches."""
     fix = "batches(data, ...) if its items are rows" if hasattr(data, "__getitem__") else "leave batch_size out"
     if isinstance(data, IterableDataset):
         fix = f"DataLoader(data, batch_size={batch_size})"
-    raise DataError(
+    return DataError(
         f"{role} data: batch_size={batch_size} beside {_name(data)}, which is taken as batches already",
         want="batch_size only with a data set of rows",
         fix=fix,
@@ -337,25 +321,3 @@ def _no_data(data: Any, what: str, fix: str = "") -> DataError:
 def _name(data: Any) -> str:
     name = type(data).__name__
     return f"{'an' if name[0] in 'AEIOaeiou' else 'a'} {name}"
-
-
-def beside(source: Source) -> Source:
-    """The same data for a pass beside training's: what it does to a source's own position is done to a copy.
-
-    A source that is not of this package is given back as it is.
-    """
-    if not _is_of_this_package(source):
-        return source
-    aside: Any = _copied(source)
-    for name, value in vars(source).items():
-        if isinstance(value, Generators):
-            setattr(aside, name, _copied(value))
-    aside.set_aside()
-    return cast(Source, aside)
-
-
-def _copied(one: Any) -> Any:
-    """What `copy` gives of an object whose attributes are all that it holds, in a tenth of the time."""
-    other = object.__new__(type(one))
-    other.__dict__.update(one.__dict__)
-    return other

@@ -20,12 +20,12 @@ from trainwright.data.dataloader.position import (
     check_kind,
     length_of,
     opened,
+    set_epoch,
     skipped,
-    tell_epoch,
 )
 from trainwright.data.generators import stands_in_the_middle
 from trainwright.data.sharding import alone_in_a_job, elsewhere
-from trainwright.data.source import Source
+from trainwright.data.source import Source, shallow_copy
 from trainwright.data.stateful import asked_of
 from trainwright.distributed.batch_layout import Shard
 
@@ -40,11 +40,9 @@ class ReadyBatches(Source):
 
     own_length: int | None = None
     """Batches of an epoch on this process, where it has data of its own; else as `length`."""
-    _part: Shard | None = None
-    """The part of each batch that this process runs; None: all of it."""
     _elsewhere = False
     """Whether a loaded state is of another number of processes."""
-    _tells_epoch = True
+    _sets_epoch = True
     """Whether the data hear which epoch it is."""
 
     def __init__(self, data: Any, role: str) -> None:
@@ -100,8 +98,8 @@ class ReadyBatches(Source):
 
     def _begun(self, epoch: int, skip: int) -> Iterator[Any]:
         loaded, self._loaded = self._loaded, None
-        if self._role == "train" and self._tells_epoch:
-            tell_epoch(epoch, self._data)
+        if self._role == "train" and self._sets_epoch:
+            set_epoch(epoch, self._data)
             if self.length is not None:
                 self.length = length_of(self._data)  # data may have other lengths from epoch to epoch
         if not skip and isinstance(self._data, list) and self._data:
@@ -151,9 +149,11 @@ class ReadyBatches(Source):
             return f"a resume reads a new {name} up to where this one stood: {again}; batches(...) reads nothing twice"
         return f"a resume reads {name} up to where it stood: {again}; give it state_dict and load_state_dict"
 
-    def set_aside(self) -> None:
-        """Read beside whoever else reads the data: they stay in their epoch."""
-        self._tells_epoch, self._asked, self._loaded = False, None, None
+    def beside(self) -> ReadyBatches:
+        """Return a copy for a pass beside training: the epoch of the data stays as it is."""
+        other = shallow_copy(self)
+        other._sets_epoch, other._asked, other._loaded = False, None, None
+        return other
 
     def state_dict(self) -> dict[str, Any]:
         """What the data tell of their position; without that it is the number of batches that were read."""
@@ -202,8 +202,6 @@ class Continuing(Source):
     iterator, so that a loop that leaves an epoch early leaves the stream where it is.
     """
 
-    _part: Shard | None = None
-    """The part of each batch that this process runs; None: all of it."""
     _common: dict[str, Any] | None = None
     """The random state that the next pass begins with on all processes, where there are several."""
 
@@ -253,6 +251,10 @@ class Continuing(Source):
     def generators(self) -> list[torch.Generator]:
         """The generators that the source draws from, apart from the process's."""
         return list(self._source.generators)
+
+    def beside(self) -> Continuing:
+        """Return a copy for a pass beside training."""
+        return shallow_copy(self)
 
     def describe(self) -> str:
         """The source, without end."""

@@ -17,7 +17,6 @@ from trainwright.core.process_state import beside_training
 from trainwright.core.rng import seed, unmoved
 from trainwright.core.trees import copy_tree
 from trainwright.data.source import Source
-from trainwright.data.sources import beside
 from trainwright.diagnostics.explain import explain
 from trainwright.metrics.metric_set import MetricSet
 from trainwright.modules import modes
@@ -106,7 +105,7 @@ def without_trace(owner: Owner, source: Source, *, shows_gradients: bool = False
             _copied_state(owner),
             _NO_CONTEXT if owner.world.size == 1 else _on_all_ranks(owner),
         ):
-            yield beside(source) if source.repeatable else source
+            yield source.beside() if source.repeatable else source
     finally:
         if alone:
             let_go_of_memory(owner._hooks)
@@ -206,9 +205,9 @@ def run_training_forwards(owner: Owner, source: Source) -> None:
     """
     from trainwright.update.snapshot import Tensors  # rare: imports must stay quick
 
-    tracker, aside = LossTracker(None, owner._hooks), beside(source)
+    tracker, aside = LossTracker(None, owner._hooks), source.beside()
     to_device = mover(owner, aside, trains=True)
-    generators = getattr(aside, "generators", ())
+    generators = aside.generators
     statistics = Tensors(modes.running_statistics(owner.model) if owner.on_nonfinite == "skip" else [])
     with ExitStack() as stack:
         stack.enter_context(separate_numbers(owner, tracker))

@@ -265,8 +265,6 @@ class BetweenUpdates:
         self, row: Mapping[str, float], *, best: bool, validated: bool, epoch_ended: bool, final: bool = False
     ) -> None:
         """Call `on_validate` and `on_epoch` of the observers."""
-        from trainwright.data.dataloader.persistent_workers import news_of
-
         now, counters = time.perf_counter(), self.counters
         seconds, rows = now - self._last_time, counters.rows - self._last_rows
         record = Validation(
@@ -280,7 +278,7 @@ class BetweenUpdates:
             rows=rows,
             waiting=min(1.0, self.run.waited / seconds) if seconds else 0.0,
             skipped=counters.skipped,
-            notes=(*news_of((self.run.source, *self.val.values())), *self.record.take_news()),
+            notes=self.record.take_news(),
             final=final,
         )
         self._last_time, self._last_rows, self.run.waited = now, counters.rows, 0.0

@@ -22,7 +22,6 @@ from trainwright.core.errors import NOTE, CheckpointError, NonFiniteError, Setti
 from trainwright.core.process_state import training_afresh
 from trainwright.core.records import Result
 from trainwright.core.signals import Interrupted, Signals
-from trainwright.data.dataloader.persistent_workers import workers_kept
 from trainwright.data.source import Source
 from trainwright.diagnostics.explain import explain
 from trainwright.evaluation.passes import evaluate
@@ -81,7 +80,6 @@ class FitContext:
         train, val, batch_size = self._data
         source, held_out = open_data(self._owner, train, val, ends=self._ends, batch_size=batch_size)
         self._bind_to_newest(source, held_out, undo)
-        undo.enter_context(workers_kept(source, *held_out.values()))
         try:
             self._begin()
         except BaseException as error:

@@ -21,9 +21,9 @@ from trainwright.core.device import choose_device, devices_of, place, refuse_met
 from trainwright.core.errors import SettingError, TrainwrightError, message, not_built
 from trainwright.core.progress import Counters
 from trainwright.core.records import Result
-from trainwright.data.batches import Batches
+from trainwright.data.row_batches import Batches
 from trainwright.data.source import Source
-from trainwright.data.sources import is_function, open_source, takes_batch_size
+from trainwright.data.sources import is_function, is_together, open_source, takes_batch_size
 from trainwright.distributed.ddp import DDP, in_sync
 from trainwright.distributed.world import World
 from trainwright.fit.plan import Ends
@@ -257,7 +257,6 @@ def open_data(
     What is wrong with the trainer's parts for a `fit` is said first. `meets`: several processes come here together.
     """
     from trainwright.data.dataloader.loader import LoaderBatches
-    from trainwright.data.dataloader.persistent_workers import reads
     from trainwright.data.streams import Continuing
     from trainwright.update.per_rank_state import assign_shard
 
@@ -272,7 +271,7 @@ def open_data(
         source = open_source(train, batch_size=batch_size, shuffle=True, role="train")
         # A batch size holds for validation data too, where they are rows and not batches already.
         held_out = {
-            name: open_source(data, batch_size=batch_size if takes_batch_size(data) else None, role=name)
+            name: open_source(data, batch_size=batch_size if batch_size and takes_batch_size(data) else None, role=name)
             for name, data in (_named_sets(val).items() if val is not None else ())
         }
     if ends.epoch_updates is not None and source.length is None:
@@ -281,8 +280,13 @@ def open_data(
     for data, opened in zip(_named_sets(val).values() if held_out else (), held_out.values(), strict=True):
         assign_shard(owner, opened)
         if isinstance(opened, LoaderBatches):
-            opened.keep_workers(keeps=not reads(train, data))
+            opened.keep_workers(keeps=not _reads(train, data))
     return source, held_out
+
+
+def _reads(train: Any, data: Any) -> bool:
+    """Return whether `data` are the training data, or one of several loaders that are read side by side."""
+    return data is train or (is_together(train) and any(data is one for one in train.loaders.values()))
 
 
 @contextmanager

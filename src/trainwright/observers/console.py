@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 WIDEST = 100
 """No line is wider, on any terminal or in any file."""
 WORTH_SAYING = 1.0
-"""Seconds of waiting for saves that the end of a run tells."""
+"""Seconds of waiting, for saves or for data, that are worth a line at the end of a run."""
+MUCH = 0.25
+"""Share of the time that training waited for data from which on the last line says so."""
 
 
 @suggests
@@ -56,6 +58,8 @@ class Console(Observer):
         self._speeds: list[Speed] = []
         """How fast training went since the last line about it."""
         self._noted = False
+        self._seconds = self._waited = 0.0
+        """Time of training so far, and how much of it was spent waiting for data."""
         """Whether a line of this run has said why a number is missing."""
 
     @property
@@ -76,6 +80,7 @@ class Console(Observer):
         """Print what the run will do."""
         self._plan, self._table, self._last = plan, ConsoleTable(self.width, watched=plan.watched), None
         self._speeds, self._noted = [], False
+        self._seconds = self._waited = 0.0
         if not plan.finished:
             self._print(*header(plan, self.width), "")
 
@@ -99,11 +104,14 @@ class Console(Observer):
         if finished:
             self._print(*at_once(finished, result, self.width))
         else:
-            self._print(*footer(result, self.width, watched=watched))
+            waited = self._waited / self._seconds if self._waited >= WORTH_SAYING else 0.0
+            self._print(*footer(result, self.width, watched=watched, waited=waited))
 
     def _row(self, record: Validation) -> None:
         if record.final or self._last != (record.epoch, record.update):
             self._last = (record.epoch, record.update)
+            self._seconds += record.seconds
+            self._waited += record.waiting * record.seconds
             self._print(*self._table.lines(record), *record.notes)
 
     def _speed(self) -> None:
@@ -153,8 +161,11 @@ def header(plan: Plan, width: int = WIDEST) -> list[str]:
     return lines + [line for note in plan.notes for text in note.splitlines() for line in joined([text], width)]
 
 
-def footer(result: Result, width: int = WIDEST, *, watched: Sequence[str] = ()) -> list[str]:
-    """Return the lines that tell how a run ended; the last one says which weights the model holds."""
+def footer(result: Result, width: int = WIDEST, *, watched: Sequence[str] = (), waited: float = 0.0) -> list[str]:
+    """Return the lines on the end of a run: last the weights that the model holds, and what would make it faster.
+
+    `waited`: the share of its time that training waited for data.
+    """
     values = _courses(result.history, watched)
     longest = max([8, *map(len, values)])
     courses = [line for name, one in values.items() for line in _course(f" {name:<{longest}}", one, width)]
@@ -165,11 +176,12 @@ def footer(result: Result, width: int = WIDEST, *, watched: Sequence[str] = ()) 
     blocked = f"{duration(result.blocked)} of it waiting for saves" if result.blocked >= WORTH_SAYING else ""
     parts = [part for part in (done, blocked, skipped, result.stopped) if part]
     weights, best = f"weights: {result.weights}", result.best
+    faster = [f"{note}data waited {waited:.0%}: try workers=4"] if waited >= MUCH else []
     if best is None:
-        return [*courses, *notes, *joined([*parts, weights], width, start=end)]
+        return [*courses, *notes, *joined([*parts, weights], width, start=end), *faster]
     value = f"{best.name} {number(best.value)} at epoch {best.epoch}, update {best.update}"
     ended = joined(parts, width, start=end)
-    return [*courses, *notes, *ended, *joined([value, weights], width, start=found)]
+    return [*courses, *notes, *ended, *joined([value, weights], width, start=found), *faster]
 
 
 def at_once(finished: str, result: Result, width: int = WIDEST) -> list[str]:

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from trainwright.core.errors import is_ours, is_users, listed
 from trainwright.core.rng import unmoved
-from trainwright.data.batches import Batches
+from trainwright.data.row_batches import Batches
 from trainwright.data.sharding import Sharded
 from trainwright.tools.finding import Finding
 from trainwright.tools.watching import Read, Recording

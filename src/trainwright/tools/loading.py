@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from trainwright.core.device import usable_cores
 from trainwright.core.errors import TrainwrightError
-from trainwright.data.batches import Batches, batches
-from trainwright.data.rows import choosing
+from trainwright.data.batches import batches
+from trainwright.data.row_batches import Batches
 from trainwright.data.sources import open_source
 from trainwright.data.transforms.prefetching import prefetch
 from trainwright.tools.measuring import Way
@@ -54,7 +54,7 @@ def _why_no_workers(train: Any, number: int) -> str:
     if isinstance(train, Batches):
         if train.in_memory:
             return "a batch is one gather from memory" if number else "it is on"
-        return "it is on" if train._dealing.workers == number else ""
+        return "it is on" if train._settings.workers == number else ""
     if train.num_workers == number:
         return "it is on"
     if type(train) is not DataLoader:
@@ -68,8 +68,7 @@ def _with_workers(train: Any, number: int) -> Any:
     """The same data read by so many workers."""
     if isinstance(train, Batches):
         other = copy.copy(train)
-        other._dealing = replace(train._dealing, workers=number)
-        other._chosen = choosing(train._data, number)
+        other._settings = replace(train._settings, workers=number)
         return other
     return _rebuilt(train, num_workers=number)
 

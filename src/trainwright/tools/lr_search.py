@@ -18,7 +18,6 @@ from trainwright.core.errors import SettingError
 from trainwright.core.records import Update
 from trainwright.core.rng import unmoved
 from trainwright.core.suggestions import suggests
-from trainwright.data.sources import beside
 from trainwright.optim.named import CLEARED, ONLY, has_scheduler
 from trainwright.protocols import Observer
 from trainwright.tools.trial import check_trainer, data_kept, open_afresh, traceless, variant
@@ -112,7 +111,7 @@ def find_lr(
             fast=replace(trainer.fast, compile=None),  # the sweep is over before it has paid for compiling
         )
         sweep.stop = twin.stop
-        result = twin.fit(beside(source), max_updates=updates)
+        result = twin.fit(source.beside(), max_updates=updates)
     whole = "the highest rate was reached" if len(sweep.rates) == updates else result.stopped
     found = read(sweep.rates, sweep.losses, exponential=raised.exponential, stopped=sweep.diverged or whole)
     if found.suggestion is None:

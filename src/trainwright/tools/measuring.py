@@ -13,7 +13,6 @@ from typing import Any, cast
 import torch
 
 from trainwright.data.source import Source
-from trainwright.data.sources import beside
 from trainwright.modules.tensor_memory import Living
 from trainwright.tools.trainer_snapshot import TrainerSnapshot
 from trainwright.tools.trial import variant
@@ -98,7 +97,7 @@ class Clock:
 
     def over(self, source: Source) -> Source:
         """The data once more, with an epoch of as many micro-batches as the trial takes; they go round."""
-        aside: Any = beside(source)
+        aside: Any = source.beside()
         aside = copy.copy(source) if aside is source else aside
         epochs = aside.epoch
         total = (self._warm + self._segments * self._updates) * self._every

@@ -17,8 +17,7 @@ from trainwright.core.errors import DataError, SettingError
 from trainwright.core.rng import seed as start_random_state
 from trainwright.core.rng import unmoved
 from trainwright.core.trees import sequence_like
-from trainwright.data.rows import rows_of
-from trainwright.data.seeded import mixed_seed
+from trainwright.data.seeded import mixed_seed, rows_of
 from trainwright.update.batches import split
 
 Rows = NDArray[np.int64]

@@ -14,11 +14,10 @@ from trainwright.core.errors import DataError, SettingError, message
 from trainwright.core.process_state import kept_switches
 from trainwright.core.progress import Counters
 from trainwright.core.rng import unmoved
-from trainwright.data.batches import Batches
 from trainwright.data.dataloader.loader import LoaderBatches
 from trainwright.data.generators import knows_its_state
-from trainwright.data.rows import choosing
-from trainwright.data.sources import beside, open_source
+from trainwright.data.row_batches import Batches
+from trainwright.data.sources import open_source
 from trainwright.distributed.ddp import DDP
 from trainwright.distributed.world import World
 from trainwright.fit import setup
@@ -127,12 +126,10 @@ def open_afresh(data: Any, *, batch_size: int | None = None, role: str = "train"
 
     Persistent workers of the data are not used: a trial has its own.
     """
-    source: Any = beside(open_source(data, batch_size=batch_size, shuffle=True, role=role))
+    source: Any = open_source(data, batch_size=batch_size, shuffle=True, role=role).beside()
     if source.repeatable and not _is_one_pass(data):
         if isinstance(source, LoaderBatches):
             source.keep_workers(keeps=False)
-        elif isinstance(source, Batches):
-            source._chosen = choosing(source._data, source._dealing.workers)
         return source
     raise DataError(
         f"{role} data that can be read only once, or go on where they were left: a trial would use them up",

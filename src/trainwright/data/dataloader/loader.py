@@ -16,12 +16,12 @@ from trainwright.core.torch_private import is_under_way, iterator_of
 from trainwright.data.dataloader.inexact import why_inexact
 from trainwright.data.dataloader.order import Order, draws_at_most_at_first, refuse_draws
 from trainwright.data.dataloader.pool import Record, Workers
-from trainwright.data.dataloader.position import LOADER, check_facts, check_kind, length_of, opened, tell_epoch
+from trainwright.data.dataloader.position import LOADER, check_facts, check_kind, length_of, opened, set_epoch
 from trainwright.data.dataloader.proxy import has_twin, iterates_itself, twin, view
 from trainwright.data.dataloader.worker import Carrying, Starting
 from trainwright.data.generators import Generators
 from trainwright.data.sharding import alone_in_a_job, elsewhere
-from trainwright.data.source import Source
+from trainwright.data.source import Source, shallow_copy
 from trainwright.data.stateful import asked_of
 from trainwright.distributed.batch_layout import Shard
 
@@ -40,10 +40,8 @@ class LoaderBatches(Source):
     draws_global_rng = True
     own_length: int | None = None
     """Batches of an epoch on this process, where it has data of its own; else as `length`."""
-    _tells_epoch = True
+    _sets_epoch = True
     """Whether data set and sampler hear which epoch it is."""
-    _part: Shard | None = None
-    """The part of each batch that this process runs; None: all of it."""
     _most: int | None = None
     """How many items of the sampler all processes pull at once; None where the first pull draws them all."""
     _elsewhere = False
@@ -161,8 +159,8 @@ class LoaderBatches(Source):
             self._order.once_more = self._generators.stateful
             self._go_back(loaded, inside=inside, given=skip if inside and way == "skip" else None)
         self._generators.begin(epoch)
-        if self._role == "train" and self._tells_epoch:
-            tell_epoch(epoch, *self._tellable)
+        if self._role == "train" and self._sets_epoch:
+            set_epoch(epoch, *self._tellable)
             self._measure()
         if loaded is not None and way == "asked":
             self._ask(loaded, skip if inside else None)
@@ -207,10 +205,12 @@ class LoaderBatches(Source):
         """What is not known to be exact in a resume inside an epoch, and what to do; "" where nothing is."""
         return "; ".join(why_inexact(self._loader))
 
-    def set_aside(self) -> None:
-        """Read beside whoever else reads the loader: data set and sampler stay in their epoch."""
-        self._tells_epoch, self._loaded, self._asked = False, None, None
-        self._generators.set_aside()
+    def beside(self) -> LoaderBatches:
+        """Return a copy for a pass beside training: the epoch of data set and sampler stays as it is."""
+        other = shallow_copy(self)
+        other._sets_epoch, other._loaded, other._asked = False, None, None
+        other._generators = self._generators.beside()
+        return other
 
     def keep_workers(self, *, keeps: bool) -> None:
         """Say whether the loader's persistent workers serve these passes, or training's alone."""
@@ -343,7 +343,7 @@ class LoaderBatches(Source):
         pool = vars(loader).get("_iterator")
         under_way = is_under_way(pool)
         apart = under_way if self._keeps_workers is None else not self._keeps_workers
-        if apart and loader.persistent_workers and not self._tells_epoch:
+        if apart and loader.persistent_workers and not self._sets_epoch:
             return iterator_of(loader)
         if isinstance(pool, Workers):
             pool.go_on(self._record, order, first=self._first())

@@ -79,7 +79,7 @@ def check_facts(have: dict[str, Any], saved: dict[str, Any], *, what: str, fix: 
         )
 
 
-def tell_epoch(epoch: int, *owners: Any) -> None:
+def set_epoch(epoch: int, *owners: Any) -> None:
     """Call `set_epoch(epoch)` once on each of `owners` that has it."""
     for owner in {id(owner): owner for owner in owners}.values():
         if callable(getattr(owner, "set_epoch", None)):

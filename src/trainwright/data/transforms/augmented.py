@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from copy import copy
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from trainwright.data.arrays import Table
-from trainwright.data.batch_settings import Dealing
-from trainwright.data.batches import Batches
+from trainwright.data.row_batches import Batches, BatchSettings
 from trainwright.data.seeded import SeededRows, mixed
 from trainwright.data.transforms.augment import Augmentation, Draws, images_of
 from trainwright.distributed.batch_layout import Slice
@@ -33,13 +32,13 @@ class AugmentedBatches(Batches):
     """Whether what is random is done."""
 
     def __init__(
-        self, rows: Table | SeededRows, dealing: Dealing, sampler: Iterable[int] | None, *, augment: Any
+        self, rows: Table | SeededRows, settings: BatchSettings, sampler: Iterable[int] | None, *, augment: Any
     ) -> None:
-        super().__init__(rows, dealing, sampler)
+        super().__init__(rows, settings, sampler)
         self._augmentation = Augmentation(augment)
 
     def __iter__(self) -> Iterator[Any]:
-        self._settled_seed()
+        self._draw_seed()
         by_hand = copy(self)
         by_hand._given = None
         batches = Batches.__iter__(by_hand)
@@ -53,7 +52,7 @@ class AugmentedBatches(Batches):
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
         """The batches of `epoch` without its first `skip`, which are not read."""
         given, self._given = self._given, None
-        base = mixed(self._settled_seed(), epoch, 2)
+        base = mixed(self._draw_seed(), epoch, 2)
         return self._numbered(super().epoch(epoch, skip), base, skip, given=given)
 
     def finishing(self, move: Callable[[Any], Any] | None, *, trains: bool) -> Callable[[Any], Any]:
@@ -64,10 +63,11 @@ class AugmentedBatches(Batches):
         self._given = given = WeakIdKeyDictionary()
         return _Finishing(self, move, given, trains=trains)
 
-    def set_aside(self) -> None:
-        """Read beside whoever else reads the data: nothing random is done."""
-        super().set_aside()
-        self._trains = False
+    def beside(self) -> Batches:
+        """Return a copy for a pass beside training, without random changes."""
+        other: Any = super().beside()
+        other._trains = False
+        return cast(Batches, other)
 
     def _numbered(self, batches: Iterator[Any], base: int, first: int, *, given: Given | None) -> Iterator[Any]:
         for number, one in enumerate(batches, first):
@@ -94,10 +94,10 @@ class AugmentedBatches(Batches):
         draws = Draws(place.seed, whole=place.whole, rows=place.rows, device=images_of(batch).device)
         return self._augmentation(batch, draws, trains=trains)
 
-    def _settled_seed(self) -> int:
+    def _draw_seed(self) -> int:
         if self._seed is None and self._augmentation.draws:
             self._seed = int(torch.empty((), dtype=torch.int64).random_())
-        return super()._settled_seed()
+        return super()._draw_seed()
 
 
 class _Finishing:

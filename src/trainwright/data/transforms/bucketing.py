@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,10 +16,8 @@ from trainwright.core.errors import DataError, SettingError
 from trainwright.core.rng import unmoved
 from trainwright.core.suggestions import suggests
 from trainwright.data.arrays import Table, TableRows
-from trainwright.data.batch_settings import Dealing
-from trainwright.data.batches import Batches
-from trainwright.data.rows import rows_of
-from trainwright.data.seeded import SeededRows, mixed_seed
+from trainwright.data.row_batches import Batches, BatchSettings
+from trainwright.data.seeded import SeededRows, mixed_seed, rows_of
 
 _ITS_OWN = 3
 """Told beside seed and epoch where the order is drawn: not what `batches` draws there."""
@@ -36,7 +34,7 @@ def bucketed(
     seed: int | None = None,
     drop_last: bool = False,
     collate: Callable[[list[Any]], Any] | None = None,
-    workers: int | Literal["auto"] = "auto",
+    workers: int = 0,
     slack: float = 0.1,
 ) -> Bucketed:
     """Batches of rows of neighbouring lengths, each row once; otherwise as `batches` gives them.
@@ -56,8 +54,8 @@ def bucketed(
     if drop_last and tokens is not None:
         raise SettingError("bucketed(drop_last=True, tokens=...)", want="one of the two: no batch but one is not full")
     order: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last, "workers": workers}
-    dealing = Dealing(batch_size=buckets.most_rows(), varies=tokens is not None, **order)
-    return Bucketed(rows, dealing, buckets)
+    settings = BatchSettings(batch_size=buckets.most_rows(), varies=tokens is not None, **order)
+    return Bucketed(rows, settings, buckets)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,13 +146,13 @@ class Bucketed(Batches):
     _padding: str | None = None
     """What the header says of padding; None before somebody asks."""
 
-    def __init__(self, rows: Table | SeededRows, dealing: Dealing, buckets: Buckets) -> None:
+    def __init__(self, rows: Table | SeededRows, settings: BatchSettings, buckets: Buckets) -> None:
         self._buckets = buckets
-        super().__init__(rows, dealing, None)
+        super().__init__(rows, settings, None)
 
     def order(self, epoch: int = 0) -> list[list[int]]:
         """The row numbers of every batch of an epoch, to put outputs back into the order of the rows."""
-        return [rows.tolist() for rows in self._batches(self._settled_seed(), epoch)]
+        return [rows.tolist() for rows in self._batches(self._draw_seed(), epoch)]
 
     def padding(self, epoch: int = 0) -> float:
         """The share of padding in an epoch, where each batch is padded to its longest row."""
@@ -186,24 +184,22 @@ class Bucketed(Batches):
 
     @property
     def in_memory(self) -> bool:
-        """Whether a batch is a few tensor operations on the whole of the data: rows are fetched here."""
+        """Whether a batch is one gather from a table: not here, where rows are fetched."""
         return False
 
     def _measure(self) -> None:
-        rows, drop_last = len(self._data), self._dealing.drop_last
-        self.own_length = self._buckets.number(drop_last=drop_last)
-        self._own_rows = self.own_length * self._dealing.size if drop_last else rows
-        apart = self.sharded and self._part is not None
-        self.batch_size = None if apart or self._buckets.tokens is not None else self._dealing.size
-        self.length = None if apart else self.own_length
-        self.rows = None if apart else self._own_rows
+        rows, settings = len(self._data), self._settings
+        length = self._buckets.number(drop_last=settings.drop_last)
+        self._set_lengths(length, length * settings.size if settings.drop_last else rows)
+        if self._buckets.tokens is not None:
+            self.batch_size = None
         self._check_filled(rows)
 
     def _batches(self, seed: int, epoch: int) -> list[Tensor]:
-        dealing = self._dealing
-        return self._buckets.dealt(seed, epoch, shuffle=dealing.shuffle, drop_last=dealing.drop_last)
+        settings = self._settings
+        return self._buckets.dealt(seed, epoch, shuffle=settings.shuffle, drop_last=settings.drop_last)
 
-    def _dealt(self, seed: int, epoch: int, skip: int) -> Iterator[Sequence[int]]:
+    def _row_numbers(self, seed: int, epoch: int, skip: int) -> Iterator[Sequence[int]]:
         return (rows.tolist() for rows in self._batches(seed, epoch)[skip:])
 
 

@@ -16,10 +16,10 @@ from trainwright.core.checks import check_whole
 from trainwright.core.errors import DataError
 from trainwright.core.suggestions import suggests
 from trainwright.data import sharding
-from trainwright.data.batches import Batches
 from trainwright.data.dataloader.order import moves_random_state
-from trainwright.data.dataloader.position import length_of, tell_epoch
+from trainwright.data.dataloader.position import length_of, set_epoch
 from trainwright.data.generators import knows_its_state
+from trainwright.data.row_batches import Batches
 from trainwright.distributed.batch_layout import Shard
 
 _POLL = 0.5
@@ -71,7 +71,7 @@ class Prefetched:
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the data which epoch begins, where they want to hear it."""
-        tell_epoch(epoch, self._data)
+        set_epoch(epoch, self._data)
 
     def close(self) -> None:
         """End the threads of all passes, each as soon as the batch is there that it is reading."""

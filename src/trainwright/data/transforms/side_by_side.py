@@ -9,12 +9,12 @@ import torch
 
 from trainwright.core.errors import DataError
 from trainwright.core.rng import seed, unmoved
-from trainwright.data.batches import Batches
 from trainwright.data.dataloader.loader import LoaderBatches
 from trainwright.data.dataloader.position import TOGETHER, check_facts, check_kind
+from trainwright.data.row_batches import Batches
 from trainwright.data.seeded import mixed_seed
-from trainwright.data.source import Source
-from trainwright.data.sources import beside, mark
+from trainwright.data.source import Source, shallow_copy
+from trainwright.data.sources import mark
 from trainwright.data.streams import Continuing
 from trainwright.distributed.batch_layout import Shard, Slice
 
@@ -27,9 +27,6 @@ class SideBySide(Source):
     The one that gives the epoch is read as it is alone. The others are `Continuing`; of those that can, every pass is
     drawn from a random state that follows from the one before, so that any number of processes draw the same.
     """
-
-    _part: Shard | None = None
-    """The part of each batch that this process runs; None: all of it."""
 
     def __init__(self, sources: dict[str, Source], *, length: str, role: str) -> None:
         self._role = role
@@ -132,11 +129,13 @@ class SideBySide(Source):
                 iterators[name] = stream.epoch(epoch, skip)
         return self._joined(iterators)
 
-    def set_aside(self) -> None:
-        """Read beside whoever else reads the loaders: from their start, and nobody notices."""
-        self.sources = {name: beside(one) for name, one in self.sources.items()}
-        self._streams = _streams(self.sources, self._leader)
-        self._chained = self._deal_streams()
+    def beside(self) -> SideBySide:
+        """Return a copy for a pass beside training, which reads the loaders from their start."""
+        other = shallow_copy(self)
+        other.sources = {name: one.beside() for name, one in self.sources.items()}
+        other._streams = _streams(other.sources, other._leader)
+        other._chained = other._deal_streams()
+        return other
 
     def settle(self) -> None:
         """Have the loaders stand where a loaded state was saved: another `fit` reads them."""

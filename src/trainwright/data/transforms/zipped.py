@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from trainwright.core.errors import SettingError
 from trainwright.core.suggestions import did_you_mean
-from trainwright.data.batches import Batches
+from trainwright.data.row_batches import Batches
 from trainwright.data.source import Source
 from trainwright.data.sources import open_source, takes_batch_size
 from trainwright.data.transforms.side_by_side import LENGTHS, SideBySide

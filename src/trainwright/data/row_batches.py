@@ -1,0 +1,418 @@
+"""Batches cut from the rows of a data set, in an order that depends on (seed, epoch) alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from trainwright.core.checks import check_flag, check_form, check_whole, is_count, is_dict, is_none_or
+from trainwright.core.errors import DataError, SettingError
+from trainwright.data.arrays import Table
+from trainwright.data.dataloader.order import Order, asked_again, draws_at_most_at_first, refuse_draws, watched
+from trainwright.data.dataloader.position import BATCHES, check_facts, check_kind, length_of, opened, set_epoch
+from trainwright.data.generators import Generators, hidden_in, knows_its_state
+from trainwright.data.seeded import SeededRows, mixed_seed
+from trainwright.data.source import Source, shallow_copy
+from trainwright.data.stateful import Asked
+from trainwright.distributed.batch_layout import Shard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSettings:
+    """Settings of `batches(...)`: how the rows of a data set are cut into batches."""
+
+    batch_size: int | None
+    per_rank: int | None = None
+    ranks: int = 1
+    """Number of ranks, where `per_rank` counts the rows of each."""
+    shuffle: bool = False
+    seed: int | None = None
+    drop_last: bool = False
+    workers: int = 0
+    varies: bool = False
+    """Whether batches may have fewer rows than `size`."""
+
+    def __post_init__(self) -> None:
+        self._check_sizes()
+        if self.seed is not None:
+            check_whole(self.seed, f"batches(seed={self.seed!r})", least=None)
+        check_whole(self.workers, f"batches(workers={self.workers!r})", least=0, fix="workers=4")
+        for name, flag in (("shuffle", self.shuffle), ("drop_last", self.drop_last)):
+            check_flag(flag, f"batches({name}={flag!r})")
+
+    def _check_sizes(self) -> None:
+        if self.per_rank is None:
+            check_whole(self.batch_size, f"batches(batch_size={self.batch_size!r})", fix="batches(data, 64)")
+            return
+        check_whole(self.per_rank, f"batches(per_rank={self.per_rank!r})", fix="batches(data, per_rank=64)")
+        if self.batch_size is not None:
+            raise SettingError(
+                f"batches(batch_size={self.batch_size!r}, per_rank={self.per_rank})",
+                want="one of the two: rows over all processes, or rows of each",
+                fix="batches(data, 64), which gives the same batches on any number of processes",
+            )
+
+    @property
+    def size(self) -> int:
+        """Rows of a full batch, over all ranks."""
+        if self.batch_size is not None:
+            return self.batch_size
+        assert self.per_rank is not None
+        return self.per_rank * self.ranks
+
+    def length(self, rows: int) -> int:
+        """Return the number of batches of `rows` rows."""
+        return rows // self.size if self.drop_last else -(-rows // self.size)
+
+
+class Batches(Source):
+    """A source of batches of rows; made by `batches`."""
+
+    own_length: int | None = None
+    """Batches of an epoch on this rank, where it has data of its own; else as `length`."""
+    generators: Sequence[Any] = ()
+    """The sampler's own random generators: an evaluation restores them."""
+    _sets_epoch = True
+    """Whether `set_epoch` of the data set and the sampler is called."""
+    _resident: Table | None = None
+    """A copy of the table on the device of a run."""
+
+    def __init__(self, rows: Table | SeededRows, settings: BatchSettings, sampler: Iterable[int] | None) -> None:
+        self._data, self._settings, self._sampler = rows, settings, sampler
+        self._seed = settings.seed
+        self._passes = 0
+        self._generators = Generators({} if sampler is None else {"sampler": sampler})
+        self.generators = self._generators.found
+        self._asks_again = False
+        """Whether the sampler was loaded at what may be the end of a pass."""
+        self._draws_on = False
+        """Whether a sampler that draws from the global generators under way was accepted."""
+        alone = isinstance(rows, SeededRows) and not settings.workers and knows_its_state(rows.dataset)
+        self._asked = Asked(self.data_set) if alone else None
+        self._loaded: dict[str, Any] | None = None
+        self.draws_global_rng = not (sampler is None or isinstance(sampler, list | tuple | range | Tensor))
+        self._measure()
+
+    def __len__(self) -> int:
+        if self.own_length is None:
+            raise TypeError(f"the sampler {type(self._sampler).__name__} has no length")
+        return self.own_length
+
+    def __iter__(self) -> Iterator[Any]:
+        self._passes += 1
+        if self._part is None and self._resident is None:
+            return self.epoch(self._passes - 1)
+        self._draw_seed()
+        complete = copy(self)  # iterated by hand, it gives complete batches on the host
+        complete._part = complete._resident = None
+        return complete.epoch(self._passes - 1)
+
+    @property
+    def data_set(self) -> Any:
+        """The data set whose rows are fetched one by one; None for a table."""
+        return self._data.dataset if isinstance(self._data, SeededRows) else None
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether a batch is one gather from a table."""
+        return isinstance(self._data, Table) and self._sampler is None and not self._settings.workers
+
+    def deal(self, part: Shard | None) -> None:
+        """Have `epoch` yield a `Slice` of each batch: the part of this rank; None: complete batches again.
+
+        With `per_rank` the batches grow with the number of ranks. DataError for a sampler that deals rows to
+        processes itself, or whose order cannot be drawn alike on all of them.
+        """
+        if part is not None and self._sampler is not None and not self.sharded:
+            from trainwright.data.dataloader.slicing import most_to_pull, refuse_what_knows_its_rank
+
+            size = self._settings.batch_size
+            refuse_what_knows_its_rank(self._sampler, role="the", processes=part.size, batch_size=size)
+            most_to_pull(self._sampler)
+        self._part = part
+        if self._settings.per_rank is not None:
+            self._settings = replace(self._settings, ranks=1 if part is None or self.sharded else part.size)
+        self._measure()
+
+    def size_beside(self, device: torch.device) -> int | None:
+        """Return the bytes of a copy of the data on `device`; None where the data are not one table."""
+        return self._data.size_beside(device) if isinstance(self._data, Table) and self.in_memory else None
+
+    def reside(self, device: torch.device | None) -> None:
+        """Have `epoch` gather batches on `device`, from a copy of the data; None: no longer.
+
+        Order and rows are the same: the order is drawn on the host. Iterated by hand it gives batches on the host.
+        """
+        assert device is None or self.size_beside(device) is not None
+        self._resident = self._data.on(device) if device is not None and isinstance(self._data, Table) else None
+
+    def describe(self) -> str:
+        """Return rows, batch size and order."""
+        order = "shuffled" if self._settings.shuffle else "in order"
+        order = order if self._sampler is None else f"by {type(self._sampler).__name__}"
+        rows = "" if self.rows is None else f"{self.rows:,} rows in "
+        size = f"at most {self._size}" if self._settings.varies else str(self._size)
+        if self._part is not None:
+            size = f"{size} on each process" if self.sharded else self._part.told(self._size)
+        return f"{rows}batches of {size} from {self._data.describe()}, {order}"
+
+    def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
+        """Return the batches of `epoch` without its first `skip`, which are not read."""
+        if not self.in_memory:
+            return self._fetched_epoch(epoch, skip)
+        table, order = self._resident or self._data, self._order(self._draw_seed(), epoch)
+        assert isinstance(table, Table) and self._own_rows is not None
+        rows = range(min(skip * self._size, self._own_rows), self._own_rows)
+        if self._part is None:
+            return table.batches(order, self._size, rows)
+        if self.sharded:
+            return self._own(table.batches(order, self._size, rows))
+        return table.slices(order, self._size, rows, part=self._part)
+
+    def settle(self) -> None:
+        """Take over a loaded state at once, as it was when saved: another `fit` reads the data."""
+        loaded, self._loaded = self._loaded, None
+        self._generators.settle()
+        if loaded is not None and self._asked is not None:
+            self._asked.settle(loaded["asked"])
+
+    def beside(self) -> Batches:
+        """Return a copy for a pass beside training: the epoch of data set and sampler stays as it is."""
+        other = shallow_copy(self)
+        other._sets_epoch, other._asked = False, None
+        other._generators = self._generators.beside()
+        return other
+
+    def at_boundary(self) -> None:
+        """Record that all batches given so far are trained on."""
+        if self._asked is not None and self.must_resume is not False:
+            self._asked.at_boundary()
+
+    @property
+    def resumes(self) -> str:
+        """A line on what may be inexact in a resume inside an epoch; empty where nothing is."""
+        name = self._data.describe()
+        if knows_its_state(self.data_set):
+            return "" if self._asked is not None else f"the state of {name} in workers is not kept; write workers=0"
+        hidden = hidden_in(self.data_set)
+        fix = f"draw from the global ones, or give {name} state_dict and load_state_dict"
+        return f"{hidden} is a generator that no checkpoint holds; {fix}" if hidden else ""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the seed, the number of passes begun by iteration, and the facts that must not change."""
+        return {
+            "seed": self._seed,
+            "passes": self._passes,
+            "generators": self._generators.state_dict(),
+            "facts": self.facts(),
+            "asked": None if self._asked is None else self._asked.state_dict(),
+        }
+
+    def process_state(self) -> dict[str, Any]:
+        """Return the state of this rank's data set, where it has a state."""
+        loaded = self._loaded
+        return {"asked": self.state_dict()["asked"] if loaded is None else loaded["asked"]}
+
+    def load_process_state(self, tree: dict[str, Any] | None) -> str | None:
+        """Take over the state of this rank after the common one; None: another number of processes saved it.
+
+        Returns a line where the resume is then inexact.
+        """
+        if self._loaded is None or self._asked is None:
+            return None
+        if tree is None:
+            return f"saved on another number of processes: {self._data.describe()} goes on from the first one's state"
+        self._loaded = {**self._loaded, "asked": tree["asked"]}
+        return None
+
+    def load_state_dict(self, tree: dict[str, Any]) -> None:
+        """Load a saved state; DataError where rows were cut into batches otherwise when it was saved."""
+        check_kind(tree, BATCHES)
+        check_form(tree, facts=is_dict)
+        have, saved = self.facts(), dict(tree["facts"])
+        if self._settings.seed is not None:
+            have["seed"], saved["seed"] = self._settings.seed, tree["seed"]
+        fix = "write batches(...) as it was"
+        if self._settings.per_rank is not None and have["processes"] != saved.get("processes", have["processes"]):
+            fix = f"{saved['processes']} processes, as when it was saved: per_rank counts the rows of each"
+        check_facts(
+            have, saved, what="the data are dealt into batches otherwise than when the state was saved", fix=fix
+        )
+        check_form(tree, seed=is_none_or(lambda seed: type(seed) is int), passes=is_count, generators=is_dict)
+        self._generators.load_state_dict(tree["generators"])
+        self._seed, self._passes, self._loaded = tree["seed"], tree["passes"], tree
+
+    def facts(self) -> dict[str, Any]:
+        """Return the properties of the data that must not change between a save and a resume."""
+        settings = self._settings
+        facts = {
+            "rows": None if self.sharded else len(self._data),
+            "batch_size": self._size,
+            "shuffle": settings.shuffle,
+            "drop_last": settings.drop_last,
+            "sampler": self._sampler is not None,
+        }
+        return facts if settings.per_rank is None else {**facts, "processes": settings.ranks}
+
+    def _measure(self) -> None:
+        """Set length and number of rows; DataError where no batch is left."""
+        settings = self._settings
+        rows = len(self._data) if self._sampler is None else length_of(self._sampler)
+        length = None if rows is None else settings.length(rows)
+        self._set_lengths(length, None if length is None or rows is None else min(rows, length * settings.size))
+        self._check_filled(rows)
+
+    def _set_lengths(self, length: int | None, rows: int | None) -> None:
+        self._size = self._settings.size
+        self.own_length = length  # pyright: ignore[reportIncompatibleMethodOverride]
+        self._own_rows = rows
+        apart = self.sharded and self._part is not None
+        self.batch_size: int | None = None if apart else self._size
+        self.length = None if apart else length
+        self.rows = None if apart else rows
+
+    def _check_filled(self, rows: int | None) -> None:
+        if not len(self._data):
+            raise DataError("data set of 0 rows", want="at least one row")
+        if rows == 0:
+            raise DataError(f"the sampler {type(self._sampler).__name__} gives 0 rows", want="at least one")
+        if self.own_length == 0:
+            what = f"{rows} rows, batch_size {self._size}, drop_last=True leaves 0 batches"
+            raise DataError(what, fix=f"drop_last=False, or a batch_size of at most {rows}")
+
+    def _draw_seed(self) -> int:
+        # Arrays in their own order need no seed: then nothing is drawn from the global generator.
+        if self._seed is None and (self._settings.shuffle or isinstance(self._data, SeededRows)):
+            self._seed = int(torch.empty((), dtype=torch.int64).random_())
+        return self._seed or 0
+
+    def _order(self, seed: int, epoch: int) -> Tensor | None:
+        if not self._settings.shuffle:
+            return None
+        generator = torch.Generator().manual_seed(mixed_seed(seed, epoch))
+        return torch.randperm(len(self._data), generator=generator)
+
+    def _fetched_epoch(self, epoch: int, skip: int) -> Iterator[Any]:
+        """Return the batches of `epoch`, fetched row by row, or in the order of a sampler."""
+        loaded, self._loaded = self._loaded, None
+        inside = self._generators.epoch == epoch
+        self._asks_again = loaded is not None and self._generators.stateful
+        self._generators.begin(epoch)
+        if self._sets_epoch:
+            set_epoch(epoch, self._sampler, self.data_set)
+        batches = self._fetched(self._draw_seed(), epoch, skip)
+        if self._asked is None:
+            return batches
+        if loaded is not None:
+            self._asked.load(loaded["asked"], given=skip if inside else None)
+        return self._asked.counted(batches, skip)
+
+    def _fetched(self, seed: int, epoch: int, skip: int) -> Iterator[Any]:
+        part, numbers = self._part, self._row_numbers(seed, epoch, skip)
+        if part is None:
+            return self._fetch(seed, epoch, numbers)
+        if self.sharded:
+            return self._own(self._fetch(seed, epoch, numbers))
+        from trainwright.data.dataloader.slicing import Dealt, most_to_pull, slices
+
+        most = None if self._sampler is None else most_to_pull(self._sampler)
+        dealt = Dealt(numbers, part, most=most, by_lists=True)
+        dealt.draw()
+        return slices(self._fetch(seed, epoch, dealt), dealt, part, name=self.describe())
+
+    def _own(self, batches: Iterator[Any]) -> Iterator[Any]:
+        from trainwright.data.dataloader.slicing import own_slices
+
+        return own_slices(batches)
+
+    def _row_numbers(self, seed: int, epoch: int, skip: int) -> Iterator[Sequence[int]]:
+        """Return the row numbers of each batch after the first `skip`."""
+        if self._sampler is not None:
+            numbers = self._sampled(self._sampler)
+            if self.must_resume and (self._part is None or self.sharded) and not draws_at_most_at_first(self._sampler):
+                numbers = watched(numbers, self._accept_draws)
+            return opened(numbers, skip, name="the sampler", complaint=self._empty_sampler)
+        assert self._own_rows is not None
+        order, rows = self._order(seed, epoch), range(self._own_rows)
+        parts = (rows[start : start + self._size] for start in range(skip * self._size, len(rows), self._size))
+        return parts if order is None else (order[part.start : part.stop].tolist() for part in parts)
+
+    def _sampled(self, sampler: Iterable[int]) -> Iterator[Sequence[int]]:
+        numbers = asked_again(sampler, iter(sampler)) if self._asks_again else iter(sampler)
+        while rows := list(islice(numbers, self._size)):
+            if len(rows) < self._size and self._settings.drop_last:
+                return
+            yield [_row_number(row, of=len(self._data), sampler=sampler) for row in rows]
+
+    def _accept_draws(self) -> None:
+        if not self._draws_on:
+            refuse_draws(self._sampler, workers=self._settings.workers, role="train")
+        self._draws_on = True
+
+    def _empty_sampler(self) -> DataError:
+        what = f"the sampler {type(self._sampler).__name__} gave not one batch of {self.batch_size} rows"
+        return DataError(what, have=f"drop_last={self._settings.drop_last}", want="at least one batch")
+
+    def _fetch(self, seed: int, epoch: int, numbers: Iterator[Sequence[int]]) -> Iterator[Any]:
+        """Return the batches of these row numbers, fetched here or by worker processes."""
+        if self._settings.workers:
+            return self._fetched_by_workers(seed, epoch, numbers)
+        fetch = self._data.fetch
+        return (fetch(seed, epoch, rows) for rows in numbers)
+
+    def _fetched_by_workers(self, seed: int, epoch: int, numbers: Iterator[Sequence[int]]) -> Iterator[Any]:
+        from trainwright.data.dataloader.pool import Record, Workers
+        from trainwright.data.dataloader.proxy import view
+        from trainwright.data.dataloader.worker import Starting
+
+        loader: Any = DataLoader(
+            _Fetches(self._data),
+            batch_size=None,
+            num_workers=self._settings.workers,
+            collate_fn=_unchanged,
+            # A generator of our own: the loader's draw must not move the global one.
+            generator=torch.Generator().manual_seed(mixed_seed(seed, epoch, 1)),
+        )
+        order = Order((_Fetch(seed, epoch, rows) for rows in numbers), name=self.describe())
+        return Workers(view(loader, order, worker_init_fn=Starting(None, {}, None)), Record())
+
+
+class _Fetch(NamedTuple):
+    """A request to a worker process."""
+
+    seed: int
+    epoch: int
+    rows: Sequence[int]
+
+
+class _Fetches(Dataset[Any]):
+    """A data set whose item of a request is a batch."""
+
+    def __init__(self, data: Table | SeededRows) -> None:
+        self._data = data
+
+    def __getitem__(self, request: _Fetch) -> Any:
+        return self._data.fetch(*request)
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
+
+
+def _row_number(row: Any, *, of: int, sampler: Any) -> int:
+    """Return the row number that a sampler gave; DataError for anything else than one of `of` rows."""
+    number = row if isinstance(row, int) else int(row) if hasattr(row, "__index__") else None
+    if number is None or not 0 <= number < of:
+        raise DataError(
+            f"the sampler {type(sampler).__name__} gave {row!r}",
+            want=f"a row number from 0 to {of - 1}",
+            fix="for a batch sampler write DataLoader(data, batch_sampler=...)" if number is None else "",
+        )
+    return number
