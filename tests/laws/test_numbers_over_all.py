@@ -88,12 +88,14 @@ def test_an_evaluation_is_one_call_with_all_rows(size: int) -> None:
 
 
 def test_a_mean_of_batches_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from trainwright.metrics import metric_set
+    from trainwright.metrics import kinds
 
     def by_batch(self: Any) -> Any:
-        return sum(self._fn(*pair)["rows"] if self._name == "order" else 0.5 for pair in self._own) / len(self._own)
+        return sum(self._function(*pair)["rows"] if self.name == "order" else 0.5 for pair in self._own) / len(
+            self._own
+        )
 
-    monkeypatch.setattr(metric_set._AllRows, "compute", by_batch)
+    monkeypatch.setattr(kinds.AllRows, "compute", by_batch)
     with pytest.raises(AssertionError):
         check_an_evaluation_is_one_call()
 

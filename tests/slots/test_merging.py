@@ -169,8 +169,8 @@ def resumed() -> dict[str, Any]:
     for start in (32, 48):
         take(after, start, min(start + 16, 51))
     after.merge(world)
-    assert after.meters is not None
-    errors = after.meters.errors() if world.is_main else {}
+    assert after.metrics is not None
+    errors = after.metrics.errors() if world.is_main else {}
     return after.means() | {f"{name}_error": error for name, error in errors.items()} if world.is_main else {}
 
 

@@ -325,7 +325,7 @@ def test_objects_move_to_where_the_outputs_lie():
 
     meters = MetricSet({"moving": Moving()})
     meters.update({"logits": [torch.ones(2, device="meta")]}, torch.zeros(2), 2)
-    assert meters._objects["moving"].total.device.type == "meta"
+    assert meters._metrics[0].metric.total.device.type == "meta"
 
 
 def test_an_object_whose_move_makes_another_is_replaced_by_it():

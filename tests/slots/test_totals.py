@@ -35,7 +35,7 @@ def test_sixteen_million_rows_and_one_are_all_counted(wide, count):
     for _ in range(3):
         total.add(torch.tensor(1.0), count(1))
         total.add(torch.tensor(0.0), count(1))
-    assert total.count == 2**24 + 6
+    assert total.read().count == 2**24 + 6
     assert total.value == (2**24 + 3) / (2**24 + 6)
 
 
@@ -44,7 +44,7 @@ def test_sixteen_million_values_and_one_are_all_counted():
     total = Total()
     total.add_sum(hits, hits)
     total.add_sum(hits, hits)
-    assert (total.count, total.value) == (2**25 + 2, 1.0)
+    assert (total.read().count, total.value) == (2**25 + 2, 1.0)
 
 
 def test_two_float32_sum_like_one_float64():
@@ -65,7 +65,7 @@ def test_a_mean_is_weighted_by_what_it_is_a_mean_over():
     total.add(torch.tensor(2.0), torch.tensor(20))
     total.add(3.0, torch.tensor(0.5))
     assert total.value == pytest.approx((30 + 40 + 40 + 1.5) / 60.5, rel=1e-15)
-    assert total.count == 60.5
+    assert total.read().count == 60.5
 
 
 def test_a_fractional_count_after_whole_ones_keeps_both():
@@ -73,7 +73,7 @@ def test_a_fractional_count_after_whole_ones_keeps_both():
     total.add(torch.tensor(True), torch.tensor(3))
     total.add(torch.tensor(1), torch.tensor(0.25))
     total.add(torch.tensor(2), 0.5)
-    assert total.count == 3.75
+    assert total.read().count == 3.75
     assert total.value == pytest.approx((3 + 0.25 + 1) / 3.75, rel=1e-15)
 
 
@@ -91,7 +91,7 @@ def test_the_nan_of_an_empty_batch_does_not_enter(zero, nan):
     total.add(2.0, 4)
     total.add(nan, zero)
     total.add_sum(nan, zero)
-    assert (total.value, total.count) == (2.0, 4)
+    assert (total.value, total.read().count) == (2.0, 4)
 
 
 @pytest.mark.parametrize("one", [1, torch.tensor(1)])
@@ -102,7 +102,7 @@ def test_a_nan_that_counts_stays_for_good(one, wide):
     total.add(torch.tensor(math.nan), one)
     total.add(torch.tensor(2.0), 4)
     assert math.isnan(total.value)
-    assert total.count == 9
+    assert total.read().count == 9
 
 
 @pytest.mark.parametrize("wide", [True, False])
@@ -120,8 +120,8 @@ def test_nothing_counted_is_nan():
 def test_masked_values_do_not_enter():
     total = Total(spread=True)
     total.add_sum(torch.tensor([1.0, math.nan, 3.0]), torch.tensor([True, False, True]))
-    assert (total.value, total.count) == (2.0, 2)
-    assert total.error == pytest.approx(math.sqrt(1 / 2))
+    assert (total.value, total.read().count) == (2.0, 2)
+    assert total.read().error == pytest.approx(math.sqrt(1 / 2))
 
 
 def test_the_error_is_that_of_the_rows_over_all_batches():
@@ -129,17 +129,17 @@ def test_the_error_is_that_of_the_rows_over_all_batches():
     total = Total(spread=True)
     for batch in values.split(33):
         total.add_sum(batch, len(batch))
-    assert total.error == pytest.approx(float(values.std(correction=0)) / 10, rel=1e-12)
+    assert total.read().error == pytest.approx(float(values.std(correction=0)) / 10, rel=1e-12)
 
 
 def test_there_is_no_error_once_a_batch_was_not_given_by_row():
     total = Total(spread=True)
     total.add_sum(torch.rand(8), 8)
     total.add(torch.tensor(0.5), 8)
-    assert total.error is None
+    assert total.read().error is None
     total.reset()
     total.add_sum(torch.tensor([1.0, 3.0]), 2)
-    assert total.error is not None
+    assert total.read().error is not None
 
 
 @pytest.mark.parametrize(
@@ -155,8 +155,8 @@ def test_there_is_no_error_once_a_batch_was_not_given_by_row():
 def test_there_is_no_error_of_sums_over_more_than_a_row(sums, count):
     total = Total(spread=True)
     total.add_sum(sums, count)
-    assert total.count == 8
-    assert total.error is None
+    assert total.read().count == 8
+    assert total.read().error is None
 
 
 def test_adding_reads_nothing_back_and_keeps_no_graph():
@@ -170,7 +170,7 @@ def test_adding_reads_nothing_back_and_keeps_no_graph():
         assert ops.reads == []
         assert total.value == 24 / 16
         assert ops.reads != []  # the mode does see reads
-    assert not any(tensor.requires_grad for tensor in total.tensors())
+    assert not any(tensor.requires_grad for tensor in total.scalars())
 
 
 def test_many_totals_are_read_together():
@@ -184,12 +184,12 @@ def test_many_totals_are_read_together():
 def test_reset_forgets_in_place():
     total = Total(spread=True)
     total.add_sum(torch.tensor([math.nan, 1.0]), 2)
-    before = [tensor.data_ptr() for tensor in total.tensors()]
+    before = [tensor.data_ptr() for tensor in total.scalars()]
     total.reset()
-    assert total.count == 0
+    assert total.read().count == 0
     total.add_sum(torch.tensor([1.0, 3.0]), 2)
-    assert (total.value, total.error) == (2.0, pytest.approx(math.sqrt(0.5)))
-    assert [tensor.data_ptr() for tensor in total.tensors()] == before
+    assert (total.value, total.read().error) == (2.0, pytest.approx(math.sqrt(0.5)))
+    assert [tensor.data_ptr() for tensor in total.scalars()] == before
 
 
 @pytest.mark.parametrize("wide", [True, False])
@@ -228,7 +228,7 @@ def test_saved_sums_go_on_bit_for_bit(wide):
 def test_a_metric_may_return_any_of_these(result, rows, value, count):
     total = Total()
     total.take(result, rows)
-    assert (total.value, total.count) == (value, count)
+    assert (total.value, total.read().count) == (value, count)
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_a_metric_may_return_any_of_these(result, rows, value, count):
 )
 def test_anything_else_is_refused_by_name(result):
     with pytest.raises(SettingError, match="metric 'mine'"):
-        Total().take(result, 4, "metric 'mine'")
+        Total("metric 'mine'").take(result, 4)
 
 
 def flags(n=7):
@@ -262,8 +262,8 @@ def test_right_guesses_are_counted_as_whole_numbers_over_the_rows_that_count():
         each.take(SumLoss(guess == target, target != -100), len(guess))
     right, counted = int((guess == target).sum()), int((target != -100).sum())
     assert total.read() == Reading(right / counted, 3 * counted, None)
-    assert total.tensors() == []  # nothing is left to be read
-    assert spread.error == pytest.approx(math.sqrt(spread.value * (1 - spread.value) / counted))
+    assert total.scalars() == []  # nothing is left to be read
+    assert spread.read().error == pytest.approx(math.sqrt(spread.value * (1 - spread.value) / counted))
 
 
 def test_flags_and_other_numbers_add_up():
@@ -271,6 +271,6 @@ def test_flags_and_other_numbers_add_up():
     total.take(SumLoss(torch.tensor([True, False, True]), 3), 3)
     total.take(torch.tensor([0.5, 0.25]), 2)
     total.take(SumLoss(torch.tensor([True, True]), torch.tensor([True, False])), 2)
-    assert (total.value, total.count) == ((2 + 0.75 + 2) / 6, 6)
+    assert (total.value, total.read().count) == ((2 + 0.75 + 2) / 6, 6)
     total.take(SumLoss(torch.tensor([True]), torch.tensor([False])), 1)  # a row that does not count is no row
-    assert total.count == 6
+    assert total.read().count == 6

@@ -7,8 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from trainwright.checkpointing.format import dry_save
 from trainwright.checkpointing.load import DamagedError
 from trainwright.checkpointing.optimizer_state import optimizers_of
+from trainwright.checkpointing.tree import flatten
 from trainwright.core.checks import FormError
 from trainwright.core.device import keep_dtypes
 from trainwright.core.errors import CheckpointError, TrainwrightError, first_line, listed
@@ -36,6 +38,17 @@ class CallbackPart:
 def gather(parts: Mapping[str, Stateful]) -> dict[str, Tree]:
     """Return every part's state."""
     return {name: part.state_dict() for name, part in parts.items()}
+
+
+def check_savable(tree: Mapping[str, Tree], metrics: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for a state that cannot be saved, naming the value; for a metric with what to write."""
+    try:
+        dry_save(tree)
+    except CheckpointError:
+        for name, metric in metrics.items():
+            if hasattr(metric, "compute") and not hasattr(metric, "state_dict"):
+                _check_attributes(name, metric)
+        raise
 
 
 def check(parts: Mapping[str, Stateful], tree: Mapping[str, Tree], *, origin: str, fresh: Sequence[str] = ()) -> None:
@@ -95,6 +108,31 @@ def restore(parts: Mapping[str, Stateful], tree: Mapping[str, Tree], *, origin: 
         if isinstance(report, str):
             reports.append(report)
     return reports
+
+
+def _check_attributes(name: str, metric: Any) -> None:
+    """Refuse an attribute of a metric object that no checkpoint can hold, with the methods to write."""
+    attributes = vars(metric)
+    wrong = {attribute: why for attribute, value in attributes.items() if (why := _defect(attribute, value))}
+    if not wrong:
+        return
+    kind = type(metric).__name__
+    counted = ", ".join(f"{attribute!r}: self.{attribute}" for attribute in attributes if attribute not in wrong)
+    raise CheckpointError(
+        f"metric {name!r} cannot be saved with the run: its attribute {next(iter(wrong.values()))}",
+        want=f"attributes that are plain data, or a {kind} with state_dict and load_state_dict",
+        fix=f"in {kind}: def state_dict(self): return {{{counted}}}   # without {', '.join(wrong)}\n"
+        "        and def load_state_dict(self, tree): vars(self).update(tree)",
+    )
+
+
+def _defect(attribute: str, value: Any) -> str:
+    """Return why the value of an attribute cannot be saved; "" where it can."""
+    try:
+        flatten({attribute: value})
+    except CheckpointError as error:
+        return str(error).partition("\n")[0].removesuffix(": it cannot be saved")
+    return ""
 
 
 def _dtypes_match(parts: Mapping[str, Stateful], tree: Mapping[str, Tree]) -> bool:

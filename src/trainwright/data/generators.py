@@ -90,7 +90,7 @@ class Generators:
                 want=", ".join(sorted(want)) or "no generator",
                 fix="build loader and sampler as when the state was saved, or fit(..., resume_data=False)",
             )
-        self._loaded = tree
+        self._loaded = {"epoch": int(tree["epoch"]), "start": tree["start"], "now": tree["now"]}
 
     def beside(self) -> Generators:
         """Return a copy for a pass beside training: it draws from the present states, in whatever epoch."""

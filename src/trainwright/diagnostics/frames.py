@@ -129,7 +129,7 @@ def _read(
     in_default_step = step is None or module_of(step) == "trainwright.trainer"
     loss = _loss(frames, owner)
     user = [(f, line) for f, line in lines if f in frames and _is_users(f)]
-    metric = _local(frames, "name", function="_update", module="trainwright.metrics.metric_set")
+    metric = _local(frames, "metric", function="update", module="trainwright.metrics.metric_set")
     return Failure(
         owner=owner,
         error=error,
@@ -146,7 +146,7 @@ def _read(
         returned=loop.f_locals.get("returned"),
         layer=_layer(frames, owner.model),
         loss=loss,
-        metric="" if metric is MISSING else str(metric),
+        metric="" if metric is MISSING else metric.name,
         in_backward=any(f.f_code.co_name == "backward" and module_of(f).startswith("torch.") for f in frames),
         user_frame=user[-1][0] if user else None,
         user_place=_place_in_code(*user[-1]) if user else "",

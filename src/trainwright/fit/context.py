@@ -13,10 +13,9 @@ from typing import Any
 
 from trainwright.acceleration.device_dataset import residing
 from trainwright.acceleration.switches import sped_up
-from trainwright.checkpointing.format import dry_save
 from trainwright.checkpointing.load import DamagedError, Loaded, load_checkpoint, without_slot
 from trainwright.checkpointing.manager import CheckpointManager
-from trainwright.checkpointing.parts import gather
+from trainwright.checkpointing.parts import check_savable, gather
 from trainwright.core.device import homes
 from trainwright.core.errors import NOTE, CheckpointError, NonFiniteError, SettingError, first_line, listed
 from trainwright.core.process_state import training_afresh
@@ -358,7 +357,7 @@ def _check_saves(owner: Owner, run: Run, between: BetweenUpdates) -> list[str]:
     run.rollback.bind(own)
     with run.weights.evaluated():
         tree = gather(parts)
-    dry_save(tree)
+    check_savable(tree, owner.metrics)
     check_saved_schedulers(owner.optimizers, own, {name: tree[name] for name in tree if name in own or name == "state"})
     return [line for line in [run.source.resumes] if line]
 

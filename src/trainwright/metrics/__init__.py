@@ -4,9 +4,10 @@ Files in reading order:
 
 - `metrics.py`: what a user names: `accuracy`, `top_k`, `over_all` for a function of all rows, `Derived`
 - `scores.py`: `MAE`, `RMSE`, `R2`, `F1`, objects with `update`, `compute` and `reset`
-- `metric_set.py`: the metrics of one pass: updated batch by batch, read once
+- `metric_set.py`: the metrics of one pass, a list of accumulators: updated batch by batch, read once
+- `kinds.py`: the accumulators of functions and of `over_all`; `objects.py`: that of an object of any library,
+  torchmetrics and torcheval too
 - `totals.py`: the sum and the count of one mean, on the host for CPU tensors, on the device else
-- `objects.py`: objects of any library, torchmetrics and torcheval too: their state and how it merges
 - `reduce.py`: the one function that adds the numbers of all ranks up on rank 0
 
 A number is a count-weighted mean over all rows and ranks, whatever the batches: sums are float64, counts whole

@@ -10,106 +10,125 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainwright.checkpointing.tree import flatten
 from trainwright.core.errors import CheckpointError, SettingError
+from trainwright.core.trees import tensors_in
 from trainwright.distributed.packing import packed
+from trainwright.metrics.kinds import PassMetric, totals_of
+from trainwright.metrics.totals import Total
 
 
-def state_of(name: str, metric: Any, *, fed: bool) -> Any:
-    """Return the state of an object, copied: its attributes where it cannot load one; None where it has seen nothing.
+class ObjectMetric(PassMetric):
+    """A copy of a metric object with `update`, `compute` and `reset`, moved to the device of the outputs."""
 
-    CheckpointError where it has neither.
-    """
-    if not (hasattr(metric, "state_dict") and hasattr(metric, "load_state_dict")):
-        if hasattr(metric, "__dict__"):
-            state = copy.deepcopy(vars(metric))  # also before it is fed: what cannot be saved is found at once
-            _check_attributes(name, metric, state)
-            return state
-        what = f"metric {name!r} cannot be saved: {type(metric).__name__} has neither attributes nor a state_dict"
+    def __init__(self, name: str, metric: Any) -> None:
+        super().__init__(name)
+        self.metric = copy.deepcopy(metric)
+        self._is_placed = False
+        _stop_syncing(self.metric)
+        self.metric.reset()
+
+    def update(self, output: Any, target: Any, rows: int) -> None:
+        """Update the object; its first batch says on which device."""
+        if not self._is_placed:
+            self._place(output)
+        self.metric.update(output, target)
+
+    def totals(self) -> dict[str, Total]:
+        """Return what the object computes, as totals by full name."""
+        return totals_of(self, self.metric.compute())
+
+    def reset(self) -> None:
+        """Reset the object."""
+        self.metric.reset()
+
+    def merge(self, state: Any) -> None:
+        """Add the saved state of another object of the same class, such as another rank's."""
+        own, other = self.metric, copy.deepcopy(self.metric)
+        _load(other, state)
+        if callable(getattr(own, "merge", None)):
+            own.merge(other)
+        elif is_torchmetrics(own):
+            _merge_torchmetrics(own, other)
+        else:
+            own.merge_state([other])
+
+    def state_dict(self, *, fed: bool) -> Any:
+        """Return the object's state, copied: its attributes where it cannot load one; None where it has seen nothing.
+
+        CheckpointError where it has neither.
+        """
+        if _has_state_dict(self.metric):
+            if not fed:
+                return None
+            if callable(getattr(self.metric, "persistent", None)):
+                self.metric.persistent(True)  # torchmetrics leaves its sums out of a state dict by default
+            return copy.deepcopy(self.metric.state_dict())
+        if hasattr(self.metric, "__dict__"):
+            return copy.deepcopy(vars(self.metric))  # also before it is fed: an attribute that cannot be copied shows
+        kind = type(self.metric).__name__
+        what = f"metric {self.name!r} cannot be saved: {kind} has neither attributes nor a state_dict"
         raise CheckpointError(what, fix="give it state_dict() and load_state_dict(tree)")
-    if not fed:
-        return None
-    if callable(getattr(metric, "persistent", None)):
-        metric.persistent(True)  # torchmetrics keeps its sums out of state_dict unless told
-    return copy.deepcopy(metric.state_dict())
+
+    def load_state_dict(self, state: Any) -> None:
+        """Load a saved state into the object."""
+        _load(self.metric, state)
+
+    def check_mergeable(self) -> None:
+        """Refuse an object that no known way adds up over processes, or whose state cannot be sent.
+
+        SettingError with the member to write.
+        """
+        metric, what = self.metric, f"metric {self.name!r}: "
+        kind = type(metric).__name__
+        if not callable(getattr(metric, "merge", None)) and not _is_torchevals(metric):
+            if not is_torchmetrics(metric):
+                what += f"several processes take in their own rows, and {kind} has no `merge`"
+                raise _unmergeable(what, metric)
+            if flaw := _flaw(metric):
+                raise _unmergeable(f"{what}{kind} {flaw}, which does not add up exactly over processes", metric)
+        try:
+            packed(self.state_dict(fed=False))
+        except (pickle.PicklingError, TypeError, AttributeError, CheckpointError) as error:
+            fix = "give it state_dict() and load_state_dict(tree), of plain data and tensors"
+            what += f"{kind} cannot be sent to another process: {str(error).splitlines()[0]}"
+            raise SettingError(what, fix=fix) from error
+
+    def _place(self, output: Any) -> None:
+        self._is_placed = True
+        tensor = next(tensors_in(output), None)
+        if tensor is None:
+            return
+        self.device = tensor.device
+        if callable(getattr(self.metric, "to", None)):
+            moved = self.metric.to(tensor.device)
+            self.metric = self.metric if moved is None else moved
 
 
-def _check_attributes(name: str, metric: Any, state: dict[str, Any]) -> None:
-    """Refuse an attribute that no checkpoint can hold, such as a function, with the methods to write."""
-    wrong = {attribute: why for attribute, value in state.items() if (why := _why_not_saved(attribute, value))}
-    if not wrong:
-        return
-    kind = type(metric).__name__
-    counted = ", ".join(f"{attribute!r}: self.{attribute}" for attribute in state if attribute not in wrong)
-    raise CheckpointError(
-        f"metric {name!r} cannot be saved with the run: its attribute {next(iter(wrong.values()))}",
-        want=f"attributes that are plain data, or a {kind} with state_dict and load_state_dict",
-        fix=f"in {kind}: def state_dict(self): return {{{counted}}}   # without {', '.join(wrong)}\n"
-        "        and def load_state_dict(self, tree): vars(self).update(tree)",
-    )
+def is_torchmetrics(metric: Any) -> bool:
+    """Whether an object declares, as those of torchmetrics do, how each of its states adds up over processes."""
+    return hasattr(metric, "sync_on_compute") and isinstance(getattr(metric, "_reductions", None), Mapping)
 
 
-def _why_not_saved(attribute: str, value: Any) -> str:
-    try:
-        flatten({attribute: value})
-    except CheckpointError as error:
-        return str(error).partition("\n")[0].removesuffix(": it cannot be saved")
-    return ""
+def _has_state_dict(metric: Any) -> bool:
+    return hasattr(metric, "state_dict") and hasattr(metric, "load_state_dict")
 
 
-def load_object(metric: Any, saved: Any) -> None:
-    """Give an object a saved state; None is that of one that has seen nothing."""
+def _load(metric: Any, saved: Any) -> None:
+    """Load a saved state into an object; None is that of one that has seen nothing."""
     metric.reset()
-    if saved is not None and hasattr(metric, "state_dict") and hasattr(metric, "load_state_dict"):
+    if saved is not None and _has_state_dict(metric):
         metric.load_state_dict(saved)
     elif saved is not None:
         vars(metric).clear()
         vars(metric).update(copy.deepcopy(saved))
 
 
-def merge_state(metric: Any, saved: Any) -> None:
-    """Add the saved state of another object of the same class, such as another rank's."""
-    other = copy.deepcopy(metric)
-    load_object(other, saved)
-    if callable(getattr(metric, "merge", None)):
-        metric.merge(other)
-    elif is_torchmetrics(metric):
-        _merge_torchmetrics(metric, other)
-    else:
-        metric.merge_state([other])
-
-
-def check_mergeable(name: str, metric: Any, state: Callable[[], Any]) -> None:
-    """Refuse an object that no known way adds up over processes, or whose `state` cannot be sent.
-
-    SettingError with the member to write.
-    """
-    if not callable(getattr(metric, "merge", None)) and not _is_torchevals(metric):
-        if not is_torchmetrics(metric):
-            what = f"metric {name!r}: several processes take in their own rows, and {_kind(metric)} has no `merge`"
-            raise _unmergeable(what, metric)
-        if flaw := _flaw(metric):
-            what = f"metric {name!r}: {_kind(metric)} {flaw}, which does not add up exactly over processes"
-            raise _unmergeable(what, metric)
-    try:
-        packed(state())
-    except (pickle.PicklingError, TypeError, AttributeError, CheckpointError) as error:
-        fix = "give it state_dict() and load_state_dict(tree), of plain data and tensors"
-        what = f"metric {name!r}: {_kind(metric)} cannot be sent to another process: {str(error).splitlines()[0]}"
-        raise SettingError(what, fix=fix) from error
-
-
-def stop_syncing(metric: Any) -> None:
+def _stop_syncing(metric: Any) -> None:
     """Switch off the reduction over ranks in `compute` of torchmetrics: numbers reduced twice would count twice."""
     modules = metric.modules() if callable(getattr(metric, "modules", None)) else (metric,)
     for inner in modules:
         if is_torchmetrics(inner):
             inner.sync_on_compute = inner._to_sync = False
-
-
-def is_torchmetrics(metric: Any) -> bool:
-    """Whether an object tells, as those of torchmetrics do, how each of its states adds up over processes."""
-    return hasattr(metric, "sync_on_compute") and isinstance(getattr(metric, "_reductions", None), Mapping)
 
 
 def _is_torchevals(metric: Any) -> bool:
@@ -118,7 +137,7 @@ def _is_torchevals(metric: Any) -> bool:
 
 
 def _flaw(metric: Any) -> str:
-    """What an object of torchmetrics has that nobody can merge exactly; "" where it has nothing of it."""
+    """Return what an object of torchmetrics has that cannot be merged exactly; "" where it has nothing of it."""
     if any(map(is_torchmetrics, getattr(metric, "children", tuple)())):
         return "is made of other metrics"
     if not metric._reductions:
@@ -153,10 +172,6 @@ _REDUCTIONS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
 
 def _short(rule: Any) -> str:
     return repr(rule.removeprefix("dim_zero_")) if isinstance(rule, str) else repr(rule)
-
-
-def _kind(metric: Any) -> str:
-    return type(metric).__name__
 
 
 def _unmergeable(what: str, metric: Any) -> SettingError:

@@ -68,8 +68,8 @@ class RMSE:
         """The sum so far."""
         return self._squares.state_dict()
 
-    def load_state_dict(self, tree: Mapping[str, Any]) -> None:
-        """Take over a saved sum."""
+    def load_state_dict(self, tree: Any) -> None:
+        """Load a saved sum."""
         self._squares.load_state_dict(tree)
 
 

@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any
 
-from trainwright.checkpointing.format import dry_save
-from trainwright.checkpointing.parts import gather
+from trainwright.checkpointing.parts import check_savable, gather
 from trainwright.core.checks import check_whole
 from trainwright.core.durations import Updates
 from trainwright.core.errors import SettingError
@@ -98,7 +97,7 @@ def _run(trainer: Trainer[Any], found: list[Any], held_out: Any, *, updates: int
 
     def save(twin: Trainer[Any]) -> None:
         tree = gather(twin.parts())
-        dry_save(tree)
+        check_savable(tree, twin.metrics)
         saved.extend(tree)
 
     observers = [losses, *([] if trainer.checkpoint is None else [Probe(save, every=Updates(updates))])]

@@ -63,8 +63,8 @@ class LossTracker:
     count_source: CountObserver | None = None
     """What finds the count of a mean in an evaluation, where no gradient holds it."""
 
-    def __init__(self, meters: MetricSet | None = None, hooks: Hooks | None = None) -> None:
-        self.meters = meters
+    def __init__(self, metrics: MetricSet | None = None, hooks: Hooks | None = None) -> None:
+        self.metrics = metrics
         self.loss = math.nan
         """The loss of the update in progress, in the user's own scale."""
         self.values: dict[str, float] = {}
@@ -75,7 +75,7 @@ class LossTracker:
         """Sum and count of each number since the last `reset`."""
         self._earlier: dict[str, tuple[float, float]] = {}
         """Sum and count of the values of this update that were read before: each of several steps reads."""
-        self._kinds: dict[str, str] = {} if meters is None else dict.fromkeys(meters.names, "metric")
+        self._kinds: dict[str, str] = {} if metrics is None else dict.fromkeys(metrics.names, "metric")
         """The kind of number that each name belongs to: a metric, a named loss, or a logged number."""
         self.window: Window | None = None
         """The current window of training; None in an evaluation."""
@@ -156,9 +156,9 @@ class LossTracker:
         """
         window = self.window
         if type(returned) is StepOutput:
-            if self.meters is not None and self.recording:
+            if self.metrics is not None and self.recording:
                 rows = self._rows_of(self.batch) if window is None else window.rows[window.position + 1]
-                self.meters.update(returned.output, returned.target, rows)
+                self.metrics.update(returned.output, returned.target, rows)
             returned = returned.loss
             if returned is None and window is None:
                 return None
@@ -238,9 +238,9 @@ class LossTracker:
         rows = sum(self.window.rows)
         stands_in = not rows and self.window.all_rows > 0  # the other ranks have all of its rows
         if type(returned) is StepOutput:
-            if self.meters is not None and not stands_in:  # one batch of the window, perhaps
+            if self.metrics is not None and not stands_in:  # one batch of the window, perhaps
                 own = find_rows(returned.output)
-                self.meters.update(returned.output, returned.target, rows if own is None else own)
+                self.metrics.update(returned.output, returned.target, rows if own is None else own)
             returned = returned.loss
         step_loss = read_step_loss(returned)
         given = rows if step_loss.count is None or stands_in else step_loss.count
@@ -255,7 +255,7 @@ class LossTracker:
     def check_fed(self, returned: Any) -> None:
         """Refuse what a step returned where metrics read outputs and it holds none."""
         fed = type(returned) is StepOutput and returned.output is not None
-        if not fed and self.meters is not None and self.meters.reads_output:
+        if not fed and self.metrics is not None and self.metrics.reads_output:
             fix = "return StepOutput(loss, output, target) from the step"
             raise self._unfed(f"the step returned {type(returned).__name__}", fix=fix)
 
@@ -377,12 +377,12 @@ class LossTracker:
         """
         self.read()
         means = self._epoch.means()
-        if self.meters is None or (self.window is not None and not self.meters.fed):
-            if self.must_feed and self.meters is not None:
+        if self.metrics is None or (self.window is not None and not self.metrics.fed):
+            if self.must_feed and self.metrics is not None:
                 fix = "self.minimize(StepOutput(loss, output, target)), or self.compute_gradients(window)"
                 raise self._unfed("no update gave an output and a target", fix=fix)
             return {prefix + name: value for name, value in means.items()}
-        return {prefix + name: value for name, value in means.items()} | self.meters.compute(prefix, means)
+        return {prefix + name: value for name, value in means.items()} | self.metrics.compute(prefix, means)
 
     def begin_at(self, tree: dict[str, Any]) -> None:
         """Restore saved sums; numbers recorded since are dropped."""
@@ -397,7 +397,7 @@ class LossTracker:
         if world.size == 1:
             return
         self.read()
-        epoch, metrics = self._epoch, self.meters
+        epoch, metrics = self._epoch, self.metrics
         for name in () if world.is_main else [name for name in epoch.counts if self._kinds.get(name) == PROBED]:
             del epoch.counts[name]
         device = None if metrics is None else metrics.device
@@ -407,27 +407,27 @@ class LossTracker:
         """Start new sums, those of the epoch to come."""
         self._within, self.unread = False, []
         self._epoch.reset()
-        if self.meters is not None:
-            self.meters.reset()
+        if self.metrics is not None:
+            self.metrics.reset()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the running sums, and the numbers of probes for the record of the next update."""
         self.read()  # numbers that were logged since the check of the last update
-        metrics = None if self.meters is None else self.meters.state_dict()
-        return {**self._epoch.state_dict(), "meters": metrics, "probed": dict(self._probed)}
+        metrics = None if self.metrics is None else self.metrics.state_dict()
+        return {**self._epoch.state_dict(), "metrics": metrics, "probed": dict(self._probed)}
 
     def load_state_dict(self, tree: dict[str, Any]) -> None:
         """Load saved sums."""
-        check_form(tree, sums=is_numbers, counts=is_numbers, meters=lambda meters: True)
+        check_form(tree, sums=is_numbers, counts=is_numbers, metrics=lambda metrics: True)
         if negative := [name for name, number in tree["counts"].items() if number < 0]:
             raise FormError(f"the count of {negative[0]!r} is negative")
         self._epoch.load_state_dict(tree)
-        if self.meters is not None and tree["meters"] is not None:
-            self.meters.load_state_dict(tree["meters"])
+        if self.metrics is not None and tree["metrics"] is not None:
+            self.metrics.load_state_dict(tree["metrics"])
         self._probed = dict(tree.get("probed", {}))
 
     def _unfed(self, why: str, *, fix: str) -> SettingError:
-        names = [] if self.meters is None else list(self.meters.names)
+        names = [] if self.metrics is None else list(self.metrics.names)
         unfed = f"the metrics {', '.join(names)} are" if len(names) > 1 else f"metric {''.join(map(repr, names))} is"
         want = f"the output and target that the metric{'s read' if len(names) > 1 else ' reads'}"
         return SettingError(message(f"{unfed} never fed: {why}", want=want, fix=fix, where=False))
