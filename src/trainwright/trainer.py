@@ -181,7 +181,8 @@ class Trainer(Generic[M]):
                 for window in run.windows():
                     if run.rates is not None:
                         run.rates.apply(counters.updates)
-                    applied = run.count(window, strategy.update(window))
+                    strategy.update(window)
+                    applied = run.count(window)
                     if applied and run.after_update is not None:
                         run.after_update()
                     if applied and run.average is not None:
@@ -246,7 +247,7 @@ class Trainer(Generic[M]):
         `loss` is whatever a step may return; a tensor counts the window's rows. Returns whether it was applied.
         """
         run = self._run
-        run.outcome.losing = manual_optimization.backward_of(run, loss, name)
+        run.strategy.status.minimizing = manual_optimization.backward_of(run, loss, name)
         return self.apply_gradients(name)
 
     def _between_updates(self, between: BetweenUpdates, *, epoch_ended: bool = False) -> None:

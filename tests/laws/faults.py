@@ -111,7 +111,7 @@ def applies_an_overflow(patch):
 
 def counts_a_skipped_update(patch):
     def count(self, *_):
-        self.counters.updates += self.outcome.applied is False
+        self.counters.updates += self.strategy.status.applied is False
 
     around(patch, Run, "count", after=count)
 

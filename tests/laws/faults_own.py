@@ -85,7 +85,7 @@ def autocast_is_entered_once(patch):
 
 def a_scaled_gradient_is_what_the_update_reads(patch):
     def close_window(self, window):
-        self.factor, self._run.outcome.scaled = 1.0, True
+        self.factor, self.status.is_scaled = 1.0, True
         return self._run.tracker.window_loss
 
     patch.setattr(UpdateStrategy, "close_window", close_window)
@@ -154,7 +154,7 @@ def minimize_zeroes_nothing(patch):
 def minimize_applies_to_all(patch):
     def minimize(self, loss, name=None):
         run = self._run
-        run.outcome.losing = manual_optimization.backward_of(run, loss, name)
+        run.strategy.status.minimizing = manual_optimization.backward_of(run, loss, name)
         applied = self.apply_gradients(name)
         for stepper in run.steppers.all.steppers if name == "G" else ():
             stepper.step()
@@ -231,15 +231,15 @@ def one_that_is_held_back_holds_back_all(patch):
     whole = ImmediateCheck.check
 
     def check(self, found_inf, chosen):
-        return whole(self, found_inf, chosen) and not self._run.outcome.overflowed
+        return whole(self, found_inf, chosen) and not self.status.overflowed
 
     patch.setattr(ImmediateCheck, "check", check)
 
 
 def one_that_is_held_back_is_no_update(patch):
     def applied_by_all(self, *_):
-        outcome = self.outcome
-        outcome.stepped = outcome.applied = bool(outcome.applied) and not outcome.overflowed
+        status = self.strategy.status
+        status.stepped = status.applied = bool(status.applied) and not status.overflowed
 
     around(patch, Run, "count", before=applied_by_all)
 
@@ -248,10 +248,10 @@ def a_loss_that_is_bad_is_not_looked_at(patch):
     whole = ImmediateCheck.check
 
     def check(self, found_inf, chosen):
-        outcome = self._run.outcome
-        if outcome.losing is not None:
-            loss, *rest = outcome.losing
-            outcome.losing = (loss.nan_to_num(), *rest)
+        status = self.status
+        if status.minimizing is not None:
+            loss, *rest = status.minimizing
+            status.minimizing = (loss.nan_to_num(), *rest)
             for parameter in chosen.gradients.parameters:
                 parameter.grad.nan_to_num_()
             chosen.gradients.lower_flags()
@@ -279,12 +279,12 @@ def an_average_is_taken_at_each_step(patch):
 
 
 def the_scale_adapts_at_each_step(patch):
-    around(patch, ImmediateCheck, "check", after=lambda self, *_: self.scaler.adapt(self._run.outcome.overflowed))
+    around(patch, ImmediateCheck, "check", after=lambda self, *_: self.scaler.adapt(self.status.overflowed))
 
 
 def the_last_step_decides_on_the_scale(patch):
     def forget(self, *_):
-        self._run.outcome.overflowed = None
+        self.status.overflowed = None
 
     around(patch, ImmediateCheck, "check", before=forget)
 
@@ -294,14 +294,14 @@ def a_flag_is_never_lowered(patch):
 
 
 def a_backward_by_hand_is_unscaled(patch):
-    around(patch, ImmediateCheck, "check", before=lambda self, *_: setattr(self._run.outcome, "scaled", True))
+    around(patch, ImmediateCheck, "check", before=lambda self, *_: setattr(self.status, "is_scaled", True))
 
 
 def a_scaled_minimize_speaks_for_the_update(patch):
     whole = manual_optimization.backward_of
 
     def backward_of(run, loss, name):
-        run.outcome.scaled = True
+        run.strategy.status.is_scaled = True
         return whole(run, loss, name)
 
     patch.setattr(manual_optimization, "backward_of", backward_of)

@@ -25,7 +25,7 @@ from trainwright.update.distributed_step import DistributedStep
 from trainwright.update.loss_tracker import LossTracker
 from trainwright.update.losses import StepLoss
 from trainwright.update.per_rank_state import open_epoch
-from trainwright.update.sharded_window import DealtWindow
+from trainwright.update.sharded_window import ShardedWindow
 
 Patch = pytest.MonkeyPatch
 
@@ -47,24 +47,24 @@ def no_sync_is_dropped(patch: Patch) -> None:
 def processes_weigh_alike(patch: Patch) -> None:
     whole = DistributedStep._add_term
 
-    def weight_of(self: DealtWindow, count: Any, *, is_sum: bool, here: bool) -> float:
+    def weight_of(self: ShardedWindow, count: Any, *, is_sum: bool, here: bool) -> float:
         return (1 / (count or 1) if is_sum else 1.0) / len(self.batches) if here else 0.0
 
     def add_term(self: DistributedStep, loss: Tensor, count: Any, weight: Any) -> None:
         window = self._window
-        whole(self, loss.detach().nan_to_num(0.0), window.whole / window.processes / len(window.batches), weight)
+        whole(self, loss.detach().nan_to_num(0.0), window.all_rows / window.ranks / len(window.batches), weight)
 
-    patch.setattr(DealtWindow, "weight_of", weight_of)
+    patch.setattr(ShardedWindow, "weight_of", weight_of)
     patch.setattr(DistributedStep, "_add_term", add_term)
 
 
 def gradients_are_summed(patch: Patch) -> None:
-    missing = DealtWindow.missing_factor_of
-    patch.setattr(DealtWindow, "missing_factor_of", lambda self, count: missing(self, count) * self.processes)
+    missing = ShardedWindow.missing_factor_of
+    patch.setattr(ShardedWindow, "missing_factor_of", lambda self, count: missing(self, count) * self.ranks)
 
 
 def what_counts_elsewhere_is_not_known(patch: Patch) -> None:
-    patch.setattr(DealtWindow, "missing_factor_of", lambda self, count: 1.0)
+    patch.setattr(ShardedWindow, "missing_factor_of", lambda self, count: 1.0)
 
 
 def what_stands_in_counts(patch: Patch) -> None:

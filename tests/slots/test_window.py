@@ -42,9 +42,9 @@ def test_counts_are_taken_of_host_batches_before_they_are_moved():
     assert log[4:] == ["move"] * 3
 
 
-def test_a_lone_batch_is_counted_only_where_it_must_be_and_moved_once():
-    assert next(windows(iter([batch(2)]), 1, count=lambda b: 7)).counts is None
-    assert next(windows(iter([batch(2)]), 1, count=lambda b: 7, always_count=True)).counts == [7]
+def test_a_lone_batch_is_counted_by_a_given_count_and_moved_once():
+    assert next(windows(iter([batch(2)]), 1)).counts is None
+    assert next(windows(iter([batch(2)]), 1, count=lambda b: 7)).counts == [7]
     moved = []
     window = next(windows(iter([batch(2)]), 1, move=lambda b: moved.append(b) or b))
     assert window[0] is window[0] and len(moved) == 1

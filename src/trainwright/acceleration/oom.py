@@ -181,8 +181,8 @@ class WindowSplitter:
 
     def _why_not(self, tried: Window) -> str:
         """Why a window that has run out of memory cannot be run again in smaller micro-batches; "" where it can."""
-        outcome = self._run.outcome
-        if outcome.applied is True or outcome.stepping or outcome.stepped:
+        status = self._run.strategy.status
+        if status.applied is True or status.stepping or status.stepped:
             return "a step had begun, and weights may be half-way"
         layers = layers_mixing_rows(self._owner.model, self._owner.loss)
         if layers:

@@ -69,7 +69,7 @@ def _is_complete(between: BetweenUpdates, error: BaseException, *, asked: bool) 
 
     `asked`: for errors of user code too.
     """
-    run, outcome = between.run, between.run.outcome
+    run, status = between.run, between.run.strategy.status
     place = run.rollback.phase
     if isinstance(error, Interrupted):
         return not error.late and place in (BETWEEN, OPENING, FETCHING)
@@ -81,5 +81,5 @@ def _is_complete(between: BetweenUpdates, error: BaseException, *, asked: bool) 
     if not asked:
         return False
     if place == UPDATING:
-        return outcome.applied is not True and not outcome.stepping
+        return status.applied is not True and not status.stepping
     return is_validating

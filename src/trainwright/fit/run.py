@@ -31,13 +31,12 @@ from trainwright.update import nonfinite_policy
 from trainwright.update.finite_check import ImmediateCheck, why_immediate
 from trainwright.update.hooks import mover
 from trainwright.update.loss_tracker import LossTracker
-from trainwright.update.manual_optimization import note_minimized
+from trainwright.update.manual_optimization import ManualUpdate
 from trainwright.update.nonfinite_policy import PATIENCE
 from trainwright.update.optimizer_steps import OptimizerSteps
 from trainwright.update.owner import Owner, trained_modules
 from trainwright.update.per_rank_state import refresh_shards
 from trainwright.update.snapshot import Buffers, Snapshot, Tensors, UserState
-from trainwright.update.status import Outcome
 from trainwright.update.strategy import UpdateStrategy
 from trainwright.update.window import Window
 
@@ -82,8 +81,6 @@ class Run:
         """The reason given to `stop()`, in this session or in the one that has left work pending."""
         self.waited = 0.0
         """Seconds spent waiting for data since the last record."""
-        self.outcome = Outcome()
-        """What becomes of the update in hand."""
         self._begun = -1
         record = owner._record
         looks = owner.is_main and record.warns and not record.stages and not is_compiled(owner.model)
@@ -151,9 +148,9 @@ class Run:
 
     def windows(self) -> Iterator[Window]:
         """The windows of what is left of the epoch; fewer where the run is stopped in the middle of it."""
-        counters, rollback, clock = self.counters, self.rollback, time.perf_counter
+        counters = self.counters
         if self._starts_with_pending():
-            return
+            return iter(())
         self.signals.check()
         self.begin_epoch(counters.epoch)
         if self.rank_sync is not None and self.owner._hooks.begin_epoch is not None:
@@ -162,37 +159,31 @@ class Run:
                 self.stop_now(asked)
         self.stopped_between = counters.stopped != "" and not self.at_end
         if self.stopped_between:
-            return
-        begun = clock()
-        grouped = self._group()
+            return iter(())
+        begun = time.perf_counter()
+        opened = self._open_epoch()
+        self.waited += time.perf_counter() - begun
+        return self._begun_windows(opened)
+
+    def _begun_windows(self, windows: Iterator[Window]) -> Iterator[Window]:
+        """Fetch the windows of the epoch, until the run is stopped; begin the update of each."""
+        rollback, clock = self.rollback, time.perf_counter
         while True:
+            begun = clock()
             rollback.before_fetch()
-            window = next(grouped, None)
+            window = next(windows, None)
             if window is None:
                 break
             rollback.phase = UPDATING
             self.waited += clock() - begun
-            self._begin(window)
+            if not self.counters.rows:
+                self.first_batch.open()
+            self.strategy.begin(window)
             yield window
-            if counters.stopped and not self.at_end:
+            if self.counters.stopped and not self.at_end:
                 return
-            begun = clock()
         rollback.phase = BETWEEN
         self.epoch_over = True
-
-    def _begin(self, window: Window) -> None:
-        """Start the update of a window: numbers and outcome anew, and what a skipped one is to put back."""
-        self.tracker.begin(window)
-        self.outcome = Outcome()
-        for stepper in self.steppers.all.steppers:
-            stepper.norm = stepper.noted = None
-            if len(stepper.optimizer.param_groups) != stepper.groups:
-                self._take_groups()
-        if self.snapshot is not None:
-            self.snapshot.capture()
-        if not self.counters.rows:
-            self.first_batch.open()
-        self.strategy.begin(window)
 
     def _starts_with_pending(self) -> bool:
         """Whether work between updates comes first: it was due, or was broken off, where the run was left."""
@@ -206,45 +197,46 @@ class Run:
             self.random.seek_boundary()
         return pending != ""
 
-    def _group(self) -> Iterator[Window]:
+    def _open_epoch(self) -> Iterator[Window]:
         """Open the data of the epoch at its next batch; return the windows that are left, of this rank's rows."""
         counters, plan = self.counters, self.plan
         size = plan.accumulated(counters.epoch)
         left = None if plan.epoch_updates is None else plan.epoch_updates - math.ceil(counters.batch / size)
         move = mover(self.owner, self.source, trains=True)
         with self.signals.waiting():
-            opened = self.rollback.open_epoch()
+            iterator = self.rollback.open_epoch()
         self.lengths.check_announced()
-        batches = self.signals.batches(opened)
+        batches = self.signals.batches(iterator)
         self.signals.watch_children()
         return self.lengths.checked(islice(self.strategy.windows(batches, size, move=move), left))
 
-    def count(self, window: Window, returned: Any) -> bool:
-        """Count the update and close its numbers; return whether a step was applied in it."""
-        tracker, counters, outcome = self.tracker, self.counters, self.outcome
+    def count(self, window: Window) -> bool:
+        """Count the update and complete its numbers; return whether a step was applied in it."""
+        counters, status = self.counters, self.strategy.status
         self.rollback.phase = COUNTING
         if not counters.rows:
             self.first_batch.warn()
-        if outcome.left_out and self.snapshot is not None:
+        if status.restores and self.snapshot is not None:
             self.snapshot.restore()  # only now: graphs of this update may still hold the buffers
-        if returned is not None and (not tracker.has_loss or type(returned) is dict) and not self.strategy.reduces_loss:
-            tracker.record_returned(returned)
-        if outcome.minimized:
-            note_minimized(self, returned)
         self.strategy.finish()
-        counters.batch += 1 if window.is_lone else window.all_batches
-        counters.rows += window.rows[0] if window.is_lone else window.all_rows
-        if outcome.applied or outcome.stepped:
-            counters.updates += 1
-            self._idle = 0
-            return True
-        counters.skipped += outcome.held_back
+        counters.batch += window.all_batches
+        counters.rows += window.all_rows
+        if not (status.applied or status.stepped):
+            self._count_idle()
+            return False
+        counters.updates += 1
+        self._idle = 0
+        return True
+
+    def _count_idle(self) -> None:
+        """Count an update in which no step was applied; raise after many of them in a row."""
+        status = self.strategy.status
+        self.counters.skipped += status.is_refused
         if self.snapshot is not None:
             self.snapshot.restore_nonfinite()
         self._idle += 1
         if self._idle >= PATIENCE:
-            raise nonfinite_policy.nothing_applied(f"{PATIENCE} updates in a row", skipped=outcome.applied is not None)
-        return False
+            raise nonfinite_policy.nothing_applied(f"{PATIENCE} updates in a row", skipped=status.applied is not None)
 
     def begin_epoch(self, epoch: int) -> None:
         """Run the user's `begin_epoch`, once for each epoch, and plan anew what it has changed."""
@@ -262,7 +254,7 @@ class Run:
 
     def check_epoch(self, updates_before: int) -> None:
         """Refuse to go on after an epoch in which an `update` of the user's own made no step at all."""
-        if self.counters.updates == updates_before and self._idle and self.outcome.applied is None:
+        if self.counters.updates == updates_before and self._idle and self.strategy.status.applied is None:
             raise nonfinite_policy.nothing_applied("an epoch", skipped=False)
 
     def _plan_epoch(self) -> None:
@@ -270,7 +262,7 @@ class Run:
         owner = self.owner
         refresh_shards(owner)
         check_parameters(owner.model, owner.loss, owner.optimizers)
-        self._take_groups()
+        self.take_groups()
         average = self.weights.average
         if average is not None:
             average.attach(owner.model)
@@ -291,7 +283,7 @@ class Run:
         slots = 1 + self.strategy.updates_ahead
         self.snapshot = Snapshot(Tensors(statistics, slots=slots)) if statistics else None
 
-    def _take_groups(self) -> None:
+    def take_groups(self) -> None:
         """Take over the optimizers' parameters as they are grouped now; a group may be added at any time."""
         self.strategy.flush()
         self.steppers.take_groups()
@@ -311,10 +303,10 @@ class Run:
             self.owner._hooks.after_update()
 
     def _note_step(self, *_: Any) -> None:
-        self.outcome.stepped = True
+        self.strategy.status.stepped = True
 
     def _note_beginning(self, optimizer: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        self.outcome.stepping = True
+        self.strategy.status.stepping = True
         self.steppers.note_rates(optimizer)
         self.strategy.before_step(optimizer, closure=len(given) + len(named) > 1)  # the first is the optimizer
 
@@ -356,6 +348,8 @@ def choose_strategy(run: Run) -> UpdateStrategy:
 
         owner._record.splits = splitter = WindowSplitter(run)
         update = splitter.update
+    if owner._hooks.updates_itself or owner._hooks.computes_itself:
+        update = ManualUpdate(run, update)
     trace = partial(_trace, run)
     if owner.world.size > 1:
         from trainwright.update.distributed_step import DistributedStep

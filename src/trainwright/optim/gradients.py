@@ -82,14 +82,19 @@ class Gradients:
         One pass of torch's AMP kernel, 0-dim float32 on the first device. The flag is torch's `found_inf`; with
         several devices the largest is returned, never their sum, which fused kernels would not take for 1.
         """
-        plain = isinstance(factor, float) and factor == 1.0
-        if plain and self._uniform_device is not None:
-            flag = self._flags[self._uniform_device]
+        device = self._uniform_device
+        if device is not None and isinstance(factor, float) and factor == 1.0:
+            flag = self._flags[device]
             try:
-                check_and_unscale(list(map(_gradient, self.parameters)), flag, self._one[self._uniform_device])
+                check_and_unscale(list(map(_gradient, self.parameters)), flag, self._one[device])
                 return flag
             except (TypeError, NotImplementedError):
-                pass  # a parameter without a gradient, or a sparse one: sorted out below
+                pass  # a parameter without a gradient, or a sparse one
+        return self._multiply_and_check_groups(factor)
+
+    def _multiply_and_check_groups(self, factor: float | Tensor) -> Tensor:
+        """Multiply and check the gradients of each device and dtype."""
+        plain = isinstance(factor, float) and factor == 1.0
         for (device, dtype), gradients in self._grouped().items():
             scale = self._one[device]
             if not plain and dtype == torch.float64:  # the kernel's factor is a float32

@@ -21,9 +21,6 @@ def split(batch: Any) -> tuple[Any, Any]:
 
     The inputs are a tuple (positional) or a dict (keywords). Raises DataError for a batch of any other form.
     """
-    kind = type(batch)
-    if (kind is tuple or kind is list) and len(batch) == 2:  # nearly always
-        return (batch[0],), batch[1]
     if isinstance(batch, tuple | list):
         return (tuple(batch[:-1]), batch[-1]) if len(batch) > 1 else (tuple(batch), None)
     if isinstance(batch, Mapping):

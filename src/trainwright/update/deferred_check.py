@@ -126,7 +126,7 @@ class DeferredCheck(UpdateStrategy):
 
     def check(self, found_inf: Tensor | None, chosen: SelectedOptimizers) -> bool:
         """Have the device check the loss, the gradients and the norms; the steps that follow read its flag."""
-        self._run.outcome.applied, self._is_unchecked, self._found_inf = True, False, found_inf
+        self.status.applied, self._found_inf = True, found_inf
         if found_inf is None:
             return True
         losses = self._run.tracker.losses

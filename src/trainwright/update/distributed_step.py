@@ -23,13 +23,14 @@ from trainwright.modules.modes import running_statistics, unnoticed
 from trainwright.update.finite_check import ImmediateCheck
 from trainwright.update.loss_tracker import Roots
 from trainwright.update.losses import StepLoss
-from trainwright.update.sharded_window import DealtWindow, dealt_windows
+from trainwright.update.sharded_window import ShardedWindow, sharded_windows
 from trainwright.update.window import Window, weighed
 
 if TYPE_CHECKING:
     from trainwright.fit.run import Run
     from trainwright.optim.gradients import Gradients
     from trainwright.update.nonfinite_policy import Trace
+    from trainwright.update.optimizer_steps import SelectedOptimizers
     from trainwright.update.owner import Owner
 
 _NUMPYS = {torch.float32: np.float32, torch.float64: np.float64}
@@ -53,7 +54,6 @@ class DistributedStep(ImmediateCheck):
         hooks = owner._hooks
         self._is_default = not (hooks.updates_itself or hooks.computes_itself)
         """Whether no code of the user reads or makes gradients."""
-        self.has_ranks, self.reduces_loss = True, self._is_default
         self._wraps = self._is_default and not self._is_sharded
         if not self._wraps and getattr(self._settings, "compress", None) is not None:
             what = f"DDP(compress={self._settings.compress!r}) beside an `update` of your own, which reads gradients"
@@ -76,6 +76,8 @@ class DistributedStep(ImmediateCheck):
         """By parameter: the fingerprint of its gradient when that was averaged over the ranks."""
         self.loss: Count = 0.0
         """The loss of the window in hand over all ranks."""
+        self._checked_loss = 0.0
+        """The loss of all ranks that was read last."""
         self.step, self.weigh = self._run_step, self._weigh
 
     def windows(
@@ -83,7 +85,7 @@ class DistributedStep(ImmediateCheck):
     ) -> Iterator[Window]:
         """Group the slices of batches of this rank into windows."""
         hooks = self._owner._hooks
-        return dealt_windows(
+        return sharded_windows(
             batches,
             accumulate,
             world=self._world,
@@ -252,12 +254,25 @@ class DistributedStep(ImmediateCheck):
         """Return the loss of the window over all ranks, like `loss`."""
         return torch.as_tensor(self.loss, dtype=loss.dtype, device=loss.device)
 
-    def reported_loss(self) -> Count:
-        """Return the loss of all ranks, which each of them checks: a plain sum per row, which is NaN without one."""
+    def read(
+        self, found_inf: Tensor | None, chosen: SelectedOptimizers, *more: float | Tensor
+    ) -> tuple[bool, list[float]]:
+        """Read numbers, norms, `more`, and the loss of all ranks."""
+        overflowed, (*rest, self._checked_loss) = super().read(found_inf, chosen, *more, self._loss_of_ranks())
+        if self._is_default:
+            self._owner._tracker.loss = self._checked_loss
+        return overflowed, rest
+
+    def decide(self, chosen: SelectedOptimizers, loss: float, *, overflowed: bool) -> bool:
+        """Decide by the loss of all ranks, so that each of them decides alike."""
+        return super().decide(chosen, self._checked_loss, overflowed=overflowed)
+
+    def _loss_of_ranks(self) -> Count:
+        """Return the loss of all ranks; a plain sum per row, which is NaN without one."""
         if self.counted is not None:
             return self.loss
-        if self._window.whole:
-            return self.loss / self._window.whole
+        if self._window.all_rows:
+            return self.loss / self._window.all_rows
         return torch.nan if self._is_default else self.loss
 
     @property
@@ -266,15 +281,15 @@ class DistributedStep(ImmediateCheck):
         return None if self._finds_unused else self._wrapped
 
     @property
-    def _window(self) -> DealtWindow:
+    def _window(self) -> ShardedWindow:
         window = self._owner._tracker.window
-        assert isinstance(window, DealtWindow)
+        assert isinstance(window, ShardedWindow)
         return window
 
     def _share_of(self, of: int) -> float:
         """Return this rank's share of `of`, by rows; in a window without a row all ranks run the same batch."""
         window = self._window
-        return of * sum(window.rows) / window.whole if window.whole else of / self._world.size
+        return of * sum(window.rows) / window.all_rows if window.all_rows else of / self._world.size
 
     def _begin(self) -> None:
         carried = self._module.carried if self._module is not None else None
@@ -333,7 +348,7 @@ class DistributedStep(ImmediateCheck):
     def _read(self, carried: Tensor) -> Count:
         window = self._window
         mean, weighed = carried.tolist() if carried.is_cpu else carried.unbind()
-        count = mean * window.processes
+        count = mean * window.ranks
         self.loss = window.mean(count, weighed)
         self.counted = None if window.is_plain_sum else count
         return window.missing_factor_of(count)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from trainwright.core import host_reads
+from trainwright.core.records import Count
 from trainwright.core.trees import inside
 from trainwright.modules.modes import running_statistics
 from trainwright.optim.fused import why_not_masked
@@ -39,40 +40,55 @@ class ImmediateCheck(UpdateStrategy):
 
     def check(self, found_inf: Tensor | None, chosen: SelectedOptimizers) -> bool:
         """Return whether the chosen optimizers may step: all is finite, or the policy says so; else it raises."""
-        run, outcome = self._run, self._run.outcome
-        tracker, minimized = run.tracker, outcome.losing
-        outcome.losing = None
-        if self.scaler is not None and not outcome.scaled and minimized is None:
+        tracker, status = self._run.tracker, self.status
+        if status.minimizing is not None:
+            return self._check_minimized(status.minimizing, found_inf, chosen)
+        if self.scaler is not None and not status.is_scaled:
             raise nonfinite_policy.not_scaled()
-        asked: list[Tensor | float] = [] if found_inf is None else [found_inf]
-        asked += [stepper.norm for stepper in chosen.steppers if stepper.norm is not None]
-        asked += () if minimized is None else minimized[:2]
-        asked += [self.reported_loss()] if self.has_ranks else []
-        read = iter(tracker.read(*asked))  # in the order in which they were asked for
-        overflowed = found_inf is not None and next(read) != 0.0
+        overflowed, _ = self.read(found_inf, chosen)
+        return self.decide(chosen, tracker.loss if tracker.has_loss else 0.0, overflowed=overflowed)
+
+    def read(
+        self, found_inf: Tensor | None, chosen: SelectedOptimizers, *more: float | Tensor
+    ) -> tuple[bool, list[float]]:
+        """Read the recorded numbers, the norms and `more` at once; return whether a gradient overflowed, and `more`."""
+        asked: list[float | Tensor] = [] if found_inf is None else [found_inf]
         for stepper in chosen.steppers:
             if stepper.norm is not None:
-                stepper.norm = norm = next(read)
+                asked.append(stepper.norm)
+        numbers = iter(self._run.tracker.read(*asked, *more))
+        overflowed = found_inf is not None and next(numbers) != 0.0
+        for stepper in chosen.steppers:
+            if stepper.norm is not None:
+                stepper.norm = norm = next(numbers)
                 # Finite elements can have a norm that overflows: clipping by it would apply a gradient of zeros.
                 overflowed = overflowed or (found_inf is not None and norm - norm != 0.0)
-        loss = tracker.loss if tracker.has_loss else 0.0
-        if minimized is not None:
-            loss = next(read)
-            outcome.minimized.setdefault(chosen.steppers[0].name, []).append((loss, next(read), minimized[2]))
-        if self.has_ranks:  # all of them check the same number
-            loss = next(read)
-            tracker.loss = loss if self.reduces_loss else tracker.loss
-        if not overflowed and (found_inf is None or loss - loss == 0.0):
-            outcome.applied = True
-            outcome.overflowed = outcome.overflowed is True
-            self._is_unchecked = self._is_unchecked and chosen is not run.steppers.all
-            return True
-        applied = applies_policy(run, chosen, overflowed=overflowed, loss=loss)
-        outcome.applied = applied or outcome.applied is True  # one step that was applied makes it an update
-        return applied
+        return overflowed, list(numbers)
+
+    def decide(self, chosen: SelectedOptimizers, loss: float, *, overflowed: bool) -> bool:
+        """Return whether the chosen optimizers step by gradients of this loss; raise where the policy says so."""
+        status = self.status
+        if overflowed or (self._run.checks and loss - loss != 0.0):
+            applied = applies_policy(self._run, chosen, overflowed=overflowed, loss=loss)
+            status.applied = applied or status.applied is True  # one step that was applied makes it an update
+            return applied
+        status.applied = True
+        status.overflowed = status.overflowed is True
+        return True
+
+    def _check_minimized(
+        self, minimizing: tuple[Tensor, Count, bool], found_inf: Tensor | None, chosen: SelectedOptimizers
+    ) -> bool:
+        """Check as `check` does, by the loss that `minimize` was given."""
+        loss, count, is_sum = minimizing
+        status = self.status
+        status.minimizing = None
+        overflowed, (value, counted) = self.read(found_inf, chosen, loss, count)
+        status.minimized.setdefault(chosen.steppers[0].name, []).append((value, counted, is_sum))
+        return self.decide(chosen, value, overflowed=overflowed)
 
     def finish(self) -> None:
-        """Read what was noted since the check, and adapt the loss scale."""
+        """Read the numbers recorded since the check, and adapt the loss scale."""
         if self._run.tracker.unread:
             self._run.tracker.read()
         if self.scaler is not None:
@@ -80,28 +96,28 @@ class ImmediateCheck(UpdateStrategy):
 
     def _adapt(self, scaler: LossScale) -> None:
         """Adapt the loss scale once, by all that the update has seen."""
-        outcome = self._run.outcome
-        if outcome.overflowed is not None:
-            scaler.adapt(outcome.overflowed)
-        elif outcome.stepped:
-            raise nonfinite_policy.not_checked() if outcome.scaled else nonfinite_policy.not_scaled()
+        status = self.status
+        if status.overflowed is not None:
+            scaler.adapt(status.overflowed)
+        elif status.stepped:
+            raise nonfinite_policy.not_checked() if status.is_scaled else nonfinite_policy.not_scaled()
 
     def refuse(self, chosen: SelectedOptimizers) -> bool:
         """Apply the policy to a step that was made and undone; returns whether it counts as applied."""
         run = self._run
-        run.outcome.stepped = False
+        self.status.stepped = False
         loss = run.tracker.loss if run.tracker.has_loss else 0.0
-        run.outcome.applied = applied = applies_policy(run, chosen, overflowed=True, loss=loss)
+        self.status.applied = applied = applies_policy(run, chosen, overflowed=True, loss=loss)
         return applied
 
     def report(self, window: Window) -> None:
         """Report the update of a window to the observers."""
-        self.reporter.report(window, skipped=self._run.outcome.held_back)
+        self.reporter.report(window, skipped=self.status.is_refused)
 
 
 def applies_policy(run: Run, chosen: SelectedOptimizers, *, overflowed: bool, loss: float) -> bool:
     """Return whether an update whose loss or gradient is not finite is applied; raise where the policy says so."""
-    owner, tracker, scaler, outcome = run.owner, run.tracker, run.scaler, run.outcome
+    owner, tracker, scaler, status = run.owner, run.tracker, run.scaler, run.strategy.status
     verdict = nonfinite_policy.decide(
         owner.on_nonfinite,
         loss_is_finite=host_reads.finite(loss),
@@ -109,10 +125,10 @@ def applies_policy(run: Run, chosen: SelectedOptimizers, *, overflowed: bool, lo
         scaled=scaler is not None,
         at_floor=scaler is not None and scaler.at_floor,
     )
-    outcome.overflowed = overflowed or outcome.overflowed is True
+    status.overflowed = overflowed or status.overflowed is True
     run.gradients.lower_flags()
     chosen.gradients.lower_flags()
-    outcome.left_out = outcome.left_out or verdict == "skip"
+    status.restores = status.restores or verdict == "skip"
     if verdict == "raise":
         if run.snapshot is not None:
             run.snapshot.restore()

@@ -17,6 +17,25 @@ from trainwright.update import nonfinite_policy
 if TYPE_CHECKING:
     from trainwright.fit.run import Run
     from trainwright.update.optimizer_steps import SelectedOptimizers
+    from trainwright.update.window import Window
+
+
+class ManualUpdate:
+    """An update by code of the user's own, whose losses and returned numbers are recorded when it ends."""
+
+    def __init__(self, run: Run, update: Callable[[Window], Any]) -> None:
+        self._run, self._update = run, update
+
+    def __call__(self, window: Window) -> Any:
+        """Make the update of a window; return what the user's method returns."""
+        run = self._run
+        returned = self._update(window)
+        if returned is not None and (not run.tracker.has_loss or isinstance(returned, dict)):
+            run.tracker.record_returned(returned)
+        if run.strategy.status.minimized:
+            _record_minimized(run, returned)
+        run.steppers.lower_flags()  # gradients that were computed and not applied may have raised them
+        return returned
 
 
 def backward_of(run: Run, loss: Any, name: str | None) -> tuple[Tensor, Count, bool]:
@@ -106,11 +125,11 @@ def _all_finite(weights: list[Tensor]) -> bool:
     return all(host_reads.read([torch.isfinite(weight).all() for weight in weights]))
 
 
-def note_minimized(run: Run, returned: Any) -> None:
-    """Report the losses that were minimized, where `update` itself returned no number of that name."""
+def _record_minimized(run: Run, returned: Any) -> None:
+    """Record the losses that were minimized, where `update` itself returned no number of that name."""
     given = returned if isinstance(returned, dict) else {}
-    minimized = run.outcome.minimized
-    for name, told in minimized.items():
+    minimized = run.strategy.status.minimized
+    for name, losses in minimized.items():
         if run.steppers.named and f"loss_{name}" not in given:
-            run.tracker.record_losses(f"loss_{name}", told)
+            run.tracker.record_losses(f"loss_{name}", losses)
     run.tracker.record_sum(list(minimized.values()))

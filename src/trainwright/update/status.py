@@ -1,4 +1,4 @@
-"""What becomes of one update: written while it is made, read when it is counted."""
+"""What is known of the update in progress: written while it is made, read when it is counted."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from trainwright.update.loss_tracker import Told
 
 
 @dataclass(slots=True)
-class Outcome:
-    """The facts of the update in hand; each window begins with a new one."""
+class UpdateStatus:
+    """The status of the update in progress; each window begins with a new one."""
 
     applied: bool | None = None
-    """What `apply_gradients` said; None where it was not called."""
+    """Whether `apply_gradients` has applied gradients; None where it was not called."""
     stepped: bool = False
-    """Whether an optimizer made a step, as far as anybody watches."""
+    """Whether an optimizer has made a step; only steps of a custom `update` are seen here."""
     stepping: bool = False
-    """Whether one has begun to make a step."""
+    """Whether such a step has begun."""
     overflowed: bool | None = None
-    """Whether a gradient was not finite; None where none was judged."""
-    scaled: bool = False
+    """Whether a gradient was not finite; None where none was checked."""
+    is_scaled: bool = False
     """Whether `compute_gradients` has made gradients with the loss scale."""
-    left_out: bool = False
-    """Whether something was skipped, so that what moved besides weights is put back at the end."""
-    losing: tuple[Tensor, Count, bool] | None = None
-    """The loss that `minimize` is taking to the weights, until it is judged; its count; whether it is a sum."""
+    restores: bool = False
+    """Whether a step was skipped by `on_nonfinite="skip"`, so that buffers and `state` are restored at the end."""
+    minimizing: tuple[Tensor, Count, bool] | None = None
+    """The loss that `minimize` was given, until it is checked; its count; whether it is a sum."""
     minimized: dict[str, list[Told]] = field(default_factory=dict)
-    """For each name given to `minimize`: its losses, with what they count."""
+    """The losses of each name given to `minimize`, with their counts."""
 
     @property
-    def held_back(self) -> bool:
-        """Whether a policy or the loss scale kept every step from being made."""
+    def is_refused(self) -> bool:
+        """Whether a policy or the loss scale has refused every step."""
         return self.applied is False and not self.stepped

@@ -12,7 +12,7 @@ from trainwright.core.records import Count
 from trainwright.precision.base import LossScale
 from trainwright.update.nonfinite_policy import Trace
 from trainwright.update.reporter import UpdateReporter
-from trainwright.update.status import Outcome
+from trainwright.update.status import UpdateStatus
 from trainwright.update.window import Window, windows
 
 if TYPE_CHECKING:
@@ -34,16 +34,10 @@ class UpdateStrategy:
     """Whether `report` does anything."""
     updates_ahead = 0
     """Updates that may have been made since the one whose numbers were read last."""
-    has_ranks = False
-    """Whether several ranks make each update together."""
     counted: Count | None = None
     """What the loss of all ranks is a mean over; None for one process, and for a plain sum."""
-    reduces_loss = False
-    """Whether the loss of the window is averaged over ranks, with the gradients."""
     in_closure = False
     """Whether an optimizer is making a step that calls a closure of ours."""
-    _is_unchecked = False
-    """Whether gradients were scaled and flagged, and no check has read the flag."""
 
     def __init__(self, run: Run, *, update: Callable[[Window], Any], trace: Callable[[], Trace]) -> None:
         self.update, self.trace = update, trace
@@ -56,6 +50,8 @@ class UpdateStrategy:
         self.scaler: LossScale | None = run.scaler
         """The loss scale; None without one."""
         self.reporter = UpdateReporter(run.owner, run.steppers)
+        self.status = UpdateStatus()
+        """The status of the update in progress."""
         self._run = run
 
     def windows(
@@ -63,14 +59,20 @@ class UpdateStrategy:
     ) -> Iterator[Window]:
         """Group batches into windows of `accumulate`."""
         hooks = self._run.owner._hooks
-        rows, count, always = hooks.rows, hooks.count, hooks.counts_itself
-        return windows(batches, accumulate, rows=rows, count=count, always_count=always, move=move)
+        count = hooks.count if accumulate > 1 or hooks.counts_itself else None  # a lone mean needs no count
+        return windows(batches, accumulate, rows=hooks.rows, count=count, move=move)
 
     def begin(self, window: Window) -> None:
-        """Prepare the update of a window: forget a flag that no check has read."""
-        if self._is_unchecked:  # a custom `update` has given its gradients up
-            self._run.steppers.lower_flags()
-            self._is_unchecked = False
+        """Begin the update of a window: its numbers, its status, and a copy of what a skipped one restores."""
+        run = self._run
+        run.tracker.begin(window)
+        self.status = UpdateStatus()
+        for stepper in run.steppers.all.steppers:
+            stepper.norm = stepper.noted = None
+            if len(stepper.optimizer.param_groups) != stepper.groups:
+                run.take_groups()
+        if run.snapshot is not None:
+            run.snapshot.capture()
 
     def close_window(self, window: Window) -> Any:
         """Set the factor that the gradients lack, after the last backward; return the loss if user code reads it.
@@ -82,7 +84,7 @@ class UpdateStrategy:
         missing = self.factor = self.reduce(window)
         if self.scaler is not None:
             self.factor = missing * self.scaler.factor()
-            run.outcome.scaled = True
+            self.status.is_scaled = True
         if run.owner._hooks.updates_itself:
             self.scale_gradients(run.gradients)
         return None if loss is None else self.window_loss(loss, missing)
@@ -90,10 +92,6 @@ class UpdateStrategy:
     def reduce(self, window: Window) -> Count:
         """Return the factor that is missing from the gradients of the window, where counts were found late."""
         return window.missing_factor
-
-    def reported_loss(self) -> Count:
-        """Return the loss of all ranks."""
-        raise NotImplementedError
 
     def window_loss(self, loss: Tensor, factor: Count) -> Tensor:
         """Return the loss of the window, of which `loss` was computed before `factor` was known."""
@@ -106,7 +104,6 @@ class UpdateStrategy:
         """
         factor, self.factor = self.factor, 1.0
         if self._run.checks:
-            self._is_unchecked = True
             return gradients.multiply_and_check(factor)
         if isinstance(factor, Tensor) or factor != 1.0:
             gradients.multiply(factor)
@@ -121,7 +118,7 @@ class UpdateStrategy:
         raise NotImplementedError
 
     def finish(self) -> None:
-        """End the update: what it has computed is complete."""
+        """End the update: all its numbers are recorded. No-op here."""
 
     def weight_of_minimized(self, loss: StepLoss) -> Count:
         """Return the weight of a loss that `minimize` was given."""
@@ -148,7 +145,7 @@ class UpdateStrategy:
         """Drop what the window in hand has computed: it is run again."""
         run = self._run
         run.gradients.zero()
-        run.outcome, self.factor = Outcome(), 1.0
+        self.status, self.factor = UpdateStatus(), 1.0
         for stepper in run.steppers.all.steppers:
             stepper.norm, stepper.factor, stepper.scale = None, 1.0, None
         if not self.updates_ahead:  # else an earlier update may have raised the flag, which is not read yet

@@ -54,6 +54,8 @@ class Window(Sequence[Any]):
         self.counts = counts
         self.is_lone = len(batches) == 1
         """Whether there is one micro-batch, which needs no weight."""
+        self.all_batches, self.all_rows = len(batches), sum(rows)
+        """Micro-batches and rows of the window; with several ranks those of the rank with most, and of all of them."""
         self.mover = move
         """Moves a batch to the device; None if none is moved."""
 
@@ -84,16 +86,6 @@ class Window(Sequence[Any]):
         counts: list[Count] = list(self.rows) if self.counts is None else self.counts
         total = one_for_zero(_add(counts))
         return [ratio(count, total if isinstance(total, Tensor) else total or 1) for count in counts]
-
-    @property
-    def all_rows(self) -> int:
-        """The rows of the window, over all processes."""
-        return sum(self.rows)
-
-    @property
-    def all_batches(self) -> int:
-        """The micro-batches of the window; with several processes those of the rank that has most."""
-        return len(self.batches)
 
     def release(self) -> None:
         """Drop the batch on the device; it is moved again when it is read."""
@@ -159,25 +151,17 @@ def windows(
     *,
     rows: Callable[[Any], int] | None = None,
     count: Callable[[Any], Count] | None = None,
-    always_count: bool = False,
     move: Callable[[Any], Any] | None = None,
 ) -> Iterator[Window]:
     """Group batches into windows of `accumulate`; the last one of a pass is short, and no batch is lost.
 
-    A window is fetched whole, and the first batch of the next only when it is asked for. `count` is called on each
-    host batch of a window of several (of every window with `always_count`).
+    All batches of a window are fetched before it is returned, and the first batch of the next when that is asked for.
+    `rows` and `count` are called on each host batch.
     """
     rows, batches = rows_of if rows is None else rows, iter(batches)
-    if accumulate == 1:
-        counts = None
-        for batch in batches:
-            if always_count and count is not None:
-                counts = [count(batch)]
-            yield Window([batch], [rows(batch)], counts, move=move)
-        return
     while group := list(islice(batches, accumulate)):
-        counts = [count(batch) for batch in group] if count is not None else None
-        yield Window(group, [rows(batch) for batch in group], counts, move=move)
+        counts = None if count is None else list(map(count, group))
+        yield Window(group, list(map(rows, group)), counts, move=move)
 
 
 def ratio(part: Count, whole: Count) -> Any:
