@@ -34,7 +34,7 @@ from torch import nn
 from trainwright import Fast, NonFiniteError, Observer, Throughput, Trainer, Updates, batches
 from trainwright.checkpointing.tensorfile import Contents
 from trainwright.checkpointing.writer import memory_needs
-from trainwright.optim.fused import ready_to_mask, step_of
+from trainwright.optim.fused import maskable_step_of, ready_to_mask
 
 pytestmark = pytest.mark.gpu
 
@@ -108,7 +108,7 @@ def stepped(form: str, device: torch.device, *, direct: bool, held_back: int | N
     found = torch.zeros((), device=device)
     if held_back is not None:
         ready_to_mask(optimizer)
-    step = step_of(optimizer, found if held_back is not None else None)
+    step = maskable_step_of(optimizer, found if held_back is not None else None)
     for number, (x, y) in enumerate(host_batches(steps)):
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x.to(device)), y.to(device)).backward()

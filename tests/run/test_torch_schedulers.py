@@ -13,7 +13,7 @@ from torch.optim.swa_utils import SWALR
 
 from trainwright import Checkpoint, CheckpointError, Cosine, Observer, SettingError, Trainer, Updates, find_lr
 from trainwright.fit.setup import _needs_a_closure
-from trainwright.optim.fused import step_of
+from trainwright.optim.fused import maskable_step_of
 from trainwright.tools.smoke import smoke_run
 
 SCHEDULERS = {
@@ -368,7 +368,7 @@ def test_a_step_that_torch_has_wrapped_is_left_out_by_the_flag_as_any_other(opti
         for one, made in ((model, plain), (wrapped, marked)):
             for parameter in one.parameters():
                 parameter.grad = torch.ones_like(parameter)
-            step_of(made, torch.tensor(bad))()
+            maskable_step_of(made, torch.tensor(bad))()
         if fused and bad:
             assert plain.state[next(model.parameters())]["step"] == marked.state[next(wrapped.parameters())]["step"]
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), wrapped.parameters(), strict=True))

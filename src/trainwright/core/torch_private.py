@@ -154,11 +154,9 @@ def operator_name(operator: Any) -> str:
 # Optimizers.
 
 
-def global_step_hooks() -> tuple[dict[int, Any], dict[int, Any]] | None:
-    """The hooks before and after `step` of all optimizers; None where torch keeps them elsewhere."""
-    before = getattr(torch_optimizer, "_global_optimizer_pre_hooks", None)
-    after = getattr(torch_optimizer, "_global_optimizer_post_hooks", None)
-    return None if before is None or after is None else (before, after)
+def global_step_hooks() -> tuple[dict[int, Any], dict[int, Any]]:
+    """The hooks before and after `step` of all optimizers."""
+    return torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
 
 
 def is_wrapped_by_scheduler(step: Any) -> bool:
@@ -179,9 +177,8 @@ def named_leaves(value: Any) -> list[tuple[str, Any]]:
     return [(_pytree.keystr(path), leaf) for path, leaf in _pytree.tree_flatten_with_path(value)[0]]
 
 
-def profiler_enabled() -> Callable[[], bool] | None:
-    """The function that says whether a profiler of torch runs; None where it is missing."""
-    return getattr(torch.autograd, "_profiler_enabled", None)
+profiler_enabled: Callable[[], bool] = torch.autograd._profiler_enabled
+"""Whether a profiler of torch runs."""
 
 
 def function_mode() -> Any:

@@ -65,8 +65,7 @@ class Profile(Inspecting):
         SettingError beside another profiler: torch has one at a time.
         """
         self._profiler, self._coming, self._begun, self._before = None, update, 0, before
-        enabled = profiler_enabled()
-        if update and enabled is not None and enabled():
+        if update and profiler_enabled():
             raise SettingError("Profile(...) in a run that is profiled already", fix="leave one of them out")
 
     def warm_up(self, device: torch.device) -> None:

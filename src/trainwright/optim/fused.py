@@ -87,14 +87,14 @@ class DirectStep:
         return calls
 
 
-def direct_step(optimizer: Optimizer, inner: Callable[[Optimizer], Any]) -> DirectStep | None:
+def direct_step(optimizer: Optimizer, inner: Callable[[Optimizer], Any] | None) -> DirectStep | None:
     """Return the direct step of a torch optimizer built with `fused=True`; None for any other optimizer.
 
     `inner`: torch's own step, for calls that cannot be direct, such as a group of parameters of several dtypes.
     """
     groups = optimizer.param_groups
     is_fused = type(optimizer) in _CALLS and all(group.get("fused") is True for group in groups)
-    return DirectStep(optimizer, inner) if is_fused else None
+    return DirectStep(optimizer, inner) if is_fused and inner is not None else None
 
 
 def masked(
@@ -326,13 +326,7 @@ _CALLS: dict[type[Optimizer], Callable[[Group, Any], Call | None]] = {
 BEFORE, AFTER = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
 
 
-def step_of(
-    optimizer: Optimizer,
-    found_inf: Tensor | None = None,
-    rates: Callable[[], list[Tensor]] | None = None,
-    *,
-    scale: Callable[[], Tensor | None] | None = None,
-) -> Callable[[], Any]:
+def step_of(optimizer: Optimizer) -> Callable[[], Any]:
     """Return a function that makes one step of `optimizer`: by its kernels, or its `step` without the wrapper.
 
     Torch wraps every `step` to label it for the profiler and to call hooks, which costs 10 to 14 us a call (fused SGD
@@ -340,58 +334,69 @@ def step_of(
     replaced `step`, the function inside the wrapper is called; for an optimizer built with `fused=True` its kernels
     (see `DirectStep`), unless torch's GradScaler has set a scale on it. This is checked at every step, so that any of
     these may be added at any time.
+    """
+    cls, own = type(optimizer), vars(optimizer)
+    inner, wrapper = inner_step(optimizer), cls.step
+    if inner is None:
+        return partial(_look_up_and_step, optimizer)
+    direct = direct_step(optimizer, inner)
+    before_all, after_all = global_step_hooks()
+
+    def step() -> Any:
+        hooked = own[BEFORE] or own[AFTER] or before_all or after_all
+        if hooked or "step" in own or cls.step is not wrapper or profiler_enabled():
+            return optimizer.step()
+        if direct is not None and "grad_scale" not in own and "found_inf" not in own:
+            return direct()
+        return inner(optimizer)
+
+    return step
+
+
+def _look_up_and_step(optimizer: Any) -> Any:
+    """Make a step by the `step` of now: a torch scheduler may be built on the optimizer at any time."""
+    return optimizer.step()
+
+
+def maskable_step_of(
+    optimizer: Optimizer,
+    found_inf: Tensor | None,
+    rates: Callable[[], list[Tensor]] | None = None,
+    *,
+    scale: Callable[[], Tensor | None] | None = None,
+) -> Callable[[], Any]:
+    """Return a function that makes one step as that of `step_of` does, with numbers that only the device knows.
 
     `found_inf`: the kernels skip every step before which it is 1; before a step with hooks, or a replaced one, the host
     reads it. `rates`: returns the learning rates of the groups. `scale`: returns a tensor by which the gradients are
     divided, in the kernels too.
     """
     cls, own = type(optimizer), vars(optimizer)
-    wrapper = cls.step
-    inner = getattr(wrapper, "__wrapped__", None)
-    hooks_of_all, profiled = global_step_hooks(), profiler_enabled()
-    known = getattr(wrapper, "hooked", False) and BEFORE in own and AFTER in own
-    if not known or inner is None or hooks_of_all is None or profiled is None:
-        return _plain_step(optimizer, found_inf, rates, scale=scale)
-    before_all, after_all = hooks_of_all
+    inner, wrapper = inner_step(optimizer), cls.step
     direct = direct_step(optimizer, inner)
 
     def step() -> Any:
         at, by = None if rates is None else rates(), None if scale is None else scale()
-        if own[BEFORE] or own[AFTER] or before_all or after_all or cls.step is not wrapper:
+        if inner is None:
+            return masked(optimizer, optimizer.step, found_inf, rates=at, scale=by)
+        if own[BEFORE] or own[AFTER] or any(global_step_hooks()) or cls.step is not wrapper:
             return unless(optimizer, optimizer.step, found_inf, rates=at, scale=by)  # hooks may change weights too
         if "step" in own:
             # Torch's schedulers wrap `step` only to count its calls: a kernel can skip the step.
-            noted = is_wrapped_by_scheduler(own["step"]) and own["step"].__wrapped__ is wrapper
-            make = masked if noted else unless
+            only_counts = is_wrapped_by_scheduler(own["step"]) and own["step"].__wrapped__ is wrapper
+            make = masked if only_counts else unless
             return make(optimizer, optimizer.step, found_inf, rates=at, scale=by)
-        if profiled():
+        if profiler_enabled():
             return masked(optimizer, optimizer.step, found_inf, rates=at, scale=by)
         if direct is not None and "grad_scale" not in own and "found_inf" not in own:
             return direct(found_inf, at, scale=by)
-        if found_inf is None and by is None:
-            return inner(optimizer)
         return masked(optimizer, partial(inner, optimizer), found_inf, rates=at, scale=by)
 
     return step
 
 
-def _plain_step(
-    optimizer: Optimizer,
-    found_inf: Tensor | None,
-    rates: Callable[[], list[Tensor]] | None,
-    *,
-    scale: Callable[[], Tensor | None] | None,
-) -> Callable[[], Any]:
-    """Return the step of an optimizer whose `step` torch wraps in another way."""
-    if found_inf is None and scale is None:
-
-        def plain() -> Any:
-            return optimizer.step()  # looked up at each step: a torch scheduler may be built on it at any time
-
-        return plain
-
-    def step() -> Any:
-        at, by = None if rates is None else rates(), None if scale is None else scale()
-        return masked(optimizer, optimizer.step, found_inf, rates=at, scale=by)
-
-    return step
+def inner_step(optimizer: Optimizer) -> Callable[[Optimizer], Any] | None:
+    """Return the function inside torch's wrapper of `step`; None where torch wraps it in another way."""
+    wrapper, own = type(optimizer).step, vars(optimizer)
+    is_known = getattr(wrapper, "hooked", False) and BEFORE in own and AFTER in own
+    return getattr(wrapper, "__wrapped__", None) if is_known else None

@@ -154,9 +154,14 @@ def why_immediate(
 
     `checks`: whether anything is checked. `scaler`: the loss scale. `rates`: the schedule, where it is bound.
     """
-    hooks, why = owner._hooks, list[str]()
     if owner.device.type not in ASYNC_DEVICES:
-        why.append("a read waits for nothing here")
+        return ("a read waits for nothing here",)
+    return tuple(_why_not_deferred(owner, checks=checks, scaler=scaler, rates=rates))
+
+
+def _why_not_deferred(owner: Owner, *, checks: bool, scaler: LossScale | None, rates: Rates | None) -> list[str]:
+    """Return the settings for which a device that works asynchronously must be read before each step."""
+    hooks, why = owner._hooks, list[str]()
     if owner.world.size > 1:
         why.append("the ranks check an update together")
     if owner.on_error == "save":
@@ -170,7 +175,7 @@ def why_immediate(
         why += [reason for one in owner.optimizers.values() if (reason := why_not_masked(one))]
     if scaler is not None or owner.on_nonfinite == "skip":
         why += _why_not_left_out(owner, scaler, rates)
-    return tuple(why)
+    return why
 
 
 def _why_not_left_out(owner: Owner, scaler: LossScale | None, rates: Rates | None) -> Iterator[str]:

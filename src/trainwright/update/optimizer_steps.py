@@ -14,7 +14,7 @@ from trainwright.core.suggestions import did_you_mean
 from trainwright.core.trees import parameters_in, parameters_of
 from trainwright.modules.dtensors import full_tensor, is_sharded
 from trainwright.optim.clip import ClipNorm
-from trainwright.optim.fused import step_of, why_not_masked
+from trainwright.optim.fused import maskable_step_of, step_of, why_not_masked
 from trainwright.optim.gradients import Gradients
 from trainwright.optim.named import ONLY
 from trainwright.protocols import Clip, Tree
@@ -81,7 +81,7 @@ class OptimizerStep:
         """Make the kernels of the step read `found_inf`, take rates from `rates`, and clip if `fuses_clipping`."""
         self.fuses_clipping = fuses_clipping
         scale = (lambda: self.scale) if fuses_clipping else None
-        self.step = step_of(self.optimizer, found_inf, rates, scale=scale)
+        self.step = maskable_step_of(self.optimizer, found_inf, rates, scale=scale)
 
     def limit(self) -> None:
         """Measure the norm of the gradients if it is wanted, and clip them."""
