@@ -177,7 +177,7 @@ def named_leaves(value: Any) -> list[tuple[str, Any]]:
     return [(_pytree.keystr(path), leaf) for path, leaf in _pytree.tree_flatten_with_path(value)[0]]
 
 
-profiler_enabled: Callable[[], bool] = torch.autograd._profiler_enabled
+profiler_enabled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 """Whether a profiler of torch runs."""
 
 
