@@ -251,20 +251,20 @@ class Trainer(Generic[M]):
         return self.apply_gradients(name)
 
     def _between_updates(self, between: BetweenUpdates, *, epoch_ended: bool = False) -> None:
-        """Do what falls due between two updates: probe, validate, judge, report, save."""
+        """Do what is due between two updates: probe, validate, judge, report, save."""
         between.begin(epoch_ended=epoch_ended)
-        between.probe(self, epoch_ended=epoch_ended)
-        validated = between.validation_is_due(epoch_ended=epoch_ended)
+        validated = between.validation_is_due()
         best = keep = False
         if validated or epoch_ended or between.ends_inside_epoch:
-            numbers = between.validate(self.evaluate) if validated else None
-            row = between.add_row(numbers, epoch_ended=epoch_ended)
+            row = between.add_row(between.validate(self.evaluate) if validated else None)
             best, keep = between.judge(row, validated=validated)
-            between.report(row, best=best, validated=validated, epoch_ended=epoch_ended)
+            if between.reporter is not None:
+                between.reporter.report(row, best=best, validated=validated)
             if epoch_ended and self._hooks.end_epoch is not None:
-                self._hooks.end_epoch(dict(row))
-        between.validate_early_end(self.evaluate, epoch_ended=epoch_ended)
-        between.save(keep=keep, validated=validated, epoch_ended=epoch_ended)
+                between.end_epoch(row)
+        if self._counters.stopped:
+            between.validate_early_end(self.evaluate)
+        between.save(keep=keep, validated=validated)
         between.end()
 
     # The hooks.
@@ -391,7 +391,7 @@ class Trainer(Generic[M]):
     @suggests
     def save(self) -> None:
         """Have a checkpoint written as soon as the update in hand is whole; during `fit` only."""
-        self._between.saves.request()
+        self._between.request_save()
 
     @suggests
     def save_weights(self, path: str | Path) -> None:

@@ -21,7 +21,7 @@ from trainwright.core.process_state import matmul_precisions
 from trainwright.data.dataloader.loader import LoaderBatches
 from trainwright.evaluation import passes, predictions, weights
 from trainwright.evaluation.weights import EvaluationWeights
-from trainwright.fit import between_updates, context, stages
+from trainwright.fit import context, inspection, stages
 from trainwright.fit.run import Run
 from trainwright.modules import modes
 from trainwright.modules.modes import wake
@@ -265,6 +265,7 @@ def all_trainers_share_what_they_know(patch):
 
 def a_refused_fit_is_forgotten(patch):
     without(patch, stages.LastStage, "_restore")
+    without(patch, stages.TrainedStage, "_restore")
 
 
 def a_refused_fit_takes_the_rates(patch):
@@ -358,7 +359,7 @@ def a_plan_sets_the_rates(patch):
 
 
 def a_probe_is_a_callback(patch):
-    patch.setattr(between_updates, "probe_context", nothing)
+    patch.setattr(inspection, "probe_context", nothing)
 
 
 def a_pass_takes_over_the_workers(patch):

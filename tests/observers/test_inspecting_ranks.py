@@ -55,4 +55,4 @@ def test_the_first_process_tells_what_one_process_would(tmp_path: Path) -> None:
 
 def test_observers_that_only_some_processes_have_are_refused(tmp_path: Path) -> None:
     for told in pool(2).run(run, tmp_path, True, DDP()):
-        assert "the processes were given different probes" in told[0] and "Statistics(every=" in told[0]
+        assert "the processes of this run were not given the same probes" in told[0] and "Statistics(every=" in told[0]

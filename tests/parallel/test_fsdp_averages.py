@@ -122,10 +122,10 @@ def kept_on_the_host() -> Any:
     world = group()
     model = sharded_net(world)
     best = full_state_dict(model, world)
-    from trainwright.fit.result import _copied
+    from trainwright.fit.result import copied_weights
 
-    kept = _copied(model, None)
-    _copied(model, kept)  # into the same tensors
+    kept = copied_weights(model, None)
+    copied_weights(model, kept)  # into the same tensors
     sharded_loop(PAIRS, model=model)
     model.load_state_dict(kept)
     return differ(full_state_dict(model, world), best) if world.is_main else len(full_state_dict(model, world))

@@ -140,7 +140,7 @@ def test_the_law_sees_a_final_validation_that_counts(tmp_path, wholes, monkeypat
 
     def counts(self, *args, **settings):
         measure(self, *args, **settings)
-        self.history.extend([self.fit_end.final] if self.fit_end.final is not None else [])
+        self.history.extend([self.record.final_validation] if self.record.final_validation is not None else [])
 
     wholes("validated inside the epoch")  # made without the fault
     monkeypatch.setattr(between_updates.BetweenUpdates, "validate_early_end", counts)

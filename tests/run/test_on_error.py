@@ -267,7 +267,7 @@ def test_without_it_an_error_of_the_users_own_saves_nothing(directory):
     reached = trainer.result.updates
     assert reached > 3 and trainer.result.notes == (
         'not saved at its end: fit(..., resume="auto") goes on from update 3; '
-        f'Trainer(on_error="save") would have kept update {reached}',
+        f'Trainer(on_error="save") would have saved update {reached}',
     )
     assert latest_checkpoint(directory).name == "update-0000000003"
     resumed = go(directory, resume="auto")
@@ -287,7 +287,7 @@ def test_without_it_an_error_of_the_users_own_saves_nothing(directory):
 def test_an_error_before_anything_was_saved_says_what_would_have_been(place, n, kept, directory):
     trainer, _, error = go(directory / "a", Cut(place, n, breaks))
     assert type(error) is BreaksError
-    would = f'; Trainer(on_error="save") would have kept update {kept}'
+    would = f'; Trainer(on_error="save") would have saved update {kept}'
     assert trainer.result.notes == (NOTHING + (would if kept else ""),)
     go(directory / "b", Cut(place, n, breaks), on_error="save")
     saved = latest_checkpoint(directory / "b")

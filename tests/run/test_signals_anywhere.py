@@ -141,7 +141,7 @@ def test_without_it_nothing_is_saved_and_a_note_says_what_would_have_been(kind, 
     trainer, _, error = go(directory, Cut(place, 10, leaves(kind)))
     assert type(error) is kind
     (note,) = trainer.result.notes
-    assert 'Trainer(on_error="save") would have kept update' in note
+    assert 'Trainer(on_error="save") would have saved update' in note
     assert f"update-{trainer.result.updates:010d}" not in [path.name for path in directory.glob("update-*")]
 
 

@@ -29,7 +29,8 @@ from trainwright.fit.parts import parts_of
 from trainwright.fit.plan import Ends, Resume, check_monitors, make_plan
 from trainwright.fit.rank_sync import check_same_config
 from trainwright.fit.rescue import ends_in, rescue
-from trainwright.fit.resume_plan import plan_resume
+from trainwright.fit.result import FitEnd
+from trainwright.fit.resume_plan import ResumePlan, plan_resume
 from trainwright.fit.resuming import resume
 from trainwright.fit.rollback import ENDED
 from trainwright.fit.run import GRACE, Run
@@ -119,7 +120,7 @@ class FitContext:
         plan = make_plan(owner, source, val, ends=ends, notes=notes)
         run = self._run = Run(owner, source, plan, signals=self._signals)
         manager, loaded = self._open_directory(undo, refused=refused)
-        resuming = plan_resume(owner, loaded, self._resume)
+        resuming = plan_resume(owner, loaded, self._resume) if resumes else ResumePlan()
         between = self._between = BetweenUpdates(run, val, ends, manager=manager)
         owner._bind_run(run, between)
         undo.callback(_release_run, owner, run)
@@ -129,8 +130,9 @@ class FitContext:
             run.begin_epoch(epoch)
         if resuming.ended is None:
             _rehearse(owner, run, val)
-        lines = [*resuming.lines, *resume(resuming, owner, between)]
-        finished = ""
+        lines, finished = list(resuming.lines), ""
+        if resuming.checkpoint is not None or resuming.earlier is not None:
+            lines += resume(resuming, owner, between)
         if resuming.checkpoint is not None:
             sped.loaded()
             finished = resuming.place if owner._counters.stopped else ""
@@ -210,7 +212,7 @@ class FitContext:
         run.rollback.phase = ENDED
         if record.ended is None:
             record.save_error = _await_last_save(between)
-            between.fit_end.restore_best()
+            FitEnd(between).restore_best()
         broadcast_buffers(owner)
         between.sync_signals()
         record.failed = record.save_error is not None
@@ -260,7 +262,7 @@ class FitContext:
         An observer that fails is a note on that error; where there is none, the first failure is raised, after all
         observers were called. A second Ctrl-C ends it at once.
         """
-        owner, record, result = self._owner, self._owner._record, self._between.fit_end.make_result()
+        owner, record, result = self._owner, self._owner._record, FitEnd(self._between).make_result()
         if record.has_begun:
             owner.result = result
             record.stages = [*record.stages[: owner._counters.stage], _summary(owner, result)]
@@ -288,17 +290,19 @@ class FitContext:
 
 def _await_last_save(between: BetweenUpdates) -> CheckpointError | None:
     """Wait for the save at the end, which must succeed; return its error where it has failed."""
-    manager, lost = between.manager, between.owner._record.save_error
+    saves, lost = between.saves, between.record.save_error
+    if saves is None:
+        return None
     try:
-        between.saves.report(wait=True)
+        saves.report(wait=True)
     except CheckpointError as failed:
-        between.saves.report()  # of those before it that are complete
+        saves.report()  # of those before it that are complete
         return lost or failed
-    if lost is not None and manager is not None:  # it could not be encoded, and says nothing of those before
-        newest = next(iter(manager.saved), None)
+    if lost is not None:  # it could not be encoded, and says nothing of those before
+        newest = next(iter(saves.manager.saved), None)
         known = "there is no complete checkpoint of this run" if newest is None else f"the newest is {newest}"
         lost.add_note(f"{NOTE}the state at the end is not saved; {known}")
-    failing = "" if manager is None else manager.failing  # a manager of the user's own that does not raise
+    failing = saves.manager.failing  # a manager of the user's own that does not raise
     return lost or (CheckpointError(failing) if failing else None)
 
 

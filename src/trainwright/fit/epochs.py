@@ -116,14 +116,14 @@ class EpochLengths:
         expected = self.plan.updates_in(self._counters.epoch) if self._matters else None
         if expected is None:
             return windows
-        return chain(islice(windows, max(0, expected - self._made)), self._beyond(windows, expected))
+        return chain(islice(windows, max(0, expected - self.made)), self._beyond(windows, expected))
 
     def epoch_ended(self) -> None:
         """Record the length of a finished epoch, in windows and on the clock."""
         plan, clock = self.plan, self._counters.updates
         planned = plan.clock_after(len(plan.past) + 1)
         begun = plan.past[-1][0] if plan.past else 0
-        self.plan = replace(plan, past=(*plan.past, (begun + self._made, clock)), now=None)
+        self.plan = replace(plan, past=(*plan.past, (begun + self.made, clock)), now=None)
         if self._matters and planned != clock:
             self._replan()
 
@@ -144,7 +144,7 @@ class EpochLengths:
 
     def _beyond(self, windows: Iterator[Window], expected: int) -> Iterator[Window]:
         """The windows after the planned number of them, once their existence has been compared with the plan."""
-        made = self._made
+        made = self.made
         if made < expected:
             self._compare(made, f"{self._counters.batch} batches", known=True)
             return
@@ -175,7 +175,7 @@ class EpochLengths:
         return self.plan.accumulated(self._counters.epoch)
 
     @property
-    def _made(self) -> int:
+    def made(self) -> int:
         """Windows of the current epoch that were trained on."""
         return ceil(self._counters.batch / self._accumulated)
 

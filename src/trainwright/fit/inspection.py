@@ -1,4 +1,4 @@
-"""Measures a run between its updates, for observers: its speed, profiles of it, and statistics of its weights."""
+"""Measures a run between its updates, for observers: probes, its speed, profiles, and statistics of its weights."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from trainwright.core.speed import Speed
 from trainwright.core.suggestions import did_you_mean
 from trainwright.core.trees import tensors_in
 from trainwright.core.triggers import Trigger
+from trainwright.evaluation.passes import probe_context
 from trainwright.modules.dtensors import is_sharded, local_shards
 from trainwright.modules.flops import count_flops, peak_of
+from trainwright.observers.probes import Probe
 from trainwright.observers.profiler import Profile
 from trainwright.observers.statistics import Statistics
 from trainwright.observers.throughput import Throughput
@@ -52,7 +54,7 @@ class Inspector:
 
 
 def inspectors_of(run: Run) -> list[Inspector]:
-    """Return an inspector for each observer that asks for speed, a profile or statistics; clocks first."""
+    """Return an inspector for each observer that asks for speed, a profile, statistics or a probe; clocks first."""
     speed = [SpeedMeter(one, run) for one in listening(run.owner) if isinstance(one, Throughput)]
     made: list[Inspector] = [*speed]
     for one in run.owner.observers:
@@ -60,7 +62,27 @@ def inspectors_of(run: Run) -> list[Inspector]:
             made.append(ProfileRecorder(one, run))
         elif isinstance(one, Statistics):
             made.append(WeightMeter(one, run))
-    return made
+    return [*made, *(ProbeRunner(one, run) for one in run.owner.observers if isinstance(one, Probe))]
+
+
+class ProbeRunner(Inspector):
+    """Calls the function of one `Probe`, and records the numbers that it returns."""
+
+    def __init__(self, probe: Probe, run: Run) -> None:
+        self._probe, self._run = probe, run
+        self._trigger = Trigger(probe.duration, run.counters, of="every")
+
+    def report(self, *, epoch_ended: bool) -> None:
+        """Call the function where its turn has come, unless it was called before the validation was interrupted."""
+        run, counters = self._run, self._run.counters
+        if not counters.pause and self._trigger.fires(counters, epoch_ended=epoch_ended):
+            with probe_context(run.owner, run.source):
+                numbers = self._probe.fn(run.owner)
+            run.tracker.record_probe(numbers, self._probe.name)
+
+    def next_update(self) -> float:
+        """Return the update of its next turn."""
+        return self._trigger.next_update(self._run.counters)
 
 
 class SpeedMeter(Inspector):

@@ -16,6 +16,7 @@ from trainwright.core.signals import ENDING
 from trainwright.data.source import Source
 from trainwright.fit.plan import Ends
 from trainwright.fit.setup import settings_of
+from trainwright.observers.probes import Inspecting, Probe
 from trainwright.update.owner import Owner
 
 SECONDS = 1.0
@@ -39,6 +40,7 @@ def check_same_config(owner: Owner, source: Source, val: Mapping[str, Source], *
         "training data": _sizes(source),
         "validation data": ", ".join(f"{name}: {_sizes(one)}" for name, one in val.items()) or "none",
         "ends": _ends(ends),
+        "probes": _probes(owner),
         "resume": "a resume" if resumes else "none",
     }
     first, *others = owner.world.gather(given)
@@ -52,6 +54,8 @@ def _difference(name: str, first: str, other: str, *, rank: int) -> SettingError
     apart = "Trainer(..., parallel=None) for runs apart"
     same = "one script that does the same on every process"
     own = "sharded(data) for data that are each process's own part"
+    if name == "probes":
+        same = "observers=[Probe(...)] on every process, and `if trainer.is_main` in its function"
     return SettingError(
         f"the processes of this run were not given the same {name}",
         have=f"rank 0: {first}; rank {rank}: {other}",
@@ -70,6 +74,13 @@ def _settings(owner: Owner) -> dict[str, str]:
     texts["metrics"] = ", ".join(owner.metrics or ()) or "none"
     texts["checkpoint"] = "none" if owner.checkpoint is None else type(owner.checkpoint).__name__
     return texts
+
+
+def _probes(owner: Owner) -> str:
+    """Return the observers for which all ranks pause: a probe may be a forward of all of them."""
+    each = [one for one in owner.observers if isinstance(one, Inspecting) and one.name]
+    names = [f"{one.name} every {one.duration}" if isinstance(one, Probe) else one.name for one in each]
+    return ", ".join(names) or "none"
 
 
 def _sizes(source: Source) -> str:

@@ -25,7 +25,7 @@ class StageRecord:
     stages: list[dict[str, Any]] = field(default_factory=list)
     """How each finished stage ended, as a checkpoint of a later one saves it."""
     caller: str = ""
-    """The user's line that called the last `fit`, while each was of one epoch; "-" once the header has said so."""
+    """The user's line that called a `fit` of one epoch; "-" once the header has named a loop of them."""
     warns: bool = True
     """Whether mistakes in the first batch are warned of; a trial of a tool, one of many first batches, does not."""
     checked_metrics: set[str] = field(default_factory=set)
@@ -76,7 +76,7 @@ class StageRecord:
 
     def next_stage(self) -> StageRecord:
         """The record of the `fit` that follows."""
-        carried = {name: getattr(self, name) for name in ("run_id", "caller", "warns", "checked_metrics")}
+        carried = {name: getattr(self, name) for name in ("run_id", "warns", "checked_metrics")}
         return StageRecord(**carried, stages=list(self.stages), is_under_way=True, follows_failure=self.failed)
 
     def take_news(self) -> tuple[str, ...]:

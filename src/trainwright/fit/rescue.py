@@ -19,9 +19,9 @@ def rescue(between: BetweenUpdates, error: BaseException) -> list[str]:
     if at_once:
         return []
     failures = _report_held(between)
-    if between.manager is None:
-        return failures
     run, saves, counters = between.run, between.saves, between.counters
+    if saves is None:
+        return failures
     # Several ranks save only where all have agreed to end here: after an error the others are elsewhere.
     alone = run.rank_sync is not None and not (isinstance(error, Interrupted) and not error.late)
     trained = counters.rows or counters.earlier_updates  # untrained, the corrected script may begin anew
@@ -35,10 +35,10 @@ def rescue(between: BetweenUpdates, error: BaseException) -> list[str]:
         try:
             if is_complete:
                 between.update_clock()
-                if not saves.are_done:
+                if not saves.has_current_state:
                     saves.save(instead=own)
-            written = saves.completed(wait=True, alone=alone)
-            what = "an observer failed when it was told of the last save"
+            written = saves.manager.completed(wait=True, alone=alone)
+            what = "an observer failed in on_save of the last save"
             saves.notify(written)
         except Exception as failed:
             failures.append(f"{what}: {failed}")
@@ -52,7 +52,7 @@ def _report_held(between: BetweenUpdates) -> list[str]:
         try:
             run.strategy.reporter.report_held_alone()
         except Exception as failed:
-            return [f"an observer failed when it was told of the last updates: {failed}"]
+            return [f"an observer failed in on_update of the last updates: {failed}"]
     return []
 
 

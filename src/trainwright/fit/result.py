@@ -1,4 +1,4 @@
-"""The end of a `fit`: the final weights of the model, and the Result."""
+"""The end of a `fit`: the best and final weights of the model, and the Result."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -21,50 +21,37 @@ from trainwright.core.checks import local_path
 from trainwright.core.errors import CheckpointError, warn_user
 from trainwright.core.records import Best, Result
 from trainwright.evaluation.passes import evaluation_weights
-from trainwright.fit.early_stopping import EarlyStopper
-from trainwright.fit.plan import Ends
-from trainwright.fit.run import Run
 from trainwright.modules.dtensors import is_sharded
 from trainwright.update.owner import Owner
 from trainwright.update.per_rank_state import position_text
 
+if TYPE_CHECKING:
+    from trainwright.fit.between_updates import BetweenUpdates
+    from trainwright.fit.early_stopping import EarlyStopping
+
+
+def copies_best(early: EarlyStopping, manager: CheckpointManager | None) -> bool:
+    """Whether early stopping holds the best weights on the host: no checkpoint watches the same number."""
+    if not early.restore_best:
+        return False
+    if manager is None:
+        return True
+    watched = (manager.settings.best, manager.settings.mode)
+    return watched != (early.monitor, early.mode) or bool(early.min_delta)
+
 
 class FitEnd:
-    """Stores the best weights while a `fit` runs, loads the final ones at its end, and makes its Result."""
+    """Loads the final weights at the end of a `fit`, and makes its Result."""
 
-    def __init__(self, run: Run, ends: Ends, *, manager: CheckpointManager | None, watch: EarlyStopper | None) -> None:
-        self.run, self.owner, self.counters = run, run.owner, run.counters
-        self.ends, self.manager, self.watch = ends, manager, watch
-        self.record = run.owner._record
-
-    @property
-    def restores_from_memory(self) -> bool:
-        """Whether early stopping's best weights are kept on the host: no checkpoint watches the same number."""
-        early = self.owner.early_stopping
-        if early is None or not early.restore_best:
-            return False
-        settings = None if self.manager is None else self.manager.settings
-        watched = (early.monitor, early.mode)
-        same = settings is not None and (settings.best, settings.mode) == watched
-        return not same or bool(early.min_delta)
-
-    def store_best(self) -> None:
-        """Copy the weights as early stopping's best, where no checkpoint has them."""
-        watch = self.watch
-        assert watch is not None
-        with self.run.weights.evaluated():
-            watch.weights = _copied(self.owner.model, watch.weights) if self.restores_from_memory else None
-
-    def sharding_of_best(self) -> dict[str, Any]:
-        """Return host tensors, by part and key, with the sharding that the weights of a loaded best are to have."""
-        if not self.restores_from_memory:
-            return {}
-        return {"early_stopping": {"weights": _copied(self.owner.model, None)}}
+    def __init__(self, between: BetweenUpdates) -> None:
+        self._run, self._owner, self._counters = between.run, between.owner, between.counters
+        self._ends, self._manager, self._watch = between.ends, between.manager, between.watch
+        self._record = between.record
 
     def restore_best(self) -> None:
         """Load the final weights: averaged and/or best, as configured."""
-        self.run.weights.install()
-        manager, watch = self.manager, self.watch
+        self._run.weights.install()
+        manager, watch = self._manager, self._watch
         if watch is not None and watch.best is not None and watch.settings.restore_best:
             if watch.weights is None:
                 self._load(watch.best)
@@ -72,42 +59,42 @@ class FitEnd:
                 self._load_into(watch.best, watch.weights, source="the best weights")
         elif manager is not None and manager.settings.restore_best and manager.best is not None:
             self._load(manager.best)
-        self.run.weights.install()  # once more: the best that was loaded on top is what the next stage finds
+        self._run.weights.install()  # once more: the best that was loaded on top is what the next stage finds
 
     def _load(self, best: Best) -> None:
         """Load the weights of a best from its checkpoint; a warning where that is gone, and the last weights stay."""
-        path = self._path_of(best)
+        path = path_at(self._manager, best.update)
         if path is None:
-            self._warn_of(best, "were not kept")
+            self._warn_of(best, "are in no checkpoint")
             return
         self._load_into(best, load_weights(path), source=str(path))  # raises where the file is damaged
 
     def _load_into(self, best: Best, weights: Mapping[str, Any], *, source: str) -> None:
-        """Load a best's weights, sharded or whole, into the model."""
+        """Load a best's weights, sharded or complete, into the model."""
         try:
-            load_into(self.owner.model, weights, source=source)
+            load_into(self._owner.model, weights, source=source)
         except CheckpointError:
             self._warn_of(best, "are those of another model: it has changed since")
             return
-        self.record.restored = best
+        self._record.restored = best
 
     def _warn_of(self, best: Best, why: str) -> None:
-        if self.owner.is_main:  # of several processes all come to the same, and one says it
+        if self._owner.is_main:  # all ranks come to the same, and one says it
             what = f"the weights of the best {best.name} (update {best.update})"
             warn_user(f"{what} {why}; the last ones stay")
 
     def make_result(self) -> Result:
         """Return how the run ended; how the stage had ended, where it was passed over."""
-        counters, passed = self.counters, self.record.ended
-        best = None if self.manager is None else self.manager.best
+        counters, passed = self._counters, self._record.ended
+        best = None if self._manager is None else self._manager.best
         if passed is not None:
             best = None if passed["best"] is None else Best(**passed["best"])
-            best = best and replace(best, path=self._path_of(best))
-        elif best is None and self.watch is not None:
-            best = self.watch.best
-        weights = ", ".join([one for one in (self.run.weights.name, self._restored_text(best)) if one]) or "last"
+            best = best and replace(best, path=path_at(self._manager, best.update))
+        elif best is None and self._watch is not None:
+            best = self._watch.best
+        weights = ", ".join([one for one in (self._run.weights.name, self._restored_text(best)) if one]) or "last"
         return Result(
-            history=list(self.owner.history),
+            history=list(self._owner.history),
             best=best,
             updates=counters.updates,
             epochs=counters.epoch,
@@ -116,59 +103,42 @@ class FitEnd:
             skipped=counters.skipped,
             weights=weights if passed is None else passed["weights"],
             notes=self._notes() if passed is None else tuple(passed["notes"]),
-            blocked=0.0 if self.manager is None else self.manager.blocked,
-            final_validation=self.record.final_validation if passed is None else passed["final"],
+            blocked=0.0 if self._manager is None else self._manager.blocked,
+            final_validation=self._record.final_validation if passed is None else passed["final"],
         )
 
     def _restored_text(self, best: Best | None) -> str:
         """Return which best the model holds, by name where the run's `best` is of another number."""
-        restored = self.record.restored
+        restored = self._record.restored
         if restored is None:
             return ""
         by = f" by {restored.name}" if best is not None and best.name != restored.name else ""
         return f"best of epoch {restored.epoch}{by}"
 
-    def _path_of(self, best: Best) -> Path | None:
-        return self.path_at(best.update)
-
-    def path_at(self, update: int) -> Path | None:
-        """The checkpoint of an update, where it is still there."""
-        manager, name = self.manager, update_name(update)
-        kept = [] if manager is None else [*manager.saved, None if manager.best is None else manager.best.path]
-        return next((path for path in kept if path is not None and path.name == name), None)
-
     def _notes(self) -> tuple[str, ...]:
         """Return the lines on what a user should know of the run."""
-        lines = (*self._skip_notes(), *acceleration_notes(self.owner), *self._save_notes())
-        return (*lines, *self._reporter_notes(), *self._resume_notes())
+        failing = "" if self._manager is None else self._manager.failing
+        reported = self._run.strategy.reporter.note
+        lines = [*self._skip_notes(), *acceleration_notes(self._owner), failing, reported, *self._resume_notes()]
+        return tuple(line for line in lines if line)
 
     def _skip_notes(self) -> tuple[str, ...]:
-        counters, total = self.counters, self.run.plan.updates
-        rates = self.run.rates
+        counters, total = self._counters, self._run.plan.updates
+        rates = self._run.rates
         short = 0 if total is None or rates is None or rates.monitors else total - counters.updates
         if counters.skipped and not counters.updates:
             return (f"nothing was trained: all {counters.skipped} updates were skipped",)
-        if not counters.skipped or short <= 0 or self.ends.epochs != counters.epoch:
+        if not counters.skipped or short <= 0 or self._ends.epochs != counters.epoch:
             return ()
         return (f"the schedule ended {short} short of its {total} updates: {counters.skipped} were skipped",)
 
-    def _save_notes(self) -> tuple[str, ...]:
-        """Return the note on a last save that failed."""
-        failing = "" if self.manager is None else self.manager.failing
-        return (failing,) if failing else ()
-
-    def _reporter_notes(self) -> tuple[str, ...]:
-        """Return the note on updates that were reported with the numbers of rank 0 alone."""
-        note = self.run.strategy.reporter.note
-        return (note,) if note else ()
-
     def _resume_notes(self) -> tuple[str, ...]:
         """Return the note on where a run that ended in an error, or by a signal, can be resumed."""
-        manager, again = self.manager, 'fit(..., resume="auto")'
-        # Rank 0 writes: after an error, when nobody waits for anybody, only it knows which saves are complete.
-        if manager is None or not self.record.failed or not self.owner.is_main:
+        manager, again = self._manager, 'fit(..., resume="auto")'
+        # Rank 0 writes: after an error, when no rank waits for another, only it knows which saves are complete.
+        if manager is None or not self._record.failed or not self._owner.is_main:
             return ()
-        reached = self.counters.earlier_updates + self.counters.updates
+        reached = self._counters.earlier_updates + self._counters.updates
         named = [path for path in manager.saved if is_update_name(path.name)]
         known = [update_of(path.name) for path in named if is_of_run(path, manager.run_id)]
         if manager.saved and not named:
@@ -176,23 +146,31 @@ class FitEnd:
         if known and known[0] >= reached:
             return (f"saved at update {known[0]}: {again} goes on from there",)
         where = f"not saved at its end: {again} goes on from update {known[0]}" if known else ""
-        kept = f'; Trainer(on_error="save") would have kept update {reached}' if self.record.could_save else ""
+        kept = f'; Trainer(on_error="save") would have saved update {reached}' if self._record.could_save else ""
         return (f"{where or f'nothing is saved: {again} begins anew'}{kept}",)
 
 
+def path_at(manager: CheckpointManager | None, update: int) -> Path | None:
+    """Return the checkpoint of an update, None where it was removed."""
+    if manager is None:
+        return None
+    complete = [*manager.saved, None if manager.best is None else manager.best.path]
+    return next((path for path in complete if path is not None and path.name == update_name(update)), None)
+
+
 def write_weights(owner: Owner, path: str | Path) -> None:
-    """Write the weights that count to one file, on rank 0; return, or raise its error, on every rank afterwards."""
+    """Write the evaluation weights to one file, on rank 0; return, or raise its error, on every rank afterwards."""
     path = local_path(path, "save_weights({})", file=True)
     with owner.world.watched(partial(position_text, owner)), evaluation_weights(owner):
-        weights = whole_weights(owner)
+        weights = full_weights(owner)
         if owner.world.size == 1:
             save_weights(path, weights)
         else:
             on_rank_zero(owner.world, lambda: save_weights(path, weights))
 
 
-def whole_weights(owner: Owner) -> dict[str, Any]:
-    """The model's weights as plain tensors; those of a model that several processes hold in parts, on the first one."""
+def full_weights(owner: Owner) -> dict[str, Any]:
+    """Return the model's weights as plain tensors; of a sharded model on rank 0."""
     if not owner.parallel.shards:
         weights: dict[str, Any] = owner.model.state_dict()
         return weights
@@ -209,7 +187,7 @@ def _layout(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _copied(model: Any, into: dict[str, Tensor] | None) -> dict[str, Tensor]:
+def copied_weights(model: Any, into: dict[str, Tensor] | None) -> dict[str, Tensor]:
     """Return a host copy of the weights, in the tensors of the last copy where they fit."""
     state_dict = model.state_dict()
     if into is not None and _layout(into) == _layout(state_dict) and all(isinstance(v, Tensor) for v in into.values()):

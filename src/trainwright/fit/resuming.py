@@ -19,6 +19,7 @@ from trainwright.checkpointing.weights import load_into
 from trainwright.core.errors import CheckpointError, SettingError, warn_user
 from trainwright.core.suggestions import did_you_mean
 from trainwright.fit.between_updates import BetweenUpdates
+from trainwright.fit.result import copied_weights, path_at
 from trainwright.fit.resume_plan import ResumePlan
 from trainwright.modules.dtensors import is_sharded
 from trainwright.optim.named import disable_wrong_kernels, has_scheduler
@@ -45,7 +46,7 @@ def _pass_over(plan: ResumePlan, owner: Owner, between: BetweenUpdates) -> None:
     plan.checkpoint.tree.clear()
     owner._counters.load_state_dict(ended["counters"])
     owner.history[:] = plan.progress["history"][: ended["rows"]]
-    record, path = owner._record, between.fit_end.path_at(ended["left"])
+    record, path = owner._record, path_at(between.manager, ended["left"])
     record.ended = ended
     record.lacks_weights = path is None or not _load_model(owner, path)
     if record.lacks_weights:
@@ -68,11 +69,10 @@ def _load(plan: ResumePlan, owner: Owner, between: BetweenUpdates) -> list[str]:
     given = _settings(owner)
     reports, lines = _restore(plan, owner, between)
     reports += [*disable_wrong_kernels(owner.optimizers), *_unused(owner, given)]
-    counters.stopped = between.completed_end() or (
-        "" if between.watch is None or counters.pause else between.watch.stopped
-    )
-    for report in reports if owner.world.is_main and not counters.stopped else ():  # a finished run does not continue
-        warn_user(report)  # it matters without a console too
+    _find_position(between)
+    if owner.world.is_main and not counters.stopped:  # a finished run does not continue
+        for report in reports:
+            warn_user(report)  # it matters without a console too
     if counters.stopped:
         run.source.settle()  # no epoch will begin and take the state over; a next `fit` reads the same data
     if counters.stopped or not counters.begun or not run.random.epoch_start or not plan.with_data:
@@ -84,6 +84,21 @@ def _load(plan: ResumePlan, owner: Owner, between: BetweenUpdates) -> list[str]:
         if resume_at is not None:
             resume_at(at, counters.skipped, goes_on=not counters.stopped)
     return [*lines, *reports]
+
+
+def _find_position(between: BetweenUpdates) -> None:
+    """Find out whether the loaded run has ended, or work between two updates is still due where it was left."""
+    run, counters = between.run, between.counters
+    stopped_early = "" if between.watch is None else between.watch.stopped
+    ended = between.end_reached() or stopped_early
+    if counters.pause == "final" and not (run.stop_reason or ended):
+        counters.pause = ""  # with a later end the run continues without the validation of the earlier one
+    run.pending = counters.pause or ("update" if counters.paused < counters.updates else "")
+    counters.stopped = ("" if run.pending else ended) or ("" if counters.pause else stopped_early)
+    if not run.pending:  # the pending work makes the row of the update before it
+        run.steppers.forget_rates()
+    if not counters.stopped:
+        between.record.final_validation = None
 
 
 def _restore(plan: ResumePlan, owner: Owner, between: BetweenUpdates) -> tuple[list[str], list[str]]:
@@ -104,7 +119,7 @@ def _restore(plan: ResumePlan, owner: Owner, between: BetweenUpdates) -> tuple[l
     if is_sharded(*owner.model.parameters()):
         from trainwright.distributed.resharding import place
 
-        tree = place(tree, parts, likes=between.fit_end.sharding_of_best(), world=owner.world)
+        tree = place(tree, parts, likes=_sharding_of_best(between), world=owner.world)
     reports = run_parts.restore(parts, tree, origin=origin)
     for optimizer, before in rates:
         _set_rates(optimizer, before)
@@ -112,6 +127,13 @@ def _restore(plan: ResumePlan, owner: Owner, between: BetweenUpdates) -> tuple[l
         owner._counters.batch = 0
     reports += load_rank_state(owner, own, number=number, source=source if plan.with_data else None)
     return reports, matched
+
+
+def _sharding_of_best(between: BetweenUpdates) -> dict[str, Any]:
+    """Return host tensors, by part and key, with the sharding that the weights of a loaded best are to have."""
+    if not between.copies_best:
+        return {}
+    return {"early_stopping": {"weights": copied_weights(between.owner.model, None)}}
 
 
 def _start_anew(fresh: tuple[str, ...], owner: Owner, *, parts: dict[str, Any], tree: dict[str, Tree]) -> None:

@@ -252,9 +252,9 @@ class Run:
             self.rank_sync.start()  # the pace is another one
             self.due = min(self.due, self.rank_sync.at)
 
-    def check_epoch(self, updates_before: int) -> None:
-        """Refuse to go on after an epoch in which an `update` of the user's own made no step at all."""
-        if self.counters.updates == updates_before and self._idle and self.strategy.status.applied is None:
+    def check_epoch(self) -> None:
+        """Raise after an epoch in which an `update` of the user's own made no step at all."""
+        if 0 < self.lengths.made <= self._idle and self.strategy.status.applied is None:
             raise nonfinite_policy.nothing_applied("an epoch", skipped=False)
 
     def _plan_epoch(self) -> None:

@@ -25,19 +25,86 @@ def start_stage(owner: Owner, undo: ExitStack, *, resumes: bool, epochs: int | N
     if last.is_under_way:
         what, fix = "fit() from within a fit() of the same Trainer", "another Trainer, with a model of its own"
         raise SettingError(what, want="one fit at a time", fix=fix)
-    before = LastStage(owner)
+    before = TrainedStage(owner) if last.stages else LastStage(owner)
     record = owner._record = last.next_stage()
     undo.push(before.leave)
     owner._tracker.reset()
-    if last.stages:
-        _count_anew(owner._counters, continues=last.failed and resumes)
-    if last.rates is not None:
-        last.rates.restore_groups()
-    if before.revert_weights():
-        line = "the weights were changed since the last fit: they are trained, not the ones it averaged"
-        record.notes = (line,)
-    record.notes += _note_a_loop(owner, epochs)
+    before.begin_next(resumes=resumes)
+    if epochs == 1:
+        record.notes += _note_a_loop(owner, last_caller=last.caller)
     broadcast_weights(owner)  # after the trained weights are back: averaged ones that were written to are not replaced
+
+
+def _note_a_loop(owner: Owner, *, last_caller: str) -> tuple[str, ...]:
+    """Return the header's line, once, where `fit(epochs=1)` is called in a loop and a slot starts anew each time."""
+    record, line = owner._record, user_line()
+    anew = [name for name in ("schedule", "early_stopping") if getattr(owner, name) is not None]
+    record.caller = last_caller if last_caller == "-" else line
+    if last_caller != line or not line or not anew:
+        return ()
+    record.caller = "-"
+    verb = "starts" if len(anew) == 1 else "start"
+    slots = " and ".join(anew).replace("_", " ")
+    return (f"fit(epochs=1) in a loop ({line}): the {slots} {verb} anew with each fit: write fit(epochs=n)",)
+
+
+class LastStage:
+    """The trainer as it was before this `fit`: its record and its counters."""
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner, self._record, self._counters = owner, owner._record, owner._counters.state_dict()
+
+    def begin_next(self, *, resumes: bool) -> None:
+        """Prepare counters, rates and weights for the next stage. No-op: none came before."""
+
+    def leave(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """End the stage: as an `__exit__`. Restores the trainer where an error came before the loop."""
+        owner = self._owner
+        owner._record.is_under_way = False
+        if error is not None and not owner._record.has_begun:
+            self._restore()
+        let_go_of_memory(owner._hooks)
+
+    def _restore(self) -> None:
+        self._owner._record = self._record
+        self._owner._counters.load_state_dict(self._counters)
+
+
+class TrainedStage(LastStage):
+    """The trainer as its last `fit` left it: also the settings of its parameter groups, and its evaluation weights."""
+
+    def __init__(self, owner: Owner) -> None:
+        super().__init__(owner)
+        self._groups = [
+            (group, {key: _plain(value) for key, value in group.items() if key != "params"})
+            for optimizer in owner.optimizers.values()
+            for group in optimizer.param_groups
+        ]
+        tensors = [] if self._record.weights is None else [*owner.model.parameters(), *owner.model.buffers()]
+        self._weights = [(tensor, tensor.detach().clone()) for tensor in tensors]
+
+    def begin_next(self, *, resumes: bool) -> None:
+        """Start the counters anew, but for the totals; restore the rates from before a schedule and trained weights."""
+        _count_anew(self._owner._counters, continues=self._record.failed and resumes)
+        if self._record.rates is not None:
+            self._record.rates.restore_groups()
+        weights = self._record.weights
+        if weights is not None and not weights.restore():
+            self._weights, self._record.weights = [], None  # they are the user's now
+            line = "the weights were changed since the last fit: they are trained, not the ones it averaged"
+            self._owner._record.notes = (line,)
+
+    def _restore(self) -> None:
+        super()._restore()
+        taken = _TakenRates(self._groups)
+        if taken.changed:
+            self._record.rates = taken
+        if self._record.weights is not None:
+            self._record.weights.install()
+            # `weights` has noted them as they are
+            with unnoticed(tensor for tensor, _ in self._weights), torch.no_grad():
+                for tensor, value in self._weights:
+                    tensor.copy_(value)
 
 
 def _count_anew(counters: Counters, *, continues: bool) -> None:
@@ -51,66 +118,6 @@ def _count_anew(counters: Counters, *, continues: bool) -> None:
         earlier_epochs=counters.earlier_epochs + (0 if continues else counters.epoch),
     )
     counters.load_state_dict(fresh.state_dict())
-
-
-def _note_a_loop(owner: Owner, epochs: int | None) -> tuple[str, ...]:
-    """Return the header's line, once, where `fit(epochs=1)` stands in a loop and a slot starts anew each time."""
-    record, line = owner._record, user_line()
-    looped = epochs == 1 and record.caller == line != ""
-    anew = [name for name in ("schedule", "early_stopping") if getattr(owner, name) is not None]
-    if record.caller != "-":
-        record.caller = "-" if looped and anew else line if epochs == 1 else ""
-    if not looped or not anew:
-        return ()
-    verb = "starts" if len(anew) == 1 else "start"
-    slots = " and ".join(anew).replace("_", " ")
-    return (f"fit(epochs=1) in a loop ({line}): the {slots} {verb} anew with each fit: write fit(epochs=n)",)
-
-
-class LastStage:
-    """The trainer as its last `fit` left it: record, counters, rates, and the weights that count."""
-
-    def __init__(self, owner: Owner) -> None:
-        self._owner, self._record = owner, owner._record
-        self._counters = owner._counters.state_dict()
-        self._groups = [
-            (group, {key: _plain(value) for key, value in group.items() if key != "params"})
-            for optimizer in owner.optimizers.values()
-            for group in optimizer.param_groups
-        ]
-        weights = self._record.weights
-        tensors = [] if weights is None else [*owner.model.parameters(), *owner.model.buffers()]
-        self._weights = [(tensor, tensor.detach().clone()) for tensor in tensors]
-
-    def revert_weights(self) -> bool:
-        """Load the trained weights in place of those that count; return whether somebody has changed them since."""
-        weights = self._record.weights
-        if weights is None or weights.restore():
-            return False
-        self._weights, self._record.weights = [], None  # they are the user's now
-        return True
-
-    def leave(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """End the stage: as an `__exit__`. Restores the trainer where an error came before the loop."""
-        owner = self._owner
-        owner._record.is_under_way = False
-        if error is not None and not owner._record.has_begun:
-            self._restore()
-        let_go_of_memory(owner._hooks)
-
-    def _restore(self) -> None:
-        owner, record = self._owner, self._record
-        owner._record = record
-        owner._counters.load_state_dict(self._counters)
-        taken = _TakenRates(self._groups)
-        if taken.changed:
-            record.rates = taken
-        if record.weights is None:
-            return
-        record.weights.install()
-        with unnoticed(tensor for tensor, _ in self._weights), torch.no_grad():  # `leave` has noted them as they are
-            for tensor, value in self._weights:
-                tensor.copy_(value)
 
 
 class _TakenRates:

@@ -12,13 +12,14 @@ from trainwright.protocols import Observer
 
 
 class Inspecting(Observer):
-    """An observer for which the loop pauses: it looks into the run, and changes nothing. `name`: with its settings."""
+    """An observer for which the loop pauses between two updates: it measures the run, and changes nothing."""
 
     name = ""
+    """With its settings: all ranks must have it. Empty where rank 0 alone may."""
 
 
 @suggests
-class Probe(Observer):
+class Probe(Inspecting):
     """Calls `fn(trainer)` each time `every` has passed; a dict of numbers that it returns is logged.
 
     The model is then in eval mode with the weights that count (averaged ones, where there are any), under no_grad and
