@@ -202,18 +202,18 @@ def test_a_name_in_a_manifest_cannot_leave_its_directory(name, tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda m: m.update(version=2), "format version 2"),
+        (lambda m: m.update(version=3), "format version 3"),
         (lambda m: m.update(version="1"), "format version '1'"),
         (lambda m: m.update(format="other"), "not the manifest"),
         (lambda m: m.update(update=4), "update-0000000004"),
-        (lambda m: m.update(update="3"), "update is missing or of another type"),
-        (lambda m: m.pop("run"), "run is missing"),
-        (lambda m: m.pop("files"), "files is missing"),
+        (lambda m: m.update(update="3"), "'update' is a str"),
+        (lambda m: m.pop("run"), "'run' is missing"),
+        (lambda m: m.pop("files"), "'files' is missing"),
         (lambda m: m["files"].update({"one.bin": 3}), "one.bin"),
         (lambda m: m["files"].update({"one.bin": {"size": 7}}), "one.bin"),
         (lambda m: m["files"]["one.bin"].update(sha256="00"), "one.bin"),
         (lambda m: m["files"]["one.bin"].update(size=-1), "one.bin"),
-        (lambda m: m.update(settings=3), "settings is missing or of another type"),
+        (lambda m: m.update(settings=3), "'settings' is 3"),
         (lambda m: m.update(metrics={"$pickle": "x"}), "pickle"),
     ],
 )

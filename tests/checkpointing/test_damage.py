@@ -22,11 +22,12 @@ from hypothesis import strategies as st
 
 from trainwright.checkpointing import files
 from trainwright.checkpointing import format as formats
+from trainwright.checkpointing import tree as trees
 from trainwright.checkpointing.commit import commit
 from trainwright.checkpointing.format import encode, load_tree, read_manifest
 from trainwright.checkpointing.load import latest_checkpoint, load_checkpoint, load_weights
 from trainwright.checkpointing.tensorfile import Contents, write
-from trainwright.checkpointing.tree import flatten, unflatten
+from trainwright.checkpointing.tree import flatten, loads
 from trainwright.core.errors import CheckpointError
 
 FILES = ["model.safetensors", "state.safetensors", "state.json", "manifest.json"]
@@ -34,7 +35,7 @@ FILES = ["model.safetensors", "state.safetensors", "state.json", "manifest.json"
 
 def tree(update):
     return {
-        "model": torch.nn.Linear(3, 2).state_dict() | {"half": torch.ones(3, dtype=torch.bfloat16)},
+        "model": torch.nn.Linear(3, 2).state_dict() | {"scale": torch.ones(3, dtype=torch.bfloat16)},
         "optimizer": {"state": {0: {"step": torch.tensor(1.0), "exp_avg": torch.ones(2, 3)}}},
         "progress": {"updates": update, "history": [(1, float("nan"))], "x": np.arange(3)},
     }
@@ -120,10 +121,30 @@ def test_every_cut_every_torn_end_and_a_flipped_bit_of_every_byte_are_found(name
 
 def test_a_checkpoint_of_a_later_format_is_passed_over_by_its_version(run, monkeypatch):
     root = run[0]
-    monkeypatch.setattr(formats, "FORMAT_VERSION", 2)
+    monkeypatch.setattr(formats, "FORMAT_VERSION", 3)
     put(root, 2)
     monkeypatch.undo()
-    passed_over(run, "format version 2, and this trainwright reads 1")
+    passed_over(run, "format version 3, and this trainwright reads 2(.|\n)*pip install --upgrade trainwright")
+
+
+def test_a_checkpoint_of_an_earlier_format_is_refused_with_the_line_that_loads_its_weights(run, monkeypatch):
+    root, older, newer = run
+    for update in (1, 2):
+        monkeypatch.setattr(formats, "FORMAT_VERSION", 1)
+        put(root, update)
+        monkeypatch.undo()
+    with pytest.warns(UserWarning), pytest.raises(CheckpointError, match="no complete checkpoint") as refused:
+        load_checkpoint("auto", root)
+    assert str(refused.value).count("format version 1, and this trainwright reads 2") == 2
+    model = torch.nn.Linear(3, 2)
+    model.register_buffer("scale", torch.zeros(3, dtype=torch.bfloat16))
+    with pytest.raises(CheckpointError, match="resume with the release that wrote it") as refused:
+        load_checkpoint(newer, root)
+    line = str(refused.value).partition("begin a new run with ")[2].splitlines()[0]
+    eval(line, {"load_weights": load_weights, "model": model})
+    assert torch.equal(model.scale, torch.ones(3, dtype=torch.bfloat16))
+    with pytest.raises(CheckpointError, match="format version 1"):
+        load_weights(older)
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "file"])
@@ -276,7 +297,7 @@ def test_the_law_sees_a_loader_that_unpickles(run, tmp_path, monkeypatch):
                 return pickle.loads(text if isinstance(text, bytes) else text.encode("latin-1"))
             return json.loads(text)
 
-    monkeypatch.setattr(formats, "json", Unpickles)
+    monkeypatch.setattr(trees, "json", Unpickles)
     with pytest.raises((AssertionError, pytest.fail.Exception)):
         check_nothing_is_executed("state.json", run, tmp_path, monkeypatch)
     assert (tmp_path / "ran").exists()
@@ -342,7 +363,7 @@ NODES = st.recursive(
 @pytest.mark.filterwarnings("ignore")
 def test_any_node_is_a_value_or_an_error_of_ours(node):
     with suppress(CheckpointError):
-        unflatten([node], {"t": torch.arange(6, dtype=torch.float32), "u": torch.zeros(8, dtype=torch.uint8)})
+        loads(json.dumps([node]), {"t": torch.arange(6, dtype=torch.float32), "u": torch.zeros(8, dtype=torch.uint8)})
 
 
 @settings(max_examples=150, deadline=None)
@@ -356,7 +377,7 @@ def test_a_changed_state_is_a_value_or_an_error_of_ours(data):
     with suppress(CheckpointError, ValueError):
         changed = json.loads(text[:at] + put_in + text[at + data.draw(st.integers(0, 3)) :])
         try:
-            unflatten(changed, tensors)
+            loads(json.dumps(changed), tensors)
         except ValueError as error:
             raise AssertionError from error
 

@@ -4,6 +4,7 @@ import enum
 import json
 import math
 import pickle
+import re
 import struct
 from collections import OrderedDict, defaultdict, deque, namedtuple
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import nn
 
 from trainwright.checkpointing.files import read_file, replace_file
 from trainwright.checkpointing.tensorfile import Contents, read
-from trainwright.checkpointing.tree import MAX_DEPTH, flatten, unflatten
+from trainwright.checkpointing.tree import MAX_DEPTH, flatten, loads, plain_data
 from trainwright.core.errors import CheckpointError
 from trainwright.core.trees import path_text
 
@@ -31,7 +32,7 @@ def through_files(tree, tmp_path):
     jsonable, tensors = flatten(tree)
     text = json.dumps(jsonable, allow_nan=False)
     replace_file(tmp_path / "t", Contents(tensors, {}))
-    return unflatten(json.loads(text), read_file(tmp_path / "t", read).tensors)
+    return loads(text, read_file(tmp_path / "t", read).tensors)
 
 
 def raw(tensor):
@@ -234,6 +235,8 @@ class Exploding:
 def test_anything_else_is_refused_with_its_place_and_a_cure(value, cure):
     with pytest.raises(CheckpointError) as caught:
         flatten({"state": {"queue": [0, 1, 2, value]}})
+    with pytest.raises(CheckpointError, match=re.escape(str(caught.value).partition("\n  where")[0])):
+        plain_data({"state": {"queue": [0, 1, 2, value]}})
     assert "state['queue'][3] " in str(caught.value)
     assert cure in str(caught.value)
 
@@ -246,7 +249,8 @@ def test_a_tree_that_contains_itself_is_refused():
     deep = 1
     for _ in range(MAX_DEPTH):
         deep = [deep]
-    assert same(unflatten(*flatten(deep)), deep)
+    plain, tensors = flatten(deep)
+    assert same(loads(json.dumps(plain), tensors), deep)
 
 
 def test_places_are_written_as_in_python():
@@ -284,7 +288,7 @@ BASE = {"t": torch.arange(6, dtype=torch.uint8)}
 )
 def test_a_node_that_flatten_never_writes_is_a_checkpoint_error(node):
     with pytest.raises(CheckpointError):
-        unflatten([node], BASE)
+        loads(json.dumps([node]), BASE)
 
 
 def test_no_pickle_is_read_or_written(monkeypatch, tmp_path):
@@ -309,6 +313,6 @@ def test_tensors_of_a_device_are_read_to_the_cpu_or_put_back_with_their_ties(tmp
     assert all(t.device.type == "cpu" for t in back.values())
     jsonable, tensors = flatten(tree)
     replace_file(tmp_path / "t", Contents(tensors, {}))
-    back = unflatten(jsonable, read_file(tmp_path / "t", read).tensors, device=torch.device("cuda"))
+    back = loads(json.dumps(jsonable), read_file(tmp_path / "t", read).tensors, device=torch.device("cuda"))
     back["flat"][4] = 100.0
     assert back["rows"][0, 1] == 100.0 and back["host"].device.type == "cpu" and back["rows"].device.type == "cuda"

@@ -193,7 +193,7 @@ def save(path: Path, saved: Any) -> None:
 
 def load(path: Path) -> Any:
     tensors = torch.load(path.with_suffix(".pt"), weights_only=True)
-    return tree.unflatten(json.loads(path.with_suffix(".json").read_text()), tensors)
+    return tree.loads(path.with_suffix(".json").read_text(), tensors)
 
 
 def go_on(path: Path) -> None:

@@ -5,6 +5,7 @@ What needs real ones (transfers, streams, their random states, kernels of CUDA) 
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -25,7 +26,7 @@ from trainwright import (
     accuracy,
     batches,
 )
-from trainwright.checkpointing.tree import flatten, unflatten
+from trainwright.checkpointing.tree import flatten, loads
 from trainwright.core.device import choose_device, devices_of, homes, place
 
 
@@ -273,7 +274,7 @@ def test_loaded_state_goes_back_to_the_device_where_it_lay():
             asked.append(name)
             return where(name)
 
-        return unflatten(jsonable, tensors, device=asking if callable(where) else where)
+        return loads(json.dumps(jsonable), tensors, device=asking if callable(where) else where)
 
     apart = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta"))
     tree = back("meta", apart)

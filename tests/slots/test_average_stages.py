@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from copy import deepcopy
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from averages import X, normed, same, train, values, weights
 from torch import nn
 
-from trainwright.checkpointing.tree import flatten, unflatten
+from trainwright.checkpointing.tree import flatten, loads
 from trainwright.core.durations import Epochs, Updates
 from trainwright.core.errors import CheckpointError
 from trainwright.core.plan import Plan
@@ -183,7 +184,8 @@ def finish(settings, *, cut=None):
     if cut is not None:
         with average.swapped(forward_of(model)):
             tree = {"model": model.state_dict(), "average": average.state_dict()}
-            saved = deepcopy(unflatten(*flatten(tree)))
+            plain, tensors = flatten(tree)
+            saved = deepcopy(loads(json.dumps(plain), tensors))
         model = normed()
         model[0].weight.data.fill_(9)
         average = settings.bind(model)

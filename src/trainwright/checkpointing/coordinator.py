@@ -6,6 +6,7 @@ that; the files themselves go through the file system that the ranks share.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import socket
@@ -15,7 +16,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from trainwright.checkpointing.files import checksum_of
 from trainwright.checkpointing.format import update_name
 from trainwright.core.errors import CheckpointError, DataError, SettingError, message
 
@@ -188,4 +188,4 @@ def _identity(loaded: Loaded) -> str:
     """Return what two different checkpoints of one name do not have in common."""
     manifest = loaded.manifest
     text = json.dumps([manifest["run"], manifest["update"], manifest["files"]], sort_keys=True)
-    return f"{update_name(manifest['update'])} {checksum_of(text.encode(), 'sha256')}"
+    return f"{update_name(manifest['update'])} {hashlib.sha256(text.encode()).hexdigest()}"

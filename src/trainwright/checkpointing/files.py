@@ -12,7 +12,7 @@ import secrets
 import stat
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from io import FileIO
 from pathlib import Path
 from queue import Queue
@@ -33,7 +33,7 @@ Checksum = Literal["crc32", "sha256"]
 """Both detect accidents: crc32 is cheap and misses one random change in 2**32, sha256 misses none. Neither proves
 anything about intent: who can change a file can change its checksum in the manifest too."""
 Content = tensorfile.Contents | bytes
-"""What one file holds: tensors, or bytes."""
+"""The content of one file: tensors, or bytes."""
 NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 _READ = os.O_RDONLY | NO_FOLLOW | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 _WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_FOLLOW | getattr(os, "O_BINARY", 0)
@@ -47,32 +47,46 @@ def write_file(path: Path, content: Content, *, checksum: Checksum = "crc32") ->
     """Write and fsync a new file; return its size and checksum."""
     fd = os.open(path, _WRITE, 0o600)
     try:
-        # Memory that exists anyway may wait for its checksum; of copies made on the way only two may.
-        limit = None if isinstance(content, bytes) or tensorfile.is_ready(content) else 2
-        with closing(_FileWriter(fd, Checksummer(checksum, limit=limit))) as file:
+        with _hash(checksum, content_size(content)) as total:
+            file = _FileWriter(fd, total)
             if isinstance(content, bytes):
                 file.write(content)
             else:
                 tensorfile.write(file, content.tensors, content.metadata)
             _fsync(fd)
-            return {"size": file.size, checksum: file.checksum.finish()}
+            return {"size": file.size, checksum: total.hexdigest()}
     finally:
         os.close(fd)
 
 
 def read_file(path: Path, use: Callable[[FileReader], T], *, expected: Mapping[str, Any] | None = None) -> T:
-    """Return what `use` makes of a file, whose size and checksum must be the `expected` ones."""
-    kind = None if expected is None else next(kind for kind in CHECKSUMS if kind in expected)
-    with open_file(path, checksum=kind) as file:
-        if expected is not None:
-            check_size(file, expected)
-        try:
-            result = use(file)
-        except CheckpointError:
-            _verify(file, kind, expected)  # a wrong checksum says more than what its bytes were mistaken for
-            raise
-        _verify(file, kind, expected)
-        return result
+    """Return the result of `use` for a file, whose size and checksum must be the `expected` ones."""
+    with open_file(path) as file:
+        if expected is None:
+            return use(file)
+        check_size(file, expected)
+        kind = next(kind for kind in CHECKSUMS if kind in expected)
+        with _hash(kind, file.size) as file.checksum:
+            try:
+                result = use(file)
+            except CheckpointError:
+                file.verify(expected[kind])  # a wrong checksum says more than an error in decoding wrong bytes
+                raise
+            file.verify(expected[kind])
+            return result
+
+
+def read_bytes(path: Path, *, limit: int, expected: Mapping[str, Any] | None = None) -> bytes:
+    """Return a file as bytes, of which there may be at most `limit`."""
+
+    def use(file: FileReader) -> bytes:
+        if file.size > limit:
+            raise CheckpointError(f"{path} is damaged: it has {file.size} bytes, and {limit} at most are written")
+        data = bytearray(file.size)
+        file.readinto(memoryview(data))
+        return bytes(data)
+
+    return read_file(path, use, expected=expected)
 
 
 def replace_file(path: Path, content: Content) -> None:
@@ -90,22 +104,13 @@ def replace_file(path: Path, content: Content) -> None:
 
 
 @contextmanager
-def open_file(path: Path, *, checksum: str | None = None) -> Iterator[FileReader]:
-    """Open a regular file, never a link, a pipe or a device; with `checksum` the bytes that are read are summed."""
+def open_file(path: Path) -> Iterator[FileReader]:
+    """Open a regular file, never a link, a pipe or a device; CheckpointError also where reading fails inside it."""
     try:
-        if not NO_FOLLOW and path.is_symlink():
-            raise OSError(errno.ELOOP, "it is a symbolic link")
-        fd = os.open(path, _READ)
+        with FileIO(path, opener=_open_regular) as file:
+            yield FileReader(file, str(path))
     except OSError as error:
-        reason = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
-        raise CheckpointError(f"{path} cannot be read: {reason}") from error
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise CheckpointError(f"{path} is no regular file")
-        with closing(FileReader(fd, str(path), Checksummer(checksum) if checksum else None)) as file:
-            yield file
-    finally:
-        os.close(fd)
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def check_size(file: FileReader, expected: Mapping[str, Any]) -> None:
@@ -119,6 +124,13 @@ def is_entry(entry: Any) -> bool:
     if type(entry) is not dict or type(entry.get("size")) is not int or entry["size"] < 0:
         return False
     return [type(entry[kind]) for kind in CHECKSUMS if kind in entry] == [str]
+
+
+def content_size(content: Content) -> int:
+    """Return the bytes of a file's content, without the header of tensors."""
+    if isinstance(content, bytes):
+        return len(content)
+    return sum(tensor.numel() * tensor.element_size() for tensor in content.tensors.values())
 
 
 def spare_name(kind: str, name: str) -> str:
@@ -144,74 +156,49 @@ def sync_directory(path: Path) -> None:
 class FileReader:
     """A file that is read in order, its checksum computed on the way where one is asked for."""
 
-    def __init__(self, fd: int, label: str, checksum: Checksummer | None) -> None:
+    def __init__(self, file: FileIO, label: str) -> None:
         self.label = label
         """The name of the file in an error."""
-        self.size = os.fstat(fd).st_size
-        self._checksum = checksum
-        self._file = FileIO(fd, closefd=False)
+        self.size = os.fstat(file.fileno()).st_size
+        self.checksum: _Hash | None = None
+        self._file = file
 
     def readinto(self, target: memoryview) -> None:
         """Fill `target` with the next bytes; CheckpointError where the file ends before."""
         at = 0
         while at < len(target):
-            try:
-                n = self._file.readinto(target[at : at + _CHUNK])
-            except OSError as error:
-                raise CheckpointError(f"{self.label} cannot be read: {error.strerror}") from error
+            n = self._file.readinto(target[at : at + _CHUNK])
             if not n:
                 raise CheckpointError(f"{self.label} is cut off")
-            if self._checksum is not None:
-                self._checksum.update(target[at : at + n])
+            if self.checksum is not None:
+                self.checksum.update(target[at : at + n])
             at += n
 
-    def read_all(self, *, limit: int | None = None) -> bytes:
-        """Return all bytes; CheckpointError where there are more than `limit`, or than there is memory for."""
-        if limit is not None and self.size > limit:
-            raise CheckpointError(f"{self.label} is damaged: it has {self.size} bytes, and {limit} at most are written")
-        try:
-            data = bytearray(self.size)
-        except MemoryError as error:
-            raise CheckpointError(f"{self.label} has {self.size} bytes, and there is no memory for them") from error
-        self.readinto(memoryview(data))
-        return bytes(data)
-
-    def finish(self) -> str:
-        """Read the rest for the checksum alone; return the checksum."""
-        assert self._checksum is not None
-        left = self.size - self._file.tell()
-        buffer = memoryview(bytearray(min(left, _BUFFER)))
-        while left:
-            self.readinto(buffer[: min(left, _BUFFER)])
-            self._checksum.finish()  # before the buffer is used again
-            left = self.size - self._file.tell()
-        return self._checksum.finish()
-
-    def close(self) -> None:
-        """End the checksum thread."""
-        if self._checksum is not None:
-            self._checksum.finish()
+    def verify(self, expected: str) -> None:
+        """Read the rest of the file; CheckpointError where the checksum of all its bytes is not the expected one."""
+        assert self.checksum is not None
+        while data := self._file.read(_BUFFER):
+            self.checksum.update(data)
+        if (found := self.checksum.hexdigest()) != expected:
+            raise CheckpointError(f"{self.label} is damaged: its checksum is {found} and should be {expected}")
 
 
 class _FileWriter:
     """A file whose checksum is computed while it is written."""
 
-    def __init__(self, fd: int, checksum: Checksummer) -> None:
-        self.size, self.checksum, self._fd = 0, checksum, fd
+    def __init__(self, fd: int, checksum: _Hash) -> None:
+        self.size, self._fd, self._checksum = 0, fd, checksum
         self._flushed = 0
 
     def write(self, data: bytes | memoryview) -> None:
         view = memoryview(data)
         while view:
             n = os.write(self._fd, view[:_CHUNK])
-            self.checksum.update(view[:n])
+            self._checksum.update(view[:n])
             self.size += n
             view = view[n:]
             if self.size - self._flushed >= _CHUNK:
                 self._begin_flush()
-
-    def close(self) -> None:
-        self.checksum.finish()
 
     def _begin_flush(self) -> None:
         """Hint to Linux to begin with writing to the drive, which leaves less to wait for in the fsync."""
@@ -221,6 +208,17 @@ class _FileWriter:
         self._flushed = self.size
 
 
+def _open_regular(path: str, _: int) -> int:
+    """Open a file for reading, as an opener of `FileIO`; OSError where it is no regular file."""
+    if os.path.islink(path):
+        raise OSError(errno.ELOOP, "it is a symbolic link")
+    fd = os.open(path, _READ)
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    raise OSError(errno.EINVAL, "it is no regular file")
+
+
 def _fsync(fd: int) -> None:
     if fcntl is not None and hasattr(fcntl, "F_FULLFSYNC"):  # macOS: its fsync stops at the drive's cache
         fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
@@ -228,13 +226,7 @@ def _fsync(fd: int) -> None:
         os.fsync(fd)
 
 
-def _verify(file: FileReader, kind: str | None, expected: Mapping[str, Any] | None) -> None:
-    if kind is None or expected is None:
-        return
-    if (found := file.finish()) != expected[kind]:
-        raise CheckpointError(
-            f"{file.label} is damaged: its checksum ({kind}) is {found} and should be {expected[kind]}"
-        )
+# Checksums
 
 
 class _Hash(Protocol):
@@ -248,8 +240,8 @@ class _Hash(Protocol):
 class _Crc32:
     """`zlib.crc32` as an object."""
 
-    def __init__(self) -> None:
-        self._value = 0
+    def __init__(self, data: bytes = b"") -> None:
+        self._value = zlib.crc32(data)
 
     def update(self, data: bytes | memoryview, /) -> None:
         self._value = zlib.crc32(data, self._value)
@@ -258,66 +250,56 @@ class _Crc32:
         return f"{self._value:08x}"
 
 
-CHECKSUMS: dict[str, Callable[[], _Hash]] = {"crc32": _Crc32, "sha256": hashlib.sha256}
-"""The kinds of checksums by their names in a manifest."""
+CHECKSUMS: dict[str, Callable[..., _Hash]] = {"crc32": _Crc32, "sha256": hashlib.sha256}
+"""The kinds of checksums by their names in a manifest; called with the first bytes, or with none."""
 
 
-def checksum_of(data: bytes, kind: str) -> str:
-    """Return the checksum of bytes in memory."""
+def _hash(kind: str, size: int) -> AbstractContextManager[_Hash]:
+    """Return a new checksum; that of a large file is computed by a thread."""
     total = CHECKSUMS[kind]()
-    total.update(data)
-    return total.hexdigest()
+    if size >= _CHUNK:
+        with suppress(RuntimeError):  # no more threads, or the interpreter is about to end
+            return _ThreadedHash(total)
+    return nullcontext(total)
 
 
-class Checksummer:
-    """The checksum of bytes that are given in order, computed by a thread of its own where they are many.
+class _ThreadedHash:
+    """A checksum that a thread computes while the next bytes are read or written.
 
-    The bytes must not change before `finish`, which must be called in any case. At most `limit` batches may wait for
-    the thread; None: any number, right for memory that exists anyway.
+    The bytes must not change before `hexdigest`. Few of them wait for the thread, since they may be copies.
     """
 
-    def __init__(self, kind: str, *, limit: int | None = None) -> None:
-        self._hash = CHECKSUMS[kind]()
+    def __init__(self, total: _Hash) -> None:
+        self._total = total
         self._batch: list[bytes | memoryview] = []
         self._size = 0
-        self._queue: Queue[list[bytes | memoryview]] = Queue(maxsize=limit or 0)
-        self._thread: Thread | None = None
+        self._batches: Queue[list[bytes | memoryview]] = Queue(maxsize=2)
+        self._thread = Thread(target=self._run, name="trainwright checksum", daemon=True)
+        self._thread.start()
 
-    def update(self, data: bytes | memoryview) -> None:
-        """Add the next bytes, now or later."""
+    def __enter__(self) -> _ThreadedHash:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.hexdigest()
+
+    def update(self, data: bytes | memoryview, /) -> None:
         self._batch.append(data)
         self._size += len(data)
         if self._size >= _CHUNK:
-            self._enqueue()
+            self._batches.put(self._batch)
+            self._batch, self._size = [], 0
 
-    def finish(self) -> str:
-        """Wait until all bytes are added; return the checksum so far."""
-        if self._thread is not None:
+    def hexdigest(self) -> str:
+        """Wait for the thread, and end it."""
+        if self._thread.is_alive():
             if self._batch:
-                self._queue.put(self._batch)
-            self._queue.put([])  # the end
+                self._batches.put(self._batch)
+            self._batches.put([])  # the end
             self._thread.join()
-            self._thread = None
-        else:
-            self._add(self._batch)
-        self._batch, self._size = [], 0
-        return self._hash.hexdigest()
-
-    def _enqueue(self) -> None:
-        batch, self._batch, self._size = self._batch, [], 0
-        if self._thread is None:
-            thread = Thread(target=self._run, name="trainwright checksum", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:  # no more threads, or the interpreter is about to end
-                return self._add(batch)
-            self._thread = thread
-        self._queue.put(batch)
+        return self._total.hexdigest()
 
     def _run(self) -> None:
-        while batch := self._queue.get():
-            self._add(batch)
-
-    def _add(self, batch: list[bytes | memoryview]) -> None:
-        for data in batch:
-            self._hash.update(data)
+        while batch := self._batches.get():
+            for data in batch:
+                self._total.update(data)

@@ -1,4 +1,4 @@
-"""Finds and loads a checkpoint: the one that `resume=` means, the newest complete one, or the weights of the best.
+"""Finds and loads a checkpoint: the one that `resume=` names, the newest complete one, or the weights of the best.
 
 A checkpoint counts only where it is complete: every checksum in it is right, and this version can decode all of it.
 One that does not count is named in a warning, and the next older one is tried. There is no file that points to the
@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from torch import nn
 
-from trainwright.checkpointing import tensorfile
 from trainwright.checkpointing.coordinator import load_on_all_ranks
 from trainwright.checkpointing.files import read_file
 from trainwright.checkpointing.format import (
@@ -26,11 +25,11 @@ from trainwright.checkpointing.format import (
     MODEL,
     is_update_name,
     list_checkpoints,
-    load_parts,
     load_tree,
     read_manifest,
 )
 from trainwright.checkpointing.sharded_files import INDEX
+from trainwright.checkpointing.tensorfile import read_header
 from trainwright.checkpointing.weights import load_into, read_weights
 from trainwright.core.checks import local_path
 from trainwright.core.device import Home
@@ -43,6 +42,8 @@ if TYPE_CHECKING:
     from trainwright.distributed.world import World
 
 T = TypeVar("T")
+_Read = Callable[[Path, dict[str, Any] | None], T]
+"""Reads a checkpoint, whose manifest was read already or is None; CheckpointError where it is damaged."""
 _RETRIES = 100
 """How often a directory is read anew where a run saves and removes checkpoints meanwhile."""
 
@@ -85,11 +86,14 @@ def load_checkpoint(
     that cannot be read is named in a warning and passed over for the next older one, unless it was asked for. Each
     byte is read once.
 
-    State that was on an accelerator is put on `device` where one is given, as `unflatten` does. All ranks of a `world`
+    State that was on an accelerator is put on `device` where one is given, as `loads` does. All ranks of a `world`
     call this alike: rank 0 searches, all read, and they end with the same checkpoint or the same error. With
     `lazy_shards` tensors in pieces stay in their files, for `distributed.resharding.place`. `refused`: checkpoints
     that could be read and not loaded, each with the reason.
     """
+    if resume is None:
+        return None
+    where: str | Path = resume
     share = (0, 1) if world is None else (world.rank, world.size)
 
     def read(path: Path, manifest: dict[str, Any] | None = None) -> Loaded:
@@ -99,18 +103,9 @@ def load_checkpoint(
         tree = load_tree(path, manifest=manifest, device=device, share=share if lazy_shards else None)
         return Loaded(path, tree, manifest)
 
-    def find(read: Callable[[Path, dict[str, Any] | None], Loaded]) -> Loaded | None:
-        failed: dict[Path, None] = {}
-
-        def noting(path: Path, manifest: dict[str, Any] | None) -> Loaded:
-            try:
-                return read(path, manifest)
-            except CheckpointError:
-                failed[path] = None
-                raise
-
-        loaded = _find(resume, directory, run=run, read=noting)
-        return None if loaded is None else replace(loaded, passed_over=tuple(failed))
+    def find(read: _Read[Loaded]) -> Loaded | None:
+        loaded, defects = _find(where, directory, run=run, read=read)
+        return None if loaded is None else replace(loaded, passed_over=tuple(defects))
 
     if world is None or world.size == 1:
         return find(read)
@@ -123,7 +118,9 @@ def latest_checkpoint(directory: str | Path, *, run: str | None = None) -> Path 
 
     A directory with checkpoints of several runs is a CheckpointError, unless `run` is the id of one of them.
     """
-    return _newest(local_path(directory, "latest_checkpoint({})", reads=True), run, read=_checked)[0]
+    path = local_path(directory, "latest_checkpoint({})", reads=True)
+    found, _ = _retried(path, lambda listing: _newest(path, run, read=_checked, listing=listing))
+    return found
 
 
 @suggests
@@ -148,7 +145,7 @@ def load_weights(
         found, weights = _weights_of(found, model)
     else:
         choose = _best if which == "best" else _last
-        found, weights = _retried(found, lambda: _weights_of(choose(found), model))
+        found, weights = _retried(found, lambda listing: _weights_of(choose(found, listing), model))
     if model is not None:
         load_into(model, weights, source=str(found))
     return weights
@@ -161,7 +158,7 @@ def without_slot(resume: str | Path) -> Exception:
     """
     directory, instead = "runs/1", ""
     if resume != "auto":
-        found = _find(resume, None, run=None, read=lambda path, _: path)
+        found, _ = _find_at(_given_directory(resume), run=None, read=lambda path, _: path)
         assert found is not None
         directory = str(found.parent)
         instead = f"; or, for its weights alone, load_weights({str(found)!r}, model) before fit, without resume"
@@ -171,143 +168,135 @@ def without_slot(resume: str | Path) -> Exception:
     return SettingError(what, want=want, fix=f"Trainer(..., checkpoint=Checkpoint({directory!r})){instead}")
 
 
-# Which checkpoint is meant
+# The search
 
 
 def _find(
-    resume: str | Path | None,
-    directory: str | Path | None,
-    *,
-    run: str | None,
-    read: Callable[[Path, dict[str, Any] | None], T],
-) -> T | None:
-    """Return what `read` makes of the checkpoint that `resume` means."""
-    if resume is None:
-        return None
-    if not isinstance(resume, str | Path):
-        raise SettingError(f"resume={resume!r}", want='"auto", a path or None', fix='resume="auto"')
-    if resume == "auto":
-        if directory is None:
-            raise without_slot(resume)
-        path = Path(directory).expanduser()
-    else:
-        path = _existing(resume, written="resume={!r}")
-        if not path.is_dir():
-            raise _is_file(path, resume)
-        if _is_checkpoint(path):
-            return read(path, None)
+    resume: str | Path, directory: str | Path | None, *, run: str | None, read: _Read[T]
+) -> tuple[T | None, dict[Path, str]]:
+    """Return the result of `read` for the checkpoint of `resume`, and the defects of newer ones that it cannot read."""
+    if resume != "auto":
+        return _find_at(_given_directory(resume), run=run, read=read)
+    if directory is None:
+        raise without_slot(resume)
+    path = Path(directory).expanduser()  # locked by this run, so that none is removed meanwhile
     found, defects = _newest(path, run, read=read)
-    if found is None and (resume != "auto" or defects):
-        have = "\n        ".join(defects) or "no checkpoint at all"
+    if found is None and defects:
         anew = f'move the damaged ones away, or Checkpoint("{directory}-2", ...), to begin anew'
-        fix = anew if resume == "auto" else "give another path"
-        raise CheckpointError(f"{path} holds no complete checkpoint", have=have, fix=fix)
-    return found
+        raise _none_complete(path, defects, fix=anew)
+    return found, defects
+
+
+def _find_at(path: Path, *, run: str | None, read: _Read[T]) -> tuple[T | None, dict[Path, str]]:
+    """Do as `_find` for the path of a checkpoint, or of a directory of some."""
+    if _is_checkpoint(path):
+        return read(path, None), {}
+    found, defects = _retried(path, lambda listing: _newest(path, run, read=read, listing=listing))
+    if found is None:
+        raise _none_complete(path, defects, fix="give another path")
+    return found, defects
 
 
 def _newest(
-    directory: Path, run: str | None, *, read: Callable[[Path, dict[str, Any] | None], T]
-) -> tuple[T | None, list[str]]:
-    """Return what `read` makes of the newest checkpoint that it can read, and the defects of those that it cannot."""
-
-    def look() -> tuple[T | None, list[str]]:
-        defects: list[str] = []
-        for one in _of_one_run(directory, run):
-            try:
-                return read(one.path, one.manifest), defects
-            except CheckpointError as error:
-                if one.has_changed:
-                    raise  # it was removed or replaced meanwhile, so that there are others now
-                defects.append(str(error).partition("\n")[0])
-                warn_user(f"{error}; it is passed over for an older checkpoint")
-        return None, defects
-
-    return _retried(directory, look)
-
-
-def _retried(directory: Path, look: Callable[[], T]) -> T:
-    """Return what `look` finds in a directory; it looks again where a run has removed meanwhile what it read."""
-    for _ in range(_RETRIES):
-        before = {path: _inode(path) for path in list_checkpoints(directory)}
+    directory: Path, run: str | None, *, read: _Read[T], listing: _Listing | None = None
+) -> tuple[T | None, dict[Path, str]]:
+    """Return the result of `read` for the newest checkpoint that it can read, and the defects of newer ones."""
+    defects: dict[Path, str] = {}
+    for path, manifest in _of_one_run(directory, run):
         try:
-            return look()
-        except CheckpointError:
-            if all(inode is not None and _inode(path) == inode for path, inode in before.items()):
+            return read(path, manifest), defects
+        except CheckpointError as error:
+            if listing is not None and listing.has_changed:
                 raise
-    return look()
+            defects[path] = str(error).partition("\n")[0]
+            warn_user(f"{error}; it is passed over for an older checkpoint")
+    return None, defects
+
+
+def _of_one_run(directory: Path, run: str | None) -> list[tuple[Path, dict[str, Any] | None]]:
+    """Return the checkpoints of one run, newest first, with their manifests; a damaged one has None."""
+    found: list[tuple[Path, dict[str, Any] | None]] = []
+    for path in list_checkpoints(directory):
+        try:
+            found.append((path, read_manifest(path)))
+        except CheckpointError:
+            found.append((path, None))
+    runs = sorted({manifest["run"] for _, manifest in found if manifest is not None})
+    if run not in runs:
+        if len(runs) > 1:
+            fix = "give the path of one checkpoint, or keep each run in a directory of its own"
+            raise CheckpointError(f"{directory} holds several runs", have=", ".join(runs), fix=fix)
+        run = runs[0] if runs else None
+    return [(path, manifest) for path, manifest in found if manifest is None or manifest["run"] == run]
+
+
+def _none_complete(path: Path, defects: Mapping[Path, str], *, fix: str) -> CheckpointError:
+    have = "\n        ".join(defects.values()) or "no checkpoint at all"
+    return CheckpointError(f"{path} holds no complete checkpoint", have=have, fix=fix)
+
+
+def _retried(directory: Path, look: Callable[[_Listing], T]) -> T:
+    """Return the result of `look`, which is called again where a run has removed meanwhile a file that it reads."""
+    for _ in range(_RETRIES):
+        listing = _Listing(directory)
+        try:
+            return look(listing)
+        except CheckpointError:
+            if not listing.has_changed:
+                raise
+    return look(_Listing(directory))
+
+
+class _Listing:
+    """The checkpoints of a directory, which a run may remove or replace."""
+
+    def __init__(self, directory: Path) -> None:
+        self._inodes = {path: _inode(path) for path in list_checkpoints(directory)}
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether one of them was removed or replaced since."""
+        return any(inode is None or _inode(path) != inode for path, inode in self._inodes.items())
 
 
 def _inode(path: Path) -> int | None:
-    """Return which directory has a name; None where there is none."""
+    """Return the number of the directory that has a name; None where there is none."""
     try:
         return os.lstat(path).st_ino
     except OSError:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    """A checkpoint of a directory as it was when its manifest was read."""
-
-    path: Path
-    inode: int | None
-    manifest: dict[str, Any] | None
-    """None where it cannot be read."""
-
-    @property
-    def has_changed(self) -> bool:
-        """Whether it was removed or replaced since."""
-        return self.inode is None or _inode(self.path) != self.inode
-
-
-def _of_one_run(directory: Path, run: str | None) -> list[_Candidate]:
-    """Return the checkpoints of one run, newest first; a damaged one may be any run's."""
-    found: list[_Candidate] = []
-    for path in list_checkpoints(directory):
-        inode = _inode(path)
-        try:
-            found.append(_Candidate(path, inode, read_manifest(path)))
-        except CheckpointError:
-            found.append(_Candidate(path, inode, None))
-    runs = sorted({one.manifest["run"] for one in found if one.manifest is not None})
-    if run not in runs:
-        if len(runs) > 1:
-            fix = "give the path of one checkpoint, or keep each run in a directory of its own"
-            raise CheckpointError(f"{directory} holds several runs", have=", ".join(runs), fix=fix)
-        run = runs[0] if runs else None
-    return [one for one in found if one.manifest is None or one.manifest["run"] == run]
-
-
-def _last(directory: Path) -> Path:
-    found = latest_checkpoint(directory)
+def _last(directory: Path, listing: _Listing) -> Path:
+    found, _ = _newest(directory, None, read=_checked, listing=listing)
     if found is None:
         raise CheckpointError(f"{directory} holds no complete checkpoint")
     return found
 
 
-def _best(directory: Path) -> Path:
+def _best(directory: Path, listing: _Listing) -> Path:
     """Return the best complete checkpoint of a run, by the number that its newest one names."""
-    last = _last(directory)
+    last = _last(directory, listing)
     newest = read_manifest(last)
     monitor = newest.get("monitor")
     mode: Mode = "max" if newest.get("mode") == "max" else "min"
-    ranked: list[tuple[float, int, _Candidate]] = []
-    for one in _of_one_run(directory, newest["run"]):
+    ranked = []
+    for path, listed in _of_one_run(directory, newest["run"]):
         try:
-            manifest = one.manifest or read_manifest(one.path)
+            manifest = listed or read_manifest(path)
         except CheckpointError as error:
-            if one.has_changed:
+            if listing.has_changed:
                 raise
             warn_user(f"{error}; if it was the best, another one is taken")
             continue
         key = rank(manifest["metrics"].get(monitor), mode)
         if key < inf:
-            ranked.append((key, manifest["update"], one))
-    for _, _, one in sorted(ranked, key=lambda item: item[:2]):
+            ranked.append((key, manifest["update"], path, manifest))
+    for *_, path, manifest in sorted(ranked, key=lambda item: item[:2]):
         try:
-            return _checked(one.path, one.manifest)
+            return _checked(path, manifest)
         except CheckpointError as error:
-            if one.has_changed:
+            if listing.has_changed:
                 raise
             warn_user(f"{error}; the next best is taken")
     warn_user(f"no checkpoint in {directory} was judged: the last one, {last.name}, is taken for the best")
@@ -322,9 +311,10 @@ def _checked(path: Path, manifest: dict[str, Any] | None = None) -> Path:
 
 def _weights_of(path: Path, model: nn.Module | None) -> tuple[Path, OrderedDict[str, Any]]:
     """Return the weights of a checkpoint, and the file that they are in; its directory where they are in several."""
-    files = read_manifest(path)["files"]
+    manifest = read_manifest(path)
+    files = manifest["files"]
     if MODEL not in files and INDEX in files:
-        return path, load_parts(path, files, only="model")["model"]
+        return path, load_tree(path, manifest=manifest, only="model")["model"]
     if MODEL not in files:
         raise CheckpointError(f"{path} holds no {MODEL}")
     return path / MODEL, read_file(path / MODEL, partial(read_weights, model=model), expected=files[MODEL])
@@ -333,6 +323,16 @@ def _weights_of(path: Path, model: nn.Module | None) -> tuple[Path, OrderedDict[
 def _is_checkpoint(path: Path) -> bool:
     """Return whether a path is that of one checkpoint, damaged ones included, and not of a directory of some."""
     return is_update_name(path.name) or os.path.lexists(path / MANIFEST)
+
+
+def _given_directory(resume: str | Path) -> Path:
+    """Return the directory that `resume` names, of a checkpoint or of a run."""
+    if not isinstance(resume, str | Path):
+        raise SettingError(f"resume={resume!r}", want='"auto", a path or None', fix='resume="auto"')
+    path = _existing(resume, written="resume={!r}")
+    if not path.is_dir():
+        raise _is_file(path, resume)
+    return path
 
 
 def _existing(path: str | Path, *, written: str = "{}") -> Path:
@@ -361,7 +361,7 @@ def _is_file(path: Path, resume: str | Path) -> CheckpointError:
     """Build the error for a resume from a file: what it is, and how to begin with the weights that it may hold."""
     fix = f"load_weights({str(path)!r}, model) before fit, without resume"
     try:
-        read_file(path, tensorfile.check_header)
+        read_file(path, read_header)
         have = "a safetensors file: the weights of a model, without the rest of a run"
     except CheckpointError as error:
         have = str(error)

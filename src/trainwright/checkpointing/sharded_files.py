@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,15 @@ import torch
 from torch import Tensor
 
 from trainwright.checkpointing import tensorfile
-from trainwright.checkpointing.files import Checksum, Content, is_entry, read_file, sync_directory, write_file
+from trainwright.checkpointing.files import (
+    Checksum,
+    Content,
+    is_entry,
+    read_bytes,
+    read_file,
+    sync_directory,
+    write_file,
+)
 from trainwright.core.errors import CheckpointError
 from trainwright.distributed.pieces import Piece, TensorPieces
 from trainwright.protocols import Tree
@@ -41,7 +50,10 @@ PATIENCE = 300.0
 """Seconds without any change in the directory after which a rank is taken for dead."""
 HURRY = 5.0
 """The same where a run ends in an error."""
-_LARGEST_REPORT = 1 << 28
+_LARGEST_TEXT = 1 << 28
+"""Bytes of the list of the pieces, and of the report of one rank; more are not read."""
+_LARGEST_FAILURE = 1 << 20
+"""Bytes of the text in which a rank reports a failure; more are not read."""
 _POLLS = (0.01, 0.2)
 """Seconds between two looks at the directory: the first, and the longest."""
 _FAILED = re.compile(r"rank-(\d+)\.failed-(\d+)")
@@ -94,8 +106,8 @@ class ShardReader:
 
         Without `fill` the tensors have no values.
         """
-        use = tensorfile.read if fill else tensorfile.outline
-        tensors = read_file(self.path / file, use, expected=self._entries[file]).tensors
+        entry = self._entries[file]
+        tensors = read_file(self.path / file, partial(tensorfile.read, fill=fill), expected=entry).tensors
         for name, piece in self._by_file[file]:
             found, dtype = tensors.get(name), self.tensors[name].dtype
             if found is None or (found.dtype, tuple(found.shape)) != (dtype, piece.sizes):
@@ -120,7 +132,7 @@ class ShardReader:
 
 def read_shards(path: Path, entries: Mapping[str, Mapping[str, Any]]) -> ShardReader:
     """Return the reader of a checkpoint that has pieces; CheckpointError names what is wrong with their list."""
-    text = read_file(path / INDEX, lambda file: file.read_all(), expected=entries[INDEX])
+    text = read_bytes(path / INDEX, limit=_LARGEST_TEXT, expected=entries[INDEX])
     try:
         listed = json.loads(text)
         if listed["version"] != _VERSION:
@@ -295,8 +307,7 @@ def _raise_failure(names: list[str], shared: Path) -> None:
     for match in filter(None, map(_FAILED.fullmatch, names)):
         said = {"where": f"rank {match[1]}", "error": ""}
         with suppress(CheckpointError, OSError, ValueError, TypeError):
-            why = shared / f"rank-{match[1]}.why"
-            said |= json.loads(read_file(why, lambda file: file.read_all(limit=1 << 20)))
+            said |= json.loads(read_bytes(shared / f"rank-{match[1]}.why", limit=_LARGEST_FAILURE))
         number = int(match[2])
         if number:
             raise OSError(number, f"{os.strerror(number)}, says {said['where']}: {said['error']}".removesuffix(": "))
@@ -305,7 +316,7 @@ def _raise_failure(names: list[str], shared: Path) -> None:
 
 def _read_report(path: Path, tensors: Mapping[str, TensorPieces]) -> dict[str, Any]:
     """Return the report of one rank; CheckpointError where it does not fit."""
-    report = json.loads(read_file(path, lambda file: file.read_all(limit=_LARGEST_REPORT)))
+    report = json.loads(read_bytes(path, limit=_LARGEST_TEXT))
     if not is_entry(report["entry"]) or not set(report["pieces"]) <= set(tensors):
         raise CheckpointError(f"{path.name} does not fit the state of rank 0: the ranks save different states")
     return dict(report)

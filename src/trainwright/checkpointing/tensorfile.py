@@ -84,81 +84,108 @@ def write(target: Writable, tensors: Mapping[str, Tensor], metadata: Mapping[str
     """
     _require_little_endian()
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    spans = _spans(tensors)
-    for name, tensor in tensors.items():
-        header[name] = {"dtype": TAGS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": spans[name]}
+    header |= dict.fromkeys(tensors)  # in this order, whatever the order of the data is
+    in_file = sorted(tensors, key=lambda name: -tensors[name].element_size())  # so that every tensor is aligned
+    at = 0
+    for name in in_file:
+        tensor = tensors[name]
+        if name == "__metadata__" or tensor.dtype not in TAGS:
+            raise _unknown(name, tensor)
+        start, at = at, at + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": TAGS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, at]}
     text = json.dumps(header, separators=(",", ":")).encode("ascii")
     text += b" " * (-len(text) % 8)
     target.write(len(text).to_bytes(8, "little"))
     target.write(text)
-    for name in spans:
+    for name in in_file:
         for piece in _pieces(tensors[name]):
             target.write(piece)
 
 
-def is_ready(contents: Contents) -> bool:
-    """Return whether every tensor is in memory just as it is written, so that none is copied."""
-    tensors = contents.tensors.values()
-    return all(t.device.type == "cpu" and t.is_contiguous() and not (t.is_conj() or t.is_neg()) for t in tensors)
-
-
-def read(source: Readable, check: Callable[[Mapping[str, tuple[int, ...]]], None] | None = None) -> Contents:
+def read(
+    source: Readable, *, fill: bool = True, check: Callable[[Mapping[str, tuple[int, ...]]], None] | None = None
+) -> Contents:
     """Read a file into fresh memory; CheckpointError for every header that does not fit the file exactly.
 
-    `check` is called with the shapes, before any memory is allocated.
+    Without `fill` the header alone is read: the tensors have their shapes and dtypes, and no values. `check` is called
+    with the shapes, before any memory is allocated.
     """
-    return _contents(source, fill=True, check=check)
-
-
-def outline(source: Readable) -> Contents:
-    """Read the header alone, with the checks of `read`; the tensors have their shapes and dtypes, and no values."""
-    return _contents(source, fill=False)
-
-
-def _contents(
-    source: Readable, *, fill: bool, check: Callable[[Mapping[str, tuple[int, ...]]], None] | None = None
-) -> Contents:
-    _require_little_endian()
-    header, data_size = _read_header(source)
+    header, data_size = read_header(source)
     metadata = header.pop("__metadata__", {})
     if type(metadata) is not dict or not all(type(text) is str for text in metadata.values()):
         raise _defect(source, "its __metadata__ is not text by name")
     entries = {name: _entry(source, name, fields) for name, fields in header.items()}
-    in_file = sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop))
-    at = 0
-    for name, entry in in_file:
-        if entry.start != at:
-            raise _defect(source, f"tensor {name!r} begins at byte {entry.start} of the data and not at {at}")
-        at = entry.stop
-    if at != data_size:
-        raise _defect(source, f"its tensors take {at} bytes and {data_size} are there")
+    in_file = sorted(entries.items(), key=lambda item: item[1].offsets)
+    starts = [entry.offsets[0] for _, entry in in_file]
+    stops = [entry.offsets[1] for _, entry in in_file]
+    if [0, *stops] != [*starts, data_size]:
+        raise _defect(source, f"its tensors do not fill the {data_size} bytes behind the header, each byte once")
     if check is not None:
         check({name: entry.shape for name, entry in entries.items()})
-    read = {name: _read_tensor(source, name, entry, fill=fill) for name, entry in in_file}
-    return Contents({name: read[name] for name in entries}, metadata)
+    tensors = {name: _tensor(source, name, entry, fill=fill) for name, entry in in_file}
+    return Contents({name: tensors[name] for name in entries}, metadata)
+
+
+def read_header(source: Readable) -> tuple[dict[str, Any], int]:
+    """Return the header, and the bytes of data behind it; CheckpointError for a file of another format."""
+    _require_little_endian()
+    if source.size < 8:
+        raise _defect(source, f"{source.size} bytes are too short for a header")
+    prefix = bytearray(8)
+    source.readinto(memoryview(prefix))
+    length = int.from_bytes(prefix, "little")
+    data_size = source.size - 8 - length
+    if length > MAX_HEADER or data_size < 0:
+        raise _defect(source, _other_format(prefix))
+    if length > SPARE_HEADER + ENTRY * data_size:
+        raise _defect(source, f"its header has {length} bytes, for {data_size} bytes of tensors")
+    text = bytearray(length)
+    source.readinto(memoryview(text))
+    try:
+        header = json.loads(text.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise _defect(source, f"its header is not JSON ({error})") from None
+    if type(header) is not dict:
+        raise _defect(source, "its header is no JSON object")
+    return header, data_size
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
+    """A tensor in a header: the bytes of the data from the first of the offsets to the second."""
+
     dtype: torch.dtype
     shape: tuple[int, ...]
-    start: int
-    stop: int
+    offsets: tuple[int, int]
 
 
-def _spans(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
-    """Return (start, stop) by name in the order of the data: wide items first, so that every tensor is aligned."""
-    for name, tensor in tensors.items():
-        if name == "__metadata__" or tensor.dtype not in TAGS:
-            what = f"tensor {name!r} cannot be stored: " + (
-                "the format reserves that name" if name == "__metadata__" else f"no safetensors dtype is {tensor.dtype}"
-            )
-            raise CheckpointError(what, want=f"a dtype of {', '.join(DTYPES)}")
-    spans, at = {}, 0
-    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
-        spans[name] = (at, at + tensor.numel() * tensor.element_size())
-        at = spans[name][1]
-    return spans
+def _entry(source: Readable, name: str, fields: Any) -> _Entry:
+    if type(fields) is not dict or fields.keys() != {"dtype", "shape", "data_offsets"}:
+        raise _defect(source, f"tensor {name!r} has no dtype, shape and data_offsets")
+    tag, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    if type(tag) is not str or tag not in DTYPES:
+        raise _defect(source, f"tensor {name!r} has dtype {tag!r}, which this torch does not have")
+    if not (_are_sizes(shape) and _are_sizes(offsets) and len(offsets) == 2):
+        raise _defect(source, f"tensor {name!r} has shape {shape!r} and offsets {offsets!r}")
+    if prod(shape) * DTYPES[tag].itemsize != offsets[1] - offsets[0]:
+        raise _defect(source, f"tensor {name!r} of shape {shape} and dtype {tag} does not take bytes {offsets}")
+    return _Entry(DTYPES[tag], tuple(shape), (offsets[0], offsets[1]))
+
+
+def _are_sizes(value: Any) -> bool:
+    """Return whether `value` is a list of integers that torch can take as sizes."""
+    return type(value) is list and all(type(n) is int and 0 <= n < 1 << 62 for n in value)
+
+
+def _tensor(source: Readable, name: str, entry: _Entry, *, fill: bool) -> Tensor:
+    try:
+        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise _defect(source, f"no memory for tensor {name!r} of shape {list(entry.shape)} ({reason})") from None
+    if fill and tensor.numel():
+        source.readinto(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return tensor
 
 
 def _pieces(tensor: Tensor) -> Iterator[memoryview]:
@@ -170,70 +197,25 @@ def _pieces(tensor: Tensor) -> Iterator[memoryview]:
         yield piece.cpu().numpy().data
 
 
-def check_header(source: Readable) -> None:
-    """Read the header alone; CheckpointError says what the file is instead of a safetensors file."""
-    _read_header(source)
-
-
-def _read_header(source: Readable) -> tuple[dict[str, Any], int]:
-    """Return the header, and the bytes of data behind it."""
-    if source.size < 8:
-        raise _defect(source, f"{source.size} bytes are too short for a header")
-    prefix = bytearray(8)
-    source.readinto(memoryview(prefix))
-    length = int.from_bytes(prefix, "little")
-    if length > min(MAX_HEADER, source.size - 8):  # looked at only here: a header of 0x4B50 bytes begins with PK too
-        reads = "torch.load(path, weights_only=True) reads it"
-        if prefix.startswith(b"PK"):
-            raise _defect(source, f"it is an archive, as torch.save writes: {reads}")
-        if prefix.startswith(b"\x80") and prefix[1] in range(2, 6):
-            raise _defect(source, f"it is a pickle, as torch.save wrote before torch 1.6: {reads}")
-        raise _defect(source, "it does not begin as a safetensors file does")
-    if length > SPARE_HEADER + ENTRY * (source.size - 8 - length):
-        raise _defect(source, f"its header has {length} bytes, for {source.size - 8 - length} bytes of tensors")
-    text = bytearray(length)
-    source.readinto(memoryview(text))
-    try:
-        header = json.loads(text.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise _defect(source, f"its header is not JSON ({error})") from None
-    if type(header) is not dict:
-        raise _defect(source, "its header is no JSON object")
-    return header, source.size - 8 - length
-
-
-def _entry(source: Readable, name: str, fields: Any) -> _Entry:
-    if type(fields) is not dict or fields.keys() != {"dtype", "shape", "data_offsets"}:
-        raise _defect(source, f"tensor {name!r} has no dtype, shape and data_offsets")
-    tag, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
-    if type(tag) is not str or tag not in DTYPES:
-        raise _defect(source, f"tensor {name!r} has dtype {tag!r}, which this torch does not have")
-    if not (_sizes(shape) and _sizes(offsets) and len(offsets) == 2):
-        raise _defect(source, f"tensor {name!r} has shape {shape!r} and offsets {offsets!r}")
-    if prod(shape) * DTYPES[tag].itemsize != offsets[1] - offsets[0]:
-        raise _defect(source, f"tensor {name!r} of shape {shape} and dtype {tag} does not take bytes {offsets}")
-    return _Entry(DTYPES[tag], tuple(shape), offsets[0], offsets[1])
-
-
-def _sizes(value: Any) -> bool:
-    """Return whether `value` is a list of integers that torch can take as sizes."""
-    return type(value) is list and all(type(n) is int and 0 <= n < 1 << 62 for n in value)
-
-
-def _read_tensor(source: Readable, name: str, entry: _Entry, *, fill: bool) -> Tensor:
-    try:
-        tensor = torch.empty(entry.shape, dtype=entry.dtype)
-    except RuntimeError as error:
-        what = f"no memory for tensor {name!r} of shape {list(entry.shape)}"
-        raise _defect(source, f"{what} ({str(error).partition(chr(10))[0]})") from None
-    if fill and tensor.numel():
-        source.readinto(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return tensor
-
-
 def _require_little_endian() -> None:
     if sys.byteorder != "little":
         raise CheckpointError("this machine stores numbers with the highest byte first", want="little endian")
+
+
+def _other_format(prefix: bytearray) -> str:
+    """Return which file begins with these bytes; only for one that has no header of such a length."""
+    reads = "torch.load(path, weights_only=True) reads it"
+    if prefix.startswith(b"PK"):
+        return f"it is an archive, as torch.save writes: {reads}"
+    if prefix.startswith(b"\x80") and prefix[1] in range(2, 6):
+        return f"it is a pickle, as torch.save wrote before torch 1.6: {reads}"
+    return "it does not begin as a safetensors file does"
+
+
+def _unknown(name: str, tensor: Tensor) -> CheckpointError:
+    reserved = name == "__metadata__"
+    why = "the format reserves that name" if reserved else f"no safetensors dtype is {tensor.dtype}"
+    return CheckpointError(f"tensor {name!r} cannot be stored: {why}", want=f"a dtype of {', '.join(DTYPES)}")
 
 
 def _defect(source: Readable, what: str) -> CheckpointError:

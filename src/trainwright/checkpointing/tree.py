@@ -1,8 +1,8 @@
 """Converts a tree of state to JSON and named tensors, and back exactly as it was; never by pickle.
 
-What JSON has no word for is a tagged node, an object with a key that begins with "$": a tuple is
-`{"$tuple": [...]}`, a tensor `{"$tensor": name}`. Memory that several tensors share is stored once, and they share it
-again afterwards: ties, strides and offsets included.
+A value that JSON lacks is a tagged node, an object with a key that begins with "$": a tuple is `{"$tuple": [...]}`, a
+tensor `{"$tensor": name}`. Memory that several tensors share is stored once, and they share it again afterwards: ties,
+strides and offsets included.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import math
 import os
 import re
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
@@ -39,41 +39,49 @@ _NUMPY_DTYPE = re.compile(rf"[<>|][{KINDS}]\d+(\[\w+\])?")
 """`dtype.str` of one of them."""
 _DTYPES = {str(dtype): dtype for dtype in (*DTYPES.values(), torch.complex32, torch.complex128)}
 """Dtypes of torch by name; those that the file format lacks are stored as bytes."""
+_DEFECTS = (
+    *(AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError, RecursionError),
+    *(MemoryError, CheckpointError),
+)
+"""Errors that data of another form than `flatten` returns can cause in a decoder."""
 
 
 def flatten(tree: Tree) -> tuple[Any, dict[str, Tensor]]:
     """Return plain JSON data and the tensors that it names, which share memory with the tree's.
 
-    Raises CheckpointError for a value that would not come back as it was, with its path and what to do.
+    Raises CheckpointError for a value that would not come back as it was, with its path and the value to store instead.
     """
     encoder = _Encoder()
     jsonable = encoder.node(tree, ())
     return jsonable, encoder.arrays | _store(encoder.tensors)
 
 
-def unflatten(
-    jsonable: Any,
+def plain_data(tree: Tree) -> tuple[Any, list[str]]:
+    """Return the JSON data of `flatten` with empty nodes for tensors, and their names; the same values are refused."""
+    encoder = _Encoder()
+    jsonable = encoder.node(tree, ())
+    return jsonable, [*encoder.arrays, *(one.name for one in encoder.tensors)]
+
+
+def loads(
+    text: str | bytes,
     tensors: Mapping[str, Tensor],
     *,
+    label: str = "a tree",
     device: Home | None = None,
     find: Callable[[Placeholder], Any] | None = None,
-) -> Tree:
-    """Return the tree that `flatten` was given; its tensors are views of `tensors`, which may change with them.
+) -> Any:
+    """Return the tree that `flatten` was given, from its data as JSON; `tensors` share memory with those of the tree.
 
     Tensors that were on an accelerator are moved to `device`, which may be a function of the device's name, such as
-    "cuda:1"; None leaves all on the CPU. `find` returns the tensor that a placeholder stands for.
-    Raises CheckpointError where the data are not what `flatten` returns.
+    "cuda:1"; None leaves all on the CPU. `find` returns the tensor of a placeholder. CheckpointError, which names the
+    file `label`, where the text is not one that `flatten` leads to.
     """
     try:
-        return _Decoder(tensors, device, find).value(jsonable)
-    except CheckpointError:
-        raise
-    except (
-        *(AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError, RecursionError),
-        MemoryError,
-    ) as error:
-        what = "a tree cannot be read: its nodes do not fit its tensors"
-        raise CheckpointError(what, have=f"{type(error).__name__}: {error}", where=False) from error
+        return _Decoder(tensors, device, find).value(json.loads(text))
+    except _DEFECTS as error:
+        why = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{label} is damaged: {why}", where=False) from error
 
 
 def tensor_defect(tensor: Tensor) -> str:
@@ -91,35 +99,33 @@ def tensor_defect(tensor: Tensor) -> str:
     return ""
 
 
+# From values to nodes
+
+
 @dataclass(slots=True, eq=False)
 class _TensorNode:
     """A tensor of a tree, the name that it is stored under, and its node, which `_store` fills in."""
 
     name: str
     tensor: Tensor
-    node: dict[str, Any]
+    node: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(slots=True, eq=False)
 class _Encoder:
     """Converts values to nodes, and collects the tensors on the way."""
 
-    def __init__(self) -> None:
-        self.tensors: list[_TensorNode] = []
-        self.arrays: dict[str, Tensor] = {}
-        self._names = {"__metadata__"}
-        self._seen: dict[int, dict[str, Any]] = {}
+    tensors: list[_TensorNode] = field(default_factory=list)
+    arrays: dict[str, Tensor] = field(default_factory=dict)
+    names: set[str] = field(default_factory=lambda: {"__metadata__"})
+    seen: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Nodes of arrays, by the identity of the array."""
 
     def node(self, value: Any, keys: Keys) -> Any:
         if len(keys) > MAX_DEPTH:
             raise _refused(keys[:3], f"contains itself, or is nested deeper than {MAX_DEPTH} levels")
-        encode = _ENCODERS.get(type(value))
-        if encode is not None:
-            return encode(self, value, keys)
-        if isinstance(value, np.generic) and value.dtype.kind in "biufcmM":
-            return {"$scalar": value.dtype.str, "bytes": value.tobytes().hex()}
-        if isinstance(value, Tensor):
-            raise _refused(keys, tensor_defect(value), fix="x.detach().clone() of it, or leave it out")
-        raise _refused(keys, f"is a {_kind(value)}", fix=_cure(value))
+        encode = _ENCODERS.get(type(value), _Encoder.other)
+        return encode(self, value, keys)
 
     def plain(self, value: Any, _: Keys) -> Any:
         return value
@@ -133,17 +139,14 @@ class _Encoder:
     def octets(self, value: bytes, _: Keys) -> Any:
         return {"$bytes": base64.b64encode(value).decode("ascii")}
 
-    def items(self, value: list[Any], keys: Keys) -> Any:
-        return [self.node(item, (*keys, index)) for index, item in enumerate(value)]
-
-    def fixed(self, value: tuple[Any, ...], keys: Keys) -> Any:
-        return {"$tuple": [self.node(item, (*keys, index)) for index, item in enumerate(value)]}
+    def sequence(self, value: list[Any] | tuple[Any, ...], keys: Keys) -> Any:
+        items = [self.node(item, (*keys, index)) for index, item in enumerate(value)]
+        return items if type(value) is list else {"$tuple": items}
 
     def mapping(self, value: dict[Any, Any], keys: Keys) -> Any:
         pairs = self.pairs(value, keys)
-        if all(type(key) is str and not key.startswith("$") for key in value):
-            return dict(pairs)
-        return {"$dict": pairs}
+        is_plain = all(type(key) is str and not key.startswith("$") for key in value)
+        return dict(pairs) if is_plain else {"$dict": pairs}
 
     def counter(self, value: Counter[Any], keys: Keys) -> Any:
         return {"$counter": self.pairs(value, keys)}
@@ -153,45 +156,48 @@ class _Encoder:
         node = {"$ordered": self.pairs(value, keys)}
         return node if versions is None else node | {"versions": self.node(versions, (*keys, "_metadata"))}
 
-    def placeholder(self, value: Placeholder, _: Keys) -> Any:
-        return {"$elsewhere": value.name} | ({"device": value.device} if value.device else {})
-
     def pairs(self, value: Mapping[Any, Any], keys: Keys) -> Any:
         for key in value:
             if type(key) not in (str, int):
                 raise _refused(keys, f"has the key {key!r}, a {_kind(key)}", fix="use a str or an int as the key")
-        return [
-            [self.integer(key, keys) if type(key) is int else key, self.node(value[key], (*keys, key))] for key in value
-        ]
+        return [[self.node(key, keys), self.node(item, (*keys, key))] for key, item in value.items()]
+
+    def placeholder(self, value: Placeholder, _: Keys) -> Any:
+        return {"$elsewhere": value.name} | ({"device": value.device} if value.device else {})
 
     def tensor(self, value: Tensor, keys: Keys) -> Any:
         if defect := tensor_defect(value):
             raise _refused(keys, defect)
-        self.tensors.append(_TensorNode(self.name(keys), value.resolve_conj().resolve_neg(), {}))
+        self.tensors.append(_TensorNode(self.name(keys), value.resolve_conj().resolve_neg()))
         return self.tensors[-1].node
 
     def array(self, value: Any, keys: Keys) -> Any:
-        if id(value) in self._seen:
-            return self._seen[id(value)]
         if value.dtype.kind not in KINDS:
             raise _refused(keys, f"is an array of {value.dtype}", fix="an array of numbers, or .tolist() of it")
-        order = "F" if value.flags.f_contiguous and not value.flags.c_contiguous else "C"
-        flat = (value.T if order == "F" else value).reshape(-1)
-        flat = np.ascontiguousarray(flat) if flat.flags.writeable else flat.copy()
-        name = self.name(keys)
-        self.arrays[name] = torch.from_numpy(flat.view(np.uint8))
-        node = {"$array": name, "dtype": value.dtype.str, "shape": list(value.shape), "order": order}
-        self._seen[id(value)] = node
-        return node
+        if id(value) not in self.seen:
+            name, order = self.name(keys), "F" if value.flags.fnc else "C"
+            flat = np.require(value.reshape(-1, order=order), requirements=["C", "W"])  # a copy where it has to be one
+            self.arrays[name] = torch.from_numpy(flat.view(np.uint8))
+            node = {"$array": name, "dtype": value.dtype.str, "shape": list(value.shape), "order": order}
+            self.seen[id(value)] = node
+        return self.seen[id(value)]
+
+    def other(self, value: Any, keys: Keys) -> Any:
+        """Encode a NumPy scalar; refuse any other value."""
+        if isinstance(value, np.generic) and value.dtype.kind in "biufcmM":
+            return {"$scalar": value.dtype.str, "bytes": value.tobytes().hex()}
+        if isinstance(value, Tensor):
+            raise _refused(keys, tensor_defect(value), fix="x.detach().clone() of it, or leave it out")
+        raise _refused(keys, f"is a {_kind(value)}", fix=_cure(value))
 
     def name(self, keys: Keys) -> str:
         """Return a name for a tensor that no other has, and that every reader of the file can decode."""
-        plain = ".".join(str(key) for key in keys).encode("utf-8", "backslashreplace").decode() or "tree"
-        name, n = plain, 1
-        while name in self._names:
+        path = ".".join(str(key) for key in keys).encode("utf-8", "backslashreplace").decode() or "tree"
+        name, n = path, 1
+        while name in self.names:
             n += 1
-            name = f"{plain}~{n}"
-        self._names.add(name)
+            name = f"{path}~{n}"
+        self.names.add(name)
         return name
 
 
@@ -202,8 +208,8 @@ _ENCODERS: dict[type, Callable[[_Encoder, Any, Keys], Any]] = {
     int: _Encoder.integer,
     float: _Encoder.number,
     bytes: _Encoder.octets,
-    list: _Encoder.items,
-    tuple: _Encoder.fixed,
+    list: _Encoder.sequence,
+    tuple: _Encoder.sequence,
     dict: _Encoder.mapping,
     Counter: _Encoder.counter,  # the milestones of torch's MultiStepLR
     OrderedDict: _Encoder.ordered,
@@ -214,17 +220,124 @@ _ENCODERS: dict[type, Callable[[_Encoder, Any, Keys], Any]] = {
 }
 
 
+# The memory of tensors
+
+
+def _store(nodes: list[_TensorNode]) -> dict[str, Tensor]:
+    """Fill in the node of every tensor; return the tensors to write: each region of memory once, not copied."""
+    storages: dict[Any, list[_TensorNode]] = {}
+    for one in nodes:
+        storages.setdefault(_storage(one.tensor), []).append(one)
+    stored = {}
+    for sharing in storages.values():
+        for cluster in [sharing] if len(sharing) == 1 else _clusters(sharing):
+            stored[cluster[0].name] = _store_cluster(cluster)
+    return stored
+
+
+def _store_cluster(cluster: list[_TensorNode]) -> Tensor:
+    """Store a tensor with its own shape, so that any reader of the file can use it; or memory that several share."""
+    name, tensor = cluster[0].name, cluster[0].tensor
+    layout = _own_layout(tensor)
+    if layout is None or len({_layout(one.tensor) for one in cluster}) > 1:
+        return _store_region(name, cluster)
+    for one in cluster:
+        one.node |= {"$tensor": name, **layout, **_flags(one.tensor)}
+    return tensor.detach()
+
+
+def _clusters(nodes: list[_TensorNode]) -> list[list[_TensorNode]]:
+    """Group tensors of one storage: those whose memory overlaps, and those that are equal in place and form."""
+    clusters: list[list[_TensorNode]] = []
+    end = 0
+    for one in sorted(nodes, key=lambda one: _extent(one.tensor)):
+        start, stop = _extent(one.tensor)
+        if clusters and (start < min(end, stop) or _layout(one.tensor) == _layout(clusters[-1][0].tensor)):
+            clusters[-1].append(one)
+            end = max(end, stop)
+        else:
+            clusters.append([one])
+            end = stop
+    return clusters
+
+
+def _own_layout(tensor: Tensor) -> dict[str, Any] | None:
+    """Return the fields for a tensor that is stored by itself; None where its memory is stored as it is."""
+    is_native = tensor.dtype in TAGS
+    if is_native and tensor.stride() == torch.empty(tensor.shape, device="meta").stride():
+        return {}
+    return {"stride": list(tensor.stride())} if is_native and _has_gaps(tensor) else None
+
+
+def _has_gaps(tensor: Tensor) -> bool:
+    """Return whether a tensor has fewer elements than there is memory from the first of them to the last."""
+    start, stop = _extent(tensor)
+    return stop - start > tensor.numel() * tensor.element_size()
+
+
+def _store_region(name: str, cluster: list[_TensorNode]) -> Tensor:
+    """Store the region of memory that tensors share, in their dtype or as bytes; each of them is a view of it."""
+    first = cluster[0].tensor.detach()
+    width = max(one.tensor.element_size() for one in cluster)
+    start = min(_extent(one.tensor)[0] for one in cluster) // width * width
+    stop = max(_extent(one.tensor)[1] for one in cluster)
+    is_native = first.dtype in TAGS and all(one.tensor.dtype == first.dtype for one in cluster)
+    for one in cluster:
+        tensor = one.tensor
+        offset = tensor.storage_offset() - start // tensor.element_size()
+        layout = {"offset": offset, "size": list(tensor.shape), "stride": list(tensor.stride())}
+        dtype = {} if is_native else {"dtype": str(tensor.dtype)}
+        one.node |= {"$tensor": name, **layout, **dtype, **_flags(tensor)}
+    if is_native:
+        return first.as_strided(((stop - start) // width,), (1,), start // width)
+    empty = torch.empty(0, dtype=torch.uint8, device=first.device)
+    return empty.set_(first.untyped_storage(), start, (stop - start,), (1,))
+
+
+def _flags(tensor: Tensor) -> dict[str, Any]:
+    flags: dict[str, Any] = {"requires_grad": True} if tensor.requires_grad else {}
+    if type(tensor) is Parameter:
+        flags["parameter"] = True
+    if tensor.device.type != "cpu":
+        flags["device"] = str(tensor.device)
+    return flags
+
+
+def _storage(tensor: Tensor) -> tuple[str, int, int]:
+    """Return a key that tensors have in common where they share memory; an empty one shares it with itself alone."""
+    storage = tensor.untyped_storage()
+    return str(tensor.device), storage.data_ptr() or -id(tensor), storage.nbytes()
+
+
+def _layout(tensor: Tensor) -> Any:
+    """Return the place of a tensor in its storage, and its form."""
+    return tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """Return the first byte of a tensor in its storage, and the end of its last one."""
+    width = tensor.element_size()
+    start = int(tensor.storage_offset()) * width
+    if not tensor.numel():
+        return start, start
+    reach = sum((int(n) - 1) * int(stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (reach + 1) * width
+
+
+# From nodes to values
+
+
+@dataclass(slots=True, eq=False)
 class _Decoder:
     """Converts nodes to values; equal nodes of tensors and arrays give one and the same object."""
 
-    def __init__(
-        self, tensors: Mapping[str, Tensor], device: Home | None, find: Callable[[Placeholder], Any] | None
-    ) -> None:
-        self._find = find
-        self._tensors = tensors
-        self._device = device
-        self._moved: dict[str, Tensor] = {}
-        self._seen: dict[str, Any] = {}
+    tensors: Mapping[str, Tensor]
+    device: Home | None
+    find: Callable[[Placeholder], Any] | None
+    on_device: dict[str, Tensor] = field(default_factory=dict)
+    """Tensors of the file that were moved, by name."""
+    seen: dict[str, Any] = field(default_factory=dict)
+    """Values of tensors and arrays, by the text of their node."""
 
     def value(self, node: Any) -> Any:
         if type(node) is list:
@@ -252,34 +365,37 @@ class _Decoder:
 
     def tensor(self, node: dict[str, Any]) -> Any:
         key = json.dumps(node, sort_keys=True)
-        if key not in self._seen:
-            tensors = self._tensors
-            if "device" in node and self._device is not None:
-                name = node["$tensor"]
-                tensors = self._moved
-                tensors.setdefault(name, self._on_its_device(self._tensors[name], node))
-            self._seen[key] = _restore(node, tensors)
-        return self._seen[key]
+        if key not in self.seen:
+            stored = self.on_its_device(node) if "device" in node else self.tensors[node["$tensor"]]
+            self.seen[key] = _restore(node, stored)
+        return self.seen[key]
 
     def placeholder(self, node: dict[str, Any]) -> Any:
-        if self._find is None:
+        if self.find is None:
             raise CheckpointError(f"a tree holds {node['$elsewhere']}, and its tensor is not there")
-        value = self._find(Placeholder(node["$elsewhere"], node.get("device", "")))
-        return self._on_its_device(value, node) if isinstance(value, Tensor) else value
+        value = self.find(Placeholder(node["$elsewhere"], node.get("device", "")))
+        return self.moved(value, node) if isinstance(value, Tensor) and "device" in node else value
 
-    def _on_its_device(self, tensor: Tensor, node: dict[str, Any]) -> Tensor:
+    def on_its_device(self, node: dict[str, Any]) -> Tensor:
+        """Return a tensor of the file, moved once for all nodes that share its memory."""
+        name = node["$tensor"]
+        if name not in self.on_device:
+            self.on_device[name] = self.moved(self.tensors[name], node)
+        return self.on_device[name]
+
+    def moved(self, tensor: Tensor, node: dict[str, Any]) -> Tensor:
         """Move a tensor that was on an accelerator to the device for it now."""
-        if "device" not in node or self._device is None:
+        if self.device is None:
             return tensor
-        return tensor.to(self._device if isinstance(self._device, torch.device) else self._device(node["device"]))
+        return tensor.to(self.device if isinstance(self.device, torch.device) else self.device(node["device"]))
 
     def array(self, node: dict[str, Any]) -> Any:
         key = json.dumps(node, sort_keys=True)
-        if key not in self._seen:
-            memory = cast(Any, self._tensors[node["$array"]].numpy())
+        if key not in self.seen:
+            memory = cast(Any, self.tensors[node["$array"]].numpy())
             dtype = _numpy_dtype(node["dtype"])
-            self._seen[key] = np.ndarray(node["shape"], dtype=dtype, buffer=memory, order=node["order"])
-        return self._seen[key]
+            self.seen[key] = np.ndarray(node["shape"], dtype=dtype, buffer=memory, order=node["order"])
+        return self.seen[key]
 
 
 _DECODERS: dict[str, Callable[[_Decoder, dict[str, Any]], Any]] = {
@@ -297,125 +413,27 @@ _DECODERS: dict[str, Callable[[_Decoder, dict[str, Any]], Any]] = {
 }
 
 
-# Tensors that share memory
+def _restore(node: Mapping[str, Any], stored: Tensor) -> Tensor:
+    """Return the tensor of a node, a view of `stored` wherever it was one."""
+    tensor = stored.detach()
+    if not node.keys().isdisjoint(("offset", "dtype", "stride")):
+        tensor = _laid_out(tensor, node)
+    if node.get("parameter"):
+        return Parameter(tensor, requires_grad=bool(node.get("requires_grad")))
+    return tensor.requires_grad_(bool(node.get("requires_grad")))
 
 
-def _store(nodes: Sequence[_TensorNode]) -> dict[str, Tensor]:
-    """Fill in the node of every tensor; return the tensors to write: each region of memory once, not copied."""
-    layouts: dict[Any, list[_TensorNode]] = {}
-    for one in nodes:
-        tensor = one.tensor
-        key = (_storage_of(tensor), tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride())
-        layouts.setdefault(key, []).append(one)
-    stored: dict[str, Tensor] = {}
-    for cluster in _overlapping(layouts.values()):
-        name = cluster[0][0].name
-        stored[name] = _store_one(name, cluster[0]) if len(cluster) == 1 else _store_region(name, cluster)
-    return stored
-
-
-def _overlapping(layouts: Iterable[list[_TensorNode]]) -> Iterator[list[list[_TensorNode]]]:
-    """Yield layouts whose memory overlaps together, all others alone."""
-    cluster: list[list[_TensorNode]] = []
-    storage: Any = None
-    end = 0
-    for nodes in sorted(layouts, key=lambda nodes: (_storage_of(nodes[0].tensor), *_extent(nodes[0].tensor))):
-        start, stop = _extent(nodes[0].tensor)
-        if cluster and storage == _storage_of(nodes[0].tensor) and start < end and start < stop:
-            end = max(end, stop)
-            cluster.append(nodes)
-            continue
-        if cluster:
-            yield cluster
-        cluster, storage, end = [nodes], _storage_of(nodes[0].tensor), stop
-    if cluster:
-        yield cluster
-
-
-def _store_one(name: str, nodes: list[_TensorNode]) -> Tensor:
-    """Store a tensor that overlaps no other with its own shape, so that any reader of the file can use it."""
-    tensor = nodes[0].tensor.detach()
-    native = tensor.dtype in TAGS
-    fields: dict[str, Any] = {} if native else {"dtype": str(tensor.dtype), "size": list(tensor.shape)}
-    start, stop = _extent(tensor)
-    if tensor.stride() != torch.empty(tensor.shape, device="meta").stride():
-        fields["stride"] = list(tensor.stride())
-        if stop - start <= tensor.numel() * tensor.element_size():
-            fields |= {"offset": 0, "size": list(tensor.shape)}
-            tensor = _flat(tensor, start, stop, native=native)
-    if not native and "offset" not in fields:
-        tensor = tensor.contiguous().reshape(-1).view(torch.uint8)
-    for one in nodes:
-        one.node |= {"$tensor": name, **fields, **_flags(one.tensor)}
-    return tensor
-
-
-def _store_region(name: str, cluster: list[list[_TensorNode]]) -> Tensor:
-    """Store the region of memory that several tensors share; each of them is a view of it."""
-    members = [nodes[0].tensor for nodes in cluster]
-    width = max(member.element_size() for member in members)
-    start = min(_extent(member)[0] for member in members) // width * width
-    stop = max(_extent(member)[1] for member in members)
-    native = len({member.dtype for member in members}) == 1 and members[0].dtype in TAGS
-    for one in (one for nodes in cluster for one in nodes):
-        tensor = one.tensor
-        offset = tensor.storage_offset() - start // tensor.element_size()
-        layout = {"offset": offset, "size": list(tensor.shape), "stride": list(tensor.stride())}
-        dtype = {} if native else {"dtype": str(tensor.dtype)}
-        one.node |= {"$tensor": name, **layout, **dtype, **_flags(tensor)}
-    return _flat(members[0].detach(), start, stop, native=native)
-
-
-def _restore(node: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return the tensor that a node stands for, a view of `tensors[...]` wherever it was one."""
-    tensor = tensors[node["$tensor"]].detach()
+def _laid_out(tensor: Tensor, node: Mapping[str, Any]) -> Tensor:
+    """Return a stored tensor in the dtype and the layout of a node."""
     dtype = _DTYPES[node["dtype"]] if "dtype" in node else tensor.dtype
     if "offset" in node:
         flat = _as_dtype(tensor, dtype)
-        tensor = flat.as_strided(node["size"], node["stride"], flat.storage_offset() + node["offset"])
-    else:
-        if "dtype" in node:
-            tensor = _as_dtype(tensor, dtype).reshape(node["size"])
-        if "stride" in node:
-            tensor = torch.empty_strided(tensor.shape, node["stride"], dtype=dtype, device=tensor.device).copy_(tensor)
-    requires_grad = bool(node.get("requires_grad"))
-    if node.get("parameter"):
-        return Parameter(tensor, requires_grad=requires_grad)
-    return tensor.requires_grad_(requires_grad)
-
-
-def _flat(tensor: Tensor, start: int, stop: int, *, native: bool) -> Tensor:
-    """Return bytes `start` to `stop` of the tensor's storage, in its own dtype where the file format has it."""
-    if native:
-        width = tensor.element_size()
-        return tensor.as_strided(((stop - start) // width,), (1,), start // width)
-    empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return empty.set_(tensor.untyped_storage(), start, (stop - start,), (1,))
-
-
-def _flags(tensor: Tensor) -> dict[str, Any]:
-    flags: dict[str, Any] = {"requires_grad": True} if tensor.requires_grad else {}
-    if type(tensor) is Parameter:
-        flags["parameter"] = True
-    if tensor.device.type != "cpu":
-        flags["device"] = str(tensor.device)
-    return flags
-
-
-def _storage_of(tensor: Tensor) -> tuple[str, int, int]:
-    """Return what two tensors have in common where they share memory; an empty one shares it with itself alone."""
-    storage = tensor.untyped_storage()
-    return str(tensor.device), storage.data_ptr() or -id(tensor), storage.nbytes()
-
-
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    """Return the first byte and the end of what a tensor touches in its storage."""
-    width = tensor.element_size()
-    start = int(tensor.storage_offset()) * width
-    if not tensor.numel():
-        return start, start
-    reach = sum((int(n) - 1) * int(stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (reach + 1) * width
+        return flat.as_strided(node["size"], node["stride"], flat.storage_offset() + node["offset"])
+    if "dtype" in node:
+        tensor = _as_dtype(tensor, dtype).reshape(node["size"])
+    if "stride" in node:
+        tensor = torch.empty_strided(tensor.shape, node["stride"], dtype=dtype, device=tensor.device).copy_(tensor)
+    return tensor
 
 
 def _as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -440,7 +458,7 @@ def _kind(value: Any) -> str:
 
 
 def _cure(value: Any) -> str:
-    """Return what to write instead of a value, by its type."""
+    """Return the expression to store in place of a value, by its type."""
     cures: tuple[tuple[type | tuple[type, ...], str], ...] = (  # made here: `numpy.random` is slow to import
         (enum.Enum, "store x.value"),
         ((set, frozenset), "store sorted(x)"),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trainwright.checkpointing import tensorfile
 from trainwright.checkpointing.files import FileReader, replace_file
-from trainwright.checkpointing.tree import flatten, tensor_defect, unflatten
+from trainwright.checkpointing.tree import loads, plain_data, tensor_defect
 from trainwright.core.checks import local_path
 from trainwright.core.errors import CheckpointError, SettingError, listed, message
 from trainwright.core.torch_private import set_versions, versions_of
@@ -54,9 +54,9 @@ def weights_contents(state: Mapping[str, Any]) -> tensorfile.Contents:
         if what:
             raise CheckpointError(f"model[{name!r}] {what}", want="dense tensors of a dtype that files have")
     ties = _ties(tensors)
-    extra, nested = flatten({"model": {name: value for name, value in state.items() if name not in tensors}})
+    extra, nested = plain_data({"model": {name: value for name, value in state.items() if name not in tensors}})
     if nested:
-        what = f"the model's extra state holds a tensor inside another value: {next(iter(nested))}"
+        what = f"the model's extra state holds a tensor inside another value: {nested[0]}"
         raise CheckpointError(what, fix="return a tensor, or plain data, from get_extra_state()")
     metadata = {"format": "pt"}
     if ties:
@@ -64,7 +64,7 @@ def weights_contents(state: Mapping[str, Any]) -> tensorfile.Contents:
     if extra["model"]:
         metadata[EXTRA] = json.dumps(extra["model"])
     if versions := versions_of(state):
-        metadata[VERSIONS] = json.dumps(flatten(dict(versions))[0])
+        metadata[VERSIONS] = json.dumps(plain_data(dict(versions))[0])
     once = {name: tensor for name, tensor in tensors.items() if name not in ties}
     return tensorfile.Contents(once, metadata)
 
@@ -76,14 +76,14 @@ def read_weights(file: FileReader, *, fill: bool = True, model: nn.Module | None
     the tensors are read.
     """
     check = None if model is None else partial(_check_shapes, model, file.label)
-    contents = tensorfile.read(file, check) if fill else tensorfile.outline(file)
+    contents = tensorfile.read(file, fill=fill, check=check)
     weights: OrderedDict[str, Any] = OrderedDict(contents.tensors)
     try:
         ties = json.loads(contents.metadata.get(TIED, "{}"))
         weights.update({name: contents.tensors[original] for name, original in ties.items()})
-        weights.update(unflatten(json.loads(contents.metadata.get(EXTRA, "{}")), {}))
+        weights.update(loads(contents.metadata.get(EXTRA, "{}"), {}))
         if VERSIONS in contents.metadata:
-            set_versions(weights, OrderedDict(unflatten(json.loads(contents.metadata[VERSIONS]), {})))
+            set_versions(weights, OrderedDict(loads(contents.metadata[VERSIONS], {})))
     except (
         *(AttributeError, KeyError, TypeError, ValueError, ArithmeticError, MemoryError, RecursionError),
         CheckpointError,
