@@ -33,7 +33,7 @@ def test_a_commit_is_complete_and_its_manifest_comes_back(tmp_path):
     manifest = verify(path)
     assert path == tmp_path / "update-0000000003" and hidden(tmp_path) == []
     assert str(manifest["metrics"]) == "{'loss': nan, 'up': inf}"
-    assert (manifest["format"], manifest["version"]) == ("trainwright-checkpoint", 1)
+    assert (manifest["format"], manifest["version"]) == ("trainwright-checkpoint", 2)
     assert manifest["files"] == {
         "one.bin": {"size": 7, "crc32": f"{zlib.crc32(b'weights'):08x}"},
         "two.bin": {"size": 0, "crc32": "00000000"},

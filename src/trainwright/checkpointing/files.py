@@ -70,9 +70,9 @@ def read_file(path: Path, use: Callable[[FileReader], T], *, expected: Mapping[s
             try:
                 result = use(file)
             except CheckpointError:
-                file.verify(expected[kind])  # a wrong checksum says more than an error in decoding wrong bytes
+                file.verify(kind, expected[kind])  # a wrong checksum says more than an error in decoding wrong bytes
                 raise
-            file.verify(expected[kind])
+            file.verify(kind, expected[kind])
             return result
 
 
@@ -174,13 +174,13 @@ class FileReader:
                 self.checksum.update(target[at : at + n])
             at += n
 
-    def verify(self, expected: str) -> None:
+    def verify(self, kind: str, expected: str) -> None:
         """Read the rest of the file; CheckpointError where the checksum of all its bytes is not the expected one."""
         assert self.checksum is not None
         while data := self._file.read(_BUFFER):
             self.checksum.update(data)
         if (found := self.checksum.hexdigest()) != expected:
-            raise CheckpointError(f"{self.label} is damaged: its checksum is {found} and should be {expected}")
+            raise CheckpointError(f"{self.label} is damaged: its checksum ({kind}) is {found} and should be {expected}")
 
 
 class _FileWriter:
