@@ -60,8 +60,7 @@ if TYPE_CHECKING:
     from trainwright.observers.pruning import Pruning
     from trainwright.observers.statistics import Statistics
     from trainwright.observers.throughput import Throughput
-    from trainwright.optim.averaged_weights import AveragedWeights
-    from trainwright.optim.averaging import EMA, SWA, WeightAveraging
+    from trainwright.optim.averaging import EMA, SWA, AveragedWeights, WeightAveraging
     from trainwright.optim.groups import param_groups
     from trainwright.optim.layerwise import Lamb, Lars
     from trainwright.optim.optimizers import adamw, muon, sgd
@@ -107,8 +106,7 @@ else:
         "evaluation.reports": ("Report",),
         "modules.activations": ("checkpoint_activations",),
         "modules.flops": ("count_flops",),
-        "optim.averaged_weights": ("AveragedWeights",),
-        "optim.averaging": ("EMA", "SWA", "WeightAveraging"),
+        "optim.averaging": ("AveragedWeights", "EMA", "SWA", "WeightAveraging"),
         "checkpointing.checkpoint": ("Checkpoint",),
         "fit.early_stopping": ("EarlyStopping",),
         "acceleration.fast": ("Fast",),

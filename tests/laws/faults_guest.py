@@ -25,7 +25,7 @@ from trainwright.fit import context, inspection, stages
 from trainwright.fit.run import Run
 from trainwright.modules import modes
 from trainwright.modules.modes import wake
-from trainwright.optim.averaged_weights import AveragedWeights
+from trainwright.optim.averaging import AveragedWeights
 from trainwright.precision import mixed_precision
 from trainwright.schedules import rates as schedule_rates
 

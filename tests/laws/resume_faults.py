@@ -22,7 +22,7 @@ from trainwright.fit.between_updates import BetweenUpdates
 from trainwright.fit.early_stopping import EarlyStopper
 from trainwright.fit.rollback import Rollback
 from trainwright.observers.journal import Journal
-from trainwright.optim.averaged_weights import AveragedWeights
+from trainwright.optim.averaging import AveragedWeights
 from trainwright.precision.mixed_precision import LossScaler
 from trainwright.schedules.stepped import SteppedRates
 from trainwright.schedules.table import TableRates

@@ -145,7 +145,7 @@ def test_a_take_is_a_handful_of_calls_and_reads_nothing_back():
             average.take(2)
         finally:
             sys.setprofile(None)
-    assert len(calls) == 2 * 7
+    assert len(calls) == 2 * 6
     average = EMA().bind(nn.Linear(4, 4, device="meta"))  # where there is nothing to be read
     for update in range(1, 4):
         average.take(update)
@@ -170,9 +170,6 @@ def test_the_models_own_objects_are_kept_and_errors_leave_the_raw_weights():
         raise KeyError
     assert same(values(model), raw) and not same(averaged, raw)
     assert [id(parameter) for parameter in model.parameters()] == objects
-    room = [tensor.data_ptr() for group in average._groups for tensor in group.raw]
-    with average.swapped():
-        assert [tensor.data_ptr() for group in average._groups for tensor in group.raw] == room
 
 
 def test_batchnorm_is_estimated_as_update_bn_does_once_per_average():
@@ -296,9 +293,9 @@ def test_a_norm_that_no_batch_went_through_keeps_its_statistics():
         (lambda: SWA(5), r"SWA\(start=Epochs\(5\)\) or SWA\(start=Updates\(5\)\)"),
         (lambda: SWA(1.5), "no unit"),
         (lambda: SWA(Seconds(5)), "seconds cannot be planned"),
-        (lambda: SWA(0.5, Seconds(5)), "whole epochs, or updates"),
-        (lambda: SWA(0.5, Epochs(1.5)), "whole epochs, or updates"),
-        (lambda: SWA(0.5, 3), "whole epochs, or updates"),
+        (lambda: SWA(0.5, Seconds(5)), "complete epochs, or updates"),
+        (lambda: SWA(0.5, Epochs(1.5)), "complete epochs, or updates"),
+        (lambda: SWA(0.5, 3), "complete epochs, or updates"),
         (lambda: SWA().bind(nn.Linear(1, 1)), "without a plan"),
         (lambda: SWA(Epochs(1), Updates(2)).bind(nn.Linear(1, 1)), "without a plan"),
         (lambda: SWA(Updates(13), Updates(1)).bind(nn.Linear(1, 1), Plan(batches=3, epochs=4)), "takes no average"),
@@ -307,7 +304,6 @@ def test_a_norm_that_no_batch_went_through_keeps_its_statistics():
         (lambda: SWA(0.5, Epochs(5)).bind(nn.Linear(1, 1), Plan(batches=3, epochs=4)), "takes no average"),
         (lambda: SWA().bind(nn.Linear(1, 1), Plan(batches=3, max_updates=2)), "run of 2 updates"),
         (lambda: SWA(Epochs(5)).bind(nn.Linear(1, 1), Plan(epochs=4)), "run of 4 epochs"),
-        (lambda: EMA().bind(nn.LazyLinear(1)), "run one batch through the model first"),
         (lambda: EMA().bind(nn.Linear(1, 1).to(torch.float8_e5m2)), r"weight cannot be averaged: its dtype is .*e5m2"),
     ],
 )

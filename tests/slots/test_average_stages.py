@@ -121,7 +121,7 @@ def test_new_parameters_join_with_their_current_value_and_old_ones_leave():
     groups = average._groups
     average.attach(model)
     assert average._groups is groups
-    before = average._groups[0].averages[0].clone()
+    before = average._averages[0].clone()
     model[1] = nn.Linear(4, 2)
     average.attach(model)
     with average.swapped():
@@ -242,7 +242,7 @@ def test_a_norm_that_was_frozen_is_still_so_after_resume():
     average = SWA(Updates(1), Updates(1)).bind(model)
     average.load_state_dict(saved[1])
     with average.swapped():
-        assert average.state_dict()["asleep"] == ["1"]
+        assert average.state_dict()["in_eval"] == ["1"]
 
 
 def test_another_kind_or_another_model_is_refused_and_nothing_is_changed():
@@ -263,7 +263,7 @@ def test_other_settings_go_on_and_say_so():
     with average.swapped():
         saved = deepcopy(average.state_dict())
     said = EMA(0.75).bind(model).load_state_dict(saved)
-    assert said == "resumed: the average was EMA(decay=0.5) until now, and goes on as EMA(decay=0.75)"
+    assert said == "average changed: EMA(decay=0.5) -> EMA(decay=0.75)"
     begins = [SWA().bind(model, Plan(batches=4, epochs=epochs)) for epochs in (4, 8)]
     said = begins[1].load_state_dict(begins[0].state_dict())
-    assert said == "resumed: the average was SWA() from update 12 until now, and goes on as SWA() from update 24"
+    assert said == "average changed: SWA() from update 12 -> SWA() from update 24"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,10 @@ from trainwright.checkpointing.optimizer_state import first_names, named_paramet
 from trainwright.core.errors import SettingError
 from trainwright.core.trees import parameters_in
 from trainwright.modules.modes import unnoticed
-from trainwright.optim.averaged_weights import AveragedWeights
 from trainwright.protocols import Tree
+
+if TYPE_CHECKING:
+    from trainwright.optim.averaging import AveragedWeights
 
 
 class EvaluationWeights:

@@ -160,7 +160,7 @@ def _trained_weights(model: nn.Module, shown: Mapping[str, Any], average: Any) -
     if "taken" not in average:
         what = 'resume_fresh=("average",): the optimizer of the checkpoint averages by itself, and is loaded'
         raise SettingError(what, fix="build the Trainer as when it was saved")
-    raw = {**(average["raw"] or {}), **average["statistics"]}
+    raw = {**(average["raw"] or {}), **average.get("statistics", {})}
     first: dict[int, str] = {}
     trained = dict(shown)
     for name, tensor in chain(

@@ -22,7 +22,6 @@ from trainwright.evaluation.weights import EvaluationWeights
 from trainwright.fit.epochs import EpochLengths
 from trainwright.fit.rollback import BETWEEN, COUNTING, UPDATING, Rollback
 from trainwright.modules.modes import running_statistics
-from trainwright.optim.averaged_weights import AveragedWeights
 from trainwright.optim.named import check_parameters
 from trainwright.precision.base import LossScale
 from trainwright.precision.mixed_precision import check_weights
@@ -111,7 +110,7 @@ class Run:
         """The gradients of all optimizers together."""
         plan = self.lengths.tracked
         self.rates = bind_rates(owner.schedule, owner.optimizers, plan)
-        average: AveragedWeights | None = None if owner.average is None else owner.average.bind(owner.model, plan)
+        average = None if owner.average is None else owner.average.bind(owner.model, plan)
         self.lengths.follow(self.rates)
         self.average = average if average is not None and average.each_update else None
         """The average, where each update counts in it."""

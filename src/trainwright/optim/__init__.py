@@ -5,7 +5,7 @@ Read in this order:
 - `layerwise`: the optimizers `Lars` and `Lamb` for large batches.
 - `gradients`: zero, scale, check and measure the gradients of an update; `clip`: limit them.
 - `fused`: steps without torch's wrapper, by fused kernels where torch has them.
-- `averaging`: the settings `EMA` and `SWA`; `averaged_weights`: the averages of one model during one `fit`.
+- `averaging`: the settings `EMA` and `SWA`, and the averages of one model during one `fit`.
 - `named`: makes optimizers from what a user gives as `optimizer=`, checks `clip=` and `schedule=`.
 
 A step changes weights bit for bit as torch's own step does. Clipping sums norms in the model's order, as
