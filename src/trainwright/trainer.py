@@ -179,8 +179,8 @@ class Trainer(Generic[M]):
             counters, strategy = run.counters, run.strategy
             while not counters.stopped:
                 for window in run.windows():
-                    if run.rates is not None:
-                        run.rates.apply(counters.updates)
+                    for rates in run.rates.values():
+                        rates.apply(counters.updates)
                     strategy.update(window)
                     applied = run.count(window)
                     if applied and run.after_update is not None:

@@ -351,9 +351,10 @@ def a_plan_sets_the_rates(patch):
     whole = schedule_rates.bind_rates
 
     def bind(*args):
-        rates = whole(*args)
-        rates.apply(1)
-        return rates
+        bound = whole(*args)
+        for rates in bound.values():
+            rates.apply(1)
+        return bound
 
     patch.setattr(schedule_rates, "bind_rates", bind)
 

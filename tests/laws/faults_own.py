@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from trainwright import StepOutput, SumLoss, Trainer
+from trainwright.fit import run
 from trainwright.fit.run import Run
 from trainwright.optim.gradients import Gradients
-from trainwright.schedules.rates import NamedRates
 from trainwright.schedules.table import TableRates
 from trainwright.update import batches, finite_check, loss_tracker, manual_optimization
 from trainwright.update.finite_check import ImmediateCheck
@@ -179,7 +179,15 @@ def each_step_counts_as_an_update(patch):
 
 
 def only_the_first_schedule_is_applied(patch):
-    patch.setattr(NamedRates, "apply", lambda self, updates: next(iter(self.rates.values())).apply(updates))
+    whole = run.bind_rates
+
+    def bind(*given):
+        bound = whole(*given)
+        for rates in list(bound.values())[1:]:
+            rates.apply = lambda updates: None
+        return bound
+
+    patch.setattr(run, "bind_rates", bind)
 
 
 def each_optimizer_gets_the_clip_of_the_other(patch):

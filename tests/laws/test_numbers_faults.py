@@ -234,7 +234,8 @@ def the_rate_that_is_told_is_the_next_one(patch):
     whole = UpdateReporter.report
 
     def late(self, window, *, skipped):
-        self._owner._run.rates.apply(self._counters.updates)
+        for rates in self._owner._run.rates.values():
+            rates.apply(self._counters.updates)
         self._steppers.forget_rates()
         whole(self, window, skipped=skipped)
 

@@ -166,7 +166,7 @@ def test_a_stepped_schedule_goes_back_by_stepping_anew():
 
 
 @pytest.mark.parametrize(
-    "damage", [{"seen": [1.0]}, {"steps": -1}, {"groups": [{}]}, {"base": [{"lr": "high"}]}, {"monitor": 3}]
+    "damage", [{"seen": [None]}, {"seen": 2}, {"groups": [{}]}, {"base": [{"lr": "high"}]}, {"monitor": 3}]
 )
 def test_a_damaged_state_is_refused(damage):
     rates = Plateau("val_loss").bind(sgd(), Plan())

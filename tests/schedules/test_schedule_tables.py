@@ -296,4 +296,4 @@ def test_groups_that_start_alike_share_a_table():
     made = []
     schedule = FunctionSchedule(lambda update, total: made.append(update) or 1.0)
     schedule.bind(optimizer, Plan(max_updates=10))
-    assert made == [0, 0]
+    assert made.count(0) == 2

@@ -110,8 +110,8 @@ class BetweenUpdates:
             run.check_epoch()
         run.lengths.epoch_ended()
         counters.epoch, counters.batch, counters.begun = counters.epoch + 1, 0, False
-        if run.rates is not None:
-            run.rates.epoch_ended()
+        for rates in run.rates.values():
+            rates.epoch_ended()
         if run.weights.average is not None:
             run.weights.average.epoch_ended(counters.updates, counters.epoch)
 
@@ -215,7 +215,7 @@ class BetweenUpdates:
         """Give the row to early stopping, checkpoints and schedule; return whether it is the best, and to be saved."""
         where = {"epoch": int(row["epoch"]), "update": int(row["update"])}
         best = saves = False
-        watch, manager, rates = self.watch, self.manager, self.run.rates
+        watch, manager = self.watch, self.manager
         if watch is not None and self._concerns(watch.settings.monitor, row, validated=validated):
             best = saves = watch.judge(row, self.record.errors, **where)
             if best:
@@ -226,8 +226,9 @@ class BetweenUpdates:
             saves = manager.judge(row, **where) or saves
             if watch is None:
                 best = manager.best is not None and manager.best.update == where["update"]
-        if rates is not None and (validated or not self.val):  # each validation, or each epoch without one
-            rates.observe(row)
+        if validated or not self.val:  # each validation, or each epoch without one
+            for rates in self.run.rates.values():
+                rates.observe(row)
         return best, saves
 
     def _concerns(self, monitor: str, row: Mapping[str, float], *, validated: bool) -> bool:

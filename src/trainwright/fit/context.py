@@ -324,7 +324,7 @@ def _summary(owner: Owner, result: Result) -> dict[str, Any]:
 def _release_run(owner: Owner, run: Run) -> None:
     """Take the run from its owner, but for the records that the next stage needs."""
     record = owner._record
-    record.rates = run.rates
+    record.rates = tuple(run.rates.values())
     run.strategy.close()
     if record.splits is not None:
         record.splits = record.splits.summary()
@@ -382,7 +382,7 @@ def _rehearse(owner: Owner, run: Run, val: Mapping[str, Source]) -> None:
         else:
             produced |= {f"{name}_{number}" for number in ("loss", *owner.metrics)}
     free = (owner._hooks.logs_freely, owner._hooks.evaluates_itself)
-    monitors = () if run.rates is None else run.rates.monitors
+    monitors = [rates.monitor for rates in run.rates.values() if rates.monitor is not None]
     check_monitors(
         owner, has_val=bool(val), produced=produced, free=free, rates=monitors, prefixes=_keyed(owner, list(val))
     )

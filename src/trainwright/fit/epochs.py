@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import chain, groupby, islice, pairwise
 from math import ceil
@@ -88,7 +88,7 @@ class EpochLengths:
         self._source, self._counters = source, counters
         self._dependencies: list[LengthDependency] = []
         """Settings that slots have computed from the planned lengths."""
-        self._rates: Rates | None = None
+        self._rates: list[Rates] = []
         self._matters = False
         """Whether any rate or setting depends on the lengths."""
 
@@ -97,10 +97,10 @@ class EpochLengths:
         """The plan to bind slots with: settings that they compute from lengths are recorded."""
         return replace(self.plan, dependencies=self._dependencies)
 
-    def follow(self, rates: Rates | None) -> None:
+    def follow(self, rates: Iterable[Rates]) -> None:
         """Plan these rates anew where epochs have other lengths. Called when all slots are bound."""
-        self._rates = rates
-        self._matters = bool(self._dependencies) or (rates is not None and rates.follows_epochs)
+        self._rates = list(rates)
+        self._matters = bool(self._dependencies) or any(one.follows_epochs for one in self._rates)
 
     def check_announced(self) -> None:
         """Compare the length that the data give for the current epoch with the planned one."""
@@ -166,7 +166,7 @@ class EpochLengths:
 
     def _replan(self, *, loaded: bool = False) -> None:
         """Plan the schedules that count the ends of epochs anew; all of them after a checkpoint was loaded."""
-        for rates in () if self._rates is None else self._rates.each():
+        for rates in self._rates:
             if loaded or rates.follows_epochs:
                 rates.replan(self.plan)
 

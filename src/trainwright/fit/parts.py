@@ -28,7 +28,7 @@ def parts_of(run: Run, between: BetweenUpdates) -> dict[str, Stateful]:
         "loss": owner.loss if isinstance(owner.loss, nn.Module) and owner.loss.state_dict() else None,
         "optimizer": NamedParts(owner.optimizers) if run.steppers.named else owner.optimizers[ONLY],
         "precision": run.scaler,
-        "schedule": run.rates,
+        "schedule": NamedParts(run.rates) if isinstance(owner.schedule, Mapping) else run.rates.get(ONLY),
         "average": run.weights if run.weights.differs else None,
         "early_stopping": between.watch,
         "checkpoint": between.manager,

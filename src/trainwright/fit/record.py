@@ -53,7 +53,7 @@ class StageRecord:
     # What it came to.
     notes: tuple[str, ...] = ()
     """Lines for its header."""
-    rates: Any = None
+    rates: tuple[Any, ...] = ()
     """Its schedule, bound; set when it is over."""
     weights: Any = None
     """Its evaluation weights, beside the trained ones; None where no loop has begun."""
@@ -85,7 +85,7 @@ class StageRecord:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StageRecord:
         """A copy for the copy of a trainer; TypeError where it refers to other weights or rates of this one."""
-        if self.rates is not None or (self.weights is not None and self.weights.average is not None):
+        if self.rates or (self.weights is not None and self.weights.average is not None):
             what = "copy.deepcopy of a Trainer that has trained with a schedule or an average"
             fix = "copy.deepcopy(trainer.model), and a Trainer of its own for the copy"
             raise TypeError(message(what, want="a Trainer as it was before its first fit", fix=fix))

@@ -124,8 +124,8 @@ class FitEnd:
 
     def _skip_notes(self) -> tuple[str, ...]:
         counters, total = self._counters, self._run.plan.updates
-        rates = self._run.rates
-        short = 0 if total is None or rates is None or rates.monitors else total - counters.updates
+        planned = [rates.monitor is None for rates in self._run.rates.values()]
+        short = total - counters.updates if total is not None and planned and all(planned) else 0
         if counters.skipped and not counters.updates:
             return (f"nothing was trained: all {counters.skipped} updates were skipped",)
         if not counters.skipped or short <= 0 or self._ends.epochs != counters.epoch:

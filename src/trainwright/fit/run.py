@@ -111,7 +111,7 @@ class Run:
         plan = self.lengths.tracked
         self.rates = bind_rates(owner.schedule, owner.optimizers, plan)
         average = None if owner.average is None else owner.average.bind(owner.model, plan)
-        self.lengths.follow(self.rates)
+        self.lengths.follow(self.rates.values())
         self.average = average if average is not None and average.each_update else None
         """The average, where each update counts in it."""
         self.weights = EvaluationWeights(

@@ -86,8 +86,8 @@ class TrainedStage(LastStage):
     def begin_next(self, *, resumes: bool) -> None:
         """Start the counters anew, but for the totals; restore the rates from before a schedule and trained weights."""
         _count_anew(self._owner._counters, continues=self._record.failed and resumes)
-        if self._record.rates is not None:
-            self._record.rates.restore_groups()
+        for rates in self._record.rates:
+            rates.restore_groups()
         weights = self._record.weights
         if weights is not None and not weights.restore():
             self._weights, self._record.weights = [], None  # they are the user's now
@@ -98,7 +98,7 @@ class TrainedStage(LastStage):
         super()._restore()
         taken = _TakenRates(self._groups)
         if taken.changed:
-            self._record.rates = taken
+            self._record.rates = (taken,)
         if self._record.weights is not None:
             self._record.weights.install()
             # `weights` has noted them as they are

@@ -15,8 +15,8 @@ from trainwright.core.errors import SettingError
 from trainwright.core.plan import Plan
 from trainwright.core.suggestions import suggests
 from trainwright.schedules.lengths import Length, constant, warmup_updates
-from trainwright.schedules.rates import Rates, group_name
-from trainwright.schedules.settings import BuiltinSchedule
+from trainwright.schedules.rates import group_name
+from trainwright.schedules.settings import BuiltinSchedule, values_of
 from trainwright.schedules.table import TableSpec
 
 CycleMomentum = Literal["auto"] | bool
@@ -64,11 +64,6 @@ class OneCycle(BuiltinSchedule):
         _check_per_group(self, "base_momentum", "max_momentum", least=0, below=1)
         self._check_number("div_factor", "final_div_factor", above=0)
 
-    def bind(self, optimizer: Optimizer, plan: Plan) -> Rates:
-        """The rates of this optimizer over this plan, whose number of updates must be known."""
-        _check_lists(self, optimizer)
-        return BuiltinSchedule.bind(self, optimizer, plan)
-
     def spec(self, plan: Plan) -> TableSpec:
         """Torch's scheduler over the run."""
         total = plan.horizon("OneCycle")
@@ -87,7 +82,7 @@ class OneCycle(BuiltinSchedule):
             arguments = _arguments_of(self, optimizer, index, "max_lr", *alike)
             return OneCycleLR(optimizer, total_steps=total, pct_start=float(rise), **arguments)
 
-        return TableSpec(build=build, per_group=bool(_lists_of(self)))
+        return TableSpec(build=build, lists=_lists_of(self))
 
 
 @suggests
@@ -124,11 +119,6 @@ class Cyclic(BuiltinSchedule):
         self._check_number("gamma", above=0)
         self._check_length("warmup", least=0, optional=True)
 
-    def bind(self, optimizer: Optimizer, plan: Plan) -> Rates:
-        """The rates of this optimizer over this plan."""
-        _check_lists(self, optimizer)
-        return BuiltinSchedule.bind(self, optimizer, plan)
-
     def spec(self, plan: Plan) -> TableSpec:
         """Torch's scheduler, after the warm-up."""
         up = constant(self.step_size_up, plan, "Cyclic(step_size_up=)")
@@ -140,46 +130,28 @@ class Cyclic(BuiltinSchedule):
             return CyclicLR(optimizer, step_size_up=up, step_size_down=down, **arguments)
 
         warmup = warmup_updates(self.warmup, plan, "Cyclic")
-        return TableSpec(build=build, warmup=warmup, ends=False, per_group=bool(_lists_of(self)))
+        return TableSpec(build=build, warmup=warmup, ends=False, lists=_lists_of(self))
 
 
 def _arguments_of(settings: OneCycle | Cyclic, optimizer: Optimizer, index: int, *names: str) -> dict[str, Any]:
     """Torch's arguments of these names for one group, and those of its momentum."""
-    lists = _lists_of(settings)
-    arguments = {}
-    for name in (*names, "base_momentum", "max_momentum"):
-        values = lists.get(name)
-        if values is not None and index >= len(values):
-            what = f"{type(settings).__name__}({name}) has {len(values)} values"
-            raise SettingError(what, want="one for each parameter group")
-        arguments[name] = getattr(settings, name) if values is None else values[index]
-    # Without a momentum torch would set one silently, on plain SGD 0.95.
+    given = {name: getattr(settings, name) for name in (*names, "base_momentum", "max_momentum")}
+    arguments = {name: value[index] if isinstance(value, tuple) else value for name, value in given.items()}
     group = optimizer.param_groups[0]
-    has = bool(group["betas"][0]) if "betas" in group else bool(group.get("momentum"))
-    if settings.cycle_momentum is True and not has:
+    has_momentum = bool(group["betas"][0]) if "betas" in group else bool(group.get("momentum"))
+    if settings.cycle_momentum is True and not has_momentum:
         raise SettingError(
             f"cycle_momentum=True, but {group_name(index, group)} has no momentum to cycle",
             want="a momentum (or a first beta) above 0 in every group",
             fix='cycle_momentum="auto", or momentum=0.9 in the optimizer',
         )
-    return arguments | {"cycle_momentum": has and settings.cycle_momentum is not False}
+    # Without a momentum torch would set one silently, on plain SGD 0.95.
+    return arguments | {"cycle_momentum": has_momentum and settings.cycle_momentum is not False}
 
 
-def _lists_of(settings: Any) -> dict[str, tuple[float, ...]]:
-    """The settings that have one value for each group."""
-    values = {name: getattr(settings, name) for name in settings.__slots__}
-    return {name: value for name, value in values.items() if isinstance(value, tuple)}
-
-
-def _check_lists(settings: OneCycle | Cyclic, optimizer: Optimizer) -> None:
-    groups = len(optimizer.param_groups)
-    for name, values in _lists_of(settings).items():
-        if len(values) != groups:
-            raise SettingError(
-                f"{type(settings).__name__}({name}={values!r})",
-                have=f"{len(values)} values for {groups} parameter groups",
-                want="one for each group, or one number for all",
-            )
+def _lists_of(settings: OneCycle | Cyclic) -> frozenset[int]:
+    """The lengths of the settings that have one value for each group."""
+    return frozenset(len(value) for value in values_of(settings) if isinstance(value, tuple))
 
 
 def _check_per_group(

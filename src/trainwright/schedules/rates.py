@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainwright.core.checks import FormError, check_form, is_amount, is_count, is_none_or, is_text
+from trainwright.core.checks import check_form, is_amount, is_count, is_none_or, is_text
 from trainwright.core.errors import CheckpointError, SettingError
 from trainwright.core.plan import Plan
 from trainwright.core.torch_private import version_of
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 Base = dict[str, Any]
 """The settings of a parameter group before the schedule: plain numbers, flags and tuples of them."""
 _NUMBERS = ("lr", "initial_lr", "momentum")
-_UNKNOWN = object()
-"""A value that was loaded: nobody can have set it by hand since."""
 
 
 class Rates:
@@ -47,95 +45,34 @@ class Rates:
     def restore_groups(self) -> None:
         """Give the parameter groups the values that they had before the schedule. No-op here."""
 
-    @property
-    def monitors(self) -> tuple[str, ...]:
-        """The numbers of a validation that the run must measure."""
-        return () if self.monitor is None else (self.monitor,)
-
-    def each(self) -> tuple[Rates, ...]:
-        """Each schedule alone."""
-        return (self,)
-
     def state_dict(self) -> Tree:
         """The state as plain data: nothing here."""
         return {}
 
     def load_state_dict(self, tree: Tree, /) -> str | None:
-        """Take over a state; return a sentence for the user where settings differ from those saved. No-op here."""
+        """Load a state; return a sentence for the user where settings differ from those saved. No-op here."""
 
 
-class NamedRates(Rates):
-    """The schedules of several optimizers, by name."""
-
-    def __init__(self, rates: Mapping[str, Rates]) -> None:
-        self.rates = dict(rates)
-        self.follows_epochs = any(one.follows_epochs for one in self.each())
-
-    def apply(self, updates: int) -> None:
-        """Set the rates of every optimizer for the update that follows `updates` applied ones."""
-        for rates in self.rates.values():
-            rates.apply(updates)
-
-    def observe(self, metrics: Mapping[str, float]) -> None:
-        """Pass the numbers of a validation to every schedule."""
-        for rates in self.rates.values():
-            rates.observe(metrics)
-
-    def epoch_ended(self) -> None:
-        """Pass the end of an epoch to every schedule."""
-        for rates in self.rates.values():
-            rates.epoch_ended()
-
-    def restore_groups(self) -> None:
-        """Give the groups of every optimizer the values that they had before."""
-        for rates in self.rates.values():
-            rates.restore_groups()
-
-    @property
-    def monitors(self) -> tuple[str, ...]:
-        """The numbers of a validation that the run must measure."""
-        return tuple(monitor for rates in self.rates.values() for monitor in rates.monitors)
-
-    def each(self) -> tuple[Rates, ...]:
-        """Each schedule alone."""
-        return tuple(self.rates.values())
-
-    def state_dict(self) -> Tree:
-        """The state of each schedule by name."""
-        return {name: rates.state_dict() for name, rates in self.rates.items()}
-
-    def load_state_dict(self, tree: Tree, /) -> str | None:
-        """Give each schedule its state; return their sentences with their names."""
-        news = [(name, rates.load_state_dict(tree[name])) for name, rates in self.rates.items()]
-        return "; ".join(f"{name}: {sentence}" for name, sentence in news if isinstance(sentence, str)) or None
-
-
-def bind_rates(schedule: Any, optimizers: Mapping[str, Optimizer], plan: Plan) -> Rates | None:
-    """Bind a schedule, or one for each of several optimizers by name; None where there is none."""
-    if schedule is None:
-        return None
-    if isinstance(schedule, Mapping):
-        return NamedRates({name: _bound(one, optimizers[name], plan) for name, one in schedule.items()})
-    return _bound(schedule, next(iter(optimizers.values())), plan)
-
-
-def _bound(schedule: Any, optimizer: Optimizer, plan: Plan) -> Rates:
-    rates = schedule.bind(optimizer, plan)
-    if not isinstance(rates, Rates):
-        raise SettingError(
-            f"{type(schedule).__name__}.bind(optimizer, plan) returned {type(rates).__name__}",
-            want="an object of a subclass of trainwright.schedules.Rates",
-            fix="class MyRates(Rates), with apply(self, updates)",
-        )
-    return rates
+def bind_rates(schedule: Any, optimizers: Mapping[str, Optimizer], plan: Plan) -> dict[str, Rates]:
+    """Bind a schedule, or one for each of several optimizers by name; an empty dict where there is none."""
+    schedules = schedule if isinstance(schedule, Mapping) else dict.fromkeys(optimizers, schedule)
+    bound = {name: one.bind(optimizers[name], plan) for name, one in schedules.items() if one is not None}
+    for name, rates in bound.items():
+        if not isinstance(rates, Rates):
+            raise SettingError(
+                f"{type(schedules[name]).__name__}.bind(optimizer, plan) returned {type(rates).__name__}",
+                want="an object of a subclass of trainwright.schedules.Rates",
+                fix="class MyRates(Rates), with apply(self, updates)",
+            )
+    return bound
 
 
 class GroupRates(Rates):
-    """Rates that write to the parameter groups of an optimizer: what both kinds of them share."""
+    """Rates that write to the parameter groups of an optimizer: the common part of tables and stepped schedulers."""
 
-    def __init__(self, text: str, optimizer: Optimizer) -> None:
+    def __init__(self, text: str, optimizer: Optimizer, *, total: int | None = None) -> None:
         self._text, self._optimizer = text, optimizer
-        self._total: int | None = None
+        self._total = total
         """Updates, or other steps, that the schedule was planned for; None where it depends on no total."""
         self._groups: list[ScheduledGroup] = []
         self._add_groups()
@@ -146,15 +83,27 @@ class GroupRates(Rates):
             scheduled.restore(group)
 
     def state_dict(self) -> Tree:
-        """The settings as text, the total, and what the groups were set to before the schedule."""
+        """The settings as text, the total, and the settings of the groups before the schedule."""
         return {"schedule": self._text, "total": self._total, "base": [dict(one.base) for one in self._groups]}
 
     def _load(self, tree: Tree, **forms: Callable[[object], bool]) -> str | None:
-        """Check a state and take over the groups' settings; return a sentence where schedule or total are others."""
-        self._check_kind(tree, {"schedule", "total", "base", *forms})
-        check_form(tree, schedule=is_text, total=is_none_or(is_count), base=are_settings, **forms)
+        """Check a state and load the groups' settings; return a sentence where schedule or total are others."""
+        forms |= {"schedule": is_text, "total": is_none_or(is_count), "base": are_settings}
+        if isinstance(tree, Mapping) and set(tree) != set(forms):
+            raise CheckpointError(
+                f"the saved state of the schedule does not fit {self._text}",
+                have=f"{tree.get('schedule', '')} with {', '.join(map(str, tree)) or 'nothing'}".strip(),
+                want=", ".join(sorted(forms)),
+                fix='fit(..., resume_fresh=("schedule",)), or give the schedule that was saved',
+            )
+        check_form(tree, **forms)
         self._add_groups()
-        self._check_groups(tree["base"])
+        if len(tree["base"]) != len(self._groups):
+            raise CheckpointError(
+                "the saved schedule is of an optimizer with other groups",
+                have=f"{len(self._groups)} parameter groups",
+                want=f"{len(tree['base'])}, as when it was saved",
+            )
         for scheduled, base in zip(self._groups, tree["base"], strict=True):
             scheduled.load(base)
         news = []
@@ -165,7 +114,7 @@ class GroupRates(Rates):
         return "; ".join(news) or None
 
     def _add_groups(self) -> list[ScheduledGroup]:
-        """Take over the groups that were added to the optimizer; SettingError where some were removed."""
+        """Add the groups that were added to the optimizer; SettingError where some were removed."""
         groups, known = self._optimizer.param_groups, len(self._groups)
         if len(groups) < known:
             raise SettingError(
@@ -178,28 +127,6 @@ class GroupRates(Rates):
         self._groups += added
         return added
 
-    def _check_kind(self, tree: Tree, keys: set[str]) -> None:
-        found = tuple(tree) if isinstance(tree, Mapping) else ()
-        if set(found) != keys:
-            saved = tree.get("schedule", "") if isinstance(tree, Mapping) else ""
-            raise CheckpointError(
-                f"the saved state of the schedule does not fit {self._text}",
-                have=f"{saved or type(tree).__name__} with {', '.join(map(str, found)) or 'nothing'}",
-                want=", ".join(sorted(keys)),
-                fix='fit(..., resume_fresh=("schedule",)), or give the schedule that was saved',
-            )
-
-    def _check_groups(self, base: list[Base]) -> None:
-        if len(base) != len(self._groups):
-            raise CheckpointError(
-                "the saved schedule is of an optimizer with other groups",
-                have=f"{len(self._groups)} parameter groups",
-                want=f"{len(base)}, as when it was saved",
-            )
-        for saved, scheduled in zip(base, self._groups, strict=True):
-            if "betas" in saved and len(saved["betas"]) != len(scheduled.base.get("betas", ())):
-                raise FormError(f"'betas' has {len(saved['betas'])} numbers")
-
 
 class ScheduledGroup:
     """A parameter group that a schedule writes to. A value that anybody else has written since is an error."""
@@ -210,44 +137,52 @@ class ScheduledGroup:
         self.index, self.group = index, group
         self.base = _settings_of(group)
         self.keys = {"lr"}
-        """What the schedule writes."""
+        """The keys that the schedule writes."""
         self.written: dict[str, Any] = {key: _mark(group[key]) for key in ("lr", "momentum", "betas") if key in group}
-        """The values as they were last seen, `_UNKNOWN` after loading: any other was set by hand."""
+        """The last known values: any other was set by hand. A key is missing once its value was loaded."""
 
     def write(self, group: dict[str, Any], key: str, value: Any) -> None:
         """Set a value, a tensor in place; SettingError where another was set by hand since."""
         if group is not self.group:  # Optimizer.load_state_dict replaces the dicts of groups: their values were loaded
             self.group = group
-            self.forget()
-        held, known = group[key], self.written.get(key, _UNKNOWN)
-        if known is not _UNKNOWN and _mark(held) != known:
-            raise self._set_by_hand(key, held)
-        if isinstance(held, Tensor):
-            held.fill_(value)
+            self.written.clear()
+        if not self._is_own(group, key):
+            raise self._set_by_hand(key, group[key])
+        if isinstance(group[key], Tensor):
+            group[key].fill_(value)
         else:
             group[key] = value
         self.written[key] = _mark(group[key])
 
     def restore(self, group: dict[str, Any]) -> None:
-        """Set the values that the group had before the schedule, but for those that were set by hand since."""
+        """Set the values that the group had before the schedule, except for those that were set by hand since."""
         for key in self.keys:
-            known = self.written.get(key, _UNKNOWN)
-            if group is not self.group or known is _UNKNOWN or _mark(group[key]) == known:
+            if group is not self.group or self._is_own(group, key):
                 self.write(group, key, self.base[key])
 
-    def forget(self) -> None:
-        """Accept whatever the group holds when it is next written: its values were loaded."""
-        self.written.update(dict.fromkeys(self.written, _UNKNOWN))
-
     def load(self, base: Base) -> None:
-        """Take over saved settings; the values that the group holds now were loaded too."""
+        """Load saved settings. The values that the group holds now were loaded too: any of them is accepted."""
+        betas = self.base.get("betas", ())
+        if len(base.get("betas", ())) != len(betas):
+            raise CheckpointError(
+                f"the saved schedule is of another optimizer: betas={base.get('betas', ())} of {self._name}",
+                want=f"{len(betas)} numbers",
+            )
         self.base = dict(base)
-        self.forget()
+        self.written.clear()
+
+    def _is_own(self, group: dict[str, Any], key: str) -> bool:
+        """Whether the value of a key is the last known one, or was loaded."""
+        return key not in self.written or self.written[key] == _mark(group[key])
+
+    @property
+    def _name(self) -> str:
+        return group_name(self.index, self.group)
 
     def _set_by_hand(self, key: str, held: Any) -> SettingError:
         tensor = isinstance(held, Tensor)
         return SettingError(
-            f"{key} of {group_name(self.index, self.group)} was set by hand, but a schedule sets it",
+            f"{key} of {self._name} was set by hand, but a schedule sets it",
             have="a tensor that was written to, or replaced" if tensor else f"{key}={held!r}",
             want="the value that the schedule set" + ("" if tensor else f", {self.written[key]!r}"),
             fix="leave schedule= out, or write the change into it: schedule=lambda update, total: factor",
@@ -260,15 +195,15 @@ def group_name(index: int, group: Mapping[str, Any]) -> str:
 
 
 def are_settings(value: object) -> bool:
-    """Whether a value is a list of settings of groups, with the numbers that schedules read in order."""
-    return isinstance(value, list) and all(
-        isinstance(base, Mapping)
-        and "lr" in base
-        and all(is_amount(base[key]) for key in _NUMBERS if key in base)
-        and isinstance(base.get("betas", ()), tuple)
-        and all(is_amount(beta) and beta <= 1 for beta in base.get("betas", ()))
-        for base in value
-    )
+    """Whether a value is a list of settings of groups, with numbers for the keys that schedules read."""
+    return isinstance(value, list) and all(isinstance(base, Mapping) and _are_amounts(base) for base in value)
+
+
+def _are_amounts(base: Mapping[str, Any]) -> bool:
+    betas = base.get("betas", ())
+    numbers = [base[key] for key in _NUMBERS if key in base]
+    are_betas = isinstance(betas, tuple) and all(is_amount(beta) and beta <= 1 for beta in betas)
+    return "lr" in base and all(map(is_amount, numbers)) and are_betas
 
 
 def _settings_of(group: Mapping[str, Any]) -> Base:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from functools import partial
 from pathlib import Path
@@ -74,21 +74,28 @@ class BuiltinSchedule:
 
 def settings_text(settings: Any) -> str:
     """The settings of a dataclass as they are written, the same in every process: functions by name, not by address."""
-    shown = [
-        f"{field.name}={_shown(getattr(settings, field.name))}"
+    given = [
+        f"{field.name}={_written(getattr(settings, field.name))}"
         for field in fields(settings)
         if field.default is MISSING or getattr(settings, field.name) != field.default
     ]
-    return f"{type(settings).__name__}({', '.join(shown)})"
+    return f"{type(settings).__name__}({', '.join(given)})"
 
 
-def _shown(value: Any) -> str:
-    if isinstance(value, partial):
-        keywords = [f"{name}={_shown(given)}" for name, given in value.keywords.items()]
-        return f"partial({', '.join([_shown(value.func), *map(_shown, value.args), *keywords])})"
-    if callable(value):
-        return str(getattr(value, "__qualname__", type(value).__qualname__))
-    return repr(value)
+def values_of(settings: Any) -> list[Any]:
+    """The values of the fields of a dataclass."""
+    return [getattr(settings, field.name) for field in fields(settings)]
+
+
+def _written(value: Any) -> str:
+    return _written_function(value) if callable(value) else repr(value)
+
+
+def _written_function(function: Any) -> str:
+    if not isinstance(function, partial):
+        return str(getattr(function, "__qualname__", type(function).__qualname__))
+    keywords = [f"{name}={_written(given)}" for name, given in function.keywords.items()]
+    return f"partial({', '.join([_written(function.func), *map(_written, function.args), *keywords])})"
 
 
 def _rates_by_update(
@@ -99,7 +106,7 @@ def _rates_by_update(
     for value in own:
         check_number(value, f"plot(lr={lr!r})", least=0)
     check_whole(updates, f"plot(updates={updates!r})")
-    given = list(_values(schedule))
+    given = [one for value in values_of(schedule) for one in (value if isinstance(value, tuple) else [value])]
     if updates_per_epoch is not None:
         check_whole(updates_per_epoch, f"plot(updates_per_epoch={updates_per_epoch!r})")
     elif any(isinstance(value, Epochs) or value == "epoch" for value in given):
@@ -121,9 +128,3 @@ def _rates_by_update(
         if updates_per_epoch is not None and not (update + 1) % updates_per_epoch:
             rates.epoch_ended()
     return rows
-
-
-def _values(settings: Any) -> Iterator[Any]:
-    for field in fields(settings):
-        value = getattr(settings, field.name)
-        yield from value if isinstance(value, tuple) else (value,)

@@ -1,7 +1,7 @@
 """Schedules with a history: torch schedulers that are stepped by the clock, by epochs or by validations.
 
-The scheduler runs on a `BareOptimizer` with the groups of the real one; `apply` copies what it has set. A checkpoint
-holds what it was stepped by: a number of steps, or the numbers of the validations. A resume builds the scheduler
+The scheduler runs on a `BareOptimizer` with the groups of the real one; `apply` copies the values that it has set. A
+checkpoint holds the epochs or the numbers of the validations that it was stepped by. A resume builds the scheduler
 anew and steps it by the same, so it must be a function of its steps alone.
 """
 
@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from trainwright.core.checks import FormError, check_whole, is_count, is_none_or, is_number, is_text
+from trainwright.core.checks import FormError, check_whole, is_none_or, is_number, is_text
 from trainwright.core.errors import SettingError
+from trainwright.core.monitor import Mode, resolve_mode
 from trainwright.core.plan import LengthDependency, Plan
 from trainwright.core.suggestions import did_you_mean, suggests
 from trainwright.schedules.rates import GroupRates, are_settings
@@ -53,16 +54,8 @@ class Plateau(BuiltinSchedule):
     warmup: None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.monitor, str) or not self.monitor:
-            raise SettingError(f"Plateau({self.monitor!r})", want="the name of a number", fix='"val_loss"')
-        self._check_choice("mode", "auto", "min", "max")
+        self._mode()
         self._check_choice("threshold_mode", "rel", "abs")
-        if self.mode == "auto" and not self.monitor.endswith("loss"):
-            raise SettingError(
-                f"Plateau({self.monitor!r}) does not say whether more is better",
-                want="mode, for a name that does not end in loss",
-                fix=f'Plateau({self.monitor!r}, mode="max"), or mode="min"',
-            )
         self._check_number("factor", above=0, below=1)
         for name in ("patience", "cooldown"):
             value = getattr(self, name)
@@ -70,9 +63,12 @@ class Plateau(BuiltinSchedule):
         self._check_number("threshold", "min_lr", "eps", least=0)
         _refuse_warmup(self.warmup, "Plateau", 'schedule=Plateau(...) without it, or TorchSchedule(..., unit="update")')
 
+    def _mode(self) -> Mode:
+        return resolve_mode(self.monitor, None if self.mode == "auto" else self.mode, "Plateau({!r}, mode={!r})")
+
     def bind(self, optimizer: Optimizer, plan: Plan) -> SteppedRates:
         """The rates of this optimizer, lowered by the validations of the run."""
-        mode: Literal["min", "max"] = "min" if self.mode == "auto" else self.mode
+        mode = self._mode()
 
         def build(bare: Optimizer) -> LRScheduler:
             return ReduceLROnPlateau(
@@ -137,32 +133,33 @@ class TorchSchedule(BuiltinSchedule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Setup:
-    """What a stepped schedule is in one plan."""
+    """A stepped schedule in one plan."""
 
     build: Callable[[Optimizer], LRScheduler]
     unit: Unit
     monitor: str | None = None
-    mode: str | None = None
-    """Which values of the monitor are better, where that is a setting: values seen under another one are no guide."""
+    mode: Mode | None = None
+    """Which values of the monitor are better, if that is a setting: earlier values are no guide under another one."""
     total: int | None = None
     """Steps in the run, where the factory takes them."""
 
 
 class SteppedRates(GroupRates):
-    """A torch scheduler that is stepped on a bare optimizer; `apply` writes what it has set to the real one."""
+    """A torch scheduler that is stepped on a bare optimizer; `apply` copies its rates to the real one."""
 
     def __init__(self, setup: _Setup, optimizer: Optimizer, *, text: str) -> None:
-        super().__init__(text, optimizer)
-        self.monitor, self._total = setup.monitor, setup.total
+        super().__init__(text, optimizer, total=setup.total)
+        self.monitor = setup.monitor
         self._setup = setup
         self._start()
 
     def apply(self, updates: int) -> None:
         """Set the rates of the update that follows `updates` applied ones; SettingError for a value set by hand."""
         if self._setup.unit == "update":
-            if updates < self._steps:
+            if updates < self._updates:
                 self._start()
-            while self._steps < updates:
+            while self._updates < updates:
+                self._updates += 1
                 self._step()
         self._follow_groups()
         groups = zip(self._groups, self._optimizer.param_groups, self._bare.param_groups, strict=True)
@@ -174,29 +171,25 @@ class SteppedRates(GroupRates):
         """Step by a validation; SettingError where it has no number of the monitor's name."""
         if self._setup.unit != "validation":
             return
-        if self.monitor is None:
-            self._step()
-        elif self.monitor in metrics:
-            self._step(float(metrics[self.monitor]))
-        else:
+        if self.monitor is not None and self.monitor not in metrics:
             raise SettingError(
                 f"the schedule reads {self.monitor!r}, which is not measured."
                 + did_you_mean(self.monitor, list(metrics)),
                 want=f"one of {', '.join(metrics) or 'no numbers at all'}",
             )
+        self._take(None if self.monitor is None else float(metrics[self.monitor]))
 
     def epoch_ended(self) -> None:
         """Step, where the unit is an epoch."""
         if self._setup.unit == "epoch":
-            self._step()
+            self._take(None)
 
     def state_dict(self) -> Tree:
-        """What the scheduler was stepped by, and what it has set in each group."""
+        """The epochs or validations that the scheduler was stepped by, and the settings that it has in each group."""
         return {
             **super().state_dict(),
             "monitor": self.monitor,
             "mode": self._setup.mode,
-            "steps": self._steps,
             "seen": list(self._seen),
             "scheduler": type(self._scheduler).__name__,
             "groups": [
@@ -206,28 +199,25 @@ class SteppedRates(GroupRates):
         }
 
     def load_state_dict(self, tree: Tree, /) -> str | None:
-        """Step a new scheduler by what was saved; return a sentence where settings or total are others than those.
+        """Step a new scheduler as the saved one was; return a sentence where settings or total are others than its.
 
         A schedule by validations continues from the saved rates, whatever its settings were. Where monitor or mode are
         others, the numbers seen so far are no guide, and it begins to compare anew.
         """
-        words, named = is_none_or(is_text), type(self._scheduler).__name__
-        news = self._load(
-            tree, monitor=words, mode=words, steps=is_count, seen=_are_numbers, scheduler=is_text, groups=are_settings
-        )
-        if len(tree["seen"]) != (0 if tree["monitor"] is None else tree["steps"]):
-            raise FormError(f"'seen' has {len(tree['seen'])} numbers")
-        if tree["scheduler"] != named:
-            news = f"schedule changed: {tree['scheduler']} -> {named}"
+        words, name = is_none_or(is_text), type(self._scheduler).__name__
+        news = self._load(tree, monitor=words, mode=words, seen=_are_seen, scheduler=is_text, groups=are_settings)
+        if any((number is None) != (tree["monitor"] is None) for number in tree["seen"]):
+            raise FormError(f"'seen' does not fit the monitor {tree['monitor']!r}")
+        if tree["scheduler"] != name:
+            news = f"schedule changed: {tree['scheduler']} -> {name}"
         self._start()
-        unit = self._setup.unit
-        if unit != "update" and (tree["monitor"], tree["mode"]) == (self.monitor, self._setup.mode):
-            for step in range(tree["steps"]):  # by updates `apply` steps it, as far as the clock has come
-                self._step(*tree["seen"][step : step + 1])
+        if (tree["monitor"], tree["mode"]) == (self.monitor, self._setup.mode):
+            for number in tree["seen"] if self._setup.unit != "update" else ():  # by updates `apply` steps it
+                self._take(number)
         for scheduled, bare, saved in zip(self._groups, self._bare.param_groups, tree["groups"], strict=True):
             known = {key: value for key, value in saved.items() if key in scheduled.base}
             scheduled.keys.update(known)
-            if unit == "validation":
+            if self._setup.unit == "validation":
                 bare.update(known)
         return news
 
@@ -236,16 +226,22 @@ class SteppedRates(GroupRates):
         self._bare = BareOptimizer([scheduled.base for scheduled in self._groups], self._optimizer.defaults)
         self._scheduler: Any = self._setup.build(self._bare)
         self._bare.step()
-        self._steps, self._seen = 0, list[float]()
-        self._note_keys()
+        self._updates = 0
+        """Updates that it was stepped by, where the unit is an update."""
+        self._seen: list[float | None] = []
+        """The number of each validation, None for an epoch or without a monitor: a resume steps by the same."""
+        self._add_keys()
+
+    def _take(self, number: float | None) -> None:
+        """Step by an epoch or a validation."""
+        self._seen.append(number)
+        self._step(*([] if number is None else [number]))
 
     def _step(self, *number: float) -> None:
         self._scheduler.step(*number)
-        self._steps += 1
-        self._seen += number
-        self._note_keys()
+        self._add_keys()
 
-    def _note_keys(self) -> None:
+    def _add_keys(self) -> None:
         """A setting that torch's scheduler has changed belongs to it from then on."""
         for scheduled, group in zip(self._groups, self._bare.param_groups, strict=True):
             scheduled.keys.update(key for key, value in scheduled.base.items() if group[key] != value)
@@ -260,26 +256,31 @@ class SteppedRates(GroupRates):
             self._bare.add_param_group({**scheduled.base, "params": [self._bare.stub()]})
 
 
-def _are_numbers(value: object) -> bool:
-    return isinstance(value, list) and all(map(is_number, value))
+def _are_seen(value: object) -> bool:
+    return isinstance(value, list) and all(map(is_none_or(is_number), value))
 
 
 def _takes_total(factory: Callable[..., Any]) -> bool:
     """Whether the factory is called with (optimizer, total); SettingError where it is neither that nor (optimizer)."""
-    parameters = list(inspect.signature(factory).parameters.values())
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    placed = [parameter for parameter in parameters if parameter.kind in kinds]
-    needed = [parameter for parameter in placed if parameter.default is parameter.empty]
-    named = len(placed) > 1 and placed[1].name == "total"
-    others = any(p.kind is p.KEYWORD_ONLY and p.default is p.empty for p in parameters)
-    most = 1 if isinstance(factory, type) else 2
-    if not placed or len(needed) > most or others:
-        raise SettingError(
-            f"TorchSchedule({getattr(factory, '__name__', factory)!s}{inspect.signature(factory)})",
-            want="a function of (optimizer), or of (optimizer, total)",
-            fix="TorchSchedule(lambda optimizer, total: OneCycleLR(optimizer, 0.1, total_steps=total))",
-        )
-    return named or len(needed) == 2
+    signature = inspect.signature(factory)
+    by_name = list(signature.parameters)[1:2] == ["total"]
+    if not by_name and _accepts(signature, "optimizer"):
+        return False
+    if _accepts(signature, "optimizer", "total") and not (isinstance(factory, type) and not by_name):
+        return True
+    raise SettingError(
+        f"TorchSchedule({getattr(factory, '__name__', factory)!s}{signature})",
+        want="a function of (optimizer), or of (optimizer, total)",
+        fix="TorchSchedule(lambda optimizer, total: OneCycleLR(optimizer, 0.1, total_steps=total))",
+    )
+
+
+def _accepts(signature: inspect.Signature, *arguments: str) -> bool:
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        return False
+    return True
 
 
 def _steps_in(plan: Plan, unit: Unit) -> int:

@@ -54,7 +54,7 @@ class BareOptimizer(Optimizer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableSpec:
-    """What a schedule is in one plan: enough to make the table of any parameter group."""
+    """A schedule in one plan: enough to make the table of any parameter group."""
 
     build: Callable[[Optimizer, int], LRScheduler]
     """Makes torch's scheduler, without the warm-up, for an optimizer with one group, which has this index."""
@@ -62,20 +62,10 @@ class TableSpec:
     """Updates of `LinearLR` before the schedule itself."""
     ends: bool = True
     """Whether the schedule spans the run: from the end of the run on its last rate holds."""
-    per_group: bool = False
-    """Whether `build` reads the index; else groups with the same settings share a table."""
+    lists: frozenset[int] = frozenset()
+    """How many values the settings have that are lists, one value for each group; `build` then reads the index."""
     steps: Callable[[], Iterator[int]] | None = None
     """Makes the updates before which torch's scheduler is stepped after the warm-up; None: before each."""
-
-
-class _Column(NamedTuple):
-    """What `apply` needs of a group, looked up once."""
-
-    written: dict[str, Any]
-    rates: array[float]
-    momenta: array[float] | None
-    later_betas: tuple[float, ...] | None
-    """The betas that are not cycled, where the first one is."""
 
 
 class TableRates(GroupRates):
@@ -84,6 +74,12 @@ class TableRates(GroupRates):
     From the end of the run on the rate of the last update holds. Groups that are added to the optimizer later follow
     the schedule from their own rate.
     """
+
+    _tables: list[RateTable]
+    """The table of each group; groups with the same settings share one."""
+    _columns: list[_Column]
+    _rows: int
+    """How many updates all tables hold the rates of."""
 
     def __init__(self, spec_in: Callable[[Plan], TableSpec], optimizer: Optimizer, plan: Plan, *, text: str) -> None:
         super().__init__(text, optimizer)
@@ -96,33 +92,27 @@ class TableRates(GroupRates):
         """Set the rates of the update that follows `updates` applied ones; SettingError for a value set by hand."""
         groups = self._optimizer.param_groups
         row = updates
-        if not 0 <= updates < self._rows or len(groups) != len(self._columns):
+        if not 0 <= updates < self._rows or len(groups) != len(self._tables):
             row = self._reach(updates)
-        for index, (written, rates, momenta, later_betas) in enumerate(self._columns):
-            group, rate = groups[index], rates[row]
+        for scheduled, key, values, later_betas in self._columns:
+            group, written = groups[scheduled.index], scheduled.written
+            value = values[row] if later_betas is None else (values[row], *later_betas)
             # The object that was written last is still there: nobody else has written since. `write` decides on any
             # other, and on tensors, which stay the same object when they are written to.
-            if group["lr"] is written["lr"]:
-                group["lr"] = written["lr"] = rate
+            if group[key] is written.get(key):
+                group[key] = written[key] = value
             else:
-                self._groups[index].write(group, "lr", rate)
-            if momenta is not None:
-                key = "momentum" if later_betas is None else "betas"
-                value = momenta[row] if later_betas is None else (momenta[row], *later_betas)
-                if group[key] is written[key]:
-                    group[key] = written[key] = value
-                else:
-                    self._groups[index].write(group, key, value)
+                scheduled.write(group, key, value)
 
     def at(self, updates: int) -> list[float]:
         """The rate of each group in the update that follows `updates` applied ones; nothing is set."""
         row = self._reach(updates)
-        return [column.rates[row] for column in self._columns]
+        return [table.values["lr"][row] for table in self._tables]
 
     @property
     def cycles(self) -> bool:
         """Whether momenta or betas change with the rates."""
-        return any(column.momenta is not None for column in self._columns)
+        return any(column.key != "lr" for column in self._columns)
 
     def replan(self, plan: Plan) -> None:
         """Make the tables of another plan."""
@@ -133,7 +123,7 @@ class TableRates(GroupRates):
         self._make_tables()
 
     def load_state_dict(self, tree: Tree, /) -> str | None:
-        """Take over the groups' own rates; the tables are those of this run's settings and plan.
+        """Load the groups' own rates; the tables are those of this run's settings and plan.
 
         Returns a sentence where settings or total are others than those that were saved.
         """
@@ -142,55 +132,56 @@ class TableRates(GroupRates):
         return news
 
     def _make_tables(self) -> None:
-        self._tables: dict[tuple[Any, ...], RateTable] = {}
-        self._rows = 0
-        self._columns: list[_Column] = []
-        for scheduled in self._groups:
-            self._add_table(scheduled)
-        self._grow(1)
-
-    def _add_table(self, scheduled: ScheduledGroup) -> None:
-        base = {key: scheduled.base[key] for key in _READ if key in scheduled.base}
-        start = (scheduled.index if self._spec.per_group else None, *base.items())
-        if start not in self._tables:
-            self._tables[start] = RateTable(self._spec, base, scheduled.index, text=self._text)
-            self._tables[start].grow(self._rows)
-        table = self._tables[start]
-        if table.key is not None:
-            scheduled.keys.add(table.key)
-        self._columns.append(_Column(scheduled.written, table.rates, table.momenta, table.later_betas))
-
-    def _grow(self, rows: int) -> None:
-        for table in self._tables.values():
-            table.grow(rows)
-        self._rows = rows
+        self._tables, self._columns, self._rows = [], [], 0
+        self._reach(0)
 
     def _reach(self, updates: int) -> int:
         """Return the row of an update, after adding the tables and the rows that are missing."""
         if updates < 0:
             raise SettingError(f"apply({updates})", want="the number of updates applied so far")
-        for scheduled in self._add_groups():
+        self._add_groups()
+        for scheduled in self._groups[len(self._tables) :]:
             self._add_table(scheduled)
         last = self._total - 1 if self._spec.ends and self._total is not None else math.inf
         row = int(min(updates, last))
         if row >= self._rows:
-            self._grow(int(min(row + max(8, BLOCK // len(self._tables)), last)) + 1)
+            rows = int(min(row + max(8, BLOCK // len(self._tables)), last)) + 1
+            for table in self._tables:
+                table.grow(rows)
+            self._rows = rows
         return row
+
+    def _add_table(self, scheduled: ScheduledGroup) -> None:
+        if self._spec.lists and self._spec.lists != {len(self._groups)}:
+            raise SettingError(
+                self._text,
+                have=f"{' and '.join(map(str, self._spec.lists))} values for {len(self._groups)} parameter groups",
+                want="one for each group, or one number for all",
+            )
+        base = {key: scheduled.base[key] for key in _READ if key in scheduled.base}
+        alike = [] if self._spec.lists else [table for table in self._tables if table.base == base]
+        table = alike[0] if alike else RateTable(self._spec, base, scheduled.index, text=self._text)
+        table.grow(self._rows)
+        self._tables.append(table)
+        scheduled.keys.update(table.values)
+        for key, values in table.values.items():
+            later_betas = base["betas"][1:] if key == "betas" else None
+            self._columns.append(_Column(scheduled, key, values, later_betas))
 
 
 class RateTable:
     """The rates of one parameter group by update, and its momenta where the schedule cycles them."""
 
     def __init__(self, spec: TableSpec, base: Base, index: int, *, text: str) -> None:
-        self._text, self._index = text, index
+        self.base, self._text, self._index = base, text, index
         optimizer = BareOptimizer([base])
         self._group = optimizer.param_groups[0]
         # Built before its warm-up: CyclicLR sets the rate that the warm-up rises to.
         scheduler = spec.build(optimizer, index)
-        cycled = isinstance(scheduler, OneCycleLR | CyclicLR) and scheduler.cycle_momentum
-        self.key = ("betas" if "betas" in base else "momentum") if cycled else None
-        """What of the group is cycled besides the rate; None: nothing."""
-        self.later_betas = base["betas"][1:] if self.key == "betas" else None
+        self.values = {"lr": array("d")}
+        """By key of the group, its value in each update; of betas the first one."""
+        if isinstance(scheduler, OneCycleLR | CyclicLR) and scheduler.cycle_momentum:
+            self.values["betas" if "betas" in base else "momentum"] = array("d")
         if spec.warmup:
             rise = LinearLR(optimizer, start_factor=1 / (spec.warmup + 1), total_iters=spec.warmup)
             scheduler = SequentialLR(optimizer, [rise, scheduler], milestones=[spec.warmup])
@@ -198,21 +189,29 @@ class RateTable:
         self._scheduler = scheduler
         self._steps = count(1) if spec.steps is None else chain(range(1, spec.warmup + 1), spec.steps())
         self._next_step = next(self._steps)
-        self.rates = array("d")
-        self.momenta = None if self.key is None else array("d")
 
     def grow(self, rows: int) -> None:
         """Step torch's scheduler until there are `rows` rows."""
-        while len(self.rates) < rows:
-            row = len(self.rates)
+        rates = self.values["lr"]
+        while len(rates) < rows:
+            row = len(rates)
             while self._next_step <= row:  # two epochs end at one update where all updates of the second were skipped
                 self._scheduler.step()
                 self._next_step = next(self._steps)
-            rate = float(self._group["lr"])
-            if not math.isfinite(rate):
+            if not math.isfinite(self._group["lr"]):
+                rate = float(self._group["lr"])
                 raise SettingError(f"{self._text}: the rate of group {self._index} at update={row} is {rate}")
             held = min(self._next_step, rows) - row
-            self.rates.extend(array("d", [rate]) * held)
-            if self.key is not None and self.momenta is not None:
-                momentum = self._group[self.key]
-                self.momenta.extend(array("d", [momentum if self.key == "momentum" else momentum[0]]) * held)
+            for key, values in self.values.items():
+                value = self._group[key][0] if key == "betas" else self._group[key]
+                values.extend(array("d", [value]) * held)
+
+
+class _Column(NamedTuple):
+    """The values of one key of one group, looked up once for `apply`."""
+
+    group: ScheduledGroup
+    key: str
+    values: array[float]
+    later_betas: tuple[float, ...] | None
+    """The betas that are not cycled, where the first one is."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trainwright.core.records import Update
 from trainwright.optim.fused import ready_to_mask
+from trainwright.optim.named import ONLY
 from trainwright.precision.mixed_precision import LossScaler
 from trainwright.schedules.table import TableRates
 from trainwright.update import nonfinite_policy
@@ -85,7 +86,8 @@ class DeferredCheck(UpdateStrategy):
             self.scaler = scale
             self._verdict = DeviceVerdict(run.owner.on_nonfinite, device, scale)
             self._loss_flag = torch.zeros((), dtype=torch.float32, device=device)
-            self._rates = DeviceRates(run.rates, device) if isinstance(run.rates, TableRates) else None
+            rates = run.rates.get(ONLY)
+            self._rates = DeviceRates(rates, device) if isinstance(rates, TableRates) else None
 
     def regroup(self) -> None:
         """Have the steps read the flag of the gradients, and the rates on the device, as they are grouped now."""
@@ -164,8 +166,8 @@ class DeferredCheck(UpdateStrategy):
         """Wait for the numbers of all updates; the rates of the groups are then those of the last one."""
         pending = self._reads.pending
         self._reads.flush()
-        if pending and self._rates is not None and self._run.rates is not None:
-            self._run.rates.apply(self._last)
+        if pending and self._rates is not None:
+            self._apply_rates(self._last)
 
     def _numbers(self, entries: list[Entry], norms: Sequence[float | Tensor]) -> list[float | Tensor]:
         """All numbers of an update: values, their counts, whether it ends the run, whether it is left out, norms."""
@@ -239,8 +241,11 @@ class DeferredCheck(UpdateStrategy):
         self._reads.drop()
         run.tracker.collect()
         counters.updates, (counters.batch, counters.rows) = self._applied, place
-        if run.rates is not None:
-            run.rates.apply(counters.updates)
+        self._apply_rates(counters.updates)
+
+    def _apply_rates(self, updates: int) -> None:
+        for rates in self._run.rates.values():
+            rates.apply(updates)
 
 
 def _detached(value: float | Tensor) -> float | Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from trainwright.core.records import Count
 from trainwright.core.trees import inside
 from trainwright.modules.modes import running_statistics
 from trainwright.optim.fused import why_not_masked
+from trainwright.optim.named import ONLY
 from trainwright.precision.base import LossScale
 from trainwright.precision.mixed_precision import LossScaler
 from trainwright.schedules.rates import Rates
@@ -148,11 +149,12 @@ def applies_policy(run: Run, chosen: SelectedOptimizers, *, overflowed: bool, lo
 
 
 def why_immediate(
-    owner: Owner, *, checks: bool, scaler: LossScale | None, rates: Rates | None = None
+    owner: Owner, *, checks: bool, scaler: LossScale | None, rates: Mapping[str, Rates] | None = None
 ) -> tuple[str, ...]:
     """Say why the numbers of each update must be read before its step; empty where the check may be deferred.
 
-    `checks`: whether anything is checked. `scaler`: the loss scale. `rates`: the schedule, where it is bound.
+    `checks`: whether anything is checked. `scaler`: the loss scale. `rates`: the bound schedules by name, if
+    any is bound.
     """
     if owner.device.type not in ASYNC_DEVICES:
         return ("a read waits for nothing here",)
@@ -178,7 +180,7 @@ def _why_not_deferred(owner: Owner, *, checks: bool, scaler: LossScale | None, r
     return why
 
 
-def _why_not_left_out(owner: Owner, scaler: LossScale | None, rates: Rates | None) -> Iterator[str]:
+def _why_not_left_out(owner: Owner, scaler: LossScale | None, rates: Mapping[str, Rates] | None) -> Iterator[str]:
     """Why the host must know at once which updates a loss scale, or "skip", leaves out."""
     hooks, skips = owner._hooks, owner.on_nonfinite == "skip"
     if scaler is not None and type(scaler) is not LossScaler:
@@ -191,7 +193,8 @@ def _why_not_left_out(owner: Owner, scaler: LossScale | None, rates: Rates | Non
         yield "buffers are restored with an update that is skipped"
     if skips and (hooks.steps_itself or owner.state):
         yield '"skip" restores `self.state`'
-    if rates is not None and (type(rates) is not TableRates or rates.cycles):
+    plain = all(name == ONLY and type(one) is TableRates and not one.cycles for name, one in (rates or {}).items())
+    if not plain:
         yield "the schedule sets more than rates, or has a state of its own"
 
 

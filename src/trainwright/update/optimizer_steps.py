@@ -239,9 +239,9 @@ class NamedParts:
         """Each part's state by name."""
         return {name: part.state_dict() for name, part in self.parts.items()}
 
-    def load_state_dict(self, tree: Tree, /) -> None:
-        """Give each part its state; ValueError where the names are others."""
+    def load_state_dict(self, tree: Tree, /) -> str | None:
+        """Load the state of each part; return their sentences by name. ValueError where the names are others."""
         if set(tree) != set(self.parts):
             raise ValueError(f"the checkpoint has {sorted(tree)}, this Trainer {sorted(self.parts)}")
-        for name, part in self.parts.items():
-            part.load_state_dict(tree[name])
+        news = [(name, part.load_state_dict(tree[name])) for name, part in self.parts.items()]
+        return "; ".join(f"{name}: {sentence}" for name, sentence in news if isinstance(sentence, str)) or None
