@@ -161,7 +161,9 @@ def why_immediate(
     return tuple(_why_not_deferred(owner, checks=checks, scaler=scaler, rates=rates))
 
 
-def _why_not_deferred(owner: Owner, *, checks: bool, scaler: LossScale | None, rates: Rates | None) -> list[str]:
+def _why_not_deferred(
+    owner: Owner, *, checks: bool, scaler: LossScale | None, rates: Mapping[str, Rates] | None
+) -> list[str]:
     """Return the settings for which a device that works asynchronously must be read before each step."""
     hooks, why = owner._hooks, list[str]()
     if owner.world.size > 1:
