@@ -230,15 +230,15 @@ class Trainer(Generic[M]):
         run = self._run
         if closure is not None:
             return manual_optimization.step_by_closure(run, closure, name)
-        chosen = run.steppers.all if name is None else run.steppers.choose(name)
+        chosen = run.optimizer_steps.all if name is None else run.optimizer_steps.choose(name)
         found_inf = run.strategy.scale_gradients(chosen.gradients)
-        for stepper in chosen.steppers:
-            if stepper.limits:
-                stepper.limit()  # measure and clip
+        for one in chosen.steps:
+            if one.limits:
+                one.limit()  # measure and clip
         applied = run.strategy.check(found_inf, chosen)
         if applied:
-            for stepper in chosen.steppers:
-                stepper.step()  # the optimizer's
+            for one in chosen.steps:
+                one.step()  # the optimizer's
         return applied
 
     def minimize(self, loss: Any, name: str | None = None) -> bool:

@@ -84,7 +84,7 @@ def autocast_is_forgotten(patch):
 
 def clipping_is_forgotten(patch):
     def apply(self):
-        chosen = self._run.steppers.all
+        chosen = self._run.optimizer_steps.all
         applied = self._run.strategy.check(self._run.strategy.scale_gradients(chosen.gradients), chosen)
         if applied:
             self.optimizer.step()
@@ -95,8 +95,8 @@ def clipping_is_forgotten(patch):
 
 def unscales_after_clipping(patch):
     def apply(self):
-        chosen = self._run.steppers.all
-        chosen.steppers[0].limit()
+        chosen = self._run.optimizer_steps.all
+        chosen.steps[0].limit()
         applied = self._run.strategy.check(self._run.strategy.scale_gradients(chosen.gradients), chosen)
         if applied:
             self.optimizer.step()

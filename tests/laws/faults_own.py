@@ -117,7 +117,7 @@ def the_norm_of_the_last_trial_is_told(patch):
 
     told = []
     patch.setattr(OptimizerStep, "limit", limited)
-    around(patch, Run, "count", before=lambda self, *_: setattr(self.steppers.all.steppers[0], "norm", told[-1]))
+    around(patch, Run, "count", before=lambda self, *_: setattr(self.optimizer_steps.all.steps[0], "norm", told[-1]))
 
 
 def trials_are_never_judged(patch):
@@ -156,8 +156,8 @@ def minimize_applies_to_all(patch):
         run = self._run
         run.strategy.status.minimizing = manual_optimization.backward_of(run, loss, name)
         applied = self.apply_gradients(name)
-        for stepper in run.steppers.all.steppers if name == "G" else ():
-            stepper.step()
+        for one in run.optimizer_steps.all.steps if name == "G" else ():
+            one.step()
         return applied
 
     patch.setattr(Trainer, "minimize", minimize)
@@ -172,7 +172,7 @@ def each_step_counts_as_an_update(patch):
 
     def check(self, found_inf, chosen):
         applied = whole(self, found_inf, chosen)
-        self._run.counters.updates += applied and chosen.steppers[0].name == "D"
+        self._run.counters.updates += applied and chosen.steps[0].name == "D"
         return applied
 
     patch.setattr(ImmediateCheck, "check", check)
@@ -193,10 +193,10 @@ def only_the_first_schedule_is_applied(patch):
 def each_optimizer_gets_the_clip_of_the_other(patch):
     def swapped(self, optimizers, *_, **__):
         names = list(optimizers)
-        clips = {stepper.name: stepper.clip for stepper in self._steppers}
-        for stepper, other in zip(self._steppers, reversed(names), strict=True):
-            stepper.clip = clips[other]
-            stepper.limits = stepper.clip is not None
+        clips = {one.name: one.clip for one in self._steps}
+        for one, other in zip(self._steps, reversed(names), strict=True):
+            one.clip = clips[other]
+            one.limits = one.clip is not None
 
     around(patch, OptimizerSteps, "__init__", after=swapped)
 

@@ -236,7 +236,7 @@ def the_rate_that_is_told_is_the_next_one(patch):
     def late(self, window, *, skipped):
         for rates in self._owner._run.rates.values():
             rates.apply(self._counters.updates)
-        self._steppers.forget_rates()
+        self._optimizer_steps.clear_used_rates()
         whole(self, window, skipped=skipped)
 
     patch.setattr(UpdateReporter, "report", late)

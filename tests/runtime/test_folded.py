@@ -32,12 +32,10 @@ def gradients(number: int) -> list[Tensor]:
 
 
 def folding(model: nn.Module, name: str, flag: Tensor | None, *, max_norm: float) -> OptimizerStep:
-    stepper = OptimizerStep(
-        "optimizer", OPTIMIZERS[name](model.parameters()), clip=ClipNorm(max_norm), wants_norm=False
-    )
-    assert stepper.can_fuse_clipping()
-    stepper.make_step(flag, None, fuses_clipping=True)
-    return stepper
+    step = OptimizerStep("optimizer", OPTIMIZERS[name](model.parameters()), clip=ClipNorm(max_norm), wants_norm=False)
+    assert step.can_fuse_clipping()
+    step.make_step(flag, None, fuses_clipping=True)
+    return step
 
 
 def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -51,44 +49,44 @@ def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_clipped_in_the_kernel_is_clipped_before_it(name: str, max_norm: float, factor: Any, hooked: bool) -> None:
     plain, folded, flag = net(), net(), torch.zeros(())
-    optimizer, stepper = OPTIMIZERS[name](plain.parameters()), folding(folded, name, flag, max_norm=max_norm)
+    optimizer, step = OPTIMIZERS[name](plain.parameters()), folding(folded, name, flag, max_norm=max_norm)
     if hooked:
-        stepper.optimizer.register_step_pre_hook(lambda *_: None)
+        step.optimizer.register_step_pre_hook(lambda *_: None)
     for number in range(5):
         for one, other, gradient in zip(plain.parameters(), folded.parameters(), gradients(number), strict=True):
             one.grad, other.grad = gradient * factor, gradient.clone()
         norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
         optimizer.step()
-        stepper.factor = factor
-        stepper.limit()
-        stepper.step()
-        assert isinstance(stepper.norm, Tensor)
-        torch.testing.assert_close(stepper.norm.float(), norm, rtol=1e-6, atol=0)
+        step.factor = factor
+        step.limit()
+        step.step()
+        assert isinstance(step.norm, Tensor)
+        torch.testing.assert_close(step.norm.float(), norm, rtol=1e-6, atol=0)
         for one, other in zip(plain.parameters(), folded.parameters(), strict=True):
             torch.testing.assert_close(other.grad, one.grad, rtol=1e-6, atol=1e-8)  # what the weights were moved by
-    for a, b in zip(state(plain, optimizer), state(folded, stepper.optimizer), strict=True):
+    for a, b in zip(state(plain, optimizer), state(folded, step.optimizer), strict=True):
         torch.testing.assert_close(a, b, rtol=2e-6, atol=1e-7)
     if max_norm == 100.0 and factor == 1.0:
-        pairs = zip(state(plain, optimizer), state(folded, stepper.optimizer), strict=True)
+        pairs = zip(state(plain, optimizer), state(folded, step.optimizer), strict=True)
         assert all(torch.equal(a, b) for a, b in pairs), "where nothing is clipped, bit for bit"
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_that_is_held_back_moves_nothing(name: str) -> None:
     model, flag = net(), torch.zeros(())
-    stepper = folding(model, name, flag, max_norm=0.5)
+    step = folding(model, name, flag, max_norm=0.5)
     for number in range(3):
         for parameter, gradient in zip(model.parameters(), gradients(number), strict=True):
             parameter.grad = gradient
-        before = state(model, stepper.optimizer)
+        before = state(model, step.optimizer)
         if number == 2:
             next(model.parameters()).grad[0, 0] = float("nan")  # type: ignore[index]
-        stepper.limit()
-        assert isinstance(stepper.norm, Tensor)
-        stepper.gradients.check_too([stepper.norm], flag)
-        stepper.step()
+        step.limit()
+        assert isinstance(step.norm, Tensor)
+        step.gradients.check_too([step.norm], flag)
+        step.step()
     assert flag == 1.0
-    assert all(torch.equal(a, b) for a, b in zip(before, state(model, stepper.optimizer), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, state(model, step.optimizer), strict=True))
 
 
 def can_fuse(model: nn.Module, clip: Any, **settings: Any) -> bool:

@@ -92,7 +92,7 @@ class BetweenUpdates:
             self._sync_ranks(run.rank_sync)
         run.signals.check()
         self.update_clock()
-        run.steppers.note_unnoted()
+        run.optimizer_steps.record_used_rates()
         self.epoch_ended = epoch_ended
         if epoch_ended and not counters.pause:  # else it was counted before, in a run that ended in its validation
             self._count_epoch()
@@ -199,7 +199,7 @@ class BetweenUpdates:
             "update": counters.earlier_updates + counters.updates,
             **trained,
             **(numbers or {}),
-            **(self.run.steppers.numbers() or {"lr": self.run.steppers.rates[0]}),
+            **(self.run.optimizer_steps.numbers() or {"lr": self.run.optimizer_steps.rates[0]}),
         }
 
     def _last_training_numbers(self) -> dict[str, float]:
@@ -289,7 +289,7 @@ class BetweenUpdates:
 
     def end(self) -> None:
         """Set the update after which the loop comes back."""
-        self.run.steppers.forget_rates()
+        self.run.optimizer_steps.clear_used_rates()
         self._continue()
 
     # The update at which they come next, and the ends of the run.

@@ -39,7 +39,7 @@ from trainwright.fit.stages import start_stage
 from trainwright.metrics.metrics import OverAll
 from trainwright.modules.dtensors import is_sharded
 from trainwright.modules.modes import untrained, wake
-from trainwright.optim.named import check_parameters, check_saved_schedulers
+from trainwright.optim.named import check_kernels, check_parameters, check_saved_schedulers, has_scheduler
 from trainwright.protocols import Observer
 from trainwright.update.owner import Owner, listening, networks_of
 from trainwright.update.per_rank_state import among_ranks, broadcast_buffers
@@ -106,6 +106,7 @@ class FitContext:
         """Plan, bind, check and load everything that the fit needs; `undo` takes it back."""
         owner, ends, resumes = self._owner, self._ends, self._resume.where is not None
         check_parameters(owner.model, owner.loss, owner.optimizers)
+        check_kernels(owner.optimizers)
         undo.enter_context(among_ranks(owner))
         check_same_config(owner, source, val, ends=ends, resumes=resumes)
         start_stage(owner, undo, resumes=resumes, epochs=ends.epochs)
@@ -362,7 +363,9 @@ def _check_saves(owner: Owner, run: Run, between: BetweenUpdates) -> list[str]:
     with run.weights.evaluated():
         tree = gather(parts)
     check_savable(tree, owner.metrics)
-    check_saved_schedulers(owner.optimizers, own, {name: tree[name] for name in tree if name in own or name == "state"})
+    if any(map(has_scheduler, owner.optimizers.values())):
+        states = {name: tree[name] for name in tree if name in own or name == "state"}
+        check_saved_schedulers(owner.optimizers, own, states)
     return [line for line in [run.source.resumes] if line]
 
 

@@ -26,7 +26,7 @@ def parts_of(run: Run, between: BetweenUpdates) -> dict[str, Stateful]:
     named: dict[str, Any] = {
         "model": owner.model,
         "loss": owner.loss if isinstance(owner.loss, nn.Module) and owner.loss.state_dict() else None,
-        "optimizer": NamedParts(owner.optimizers) if run.steppers.named else owner.optimizers[ONLY],
+        "optimizer": NamedParts(owner.optimizers) if run.optimizer_steps.named else owner.optimizers[ONLY],
         "precision": run.scaler,
         "schedule": NamedParts(run.rates) if isinstance(owner.schedule, Mapping) else run.rates.get(ONLY),
         "average": run.weights if run.weights.differs else None,
@@ -60,7 +60,7 @@ class RunProgress:
             "stages": record.stages,
             "settings": settings_of(owner),
             **({} if limit is None else {"split_at": limit}),  # a resumed run splits from the start
-            **run.steppers.used_rates(),
+            **run.optimizer_steps.used_rates(),
             "epochs": run.lengths.state_dict(),
         }
 
@@ -68,7 +68,7 @@ class RunProgress:
         """Take over the saved progress."""
         run, owner = self._run, self._run.owner
         record = owner._record
-        run.steppers.take_used_rates(tree)
+        run.optimizer_steps.load_used_rates(tree)
         epochs, counters = tree.get("epochs", []), tree["counters"]
         if sum(one[0] for one in epochs) > counters["earlier_epochs"] + counters["epoch"] + 1:
             raise RuntimeError("'epochs' are more than the counters say")  # before a list of that length is made

@@ -105,8 +105,8 @@ class Run:
         # A norm may be a collective, and is judged: all processes measure it, whoever of them has the observer.
         wants_norm = any(owner.world.total(any("grad_norm" in observer.wants for observer in owner.observers)))
         modules = trained_modules(owner)
-        self.steppers = OptimizerSteps(owner.optimizers, owner.clip, wants_norm=wants_norm, modules=modules)
-        self.gradients = self.steppers.all.gradients
+        self.optimizer_steps = OptimizerSteps(owner.optimizers, owner.clip, wants_norm=wants_norm, modules=modules)
+        self.gradients = self.optimizer_steps.all.gradients
         """The gradients of all optimizers together."""
         plan = self.lengths.tracked
         self.rates = bind_rates(owner.schedule, owner.optimizers, plan)
@@ -285,8 +285,8 @@ class Run:
     def take_groups(self) -> None:
         """Take over the optimizers' parameters as they are grouped now; a group may be added at any time."""
         self.strategy.flush()
-        self.steppers.take_groups()
-        self.gradients = self.steppers.all.gradients
+        self.optimizer_steps.take_groups()
+        self.gradients = self.optimizer_steps.all.gradients
         self.strategy.regroup()
 
     def _feed(self) -> None:
@@ -298,7 +298,7 @@ class Run:
         if self.owner.precision is not None:
             self.owner.precision.after_update()
         if self.owner._hooks.after_update is not None:
-            self.steppers.note_unnoted()
+            self.optimizer_steps.record_used_rates()
             self.owner._hooks.after_update()
 
     def _note_step(self, *_: Any) -> None:
@@ -306,7 +306,7 @@ class Run:
 
     def _note_beginning(self, optimizer: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         self.strategy.status.stepping = True
-        self.steppers.note_rates(optimizer)
+        self.optimizer_steps.record_rates_of(optimizer)
         self.strategy.before_step(optimizer, closure=len(given) + len(named) > 1)  # the first is the optimizer
 
     def stop(self, reason: str) -> None:

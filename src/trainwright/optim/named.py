@@ -81,21 +81,44 @@ def fused_hint(optimizers: Mapping[str, Optimizer], updates: int | None) -> list
 
 
 def check_parameters(model: nn.Module, loss: Any, optimizers: Mapping[str, Optimizer]) -> None:
-    """Refuse a trainable parameter in no optimizer, an optimizer of another model, and a fused kernel that is wrong."""
+    """Refuse a trainable parameter in no optimizer, and an optimizer of another model."""
     trained = {id(p) for p in parameters_in(*optimizers.values())}
-    roots = {"model": model, "loss": loss}
-    trainable = {
-        f"{root}.{name}": parameter
-        for root, module in roots.items()
-        if isinstance(module, nn.Module)
-        for name, parameter in module.named_parameters()
-        if parameter.requires_grad
-    }
-    left_out = [name for name, p in trainable.items() if id(p) not in trained]
+    modules = {"model": model} | ({"loss": loss} if isinstance(loss, nn.Module) else {})
+    named = [(f"{root}.{name}", p) for root, module in modules.items() for name, p in module.named_parameters()]
+    trainable = [(name, p) for name, p in named if p.requires_grad]
+    left_out = [name for name, p in trainable if id(p) not in trained]
     if left_out or not trainable:
         raise _nothing_trains(left_out, len(trainable))
-    for optimizer in optimizers.values():
-        _check_kernel(optimizer)
+
+
+def check_kernels(optimizers: Mapping[str, Optimizer]) -> None:
+    """Refuse a fused optimizer whose kernel is wrong for its parameters."""
+    for optimizer, dtype in _wrong_kernels(optimizers):
+        name = type(optimizer).__name__
+        raise SettingError(
+            f"{name}(..., fused=True) with {dtype} parameters on the CPU: this kernel leaves most of them untrained",
+            want="another way to make the step (https://github.com/pytorch/pytorch/issues/191763)",
+            fix=f"{name}(..., fused=False)",
+        )
+
+
+def disable_wrong_kernels(optimizers: Mapping[str, Optimizer]) -> list[str]:
+    """Switch off fused kernels that a checkpoint has switched on and that are wrong here; return a line for each."""
+    return [_disabled(optimizer, dtype) for optimizer, dtype in _wrong_kernels(optimizers)]
+
+
+def _wrong_kernels(optimizers: Mapping[str, Optimizer]) -> list[tuple[Optimizer, str]]:
+    from trainwright.optim.fused import spoiled
+
+    found = [(optimizer, spoiled(optimizer)) for optimizer in optimizers.values()]
+    return [(optimizer, str(dtype).removeprefix("torch.")) for optimizer, dtype in found if dtype is not None]
+
+
+def _disabled(optimizer: Optimizer, dtype: str) -> str:
+    for group in optimizer.param_groups:
+        group["fused"] = False
+    name = type(optimizer).__name__
+    return f"resumed: fused=True of {name} is the checkpoint's, False is used: here it is wrong for {dtype}"
 
 
 def has_scheduler(optimizer: Any) -> bool:
@@ -124,13 +147,10 @@ def check_saved_schedulers(
 
     `parts`: the parts that the user's `parts()` adds; `trees`: their states, and the user's `state`.
     """
-    marked = sum(map(has_scheduler, optimizers.values()))
-    if not marked:
-        return
     from torch.optim.lr_scheduler import LRScheduler
 
     saved = sum(isinstance(part, LRScheduler) for part in parts.values())
-    if max(saved, _scheduler_states(trees)) < marked:
+    if max(saved, _scheduler_states(trees)) < sum(map(has_scheduler, optimizers.values())):
         raise SettingError(
             "a torch scheduler was built on the optimizer, and no checkpoint would hold its state",
             want=f"its state in parts() or in self.state; a scheduler that is deleted leaves its mark: {CLEARED}",
@@ -145,23 +165,6 @@ def _scheduler_states(tree: Any) -> int:
             return 1
         tree = list(tree.values())
     return sum(map(_scheduler_states, tree)) if isinstance(tree, list | tuple) else 0
-
-
-def disable_wrong_kernels(optimizers: Mapping[str, Optimizer]) -> list[str]:
-    """Switch off fused kernels that a checkpoint has switched on and that are wrong here; return a line for each."""
-    from trainwright.optim.fused import spoiled
-
-    lines = []
-    for optimizer in optimizers.values():
-        dtype = spoiled(optimizer)
-        if dtype is not None:
-            for group in optimizer.param_groups:
-                group["fused"] = False
-            kind, name = str(dtype).removeprefix("torch."), type(optimizer).__name__
-            lines.append(
-                f"resumed: fused=True of {name} is the checkpoint's, False is used: here it is wrong for {kind}"
-            )
-    return lines
 
 
 def _make(optimizer: Any, model: nn.Module, what: str, *, root: nn.Module | None, fuses: bool) -> Optimizer:
@@ -194,20 +197,6 @@ def _make(optimizer: Any, model: nn.Module, what: str, *, root: nn.Module | None
             want="an Optimizer, a torch class or a partial of one, or a function model -> Optimizer",
             fix="torch.optim.AdamW(model.parameters(), lr=1e-3)",
         )
-    )
-
-
-def _check_kernel(optimizer: Optimizer) -> None:
-    from trainwright.optim.fused import spoiled
-
-    dtype = spoiled(optimizer)
-    if dtype is None:
-        return
-    kind, name = str(dtype).removeprefix("torch."), type(optimizer).__name__
-    raise SettingError(
-        f"{name}(..., fused=True) with {kind} parameters on the CPU: this kernel leaves most of them untrained",
-        want="another way to make the step (https://github.com/pytorch/pytorch/issues/191763)",
-        fix=f"{name}(..., fused=False)",
     )
 
 

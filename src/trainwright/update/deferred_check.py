@@ -91,18 +91,18 @@ class DeferredCheck(UpdateStrategy):
 
     def regroup(self) -> None:
         """Have the steps read the flag of the gradients, and the rates on the device, as they are grouped now."""
-        steppers = self._run.steppers
-        found_inf = steppers.all.gradients.flag if self._run.checks else None
+        optimizer_steps = self._run.optimizer_steps
+        found_inf = optimizer_steps.all.gradients.flag if self._run.checks else None
         if self._verdict is not None:
             found_inf = self._verdict.left_out
         if self._rates is not None:
-            self._rates.resize(len(steppers.rates))
-        self._fuses_clipping = all(stepper.can_fuse_clipping() for stepper in steppers.all.steppers)
-        for stepper in steppers.all.steppers:
+            self._rates.resize(len(optimizer_steps.rates))
+        self._fuses_clipping = all(one.can_fuse_clipping() for one in optimizer_steps.all.steps)
+        for one in optimizer_steps.all.steps:
             if found_inf is not None:
-                ready_to_mask(stepper.optimizer)
+                ready_to_mask(one.optimizer)
             rates = None if self._rates is None else self._rates_now
-            stepper.make_step(found_inf, rates, fuses_clipping=self._fuses_clipping)
+            one.make_step(found_inf, rates, fuses_clipping=self._fuses_clipping)
 
     def begin(self, window: Window) -> None:
         """Prepare the update of a window: note where it begins, and have its rates lie on the device."""
@@ -121,8 +121,8 @@ class DeferredCheck(UpdateStrategy):
         if not self._fuses_clipping:
             return super().scale_gradients(gradients)
         run = self._run
-        for stepper in run.steppers.all.steppers:
-            stepper.factor = self.factor
+        for one in run.optimizer_steps.all.steps:
+            one.factor = self.factor
         self.factor = 1.0
         return gradients.flag if run.checks else None
 
@@ -132,7 +132,7 @@ class DeferredCheck(UpdateStrategy):
         if found_inf is None:
             return True
         losses = self._run.tracker.losses
-        norms = [stepper.norm for stepper in chosen.steppers if isinstance(stepper.norm, Tensor)]
+        norms = [one.norm for one in chosen.steps if isinstance(one.norm, Tensor)]
         if self._verdict is None:
             chosen.gradients.check_too([*losses, *norms])
             return True
@@ -146,9 +146,11 @@ class DeferredCheck(UpdateStrategy):
     def report(self, window: Window) -> None:
         """Send the numbers of this update to the host, and report those updates whose numbers have arrived."""
         run, tracker = self._run, self._run.tracker
-        norms = {one.name: one.norm for one in run.steppers.all.steppers if one.norm is not None}
+        norms = {one.name: one.norm for one in run.optimizer_steps.all.steps if one.norm is not None}
         pending = _Pending(
-            update=self.reporter.record(window, skipped=False, loss=nan, norm=None, values=run.steppers.numbers()),
+            update=self.reporter.record(
+                window, skipped=False, loss=nan, norm=None, values=run.optimizer_steps.numbers()
+            ),
             # A graph of autograd would hold the memory of an update until its numbers are read.
             entries=[(name, _detached(value), count, summed) for name, value, count, summed in tracker.collect()],
             values=tracker.values,
@@ -202,9 +204,9 @@ class DeferredCheck(UpdateStrategy):
             skipped=left_out != 0,
             lr=rates[0],
             lrs=rates,
-            grad_norm=named.get(run.steppers.all.steppers[0].name),
+            grad_norm=named.get(run.optimizer_steps.all.steps[0].name),
         )
-        grad_norms = {f"grad_norm_{name}": norm for name, norm in named.items()} if run.steppers.named else {}
+        grad_norms = {f"grad_norm_{name}": norm for name, norm in named.items()} if run.optimizer_steps.named else {}
         self.reporter.send(update, {"loss": tracker.loss, **tracker.values, **grad_norms})
         tracker.values = in_hand
 

@@ -54,14 +54,14 @@ class ImmediateCheck(UpdateStrategy):
     ) -> tuple[bool, list[float]]:
         """Read the recorded numbers, the norms and `more` at once; return whether a gradient overflowed, and `more`."""
         asked: list[float | Tensor] = [] if found_inf is None else [found_inf]
-        for stepper in chosen.steppers:
-            if stepper.norm is not None:
-                asked.append(stepper.norm)
+        for one in chosen.steps:
+            if one.norm is not None:
+                asked.append(one.norm)
         numbers = iter(self._run.tracker.read(*asked, *more))
         overflowed = found_inf is not None and next(numbers) != 0.0
-        for stepper in chosen.steppers:
-            if stepper.norm is not None:
-                stepper.norm = norm = next(numbers)
+        for one in chosen.steps:
+            if one.norm is not None:
+                one.norm = norm = next(numbers)
                 # Finite elements can have a norm that overflows: clipping by it would apply a gradient of zeros.
                 overflowed = overflowed or (found_inf is not None and norm - norm != 0.0)
         return overflowed, list(numbers)
@@ -85,7 +85,7 @@ class ImmediateCheck(UpdateStrategy):
         status = self.status
         status.minimizing = None
         overflowed, (value, counted) = self.read(found_inf, chosen, loss, count)
-        status.minimized.setdefault(chosen.steppers[0].name, []).append((value, counted, is_sum))
+        status.minimized.setdefault(chosen.steps[0].name, []).append((value, counted, is_sum))
         return self.decide(chosen, value, overflowed=overflowed)
 
     def finish(self) -> None:
@@ -133,13 +133,13 @@ def applies_policy(run: Run, chosen: SelectedOptimizers, *, overflowed: bool, lo
     if verdict == "raise":
         if run.snapshot is not None:
             run.snapshot.restore()
-        norm, counted = chosen.steppers[0].norm, run.strategy.counted
+        norm, counted = chosen.steps[0].norm, run.strategy.counted
         if counted is None and tracker.has_loss:
             counted = tracker.counted
         raise nonfinite_policy.error(
             update=run.counters.earlier_updates + run.counters.updates + 1,
             loss=loss,
-            lr=chosen.steppers[0].rates[0],
+            lr=chosen.steps[0].rates[0],
             norm=norm if isinstance(norm, float) else None,
             counted=None if counted is None else float(counted),
             unchanged=not owner._hooks.updates_itself,

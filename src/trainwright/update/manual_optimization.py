@@ -34,7 +34,7 @@ class ManualUpdate:
             run.tracker.record_returned(returned)
         if run.strategy.status.minimized:
             _record_minimized(run, returned)
-        run.steppers.lower_flags()  # gradients that were computed and not applied may have raised them
+        run.optimizer_steps.lower_flags()  # gradients that were computed and not applied may have raised them
         return returned
 
 
@@ -43,14 +43,14 @@ def backward_of(run: Run, loss: Any, name: str | None) -> tuple[Tensor, Count, b
 
     Returns the unscaled loss, its count, and whether it is a sum over that count.
     """
-    chosen = run.steppers.one(name, "minimize(loss)")
+    chosen = run.optimizer_steps.one(name, "minimize(loss)")
     chosen.gradients.zero()
     tracker = run.tracker
     step_loss = tracker.record_minimized(loss)
     weight = run.strategy.weight_of_minimized(step_loss)
     torch.autograd.backward((step_loss.loss,), (tracker.root_gradient(step_loss.loss, weight),))
     if all(parameter.grad is None for parameter in chosen.gradients.parameters):
-        raise nonfinite_policy.reaches_nothing(chosen.steppers[0].name if run.steppers.named else "")
+        raise nonfinite_policy.reaches_nothing(chosen.steps[0].name if run.optimizer_steps.named else "")
     missing = run.strategy.reduce_minimized(chosen.gradients.parameters)
     run.strategy.factor = missing if run.scaler is None else missing * run.scaler.factor()
     if step_loss.count is None:  # a plain sum is reported per row
@@ -70,10 +70,10 @@ def step_by_closure(run: Run, closure: Callable[[], Any], name: str | None) -> b
     trials of a line search. After the step the weights are checked; if they are not finite, those from before the step
     are restored, and the state of the optimizer is cleared.
     """
-    chosen = run.steppers.one(name, "apply_gradients(closure=...)")
-    (stepper,) = chosen.steppers
+    chosen = run.optimizer_steps.one(name, "apply_gradients(closure=...)")
+    (one,) = chosen.steps
     _refuse_shards(chosen)
-    optimizer: Any = stepper.optimizer
+    optimizer: Any = one.optimizer
     weights = chosen.gradients.parameters
     before = [p.detach().clone() for p in weights] if run.checks else []
     norms: list[Any] = []
@@ -83,12 +83,12 @@ def step_by_closure(run: Run, closure: Callable[[], Any], name: str | None) -> b
             loss = closure()
         loss = run.strategy.reduce_closure_loss(loss, chosen.gradients)
         found_inf = run.strategy.scale_gradients(chosen.gradients)
-        stepper.limit()
+        one.limit()
         if not norms:
             if not run.strategy.check(found_inf, chosen):
                 raise _Refused
-            norms.append(stepper.norm)
-        stepper.norm = norms[0]  # reported is the norm of the window's gradient, not that of a trial
+            norms.append(one.norm)
+        one.norm = norms[0]  # reported is the norm of the window's gradient, not that of a trial
         chosen.gradients.lower_flags()
         return loss
 
@@ -116,7 +116,7 @@ def _has_stepped(run: Run, optimizer: Any, evaluate: Callable[[], Any]) -> bool:
 
 def _refuse_shards(chosen: SelectedOptimizers) -> None:
     if is_sharded(*chosen.gradients.parameters):
-        name = type(chosen.steppers[0].optimizer).__name__
+        name = type(chosen.steps[0].optimizer).__name__
         what = f"{name} looks along all weights at once, and FSDP holds them in shards"
         raise SettingError(what, fix='parallel="auto", which holds whole weights on every process')
 
@@ -130,6 +130,6 @@ def _record_minimized(run: Run, returned: Any) -> None:
     given = returned if isinstance(returned, dict) else {}
     minimized = run.strategy.status.minimized
     for name, losses in minimized.items():
-        if run.steppers.named and f"loss_{name}" not in given:
+        if run.optimizer_steps.named and f"loss_{name}" not in given:
             run.tracker.record_losses(f"loss_{name}", losses)
     run.tracker.record_sum(list(minimized.values()))

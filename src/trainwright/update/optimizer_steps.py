@@ -20,29 +20,12 @@ from trainwright.optim.named import ONLY
 from trainwright.protocols import Clip, Tree
 
 _BESIDE_ZERO = 1e-6
-"""What torch's `clip_grad_norm_` adds to the norm that it divides by."""
+"""The number that torch's `clip_grad_norm_` adds to its divisor, the norm."""
 _FUSED = {torch.float32, torch.float16, torch.bfloat16}
 
 
 class OptimizerStep:
     """The step of one optimizer: its gradients are measured and clipped, then its kernels run."""
-
-    __slots__ = (
-        "_wholly",
-        "clip",
-        "factor",
-        "fuses_clipping",
-        "gradients",
-        "groups",
-        "limits",
-        "measures_norm",
-        "name",
-        "norm",
-        "noted",
-        "optimizer",
-        "scale",
-        "step",
-    )
 
     def __init__(self, name: str, optimizer: Optimizer, *, clip: Clip | None, wants_norm: bool) -> None:
         self.name, self.optimizer, self.clip = name, optimizer, clip
@@ -52,17 +35,17 @@ class OptimizerStep:
         """Whether gradients are measured or clipped before the step."""
         self.norm: Tensor | float | None = None
         """The norm of the last gradient that was applied, before clipping; a tensor until it is read."""
-        self._wholly = clip is not None and is_sharded(*parameters_in(optimizer))
-        """Whether a norm that a clip returns may lie in shards."""
+        self._may_be_sharded = clip is not None and is_sharded(*parameters_in(optimizer))
+        """Whether the norm that a clip returns may be a sharded tensor."""
         self.step = step_of(optimizer)
         """One step of the optimizer."""
         self.fuses_clipping = False
         """Whether the kernels of the step multiply and clip the gradients."""
         self.factor: float | Tensor = 1.0
-        """What the kernels multiply the gradients by, where they do."""
+        """The factor by which the kernels multiply the gradients."""
         self.scale: Tensor | None = None
-        """What the kernels divide the gradients by: torch's `grad_scale`."""
-        self.noted: list[float] | None = None
+        """The number by which the kernels divide the gradients: torch's `grad_scale`."""
+        self.used_rates: list[float] | None = None
         """The rates that the update in hand has used, if user code may have set others since; else None."""
         self.gradients = Gradients(optimizer)
         self.groups = len(optimizer.param_groups)
@@ -91,7 +74,7 @@ class OptimizerStep:
         self.norm = self.gradients.norm() if self.measures_norm else None
         if self.clip is not None:
             norm = self.clip(self.gradients.parameters)
-            norm = full_tensor(norm) if self._wholly and norm is not None else norm
+            norm = full_tensor(norm) if self._may_be_sharded and norm is not None else norm
             self.norm = norm if self.norm is None else self.norm
 
     def can_fuse_clipping(self) -> bool:
@@ -101,7 +84,7 @@ class OptimizerStep:
         return usual and kinds <= _FUSED and not why_not_masked(self.optimizer)
 
     def _fuse_clipping(self) -> None:
-        """Measure the norm, and set what the kernels divide by: `factor` and the clip in one number."""
+        """Measure the norm, and set the divisor of the kernels: `factor` and the clip in one number."""
         assert isinstance(self.clip, ClipNorm)
         self.norm = norm = self.gradients.norm() * self.factor
         share = torch.clamp(self.clip.max_norm / (norm + _BESIDE_ZERO), max=1.0)
@@ -116,7 +99,7 @@ class OptimizerStep:
 class SelectedOptimizers(NamedTuple):
     """Some optimizers of a run, and all of their gradients together."""
 
-    steppers: tuple[OptimizerStep, ...]
+    steps: tuple[OptimizerStep, ...]
     gradients: Gradients
 
 
@@ -124,16 +107,11 @@ class OptimizerSteps:
     """The steps of all optimizers of a run, together and by name."""
 
     def __init__(
-        self,
-        optimizers: Mapping[str, Optimizer],
-        clip: Any,
-        *,
-        wants_norm: bool,
-        modules: Sequence[nn.Module] = (),
+        self, optimizers: Mapping[str, Optimizer], clip: Any, *, wants_norm: bool, modules: Sequence[nn.Module] = ()
     ) -> None:
         self._modules = modules
         clips = clip if isinstance(clip, Mapping) else dict.fromkeys(optimizers, clip)
-        self._steppers = tuple(
+        self._steps = tuple(
             OptimizerStep(name, optimizer, clip=clips.get(name), wants_norm=wants_norm)
             for name, optimizer in optimizers.items()
         )
@@ -151,7 +129,7 @@ class OptimizerSteps:
 
     def one(self, name: str | None, caller: str) -> SelectedOptimizers:
         """Return the optimizer of this name, or the only one; SettingError if several have no name given."""
-        if name is None and len(self._steppers) > 1:
+        if name is None and len(self._steps) > 1:
             names = ", ".join(map(repr, self._alone))
             what = f"{caller} without a name, and there are several optimizers: {names}"
             raise SettingError(what, fix=f"name one of {names}")
@@ -161,72 +139,64 @@ class OptimizerSteps:
         """Read the parameter groups of every optimizer again."""
         # As `clip_grad_norm_(model.parameters())` sums, whatever the groups: the last bits of a norm are its order's.
         order = [parameter for module in self._modules for parameter in parameters_of(module)]
-        for stepper in self._steppers:
-            stepper.take_groups(order)
-        self._together(self.all.gradients, order)
+        for one in self._steps:
+            one.take_groups(order)
+        self._alone = {one.name: SelectedOptimizers((one,), one.gradients) for one in self._steps}
+        if len(self._steps) == 1:
+            self.all = SelectedOptimizers(self._steps, self._steps[0].gradients)
+        else:
+            optimizers = [one.optimizer for one in self._steps]
+            together = Gradients.of(*optimizers, before=self.all.gradients, order=order)
+            self.all = SelectedOptimizers(self._steps, together)
 
     def lower_flags(self) -> None:
         """Lower the flags of values that are not finite."""
         self.all.gradients.lower_flags()
-        if len(self._steppers) > 1:
-            for stepper in self._steppers:
-                stepper.gradients.lower_flags()
-
-    @property
-    def flags(self) -> list[Tensor]:
-        """What gradients that are not finite raise."""
-        each = [self.all.gradients, *(stepper.gradients for stepper in self._steppers)]
-        return [flag for flag in {id(one.flag): one.flag for one in each}.values() if flag is not None]
+        if len(self._steps) > 1:
+            for one in self._steps:
+                one.gradients.lower_flags()
 
     @property
     def rates(self) -> tuple[float, ...]:
         """The rate of each parameter group of each optimizer, as the last update used it."""
-        return tuple(rate for stepper in self._steppers for rate in stepper.noted or stepper.rates)
+        return tuple(rate for one in self._steps for rate in one.used_rates or one.rates)
 
-    def note_rates(self, optimizer: Optimizer) -> None:
-        """Note the rates that a step of this optimizer is about to use: code of the user's own may follow it."""
-        for stepper in self._steppers:
-            if stepper.optimizer is optimizer:
-                stepper.noted = stepper.rates
+    def record_rates_of(self, optimizer: Optimizer) -> None:
+        """Record the rates that a step of this optimizer is about to use: user code may set others after it."""
+        for one in self._steps:
+            if one.optimizer is optimizer:
+                one.used_rates = one.rates
 
-    def note_unnoted(self) -> None:
-        """Note the rates of the last update, where they were not noted at its step, before hooks can set others."""
-        for stepper in self._steppers:
-            if stepper.noted is None:
-                stepper.noted = stepper.rates
+    def record_used_rates(self) -> None:
+        """Record the rates of the last update, unless its step has recorded them, before hooks can set others."""
+        for one in self._steps:
+            if one.used_rates is None:
+                one.used_rates = one.rates
 
-    def forget_rates(self) -> None:
-        """Forget the noted rates: the next update reads its own."""
-        for stepper in self._steppers:
-            stepper.noted = None
+    def clear_used_rates(self) -> None:
+        """Drop the recorded rates: the next update reads its own."""
+        for one in self._steps:
+            one.used_rates = None
 
     def used_rates(self) -> Tree:
-        """The noted rates for a checkpoint, where the groups hold others by now; else nothing."""
-        used = {one.name: one.noted for one in self._steppers if one.noted is not None and one.noted != one.rates}
+        """The recorded rates for a checkpoint, if the groups have others by now; else nothing."""
+        used = {one.name: one.used_rates for one in self._steps if one.used_rates not in (None, one.rates)}
         return {"used_rates": used} if used else {}
 
-    def take_used_rates(self, tree: Tree) -> None:
-        """Take the noted rates of a checkpoint, for the row that is still to be made of its last update."""
-        for stepper in self._steppers:
-            stepper.noted = tree.get("used_rates", {}).get(stepper.name)
+    def load_used_rates(self, tree: Tree) -> None:
+        """Load the recorded rates of a checkpoint, for the row that is still to be made of its last update."""
+        for one in self._steps:
+            one.used_rates = tree.get("used_rates", {}).get(one.name)
 
     def numbers(self) -> dict[str, float]:
         """`lr_<name>` of named optimizers; nothing where there is only one without a name."""
         if not self.named:
             return {}
-        return {f"lr_{stepper.name}": (stepper.noted or stepper.rates)[0] for stepper in self._steppers}
+        return {f"lr_{one.name}": (one.used_rates or one.rates)[0] for one in self._steps}
 
     def norms(self) -> dict[str, float]:
         """`grad_norm_<name>` of those that were measured."""
-        return {f"grad_norm_{s.name}": float(s.norm) for s in self._steppers if s.norm is not None}
-
-    def _together(self, before: Gradients, order: Sequence[Tensor]) -> None:
-        steppers = self._steppers
-        self._alone = {stepper.name: SelectedOptimizers((stepper,), stepper.gradients) for stepper in steppers}
-        alone = len(steppers) == 1
-        each = [stepper.optimizer for stepper in steppers]
-        gradients = steppers[0].gradients if alone else Gradients.of(*each, before=before, order=order)
-        self.all = SelectedOptimizers(steppers, gradients)
+        return {f"grad_norm_{one.name}": float(one.norm) for one in self._steps if one.norm is not None}
 
 
 class NamedParts:
@@ -236,7 +206,7 @@ class NamedParts:
         self.parts = parts
 
     def state_dict(self) -> Tree:
-        """Each part's state by name."""
+        """The state of each part by name."""
         return {name: part.state_dict() for name, part in self.parts.items()}
 
     def load_state_dict(self, tree: Tree, /) -> str | None:

@@ -27,8 +27,8 @@ class UpdateReporter:
     the run ends in an error before that, they are reported with the numbers of rank 0, and the Result says so.
     """
 
-    def __init__(self, owner: Owner, steppers: OptimizerSteps) -> None:
-        self._owner, self._counters, self._steppers = owner, owner._counters, steppers
+    def __init__(self, owner: Owner, optimizer_steps: OptimizerSteps) -> None:
+        self._owner, self._counters, self._optimizer_steps = owner, owner._counters, optimizer_steps
         hooks = owner._hooks
         self._holds = owner.world.size > 1 and (hooks.logs_freely or hooks.after_update is not None)
         """Whether records are held until the ranks synchronize."""
@@ -90,11 +90,11 @@ class UpdateReporter:
         return tracker.counted_values(with_loss=with_loss)
 
     def _update(self, window: Window, *, skipped: bool) -> Update:
-        tracker, steppers = self._owner._tracker, self._steppers
+        tracker, optimizer_steps = self._owner._tracker, self._optimizer_steps
         if tracker.unread:  # what `after_update` has logged
             tracker.read()
-        norm = steppers.all.steppers[0].norm
-        named = steppers.numbers() | steppers.norms() if steppers.named else {}
+        norm = optimizer_steps.all.steps[0].norm
+        named = optimizer_steps.numbers() | optimizer_steps.norms() if optimizer_steps.named else {}
         norm = norm if isinstance(norm, float) else None
         values = {**tracker.values, **named}
         return self.record(window, skipped=skipped, loss=tracker.loss, norm=norm, values=values)
@@ -103,7 +103,7 @@ class UpdateReporter:
         self, window: Window, *, skipped: bool, loss: float, norm: float | None, values: dict[str, float]
     ) -> Update:
         """Return the record of the update of this window."""
-        counters, rates = self._counters, self._steppers.rates
+        counters, rates = self._counters, self._optimizer_steps.rates
         return Update(
             update=counters.earlier_updates + counters.updates,
             epoch=counters.earlier_epochs + counters.epoch,

@@ -49,7 +49,7 @@ class UpdateStrategy:
         """What is missing from the gradients: the loss scale undone, and what counts found late ask for."""
         self.scaler: LossScale | None = run.scaler
         """The loss scale; None without one."""
-        self.reporter = UpdateReporter(run.owner, run.steppers)
+        self.reporter = UpdateReporter(run.owner, run.optimizer_steps)
         self.status = UpdateStatus()
         """The status of the update in progress."""
         self._run = run
@@ -67,9 +67,9 @@ class UpdateStrategy:
         run = self._run
         run.tracker.begin(window)
         self.status = UpdateStatus()
-        for stepper in run.steppers.all.steppers:
-            stepper.norm = stepper.noted = None
-            if len(stepper.optimizer.param_groups) != stepper.groups:
+        for one in run.optimizer_steps.all.steps:
+            one.norm = one.used_rates = None
+            if len(one.optimizer.param_groups) != one.groups:
                 run.take_groups()
         if run.snapshot is not None:
             run.snapshot.capture()
@@ -146,10 +146,10 @@ class UpdateStrategy:
         run = self._run
         run.gradients.zero()
         self.status, self.factor = UpdateStatus(), 1.0
-        for stepper in run.steppers.all.steppers:
-            stepper.norm, stepper.factor, stepper.scale = None, 1.0, None
+        for one in run.optimizer_steps.all.steps:
+            one.norm, one.factor, one.scale = None, 1.0, None
         if not self.updates_ahead:  # else an earlier update may have raised the flag, which is not read yet
-            run.steppers.lower_flags()
+            run.optimizer_steps.lower_flags()
 
     def flush(self) -> None:
         """Wait for the numbers of all updates, and raise what they say. No-op where they are read at once."""
