@@ -96,7 +96,7 @@ def _find_position(between: BetweenUpdates) -> None:
     run.pending = counters.pause or ("update" if counters.paused < counters.updates else "")
     counters.stopped = ("" if run.pending else ended) or ("" if counters.pause else stopped_early)
     if not run.pending:  # the pending work makes the row of the update before it
-        run.steppers.forget_rates()
+        run.optimizer_steps.clear_used_rates()
     if not counters.stopped:
         between.record.final_validation = None
 
