@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from trainwright import StepOutput, SumLoss, Trainer
+from trainwright.core.trees import NamedParts
 from trainwright.fit import run
 from trainwright.fit.run import Run
 from trainwright.optim.gradients import Gradients
@@ -15,7 +16,7 @@ from trainwright.schedules.table import TableRates
 from trainwright.update import batches, finite_check, loss_tracker, manual_optimization
 from trainwright.update.finite_check import ImmediateCheck
 from trainwright.update.loss_tracker import LossTracker
-from trainwright.update.optimizer_steps import NamedParts, OptimizerStep, OptimizerSteps
+from trainwright.update.optimizer_steps import OptimizerStep, OptimizerSteps
 from trainwright.update.snapshot import Buffers, Tensors, UserState
 from trainwright.update.strategy import UpdateStrategy
 from trainwright.update.window import Window

@@ -11,10 +11,7 @@ import torch
 from torch import nn
 from torch.optim import LBFGS, SGD, Adam, AdamW
 
-from trainwright import EMA, Checkpoint, CheckpointError, Trainer, Updates, batches, latest_checkpoint
-from trainwright.checkpointing import commit as commits
-from trainwright.checkpointing.format import encode, load_tree, read_manifest
-from trainwright.checkpointing.optimizer_state import PARAMETERS
+from trainwright import EMA, Checkpoint, CheckpointError, Trainer, Updates, batches
 from trainwright.data.source import Source
 from trainwright.update.per_rank_state import load_rank_state, rank_state
 
@@ -313,25 +310,3 @@ def test_parameters_without_a_name_are_matched_by_position_and_shape_with_one_li
         trained(tmp_path, loose((3,), (2,)), epochs=3)
     with pytest.raises(CheckpointError, match="only in the checkpoint: one without a name"):
         trained(tmp_path, loose((2,)), epochs=3)
-
-
-def nameless(directory):
-    """Write the newest checkpoint again, without the names of parameters."""
-    path = latest_checkpoint(directory)
-    tree, manifest = load_tree(path), read_manifest(path)
-    del tree[PARAMETERS]
-    fields = {key: manifest[key] for key in ("run", "update", "epoch", "metrics", "settings", "monitor", "mode")}
-    commits.commit(directory, encode(tree), manifest=fields)
-
-
-def test_a_checkpoint_without_names_is_matched_by_position_and_shape_with_one_line(tmp_path):
-    before, after = ORDERS["a list"]
-    trained(tmp_path, before, epochs=1)
-    nameless(tmp_path)
-    with pytest.raises(CheckpointError, match=r"state of shape \(4, 4\) for model\.last\.bias") as refused:
-        trained(tmp_path, after, epochs=3)
-    assert "the shape of the parameter, (3,)" in str(refused.value)
-    resumed, said = trained(tmp_path, before, epochs=3)
-    assert said.count("no parameter names of part 'optimizer' are saved: matched by position and shape") == 1
-    for name, value in plain(before, 3).items():
-        assert torch.equal(value, resumed.model.state_dict()[name]), name

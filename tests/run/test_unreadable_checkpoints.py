@@ -301,7 +301,7 @@ EDITED = {
         at("progress", "epochs", 0, 0, value=10**15),
         "part 'progress' .* 'epochs' are more than the counters say",
     ),
-    "a negative rate": (at("optimizer", "param_groups", 0, "lr", value=-1.0), "'lr' is a float"),
+    "a negative rate": (at("optimizer", "param_groups", 0, "lr", value=-1.0), "'lr' is -1.0"),
     "a manifest of another update": (in_manifest(update=-1), "'update' is -1"),
     "a number no float can hold": (in_manifest(metrics={"loss": 10**400}), "metrics"),
     "a run of control characters": (in_manifest(run="\x1b[2J"), "'run' is a str"),

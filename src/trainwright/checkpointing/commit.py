@@ -167,16 +167,21 @@ class RunDirectory:
 def make_directory(path: Path) -> None:
     """Make the directory of a run if missing, durably, and check that it can be written to."""
     try:
-        missing = [one for one in (path, *path.parents) if not one.exists()]
-        for one in reversed(missing):
-            one.mkdir(mode=0o700 if one == path else 0o777, exist_ok=True)
-            sync_directory(one.parent)
+        if not path.is_dir():
+            _make_durably(path)
         probe = path / spare_name(".tmp", update_name(0))
         probe.mkdir(mode=0o700)
         probe.rmdir()
     except OSError as error:
         fix = 'free space, allow writing there, or Checkpoint("another/directory")'
         raise CheckpointError(f"checkpoints cannot be written to {path}", have=str(error), fix=fix) from error
+
+
+def _make_durably(path: Path) -> None:
+    missing = [one for one in (path, *path.parents) if not one.exists()]
+    for one in reversed(missing):
+        one.mkdir(mode=0o700 if one == path else 0o777, exist_ok=True)
+        sync_directory(one.parent)
 
 
 @contextmanager

@@ -8,18 +8,19 @@ order must be the same.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from math import isnan, prod
+from functools import partial
+from math import prod
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from trainwright.checkpointing.load import DamagedError
-from trainwright.core.checks import is_number
+from trainwright.core.checks import FormError, check_form, is_dict, is_number
 from trainwright.core.errors import CheckpointError, listed
+from trainwright.core.trees import NamedParts
 from trainwright.distributed.pieces import LazyTensor
 from trainwright.protocols import Stateful, Tree
-from trainwright.update.optimizer_steps import NamedParts
 
 PARAMETERS = "optimizer_parameters"
 """The part of a checkpoint that holds the names and shapes of the parameters of each optimizer, group by group."""
@@ -27,106 +28,80 @@ _OTHER_SHAPES = ("LBFGS", "Adafactor")
 """Optimizers of torch whose state tensors need not have the shapes of their parameters."""
 
 
-def parameters_of_optimizers(parts: Mapping[str, Stateful]) -> dict[str, Tree]:
-    """Return name and shape of each parameter of each optimizer, by group; a name is None where no module has it.
-
-    Names come from the modules among the parts: the model first, then the loss.
-    """
-    names = first_names(dict(named_parameters(parts)))
-    return {
-        path: _names_and_shapes(optimizer, names)
-        for part in parts
-        for path, optimizer in optimizers_of(parts[part], part)
-    }
-
-
-def in_current_order(
-    parts: Mapping[str, Stateful], tree: dict[str, Tree], saved: Any, *, origin: str
-) -> tuple[dict[str, Tree], list[str]]:
-    """Put the state of each optimizer into the current order of its parameters; return lines for the header too.
-
-    `saved` is what `parameters_of_optimizers` returned; None for a checkpoint without names. State goes by the name of
-    its parameter within a group, without a name by position. CheckpointError where parameters or shapes are others,
-    or where state belongs to no single parameter and the order is another one.
-    """
-    if saved is not None and not isinstance(saved, Mapping):
-        raise DamagedError(f"{origin} is damaged: its {PARAMETERS!r} cannot be read", origin)
-    known = dict(named_parameters(parts))
-    lines: list[str] = []
-
-    def ordered(part: Any, state: Any, path: str) -> Any:
+def optimizer_states(
+    parts: Mapping[str, Stateful], tree: dict[str, Tree]
+) -> Iterator[tuple[str, Optimizer, dict[str, Tree], str]]:
+    """Yield each optimizer of `{part: state}` with its path, and the dict and the key that its state has there."""
+    for name, part in parts.items():
         if isinstance(part, Optimizer):
-            named = None if saved is None else saved.get(path)
-            return _Matching(path, part, state, known=known, origin=origin).ordered(named, lines)
-        if isinstance(part, NamedParts) and isinstance(state, Mapping):
-            return {name: ordered(part.parts.get(name), one, f"{path}.{name}") for name, one in state.items()}
-        return state
-
-    return {name: ordered(parts.get(name), state, name) for name, state in tree.items()}, lines
+            yield name, part, tree, name
+        elif isinstance(part, NamedParts) and isinstance(tree[name], dict):
+            for key, one in part.parts.items():
+                if isinstance(one, Optimizer) and key in tree[name]:
+                    yield f"{name}.{key}", one, tree[name], key
 
 
-def optimizers_of(part: Any, path: str) -> Iterator[tuple[str, Optimizer]]:
-    """Yield the optimizers of a part, each with its path."""
-    if isinstance(part, Optimizer):
-        yield path, part
-    for name, one in part.parts.items() if isinstance(part, NamedParts) else ():
-        yield from optimizers_of(one, f"{path}.{name}")
+def parameters_of_optimizers(parts: Mapping[str, Stateful], tree: dict[str, Tree]) -> dict[str, Tree]:
+    """Return name and shape of each parameter of each optimizer, by group; a name is None where no module has it."""
+    names = parameter_names(parts)
+    return {path: _names_and_shapes(one, names) for path, one, *_ in optimizer_states(parts, tree)}
 
 
-def named_parameters(parts: Mapping[str, Stateful]) -> Iterator[tuple[str, Tensor]]:
-    """Yield every name of every parameter of the modules among the parts: of the model, the loss, then of others."""
+def put_in_current_order(parts: Mapping[str, Stateful], tree: dict[str, Tree], saved: Any, *, origin: str) -> list[str]:
+    """Put the state of each optimizer into the current order of its parameters; return lines for the header.
+
+    `saved`: the result of `parameters_of_optimizers` when it was saved. State goes by the name of its parameter within
+    a group, without a name by position. CheckpointError where parameters or shapes are others, or where state belongs
+    to no single parameter and the order is another one.
+    """
+    if not isinstance(saved, Mapping):
+        raise DamagedError(f"{origin} is damaged: its {PARAMETERS!r} cannot be read", origin)
+    lines: list[str] = []
+    names = parameter_names(parts)
+    for path, optimizer, states, key in optimizer_states(parts, tree):
+        before: Any = saved.get(path)
+        now = _names_and_shapes(optimizer, names)
+        try:
+            if before != now:
+                _check_names_and_shapes(before)
+            if type(optimizer).__module__.startswith(("torch.optim.", "trainwright.")):  # others know their own state
+                _check_state(optimizer, states[key], before)
+        except FormError as error:
+            raise DamagedError(f"{origin} is damaged: in part {path!r} {error}", origin) from error
+        if before != now or any(name is None for group in now for name, _ in group):
+            match = _Match(path, optimizer, states[key], parts=parts, origin=origin)
+            states[key] = match.ordered(before, lines)
+    return lines
+
+
+def named_parameters(parts: Mapping[str, Stateful]) -> dict[str, Tensor]:
+    """Return the parameters of the modules among the parts by every name: of the model, the loss, then of others."""
     modules = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
-    for root in sorted(modules, key=lambda name: (name != "model", name != "loss")):
-        for name, parameter in modules[root].named_parameters(remove_duplicate=False):
-            yield f"{root}.{name}", parameter
+    roots = sorted(modules, key=lambda name: (name != "model", name != "loss"))
+    named = ((root, modules[root].named_parameters(remove_duplicate=False)) for root in roots)
+    return {f"{root}.{name}": parameter for root, each in named for name, parameter in each}
 
 
-def first_names(named: Mapping[str, Tensor]) -> dict[int, str]:
-    """Return the first name of each parameter, by its id."""
-    names: dict[int, str] = {}
-    for name, parameter in named.items():
-        names.setdefault(id(parameter), name)
-    return names
+def parameter_names(parts: Mapping[str, Stateful]) -> dict[int, str]:
+    """Return the first name of each parameter of the modules among the parts, by its id."""
+    return {id(parameter): name for name, parameter in reversed(named_parameters(parts).items())}
 
 
 def _names_and_shapes(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[Any]]:
     return [[[names.get(id(p)), list(p.shape)] for p in group["params"]] for group in optimizer.param_groups]
 
 
-class _Matching:
-    """The saved state of one optimizer, and the parameters that it has now."""
+class _Match:
+    """The saved state of one optimizer, whose parameters have another order now, or no names."""
 
     def __init__(
-        self, path: str, optimizer: Optimizer, state: Any, *, known: Mapping[str, Tensor], origin: str
+        self, path: str, optimizer: Optimizer, state: Any, *, parts: Mapping[str, Stateful], origin: str
     ) -> None:
-        self.path, self.optimizer, self.state, self.known, self.origin = path, optimizer, state, known, origin
-        self.names = first_names(known)
-        self.groups: list[list[Tensor]] = [list(group["params"]) for group in optimizer.param_groups]
-        self.is_usual = _is_usual(state)
-        """Whether the state has the form of torch's, so that it can be put into another order."""
+        self.path, self.optimizer, self.state, self.origin = path, optimizer, state, origin
+        self.known, self.names = named_parameters(parts), parameter_names(parts)
 
     def ordered(self, saved: Any, lines: list[str]) -> Any:
-        """Return the state in the current order; append lines for the header to `lines`."""
-        self._check_form()
-        state = self.state
-        if saved is None:
-            lines.append(f"resumed: no parameter names of part {self.path!r} are saved: matched by position and shape")
-        elif not self._is_current(saved):
-            state = self._reordered(saved, lines)
-        self._check_shapes(state)
-        return state
-
-    def _is_current(self, saved: Any) -> bool:
-        """Return whether the parameters are the saved ones, all of them named, in the same order."""
-        current = _names_and_shapes(self.optimizer, self.names)
-        named = all(name is not None for group in current for name, _ in group)
-        return bool(saved == current and named and self._sizes in (None, [len(group) for group in current]))
-
-    def _reordered(self, saved: Any, lines: list[str]) -> Any:
-        """Return the state matched by name, and by position where there is none."""
-        if not self._is_list(saved):
-            what = f"{self.origin} is damaged: the parameters of part {self.path!r} cannot be read"
-            raise DamagedError(what, self.origin)
+        """Return the state matched by name, by position where there is none; append lines for the header to `lines`."""
         if nameless := sum(name is None for group in saved for name, _ in group):
             what = "parameter of part" if nameless == 1 else "parameters of part"
             lines.append(f"resumed: {nameless} {what} {self.path!r} without a name: matched by position and shape")
@@ -138,11 +113,12 @@ class _Matching:
 
     def _orders(self, saved: list[list[Any]]) -> list[list[int]]:
         """Return for each parameter its position in the saved group; refuse other parameters or shapes."""
+        groups = [list(group["params"]) for group in self.optimizer.param_groups]
         orders: list[list[int]] = []
         wrong: list[str] = []
-        if len(saved) != len(self.groups):
-            wrong.append(f"{len(saved)} parameter groups in the checkpoint, {len(self.groups)} now")
-        for index, (old, now) in enumerate(zip(saved, self.groups, strict=False)):
+        if len(saved) != len(groups):
+            wrong.append(f"{len(saved)} parameter groups in the checkpoint, {len(groups)} now")
+        for index, (old, now) in enumerate(zip(saved, groups, strict=False)):
             left = {id(parameter): parameter for parameter in now}
             nameless = [parameter for parameter in now if id(parameter) not in self.names]
             found: dict[int, int] = {}
@@ -170,7 +146,7 @@ class _Matching:
     def _check_movable(self, saved: list[list[Any]]) -> None:
         """Refuse another order where state belongs to no single parameter."""
         kind, reason = type(self.optimizer).__name__, ""
-        if not self.is_usual:
+        if not _is_usual(self.state) or _sizes(self.state) != [len(group) for group in saved]:
             reason = f"{kind} gives its state a form of its own"
         elif isinstance(self.optimizer, LBFGS) and self.state["state"]:
             reason = f"the vectors of {kind} run over all parameters"
@@ -188,108 +164,77 @@ class _Matching:
             fix = "build the optimizer with its parameters in that order"
             raise CheckpointError(what, have=reason, want=want, fix=fix, where=False)
 
-    @property
-    def _sizes(self) -> list[int] | None:
-        """Parameters per group in the state; None where it has a form of its own."""
-        return [len(group["params"]) for group in self.state["param_groups"]] if self.is_usual else None
 
-    @property
-    def _is_known(self) -> bool:
-        """Whether the optimizer is one of torch's, or of this package."""
-        return type(self.optimizer).__module__.startswith(("torch.optim.", "trainwright."))
-
-    def _check_form(self) -> None:
-        """Raise DamagedError for state that no step could use, for optimizers whose needs are known."""
-        if not self._is_known:
-            return
-        wrong = "" if self.is_usual else "it has no groups or no state"
-        if self.is_usual:
-            numbers = _numbers(self.state)
-            if numbers != list(range(len(numbers))) or not set(self.state["state"]) <= set(numbers):
-                wrong = "the numbers of the parameters are not those of the state"
-        uniform = type(self.optimizer).__name__ not in _OTHER_SHAPES
-        groups = zip(self.optimizer.param_groups, self.state["param_groups"] if self.is_usual else (), strict=False)
-        for group, saved in groups:
-            options = {name: group[name] for name in self.optimizer.defaults if name in group}
-            wrong = wrong or _wrong_option(options, saved) or _wrong_state(saved, self.state["state"], uniform=uniform)
-        if wrong:
-            raise DamagedError(f"{self.origin} is damaged: in part {self.path!r} {wrong}", self.origin)
-
-    def _check_shapes(self, state: Any) -> None:
-        """Refuse state of other shapes than the parameters', for optimizers of torch that store it in their shapes."""
-        kind = type(self.optimizer)
-        if not self.is_usual or not self._is_known or kind.__name__ in _OTHER_SHAPES:
-            return
-        parameters = [parameter for group in self.groups for parameter in group]
-        for position, (number, parameter) in enumerate(zip(_numbers(state), parameters, strict=False)):
-            for shape in _shapes(state["state"].get(number)):
-                if shape and shape != tuple(parameter.shape):
-                    name = self.names.get(id(parameter), f"parameter {position}")
-                    what = f"{self.origin}: part {self.path!r} has state of shape {shape} for {name}"
-                    want = f"the shape of the parameter, {tuple(parameter.shape)}"
-                    fix = "build the optimizer with its parameters in the order that they had when it was saved"
-                    raise CheckpointError(what, want=want, fix=fix, where=False)
-
-    def _is_list(self, saved: Any) -> bool:
-        """Return whether it is a list of groups of names and shapes, as many as the state has parameters."""
-        if not isinstance(saved, list) or not all(isinstance(group, list) for group in saved):
-            return False
-        entries = [entry for group in saved for entry in group]
-        if not all(isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], list) for entry in entries):
-            return False
-        named = all(name is None or isinstance(name, str) for name, _ in entries)
-        shaped = all(type(n) is int for _, shape in entries for n in shape)
-        return named and shaped and self._sizes in (None, [len(group) for group in saved])
+def _check_names_and_shapes(saved: Any) -> None:
+    """Raise FormError for a list of groups of names and shapes of another form."""
+    are_groups = isinstance(saved, list) and all(isinstance(group, list) for group in saved)
+    if not are_groups or not all(_is_name_and_shape(entry) for group in saved for entry in group):
+        raise FormError("the names and shapes of the parameters cannot be read")
 
 
-def _wrong_option(group: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
-    """Return what is wrong with the settings of a saved group, given those of the group that it is loaded into."""
-    for name, mine in group.items():
-        if name not in saved:
-            if isinstance(mine, int | float) and not isinstance(mine, bool):
-                return f"{name!r} is missing"
-        elif not _fits(mine, saved[name]):
-            return f"{name!r} is a {type(saved[name]).__name__}, or of another size or sign"
-    return ""
+def _is_name_and_shape(entry: Any) -> bool:
+    if not isinstance(entry, list) or len(entry) != 2:
+        return False
+    name, shape = entry
+    named = name is None or isinstance(name, str)
+    return named and isinstance(shape, list) and all(type(size) is int for size in shape)
+
+
+def _check_state(optimizer: Optimizer, state: Any, saved: list[list[Any]]) -> None:
+    """Raise FormError for the state of one of torch's optimizers that no step of it could use.
+
+    `saved`: names and shapes of the parameters of that state.
+    """
+    check_form(state, state=is_dict, param_groups=_are_groups)
+    groups, entries = state["param_groups"], state["state"]
+    numbers = _numbers(state)
+    is_counted = _sizes(state) == [len(group) for group in saved] and numbers == list(range(len(numbers)))
+    if not is_counted or not set(entries) <= set(numbers):
+        raise FormError("the numbers of the parameters are not those of the state")
+    for group, options, parameters in zip(optimizer.param_groups, groups, saved, strict=False):
+        fits = {name: partial(_fits, group[name]) for name in optimizer.defaults if name in group}
+        check_form({**dict.fromkeys(fits), **options}, **fits)
+        if type(optimizer).__name__ not in _OTHER_SHAPES:
+            _check_entries(options, [tuple(shape) for _, shape in parameters], entries)
+
+
+def _check_entries(group: Mapping[str, Any], shapes: list[tuple[int, ...]], entries: Mapping[Any, Any]) -> None:
+    """Raise FormError where the parameters of a group have not the same state, or tensors of other shapes."""
+    first: Mapping[str, Any] = {}
+    for number, shape in zip(group["params"], shapes, strict=True):
+        entry = entries.get(number, {})
+        check_form(entry)
+        first = first or entry
+        if entry and entry.keys() != first.keys():
+            raise FormError("the parameters of a group have different state")
+        for key, value in entry.items():
+            if not _is_like(first[key], value, shape):
+                raise FormError(f"{key!r} of a parameter is a {type(value).__name__}, or of another shape")
+    for option, key in (("amsgrad", "max_exp_avg_sq"), ("centered", "grad_avg")):
+        if group.get(option) and first and key not in first:
+            raise FormError(f"the parameters of a group have no {key!r}")
+
+
+def _is_like(first: Any, value: Any, shape: tuple[int, ...]) -> bool:
+    """Return whether the state of a parameter of this shape can have a value where that of another has `first`."""
+    if isinstance(value, Tensor | LazyTensor):
+        return isinstance(first, Tensor | LazyTensor) and tuple(value.shape) in ((), shape)
+    return is_number(first) if is_number(value) else value is None and first is None
 
 
 def _fits(mine: Any, saved: Any) -> bool:
     """Return whether a saved setting can replace the one that an optimizer has."""
-    if isinstance(mine, Tensor) or isinstance(saved, Tensor):
-        return isinstance(saved, Tensor) or is_number(saved)
-    if isinstance(mine, bool):
-        return saved is None or isinstance(saved, bool)
-    if isinstance(mine, int | float):
-        return is_number(saved) and not isnan(saved) and (saved >= 0 or mine < 0)
     if isinstance(mine, tuple | list):
         return isinstance(saved, tuple | list) and len(mine) == len(saved) and all(map(_fits, mine, saved))
+    if isinstance(mine, Tensor) or is_number(mine):
+        return isinstance(saved, Tensor) or (is_number(saved) and (saved >= 0 or (saved < 0 and mine < 0)))
     return saved is None or mine is None or type(saved) is type(mine)
 
 
-def _wrong_state(group: Mapping[str, Any], state: Mapping[Any, Any], *, uniform: bool) -> str:
-    """Return what is wrong with the state of a saved group; `uniform`: all its parameters have the same kinds."""
-    states = [state[number] for number in group["params"] if number in state]
-    if not all(isinstance(one, Mapping) for one in states):
-        return "the state of a parameter is no dict"
-    filled = [one for one in states if one and uniform]
-    if any(one.keys() != filled[0].keys() for one in filled):
-        return "the parameters of a group have different state"
-    for name in filled[0] if filled else ():
-        kinds = {_kind_of(one[name]) for one in filled}
-        if len(kinds) > 1 or "" in kinds:
-            return f"{name!r} of a parameter is neither a number nor a tensor, or not as that of the others"
-    needed = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg"}
-    lost = [name for option, name in needed.items() if group.get(option) and filled and name not in filled[0]]
-    return f"the parameters of a group have no {lost[0]!r}" if lost else ""
-
-
-def _kind_of(value: Any) -> str | None:
-    """Return the kind of a value in the state of a parameter; empty where none such is ever written."""
-    if isinstance(value, Tensor | LazyTensor):
-        return "tensor"
-    if isinstance(value, list | tuple | Mapping):
-        return "nested"
-    return None if value is None else "number" if is_number(value) else ""
+def _are_groups(groups: object) -> bool:
+    return isinstance(groups, list) and all(
+        is_dict(group) and isinstance(group.get("params"), list) for group in groups
+    )
 
 
 def _is_usual(state: Any) -> bool:
@@ -306,6 +251,11 @@ def _is_usual(state: Any) -> bool:
 def _numbers(state: Mapping[str, Any]) -> list[int]:
     """Return the numbers of the parameters in the state of an optimizer, in order."""
     return [number for group in state["param_groups"] for number in group["params"]]
+
+
+def _sizes(state: Mapping[str, Any]) -> list[int]:
+    """Return the number of parameters of each group."""
+    return [len(group["params"]) for group in state["param_groups"]]
 
 
 def _moved(state: Mapping[str, Any], orders: list[list[int]]) -> dict[str, Any]:

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from trainwright.checkpointing.format import dry_save
 from trainwright.checkpointing.load import DamagedError
-from trainwright.checkpointing.optimizer_state import optimizers_of
+from trainwright.checkpointing.optimizer_state import PARAMETERS, optimizer_states, parameters_of_optimizers
 from trainwright.checkpointing.tree import flatten
+from trainwright.checkpointing.weights import shape_difference
 from trainwright.core.checks import FormError
 from trainwright.core.device import keep_dtypes
 from trainwright.core.errors import CheckpointError, TrainwrightError, first_line, listed
@@ -36,8 +37,9 @@ class CallbackPart:
 
 
 def gather(parts: Mapping[str, Stateful]) -> dict[str, Tree]:
-    """Return every part's state."""
-    return {name: part.state_dict() for name, part in parts.items()}
+    """Return every part's state, and the names of the parameters that the optimizers' state belongs to."""
+    tree = {name: part.state_dict() for name, part in parts.items()}
+    return tree | {PARAMETERS: parameters_of_optimizers(parts, tree)}
 
 
 def check_savable(tree: Mapping[str, Tree], metrics: Mapping[str, Any]) -> None:
@@ -81,7 +83,7 @@ def fresh_line(names: Sequence[str]) -> str:
     return f"fit(..., resume_fresh=({quoted}{',' * (len(names) == 1)}))"
 
 
-def restore(parts: Mapping[str, Stateful], tree: Mapping[str, Tree], *, origin: str) -> list[str]:
+def restore(parts: Mapping[str, Stateful], tree: dict[str, Tree], *, origin: str) -> list[str]:
     """Load every part's state, model and progress first, random last; after `check`. Return what the parts report.
 
     Raises CheckpointError where the state of a part is of another form.
@@ -94,19 +96,13 @@ def restore(parts: Mapping[str, Stateful], tree: Mapping[str, Tree], *, origin: 
             report = part.load_state_dict(tree[name])
         except TrainwrightError:
             raise  # it says what differs, and what to do
-        except (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, MemoryError, FormError) as error:
-            why = str(error) if isinstance(error, FormError) else first_line(error)
-            why = f"its saved state has no {error}" if isinstance(error, KeyError) else why
-            raise DamagedError(f"{origin}: part {name!r} cannot be loaded: {why}", origin) from error
-        except ValueError as error:
-            if name in ("progress", "totals", "random"):  # no user's code, and no mismatch of settings
-                raise DamagedError(f"{origin}: part {name!r} cannot be loaded: {error}", origin) from error
-            raise CheckpointError(f"{origin}: part {name!r} cannot be loaded: {error}", where=False) from error
-        if name == "optimizer" and _dtypes_match(parts, tree):
-            for path, optimizer in optimizers_of(part, name):
-                keep_dtypes(optimizer, tree[name] if path == name else tree[name][path.removeprefix(f"{name}.")])
+        except _LOAD_ERRORS as error:
+            raise _load_error(name, error, origin=origin) from error
         if isinstance(report, str):
             reports.append(report)
+    if _dtypes_match(parts, tree):
+        for _, optimizer, states, key in optimizer_states(parts, tree):
+            keep_dtypes(optimizer, states[key])
     return reports
 
 
@@ -135,6 +131,24 @@ def _defect(attribute: str, value: Any) -> str:
     return ""
 
 
+_LOAD_ERRORS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, MemoryError)
+"""What a `load_state_dict` may raise for a state of another form."""
+
+
+def _load_error(name: str, error: Exception, *, origin: str) -> CheckpointError:
+    """Return the error for a part that does not load its state: damaged, or saved with other settings of the user's."""
+    why = first_line(error)
+    if isinstance(error, KeyError):
+        why = f"its saved state has no {error}"
+    elif isinstance(error, ValueError):
+        why = str(error)
+    text = f"{origin}: part {name!r} cannot be loaded: {why}"
+    is_of_user = isinstance(error, ValueError) and not isinstance(error, FormError)
+    if is_of_user and name not in ("progress", "totals", "random"):  # those take no settings
+        return CheckpointError(text, where=False)
+    return DamagedError(text, origin)
+
+
 def _dtypes_match(parts: Mapping[str, Stateful], tree: Mapping[str, Tree]) -> bool:
     """Return whether all weights have the dtypes that they were saved with."""
     roots = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
@@ -147,18 +161,22 @@ def _check_tensors(name: str, module: nn.Module, saved: Any, *, origin: str) -> 
     if not isinstance(saved, Mapping):
         raise DamagedError(f"{origin} is damaged: part {name!r} is a {type(saved).__name__}", origin)
     own = module.state_dict()
-    wrong = [
-        f"{key} checkpoint {tuple(saved[key].shape)} model {tuple(value.shape)}"
-        for key, value in own.items()
-        if key in saved and hasattr(value, "shape") and hasattr(saved[key], "shape") and saved[key].shape != value.shape
-    ]
-    missing, unexpected = sorted(set(own) - set(saved)), sorted(set(saved) - set(own))
-    found = {"of another shape": wrong, "missing in the checkpoint": missing, f"not in the {name}": unexpected}
+    shapes = [shape_difference(key, saved[key], value) for key, value in own.items() if key in saved]
+    wrong = [text for text in shapes if text]
+    missing, unexpected = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
     if wrong or missing or unexpected:
-        raise CheckpointError(
-            f"{origin} is from another {name}: {len(wrong)} tensors differ in shape, "
-            f"{len(missing)} are missing, {len(unexpected)} are not in the model",
-            have="; ".join(f"{what}: {listed(keys, 5)}" for what, keys in found.items() if keys),
-            want="the model as it was saved",
-            fix=f"build the {name} as when it was saved, or leave resume out and give Checkpoint() a new directory",
-        )
+        raise _other_module(name, wrong, missing=missing, unexpected=unexpected, origin=origin)
+
+
+def _other_module(
+    name: str, wrong: list[str], *, missing: list[str], unexpected: list[str], origin: str
+) -> CheckpointError:
+    """Build the error that names the tensors of a checkpoint that a module has not, or has in another shape."""
+    named = {"of another shape": wrong, "missing in the checkpoint": missing, f"not in the {name}": unexpected}
+    return CheckpointError(
+        f"{origin} is from another {name}: {len(wrong)} tensors differ in shape, "
+        f"{len(missing)} are missing, {len(unexpected)} are not in the model",
+        have="; ".join(f"{what}: {listed(keys, 5)}" for what, keys in named.items() if keys),
+        want="the model as it was saved",
+        fix=f"build the {name} as when it was saved, or leave resume out and give Checkpoint() a new directory",
+    )

@@ -18,6 +18,7 @@ from trainwright.checkpointing.tree import loads, plain_data, tensor_defect
 from trainwright.core.checks import local_path
 from trainwright.core.errors import CheckpointError, SettingError, listed, message
 from trainwright.core.torch_private import set_versions, versions_of
+from trainwright.distributed.pieces import LazyTensor
 from trainwright.modules.dtensors import copy_into, is_sharded, local_shards, on_all_ranks
 
 TIED, EXTRA, VERSIONS = "trainwright.tied", "trainwright.extra", "trainwright.versions"
@@ -48,25 +49,40 @@ def weights_contents(state: Mapping[str, Any]) -> tensorfile.Contents:
     """Return the file of a module's `state_dict`, nothing copied; CheckpointError for a value that cannot be stored."""
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     for name, tensor in tensors.items():
-        what = tensor_defect(tensor) or _expanded(tensor)
-        if not what and tensor.dtype not in tensorfile.TAGS:
-            what = f"has dtype {tensor.dtype}, which a safetensors file cannot hold"
-        if what:
-            raise CheckpointError(f"model[{name!r}] {what}", want="dense tensors of a dtype that files have")
+        _check_storable(name, tensor)
     ties = _ties(tensors)
-    extra, nested = plain_data({"model": {name: value for name, value in state.items() if name not in tensors}})
-    if nested:
-        what = f"the model's extra state holds a tensor inside another value: {nested[0]}"
-        raise CheckpointError(what, fix="return a tensor, or plain data, from get_extra_state()")
     metadata = {"format": "pt"}
     if ties:
         metadata[TIED] = json.dumps(ties)
-    if extra["model"]:
-        metadata[EXTRA] = json.dumps(extra["model"])
+    if extra := {name: value for name, value in state.items() if name not in tensors}:
+        metadata[EXTRA] = _extra_text(extra)
     if versions := versions_of(state):
         metadata[VERSIONS] = json.dumps(plain_data(dict(versions))[0])
     once = {name: tensor for name, tensor in tensors.items() if name not in ties}
     return tensorfile.Contents(once, metadata)
+
+
+def _check_storable(name: str, tensor: Tensor) -> None:
+    what = tensor_defect(tensor) or _expanded(tensor)
+    if not what and tensor.dtype not in tensorfile.TAGS:
+        what = f"has dtype {tensor.dtype}, which a safetensors file cannot hold"
+    if what:
+        raise CheckpointError(f"model[{name!r}] {what}", want="dense tensors of a dtype that files have")
+
+
+def _expanded(tensor: Tensor) -> str:
+    """Return why a tensor cannot be loaded into again: torch writes no tensor whose elements share their memory."""
+    shares = any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return "is expanded, so that several of its elements share their memory; store .clone() of it" if shares else ""
+
+
+def _extra_text(extra: Mapping[str, Any]) -> str:
+    """Return extra state that is no tensor as JSON."""
+    plain, nested = plain_data({"model": dict(extra)})
+    if nested:
+        what = f"the model's extra state holds a tensor inside another value: {nested[0]}"
+        raise CheckpointError(what, fix="return a tensor, or plain data, from get_extra_state()")
+    return json.dumps(plain["model"])
 
 
 def read_weights(file: FileReader, *, fill: bool = True, model: nn.Module | None = None) -> OrderedDict[str, Any]:
@@ -110,7 +126,7 @@ def load_into(model: nn.Module, weights: Mapping[str, Any], *, source: str) -> N
     lines = {
         "missing": [name for name in have if name not in given],
         "not used": [name for name in given if name not in have],
-        "shape": [_shape_difference(name, given[name], have[name]) for name in have if name in given],
+        "shape": [shape_difference(name, given[name], have[name]) for name in have if name in given],
         "tied": differ,
     }
     wrong = {label: [name for name in names if name] for label, names in lines.items()}
@@ -133,12 +149,6 @@ def _ties_of(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, str]:
         if name in tensors and name not in plain and (original := first.setdefault(id(parameter), name)) != name:
             ties[name] = original
     return ties
-
-
-def _expanded(tensor: Tensor) -> str:
-    """Return why a tensor cannot be loaded into again: torch writes no tensor whose elements share their memory."""
-    shares = any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return "is expanded, so that several of its elements share their memory; store .clone() of it" if shares else ""
 
 
 def _ties(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -185,7 +195,7 @@ def _check_shapes(model: nn.Module, source: str, shapes: Mapping[str, tuple[int,
     have = model.state_dict()
     tensors = {name: value for name, value in have.items() if isinstance(value, Tensor)}
     given = {name: torch.empty(shape, device="meta") for name, shape in shapes.items() if name in have}
-    wrong = [text for name, one in given.items() if (text := _shape_difference(name, one, have[name]))]
+    wrong = [text for name, one in given.items() if (text := shape_difference(name, one, have[name]))]
     if not wrong:
         return
     ties = _ties_of(model, tensors)
@@ -203,9 +213,11 @@ def _misfit(model: nn.Module, source: str, lines: Mapping[str, list[str]]) -> Ch
     return CheckpointError(f"{source} does not fit this {type(model).__name__}; nothing was loaded\n{text}", where=True)
 
 
-def _shape_difference(name: str, given: Any, have: Any) -> str:
+def shape_difference(name: str, given: Any, have: Any) -> str:
+    """Return in words how the shape of a value differs from that of the model's tensor; empty where it does not."""
     if not isinstance(have, Tensor) or nn.parameter.is_lazy(have):
         return ""
-    if not isinstance(given, Tensor):
+    if not isinstance(given, Tensor | LazyTensor):
         return f"{name} is a {type(given).__name__}, the model's is a tensor"
-    return "" if given.shape == have.shape else f"{name} {tuple(given.shape)}, the model's is {tuple(have.shape)}"
+    shape = tuple(given.shape)
+    return "" if shape == tuple(have.shape) else f"{name} {shape}, the model's is {tuple(have.shape)}"

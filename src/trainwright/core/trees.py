@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from trainwright.core.errors import SettingError
 from trainwright.core.torch_private import child_dict, parameter_dict
+from trainwright.protocols import Tree
 
 Keys = tuple[Any, ...]
 """The path from the root of a tree to one of its values."""
@@ -142,3 +143,21 @@ def parameters_in(*optimizers: Optimizer) -> list[Tensor]:
 def shapes_of(output: Tensor, target: Tensor) -> str:
     """Return shapes and types of an output and a target in words, for an error."""
     return f"output {tuple(output.shape)} {output.dtype}, target {tuple(target.shape)} {target.dtype}"
+
+
+class NamedParts:
+    """Several parts of a checkpoint as one, by name."""
+
+    def __init__(self, parts: Mapping[str, Any]) -> None:
+        self.parts = parts
+
+    def state_dict(self) -> Tree:
+        """Return the state of each part by name."""
+        return {name: part.state_dict() for name, part in self.parts.items()}
+
+    def load_state_dict(self, tree: Tree, /) -> str | None:
+        """Load the state of each part; return their sentences by name. ValueError where the names are others."""
+        if set(tree) != set(self.parts):
+            raise ValueError(f"the checkpoint has {sorted(tree)}, this Trainer {sorted(self.parts)}")
+        news = [(name, part.load_state_dict(tree[name])) for name, part in self.parts.items()]
+        return "; ".join(f"{name}: {sentence}" for name, sentence in news if isinstance(sentence, str)) or None

@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from trainwright.core.errors import CheckpointError
 from trainwright.core.torch_private import set_versions, versions_of
-from trainwright.core.trees import Keys, parameters_in, path_text
+from trainwright.core.trees import Keys, NamedParts, parameters_in, path_text
 from trainwright.distributed.pieces import LazyTensor, Piece, PieceReader, Placeholder, TensorPieces
 from trainwright.distributed.world import World
 from trainwright.modules.dtensors import copy_into
@@ -202,9 +202,8 @@ def _likes(part: Any, state: Tree) -> Any:
     """Return a tree with the tensors that a part has now, at the paths of those in its saved `state`."""
     if isinstance(part, Optimizer):
         return {"state": {index: _Of(one) for index, one in enumerate(parameters_in(part))}}
-    named: Any = getattr(part, "parts", None)
-    if isinstance(named, Mapping) and isinstance(state, Mapping):
-        return {name: _likes(one, state.get(name)) for name, one in named.items()}
+    if isinstance(part, NamedParts) and isinstance(state, Mapping):
+        return {name: _likes(one, state.get(name)) for name, one in part.parts.items()}
     return part.state_dict() if isinstance(part, nn.Module) or _holds_pieces(state) else None
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainwright.checkpointing.optimizer_state import first_names, named_parameters
+from trainwright.checkpointing.optimizer_state import parameter_names
 from trainwright.core.errors import SettingError
 from trainwright.core.trees import parameters_in
 from trainwright.modules.modes import unnoticed
@@ -128,7 +128,7 @@ class EvaluationWeights:
 
     def _by_name(self, tensors: Sequence[Tensor]) -> dict[str | int, Tensor]:
         """Return tensors in the order of the parameters by name, or by number where a parameter has no name."""
-        names, nameless = first_names(dict(named_parameters(self._modules))), count()
+        names, nameless = parameter_names(self._modules), count()
         keys = [names.get(id(parameter)) for parameter in self._parameters]
         return {next(nameless) if key is None else key: one for key, one in zip(keys, tensors, strict=True)}
 

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from trainwright.checkpointing import parts as run_parts
 from trainwright.checkpointing.load import load_weights
-from trainwright.checkpointing.optimizer_state import PARAMETERS, in_current_order
+from trainwright.checkpointing.optimizer_state import PARAMETERS, put_in_current_order
 from trainwright.checkpointing.weights import load_into
 from trainwright.core.errors import CheckpointError, SettingError, warn_user
 from trainwright.core.suggestions import did_you_mean
@@ -115,7 +115,7 @@ def _restore(plan: ResumePlan, owner: Owner, between: BetweenUpdates) -> tuple[l
     rates = _rates(owner) if "schedule" in plan.fresh else []
     _start_anew(plan.fresh, owner, parts=parts, tree=tree)
     run_parts.check(parts, tree, origin=origin, fresh=plan.fresh)
-    tree, matched = in_current_order(parts, tree, saved, origin=origin)
+    matched = put_in_current_order(parts, tree, saved, origin=origin)
     if is_sharded(*owner.model.parameters()):
         from trainwright.distributed.resharding import place
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainwright.checkpointing.manager import CheckpointManager
-from trainwright.checkpointing.optimizer_state import PARAMETERS, parameters_of_optimizers
 from trainwright.checkpointing.parts import gather
 from trainwright.core.records import Saved
 from trainwright.core.triggers import Trigger
@@ -43,7 +42,7 @@ class RunCheckpoints:
         average = self.run.weights.average
         if average is None or not average.will_need_statistics:  # else to show it takes a pass over the data
             with self.run.weights.evaluated():
-                self.manager.reserve(self._tree())
+                self.manager.reserve(gather(self.owner.parts()))
 
     def is_due(self, *, validated: bool, epoch_ended: bool) -> bool:
         """Whether `every` is due. `validated`: there was a validation, or without validation data an epoch's end."""
@@ -64,18 +63,13 @@ class RunCheckpoints:
             replaced[PROCESSES] = owner.world.gather(own)
         with self.run.signals.held(), self.run.weights.evaluated():
             self.manager.save(
-                self._tree() | replaced,
+                gather(owner.parts()) | replaced,
                 update=update,
                 epoch=counters.earlier_epochs + counters.epoch,
                 metrics=measured,
                 settings=self._settings,
             )
         self._saved_at = self._boundary
-
-    def _tree(self) -> dict[str, Tree]:
-        """Return the state of all parts, and the names of the parameters that the optimizers' state belongs to."""
-        parts = self.owner.parts()
-        return gather(parts) | {PARAMETERS: parameters_of_optimizers(parts)}
 
     def report(self, *, wait: bool = False) -> None:
         """Report new complete checkpoints to the observers; CheckpointError where a save has failed."""

@@ -96,9 +96,9 @@ def _run(trainer: Trainer[Any], found: list[Any], held_out: Any, *, updates: int
     losses, saved = _Losses(), list[str]()
 
     def save(twin: Trainer[Any]) -> None:
-        tree = gather(twin.parts())
-        check_savable(tree, twin.metrics)
-        saved.extend(tree)
+        parts = twin.parts()
+        check_savable(gather(parts), twin.metrics)
+        saved.extend(parts)
 
     observers = [losses, *([] if trainer.checkpoint is None else [Probe(save, every=Updates(updates))])]
     early = trainer.early_stopping

@@ -197,21 +197,3 @@ class OptimizerSteps:
     def norms(self) -> dict[str, float]:
         """`grad_norm_<name>` of those that were measured."""
         return {f"grad_norm_{one.name}": float(one.norm) for one in self._steps if one.norm is not None}
-
-
-class NamedParts:
-    """Several parts of a checkpoint as one, by name."""
-
-    def __init__(self, parts: Mapping[str, Any]) -> None:
-        self.parts = parts
-
-    def state_dict(self) -> Tree:
-        """The state of each part by name."""
-        return {name: part.state_dict() for name, part in self.parts.items()}
-
-    def load_state_dict(self, tree: Tree, /) -> str | None:
-        """Load the state of each part; return their sentences by name. ValueError where the names are others."""
-        if set(tree) != set(self.parts):
-            raise ValueError(f"the checkpoint has {sorted(tree)}, this Trainer {sorted(self.parts)}")
-        news = [(name, part.load_state_dict(tree[name])) for name, part in self.parts.items()]
-        return "; ".join(f"{name}: {sentence}" for name, sentence in news if isinstance(sentence, str)) or None
