@@ -60,11 +60,10 @@ def write_file(path: Path, content: Content, *, checksum: Checksum = "crc32") ->
 
 
 def read_file(path: Path, use: Callable[[FileReader], T], *, expected: Mapping[str, Any] | None = None) -> T:
-    """Return the result of `use` for a file, whose size and checksum must be the `expected` ones."""
+    """Return the result of `use` for a file; CheckpointError where its checksum is not the `expected` one."""
     with open_file(path) as file:
         if expected is None:
             return use(file)
-        check_size(file, expected)
         kind = next(kind for kind in CHECKSUMS if kind in expected)
         with _hash(kind, file.size) as file.checksum:
             try:
@@ -111,12 +110,6 @@ def open_file(path: Path) -> Iterator[FileReader]:
             yield FileReader(file, str(path))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def check_size(file: FileReader, expected: Mapping[str, Any]) -> None:
-    """Raise CheckpointError where a file is longer or shorter than it was written."""
-    if file.size != expected["size"]:
-        raise CheckpointError(f"{file.label} is damaged: it has {file.size} bytes and should have {expected['size']}")
 
 
 def is_entry(entry: Any) -> bool:

@@ -28,15 +28,7 @@ import torch
 from torch import Tensor
 
 from trainwright.checkpointing import tensorfile
-from trainwright.checkpointing.files import (
-    CHECKSUMS,
-    Content,
-    check_size,
-    is_entry,
-    open_file,
-    read_bytes,
-    read_file,
-)
+from trainwright.checkpointing.files import CHECKSUMS, Content, is_entry, open_file, read_bytes, read_file
 from trainwright.checkpointing.sharded_files import INDEX, read_shards, split_shards
 from trainwright.checkpointing.tree import flatten, loads, plain_data
 from trainwright.checkpointing.weights import read_weights, weights_contents
@@ -58,6 +50,17 @@ _FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 """Names that files of a checkpoint may have, on any file system."""
 _LONGEST_NAME = 1000
 """Characters of the id of a run, or of the name of a number."""
+
+
+def _own_version() -> str:
+    try:
+        return version("trainwright")
+    except PackageNotFoundError:
+        return "not installed"
+
+
+_VERSIONS = {"trainwright": _own_version(), "torch": str(torch.__version__), "python": platform.python_version()}
+"""The releases that write a checkpoint, for its manifest."""
 
 
 # Names
@@ -201,9 +204,7 @@ def manifest_text(fields: Mapping[str, Any], checksum: str) -> bytes:
 
     `fields` has `run`, `update`, `epoch`, `metrics` and `files`; format and versions are added.
     """
-    versions = {"trainwright": _own_version(), "torch": torch.__version__, "python": platform.python_version()}
-    head = {"format": FORMAT, "version": FORMAT_VERSION, **fields}
-    jsonable, tensors = plain_data(head | {"versions": {name: str(text) for name, text in versions.items()}})
+    jsonable, tensors = plain_data({"format": FORMAT, "version": FORMAT_VERSION, **fields, "versions": _VERSIONS})
     assert not tensors
     body = json.dumps(jsonable, indent=1, allow_nan=False).removesuffix("\n}").encode("ascii")
     text = body + seal(body, checksum)
@@ -235,7 +236,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
         if not is_entry(entry):
             raise CheckpointError(f"{label} is damaged: it has no size and checksum of {name!r}")
         with open_file(path / check_file_name(name, label)) as file:
-            check_size(file, entry)
+            if file.size != entry["size"]:
+                found = f"it has {file.size} bytes and should have {entry['size']}"
+                raise CheckpointError(f"{file.label} is damaged: {found}")
     return manifest
 
 
@@ -287,10 +290,3 @@ def _other_version(manifest: Mapping[str, Any], label: str) -> CheckpointError:
 def _is_line(value: object) -> bool:
     """Return whether a value is a text that can be printed as it is, in one line."""
     return type(value) is str and value.isprintable() and len(value) <= _LONGEST_NAME
-
-
-def _own_version() -> str:
-    try:
-        return version("trainwright")
-    except PackageNotFoundError:
-        return "not installed"

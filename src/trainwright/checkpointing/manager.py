@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainwright.checkpointing import commit as commits
 from trainwright.checkpointing.commit import RunDirectory
-from trainwright.checkpointing.files import Content
+from trainwright.checkpointing.files import Content, content_size
 from trainwright.checkpointing.format import (
     encode,
     is_of_run,
@@ -25,7 +25,6 @@ from trainwright.checkpointing.format import (
     update_of,
 )
 from trainwright.checkpointing.retention import BestTracker, removable
-from trainwright.checkpointing.tensorfile import Contents
 from trainwright.checkpointing.writer import Files, Writer
 from trainwright.core.errors import CheckpointError, message, warn_user
 from trainwright.core.monitor import rank
@@ -354,7 +353,7 @@ class SaveJob:
         for old in removable(complete, keep=settings.keep, top=settings.top, best=self.best):
             del complete[old]
             warnings += _remove(directory / update_name(old), run=self.manifest["run"])
-        size = _size(files) + (0 if self.sharded is None else self.sharded.bytes_of_others)
+        size = sum(map(content_size, files.values())) + (0 if self.sharded is None else self.sharded.bytes_of_others)
         saved = Saved(path, update, best=self.best[:1] == (update,), seconds=seconds, size=size)
         return SaveResult(saved, complete, warnings)
 
@@ -388,13 +387,6 @@ def _remove(path: Path, *, run: str) -> list[str]:
     except (CheckpointError, OSError) as error:
         return [f"{path} is no longer needed and could not be removed: {error}"]
     return []
-
-
-def _size(files: Files) -> int:
-    """Return the bytes of texts and tensors."""
-    contents = [content for content in files.values() if isinstance(content, Contents)]
-    texts = sum(len(content) for content in files.values() if isinstance(content, bytes))
-    return texts + sum(tensor.nbytes for content in contents for tensor in content.tensors.values())
 
 
 # Saves that fail
