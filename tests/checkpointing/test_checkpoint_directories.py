@@ -77,7 +77,7 @@ def test_a_run_is_not_resumed_into_the_directory_of_another(start, tmp_path):
         other.adopt(load_checkpoint(path, None))
 
 
-def test_a_directory_of_several_runs_is_told_apart_by_the_id(start, tmp_path):
+def test_runs_in_one_directory_are_distinguished_by_their_id(start, tmp_path):
     save(start(), 1)
     save(start("other", run_id="other"), 9)
     shutil.copytree(tmp_path / "other" / "update-0000000009", tmp_path / "run" / "update-0000000009")
@@ -87,7 +87,7 @@ def test_a_directory_of_several_runs_is_told_apart_by_the_id(start, tmp_path):
     assert find_checkpoint("auto", tmp_path / "run", run="other").name == "update-0000000009"
 
 
-def test_what_resume_means(start, tmp_path):
+def test_resume_takes_auto_a_run_or_a_checkpoint(start, tmp_path):
     manager = start()
     one, two = save(manager, 1).path, save(manager, 2).path
     run = tmp_path / "run"
@@ -110,7 +110,7 @@ def test_what_resume_means(start, tmp_path):
 
 @pytest.mark.parametrize("look", [latest_checkpoint, load_weights, partial(load_weights, which="last")])
 @pytest.mark.parametrize("nth", range(1, 7))
-def test_who_reads_while_a_run_saves_and_removes_finds_a_complete_checkpoint(look, nth, start, tmp_path, monkeypatch):
+def test_a_reader_of_a_live_run_finds_a_complete_checkpoint(look, nth, start, tmp_path, monkeypatch):
     manager, opened, open_file = start(keep=1, best="loss"), [], files.open_file
     save(manager, 5, loss=2.0)
 

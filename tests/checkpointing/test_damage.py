@@ -1,4 +1,4 @@
-"""Whatever is wrong with a checkpoint is an error that names the file, and the next older whole one is resumed."""
+"""Any damage to a checkpoint is an error that names the file, and the next older complete one is resumed."""
 
 from __future__ import annotations
 
@@ -81,16 +81,16 @@ DAMAGES = {
     "longer": lambda path, data: path.write_bytes(data + b"\0"),
     "a directory": lambda path, _: path.mkdir(),
     "a pipe": lambda path, _: os.mkfifo(path),
-    "a link": lambda path, data: path.symlink_to(kept(path, data)),
+    "a link": lambda path, data: path.symlink_to(copy_elsewhere(path, data)),
     "a link to nothing": lambda path, _: path.symlink_to("nowhere"),
 }
 
 
-def kept(path, data):
-    """The very bytes, elsewhere."""
-    whole = path.parent.parent.parent / "elsewhere"
-    whole.write_bytes(data)
-    return whole
+def copy_elsewhere(path, data):
+    """A file with the same bytes, outside of the run."""
+    copy = path.parent.parent.parent / "elsewhere"
+    copy.write_bytes(data)
+    return copy
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -105,17 +105,17 @@ def test_a_damaged_file_is_named_and_the_older_checkpoint_is_resumed(name, damag
 @pytest.mark.parametrize("name", FILES)
 def test_every_cut_every_torn_end_and_a_flipped_bit_of_every_byte_are_found(name, run):
     path = run[2] / name
-    whole = path.read_bytes()
-    for at in range(len(whole)):
-        flipped = bytes([whole[at] ^ 1 << at % 8])
-        torn = [whole[:at] + bytes(len(whole) - at)] if at % 4 == 0 else []
-        for data in (whole[:at], whole[:at] + flipped + whole[at + 1 :], *torn):
-            if data == whole:
+    complete = path.read_bytes()
+    for at in range(len(complete)):
+        flipped = bytes([complete[at] ^ 1 << at % 8])
+        torn = [complete[:at] + bytes(len(complete) - at)] if at % 4 == 0 else []
+        for data in (complete[:at], complete[:at] + flipped + complete[at + 1 :], *torn):
+            if data == complete:
                 continue
             path.write_bytes(data)
             with pytest.raises(CheckpointError, match=name):
                 load_tree(run[2])
-    path.write_bytes(whole)
+    path.write_bytes(complete)
     load_tree(run[2])
 
 
@@ -148,9 +148,9 @@ def test_a_checkpoint_of_an_earlier_format_is_refused_with_the_line_that_loads_i
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "file"])
-def test_what_stands_in_place_of_a_checkpoint_is_not_followed(kind, run):
-    whole = run[2].rename(run[0].parent / run[2].name)
-    {"link": lambda path: path.symlink_to(whole), "pipe": os.mkfifo, "file": Path.touch}[kind](run[2])
+def test_a_link_a_pipe_or_a_file_in_place_of_a_checkpoint_is_not_followed(kind, run):
+    moved = run[2].rename(run[0].parent / run[2].name)
+    {"link": lambda path: path.symlink_to(moved), "pipe": os.mkfifo, "file": Path.touch}[kind](run[2])
     with pytest.warns(UserWarning, match=r"update-0000000002 is no directory \(links are not followed\)"):
         assert load_checkpoint("auto", run[0]).path == run[1]
 
@@ -213,7 +213,7 @@ def somebody_else():
         os.seteuid(0)
 
 
-def test_what_may_not_be_read_is_an_error_that_says_so():
+def test_a_file_without_permission_is_an_error_with_the_reason():
     with tempfile.TemporaryDirectory() as folder, somebody_else_owns(Path(folder)) as root:
         older, newer = put(root, 1), put(root, 2)
         newer.chmod(0)
@@ -240,7 +240,7 @@ def somebody_else_owns(folder):
         yield folder / "run"
 
 
-# What has the right checksums, and was made by somebody else
+# Forged content with the right checksums
 
 
 class Payload:
@@ -320,7 +320,7 @@ FORGED = {
 
 
 @pytest.mark.parametrize(("name", "data"), [(name, data) for name, all_ in FORGED.items() for data in all_])
-def test_what_nobody_writes_is_named_even_under_the_right_checksum(name, data, run):
+def test_forged_content_under_the_right_checksum_is_named(name, data, run):
     put(run[0], 2, **{name: data})
     with pytest.raises(CheckpointError, match=name):
         load_tree(run[2])
@@ -328,7 +328,7 @@ def test_what_nobody_writes_is_named_even_under_the_right_checksum(name, data, r
 
 @pytest.mark.parametrize("key", ["trainwright.tied", "trainwright.extra", "trainwright.versions"])
 @pytest.mark.parametrize("text", ["", "3", "[1]", '{"a": 1}', '{"a": "b"}', '{"$pickle": 1}', "[" * 100_000])
-def test_metadata_that_nobody_writes_are_an_error_or_harmless(key, text, run):
+def test_forged_metadata_is_an_error_or_harmless(key, text, run):
     put(run[0], 2, **{"model.safetensors": Contents({"w": torch.ones(1)}, {key: text})})
     try:
         load_tree(run[2])
@@ -382,7 +382,7 @@ def test_a_changed_state_is_a_value_or_an_error_of_ours(data):
             raise AssertionError from error
 
 
-def test_the_writer_of_these_tests_writes_what_is_read(run):
+def test_the_writer_of_these_tests_writes_readable_files(run):
     target = io.BytesIO()
     write(target, {"w": torch.ones(1)}, {})
     put(run[0], 2, **{"model.safetensors": target.getvalue()})
@@ -398,8 +398,8 @@ def test_sha256_on_request_is_checked_as_crc32_is(name, run):
     assert found.manifest["files"]["state.json"] == {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     assert found.manifest["settings"] == "abc" and "settings" not in read_manifest(run[1])
     path = run[2] / name
-    whole = path.read_bytes()
-    for at in range(0, len(whole), 9):
-        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    complete = path.read_bytes()
+    for at in range(0, len(complete), 9):
+        path.write_bytes(complete[:at] + bytes([complete[at] ^ 1]) + complete[at + 1 :])
         with pytest.raises(CheckpointError, match=name):
             load_tree(run[2])

@@ -1,4 +1,4 @@
-"""Checkpoints of sharded models: written by all processes, whole or not at all, read on any number of them."""
+"""Checkpoints of sharded models: written by all ranks, complete or absent, read on any number of them."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def equal(one, other):
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """A directory that two processes have saved into, the whole state at the last save, and what follows from it."""
+    """A directory that two ranks have saved into, the complete state at the last save, and the state at the end."""
     directory = tmp_path_factory.mktemp("sharded") / "run"
     first, second = on_all(2, sharded_runs.run, directory)
     assert equal(first[0], second[0])
     return directory, first
 
 
-def test_what_two_processes_write_is_a_checkpoint_like_any_other(written):
+def test_a_checkpoint_of_two_ranks_is_one_like_any_other(written):
     directory, _ = written
     (newest, _) = formats.list_checkpoints(directory)
     manifest = formats.verify(newest)
@@ -54,7 +54,7 @@ def test_what_two_processes_write_is_a_checkpoint_like_any_other(written):
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("shards", [True, False])
-def test_it_goes_on_exactly_on_any_number_of_processes_sharded_or_not(written, size, shards):
+def test_a_resume_on_any_number_of_ranks_is_exact_sharded_or_not(written, size, shards):
     directory, (model, optimizer) = written
     answers = on_all(size, resume, directory, shards)
     name, first, later, plain = answers[0]
@@ -71,7 +71,7 @@ def resume(directory, shards):
     return sharded_runs.resume(directory, shards=shards)
 
 
-def test_one_process_without_a_group_reads_whole_tensors(written):
+def test_one_process_without_a_group_reads_complete_tensors(written):
     directory, (model, optimizer) = written
     tree = load_tree(latest_checkpoint(directory))
     assert equal(dict(tree["model"]), model) and equal(tree["optimizer"]["state"], optimizer)
@@ -104,14 +104,14 @@ def plain_into_shards(directory):
     return state, sharded_runs.whole(model.state_dict()), sharded_runs.resume(directory)
 
 
-def test_a_plain_checkpoint_goes_on_in_a_sharded_model(tmp_path):
+def test_a_plain_checkpoint_is_resumed_by_a_sharded_model(tmp_path):
     for state, later, (_, first, resumed, _) in on_all(2, plain_into_shards, tmp_path):
         assert equal(first, state)
         assert all(torch.allclose(resumed[key], later[key], rtol=0, atol=1e-9) for key in later)
 
 
 @pytest.mark.parametrize("async_save", [True, False])
-def test_only_what_is_to_be_kept_stays_and_nothing_is_left_beside_it(tmp_path, async_save):
+def test_only_the_retained_checkpoints_stay(tmp_path, async_save):
     on_all(2, three_saves, tmp_path, async_save)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == [".lock", formats.update_name(2), formats.update_name(3)]
@@ -123,5 +123,5 @@ def three_saves(directory, async_save):
     return sharded_runs.run(directory, (1, 2, 3), keep=2, async_save=async_save)
 
 
-def test_it_holds_the_state_of_its_boundary_whatever_is_trained_meanwhile(tmp_path):
+def test_it_holds_the_state_of_its_boundary_while_training_continues(tmp_path):
     assert on_all(2, sharded_runs.trained_meanwhile, tmp_path) == [True, True]

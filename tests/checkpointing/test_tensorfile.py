@@ -61,14 +61,14 @@ def test_the_dtypes_of_the_package_are_ours():
     assert {"F64", "F32", "F16", "BF16", "I64", "U8", "BOOL", "F8_E4M3", "F8_E5M2"} <= FOREIGN.keys()
 
 
-def test_the_package_reads_what_we_write(mixed, tmp_path):
+def test_the_package_reads_our_files(mixed, tmp_path):
     (tmp_path / "f").write_bytes(written(mixed, {"format": "pt", "note": "ä"}))
     with safetensors.safe_open(tmp_path / "f", framework="pt") as file:
         assert file.metadata() == {"format": "pt", "note": "ä"}
         assert {name: bits(file.get_tensor(name)) for name in file.keys()} == {n: bits(t) for n, t in mixed.items()}  # noqa: SIM118
 
 
-def test_we_read_what_the_package_writes(mixed, tmp_path):
+def test_files_of_the_package_are_read(mixed, tmp_path):
     mixed = {name: tensor.resolve_conj().contiguous() for name, tensor in mixed.items()}
     safetensors.torch.save_file(mixed, tmp_path / "f", {"format": "pt"})
     contents = read_back(tmp_path / "f")
@@ -98,14 +98,14 @@ def test_models_with_tied_weights_go_from_one_to_the_other_and_back(tmp_path):
         assert all(torch.equal(value, model.state_dict()[name]) for name, value in ours.state_dict().items())
 
 
-def test_we_read_what_we_write_in_the_order_of_the_names(mixed, tmp_path):
+def test_our_files_are_read_in_the_order_of_the_names(mixed, tmp_path):
     (tmp_path / "f").write_bytes(written(mixed))
     contents = read_back(tmp_path / "f")
     assert list(contents.tensors) == list(mixed) and contents.metadata == {}
     assert {n: bits(t) for n, t in contents.tensors.items()} == {n: bits(t) for n, t in mixed.items()}
 
 
-def test_every_tensor_lies_at_a_multiple_of_its_width(mixed):
+def test_every_tensor_is_aligned_to_its_width(mixed):
     data = written(mixed)
     length = struct.unpack("<Q", data[:8])[0]
     for name, entry in json.loads(data[8 : 8 + length]).items():
@@ -183,7 +183,7 @@ def test_a_header_that_does_not_fit_the_file_is_refused_and_named(name, tmp_path
         read_back(tmp_path / "weights")
 
 
-def test_every_cut_is_noticed(tmp_path):
+def test_every_cut_is_an_error(tmp_path):
     data = written({"a": torch.ones(3), "b": torch.ones(2, dtype=torch.int8)}, {"x": "y"})
     for end in range(len(data)):
         (tmp_path / "f").write_bytes(data[:end])

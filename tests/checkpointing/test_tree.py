@@ -1,4 +1,4 @@
-"""A tree comes back exactly as it was, or is refused by the name of its place."""
+"""A tree comes back exactly as it was, or is refused with the path of a value in it."""
 
 import enum
 import json
@@ -171,7 +171,7 @@ def test_conjugate_and_negative_views_come_back_as_their_values(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(through_files(tree, tmp_path), tree, strict=True))
 
 
-def test_an_array_met_twice_is_one_array_again(tmp_path):
+def test_an_array_in_two_places_is_one_array_again(tmp_path):
     array = np.asfortranarray(np.arange(6.0).reshape(2, 3))
     fixed = np.arange(3)
     fixed.flags.writeable = False
@@ -232,7 +232,7 @@ class Exploding:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_anything_else_is_refused_with_its_place_and_a_cure(value, cure):
+def test_anything_else_is_refused_with_its_path_and_a_fix(value, cure):
     with pytest.raises(CheckpointError) as caught:
         flatten({"state": {"queue": [0, 1, 2, value]}})
     with pytest.raises(CheckpointError, match=re.escape(str(caught.value).partition("\n  where")[0])):
@@ -253,7 +253,7 @@ def test_a_tree_that_contains_itself_is_refused():
     assert same(loads(json.dumps(plain), tensors), deep)
 
 
-def test_places_are_written_as_in_python():
+def test_paths_are_written_as_in_python():
     assert path_text(("state", "queue", 3)) == "state['queue'][3]"
     assert path_text((0, "a")) == "tree[0]['a']"
 
@@ -306,7 +306,7 @@ def test_an_int_too_long_for_python_to_print_comes_back(tmp_path):
 
 
 @pytest.mark.gpu
-def test_tensors_of_a_device_are_read_to_the_cpu_or_put_back_with_their_ties(tmp_path):
+def test_tensors_of_a_device_are_read_to_the_cpu_or_moved_with_their_ties(tmp_path):
     flat = torch.arange(12.0, device="cuda")
     tree = {"flat": flat, "rows": flat.view(3, 4).t(), "host": torch.ones(2)}
     back = through_files(tree, tmp_path)

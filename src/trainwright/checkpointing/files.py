@@ -1,6 +1,6 @@
 """Writes one file durably, and reads one with checks: size and checksum, no links, no pipes.
 
-Checksums are computed on the way to or from the file; those of large files by a thread beside it.
+Checksums are computed on the way to or from the file; those of large files by a thread.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def content_size(content: Content) -> int:
 
 
 def spare_name(kind: str, name: str) -> str:
-    """Return a name for something beside `name` that no other writer uses."""
+    """Return a hidden name next to `name` that no other writer uses."""
     return f"{kind}-{name}-{os.getpid()}-{secrets.token_hex(4)}"
 
 

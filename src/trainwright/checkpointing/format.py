@@ -106,7 +106,7 @@ def encode(tree: Mapping[str, Tree]) -> dict[str, Content]:
     """Return the files of a checkpoint of `{part: state}`; part "model" is a module's state_dict with its own file.
 
     A model whose tensors are in files of several ranks is named in the plain data instead. Nothing is written or
-    copied. CheckpointError names what cannot be stored.
+    copied. CheckpointError names the value that cannot be stored.
     """
     files, parts = _model_apart(tree)
     jsonable, tensors = flatten(parts)

@@ -45,7 +45,7 @@ T = TypeVar("T")
 _Read = Callable[[Path, dict[str, Any] | None], T]
 """Reads a checkpoint, whose manifest was read already or is None; CheckpointError where it is damaged."""
 _RETRIES = 100
-"""How often a directory is read anew where a run saves and removes checkpoints meanwhile."""
+"""How often a directory is read again where a run saves and removes checkpoints meanwhile."""
 
 
 class DamagedError(CheckpointError):
@@ -56,7 +56,7 @@ class DamagedError(CheckpointError):
         self.origin = origin
         """The path of the checkpoint."""
         self.early = early
-        """Whether it was found before any hook of the user ran."""
+        """Whether it was detected before any hook of the user ran."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,10 +80,10 @@ def load_checkpoint(
     lazy_shards: bool = False,
     refused: Mapping[Path, str] | None = None,
 ) -> Loaded | None:
-    """Load the checkpoint that `fit(resume=...)` means: "auto" looks in `directory`, a path is one, or a run's.
+    """Load the checkpoint of `fit(resume=...)`: "auto" searches `directory`, a path is that of a checkpoint or a run.
 
     None where there is nothing to resume. CheckpointError where a path is missing, or nothing there is complete. One
-    that cannot be read is named in a warning and passed over for the next older one, unless it was asked for. Each
+    that cannot be read is named in a warning and passed over for the next older one, unless `resume` is its path. Each
     byte is read once.
 
     State that was on an accelerator is put on `device` where one is given, as `loads` does. All ranks of a `world`
@@ -188,7 +188,7 @@ def _find(
 
 
 def _find_at(path: Path, *, run: str | None, read: _Read[T]) -> tuple[T | None, dict[Path, str]]:
-    """Do as `_find` for the path of a checkpoint, or of a directory of some."""
+    """Search as `_find` does at the path of a checkpoint, or of a directory with checkpoints."""
     if _is_checkpoint(path):
         return read(path, None), {}
     found, defects = _retried(path, lambda listing: _newest(path, run, read=read, listing=listing))
@@ -236,7 +236,7 @@ def _none_complete(path: Path, defects: Mapping[Path, str], *, fix: str) -> Chec
 
 
 def _retried(directory: Path, look: Callable[[_Listing], T]) -> T:
-    """Return the result of `look`, which is called again where a run has removed meanwhile a file that it reads."""
+    """Return the result of `look`, which is called again where a run has removed a file meanwhile."""
     for _ in range(_RETRIES):
         listing = _Listing(directory)
         try:
@@ -358,7 +358,7 @@ def _existing(path: str | Path, *, written: str = "{}") -> Path:
 
 
 def _is_file(path: Path, resume: str | Path) -> CheckpointError:
-    """Build the error for a resume from a file: what it is, and how to begin with the weights that it may hold."""
+    """Build the error for a resume from a file: its kind, and the line that begins with the weights in it."""
     fix = f"load_weights({str(path)!r}, model) before fit, without resume"
     try:
         read_file(path, read_header)

@@ -1,9 +1,9 @@
 """Checkpoints that all ranks write: each writes the pieces of tensors that it holds into one file of one directory.
 
-The ranks share the temporary directory of the commit, and nothing else: none waits for another in a collective, and a
-slow, dead or refused rank is known by the files there. When the file of rank 3 is flushed, its report gets its name
-`rank-3.json`; where it fails, its marker `rank-3` is renamed to `rank-3.failed-28`, which takes no space and holds the
-number of the error. Rank 0 waits for all reports, checks that the pieces make up every tensor, and writes their list.
+The ranks communicate by the temporary directory of the commit alone, never by a collective: the files there show a
+slow, dead or failed rank. When the file of rank 3 is flushed, its report is renamed to `rank-3.json`; where writing
+fails, its marker `rank-3` is renamed to `rank-3.failed-28`, which takes no space and holds the number of the error.
+Rank 0 waits for all reports, checks that the pieces make up every tensor, and writes their list.
 
 The list is JSON, the files are safetensors: nothing in them can run. A piece has the name of its tensor in its file.
 """
@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,11 +43,12 @@ from trainwright.protocols import Tree
 if TYPE_CHECKING:
     from trainwright.distributed.resharding import Split
 
+T = TypeVar("T")
 INDEX = "shards.json"
 """The file of a checkpoint that lists the pieces."""
 _VERSION = 1
 PATIENCE = 300.0
-"""Seconds without any change in the directory after which a rank is taken for dead."""
+"""Seconds without any change in the directory after which a rank counts as dead."""
 HURRY = 5.0
 """The same where a run ends in an error."""
 _LARGEST_TEXT = 1 << 28
@@ -55,7 +56,7 @@ _LARGEST_TEXT = 1 << 28
 _LARGEST_FAILURE = 1 << 20
 """Bytes of the text in which a rank reports a failure; more are not read."""
 _POLLS = (0.01, 0.2)
-"""Seconds between two looks at the directory: the first, and the longest."""
+"""Seconds between two listings of the directory: the first, and the longest."""
 _FAILED = re.compile(r"rank-(\d+)\.failed-(\d+)")
 
 
@@ -109,9 +110,9 @@ class ShardReader:
         entry = self._entries[file]
         tensors = read_file(self.path / file, partial(tensorfile.read, fill=fill), expected=entry).tensors
         for name, piece in self._by_file[file]:
-            found, dtype = tensors.get(name), self.tensors[name].dtype
-            if found is None or (found.dtype, tuple(found.shape)) != (dtype, piece.sizes):
-                raise CheckpointError(f"{self.path / file} is damaged: {name} is not in it as {INDEX} says")
+            stored, dtype = tensors.get(name), self.tensors[name].dtype
+            if stored is None or (stored.dtype, tuple(stored.shape)) != (dtype, piece.sizes):
+                raise CheckpointError(f"{self.path / file} is damaged: {name} differs from its entry in {INDEX}")
         return tensors
 
     def check(self, files: Iterable[str]) -> None:
@@ -121,17 +122,17 @@ class ShardReader:
 
     def assemble(self, names: Collection[str]) -> dict[str, Tensor]:
         """Return complete tensors on the CPU, put together from their files, of which one at a time is in memory."""
-        made = {name: torch.empty(self.tensors[name].shape, dtype=self.tensors[name].dtype) for name in names}
+        complete = {name: torch.empty(self.tensors[name].shape, dtype=self.tensors[name].dtype) for name in names}
         for file in self.files:
-            wanted = [(name, piece) for name, piece in self._by_file[file] if name in made]
+            wanted = [(name, piece) for name, piece in self._by_file[file] if name in complete]
             tensors = self.read(file) if wanted else {}
             for name, piece in wanted:
-                made[name][piece.box] = tensors[name]
-        return made
+                complete[name][piece.box] = tensors[name]
+        return complete
 
 
 def read_shards(path: Path, entries: Mapping[str, Mapping[str, Any]]) -> ShardReader:
-    """Return the reader of a checkpoint that has pieces; CheckpointError names what is wrong with their list."""
+    """Return the reader of a checkpoint that has pieces; CheckpointError where their list is damaged."""
     text = read_bytes(path / INDEX, limit=_LARGEST_TEXT, expected=entries[INDEX])
     try:
         listed = json.loads(text)
@@ -223,19 +224,19 @@ class ShardedSave:
         entries: dict[str, dict[str, Any]] = {}
         tensors = dict(self._tensors)
         for rank, report in self._reports(shared):
-            file, due = shard_file(rank), report["entry"]["size"]
-            found = os.stat(shared / file).st_size
-            if found != due:
-                raise OSError(errno.EIO, f"{file} of rank {rank} has {found} bytes, {due} are due")
+            file, expected = shard_file(rank), report["entry"]["size"]
+            size = os.stat(shared / file).st_size
+            if size != expected:
+                raise OSError(errno.EIO, f"{file} of rank {rank} has {size} bytes and should have {expected}")
             entries[file] = report["entry"]
-            self.bytes_of_others += found
+            self.bytes_of_others += size
             for name, (offsets, sizes) in report["pieces"].items():
                 piece = Piece(file, tuple(offsets), tuple(sizes))
                 tensors[name] = replace(tensors[name], pieces=(*tensors[name].pieces, piece))
         entries[INDEX] = write_file(shared / INDEX, index_text(tensors), checksum=self._checksum)
         for rank in range(1, self.size):
-            for left in (f"rank-{rank}", f"rank-{rank}.json"):
-                os.unlink(shared / left)
+            for name in (f"rank-{rank}", f"rank-{rank}.json"):
+                os.unlink(shared / name)
         return entries
 
     def _report(self, shared: Path, report: Mapping[str, Any]) -> None:
@@ -248,21 +249,21 @@ class ShardedSave:
         """Yield the report of each other rank as it comes."""
         missing = set(range(1, self.size))
 
-        def look() -> list[int]:
+        def reported() -> list[int]:
             names = os.listdir(shared)
             _raise_failure(names, shared)
             return [rank for rank in missing if f"rank-{rank}.json" in names]
 
         while missing:
-            for rank in self._wait_until(look, shared, who=lambda: _named(missing)):
+            for rank in self._wait_until(reported, shared, who=lambda: _named(missing)):
                 missing.discard(rank)
                 yield rank, _read_report(shared / f"rank-{rank}.json", self._tensors)
 
-    def _wait_until(self, look: Callable[[], Any], directory: Path, *, who: Callable[[], str]) -> Any:
-        """Return what `look` finds; TimeoutError where the directory stays unchanged for longer than `patience`."""
+    def _wait_until(self, poll: Callable[[], T], directory: Path, *, who: Callable[[], str]) -> T:
+        """Return the first true value of `poll`; TimeoutError after `patience` seconds without a change there."""
         pause, longest = _POLLS
         before, since = _listing(directory), time.monotonic()
-        while not (found := look()):
+        while not (result := poll()):
             now = _listing(directory)
             if now != before:
                 before, since = now, time.monotonic()
@@ -271,29 +272,29 @@ class ShardedSave:
                 raise TimeoutError(errno.ETIMEDOUT, what, str(directory))
             time.sleep(pause)
             pause = min(2 * pause, longest)
-        return found
+        return result
 
 
 def _listing(directory: Path) -> dict[str, tuple[int, int]]:
     """Return size and time of each file: they change as long as any rank writes there."""
-    found = {}
+    listing = {}
     with suppress(OSError), os.scandir(directory) as entries:
         for entry in entries:
             with suppress(OSError):
                 stat = entry.stat(follow_symlinks=False)
-                found[entry.name] = stat.st_size, stat.st_mtime_ns
-    return found
+                listing[entry.name] = stat.st_size, stat.st_mtime_ns
+    return listing
 
 
 def _report_failure(shared: Path, rank: int, error: BaseException) -> None:
-    """Report what failed: in words where there is room for them, by the marker's name in any case."""
-    seen: BaseException | None = error
-    while seen is not None and not isinstance(seen, OSError):
-        seen = seen.__cause__
-    number = 0 if seen is None else seen.errno or 0
-    said = {"where": f"rank {rank} on {socket.gethostname()}", "error": f"{type(error).__name__}: {error}"}
+    """Report a failure: with its text where there is room for one, by the marker's name in any case."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__
+    number = 0 if cause is None else cause.errno or 0
+    failure = {"where": f"rank {rank} on {socket.gethostname()}", "error": f"{type(error).__name__}: {error}"}
     with suppress(Exception):  # the name of the marker has the number in any case
-        write_file(shared / f"rank-{rank}.why", json.dumps(said).encode("ascii"))
+        write_file(shared / f"rank-{rank}.why", json.dumps(failure).encode("ascii"))
     failed = shared / f"rank-{rank}.failed-{number}"
     try:
         os.rename(shared / f"rank-{rank}", failed)
@@ -305,13 +306,13 @@ def _report_failure(shared: Path, rank: int, error: BaseException) -> None:
 def _raise_failure(names: list[str], shared: Path) -> None:
     """Raise the failure of any rank: an OSError where its system refused, so that a later save may succeed."""
     for match in filter(None, map(_FAILED.fullmatch, names)):
-        said = {"where": f"rank {match[1]}", "error": ""}
+        failure = {"where": f"rank {match[1]}", "error": ""}
         with suppress(CheckpointError, OSError, ValueError, TypeError):
-            said |= json.loads(read_bytes(shared / f"rank-{match[1]}.why", limit=_LARGEST_FAILURE))
+            failure |= json.loads(read_bytes(shared / f"rank-{match[1]}.why", limit=_LARGEST_FAILURE))
         number = int(match[2])
         if number:
-            raise OSError(number, f"{os.strerror(number)}, says {said['where']}: {said['error']}".removesuffix(": "))
-        raise CheckpointError(f"{said['where']} could not write its part: {said['error']}".removesuffix(": "))
+            raise OSError(number, f"{os.strerror(number)} on {failure['where']}: {failure['error']}".removesuffix(": "))
+        raise CheckpointError(f"{failure['where']} could not write its part: {failure['error']}".removesuffix(": "))
 
 
 def _read_report(path: Path, tensors: Mapping[str, TensorPieces]) -> dict[str, Any]:
@@ -323,5 +324,5 @@ def _read_report(path: Path, tensors: Mapping[str, TensorPieces]) -> dict[str, A
 
 
 def _named(ranks: set[int]) -> str:
-    shown = ", ".join(str(rank) for rank in sorted(ranks)[:8]) + (" ..." if len(ranks) > 8 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+    numbers = ", ".join(str(rank) for rank in sorted(ranks)[:8]) + (" ..." if len(ranks) > 8 else "")
+    return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"

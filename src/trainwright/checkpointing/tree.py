@@ -118,7 +118,7 @@ class _Encoder:
     tensors: list[_TensorNode] = field(default_factory=list)
     arrays: dict[str, Tensor] = field(default_factory=dict)
     names: set[str] = field(default_factory=lambda: {"__metadata__"})
-    seen: dict[int, dict[str, Any]] = field(default_factory=dict)
+    array_nodes: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Nodes of arrays, by the identity of the array."""
 
     def node(self, value: Any, keys: Keys) -> Any:
@@ -174,13 +174,13 @@ class _Encoder:
     def array(self, value: Any, keys: Keys) -> Any:
         if value.dtype.kind not in KINDS:
             raise _refused(keys, f"is an array of {value.dtype}", fix="an array of numbers, or .tolist() of it")
-        if id(value) not in self.seen:
+        if id(value) not in self.array_nodes:
             name, order = self.name(keys), "F" if value.flags.fnc else "C"
             flat = np.require(value.reshape(-1, order=order), requirements=["C", "W"])  # a copy where it has to be one
             self.arrays[name] = torch.from_numpy(flat.view(np.uint8))
             node = {"$array": name, "dtype": value.dtype.str, "shape": list(value.shape), "order": order}
-            self.seen[id(value)] = node
-        return self.seen[id(value)]
+            self.array_nodes[id(value)] = node
+        return self.array_nodes[id(value)]
 
     def other(self, value: Any, keys: Keys) -> Any:
         """Encode a NumPy scalar; refuse any other value."""
@@ -336,7 +336,7 @@ class _Decoder:
     find: Callable[[Placeholder], Any] | None
     on_device: dict[str, Tensor] = field(default_factory=dict)
     """Tensors of the file that were moved, by name."""
-    seen: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
     """Values of tensors and arrays, by the text of their node."""
 
     def value(self, node: Any) -> Any:
@@ -365,10 +365,10 @@ class _Decoder:
 
     def tensor(self, node: dict[str, Any]) -> Any:
         key = json.dumps(node, sort_keys=True)
-        if key not in self.seen:
+        if key not in self.values:
             stored = self.on_its_device(node) if "device" in node else self.tensors[node["$tensor"]]
-            self.seen[key] = _restore(node, stored)
-        return self.seen[key]
+            self.values[key] = _restore(node, stored)
+        return self.values[key]
 
     def placeholder(self, node: dict[str, Any]) -> Any:
         if self.find is None:
@@ -391,11 +391,11 @@ class _Decoder:
 
     def array(self, node: dict[str, Any]) -> Any:
         key = json.dumps(node, sort_keys=True)
-        if key not in self.seen:
+        if key not in self.values:
             memory = cast(Any, self.tensors[node["$array"]].numpy())
             dtype = _numpy_dtype(node["dtype"])
-            self.seen[key] = np.ndarray(node["shape"], dtype=dtype, buffer=memory, order=node["order"])
-        return self.seen[key]
+            self.values[key] = np.ndarray(node["shape"], dtype=dtype, buffer=memory, order=node["order"])
+        return self.values[key]
 
 
 _DECODERS: dict[str, Callable[[_Decoder, dict[str, Any]], Any]] = {
@@ -437,7 +437,7 @@ def _laid_out(tensor: Tensor, node: Mapping[str, Any]) -> Tensor:
 
 
 def _as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """View memory in one dimension and another dtype; bytes at the end that fill no item are left out."""
+    """View memory in one dimension and another dtype; bytes at the end that fill no item are dropped."""
     flat = tensor.reshape(-1).view(torch.uint8)
     return flat[: flat.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
 
@@ -459,7 +459,7 @@ def _kind(value: Any) -> str:
 
 def _cure(value: Any) -> str:
     """Return the expression to store in place of a value, by its type."""
-    cures: tuple[tuple[type | tuple[type, ...], str], ...] = (  # made here: `numpy.random` is slow to import
+    cures: tuple[tuple[type | tuple[type, ...], str], ...] = (  # built here: `numpy.random` is slow to import
         (enum.Enum, "store x.value"),
         ((set, frozenset), "store sorted(x)"),
         ((tuple,), "store tuple(x)"),
@@ -476,7 +476,7 @@ def _cure(value: Any) -> str:
     for kinds, cure in cures:
         if isinstance(value, kinds):
             return cure
-    return "leave it out, or store the plain data that it is made of"
+    return "leave it out, or store the plain data in it"
 
 
 def _refused(keys: Keys, what: str, *, fix: str = "") -> CheckpointError:
