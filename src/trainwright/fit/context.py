@@ -30,8 +30,7 @@ from trainwright.fit.plan import Ends, Resume, check_monitors, make_plan
 from trainwright.fit.rank_sync import check_same_config
 from trainwright.fit.rescue import ends_in, rescue
 from trainwright.fit.result import FitEnd
-from trainwright.fit.resume_plan import ResumePlan, plan_resume
-from trainwright.fit.resuming import resume
+from trainwright.fit.resume import ResumePlan, plan_resume, resume
 from trainwright.fit.rollback import ENDED
 from trainwright.fit.run import GRACE, Run
 from trainwright.fit.setup import NOT_RUNNING, open_data
@@ -132,7 +131,7 @@ class FitContext:
         if resuming.ended is None:
             _rehearse(owner, run, val)
         lines, finished = list(resuming.lines), ""
-        if resuming.checkpoint is not None or resuming.earlier is not None:
+        if resumes:
             lines += resume(resuming, owner, between)
         if resuming.checkpoint is not None:
             sped.loaded()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -37,12 +37,14 @@ class EarlyStopping:
     patience: int = 5
     min_delta: float | str = 0.0
     restore_best: bool = True
+    margin: Margin = field(init=False, repr=False, compare=False)
+    """`min_delta`, read."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mode", resolve_mode(self.monitor, self.mode, "EarlyStopping({!r}, mode={!r})"))
         written, fix = f"EarlyStopping(patience={self.patience!r})", f"EarlyStopping({self.monitor!r}, patience=5)"
         check_whole(self.patience, written, what="a whole number of validations without a new best", fix=fix)
-        _margin(self.min_delta)
+        object.__setattr__(self, "margin", _margin(self.min_delta))
 
     def bind(self) -> EarlyStopper:
         """Make the early stopper of one `fit`."""
@@ -56,8 +58,8 @@ class EarlyStopper:
     """
 
     def __init__(self, settings: EarlyStopping) -> None:
-        self.settings = settings
-        self.mode: Mode = resolve_mode(settings.monitor, settings.mode, "EarlyStopping({!r}, mode={!r})")
+        assert settings.mode is not None, "EarlyStopping has resolved it"
+        self.settings, self.mode = settings, settings.mode
         self.best: Best | None = None
         """The best value so far; None before the first that is a number."""
         self.waited = 0
@@ -65,7 +67,7 @@ class EarlyStopper:
         self.weights: dict[str, Tensor] | None = None
         """The weights of the best on the host; None where a checkpoint has them."""
         self._error: float | None = None
-        self._margin = _margin(settings.min_delta)
+        """Its standard error."""
 
     def judge(
         self, metrics: Mapping[str, float], errors: Mapping[str, float] = NO_ERRORS, *, epoch: int, update: int
@@ -77,7 +79,7 @@ class EarlyStopper:
         monitor = self.settings.monitor
         require_monitor(monitor, metrics, "EarlyStopping")
         value, error = float(metrics[monitor]), errors.get(monitor)
-        if self._margin.kind == "se" and error is None:
+        if self.settings.margin.kind == "se" and error is None:
             raise _without_error(monitor, errors)
         if not self._beats(value):
             self.waited += 1
@@ -90,8 +92,9 @@ class EarlyStopper:
     @property
     def stopped(self) -> str:
         """The reason to stop, such as "val_loss did not improve on 0.1324 (epoch 12) for 5 validations", or ""."""
-        if self.waited < self.settings.patience:
-            return ""
+        return "" if self.waited < self.settings.patience else self._reason()
+
+    def _reason(self) -> str:
         for_long = f"for {self.waited} validation{'s' if self.waited > 1 else ''}"
         if self.best is None:
             return f"{self.settings.monitor} was never a finite number {for_long}"
@@ -109,7 +112,7 @@ class EarlyStopper:
     def load_state_dict(self, tree: Mapping[str, Any]) -> None:
         """Load the state of an early stopper of the same number."""
         check_form(tree, monitor=is_text, mode=is_text, error=is_none_or(is_number), waited=is_count)
-        check_form(tree, weights=is_none_or(lambda value: isinstance(value, Mapping)), best=is_none_or(_is_best))
+        check_form(tree, weights=is_none_or(lambda value: isinstance(value, Mapping)), best=is_none_or(is_best))
         saved, mine = (tree["monitor"], tree["mode"]), (self.settings.monitor, self.mode)
         if saved != mine:
             raise CheckpointError(
@@ -125,29 +128,33 @@ class EarlyStopper:
 
     def _beats(self, value: float) -> bool:
         best = rank(None if self.best is None else self.best.value, self.mode)
-        if self.best is None or not self._margin.size:
-            return rank(value, self.mode) < best
-        margin = {"absolute": 1.0, "relative": abs(best), "se": self._error}[self._margin.kind]
-        assert margin is not None
-        return rank(value, self.mode) < best - self._margin.size * margin
+        if self.best is not None and self.settings.margin.size:
+            best -= self.settings.margin.width(best, self._error)
+        return rank(value, self.mode) < best
 
 
 @dataclass(frozen=True)
-class _Margin:
+class Margin:
     """By how much the best must be beaten: `size` x 1, x |best|, or x the standard error of the best."""
 
     kind: Literal["absolute", "relative", "se"]
     size: float
 
+    def width(self, best: float, error: float | None) -> float:
+        """Return the distance from a best with this standard error."""
+        scale = {"absolute": 1.0, "relative": abs(best), "se": error}[self.kind]
+        assert scale is not None
+        return self.size * scale
 
-def _margin(min_delta: float | str) -> _Margin:
+
+def _margin(min_delta: float | str) -> Margin:
     if isinstance(min_delta, str):
         if min_delta == "1se":
-            return _Margin("se", 1.0)
+            return Margin("se", 1.0)
         if re.fullmatch(r"\d+(\.\d+)?%", min_delta):
-            return _Margin("relative", float(min_delta[:-1]) / 100)
+            return Margin("relative", float(min_delta[:-1]) / 100)
     elif not isinstance(min_delta, bool) and isinstance(min_delta, int | float) and 0 <= min_delta < math.inf:
-        return _Margin("absolute", float(min_delta))
+        return Margin("absolute", float(min_delta))
     raise SettingError(
         f"EarlyStopping(min_delta={min_delta!r})",
         want='a distance of 0 or more (0.001), a share of the best ("1%"), or one standard error ("1se")',
@@ -164,7 +171,9 @@ def _without_error(monitor: str, errors: Mapping[str, float]) -> SettingError:
     )
 
 
-def _is_best(value: object) -> bool:
-    """Whether a value is a Best as it is saved."""
+def is_best(value: object) -> bool:
+    """Whether a value is a Best as it is saved: its path changes when a directory is moved, and does not count."""
     forms = {"name": is_text, "value": is_number, "epoch": is_count, "update": is_count}
-    return isinstance(value, Mapping) and set(value) == set(forms) and all(forms[key](value[key]) for key in forms)
+    if not isinstance(value, Mapping) or set(value) - {"path"} != set(forms):
+        return False
+    return all(forms[key](value[key]) for key in forms)

@@ -1,0 +1,417 @@
+"""Where a `fit` starts: a `ResumePlan` is computed from the checkpoint that was read, then carried out.
+
+Nothing is loaded before the plan is complete: `begin_epoch` of the epochs that had begun runs in between, since it may
+add layers and parameter groups.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from trainwright.checkpointing import parts as run_parts
+from trainwright.checkpointing.load import DamagedError, Loaded, load_weights
+from trainwright.checkpointing.optimizer_state import PARAMETERS, put_in_current_order
+from trainwright.checkpointing.weights import load_into
+from trainwright.core.checks import FormError, check_form, is_count, is_dict, is_none_or, is_number, is_numbers, is_text
+from trainwright.core.errors import CheckpointError, SettingError, warn_user
+from trainwright.core.progress import Counters
+from trainwright.core.suggestions import did_you_mean
+from trainwright.fit.between_updates import BetweenUpdates
+from trainwright.fit.early_stopping import is_best
+from trainwright.fit.plan import Resume
+from trainwright.fit.result import copied_weights, path_at
+from trainwright.fit.setup import changed, settings_of
+from trainwright.modules.dtensors import is_sharded
+from trainwright.optim.named import disable_wrong_kernels, has_scheduler
+from trainwright.protocols import Tree
+from trainwright.update.owner import Owner, listening
+from trainwright.update.per_rank_state import PROCESSES, load_rank_state, take_rank_state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumePlan:
+    """Where a `fit` starts: at its beginning, at a checkpoint of its own, or at its end.
+
+    At its end where the checkpoint is of a later `fit` of the same run: a script that calls `fit` twice and is started
+    again passes over the first call.
+    """
+
+    lines: tuple[str, ...] = ()
+    """The lines of the header on it."""
+    checkpoint: Loaded | None = None
+    """The checkpoint to load, or to learn from how this stage ended; None where it starts at the beginning."""
+    progress: Mapping[str, Any] | None = None
+    """Part `progress` of that checkpoint."""
+    ended: dict[str, Any] | None = None
+    """How this stage ended, where the checkpoint is of a later one."""
+    earlier: Loaded | None = None
+    """The newest checkpoint of an earlier stage, where there is none of this one; its files are retained on."""
+    begun_epochs: int = 1
+    """Epochs of this stage whose `begin_epoch` runs before the state is loaded: it may change layers."""
+    fresh: tuple[str, ...] = ()
+    """Parts that start anew in place of being loaded."""
+    with_data: bool = True
+    """Whether the data are those that it was saved with, and continue at their position."""
+
+    @property
+    def place(self) -> str:
+        """The directory of the checkpoint; that the stage is over, where it is of a later one."""
+        assert self.checkpoint is not None
+        directory = str(self.checkpoint.path.parent)
+        return directory if self.ended is None else f"a stage in {directory}"
+
+
+# Compute it.
+
+
+def plan_resume(owner: Owner, loaded: Loaded | None, asked: Resume) -> ResumePlan:
+    """Work out where the `fit` starts; SettingError, CheckpointError where the checkpoint is not of such a `fit`."""
+    if loaded is None:
+        return _start_anew_plan(owner)
+    progress = _progress_of(loaded)
+    stage, saved_stage = owner._counters.stage, progress["counters"]["stage"]
+    if saved_stage == stage:
+        return _continued(owner, loaded, asked, progress=progress)
+    if saved_stage > stage:
+        return _passed_over(loaded, progress, stage=stage)
+    if asked.where != "auto":
+        raise SettingError(
+            f"resume={str(asked.where)!r} was saved in fit number {saved_stage + 1} of its run, "
+            f"this is number {stage + 1}",
+            want="a checkpoint of the same fit, or of a later one",
+            fix='resume="auto", which starts this fit where there is none of it',
+        )
+    loaded.tree.clear()  # this fit starts from the weights in memory
+    return ResumePlan(earlier=loaded)
+
+
+def _start_anew_plan(owner: Owner) -> ResumePlan:
+    """Return the plan of a `fit` for which there is no checkpoint."""
+    if owner.checkpoint is None or not owner._record.follows_failure:
+        return ResumePlan()
+    found = f"no checkpoint in {owner.checkpoint.directory}"
+    line = f"{found}: it begins with the weights and the optimizer as the fit that failed has left them"
+    return ResumePlan(lines=(line,))
+
+
+def _passed_over(loaded: Loaded, progress: Mapping[str, Any], *, stage: int) -> ResumePlan:
+    """Return the plan of a `fit` that has ended before a later one saved the checkpoint."""
+    ended = progress["stages"][stage]
+    begun = ended["counters"]["epoch"] + ended["counters"]["begun"]
+    line = f"passed over: {loaded.path} is of a later fit of this run"
+    return ResumePlan(lines=(line,), checkpoint=loaded, progress=progress, ended=ended, begun_epochs=begun)
+
+
+def _continued(owner: Owner, loaded: Loaded, asked: Resume, *, progress: Mapping[str, Any]) -> ResumePlan:
+    """Return the plan of a `fit` that continues at a checkpoint of its own."""
+    fresh, saved, now = tuple(asked.fresh), progress["settings"], settings_of(owner)
+    if "optimizer" not in fresh and saved["optimizer"] != now["optimizer"]:
+        raise _other_optimizer(loaded.path, saved=saved["optimizer"], now=now["optimizer"], fresh=fresh)
+    lines = [f"resumed from {loaded.path} at update {loaded.manifest['update']}"]
+    if fresh:
+        lines.append(f"resume_fresh: {' and '.join(fresh)} started anew")
+    if not asked.data:
+        lines.append(f"resume_data=False: epoch {loaded.manifest['epoch'] + 1} begins anew, with other data")
+    if difference := changed(saved, now):
+        lines.append(difference)
+    return ResumePlan(
+        lines=tuple(lines),
+        checkpoint=loaded,
+        progress=progress,
+        begun_epochs=progress["counters"]["epoch"] + progress["counters"]["begun"],
+        fresh=fresh,
+        with_data=asked.data,
+    )
+
+
+def _other_optimizer(path: Path, *, saved: str, now: str, fresh: tuple[str, ...]) -> CheckpointError:
+    """Refuse optimizers of other classes: torch would load their state without a word."""
+    line = run_parts.fresh_line([*fresh, "optimizer"])
+    return CheckpointError(
+        f"{path} was saved with {saved}; this Trainer has {now}",
+        want="the same optimizer: its state is of no use to another",
+        fix=f"build it as it was; or {line}; or give Checkpoint() a new "
+        f"directory and begin with the weights alone: load_weights({str(path)!r}, model)",
+        where=False,
+    )
+
+
+def _progress_of(loaded: Loaded) -> Mapping[str, Any]:
+    """Return part `progress` of a checkpoint, checked; DamagedError where a run has not written it so."""
+    progress: Any = loaded.tree.get("progress")
+    try:
+        _check_progress(progress, loaded.manifest)
+    except FormError as error:
+        what = f"{loaded.path} is damaged: in part 'progress' {error}"
+        raise DamagedError(what, str(loaded.path), early=True) from error
+    checked: Mapping[str, Any] = progress
+    return checked
+
+
+def _check_progress(progress: Any, manifest: Mapping[str, Any]) -> None:
+    """Raise FormError where the counters, history and stages of a checkpoint are not as a run writes them."""
+    check_form(progress, counters=is_dict, history=_is_history, settings=_are_settings, stages=_is_list)
+    optional: dict[str, Any] = {"split_at": None, "final": None, "used_rates": {}}
+    check_form(optional | progress, split_at=is_none_or(is_number), final=is_none_or(is_dict), used_rates=_are_rates)
+    counters, stages = Counters(), progress["stages"]
+    for one in stages:
+        _check_stage(one)
+    counters.load_state_dict(progress["counters"])
+    if len(stages) < counters.stage:
+        raise FormError(f"{len(stages)} stages are listed, and it is of stage {counters.stage}")
+    said = (counters.earlier_updates + counters.updates, counters.earlier_epochs + counters.epoch)
+    if said != (manifest["update"], manifest["epoch"]):
+        listed = f"update {manifest['update']} of epoch {manifest['epoch']}"
+        raise FormError(f"the counters say update {said[0]} of epoch {said[1]}, and the manifest {listed}")
+
+
+def _check_stage(ended: Any) -> None:
+    """Raise FormError where the record of a stage that has ended is not as a run writes it."""
+    check_form(ended, counters=is_dict, weights=is_text, rows=is_count, left=is_count, best=is_none_or(is_best))
+    check_form(ended, notes=_are_lines, final=is_none_or(is_dict))
+    Counters().load_state_dict(ended["counters"])
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, list)
+
+
+def _are_lines(value: object) -> bool:
+    """Whether a value is a list of texts."""
+    return isinstance(value, list) and all(map(is_text, value))
+
+
+def _are_settings(value: object) -> bool:
+    """Whether a value is a dict of texts by name, the optimizer's among them."""
+    return isinstance(value, Mapping) and "optimizer" in value and all(map(is_text, (*value, *value.values())))
+
+
+def _are_rates(value: object) -> bool:
+    """Whether a value is a dict of lists of rates."""
+    lists = value.values() if isinstance(value, Mapping) else [None]
+    return all(isinstance(one, list | tuple) and all(map(is_number, one)) for one in lists)
+
+
+def _is_history(value: object) -> bool:
+    """Whether a value is a list of rows, each with the number of its epoch and of its update."""
+    return isinstance(value, list) and all(is_numbers(row) and {"epoch", "update"} <= set(row) for row in value)
+
+
+# Carry it out.
+
+
+def resume(plan: ResumePlan, owner: Owner, between: BetweenUpdates) -> list[str]:
+    """Load the checkpoint of a plan, or pass over the stage; return the lines of the header beside the plan's."""
+    retained = plan.checkpoint or plan.earlier
+    if retained is None:
+        return []
+    assert between.manager is not None
+    between.manager.adopt(retained)
+    if plan.ended is not None:
+        _pass_over(plan, owner, between)
+        return []
+    return [] if plan.checkpoint is None else _load(plan, owner, between)
+
+
+def _pass_over(plan: ResumePlan, owner: Owner, between: BetweenUpdates) -> None:
+    """Take the counters, history and weights that the stage ended with."""
+    ended = plan.ended
+    assert ended is not None and plan.checkpoint is not None and plan.progress is not None
+    plan.checkpoint.tree.clear()
+    owner._counters.load_state_dict(ended["counters"])
+    owner.history[:] = plan.progress["history"][: ended["rows"]]
+    record, path = owner._record, path_at(between.manager, ended["left"])
+    record.ended = ended
+    record.lacks_weights = path is None or not _load_model(owner, path)
+    if record.lacks_weights:
+        record.ended = {**ended, "weights": "as built (those of this stage are gone)"}
+
+
+def _load_model(owner: Owner, path: Path) -> bool:
+    """Load the weights of a checkpoint; False where they are of a model that was built otherwise."""
+    weights = load_weights(path)
+    try:
+        load_into(owner.model, weights, source=str(path))
+    except CheckpointError:
+        return False
+    return True
+
+
+def _load(plan: ResumePlan, owner: Owner, between: BetweenUpdates) -> list[str]:
+    """Load the checkpoint into everything bound; return lines for the header."""
+    counters, run = owner._counters, between.run
+    given = _settings(owner)
+    reports, lines = _restore(plan, owner, between)
+    reports += [*disable_wrong_kernels(owner.optimizers), *_unused(owner, given)]
+    _find_position(between)
+    if owner.world.is_main and not counters.stopped:  # a finished run does not continue
+        for report in reports:
+            warn_user(report)  # it matters without a console too
+    if counters.stopped:
+        run.source.settle()  # no epoch will begin and take the state over; a next `fit` reads the same data
+    if counters.stopped or not counters.begun or not run.random.epoch_start or not plan.with_data:
+        # begin_epoch, the order, or what follows this `fit`, draws first; or the current epoch begins anew
+        run.random.restore()
+    at = counters.earlier_updates + counters.updates
+    for observer in listening(owner):
+        resume_at = getattr(observer, "resume_at", None)
+        if resume_at is not None:
+            resume_at(at, counters.skipped, goes_on=not counters.stopped)
+    return [*lines, *reports]
+
+
+def _restore(plan: ResumePlan, owner: Owner, between: BetweenUpdates) -> tuple[list[str], list[str]]:
+    """Give every part its state; return the reports of the parts, and lines for the header alone."""
+    loaded = plan.checkpoint
+    assert loaded is not None
+    parts, tree, origin = dict(owner.parts()), dict(loaded.tree), str(loaded.path)
+    loaded.tree.clear()
+    has_ranks = owner.world.size > 1 or PROCESSES in tree
+    own, number = take_rank_state(owner, tree) if has_ranks else (None, 1)
+    saved = tree.pop(PARAMETERS, None)
+    if plan.fresh or not plan.with_data:
+        _leave_out(plan, owner, parts=parts, tree=tree)
+    run_parts.check(parts, tree, origin=origin, fresh=plan.fresh)
+    matched = put_in_current_order(parts, tree, saved, origin=origin)
+    if is_sharded(*owner.model.parameters()):
+        tree = _resharded(tree, parts, between)
+    with _same_rates(owner) if "schedule" in plan.fresh else nullcontext():
+        reports = run_parts.restore(parts, tree, origin=origin)
+    if not plan.with_data:
+        owner._counters.batch = 0
+    if has_ranks:
+        reports += load_rank_state(owner, own, number=number, source=between.run.source if plan.with_data else None)
+    return reports, matched
+
+
+def _find_position(between: BetweenUpdates) -> None:
+    """Find out whether the loaded run has ended, or work between two updates is still due where it was left."""
+    run, counters = between.run, between.counters
+    stopped_early = "" if between.watch is None else between.watch.stopped
+    ended = between.end_reached() or stopped_early
+    if counters.pause == "final" and not (run.stop_reason or ended):
+        counters.pause = ""  # with a later end the run continues without the validation of the earlier one
+    run.pending = counters.pause or ("update" if counters.paused < counters.updates else "")
+    counters.stopped = ("" if run.pending else ended) or ("" if counters.pause else stopped_early)
+    if not run.pending:  # the pending work makes the row of the update before it
+        run.optimizer_steps.clear_used_rates()
+    if not counters.stopped:
+        between.record.final_validation = None
+
+
+def _resharded(tree: dict[str, Tree], parts: dict[str, Any], between: BetweenUpdates) -> dict[str, Tree]:
+    """Distribute the tensors of a state as the parts are sharded now."""
+    from trainwright.distributed.resharding import place
+
+    likes: dict[str, Any] = {}
+    if between.copies_best:  # host tensors, with the sharding that the weights of the best are to have
+        likes["early_stopping"] = {"weights": copied_weights(between.owner.model, None)}
+    return place(tree, parts, likes=likes, world=between.owner.world)
+
+
+# Parts that start anew.
+
+
+SLOTS_WITH_STATE = ("schedule", "average", "early_stopping", "precision", "checkpoint", "loss", "state", "optimizer")
+"""Parts that a run may have: no mistake in `resume_fresh`, though neither the checkpoint nor the Trainer has them."""
+_RATES = ("lr", "initial_lr", "momentum", "betas")
+"""What a schedule sets in a parameter group."""
+
+
+def _leave_out(plan: ResumePlan, owner: Owner, *, parts: dict[str, Any], tree: dict[str, Tree]) -> None:
+    """Take the parts that start anew out of both: they stay as they were built."""
+    if not plan.with_data:
+        for name in ("data", "totals"):
+            parts.pop(name, None)
+            tree.pop(name, None)
+    known = sorted({*SLOTS_WITH_STATE, *parts, *tree} - set(run_parts.NEVER_FRESH))
+    for name in plan.fresh:
+        if name not in known:
+            what = f"fit(resume_fresh={plan.fresh!r}): there is no part {name!r}.{did_you_mean(name, known)}"
+            raise SettingError(what, want=f"some of {', '.join(known)}")
+        parts.pop(name, None)
+        dropped = tree.pop(name, None)
+        if name == "average" and dropped is not None:
+            tree["model"] = _trained_weights(owner.model, tree["model"], dropped)
+
+
+def _trained_weights(model: nn.Module, averaged: Mapping[str, Any], average: Any) -> dict[str, Any]:
+    """Return the trained weights of a checkpoint whose part "model" holds the averaged ones."""
+    if "taken" not in average:
+        what = 'resume_fresh=("average",): the optimizer of the checkpoint averages by itself, and is loaded'
+        raise SettingError(what, fix="build the Trainer as when it was saved")
+    raw = {**(average["raw"] or {}), **average.get("statistics", {})}
+    first: dict[int, str] = {}
+    trained = dict(averaged)
+    for name, tensor in chain(
+        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    ):
+        value = raw.get(first.setdefault(id(tensor), name))  # a tied tensor has its first name alone
+        if name in trained and value is not None:
+            trained[name] = value
+    return trained
+
+
+@contextmanager
+def _same_rates(owner: Owner) -> Iterator[None]:
+    """Restore, after loading inside, the values in the parameter groups that a schedule sets."""
+    before = [
+        (optimizer, [{key: group[key] for key in _RATES if key in group} for group in optimizer.param_groups])
+        for optimizer in owner.optimizers.values()
+    ]
+    yield
+    for optimizer, rates in before:
+        _set_rates(optimizer, rates)
+
+
+def _set_rates(optimizer: Optimizer, rates: list[dict[str, Any]]) -> None:
+    """Set rates in the groups; one in a tensor is filled, since the optimizer may refer to it."""
+    for group, before in zip(optimizer.param_groups, rates, strict=True):
+        for key, value in before.items():
+            if isinstance(group.get(key), Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = value
+
+
+# Settings of optimizers that the checkpoint overrules.
+
+
+def _settings(owner: Owner) -> dict[str, dict[str, Any]]:
+    """Return the plain settings of every parameter group, of all optimizers in order."""
+    settings = {}
+    for name, optimizer in owner.optimizers.items():
+        taken = inspect.signature(type(optimizer)).parameters
+        counted = set(optimizer.defaults) - set(taken)  # no settings: the optimizer counts in its groups
+        for index, group in enumerate(optimizer.param_groups):
+            plain = {key: value for key, value in group.items() if isinstance(value, int | float | tuple)}
+            settings[f"{name}'s group {index}"] = {key: plain[key] for key in plain if key not in counted}
+    return settings
+
+
+def _unused(owner: Owner, given: dict[str, dict[str, Any]]) -> list[str]:
+    """Return a line for each setting that the checkpoint has overruled, but for those that a schedule sets."""
+    scheduled = _RATES if _has_schedule(owner) else ()
+    loaded = _settings(owner)
+    return [
+        f"resumed: {key}={loaded[name].get(key)!r} of the {name} is the checkpoint's, {mine!r} is not used"
+        for name, settings in given.items()
+        for key, mine in settings.items()
+        if key not in scheduled and loaded[name].get(key) != mine
+    ]
+
+
+def _has_schedule(owner: Owner) -> bool:
+    """Whether rates are set by a schedule, or by a torch scheduler of the user's that is saved beside them."""
+    by_hand = any(isinstance(part, LRScheduler) for part in owner.parts().values())
+    return owner.schedule is not None or by_hand or any(map(has_scheduler, owner.optimizers.values()))
