@@ -106,7 +106,8 @@ class FitContext:
         owner, ends, resumes = self._owner, self._ends, self._resume.where is not None
         check_parameters(owner.model, owner.loss, owner.optimizers)
         check_kernels(owner.optimizers)
-        undo.enter_context(among_ranks(owner))
+        if owner.world.size > 1 or owner.parallel.shards:
+            undo.enter_context(among_ranks(owner))
         check_same_config(owner, source, val, ends=ends, resumes=resumes)
         start_stage(owner, undo, resumes=resumes, epochs=ends.epochs)
         undo.enter_context(training_afresh(owner.device.type))
@@ -213,7 +214,8 @@ class FitContext:
         if record.ended is None:
             record.save_error = _await_last_save(between)
             FitEnd(between).restore_best()
-        broadcast_buffers(owner)
+        if owner.world.size > 1:
+            broadcast_buffers(owner)
         between.sync_signals()
         record.failed = record.save_error is not None
         run.signals.check()

@@ -211,7 +211,7 @@ def _check_val(val: Mapping[str, Source], ends: Ends) -> None:
 
 
 def _notes(owner: Owner, source: Source, plan: Plan) -> list[str]:
-    notes = describe_ranks(owner, plan, apart=source.sharded)
+    notes = describe_ranks(owner, plan, apart=source.sharded) if owner.world.size > 1 else []
     notes += [source.note] if source.note else []
     if plan.val and owner._hooks.steps_itself and not owner._hooks.validates_itself:
         notes.append("validates by your training_step, in eval mode")

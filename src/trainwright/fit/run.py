@@ -259,7 +259,8 @@ class Run:
     def _plan_epoch(self) -> None:
         """Take what is trained and what is kept as it is now: layers may come, be frozen or be set free."""
         owner = self.owner
-        refresh_shards(owner)
+        if owner.parallel.shards:
+            refresh_shards(owner)
         check_parameters(owner.model, owner.loss, owner.optimizers)
         self.take_groups()
         average = self.weights.average

@@ -267,7 +267,7 @@ def open_data(
     check_val(train, val)
     ends.check_given()
     # A function of the epoch may draw. Here the processes meet first: who calls `fit` alone is to hear of it.
-    with _met(owner) if meets else nullcontext():
+    with _met(owner) if meets and owner.world.size > 1 else nullcontext():
         source = open_source(train, batch_size=batch_size, shuffle=True, role="train")
         # A batch size holds for validation data too, where they are rows and not batches already.
         held_out = {
@@ -276,9 +276,9 @@ def open_data(
         }
     if ends.epoch_updates is not None and source.length is None:
         source = Continuing(source)
-    assign_shard(owner, source)
+    if owner.world.size > 1:
+        assign_shard(owner, source, *held_out.values())
     for data, opened in zip(_named_sets(val).values() if held_out else (), held_out.values(), strict=True):
-        assign_shard(owner, opened)
         if isinstance(opened, LoaderBatches):
             opened.keep_workers(keeps=not _reads(train, data))
     return source, held_out
@@ -419,11 +419,13 @@ def open_sets(owner: Owner, data: Any, name: str, *, batch_size: int | None) -> 
 def open_one(owner: Owner, data: Any, role: str, *, batch_size: int | None) -> Source:
     """Open data to pass over, of which each of several processes runs its part."""
     role = "evaluated" if role == "train" else role  # a name that a user gave
-    with _met(owner) if is_function(data) else nullcontext():  # which may draw
+    with _met(owner) if is_function(data) and owner.world.size > 1 else nullcontext():  # which may draw
         opened = open_source(data, batch_size=batch_size, role=role)
-    from trainwright.update.per_rank_state import assign_shard
+    if owner.world.size > 1:
+        from trainwright.update.per_rank_state import assign_shard
 
-    return assign_shard(owner, opened)
+        assign_shard(owner, opened)
+    return opened
 
 
 def _named_sets(data: Any, prefix: str = "val") -> dict[str, Any]:

@@ -32,7 +32,9 @@ def start_stage(owner: Owner, undo: ExitStack, *, resumes: bool, epochs: int | N
     before.begin_next(resumes=resumes)
     if epochs == 1:
         record.notes += _note_a_loop(owner, last_caller=last.caller)
-    broadcast_weights(owner)  # after the trained weights are back: averaged ones that were written to are not replaced
+    if owner.world.size > 1:
+        # After the trained weights are back: averaged ones that were written to are not replaced.
+        broadcast_weights(owner)
 
 
 def _note_a_loop(owner: Owner, *, last_caller: str) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ class Gradients:
     it the order is that of the optimizers' groups. The order changes the last bits of a norm.
     """
 
-    __slots__ = ("_flags", "_grouping", "_one", "_uniform_device", "_unsharded", "_zero_grads", "parameters")
+    __slots__ = ("_flags", "_one", "_uniform_device", "_unsharded", "_zero_grads", "parameters")
 
     def __new__(cls, *optimizers: Optimizer, order: Iterable[Tensor] = ()) -> Gradients:
         """Choose the class: for sharded parameters, or for plain ones."""
@@ -49,18 +49,8 @@ class Gradients:
         kinds = {(p.device, p.dtype) for p in self.parameters}
         self._uniform_device = next(iter(kinds))[0] if len(kinds) == 1 else None
         devices = dict.fromkeys(p.device for p in self.parameters)  # in this order: the flag on the first is returned
-        self._grouping = _grouping(optimizers, place)
         self._flags = {device: torch.zeros((), dtype=torch.float32, device=device) for device in devices}
         self._one = {device: torch.ones((), dtype=torch.float32, device=device) for device in devices}
-
-    @classmethod
-    def of(cls, *optimizers: Optimizer, before: Gradients | None = None, order: Iterable[Tensor] = ()) -> Gradients:
-        """Return the gradients of optimizers: `before`, with its flags, if no group or parameter has changed."""
-        listed = list(order)
-        place = {id(p): index for index, p in enumerate(listed)}
-        if before is not None and before._grouping == _grouping(optimizers, place):
-            return before
-        return cls(*optimizers, order=listed)
 
     def zero(self) -> None:
         """Set every gradient to None; an optimizer that overrides `zero_grad` has its own method called."""
@@ -177,19 +167,6 @@ def _single(factor: float | Tensor, device: torch.device) -> Tensor:
     if isinstance(factor, Tensor):
         return factor.to(device, torch.float32)
     return torch.full((), factor, dtype=torch.float32, device=device)
-
-
-def _grouping(optimizers: tuple[Optimizer, ...], place: dict[int, int]) -> list[Any]:
-    """Return all that the grouping depends on: equal values mean that it is still valid."""
-    kinds = [
-        (type(optimizer).zero_grad, vars(optimizer).get("zero_grad"), len(group["params"]))
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-    ]
-    return [
-        kinds,
-        [(id(p), p.device, p.dtype, is_sharded(p), place.get(id(p))) for p in parameters_in(*optimizers)],
-    ]
 
 
 def _values_of(parameter: Tensor, gradient: Tensor) -> Tensor:

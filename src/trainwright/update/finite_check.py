@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from trainwright.core import host_reads
 from trainwright.core.records import Count
+from trainwright.core.torch_private import buffer_dict
 from trainwright.core.trees import inside
 from trainwright.modules.modes import running_statistics
 from trainwright.optim.fused import why_not_masked
@@ -203,4 +204,5 @@ def _why_not_left_out(owner: Owner, scaler: LossScale | None, rates: Mapping[str
 def has_buffers(owner: Owner) -> bool:
     """Whether the model or the loss has any buffer."""
     roots = [one for one in (owner.model, owner.loss) if isinstance(one, nn.Module)]
-    return any(tensor is not None for root in roots for module in inside(root) for tensor in module._buffers.values())
+    modules = (module for root in roots for module in inside(root))
+    return any(tensor is not None for module in modules for tensor in buffer_dict(module).values())

@@ -47,15 +47,14 @@ class OptimizerStep:
         """The number by which the kernels divide the gradients: torch's `grad_scale`."""
         self.used_rates: list[float] | None = None
         """The rates that the update in hand has used, if user code may have set others since; else None."""
-        self.gradients = Gradients(optimizer)
-        self.groups = len(optimizer.param_groups)
+        self.take_groups()
 
     def take_groups(self, order: Sequence[Tensor] = ()) -> None:
         """Read the parameter groups again; a group may be added at any time.
 
         Norms are summed in `order`.
         """
-        self.gradients = Gradients.of(self.optimizer, before=self.gradients, order=order)
+        self.gradients = Gradients(self.optimizer, order=order)
         self.groups = len(self.optimizer.param_groups)
 
     def make_step(
@@ -117,7 +116,6 @@ class OptimizerSteps:
         )
         self.named = len(optimizers) > 1 or ONLY not in optimizers
         """Whether the optimizers were given by name, so that numbers carry it."""
-        self.all = SelectedOptimizers((), Gradients())
         self.take_groups()
 
     def choose(self, name: str) -> SelectedOptimizers:
@@ -145,8 +143,7 @@ class OptimizerSteps:
         if len(self._steps) == 1:
             self.all = SelectedOptimizers(self._steps, self._steps[0].gradients)
         else:
-            optimizers = [one.optimizer for one in self._steps]
-            together = Gradients.of(*optimizers, before=self.all.gradients, order=order)
+            together = Gradients(*(one.optimizer for one in self._steps), order=order)
             self.all = SelectedOptimizers(self._steps, together)
 
     def lower_flags(self) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from trainwright.core.plan import Plan
 from trainwright.core.rng import random_state, seed, set_random_state, unmoved
+from trainwright.core.torch_private import BatchNorm
 from trainwright.core.trees import parameters_in
 from trainwright.distributed.batch_layout import Shard, Slice
 from trainwright.distributed.packing import packed, unpacked
@@ -30,13 +31,10 @@ PROCESSES = "processes"
 """The part of a checkpoint that holds the own state of each of several ranks."""
 
 
-def assign_shard(owner: Owner, source: Source) -> Source:
-    """Assign a source the rows of this rank; DataError for one that cannot be sharded."""
-    world = owner.world
-    if world.size == 1:
-        return source
-    source.deal(_part(owner))
-    return source
+def assign_shard(owner: Owner, *sources: Source) -> None:
+    """Assign each source the rows of this rank; DataError for one that cannot be sharded."""
+    for source in sources:
+        source.deal(_part(owner))
 
 
 @contextmanager
@@ -45,9 +43,6 @@ def rng_of_rank0(world: World, generators: Sequence[Any] = ()) -> Iterator[None]
 
     Afterwards the other ranks continue with their own; `generators`, the data's own, stay where this leaves them.
     """
-    if world.size == 1:
-        yield
-        return
     own = random_state()
     state, states = world.same((own, [generator.get_state() for generator in generators]))
     if world.is_main:
@@ -71,10 +66,8 @@ def open_epoch(world: World, source: Source, epoch: int, *, skip: int = 0) -> It
 
 
 def describe_ranks(owner: Owner, plan: Plan, *, apart: bool) -> list[str]:
-    """Return the header's lines on several ranks; none for one. `apart`: each reads batches of its own."""
+    """Return the header's lines on several ranks. `apart`: each reads batches of its own."""
     world: Any = owner.world
-    if world.size == 1:
-        return []
     whole = None if plan.batch_size is None else plan.batch_size * (world.size if apart else 1)
     rows = "" if whole is None else f": {_part(owner).told(whole)} rows in a micro-batch"
     by = f"{world.size} processes by {type(owner.parallel).__name__} on {world.backend}{rows}"
@@ -237,17 +230,15 @@ def _each(owner: Owner) -> dict[str, Any]:
 
 def refresh_shards(owner: Owner) -> None:
     """Free the gathered weights of a sharded model, and take over which parameters are trained now."""
-    if owner.parallel.shards:
-        from trainwright.distributed.fsdp import retake
+    from trainwright.distributed.fsdp import retake
 
-        reshard(owner.model)
-        retake(owner.model)
+    reshard(owner.model)
+    retake(owner.model)
 
 
 def broadcast_buffers(owner: Owner) -> None:
     """Broadcast the buffers of rank 0: all ranks evaluate, save and return the same model."""
-    if owner.world.size > 1:
-        owner.world.align(_whole(owner.model.buffers()))
+    owner.world.align(_whole(owner.model.buffers()))
 
 
 def broadcast_weights(owner: Owner) -> None:
@@ -279,7 +270,7 @@ def _normalises_rows(owner: Owner) -> bool:
     """
     asleep = not any(module.training for module in owner.model.modules())
     return any(
-        isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
+        isinstance(module, BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
         for module in owner.model.modules()
         if module.training or asleep
     )
