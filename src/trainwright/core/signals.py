@@ -80,24 +80,24 @@ class Signals:
         if self.pending:
             raise Interrupted(self.pending)
 
-    def batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """The items of `iterator`; a signal ends the run at once while one is waited for, and before it."""
+    def fetch(self, iterator: Iterator[Any], end: Any = None) -> Any:
+        """Return the next item of `iterator`, or `end`; a signal ends the run at once before it and meanwhile."""
+        self._waiting = self._alone
         try:
-            while True:
-                self._waiting = self._alone
-                if self.pending or self._child_died:
-                    self._before_waiting()
-                try:
-                    item = next(iterator)
-                except StopIteration:
-                    return
-                except Exception:
-                    self.data_failed = True
-                    raise
-                self._waiting = False
-                yield item
+            if self.pending or self._child_died:
+                self._before_waiting()
+            return next(iterator, end)
+        except Exception:
+            self.data_failed = True
+            raise
         finally:
             self._waiting = False
+
+    def batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """Yield the items of `iterator`, each fetched as `fetch` does."""
+        end = object()
+        while (item := self.fetch(iterator, end)) is not end:
+            yield item
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

@@ -170,7 +170,7 @@ class Run:
         while True:
             begun = clock()
             rollback.before_fetch()
-            window = next(windows, None)
+            window = self.signals.fetch(windows)
             if window is None:
                 break
             rollback.phase = UPDATING
@@ -203,9 +203,8 @@ class Run:
         left = None if plan.epoch_updates is None else plan.epoch_updates - math.ceil(counters.batch / size)
         move = mover(self.owner, self.source, trains=True)
         with self.signals.waiting():
-            iterator = self.rollback.open_epoch()
+            batches = self.rollback.open_epoch()
         self.lengths.check_announced()
-        batches = self.signals.batches(iterator)
         self.signals.watch_children()
         return self.lengths.checked(islice(self.strategy.windows(batches, size, move=move), left))
 
@@ -215,8 +214,6 @@ class Run:
         self.rollback.phase = COUNTING
         if not counters.rows:
             self.first_batch.warn()
-        if status.restores and self.snapshot is not None:
-            self.snapshot.restore()  # only now: graphs of this update may still hold the buffers
         self.strategy.finish()
         counters.batch += window.all_batches
         counters.rows += window.all_rows
@@ -231,7 +228,9 @@ class Run:
         """Count an update in which no step was applied; raise after many of them in a row."""
         status = self.strategy.status
         self.counters.skipped += status.is_refused
-        if self.snapshot is not None:
+        if self.snapshot is not None and status.restores:
+            self.snapshot.restore()  # only now: graphs of this update may still hold the buffers
+        elif self.snapshot is not None:
             self.snapshot.restore_nonfinite()
         self._idle += 1
         if self._idle >= PATIENCE:

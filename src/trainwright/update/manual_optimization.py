@@ -35,6 +35,9 @@ class ManualUpdate:
         if run.strategy.status.minimized:
             _record_minimized(run, returned)
         run.optimizer_steps.lower_flags()  # gradients that were computed and not applied may have raised them
+        status = run.strategy.status
+        if status.restores and (status.applied or status.stepped) and run.snapshot is not None:
+            run.snapshot.restore()  # one optimizer has made a step, and that of another was skipped
         return returned
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from trainwright.core.records import Count
 from trainwright.distributed.batch_layout import Slice
 from trainwright.distributed.world import World
-from trainwright.update.window import Window, ratio
+from trainwright.update.window import Move, Window, ratio
 
 
 class ShardedWindow(Window):
@@ -35,7 +35,7 @@ class ShardedWindow(Window):
         all_rows: int,
         all_batches: int,
         ranks: int,
-        move: Callable[[Any], Any] | None = None,
+        move: Move | None = None,
     ) -> None:
         super().__init__(batches, rows, counts, move=move)
         self.is_lone = False
@@ -91,7 +91,7 @@ def sharded_windows(
     stands_in: bool,
     rows: Callable[[Any], int],
     count: Callable[[Any], Count] | None = None,
-    move: Callable[[Any], Any] | None = None,
+    move: Move | None = None,
 ) -> Iterator[ShardedWindow]:
     """Group slices into windows of `accumulate`; `rows` counts those of a stream's batch.
 

@@ -18,6 +18,8 @@ from trainwright.core.records import Count
 from trainwright.core.suggestions import suggests
 
 Accumulate = int | Mapping[int, int]
+Move = Callable[[Any], Any]
+"""Moves a batch to the device."""
 
 
 class Window(Sequence[Any]):
@@ -42,12 +44,7 @@ class Window(Sequence[Any]):
     _is_estimated = False
 
     def __init__(
-        self,
-        batches: list[Any],
-        rows: list[int],
-        counts: list[Count] | None = None,
-        *,
-        move: Callable[[Any], Any] | None = None,
+        self, batches: list[Any], rows: list[int], counts: list[Count] | None = None, *, move: Move | None = None
     ) -> None:
         self.batches = batches
         self.rows = rows
@@ -84,7 +81,7 @@ class Window(Sequence[Any]):
         In a hand-written loop `backward` is called on each mean loss times its share.
         """
         counts: list[Count] = list(self.rows) if self.counts is None else self.counts
-        total = one_for_zero(_add(counts))
+        total = one_for_zero(host_number(sum(counts)))
         return [ratio(count, total if isinstance(total, Tensor) else total or 1) for count in counts]
 
     def release(self) -> None:
@@ -115,8 +112,9 @@ class Window(Sequence[Any]):
 
         1.0 for a window that counts nothing: its gradient is 0, and its loss is NaN.
         """
-        if not self._is_estimated:
-            return 1.0
+        return self._estimate_over_total() if self._is_estimated else 1.0
+
+    def _estimate_over_total(self) -> Count:
         assert self._estimate is not None
         if isinstance(self._estimate, Tensor) or isinstance(self._total, Tensor):
             total = torch.as_tensor(self._total)
@@ -127,7 +125,7 @@ class Window(Sequence[Any]):
     def _divisor(self, count: Count, *, from_step: bool) -> Count:
         """Return the total of the window where it is known beforehand, else an estimate of it."""
         if self._estimate is None:
-            total = 0 if from_step else _add(self.counts or [0])
+            total = 0 if from_step else host_number(sum(self.counts or ()))
             self._is_estimated = not isinstance(total, Tensor) and not total
             self._estimate = self._estimated(count) if self._is_estimated else one_for_zero(total)
         elif from_step:  # the first count agreed, by chance, with that of the host
@@ -151,7 +149,7 @@ def windows(
     *,
     rows: Callable[[Any], int] | None = None,
     count: Callable[[Any], Count] | None = None,
-    move: Callable[[Any], Any] | None = None,
+    move: Move | None = None,
 ) -> Iterator[Window]:
     """Group batches into windows of `accumulate`; the last one of a pass is short, and no batch is lost.
 
@@ -252,16 +250,10 @@ def one_for_zero(count: Count) -> Count:
 
 def inverse(count: Count) -> Count:
     """Return 1 / count, and 1 for a count of zero: a sum over nothing is 0, and so is its gradient."""
-    divisor: Count = one_for_zero(count) if isinstance(count, Tensor) else count or 1
-    inverted: Count = ratio(1.0, divisor)
+    if not isinstance(count, Tensor):
+        return 1.0 / (count or 1)
+    inverted: Count = ratio(1.0, one_for_zero(count))
     return inverted
-
-
-def _add(counts: list[Count]) -> Count:
-    total = counts[0]
-    for count in counts[1:]:
-        total = total + count
-    return host_number(total)
 
 
 def _ragged(batch: Sequence[Any]) -> bool:
