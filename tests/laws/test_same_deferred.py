@@ -338,7 +338,7 @@ def adapts_no_scale(patch: pytest.MonkeyPatch) -> None:
 
 
 def takes_none_back(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("trainwright.update.deferred_check.DeferredCheck._count", lambda self, *, left_out: None)
+    patch.setattr("trainwright.update.deferred_check.DeferredSkip._count", lambda self, pending, *, left_out: None)
 
 
 @pytest.mark.parametrize("fault", [stops_the_clock, bakes_the_rates, adapts_no_scale, takes_none_back])

@@ -356,9 +356,10 @@ def choose_strategy(run: Run) -> UpdateStrategy:
         return DistributedStep(run, update=update, trace=trace)
     if why:
         return ImmediateCheck(run, update=update, trace=trace)
-    from trainwright.update.deferred_check import DeferredCheck
+    from trainwright.update.deferred_check import DeferredCheck, DeferredSkip
 
-    return DeferredCheck(run, update=update, trace=trace)
+    skips = run.scaler is not None or owner.on_nonfinite == "skip"
+    return (DeferredSkip if skips else DeferredCheck)(run, update=update, trace=trace)
 
 
 def _trace(run: Run) -> nonfinite_policy.Trace:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from math import nan
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from trainwright.core.records import Update
 from trainwright.optim.fused import ready_to_mask
-from trainwright.optim.named import ONLY
 from trainwright.precision.mixed_precision import LossScaler
 from trainwright.schedules.table import TableRates
 from trainwright.update import nonfinite_policy
@@ -31,12 +30,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """What the host knows of an update whose numbers it has not read yet."""
+    """An update whose numbers the host has not read yet."""
 
     update: Update
     entries: list[Entry]
     values: dict[str, float]
-    """What probes had returned for its record."""
+    """Numbers of probes for its record."""
     before: tuple[int, int]
     """Micro-batches and rows before it."""
     after: tuple[int, int]
@@ -53,12 +52,8 @@ class DeferredCheck(UpdateStrategy):
     """Lets the device check each update, and reads its numbers up to three updates later, without a wait in between.
 
     A loss, gradient or norm that is not finite raises a flag on the device, torch's `found_inf`. The fused kernels of
-    that update and of all later ones then leave weights and optimizer state as they are, so that the error may come up
-    to three updates late and still finds everything as it was before the update that it names.
-
-    Under a loss scale, and with "skip", single updates are left out (`DeviceVerdict`). The number of applied updates,
-    which a schedule reads, is then known on the device alone; the host counts every update that it cannot know yet as
-    applied, and corrects that when its numbers arrive.
+    that update and of all later ones then leave weights and optimizer state as they are. So the error may come up to
+    three updates late: everything is as it was before the update that it names.
     """
 
     reports = True
@@ -66,91 +61,69 @@ class DeferredCheck(UpdateStrategy):
 
     def __init__(self, run: Run, *, update: Callable[[Window], Any], trace: Callable[[], Trace]) -> None:
         super().__init__(run, update=update, trace=trace)
-        device = run.owner.device
-        self._reads = AsyncReads(device)
+        self._reads = AsyncReads(run.owner.device)
         self._found_inf: Tensor | None = None
-        """The flag of the update in hand; None where nothing is checked."""
+        """The flag of the update in progress; None where nothing is checked."""
         self._before = (0, 0)
         self._applied = 0
         """Updates of this stage that are known to be applied."""
-        self._last = 0
-        """The applied updates before the one whose numbers were read last."""
-        self._idle = 0
-        """Updates in a row that are known to be left out."""
         self._fuses_clipping = False
         """Whether the steps multiply and clip the gradients themselves."""
-        self._verdict: DeviceVerdict | None = None
-        self._rates: DeviceRates | None = None
-        if run.scaler is not None or run.owner.on_nonfinite == "skip":
-            scale = DeviceScale(run.scaler, device) if isinstance(run.scaler, LossScaler) else None
-            self.scaler = scale
-            self._verdict = DeviceVerdict(run.owner.on_nonfinite, device, scale)
-            self._loss_flag = torch.zeros((), dtype=torch.float32, device=device)
-            rates = run.rates.get(ONLY)
-            self._rates = DeviceRates(rates, device) if isinstance(rates, TableRates) else None
 
     def regroup(self) -> None:
-        """Have the steps read the flag of the gradients, and the rates on the device, as they are grouped now."""
-        optimizer_steps = self._run.optimizer_steps
-        found_inf = optimizer_steps.all.gradients.flag if self._run.checks else None
-        if self._verdict is not None:
-            found_inf = self._verdict.left_out
-        if self._rates is not None:
-            self._rates.resize(len(optimizer_steps.rates))
-        self._fuses_clipping = all(one.can_fuse_clipping() for one in optimizer_steps.all.steps)
-        for one in optimizer_steps.all.steps:
-            if found_inf is not None:
-                ready_to_mask(one.optimizer)
-            rates = None if self._rates is None else self._rates_now
-            one.make_step(found_inf, rates, fuses_clipping=self._fuses_clipping)
+        """Make the steps read the flag, and rates of the device, by the parameter groups of now."""
+        steps = self._run.optimizer_steps
+        mask, rates = self.mask(), self.device_rates()
+        self._fuses_clipping = all(step.can_fuse_clipping() for step in steps.all.steps)
+        for step in steps.all.steps:
+            if mask is not None:
+                ready_to_mask(step.optimizer)
+            step.make_step(mask, rates, fuses_clipping=self._fuses_clipping)
+
+    def mask(self) -> Tensor | None:
+        """Return the tensor that is 1 where a step changes nothing; None where nothing is checked."""
+        return self._run.gradients.flag if self._run.checks else None
+
+    def device_rates(self) -> Callable[[], list[Tensor]] | None:
+        """Return a function that returns the rates of the groups on the device; None: the groups have them."""
+        return None
 
     def begin(self, window: Window) -> None:
-        """Prepare the update of a window: note where it begins, and have its rates lie on the device."""
+        """Begin the update of a window."""
         super().begin(window)
         counters = self._run.counters
         self._before = (counters.batch, counters.rows)
         if not self._reads.pending:
             self._applied = counters.updates
-            if self._verdict is not None:
-                self._verdict.reset(counters.updates)
-        if self._rates is not None:
-            self._rates.reach(self._applied)
 
     def scale_gradients(self, gradients: Gradients) -> Tensor | None:
-        """Return the flag; where clipping is fused the steps multiply, and the norm tells what is not finite."""
+        """Return the flag. Where clipping is fused the steps multiply, and the norm is checked for the gradients."""
         if not self._fuses_clipping:
             return super().scale_gradients(gradients)
         run = self._run
-        for one in run.optimizer_steps.all.steps:
-            one.factor = self.factor
+        for step in run.optimizer_steps.all.steps:
+            step.factor = self.factor
         self.factor = 1.0
         return gradients.flag if run.checks else None
 
     def check(self, found_inf: Tensor | None, chosen: SelectedOptimizers) -> bool:
         """Have the device check the loss, the gradients and the norms; the steps that follow read its flag."""
         self.status.applied, self._found_inf = True, found_inf
-        if found_inf is None:
-            return True
-        losses = self._run.tracker.losses
-        norms = [one.norm for one in chosen.steps if isinstance(one.norm, Tensor)]
-        if self._verdict is None:
-            chosen.gradients.check_too([*losses, *norms])
-            return True
-        chosen.gradients.check_too(norms)
-        self._loss_flag.zero_()
-        chosen.gradients.check_too(losses, self._loss_flag)
-        self._verdict.decide(found_inf, self._loss_flag)
-        found_inf.zero_()
+        if found_inf is not None:
+            norms = [step.norm for step in chosen.steps if isinstance(step.norm, Tensor)]
+            self.check_on_device(found_inf, chosen.gradients, norms=norms)
         return True
+
+    def check_on_device(self, found_inf: Tensor, gradients: Gradients, *, norms: list[Tensor]) -> None:
+        """Raise the flag where the loss or a norm is not finite; that of the gradients is raised already."""
+        gradients.check_too([*self._run.tracker.losses, *norms])
 
     def report(self, window: Window) -> None:
         """Send the numbers of this update to the host, and report those updates whose numbers have arrived."""
-        run, tracker = self._run, self._run.tracker
-        norms = {one.name: one.norm for one in run.optimizer_steps.all.steps if one.norm is not None}
+        run, tracker, optimizers = self._run, self._run.tracker, self._run.optimizer_steps
+        norms = {one.name: one.norm for one in optimizers.all.steps if one.norm is not None}
         pending = _Pending(
-            update=self.reporter.record(
-                window, skipped=False, loss=nan, norm=None, values=run.optimizer_steps.numbers()
-            ),
+            update=self.reporter.record(window, skipped=False, loss=nan, norm=None, values=optimizers.numbers()),
             # A graph of autograd would hold the memory of an update until its numbers are read.
             entries=[(name, _detached(value), count, summed) for name, value, count, summed in tracker.collect()],
             values=tracker.values,
@@ -160,43 +133,28 @@ class DeferredCheck(UpdateStrategy):
             norms=tuple(norms),
             window=Window(window.batches, window.rows, move=window.mover),  # a new one: no batch stays on the device
         )
-        if self._verdict is not None:
-            self._verdict.count()
-        self._reads.push(self._numbers(pending.entries, list(norms.values())), partial(self._receive, pending))
+        values, counts = [entry[1] for entry in pending.entries], [entry[2] for entry in pending.entries]
+        numbers = [*values, *counts, *self.flags(), *norms.values()]
+        self._reads.push(numbers, partial(self._receive, pending))
+
+    def flags(self) -> list[float | Tensor]:
+        """Return whether the update in progress ends the run, and whether it is left out."""
+        return [0.0 if self._found_inf is None else self._found_inf, 0.0]
 
     def flush(self) -> None:
-        """Wait for the numbers of all updates; the rates of the groups are then those of the last one."""
-        pending = self._reads.pending
+        """Wait for the numbers of all updates."""
         self._reads.flush()
-        if pending and self._rates is not None:
-            self._apply_rates(self._last)
-
-    def _numbers(self, entries: list[Entry], norms: Sequence[float | Tensor]) -> list[float | Tensor]:
-        """All numbers of an update: values, their counts, whether it ends the run, whether it is left out, norms."""
-        flags: list[float | Tensor] = [0.0 if self._found_inf is None else self._found_inf, 0.0]
-        if self._verdict is not None:
-            flags = [self._verdict.ends_run, self._verdict.left_out]
-        return [*[entry[1] for entry in entries], *[entry[2] for entry in entries], *flags, *norms]
-
-    def _rates_now(self) -> list[Tensor]:
-        assert self._rates is not None
-        assert self._verdict is not None
-        return self._rates.at(self._verdict.applied)
 
     def _receive(self, pending: _Pending, numbers: list[float]) -> None:
         """Take over the numbers of an update that have arrived: add them up, count it, report it, or raise."""
         run, tracker, size = self._run, self._run.tracker, 2 * len(pending.entries)
-        in_hand = tracker.values
+        current = tracker.values
         tracker.take_for(pending.entries, numbers, pending.values)
         ends_run, left_out, *norms = numbers[size:]
         if ends_run:
             self._raise(pending, norms)
-        rates = pending.update.lrs if self._rates is None else tuple(self._rates.of(self._applied))
-        self._last = self._applied
-        self._count(left_out=left_out != 0)
-        if self._idle >= PATIENCE:
-            self._rewind(pending.after)
-            raise nonfinite_policy.nothing_applied(f"{PATIENCE} updates in a row", skipped=True)
+        rates = self.rates_of(pending)
+        self._count(pending, left_out=left_out != 0)
         named = dict(zip(pending.norms, norms, strict=True))
         update = replace(
             pending.update,
@@ -208,46 +166,124 @@ class DeferredCheck(UpdateStrategy):
         )
         grad_norms = {f"grad_norm_{name}": norm for name, norm in named.items()} if run.optimizer_steps.named else {}
         self.reporter.send(update, {"loss": tracker.loss, **tracker.values, **grad_norms})
-        tracker.values = in_hand
+        tracker.values = current
 
-    def _count(self, *, left_out: bool) -> None:
-        """Correct the counters of the host, which took the update for applied."""
+    def rates_of(self, pending: _Pending) -> tuple[float, ...]:
+        """Return the rates of an update whose numbers have arrived, before it is counted."""
+        return pending.update.lrs
+
+    def _count(self, pending: _Pending, *, left_out: bool) -> None:
+        """Count an update whose numbers have arrived."""
+        self._applied += 1
+
+    def _raise(self, pending: _Pending, norms: list[float]) -> None:
+        """Restore what was changed since before an update that is not finite, and raise."""
+        run, counters = self._run, self._run.counters
+        if run.snapshot is not None:
+            run.snapshot.restore(ago=run.snapshot.captured - pending.captured)
+        run.gradients.lower_flags()
+        self.rewind(pending.before)
+        run.tracker.window = pending.window
+        raise nonfinite_policy.error(
+            update=counters.earlier_updates + counters.updates + 1,
+            loss=run.tracker.loss,
+            lr=self.rates_of(pending)[0],
+            norm=norms[0] if norms else None,
+            counted=run.tracker.counted,
+            trace=self.trace,
+        )
+
+    def rewind(self, place: tuple[int, int]) -> None:
+        """Set counters and rates to the updates whose numbers were read, and drop those after them."""
+        run, counters = self._run, self._run.counters
+        self._reads.drop()
+        run.tracker.collect()
+        counters.updates, (counters.batch, counters.rows) = self._applied, place
+        if run.rates is not None:
+            run.rates.apply(counters.updates)
+
+
+class DeferredSkip(DeferredCheck):
+    """A deferred check under a loss scale or `on_nonfinite="skip"`: the device leaves out single updates.
+
+    Only the device knows the number of applied updates, which a schedule reads. The host counts every update that it
+    does not know yet as applied, and corrects that when its numbers arrive.
+    """
+
+    def __init__(self, run: Run, *, update: Callable[[Window], Any], trace: Callable[[], Trace]) -> None:
+        super().__init__(run, update=update, trace=trace)
+        device = run.owner.device
+        self.scaler = scale = DeviceScale(run.scaler, device) if isinstance(run.scaler, LossScaler) else None
+        self._verdict = DeviceVerdict(run.owner.on_nonfinite, device, scale)
+        self._loss_flag = torch.zeros((), dtype=torch.float32, device=device)
+        self._rates = DeviceRates(run.rates, device) if isinstance(run.rates, TableRates) else None
+        """The rates on the device; None without a schedule."""
+        self._last = 0
+        """The applied updates before the one whose numbers were read last."""
+        self._idle = 0
+        """Updates in a row that are known to be left out."""
+
+    def mask(self) -> Tensor:
+        """Return the tensor that is 1 where the update in progress is left out."""
+        return self._verdict.left_out
+
+    def device_rates(self) -> Callable[[], list[Tensor]] | None:
+        """Return a function that returns the rates after so many applied updates as the device knows."""
+        rates = self._rates
+        if rates is None:
+            return None
+        rates.resize(len(self._run.optimizer_steps.rates))
+        return lambda: rates.at(self._verdict.applied)
+
+    def begin(self, window: Window) -> None:
+        """Begin the update of a window; its rates are on the device."""
+        super().begin(window)
+        if not self._reads.pending:
+            self._verdict.reset(self._applied)
+        if self._rates is not None:
+            self._rates.reach(self._applied)
+
+    def check_on_device(self, found_inf: Tensor, gradients: Gradients, *, norms: list[Tensor]) -> None:
+        """Decide on the device whether the update is applied: by the flag of the gradients, and that of the loss."""
+        gradients.check_too(norms)
+        self._loss_flag.zero_()
+        gradients.check_too(self._run.tracker.losses, self._loss_flag)
+        self._verdict.decide(found_inf, self._loss_flag)
+        found_inf.zero_()
+
+    def report(self, window: Window) -> None:
+        """Count the update on the device, then report as a deferred check does."""
+        self._verdict.count()
+        super().report(window)
+
+    def flags(self) -> list[float | Tensor]:
+        """Return whether the update in progress ends the run, and whether it is left out."""
+        return [self._verdict.ends_run, self._verdict.left_out]
+
+    def flush(self) -> None:
+        """Wait for the numbers of all updates; the rates of the groups are then those of the last one."""
+        pending = self._reads.pending
+        super().flush()
+        if pending and self._run.rates is not None:
+            self._run.rates.apply(self._last)
+
+    def rates_of(self, pending: _Pending) -> tuple[float, ...]:
+        """Return the rates that follow as many applied updates as there were before this one."""
+        return pending.update.lrs if self._rates is None else tuple(self._rates.of(self._applied))
+
+    def _count(self, pending: _Pending, *, left_out: bool) -> None:
+        """Count an update whose numbers have arrived; correct the host, which has counted it as applied."""
         counters = self._run.counters
+        self._last = self._applied
         if not left_out:
             self._applied, self._idle = self._applied + 1, 0
             return
         counters.updates -= 1
         counters.skipped += 1
         self._idle += 1
-
-    def _raise(self, pending: _Pending, norms: list[float]) -> None:
-        """Restore what has moved since before an update that is not finite, and raise."""
-        run, counters = self._run, self._run.counters
-        if run.snapshot is not None:
-            run.snapshot.restore(ago=run.snapshot.captured - pending.captured)
-        run.gradients.lower_flags()
-        self._rewind(pending.before)
-        run.tracker.window = pending.window
-        raise nonfinite_policy.error(
-            update=counters.earlier_updates + counters.updates + 1,
-            loss=run.tracker.loss,
-            lr=pending.update.lr if self._rates is None else self._rates.of(self._applied)[0],
-            norm=norms[0] if norms else None,
-            counted=run.tracker.counted,
-            trace=self.trace,
-        )
-
-    def _rewind(self, place: tuple[int, int]) -> None:
-        """Set counters and rates to the updates whose numbers were read, and drop those after them."""
-        run, counters = self._run, self._run.counters
-        self._reads.drop()
-        run.tracker.collect()
-        counters.updates, (counters.batch, counters.rows) = self._applied, place
-        self._apply_rates(counters.updates)
-
-    def _apply_rates(self, updates: int) -> None:
-        for rates in self._run.rates.values():
-            rates.apply(updates)
+        if self._idle >= PATIENCE:
+            self.rewind(pending.after)
+            raise nonfinite_policy.nothing_applied(f"{PATIENCE} updates in a row", skipped=True)
 
 
 def _detached(value: float | Tensor) -> float | Tensor:
