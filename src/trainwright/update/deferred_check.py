@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trainwright.core.records import Update
 from trainwright.optim.fused import ready_to_mask
+from trainwright.optim.named import ONLY
 from trainwright.precision.mixed_precision import LossScaler
 from trainwright.schedules.table import TableRates
 from trainwright.update import nonfinite_policy
@@ -199,8 +200,12 @@ class DeferredCheck(UpdateStrategy):
         self._reads.drop()
         run.tracker.collect()
         counters.updates, (counters.batch, counters.rows) = self._applied, place
-        if run.rates is not None:
-            run.rates.apply(counters.updates)
+        self.apply_rates(counters.updates)
+
+    def apply_rates(self, updates: int) -> None:
+        """Set the rates of the groups to those after so many applied updates."""
+        for rates in self._run.rates.values():
+            rates.apply(updates)
 
 
 class DeferredSkip(DeferredCheck):
@@ -216,7 +221,8 @@ class DeferredSkip(DeferredCheck):
         self.scaler = scale = DeviceScale(run.scaler, device) if isinstance(run.scaler, LossScaler) else None
         self._verdict = DeviceVerdict(run.owner.on_nonfinite, device, scale)
         self._loss_flag = torch.zeros((), dtype=torch.float32, device=device)
-        self._rates = DeviceRates(run.rates, device) if isinstance(run.rates, TableRates) else None
+        rates = run.rates.get(ONLY)
+        self._rates = DeviceRates(rates, device) if isinstance(rates, TableRates) else None
         """The rates on the device; None without a schedule."""
         self._last = 0
         """The applied updates before the one whose numbers were read last."""
@@ -264,8 +270,8 @@ class DeferredSkip(DeferredCheck):
         """Wait for the numbers of all updates; the rates of the groups are then those of the last one."""
         pending = self._reads.pending
         super().flush()
-        if pending and self._run.rates is not None:
-            self._run.rates.apply(self._last)
+        if pending:
+            self.apply_rates(self._last)
 
     def rates_of(self, pending: _Pending) -> tuple[float, ...]:
         """Return the rates that follow as many applied updates as there were before this one."""
