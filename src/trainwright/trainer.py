@@ -168,7 +168,7 @@ class Trainer(Generic[M]):
         ends it; `epoch_updates` cuts an endless stream into epochs. `validate` says when `val` is evaluated, besides
         at the end. `resume`: "auto" goes on with the newest checkpoint, a path with that one; `resume_data=False`:
         with other data; `resume_fresh=("schedule", "average")` starts the named parts anew. A signal ends it after the
-        update in hand and a save: KeyboardInterrupt, or Stopped.
+        current update and a save: KeyboardInterrupt, or Stopped.
         """
         # Imported at its first call, as the rest of a run's machinery: `import trainwright` stays cheap.
         from trainwright.fit.context import FitContext
@@ -279,7 +279,7 @@ class Trainer(Generic[M]):
         return StepOutput(loss, output, target) if self.metrics else loss
 
     def validation_step(self, batch: Any) -> Any:
-        """Return what `training_step` may return; by default its own loss, or the class's own `training_step`."""
+        """Return the loss of a batch in validation, like `training_step`, which it calls where that is overridden."""
         hooks = self._hooks
         if hooks.steps_itself or self.loss is None:
             return self.training_step(batch)
@@ -298,7 +298,7 @@ class Trainer(Generic[M]):
         return batches.split(batch)
 
     def count(self, batch: Any) -> Count:
-        """Return what the loss of this host batch is a mean over: what torch divides by, else its rows."""
+        """Return the count of the loss of this host batch: the divisor of torch's mean, else its rows."""
         known, target = self._hooks.known, batches.known_target(batch)
         return rows_of(batch) if known is None or target is None else known.count(target)
 
@@ -307,16 +307,16 @@ class Trainer(Generic[M]):
         return move(batch, self.device)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Run before the first window of an epoch (from 0); may change model, groups, what is trained, and data."""
+        """Run before the first window of an epoch (from 0); may change model, groups, trained parameters, and data."""
 
     def end_epoch(self, metrics: dict[str, float]) -> None:
         """Run after an epoch and its validation, with the row that `history` gets."""
 
     def after_update(self) -> None:
-        """Run after each update that was applied: the weights are the new ones, `.grad` is what they were moved by."""
+        """Run after each applied update: the weights are the new ones, `.grad` is the gradient of the step."""
 
     def parts(self) -> dict[str, Stateful]:
-        """Return everything that belongs in a checkpoint, by name; add to `super().parts()` what is your own."""
+        """Return everything that belongs in a checkpoint, by name; add your own objects to `super().parts()`."""
         from trainwright.fit.parts import parts_of
 
         return parts_of(self._run, self._between)
@@ -390,7 +390,7 @@ class Trainer(Generic[M]):
 
     @suggests
     def save(self) -> None:
-        """Have a checkpoint written as soon as the update in hand is whole; during `fit` only."""
+        """Write a checkpoint after the current update; during `fit` only."""
         self._between.request_save()
 
     @suggests
@@ -405,7 +405,7 @@ class Trainer(Generic[M]):
 
     @suggests
     def stop(self, reason: str) -> None:
-        """End `fit` after the update in hand, for a `reason` that `Result.stopped` tells."""
+        """End `fit` after the current update; `reason` becomes `Result.stopped`."""
         self._run.stop(reason)
 
     @property
@@ -415,7 +415,7 @@ class Trainer(Generic[M]):
 
     @property
     def progress(self) -> Progress:
-        """Where the run stands; read-only."""
+        """The progress of the run: updates, epochs, rows; read-only."""
         return Progress(self._counters)
 
     @property

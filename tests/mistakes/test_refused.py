@@ -10,7 +10,7 @@ from refusals import make, network, pieces, refused, settings, with_method
 from torch import nn
 
 from trainwright import DataError, Epochs, SettingError, Trainer, accuracy
-from trainwright.optim.fused import spoiled_by_sgd
+from trainwright.optim.fused import dtype_broken_in_sgd
 
 PRECISIONS = {"bf61": "bf16", "bfloat16": "bf16", "bf16-mixed": "bf16", "BF16": "bf16", "float16": "fp16", "16": "fp16"}
 PRECISIONS |= {"16-mixed": "fp16", "half": "fp16", "amp": "fp16", "tf3": "tf32"}
@@ -142,7 +142,7 @@ def test_an_optimizer_that_was_built_before_the_model_was_moved():
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_fused_sgd_that_leaves_weights_of_reduced_precision_untrained(dtype, momentum):
-    if spoiled_by_sgd([torch.zeros((), dtype=dtype)]) is None:
+    if dtype_broken_in_sgd([torch.zeros((), dtype=dtype)]) is None:
         pytest.skip("the kernel of this torch is right")
     rows = [(x.to(dtype), y) for x, y in pieces()]
     model = network().to(dtype)
@@ -164,7 +164,7 @@ def test_a_fused_sgd_whose_layer_was_cast_between_two_epochs():
 
     model = network()
     trainer = Casts(model, torch.optim.SGD(model.parameters(), lr=0.1, fused=True), nn.CrossEntropyLoss())
-    if spoiled_by_sgd([torch.zeros((), dtype=torch.bfloat16)]) is None:
+    if dtype_broken_in_sgd([torch.zeros((), dtype=torch.bfloat16)]) is None:
         pytest.skip("the kernel of this torch is right")
     with pytest.raises(SettingError, match="with bfloat16 parameters on the CPU"):
         trainer.fit(pieces(), epochs=2)

@@ -22,7 +22,7 @@ from trainwright import (
     adamw,
     batches,
 )
-from trainwright.optim.fused import spoiled_by_sgd
+from trainwright.optim.fused import dtype_broken_in_sgd
 
 x = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
 y = torch.arange(12) % 3
@@ -237,7 +237,7 @@ def test_the_numbers_of_a_run_can_be_drawn_and_reported(tmp_path):
 def test_a_checkpoint_does_not_switch_a_kernel_on_that_is_wrong_here(tmp_path):
     """As one does that was saved where the weights lay on a GPU."""
     rows = [(a.bfloat16(), b) for a, b in zip(x.split(4), y.split(4), strict=True)]
-    if spoiled_by_sgd([rows[0][0]]) is None:
+    if dtype_broken_in_sgd([rows[0][0]]) is None:
         pytest.skip("the kernel of this torch is right")
 
     def trainer():

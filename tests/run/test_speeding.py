@@ -11,7 +11,7 @@ from torch import nn
 
 from trainwright import Checkpoint, Fast, Observer, SettingError, Trainer, adamw, batches
 from trainwright.acceleration.layout import SHAPES, is_convolutional, may_time, timed_by_cudnn
-from trainwright.optim.fused import spoiled_by_sgd
+from trainwright.optim.fused import dtype_broken_in_sgd
 from trainwright.optim.named import fused_hint
 
 
@@ -105,7 +105,7 @@ def test_sgd_of_reduced_precision_on_the_cpu_is_not_made_fused_where_the_kernel_
         torch.manual_seed(3)
         return nn.Linear(16, 8).to(dtype)
 
-    if spoiled_by_sgd(cast().parameters()) is None:
+    if dtype_broken_in_sgd(cast().parameters()) is None:
         pytest.skip("the kernel of this torch is right")
     rows = torch.randn(8, 16, generator=torch.Generator().manual_seed(0)).to(dtype), torch.arange(8)
     made = partial(torch.optim.SGD, lr=0.1, momentum=momentum)

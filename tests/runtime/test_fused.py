@@ -189,8 +189,8 @@ def test_a_subclass_keeps_its_own_way():
 def test_what_this_torchs_fused_sgd_does_to_reduced_precision_on_the_cpu_is_known(momentum, dtype):
     weight = nn.Parameter(torch.zeros(64, dtype=dtype))
     optimizer = torch.optim.SGD([weight], lr=1.0, momentum=momentum, fused=True)
-    assert fused.spoiled(torch.optim.SGD([weight], lr=1.0, momentum=momentum)) is None
-    said = fused.spoiled(optimizer)
+    assert fused.broken_dtype(torch.optim.SGD([weight], lr=1.0, momentum=momentum)) is None
+    said = fused.broken_dtype(optimizer)
     weight.grad = torch.ones_like(weight)
     optimizer.step()
     assert said is (None if (weight == -1).all() else dtype)
@@ -206,7 +206,7 @@ def test_other_fused_kernels_are_right_in_reduced_precision(form):
             weight = nn.Parameter(torch.randn(40).to(dtype).to(own))
             optimizer = FORMS[form]([weight])
             optimizer.param_groups[0]["fused"] = is_fused
-            if fused.spoiled(optimizer) is not None:
+            if fused.broken_dtype(optimizer) is not None:
                 break
             for _ in range(4):
                 weight.grad = torch.randn(40).to(dtype).to(own)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from trainwright import Lamb, SettingError, Trainer, adamw, param_groups, sgd
-from trainwright.optim.fused import spoiled_by_sgd
+from trainwright.optim.fused import dtype_broken_in_sgd
 
 
 class Net(nn.Module):
@@ -145,7 +145,7 @@ def test_sgd_is_fused_where_the_kernel_is_right():
     assert not sgd(lr=0.1)(nn.Linear(2, 2, device="meta")).defaults["fused"]
     for dtype in (torch.bfloat16, torch.float16):
         cast = nn.Linear(2, 2, dtype=dtype)
-        assert bool(sgd(lr=0.1)(cast).defaults["fused"]) == (spoiled_by_sgd(cast.parameters()) is None)
+        assert bool(sgd(lr=0.1)(cast).defaults["fused"]) == (dtype_broken_in_sgd(cast.parameters()) is None)
     assert not sgd(lr=0.1)(nn.Embedding(4, 2, sparse=True)).defaults["fused"]
 
 

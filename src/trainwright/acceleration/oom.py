@@ -27,7 +27,7 @@ from trainwright.data.cutting import cut, rows_of
 from trainwright.distributed.batch_layout import Shard
 from trainwright.modules.freezing import layers_mixing_rows
 from trainwright.modules.modes import evaluating
-from trainwright.update.hooks import let_go_of_memory
+from trainwright.update.hooks import free_transfer_memory
 from trainwright.update.owner import networks_of
 from trainwright.update.snapshot import Buffers, LossTotals, RngStates, Snapshot, UserState
 from trainwright.update.window import Window, weighed
@@ -125,7 +125,7 @@ class WindowSplitter:
         window.release()
         tried.release()
         self._rewind(window)
-        free_memory(self._owner.device, lambda: let_go_of_memory(hooks))
+        free_memory(self._owner.device, lambda: free_transfer_memory(hooks))
         if self._weights.changed:
             raise _noted(failed, "weights were changed before memory ran out")
         self.limit = _size(tried.batches[index]) / 2

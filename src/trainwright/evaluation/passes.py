@@ -20,7 +20,7 @@ from trainwright.data.source import Source
 from trainwright.diagnostics.explain import explain
 from trainwright.metrics.metric_set import MetricSet
 from trainwright.modules import modes
-from trainwright.update.hooks import let_go_of_memory, mover
+from trainwright.update.hooks import free_transfer_memory, mover
 from trainwright.update.loss_tracker import LossTracker
 from trainwright.update.losses import CountObserver
 from trainwright.update.owner import Owner, networks_of
@@ -108,7 +108,7 @@ def without_trace(owner: Owner, source: Source, *, shows_gradients: bool = False
             yield source.beside() if source.repeatable else source
     finally:
         if alone:
-            let_go_of_memory(owner._hooks)
+            free_transfer_memory(owner._hooks)
 
 
 @contextmanager

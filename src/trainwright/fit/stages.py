@@ -11,7 +11,7 @@ from torch import Tensor
 from trainwright.core.errors import SettingError, user_line
 from trainwright.core.progress import Counters
 from trainwright.modules.modes import unnoticed
-from trainwright.update.hooks import let_go_of_memory
+from trainwright.update.hooks import free_transfer_memory
 from trainwright.update.owner import Owner
 from trainwright.update.per_rank_state import broadcast_weights
 
@@ -65,7 +65,7 @@ class LastStage:
         owner._record.is_under_way = False
         if error is not None and not owner._record.has_begun:
             self._restore()
-        let_go_of_memory(owner._hooks)
+        free_transfer_memory(owner._hooks)
 
     def _restore(self) -> None:
         self._owner._record = self._record

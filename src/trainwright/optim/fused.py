@@ -178,7 +178,7 @@ def why_not_masked(optimizer: Optimizer) -> str:
     return ""
 
 
-def spoiled(optimizer: Optimizer) -> torch.dtype | None:
+def broken_dtype(optimizer: Optimizer) -> torch.dtype | None:
     """Return the dtype of CPU parameters that this fused SGD trains wrongly; None for all other optimizers.
 
     Up to torch 2.13 the kernel does not update full vectors of bfloat16 and float16 weights, and reads their momentum
@@ -187,10 +187,10 @@ def spoiled(optimizer: Optimizer) -> torch.dtype | None:
     if not isinstance(optimizer, torch.optim.SGD):
         return None
     groups = [group for group in optimizer.param_groups if group.get("fused")]
-    return spoiled_by_sgd(parameter for group in groups for parameter in group["params"])
+    return dtype_broken_in_sgd(parameter for group in groups for parameter in group["params"])
 
 
-def spoiled_by_sgd(parameters: Iterable[Tensor]) -> torch.dtype | None:
+def dtype_broken_in_sgd(parameters: Iterable[Tensor]) -> torch.dtype | None:
     """Return the first dtype among these parameters that torch's fused SGD on the CPU trains wrongly, or None."""
     kinds = dict.fromkeys(p.dtype for p in parameters if p.device.type == "cpu" and p.dtype in _REDUCED)
     return next((dtype for dtype in kinds if not _moves(dtype)), None)

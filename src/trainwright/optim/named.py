@@ -108,9 +108,9 @@ def disable_wrong_kernels(optimizers: Mapping[str, Optimizer]) -> list[str]:
 
 
 def _wrong_kernels(optimizers: Mapping[str, Optimizer]) -> list[tuple[Optimizer, str]]:
-    from trainwright.optim.fused import spoiled
+    from trainwright.optim.fused import broken_dtype
 
-    found = [(optimizer, spoiled(optimizer)) for optimizer in optimizers.values()]
+    found = [(optimizer, broken_dtype(optimizer)) for optimizer in optimizers.values()]
     return [(optimizer, str(dtype).removeprefix("torch.")) for optimizer, dtype in found if dtype is not None]
 
 

@@ -18,7 +18,7 @@ from trainwright.core.errors import SettingError
 from trainwright.core.suggestions import suggests
 from trainwright.core.torch_private import devices_with_fused_kernels
 from trainwright.modules.matching import find
-from trainwright.optim.fused import spoiled_by_sgd, step_of
+from trainwright.optim.fused import dtype_broken_in_sgd, step_of
 from trainwright.optim.groups import Group, Groups, checked_names
 
 Fused = bool | Literal["auto"]
@@ -173,7 +173,7 @@ def serves(target: Any, parameters: Iterable[torch.Tensor]) -> bool:
     Adagrad's is for the CPU alone up to 2.11, and SGD's is wrong there for reduced precision up to 2.13.
     """
     found = list(parameters)
-    if target is torch.optim.SGD and spoiled_by_sgd(found) is not None:
+    if target is torch.optim.SGD and dtype_broken_in_sgd(found) is not None:
         return False
     elsewhere = target is torch.optim.Adagrad and any(p.device.type != "cpu" for p in found)
     return bool(found) and not elsewhere and has_fused(found)

@@ -17,7 +17,7 @@ from trainwright.modules.tensor_memory import Living
 from trainwright.tools.trainer_snapshot import TrainerSnapshot
 from trainwright.tools.trial import variant
 from trainwright.trainer import Trainer
-from trainwright.update.hooks import let_go_of_memory
+from trainwright.update.hooks import free_transfer_memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ def run_block(
             clock = Clock(twin, warm=warm, updates=updates, segments=segments)
             result = twin.fit(clock.over(way.data), epochs=1)
             peak = None if held is None else torch.cuda.max_memory_allocated(trainer.device) - held
-            let_go_of_memory(twin._hooks)
+            free_transfer_memory(twin._hooks)
     finally:
         before.restore()
     return Block(

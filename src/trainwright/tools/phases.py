@@ -14,7 +14,7 @@ from trainwright.tools.measuring import Clock, synchronise
 from trainwright.tools.trainer_snapshot import TrainerSnapshot
 from trainwright.tools.trial import variant
 from trainwright.trainer import Trainer
-from trainwright.update.hooks import let_go_of_memory
+from trainwright.update.hooks import free_transfer_memory
 
 NAMES = ("data", "transfer", "forward", "loss", "backward", "update", "rest")
 MUCH = 0.2
@@ -109,7 +109,7 @@ def measure_phases(trainer: Trainer[Any], before: TrainerSnapshot, data: Source,
             source: Any = clock.over(data)
             source.epoch = spans.fetching(source.epoch)
             twin.fit(source, epochs=1)
-            let_go_of_memory(twin._hooks)
+            free_transfer_memory(twin._hooks)
     finally:
         before.restore()
     total = clock.stamps[-1] - clock.stamps[0]

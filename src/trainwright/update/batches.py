@@ -50,7 +50,7 @@ def known_target(batch: Any) -> Tensor | None:
 def call(model: Any, inputs: Any) -> Any:
     """Call a model with a tuple as positional inputs, a mapping as keywords, anything else as it is.
 
-    Raises DataError where the keys of a mapping are not what the model's `forward` takes.
+    Raises DataError if the model's `forward` does not take the keys of a mapping.
     """
     if isinstance(inputs, tuple):
         return model(*inputs)
@@ -67,8 +67,8 @@ def call(model: Any, inputs: Any) -> Any:
 def own_loss(owner: Owner, batch: Any) -> StepOutput:
     """Return the loss that the model itself gives for a batch, where the Trainer has none.
 
-    A mapping goes to the model whole, a sequence as positional arguments; what comes back is a scalar, or something
-    with a `loss` (attribute or key), whose `logits`, where it has them, are the output for metrics.
+    The model is called with a complete mapping, or with a sequence as positional arguments. It returns a scalar, or an
+    object with a `loss` (attribute or key), whose `logits`, if it has them, are the output for metrics.
     """
     inputs = batch if isinstance(batch, Mapping | tuple) else tuple(batch) if isinstance(batch, list) else (batch,)
     try:
@@ -79,7 +79,7 @@ def own_loss(owner: Owner, batch: Any) -> StepOutput:
         if owner.metrics and not owner.optimizers:  # nothing is trained, and metrics need no loss
             inputs, target = owner._hooks.split(batch)
             return StepOutput(None, call(owner.model, inputs), target)
-        raise _without_loss(owner, f"does not take a whole {type(batch).__name__} with the target in it") from None
+        raise _without_loss(owner, f"does not take a complete {type(batch).__name__} with the target in it") from None
     loss = returned if isinstance(returned, Tensor) else _named(returned, "loss")
     if not isinstance(loss, Tensor) or loss.ndim:
         raise _without_loss(owner, f"returned {_kind(returned)}", _step_to_write(returned, batch))
@@ -89,7 +89,7 @@ def own_loss(owner: Owner, batch: Any) -> StepOutput:
 
 
 def scores_of(returned: Any) -> Any:
-    """What metrics and reports read of what a model with its own loss returned: its `logits`, where it has them."""
+    """Return the output for metrics and reports from the return of a model with its own loss: its `logits`, if any."""
     logits = None if isinstance(returned, Tensor) else _named(returned, "logits")
     return returned if logits is None else logits
 
@@ -103,19 +103,19 @@ def loss_of(owner: Owner, output: Any, target: Any) -> Any:
         check_shapes(owner.loss, output, target)
     if known is not None and known.reduction == "sum":
         return SumLoss(owner.loss(output, target))
-    # Only `compute_gradients` weighs; an `update` of the user's own that calls the step gets a plain mean. So does a
-    # step of the user's own that calls the default one: it may add to what it returns.
+    # Only `compute_gradients` weights losses; a custom `update` that calls the step gets a plain mean. So does a custom
+    # step that calls the default one: it may add to the loss.
     weighs = window is not None and window.begun and window.position + 1 < len(window.batches)
     if known is None or window is None or not weighs or owner._hooks.steps_itself or owner._hooks.counts_itself:
         return owner.loss(output, target)
     mean = len(window.batches) == 1
-    if owner._hooks.count is None:  # what the target counts is known only now
+    if owner._hooks.count is None:  # the count of the target is known only now
         return MeanLoss(owner.loss(output, target), known.count(target)) if mean else known.summed(output, target)
     return owner.loss(output, target) if mean else SumLoss(known.total(output, target), owner._tracker.count)
 
 
 def exact_loss_of(owner: Owner, output: Any, target: Any) -> Any:
-    """Return the loss of a batch in an evaluation: the sum over what is counted, where torch's loss is known."""
+    """Return the loss of a batch in an evaluation: a sum with its count, where torch's loss is known."""
     if target is None or owner.loss is None:
         raise no_loss(owner, target)
     known = owner._hooks.known
@@ -140,7 +140,7 @@ def no_loss(owner: Owner, target: Any) -> Exception:
 
 
 def _takes(model: Any, inputs: Any) -> bool:
-    """Whether a model can be called with these inputs at all; True for one that does not tell its arguments."""
+    """Return whether a model can be called with these inputs; True for one without a signature."""
     try:
         signature = inspect.signature(getattr(model, "forward", model))
         signature.bind(**inputs) if isinstance(inputs, Mapping) else signature.bind(*inputs)
@@ -163,7 +163,7 @@ def _without_loss(
 
 
 def _step_to_write(returned: Any, batch: Any) -> str:
-    """The step that takes the loss out of what a model returned, where one is in it; else a loss to give."""
+    """Return the code of a step that takes the loss out of the model's return, if it has one; else of a loss."""
     given = "**batch" if isinstance(batch, Mapping) else "*batch" if isinstance(batch, tuple | list) else "batch"
     step = f"def training_step(self, batch): return self.model({given})"
     if isinstance(returned, Mapping) and returned and all(map(_is_scalar, returned.values())):
@@ -185,7 +185,7 @@ def _named(value: Any, name: str) -> Any:
 
 
 def _kind(value: Any) -> str:
-    """What a model returned, in a few words."""
+    """Describe the return of a model in a few words."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""State of the deferred check on the device: loss scale, verdict, applied updates, rates; and reads without a wait."""
+"""State of the deferred check on the device: loss scale, verdict, applied updates, rates; and asynchronous reads."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from trainwright.schedules.table import TableRates
 from trainwright.update.nonfinite_policy import Policy
 
 AHEAD = 3
-"""Updates that may be under way on the device before the host waits for the oldest of them."""
+"""Updates that may be queued on the device before the host waits for the oldest of them."""
 ROWS = 512
-"""Rows of a table of rates that lie on the device at a time."""
+"""Rows of a table of rates that are on the device at a time."""
 
 
 class DeviceScale(LossScale):
@@ -88,7 +88,7 @@ class DeviceVerdict:
     def __init__(self, policy: Policy, device: torch.device, scale: DeviceScale | None) -> None:
         self._policy, self._scale = policy, scale
         self.left_out = torch.zeros((), dtype=torch.float32, device=device)
-        """1.0 where the update in hand is left out: the `found_inf` of the fused steps."""
+        """1.0 where the update in progress is left out: the `found_inf` of the fused steps."""
         self.ends_run = torch.zeros((), dtype=torch.float32, device=device)
         """1.0 from the update on that ends the run."""
         self.applied = torch.zeros((), dtype=torch.int64, device=device)
@@ -113,11 +113,11 @@ class DeviceVerdict:
             self.left_out.copy_(overflow)
 
     def count(self) -> None:
-        """Count the update in hand where it is applied."""
+        """Count the update in progress where it is applied."""
         self.applied.add_((self.left_out == 0).to(torch.int64))
 
     def reset(self, updates: int) -> None:
-        """Set the count to what the host knows, and lower the flags."""
+        """Set the count of the host, and lower the flags."""
         self.applied.fill_(updates)
         self.ends_run.zero_()
         self.left_out.zero_()
@@ -169,7 +169,7 @@ class AsyncReads:
     """Reads numbers of the device through a ring of pinned host memory, in order, each delivered once.
 
     All numbers of an update travel in one copy. The host never waits for one that is still under way, but for the
-    update `ahead` before the newest: the one wait of the loop, which also keeps the host from running far ahead.
+    update `ahead` before the newest: the one wait of the loop, which also bounds how far the host runs ahead.
     """
 
     def __init__(self, device: torch.device, *, ahead: int = AHEAD) -> None:
@@ -201,7 +201,7 @@ class AsyncReads:
             self._deliver()
 
     def drop(self) -> None:
-        """Drop what was not delivered."""
+        """Drop all that was not delivered."""
         self._under_way.clear()
 
     def _slot(self, size: int) -> Tensor:
@@ -236,5 +236,5 @@ _READ: Any = object()
 
 
 def _is_under_way(value: float | Tensor, device: torch.device) -> TypeGuard[Tensor]:
-    """Whether only the device has a number; a tensor on the CPU, beside a device that is another, is at hand."""
+    """Return whether only the device has a number; a tensor on the CPU beside another device is known to the host."""
     return isinstance(value, Tensor) and not (value.is_cpu and device.type != "cpu")

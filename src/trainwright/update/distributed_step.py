@@ -41,7 +41,7 @@ class DistributedStep(ImmediateCheck):
 
     The default update runs the step under torch's DDP, which averages gradients during `backward`. An `update` of the
     user reads gradients in an order of its own: there nothing is wrapped, and gradients are averaged after `backward`.
-    What a window counts, and its loss, travel with the gradients.
+    The count of a window and its loss are reduced with the gradients.
     """
 
     def __init__(self, run: Run, *, update: Callable[[Window], Any], trace: Callable[[], Trace]) -> None:
@@ -68,14 +68,14 @@ class DistributedStep(ImmediateCheck):
         self._module: _Step | None = None
         self._wrapped: Wrapped | None = None
         self._finds_unused = False
-        """Whether the window in hand, the first of an epoch, is to show which parameters are not used."""
+        """Whether the current window, the first of an epoch, finds the unused parameters."""
         self._buckets: dict[tuple[int, ...], GradientBuckets] = {}
         self._silenced: list[Any] = []
         """Hooks that make gradients 0, while a batch without a row of this rank runs backward."""
         self._reduced: dict[int, tuple[int, int]] = {}
         """By parameter: the fingerprint of its gradient when that was averaged over the ranks."""
         self.loss: Count = 0.0
-        """The loss of the window in hand over all ranks."""
+        """The loss of the current window over all ranks."""
         self._checked_loss = 0.0
         """The loss of all ranks that was read last."""
         self.step, self.weigh = self._run_step, self._weigh
@@ -97,7 +97,7 @@ class DistributedStep(ImmediateCheck):
         )
 
     def regroup(self) -> None:
-        """Take over what is trained now: layers may have been added, frozen or unfrozen, or are used no longer."""
+        """Find the trained parameters again: layers may have been added, frozen or unfrozen, or are unused now."""
         module, unused = _Step(self, self._owner), getattr(self._settings, "find_unused_parameters", "auto")
         if self._module is not None and self._module.layout == module.layout:
             all_used = self._wrapped is not None and not self._wrapped.unused
@@ -108,7 +108,7 @@ class DistributedStep(ImmediateCheck):
             self._wrapped = Wrapped(module, self._settings, self._world, unused=unused is True)
 
     def begin(self, window: Window) -> None:
-        """Prepare the update of a window: its gradients are new ones, wherever in memory they come to lie."""
+        """Begin the update of a window: its gradients are new ones, wherever their memory is."""
         super().begin(window)
         self.loss = 0.0
         self._reduced.clear()
@@ -199,7 +199,7 @@ class DistributedStep(ImmediateCheck):
         if gradients and share:
             torch._foreach_mul_(gradients, share)
         elif gradients:
-            torch._foreach_zero_(gradients)  # of rows that stand in, which may hold NaN: 0 times that is none
+            torch._foreach_zero_(gradients)  # of stand-ins, which may be NaN: 0 times NaN is NaN
         self._buckets_of(parameters).average(torch.zeros(2))
         self._mark(parameters)
         return True
@@ -220,7 +220,7 @@ class DistributedStep(ImmediateCheck):
             self._reduce_manual(parameters)
 
     def _mark(self, parameters: Sequence[Tensor]) -> None:
-        """Note that gradients are averages over the ranks, as they are now."""
+        """Record that gradients, as they are now, are averages over the ranks."""
         if not self._is_default:
             self._reduced |= fingerprint(parameters)
 
@@ -237,9 +237,9 @@ class DistributedStep(ImmediateCheck):
         trained = parameters_in(*self._owner.optimizers.values())
         loose = [p for p in trained if id(p) not in known and p.requires_grad and p.grad is not None]
         if loose:
-            what = "layers were set free inside an epoch: each process has moved them by gradients of its own"
+            what = "layers were unfrozen inside an epoch: each rank has updated them by gradients of its own"
             have = f"{len(loose)} parameters, such as one of shape {tuple(loose[0].shape)}"
-            fix = "def begin_epoch(self, epoch): ...   # where all that is trained is taken over anew"
+            fix = "def begin_epoch(self, epoch): ...   # where the trained parameters are found again"
             raise StepError(what, have=have, want="such changes between two epochs", fix=fix, where=False)
 
     def reduce_closure_loss(self, loss: Any, gradients: Gradients) -> Any:
@@ -362,18 +362,18 @@ class DistributedStep(ImmediateCheck):
 
     @contextmanager
     def _standing_in(self) -> Iterator[None]:
-        """Run a batch none of whose rows counts: what it changes is restored, and its numbers are dropped."""
+        """Run a stand-in, a batch without a counted row: its changes are restored, and its numbers are dropped."""
         tracker, statistics = self._owner._tracker, running_statistics(self._owner.model)
-        kept = [statistic.clone() for statistic in statistics]
-        noting, tracker.recording = tracker.recording, False
+        copies = [statistic.clone() for statistic in statistics]
+        recording, tracker.recording = tracker.recording, False
         try:
             with unmoved(), unnoticed(statistics):
                 yield
                 with torch.no_grad():
-                    for statistic, before in zip(statistics, kept, strict=True):
+                    for statistic, before in zip(statistics, copies, strict=True):
                         statistic.copy_(before)
         finally:
-            tracker.recording = noting
+            tracker.recording = recording
 
 
 class _Step(nn.Module):

@@ -1,4 +1,4 @@
-"""Which hooks of a trainer are the class's own, and what follows from it: found once, so that no step has to ask."""
+"""The hooks of a trainer: which of them a subclass overrides, found once before the first step."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hooks:
-    """What the loop calls for each batch, and whose code it is."""
+    """The functions that the loop calls for each batch, and whether the user has written them."""
 
     known: KnownLoss | None
     """The loss, where it is one of torch's own whose count is known."""
     split: Callable[[Any], tuple[Any, Any]]
     move: Callable[[Any], Any] | None
-    """`to_device`, or what does the same ahead of a CUDA device; None where batches already lie right."""
+    """`to_device`, or a transfer ahead of a CUDA device; None where batches are on the device already."""
     count: Callable[[Any], Count] | None
-    """`count`, or None where nothing is known before the step: rows are counted then, or what the step finds."""
+    """`count`, or None where no count is known before the step: then rows are counted, or the step finds the count."""
     rows: Callable[[Any], int]
-    """The rows of a host batch; what the user's `count` says where no tensor tells them."""
+    """The rows of a host batch; the user's `count` where no tensor has rows."""
     begin_epoch: Callable[[int], None] | None
     """`begin_epoch`, or None where nothing is done there."""
     end_epoch: Callable[[dict[str, float]], None] | None
@@ -55,7 +55,7 @@ class Hooks:
     computes_itself: bool
     """Whether `compute_gradients` is the user's own."""
     updates_itself: bool
-    """Whether code of the user's own may read gradients, so that they are whole when `compute_gradients` returns."""
+    """Whether user code may read gradients, so that they are complete when `compute_gradients` returns."""
 
 
 def overridden(cls: type, base: type, hooks: Collection[str]) -> set[str]:
@@ -95,22 +95,22 @@ def read_hooks(trainer: Any, own: set[str]) -> Hooks:
 
 
 def mover(owner: Owner, source: Source, *, trains: bool) -> Callable[[Any], Any] | None:
-    """What is called with each batch of the pass over `source` that begins next; None where nothing is to be done.
+    """Return the function that moves each batch of the next pass over `source`; None where none is moved.
 
     Moved batches are changed as their source says; `trains`: whether random changes are made.
     """
     return source.finishing(owner._hooks.move, trains=trains)
 
 
-def let_go_of_memory(hooks: Hooks) -> None:
-    """Give back the memory that batches were moved through, when no pass is under way any more."""
+def free_transfer_memory(hooks: Hooks) -> None:
+    """Free the memory of transfers, after the last pass."""
     free = getattr(hooks.move, "free", None)
     if free is not None:
         free()
 
 
 def _mover(trainer: Any, *, its_own: bool) -> Callable[[Any], Any] | None:
-    """What moves batches: a ring of slots to a CUDA device, unless `to_device` is the user's own; None on the CPU."""
+    """Return the function that moves batches: through slots to CUDA, unless `to_device` is custom; None on the CPU."""
     device = trainer.device.type
     if its_own or device not in ("cpu", "cuda"):
         to_device: Callable[[Any], Any] = trainer.to_device
@@ -123,7 +123,7 @@ def _mover(trainer: Any, *, its_own: bool) -> Callable[[Any], Any] | None:
 
 
 def _number(monitor: str, metrics: Collection[str]) -> str:
-    """What a monitor watches, without `val_` and without the name of one of several sets of validation data."""
+    """Return the number of a monitor, without `val_` and without the name of one of several validation sets."""
     name = monitor.removeprefix("val_")
     known = ["loss", *metrics]
     return name if name in known else next((one for one in known if name.endswith(f"_{one}")), name)
@@ -137,7 +137,7 @@ _INSTEAD_OF_INDEX = {
     "training_step": "   # self.progress.batch: the batches of the epoch before this window",
     **dict.fromkeys(("validation_step", "predict_step"), "   # batches are not counted here: count calls yourself"),
 }
-"""What to use for the argument `batch_idx` of other libraries: `progress` stands still outside of training."""
+"""The substitute for the argument `batch_idx` of other libraries: `progress` does not change outside of training."""
 
 
 def check_arguments(given: Any, name: str) -> None:

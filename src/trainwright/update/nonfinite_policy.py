@@ -1,4 +1,4 @@
-"""What becomes of an update whose loss or gradient is not finite: raise, skip or apply; and the errors that say so."""
+"""The policy for an update whose loss or gradient is not finite: raise, skip or apply; and its errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ POLICIES = ("raise", "skip", "ignore")
 
 
 class Trace(NamedTuple):
-    """Where numbers stopped being finite, in lines, and what may help."""
+    """Where numbers stopped being finite, in lines, and a fix."""
 
     lines: tuple[str, ...] = ()
     fix: str = ""
@@ -36,10 +36,10 @@ def as_policy(setting: str) -> Policy:
 def decide(
     policy: Policy, *, loss_is_finite: bool, gradient_is_finite: bool, scaled: bool = False, at_floor: bool = False
 ) -> Verdict | Literal["raise"]:
-    """Return what becomes of an update.
+    """Return the verdict on an update.
 
     An overflow of a scaled gradient under a finite loss belongs to the loss scale, unless that is at its floor.
-    A finite loss can have an infinite gradient, so both are looked at.
+    A finite loss can have an infinite gradient, so both are checked.
     """
     if loss_is_finite and gradient_is_finite:
         return "apply"
@@ -106,9 +106,9 @@ def error(
     unchanged: bool = True,
     trace: Callable[[], Trace] | None = None,
 ) -> NonFiniteError:
-    """Return the error that names the update, its loss, learning rate, gradient norm, and what `trace` finds.
+    """Return the error that names the update, its loss, learning rate, gradient norm, and the findings of `trace`.
 
-    `counted`: what the loss is a mean over. `unchanged`: whether no optimizer has made a step in this update.
+    `counted`: the count of the loss. `unchanged`: whether no optimizer has made a step in this update.
     """
     what = "loss" if loss - loss != 0 else "gradient"
     shown = "" if norm is None else f", gradient norm {norm:g}"

@@ -1,4 +1,4 @@
-"""What the run needs of the trainer that owns it: a Protocol, since this layer never imports the trainer."""
+"""The part of a Trainer that a run uses: a Protocol, since no package imports the trainer."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Owner(Protocol):
 
 
 def listening(owner: Owner) -> Sequence[Observer]:
-    """The observers that are told of the run: those of the first process."""
+    """Return the observers that get the records of the run: those of rank 0."""
     return owner.observers if owner.is_main else ()
 
 

@@ -1,4 +1,4 @@
-"""The state that each rank has of its own, random numbers, statistics, its rows, and what all ranks share."""
+"""State of each rank alone (random numbers, statistics, rows), and state that is broadcast from rank 0."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def assign_shard(owner: Owner, *sources: Source) -> None:
 def rng_of_rank0(world: World, generators: Sequence[Any] = ()) -> Iterator[None]:
     """The random state of rank 0 inside, on all ranks: the order of the data is drawn there.
 
-    Afterwards the other ranks continue with their own; `generators`, the data's own, stay where this leaves them.
+    Afterwards the other ranks continue with their own state; `generators`, those of the data, are not restored.
     """
     own = random_state()
     state, states = world.same((own, [generator.get_state() for generator in generators]))
@@ -68,8 +68,8 @@ def open_epoch(world: World, source: Source, epoch: int, *, skip: int = 0) -> It
 def describe_ranks(owner: Owner, plan: Plan, *, apart: bool) -> list[str]:
     """Return the header's lines on several ranks. `apart`: each reads batches of its own."""
     world: Any = owner.world
-    whole = None if plan.batch_size is None else plan.batch_size * (world.size if apart else 1)
-    rows = "" if whole is None else f": {_part(owner).told(whole)} rows in a micro-batch"
+    size = None if plan.batch_size is None else plan.batch_size * (world.size if apart else 1)
+    rows = "" if size is None else f": {_part(owner).told(size)} rows in a micro-batch"
     by = f"{world.size} processes by {type(owner.parallel).__name__} on {world.backend}{rows}"
     late = 'on_error="save" saves nothing here: of several processes the others are somewhere else'
     return [by, late] if owner.on_error == "save" else [by]
@@ -77,16 +77,16 @@ def describe_ranks(owner: Owner, plan: Plan, *, apart: bool) -> list[str]:
 
 def complete_batches(owner: Owner, source: Source) -> Iterator[Any]:
     """Return the complete batches of a pass, the same on every rank; of a sharded stream those of each rank."""
-    return iter(source.epoch(0)) if owner.world.size == 1 else _wholly(owner, cast(Any, source))
+    return iter(source.epoch(0)) if owner.world.size == 1 else _undealt(owner, cast(Any, source))
 
 
-def _wholly(owner: Owner, source: Any) -> Iterator[Any]:
+def _undealt(owner: Owner, source: Any) -> Iterator[Any]:
     source.deal(Shard(0, 1))
     try:
         for one in open_epoch(owner.world, source, 0):
             yield one.batch
     finally:
-        source.deal(_part(owner))  # a source of the user's own is no copy: training goes on with it
+        source.deal(_part(owner))  # a custom source is no copy: training continues with it
 
 
 def shard_batches(owner: Owner, source: Source, tracker: LossTracker) -> Iterator[Any]:
@@ -121,14 +121,14 @@ def equally_long(world: World, own: Iterator[Slice]) -> Iterator[Slice]:
 def rank0_buffers(owner: Owner) -> Iterator[None]:
     """The buffers of rank 0 inside, on all ranks: every one evaluates the same model."""
     buffers = _whole(owner.model.buffers())
-    kept = [buffer.detach().clone() for buffer in buffers]
+    copies = [buffer.detach().clone() for buffer in buffers]
     with unnoticed(buffers):
         owner.world.align(buffers)
         try:
             yield
         finally:
             with torch.no_grad():
-                for buffer, before in zip(buffers, kept, strict=True):
+                for buffer, before in zip(buffers, copies, strict=True):
                     buffer.copy_(before)
 
 
@@ -151,7 +151,7 @@ def among_ranks(owner: Owner) -> Iterator[None]:
 def position_text(owner: Owner) -> str:
     """Return the position of this rank in the run, for messages of the others."""
     counters = owner._counters
-    done = bool(counters.stopped) and not counters.batch  # the epoch in hand is one that no longer comes
+    done = bool(counters.stopped) and not counters.batch  # the current epoch is not begun any more
     epoch = counters.earlier_epochs + counters.epoch + (0 if done else 1)
     return f"epoch {epoch}, after update {counters.earlier_updates + counters.updates}"
 
@@ -266,11 +266,11 @@ def _part(owner: Owner) -> Shard:
 def _normalises_rows(owner: Owner) -> bool:
     """Whether a layer in train mode normalises over rows, and so takes no slice of one.
 
-    A model that lies wholly in eval mode is one that `fit` switches to train mode.
+    A model all of which is in eval mode is switched to train mode by `fit`.
     """
-    asleep = not any(module.training for module in owner.model.modules())
+    in_eval_mode = not any(module.training for module in owner.model.modules())
     return any(
         isinstance(module, BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
         for module in owner.model.modules()
-        if module.training or asleep
+        if module.training or in_eval_mode
     )

@@ -91,7 +91,7 @@ class UpdateReporter:
 
     def _update(self, window: Window, *, skipped: bool) -> Update:
         tracker, optimizer_steps = self._owner._tracker, self._optimizer_steps
-        if tracker.unread:  # what `after_update` has logged
+        if tracker.unread:  # numbers that `after_update` has logged
             tracker.read()
         norm = optimizer_steps.all.steps[0].norm
         named = optimizer_steps.numbers() | optimizer_steps.norms() if optimizer_steps.named else {}
@@ -132,7 +132,7 @@ def check_every(observer: Observer) -> None:
 
 
 def _trigger(observer: Observer, counters: Counters) -> Trigger | TimeTrigger | None:
-    """Return what fires when an update is reported to the observer; None where each one is."""
+    """Return the trigger that fires when an update is reported to the observer; None where each one is."""
     check_every(observer)
     if observer.every is None:
         return None

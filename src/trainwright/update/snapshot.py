@@ -1,4 +1,4 @@
-"""Copies what an update, a pass or a trial may change, and restores it: one snapshot, given the parts to copy."""
+"""Copies state that an update, a pass or a trial may change, and restores it: one snapshot, given the parts to copy."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class Buffers(SnapshotPart):
         self._signature = None
 
     def capture(self) -> None:
-        """Copy every buffer, and note which tensor it is."""
+        """Copy every buffer, and remember which tensor it is."""
         each = [buffer_dict(module) for module in self._modules]
         present = [tensor for buffers in each for tensor in buffers.values() if tensor is not None]
         signature = [(id(tensor), tensor.shape) for tensor in present]
@@ -197,7 +197,7 @@ class Buffers(SnapshotPart):
                     yield now, copies[id(tensor)]
 
     def _arrange(self, each: list[Any], present: list[Tensor]) -> None:
-        """Note which buffers there are; storage of the same kind as before is used again."""
+        """Arrange the copies by the buffers of now; storage of the same kind is used again."""
         spare: dict[Any, list[Tensor]] = defaultdict(list)
         for _, copy in self._copies:
             spare[_kind_of(copy)].append(copy)
@@ -242,11 +242,11 @@ class LossTotals(SnapshotPart):
         self._values: dict[str, float] = {}
 
     def capture(self) -> None:
-        """Copy sums and numbers; what was recorded before is read from the device."""
+        """Copy sums and numbers; those recorded before are read from the device."""
         self._sums, self._values = copy_tree(self._tracker.state_dict()), dict(self._tracker.values)
 
     def restore(self, ago: int = 0) -> None:
-        """Set sums and numbers; what was recorded since is dropped."""
+        """Set sums and numbers; those recorded since are dropped."""
         self._tracker.begin_at(copy_tree(self._sums))
         self._tracker.values = dict(self._values)
 
@@ -290,7 +290,7 @@ class StateDicts(SnapshotPart):
 
 
 def _kind_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Return what two tensors share if one can be copied into the other without an allocation."""
+    """Return a key that is equal for two tensors if one can be copied into the other without an allocation."""
     return type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.layout
 
 

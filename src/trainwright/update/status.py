@@ -1,4 +1,4 @@
-"""What is known of the update in progress: written while it is made, read when it is counted."""
+"""The status of the update in progress: written while it is made, read when it is counted."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class UpdateStrategy:
     """How the updates of a run are made. A run has one, chosen before its first update.
 
-    `update`: makes the update of a window; the trainer's own method, or what splits windows for want of memory.
-    `trace`: finds where the update in hand stopped being finite, for the error.
+    `update`: makes the update of a window; the trainer's own method, or one around it that splits windows after an
+    out-of-memory error. `trace`: finds where the update in progress stopped being finite, for the error.
     """
 
     reports = False
@@ -35,7 +35,7 @@ class UpdateStrategy:
     updates_ahead = 0
     """Updates that may have been made since the one whose numbers were read last."""
     counted: Count | None = None
-    """What the loss of all ranks is a mean over; None for one process, and for a plain sum."""
+    """The count of the loss of all ranks; None for one process, and for a plain sum."""
     in_closure = False
     """Whether an optimizer is making a step that calls a closure of ours."""
 
@@ -46,7 +46,7 @@ class UpdateStrategy:
         self.weigh: Callable[[Any], Roots] = run.tracker.weigh
         """Turns the return of `step` into the arguments of `backward`."""
         self.factor: Count = 1.0
-        """What is missing from the gradients: the loss scale undone, and what counts found late ask for."""
+        """The factor that is missing from the gradients: one over the loss scale, and estimate / total of counts."""
         self.scaler: LossScale | None = run.scaler
         """The loss scale; None without one."""
         self.reporter = UpdateReporter(run.owner, run.optimizer_steps)
@@ -136,13 +136,13 @@ class UpdateStrategy:
         """Prepare a step of an optimizer, which the user may make by hand. No-op for one process."""
 
     def synchronize(self) -> None:
-        """Do what ranks do together between updates. No-op for one process."""
+        """Do the work of all ranks together between updates. No-op for one process."""
 
     def report(self, window: Window) -> None:
         """Report the update of a window to the observers."""
 
     def discard(self) -> None:
-        """Drop what the window in hand has computed: it is run again."""
+        """Drop the results of the current window, which is run again."""
         run = self._run
         run.gradients.zero()
         self.status, self.factor = UpdateStatus(), 1.0
@@ -152,10 +152,10 @@ class UpdateStrategy:
             run.optimizer_steps.lower_flags()
 
     def flush(self) -> None:
-        """Wait for the numbers of all updates, and raise what they say. No-op where they are read at once."""
+        """Wait for the numbers of all updates; raise if one is not finite. No-op where they are read at once."""
 
     def close(self) -> None:
-        """Release what only updates need, at the end of the run."""
+        """Release the memory that only updates need, at the end of the run."""
         self.update = self._run.owner.update
 
     def regroup(self) -> None:

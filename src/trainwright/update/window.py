@@ -162,13 +162,13 @@ def windows(
         yield Window(group, list(map(rows, group)), counts, move=move)
 
 
-def ratio(part: Count, whole: Count) -> Any:
-    """Return part / whole; with tensors in the widest type, for torch divides whole numbers in float32."""
+def ratio(part: Count, total: Count) -> Any:
+    """Return part / total; with tensors in the widest dtype, since torch divides integers in float32."""
     if isinstance(part, Tensor):
-        return part.to(widest_float(part.device)) / whole
-    if isinstance(whole, Tensor):
-        return part / whole.to(widest_float(whole.device))
-    return part / whole
+        return part.to(widest_float(part.device)) / total
+    if isinstance(total, Tensor):
+        return part / total.to(widest_float(total.device))
+    return part / total
 
 
 def rows_of(batch: Any) -> int:
@@ -195,7 +195,7 @@ def rows_of(batch: Any) -> int:
 
 
 def find_rows(batch: Any) -> int | None:
-    """Return the rows of a nested batch as `rows_of` does, or None where nothing tells them."""
+    """Return the rows of a nested batch as `rows_of` does, or None where no tensor has rows."""
     if isinstance(batch, Tensor):
         return batch.shape[0] if batch.ndim else None
     if isinstance(batch, PackedSequence):
@@ -217,8 +217,8 @@ def accumulation(setting: Accumulate) -> tuple[tuple[int, int], ...]:
     """Check `accumulate=`: a number, or `{first epoch: number}`; returned sorted, from epoch 0 on."""
     table = dict(setting) if isinstance(setting, Mapping) else {0: setting}
     for epoch, k in table.items():
-        whole = all(isinstance(n, int) and not isinstance(n, bool) for n in (epoch, k))
-        if not whole or epoch < 0 or k < 1:
+        are_integers = all(isinstance(n, int) and not isinstance(n, bool) for n in (epoch, k))
+        if not are_integers or epoch < 0 or k < 1:
             raise SettingError(
                 f"accumulate={setting!r}",
                 want="micro-batches per update, at least 1, or {first epoch: micro-batches}",
@@ -265,7 +265,7 @@ def _ragged(batch: Sequence[Any]) -> bool:
 
 
 def _rows_in_lists(items: Sequence[Any]) -> int | None:
-    """The common length of lists with one entry per row; None where the items are columns, as far as can be told."""
+    """Return the common length of lists with one entry per row; None where the items seem to be columns."""
     if not items or not isinstance(items[0], list | tuple) or isinstance(items[0], PackedSequence):
         return None
     rows = len(items[0])
@@ -273,8 +273,8 @@ def _rows_in_lists(items: Sequence[Any]) -> int | None:
         length = item.shape[0] if isinstance(item, Tensor) and item.ndim else None
         if (len(item) if isinstance(item, list | tuple) else length) != rows:
             return None
-    told = any(isinstance(item, list | tuple) and (_ragged(item) or _of_one_form(item)) for item in items)
-    return rows if told else None
+    are_rows = any(isinstance(item, list | tuple) and (_ragged(item) or _of_one_form(item)) for item in items)
+    return rows if are_rows else None
 
 
 def _of_one_form(rows: Sequence[Any]) -> bool:
