@@ -37,7 +37,7 @@ from trainwright.precision.base import Precision
 from trainwright.precision.mixed_precision import as_precision
 from trainwright.protocols import Clip, Observer, Schedule, Stateful
 from trainwright.update import batches, manual_optimization
-from trainwright.update.hooks import overridden, read_hooks
+from trainwright.update.hooks import overridden
 from trainwright.update.loss_tracker import LossTracker
 from trainwright.update.nonfinite_policy import Policy, as_policy
 from trainwright.update.window import Window, accumulation, rows_of
@@ -127,7 +127,7 @@ class Trainer(Generic[M]):
         self.on_nonfinite: Policy = as_policy(on_nonfinite)
         self.on_error, self.on_oom = setup.checked_rescues(on_error, on_oom, checkpoint=checkpoint, world=self.world)
         self.observers: Sequence[Observer] = (*console_observers(console), *setup.checked_observers(observers))
-        self._hooks = read_hooks(self, overridden(type(self), Trainer, HOOKS))
+        self._hooks = setup.bound_hooks(self, overridden(type(self), Trainer, HOOKS))
         checked = set() if self.is_main else set(self.metrics)
         self._record = StageRecord(checked_metrics=checked)
         self._tracker = LossTracker(

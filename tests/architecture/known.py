@@ -6,7 +6,6 @@ UPWARD = {
     ("protocols", "core.plan"),
     ("protocols", "core.records"),
     ("protocols", "core.suggestions"),
-    ("update.hooks", "acceleration.transfer"),
 }
 """Imports of a package that stands later in the order: (file, imported file)."""
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from trainwright import EMA, Checkpoint, Trainer, Updates, accuracy, batches, prefetch
 from trainwright.acceleration.transfer import SLOTS, Moving
-from trainwright.update.hooks import read_hooks
+from trainwright.fit.setup import bound_hooks
 
 from .models import assert_twins, build, ready
 from .plain_loops import EPOCHS, by_hand, by_trainer
@@ -129,7 +129,7 @@ def test_on_a_cuda_device_batches_move_through_slots_unless_to_device_is_the_use
     for kind, device in ((Trainer, "cuda"), (Own, "cuda"), (Trainer, "cpu"), (Trainer, "meta")):
         trainer = kind(*build("mlp"), nn.CrossEntropyLoss(), console=False)
         trainer.device = torch.device(device)
-        moves.append(read_hooks(trainer, {"to_device"} if kind is Own else set()).move)
+        moves.append(bound_hooks(trainer, {"to_device"} if kind is Own else set()).move)
     through, own, nothing, plain = moves
     assert isinstance(through, Moving) and through.device.type == "cuda"
     assert own.__func__ is Own.to_device and nothing is None and plain.__func__ is Trainer.to_device

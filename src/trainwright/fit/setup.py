@@ -34,7 +34,7 @@ from trainwright.optim.clip import ClipNorm, ClipValue
 from trainwright.optim.named import ONLY, check_schedulers
 from trainwright.precision.mixed_precision import MixedPrecision
 from trainwright.protocols import EVENTS, Observer, Schedule
-from trainwright.update.hooks import Hooks, check_arguments, overridden
+from trainwright.update.hooks import Hooks, check_arguments, overridden, read_hooks
 from trainwright.update.loss_tracker import LossTracker
 from trainwright.update.owner import Owner
 
@@ -50,6 +50,18 @@ def checked_fast(setting: Any) -> Fast:
     from trainwright.acceleration.fast import as_fast
 
     return as_fast(setting)
+
+
+def bound_hooks(trainer: Any, own: set[str]) -> Hooks:
+    """Bind the hooks of a trainer whose class defines `own` of them, and the function that moves batches."""
+    device, move = trainer.device.type, None
+    if "to_device" in own or device not in ("cpu", "cuda"):
+        move = trainer.to_device
+    elif device == "cuda":
+        from trainwright.acceleration.transfer import Moving
+
+        move = Moving(trainer.device)
+    return read_hooks(trainer, own, move=move)
 
 
 def checked_model(model: Any) -> nn.Module:

@@ -28,7 +28,7 @@ from trainwright.optim.named import by_name
 from trainwright.precision.mixed_precision import as_precision
 from trainwright.tools.trainer_snapshot import TrainerSnapshot
 from trainwright.trainer import HOOKS, Trainer
-from trainwright.update.hooks import overridden, read_hooks
+from trainwright.update.hooks import overridden
 from trainwright.update.loss_tracker import LossTracker
 from trainwright.update.nonfinite_policy import as_policy
 from trainwright.update.window import accumulation
@@ -76,7 +76,7 @@ def variant(trainer: T, **settings: Any) -> T:
         if name not in _SETTINGS:
             raise SettingError(f"variant({name}=...)", want=f"one of {', '.join(sorted(_SETTINGS))}")
         setattr(twin, name, _SETTINGS[name](twin, value))
-    twin._hooks = read_hooks(twin, overridden(type(twin), Trainer, HOOKS))
+    twin._hooks = setup.bound_hooks(twin, overridden(type(twin), Trainer, HOOKS))
     twin._record, twin._counters, twin.history = StageRecord(warns=False), Counters(), []
     twin._tracker = LossTracker(MetricSet(twin.metrics, training=True) if twin.metrics else None, twin._hooks)
     twin.result = None

@@ -63,8 +63,11 @@ def overridden(cls: type, base: type, hooks: Collection[str]) -> set[str]:
     return {name for name in hooks if getattr(cls, name) is not getattr(base, name)}
 
 
-def read_hooks(trainer: Any, own: set[str]) -> Hooks:
-    """Bind the hooks of a trainer whose class defines `own` of them; TypeError where one takes other arguments."""
+def read_hooks(trainer: Any, own: set[str], *, move: Callable[[Any], Any] | None) -> Hooks:
+    """Bind the hooks of a trainer whose class defines `own` of them; TypeError where one takes other arguments.
+
+    `move`: moves batches to the device.
+    """
     for name in sorted(own):
         check_arguments(trainer, name)
     known = known_loss(trainer.loss)
@@ -76,7 +79,7 @@ def read_hooks(trainer: Any, own: set[str]) -> Hooks:
     return Hooks(
         known=known,
         split=split,
-        move=_mover(trainer, its_own="to_device" in own),
+        move=move,
         count=trainer.count if counts_before else None,
         rows=partial(_rows_or_count, trainer) if counts else rows_of,
         summed=known.summed if known is not None and exact else None,
@@ -107,19 +110,6 @@ def free_transfer_memory(hooks: Hooks) -> None:
     free = getattr(hooks.move, "free", None)
     if free is not None:
         free()
-
-
-def _mover(trainer: Any, *, its_own: bool) -> Callable[[Any], Any] | None:
-    """Return the function that moves batches: through slots to CUDA, unless `to_device` is custom; None on the CPU."""
-    device = trainer.device.type
-    if its_own or device not in ("cpu", "cuda"):
-        to_device: Callable[[Any], Any] = trainer.to_device
-        return to_device
-    if device == "cpu":
-        return None
-    from trainwright.acceleration.transfer import Moving
-
-    return Moving(trainer.device)
 
 
 def _number(monitor: str, metrics: Collection[str]) -> str:
