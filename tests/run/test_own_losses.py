@@ -203,9 +203,7 @@ def test_a_model_that_does_not_take_the_target_is_refused():
     model = nn.Linear(4, 3)
     trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), console=False)
     for data in (batches((x, y), 4), dicts()):
-        with pytest.raises(
-            SettingError, match=r"Linear does not take a complete (list|tuple|dict) with the target"
-        ):
+        with pytest.raises(SettingError, match=r"Linear does not take a complete (list|tuple|dict) with the target"):
             trainer.fit(data, epochs=1)
 
 
