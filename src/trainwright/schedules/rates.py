@@ -98,14 +98,15 @@ class GroupRates(Rates):
             )
         check_form(tree, **forms)
         self._add_groups()
-        if len(tree["base"]) != len(self._groups):
+        betas = [len(one.base.get("betas", ())) for one in self._groups]
+        if betas != [len(base.get("betas", ())) for base in tree["base"]]:
             raise CheckpointError(
                 "the saved schedule is of an optimizer with other groups",
                 have=f"{len(self._groups)} parameter groups",
-                want=f"{len(tree['base'])}, as when it was saved",
+                want=f"{len(tree['base'])}, as when it was saved, with as many betas",
             )
-        for scheduled, base in zip(self._groups, tree["base"], strict=True):
-            scheduled.load(base)
+        for scheduled, base, group in zip(self._groups, tree["base"], self._optimizer.param_groups, strict=True):
+            scheduled.begin(dict(base), group)
         news = []
         if tree["schedule"] != self._text:
             news.append(f"schedule changed: {tree['schedule']} -> {self._text}")
@@ -134,12 +135,16 @@ class ScheduledGroup:
     __slots__ = ("base", "group", "index", "keys", "written")
 
     def __init__(self, index: int, group: dict[str, Any]) -> None:
-        self.index, self.group = index, group
-        self.base = _settings_of(group)
+        self.index = index
         self.keys = {"lr"}
         """The keys that the schedule writes."""
+        self.begin(_settings_of(group), group)
+
+    def begin(self, base: Base, group: dict[str, Any]) -> None:
+        """Schedule from these settings on; the group may have other values by now, if both were loaded."""
+        self.base, self.group = base, group
         self.written: dict[str, Any] = {key: _mark(group[key]) for key in ("lr", "momentum", "betas") if key in group}
-        """The last known values: any other was set by hand. A key is missing once its value was loaded."""
+        """The last known values: any other was set by hand. A key is missing if its value is to be accepted."""
 
     def write(self, group: dict[str, Any], key: str, value: Any) -> None:
         """Set a value, a tensor in place; SettingError where another was set by hand since."""
@@ -160,29 +165,14 @@ class ScheduledGroup:
             if group is not self.group or self._is_own(group, key):
                 self.write(group, key, self.base[key])
 
-    def load(self, base: Base) -> None:
-        """Load saved settings. The values that the group holds now were loaded too: any of them is accepted."""
-        betas = self.base.get("betas", ())
-        if len(base.get("betas", ())) != len(betas):
-            raise CheckpointError(
-                f"the saved schedule is of another optimizer: betas={base.get('betas', ())} of {self._name}",
-                want=f"{len(betas)} numbers",
-            )
-        self.base = dict(base)
-        self.written.clear()
-
     def _is_own(self, group: dict[str, Any], key: str) -> bool:
         """Whether the value of a key is the last known one, or was loaded."""
         return key not in self.written or self.written[key] == _mark(group[key])
 
-    @property
-    def _name(self) -> str:
-        return group_name(self.index, self.group)
-
     def _set_by_hand(self, key: str, held: Any) -> SettingError:
         tensor = isinstance(held, Tensor)
         return SettingError(
-            f"{key} of {self._name} was set by hand, but a schedule sets it",
+            f"{key} of {group_name(self.index, self.group)} was set by hand, but a schedule sets it",
             have="a tensor that was written to, or replaced" if tensor else f"{key}={held!r}",
             want="the value that the schedule set" + ("" if tensor else f", {self.written[key]!r}"),
             fix="leave schedule= out, or write the change into it: schedule=lambda update, total: factor",
@@ -214,7 +204,7 @@ def _settings_of(group: Mapping[str, Any]) -> Base:
 
 
 def _mark(value: Any) -> Any:
-    """A number is its own mark; a tensor's is its version, since its value may lie on a device."""
+    """Return a number itself; of a tensor, whose value may be on a device, its identity and version."""
     return (id(value), version_of(value)) if isinstance(value, Tensor) else value
 
 
