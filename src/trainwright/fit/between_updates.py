@@ -21,7 +21,7 @@ from trainwright.fit.run import Run
 from trainwright.fit.saving import RunCheckpoints
 from trainwright.observers.probes import Inspecting
 from trainwright.protocols import listeners
-from trainwright.update.owner import listening
+from trainwright.update.owner import active_observers
 
 if TYPE_CHECKING:
     from trainwright.fit.inspection import Inspector
@@ -67,7 +67,7 @@ class BetweenUpdates:
         if self.manager is not None:
             self.saves = RunCheckpoints(run, self.manager)
             self._triggers += self.saves.triggers
-        if listening(self.owner):
+        if active_observers(self.owner):
             self.reporter = ValidationReporter(self)
         if any(isinstance(one, Inspecting) for one in self.owner.observers):
             from trainwright.fit.inspection import inspectors_of
@@ -347,7 +347,7 @@ class ValidationReporter:
 
     def __init__(self, between: BetweenUpdates) -> None:
         self._between, self._run = between, between.run
-        observers = listening(between.owner)
+        observers = active_observers(between.owner)
         self._on_validate, self._on_epoch = listeners(observers, "on_validate"), listeners(observers, "on_epoch")
         self._last_time, self._last_rows = time.perf_counter(), between.counters.rows
 

@@ -40,7 +40,7 @@ from trainwright.modules.dtensors import is_sharded
 from trainwright.modules.modes import untrained, wake
 from trainwright.optim.named import check_kernels, check_parameters, check_saved_schedulers, has_scheduler
 from trainwright.protocols import Observer
-from trainwright.update.owner import Owner, listening, networks_of
+from trainwright.update.owner import Owner, active_observers, networks_of
 from trainwright.update.per_rank_state import among_ranks, broadcast_buffers
 from trainwright.update.snapshot import Buffers, Snapshot
 
@@ -163,7 +163,7 @@ class FitContext:
     def _begin(self) -> None:
         """Call `on_fit_start` of all observers; from here on the fit is not refused any more."""
         error: Exception | None = None
-        for observer in listening(self._owner):
+        for observer in active_observers(self._owner):
             try:
                 observer.on_fit_start(self._plan)
                 self._begun.append(observer)

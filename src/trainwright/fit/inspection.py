@@ -29,7 +29,7 @@ from trainwright.observers.statistics import Statistics
 from trainwright.observers.throughput import Throughput
 from trainwright.protocols import listeners
 from trainwright.update import batches
-from trainwright.update.owner import Owner, listening
+from trainwright.update.owner import Owner, active_observers
 from trainwright.update.window import find_rows
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Inspector:
 
 def inspectors_of(run: Run) -> list[Inspector]:
     """Return an inspector for each observer that asks for speed, a profile, statistics or a probe; clocks first."""
-    speed = [SpeedMeter(one, run) for one in listening(run.owner) if isinstance(one, Throughput)]
+    speed = [SpeedMeter(one, run) for one in active_observers(run.owner) if isinstance(one, Throughput)]
     made: list[Inspector] = [*speed]
     for one in run.owner.observers:
         if isinstance(one, Profile):
@@ -93,7 +93,7 @@ class SpeedMeter(Inspector):
         self._trigger = Trigger(asked.duration, run.counters, of="every")
         self._alone = run.rank_sync is None
         self._operations = Operations(asked, run.owner)
-        self._on_speed = listeners(listening(run.owner), "on_speed")
+        self._on_speed = listeners(active_observers(run.owner), "on_speed")
         self._looks_at = torch.cuda.current_stream(run.owner.device) if run.owner.device.type == "cuda" else None
         self._held_in, self._sizes = -1, dict[str, int]()
         self._begin(run.counters.rows, run.counters.updates)
@@ -274,7 +274,7 @@ class WeightMeter(Inspector):
 
     def __init__(self, asked: Statistics, run: Run) -> None:
         self._asked, self._run, self._owner = asked, run, run.owner
-        self._on_statistics = listeners(listening(run.owner), "on_statistics")
+        self._on_statistics = listeners(active_observers(run.owner), "on_statistics")
         self._before: list[tuple[str, Tensor, Tensor]] = []
         """Name, parameter and a copy of it, where the update to come is measured."""
         self._check()

@@ -34,7 +34,7 @@ from trainwright.fit.setup import changed, settings_of
 from trainwright.modules.dtensors import is_sharded
 from trainwright.optim.named import disable_wrong_kernels, has_scheduler
 from trainwright.protocols import Tree
-from trainwright.update.owner import Owner, listening
+from trainwright.update.owner import Owner, active_observers
 from trainwright.update.per_rank_state import PROCESSES, load_rank_state, take_rank_state
 
 
@@ -263,7 +263,7 @@ def _load(plan: ResumePlan, owner: Owner, between: BetweenUpdates) -> list[str]:
         # begin_epoch, the order, or what follows this `fit`, draws first; or the current epoch begins anew
         run.random.restore()
     at = counters.earlier_updates + counters.updates
-    for observer in listening(owner):
+    for observer in active_observers(owner):
         resume_at = getattr(observer, "resume_at", None)
         if resume_at is not None:
             resume_at(at, counters.skipped, goes_on=not counters.stopped)

@@ -12,7 +12,7 @@ from trainwright.core.triggers import Trigger
 from trainwright.fit.run import Run
 from trainwright.fit.setup import digest, settings_of
 from trainwright.protocols import Tree, listeners
-from trainwright.update.owner import listening
+from trainwright.update.owner import active_observers
 from trainwright.update.per_rank_state import PROCESSES, rank_state
 
 
@@ -27,7 +27,7 @@ class RunCheckpoints:
         self._saved_at: Any = None
         self._reserves = True
         """Whether memory for a copy of the state is still to be reserved."""
-        self._on_save = listeners(listening(self.owner), "on_save")
+        self._on_save = listeners(active_observers(self.owner), "on_save")
         self._settings = digest(settings_of(self.owner))
         manager.on_result = run.wake
 

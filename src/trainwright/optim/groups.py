@@ -81,7 +81,7 @@ class Groups:
             fix = 'layer_decay=0.8, layers=["embedding", "blocks"], from the input to the output'
             raise SettingError(f"{self.owner}: a layer_decay goes with its layers", have=have, fix=fix)
 
-    def shown(self) -> Iterator[str]:
+    def as_code(self) -> Iterator[str]:
         """Yield the settings besides rate and decay, as code."""
         yield f"lrs={self.lrs!r}"
         for name, unset in (("no_decay", ()), ("layer_decay", None), ("layers", ())):
@@ -158,7 +158,7 @@ class Groups:
 
     def _depths(self, model: nn.Module) -> dict[nn.Parameter, str]:
         """Map each parameter in a layer to that layer, from the input on; a tied one to the first."""
-        found: dict[nn.Parameter, str] = {}
+        layer_of: dict[nn.Parameter, str] = {}
         for name in self.layers:
             written = f"{self.owner}(layers=[{name!r}, ...])"
             layer = find(model, name, written)
@@ -169,10 +169,10 @@ class Groups:
                 raise SettingError(f"{written}: it has no parameters", fix=f"leave {name!r} out of layers")
             for one in inside:
                 mine = find(model, one, written).parameters.values()
-                if mine and all(p in found for p in mine):
-                    raise SettingError(f"{written}: all of {one!r} lies in an earlier one", want="each once")
-                found.update((p, one) for p in mine if p not in found)
-        return found
+                if mine and all(p in layer_of for p in mine):
+                    raise SettingError(f"{written}: all of {one!r} is in an earlier one", want="each once")
+                layer_of.update((p, one) for p in mine if p not in layer_of)
+        return layer_of
 
     def _without_decay(self, model: nn.Module, parameters: Iterable[nn.Parameter]) -> set[nn.Parameter]:
         """Return parameters with fewer than two dimensions, in normalization layers, or named in `no_decay`."""

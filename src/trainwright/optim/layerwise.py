@@ -76,13 +76,13 @@ class LayerwiseOptimizer(Optimizer):
         return [i for i, p in enumerate(batch.parameters) if group["adapt"] == "all" or p.dim() > 1]
 
     def _batches(self, group: Group) -> Iterator[TensorBatch]:
-        found: dict[Any, list[Tensor]] = {}
+        alike: dict[Any, list[Tensor]] = {}
         for parameter in group["params"]:
             if parameter.grad is not None:
                 self._begin(parameter)
                 kind = parameter.device, parameter.dtype, parameter.grad.dtype
-                found.setdefault(kind, []).append(parameter)
-        for parameters in found.values():
+                alike.setdefault(kind, []).append(parameter)
+        for parameters in alike.values():
             yield TensorBatch(
                 parameters=parameters,
                 weights=local_shards(parameters),

@@ -21,7 +21,7 @@ ONLY = "optimizer"
 """Name of an optimizer that was given without a name."""
 CLEARED = "a new optimizer clears it"
 LONG_RUN = 1000
-"""Number of updates from which the header of a run names what would be faster."""
+"""Number of updates from which the header of a run suggests a fused optimizer."""
 
 
 def make_optimizers(optimizer: Any, model: nn.Module, *, fuses: bool = True) -> dict[str, Optimizer]:
@@ -110,8 +110,8 @@ def disable_wrong_kernels(optimizers: Mapping[str, Optimizer]) -> list[str]:
 def _wrong_kernels(optimizers: Mapping[str, Optimizer]) -> list[tuple[Optimizer, str]]:
     from trainwright.optim.fused import broken_dtype
 
-    found = [(optimizer, broken_dtype(optimizer)) for optimizer in optimizers.values()]
-    return [(optimizer, str(dtype).removeprefix("torch.")) for optimizer, dtype in found if dtype is not None]
+    dtypes = [(optimizer, broken_dtype(optimizer)) for optimizer in optimizers.values()]
+    return [(optimizer, str(dtype).removeprefix("torch.")) for optimizer, dtype in dtypes if dtype is not None]
 
 
 def _disabled(optimizer: Optimizer, dtype: str) -> str:

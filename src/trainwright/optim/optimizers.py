@@ -172,11 +172,11 @@ def serves(target: Any, parameters: Iterable[torch.Tensor]) -> bool:
 
     Adagrad's is for the CPU alone up to 2.11, and SGD's is wrong there for reduced precision up to 2.13.
     """
-    found = list(parameters)
-    if target is torch.optim.SGD and dtype_broken_in_sgd(found) is not None:
+    listed = list(parameters)
+    if target is torch.optim.SGD and dtype_broken_in_sgd(listed) is not None:
         return False
-    elsewhere = target is torch.optim.Adagrad and any(p.device.type != "cpu" for p in found)
-    return bool(found) and not elsewhere and has_fused(found)
+    elsewhere = target is torch.optim.Adagrad and any(p.device.type != "cpu" for p in listed)
+    return bool(listed) and not elsewhere and has_fused(listed)
 
 
 class OptimizerFactory:
@@ -208,8 +208,8 @@ class TorchFactory(OptimizerFactory):
 
     def __repr__(self) -> str:
         given = {"lr": self.groups.lr, "weight_decay": self.groups.weight_decay, **self.settings}
-        shown = [*(f"{name}={value!r}" for name, value in given.items()), *self.groups.shown()]
-        return f"{self.name}({', '.join(shown)}, fused={self.fused!r})"
+        settings = [*(f"{name}={value!r}" for name, value in given.items()), *self.groups.as_code()]
+        return f"{self.name}({', '.join(settings)}, fused={self.fused!r})"
 
     def __call__(self, model: nn.Module) -> Any:
         """Group the model's parameters, and make the optimizer."""
@@ -290,7 +290,7 @@ class MuonFactory(OptimizerFactory):
 
     def __repr__(self) -> str:
         own = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if f.name != "groups"]
-        given = [f"lr={self.groups.lr!r}", f"weight_decay={self.groups.weight_decay!r}", *self.groups.shown(), *own]
+        given = [f"lr={self.groups.lr!r}", f"weight_decay={self.groups.weight_decay!r}", *self.groups.as_code(), *own]
         return f"muon({', '.join(given)})"
 
     def __call__(self, model: nn.Module) -> MuonAdamW:

@@ -3,7 +3,7 @@
 Files in reading order:
 `rates`: `Rates`, a schedule bound to an optimizer and a plan; parameter groups, and values in them that others wrote.
 `table`: rates as one table for each parameter group, grown on demand by torch's scheduler.
-`settings`: what the schedules share: checks, `bind`, `plot`. `lengths`: durations and fractions of the run in updates.
+`settings`: the common base class: checks, `bind`, `plot`. `lengths`: durations and fractions of the run in updates.
 `standard`: the `schedule=` of a Trainer, steps and curves that go down, functions. `cycles`: OneCycle and Cyclic, with
 the momentum. `stepped`: Plateau and `TorchSchedule`, which have a history.
 

@@ -27,7 +27,7 @@ PerGroup = float | Sequence[float]
 @suggests
 @dataclass(frozen=True, slots=True)
 class OneCycle(BuiltinSchedule):
-    """torch's `OneCycleLR` over the whole run: up to `max_lr`, then down, with the momentum the other way round.
+    """torch's `OneCycleLR` over the run: up to `max_lr`, then down, with the momentum the other way round.
 
     `warmup` is torch's `pct_start`, the part of the run in which the rate rises; a duration is turned into that part.
     `cycle_momentum="auto"` is as in torch for a group that has a momentum (or a first beta) above 0, and off for

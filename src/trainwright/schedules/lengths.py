@@ -1,7 +1,7 @@
 """Lengths in schedules: `Updates(500)`, `Epochs(1)` or a fraction of the run, and the updates that they are in a plan.
 
-What is computed from the lengths of epochs is recorded in the plan (`plan.add_dependency`), so that it can be computed
-again where an epoch turns out to have another length.
+Values that are computed from the lengths of epochs are recorded in the plan (`plan.add_dependency`), so that they can
+be computed again if an epoch has another length.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Length = Updates | Epochs | float
 
 
 def check_length(value: object, written: str, *, least: float | None = None) -> None:
-    """Refuse what is no length; `written` is how the setting reads, with `{}` at the value's place.
+    """Refuse a value that is no length; `written` is the setting as code, with `{}` in place of the value.
 
-    A fraction must lie above 0; with `least=0` it may be 0 as well.
+    A fraction must be above 0; with `least=0` it may be 0 as well.
     """
     if isinstance(value, Updates | Epochs):
         return
@@ -89,9 +89,9 @@ def start_of(length: Length, plan: Plan, *, end: int, asked_by: str) -> int:
 def every(
     length: Length, plan: Plan, *, warmup: Length | None, start: int, asked_by: str
 ) -> Callable[[], Iterator[int]]:
-    """Makes the endless, rising updates at which a length ends that is repeated from the end of the warm-up.
+    """Return a function that yields, without end, the updates at which a length ends that repeats after the warm-up.
 
-    `start`: the update at which the warm-up ends. Whole epochs that are counted from the end of an epoch end with
+    `start`: the update at which the warm-up ends. Integer numbers of epochs from the end of an epoch end with
     the epochs of the run, whatever their lengths; others are computed from the planned lengths.
     """
     if not isinstance(length, Epochs):
@@ -101,15 +101,15 @@ def every(
     first = known.epoch_at(start, asked_by)  # raises where epochs have no length
     if length.n * (plan.planned.updates_in(0) or 0) < 1:
         raise SettingError(f"{asked_by}: {length} is shorter than one update", fix="use Updates(1)")
-    if is_whole(length) and (start == 0 or is_whole(warmup)):
+    if ends_with_epoch(length) and (start == 0 or ends_with_epoch(warmup)):
         begun, n = int(warmup.n) if start and isinstance(warmup, Epochs) else 0, int(length.n)
         return lambda: (end_of_epochs(begun + k * n, known) for k in count(1))
     plan.add_dependency(LengthDependency(asked_by, None))
     return lambda: (known.in_updates(Epochs(first + k * length.n), asked_by) for k in count(1))
 
 
-def is_whole(length: Length | None) -> bool:
-    """Whether a length is a whole number of epochs, whose end is the end of an epoch."""
+def ends_with_epoch(length: Length | None) -> bool:
+    """Whether a length is an integer number of epochs, so that it ends where an epoch ends."""
     return isinstance(length, Epochs) and length.n == int(length.n)
 
 

@@ -1,4 +1,4 @@
-"""`BuiltinSchedule`: what the schedules of this package share as settings: checks, warm-up, `bind` and `plot`."""
+"""`BuiltinSchedule`: the base class of the settings of schedules, with checks, `bind` and `plot`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class BuiltinSchedule:
         return TableRates(self.spec, optimizer, plan, text=settings_text(self))
 
     def spec(self, plan: Plan) -> TableSpec:
-        """What torch's scheduler is in this plan, and when it is stepped."""
+        """Torch's scheduler in this plan, and the updates before which it is stepped."""
         raise NotImplementedError
 
     def plot(
@@ -111,7 +111,7 @@ def _rates_by_update(
         check_whole(updates_per_epoch, f"plot(updates_per_epoch={updates_per_epoch!r})")
     elif any(isinstance(value, Epochs) or value == "epoch" for value in given):
         raise SettingError(
-            f"{settings_text(schedule)} counts epochs, and nothing says how long they are",
+            f"{settings_text(schedule)} counts epochs, whose length is unknown",
             fix=f"plot(updates={updates}, updates_per_epoch=100)",
         )
     optimizer = BareOptimizer([{"lr": float(value)} for value in own])

@@ -31,8 +31,8 @@ from trainwright.schedules.lengths import (
     check_length,
     end_of,
     end_of_epochs,
+    ends_with_epoch,
     every,
-    is_whole,
     rest_after,
     start_of,
     warmup_updates,
@@ -126,7 +126,7 @@ class StepLR(BuiltinSchedule):
 class Exponential(BuiltinSchedule):
     """torch's `ExponentialLR`, stepped each time `every` has passed: the rate times `gamma`, after the warm-up.
 
-    `every=Epochs(1)` is what torch's examples do; `every=Updates(1)` falls with each update.
+    `every=Epochs(1)` is as in torch's examples; `every=Updates(1)` falls with each update.
     """
 
     gamma: float
@@ -198,10 +198,10 @@ class MultiStep(BuiltinSchedule):
         )
 
     def _points(self, plan: Plan) -> list[int]:
-        """The milestones in updates; whole epochs end with the epochs of the run, whatever their lengths."""
+        """The milestones in updates; integer numbers of epochs end with the epochs of the run."""
         points = []
         for milestone in self.milestones:
-            if isinstance(milestone, Epochs) and is_whole(milestone):
+            if isinstance(milestone, Epochs) and ends_with_epoch(milestone):
                 plan.untracked.in_updates(milestone, "MultiStep")  # raises where epochs have no length
                 points.append(end_of_epochs(int(milestone.n), plan))
             else:
@@ -220,7 +220,7 @@ class MultiStep(BuiltinSchedule):
 class Linear(BuiltinSchedule):
     """torch's `LinearLR`: from `start` to `final`, factors of each group's own rate, over a length (else: the rest).
 
-    Without `over` it takes what the warm-up leaves of the run; `final` is the rate that an update after the last
+    Without `over` it takes the rest of the run after the warm-up; `final` is the rate that an update after the last
     would have, so that no update is spent on a rate of 0.
     """
 
@@ -237,7 +237,7 @@ class Linear(BuiltinSchedule):
         self._check_length("warmup", least=0, optional=True)
 
     def spec(self, plan: Plan) -> TableSpec:
-        """Torch's scheduler over `over`, or over what the warm-up leaves of the run."""
+        """Torch's scheduler over `over`, or over the rest of the run after the warm-up."""
         warmup = warmup_updates(self.warmup, plan, "Linear")
         if self.over is None:
             length = rest_after(plan, warmup, "Linear")
@@ -267,7 +267,7 @@ class Cosine(BuiltinSchedule):
         self._check_length("warmup", least=0, optional=True)
 
     def spec(self, plan: Plan) -> TableSpec:
-        """Torch's scheduler over what the warm-up leaves of the run."""
+        """Torch's scheduler over the rest of the run after the warm-up."""
         warmup = warmup_updates(self.warmup, plan, "Cosine")
         rest = rest_after(plan, warmup, "Cosine")
 
@@ -354,7 +354,7 @@ class FunctionSchedule(BuiltinSchedule):
             ) from None
 
     def spec(self, plan: Plan) -> TableSpec:
-        """Torch's `LambdaLR` with the function, over what the warm-up leaves of the run."""
+        """Torch's `LambdaLR` with the function, over the rest of the run after the warm-up."""
         warmup = warmup_updates(self.warmup, plan, "FunctionSchedule")
         rest = rest_after(plan, warmup, "FunctionSchedule")
 

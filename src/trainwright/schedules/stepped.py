@@ -10,7 +10,8 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch.optim import Optimizer
@@ -51,7 +52,6 @@ class Plateau(BuiltinSchedule):
     cooldown: int = 0
     min_lr: float = 0.0
     eps: float = 1e-8
-    warmup: None = None
 
     def __post_init__(self) -> None:
         self._mode()
@@ -61,7 +61,6 @@ class Plateau(BuiltinSchedule):
             value = getattr(self, name)
             check_whole(value, f"Plateau({name}={value!r})", least=0, what="a whole number of validations")
         self._check_number("threshold", "min_lr", "eps", least=0)
-        _refuse_warmup(self.warmup, "Plateau", 'schedule=Plateau(...) without it, or TorchSchedule(..., unit="update")')
 
     def _mode(self) -> Mode:
         return resolve_mode(self.monitor, None if self.mode == "auto" else self.mode, "Plateau({!r}, mode={!r})")
@@ -69,22 +68,11 @@ class Plateau(BuiltinSchedule):
     def bind(self, optimizer: Optimizer, plan: Plan) -> SteppedRates:
         """The rates of this optimizer, lowered by the validations of the run."""
         mode = self._mode()
-
-        def build(bare: Optimizer) -> LRScheduler:
-            return ReduceLROnPlateau(
-                bare,
-                mode=mode,
-                factor=self.factor,
-                patience=self.patience,
-                threshold=self.threshold,
-                threshold_mode=self.threshold_mode,
-                cooldown=self.cooldown,
-                min_lr=self.min_lr,
-                eps=self.eps,
-            )
-
-        setup = _Setup(build=build, unit="validation", monitor=self.monitor, mode=mode)
-        return SteppedRates(setup, optimizer, text=settings_text(self))
+        settings = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("monitor", "mode")}
+        build = partial(ReduceLROnPlateau, mode=mode, **settings)
+        return SteppedRates(
+            build, optimizer, unit="validation", monitor=self.monitor, mode=mode, text=settings_text(self)
+        )
 
 
 @suggests
@@ -102,7 +90,6 @@ class TorchSchedule(BuiltinSchedule):
     _: KW_ONLY
     unit: Unit = "update"
     monitor: str | None = None
-    warmup: None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.factory, LRScheduler) or not callable(self.factory):
@@ -115,7 +102,6 @@ class TorchSchedule(BuiltinSchedule):
         if self.monitor is not None and self.unit != "validation":
             want = 'unit="validation", for only validations have numbers'
             raise SettingError(f"TorchSchedule(monitor={self.monitor!r}, unit={self.unit!r})", want=want)
-        _refuse_warmup(self.warmup, "TorchSchedule", "SequentialLR([LinearLR(...), ...]) in the factory")
         _takes_total(self.factory)
 
     def bind(self, optimizer: Optimizer, plan: Plan) -> SteppedRates:
@@ -127,35 +113,33 @@ class TorchSchedule(BuiltinSchedule):
             _check_built(scheduler, bare, self)
             return scheduler
 
-        setup = _Setup(build=build, unit=self.unit, monitor=self.monitor, total=total)
-        return SteppedRates(setup, optimizer, text=settings_text(self))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Setup:
-    """A stepped schedule in one plan."""
-
-    build: Callable[[Optimizer], LRScheduler]
-    unit: Unit
-    monitor: str | None = None
-    mode: Mode | None = None
-    """Which values of the monitor are better, if that is a setting: earlier values are no guide under another one."""
-    total: int | None = None
-    """Steps in the run, where the factory takes them."""
+        text = settings_text(self)
+        return SteppedRates(build, optimizer, unit=self.unit, monitor=self.monitor, total=total, text=text)
 
 
 class SteppedRates(GroupRates):
     """A torch scheduler that is stepped on a bare optimizer; `apply` copies its rates to the real one."""
 
-    def __init__(self, setup: _Setup, optimizer: Optimizer, *, text: str) -> None:
-        super().__init__(text, optimizer, total=setup.total)
-        self.monitor = setup.monitor
-        self._setup = setup
+    def __init__(
+        self,
+        build: Callable[[Optimizer], LRScheduler],
+        optimizer: Optimizer,
+        *,
+        text: str,
+        unit: Unit,
+        monitor: str | None = None,
+        mode: Mode | None = None,
+        total: int | None = None,
+    ) -> None:
+        super().__init__(text, optimizer, total=total)
+        self._build, self._unit, self.monitor = build, unit, monitor
+        self._mode = mode
+        """Which values of the monitor are better, if that is a setting; under another one earlier values do not count."""
         self._start()
 
     def apply(self, updates: int) -> None:
         """Set the rates of the update that follows `updates` applied ones; SettingError for a value set by hand."""
-        if self._setup.unit == "update":
+        if self._unit == "update":
             if updates < self._updates:
                 self._start()
             while self._updates < updates:
@@ -169,7 +153,7 @@ class SteppedRates(GroupRates):
 
     def observe(self, metrics: Mapping[str, float]) -> None:
         """Step by a validation; SettingError where it has no number of the monitor's name."""
-        if self._setup.unit != "validation":
+        if self._unit != "validation":
             return
         if self.monitor is not None and self.monitor not in metrics:
             raise SettingError(
@@ -181,7 +165,7 @@ class SteppedRates(GroupRates):
 
     def epoch_ended(self) -> None:
         """Step, where the unit is an epoch."""
-        if self._setup.unit == "epoch":
+        if self._unit == "epoch":
             self._take(None)
 
     def state_dict(self) -> Tree:
@@ -189,7 +173,7 @@ class SteppedRates(GroupRates):
         return {
             **super().state_dict(),
             "monitor": self.monitor,
-            "mode": self._setup.mode,
+            "mode": self._mode,
             "seen": list(self._seen),
             "scheduler": type(self._scheduler).__name__,
             "groups": [
@@ -211,20 +195,20 @@ class SteppedRates(GroupRates):
         if tree["scheduler"] != name:
             news = f"schedule changed: {tree['scheduler']} -> {name}"
         self._start()
-        if (tree["monitor"], tree["mode"]) == (self.monitor, self._setup.mode):
-            for number in tree["seen"] if self._setup.unit != "update" else ():  # by updates `apply` steps it
+        if (tree["monitor"], tree["mode"]) == (self.monitor, self._mode):
+            for number in tree["seen"] if self._unit != "update" else ():  # by updates `apply` steps it
                 self._take(number)
         for scheduled, bare, saved in zip(self._groups, self._bare.param_groups, tree["groups"], strict=True):
             known = {key: value for key, value in saved.items() if key in scheduled.base}
             scheduled.keys.update(known)
-            if self._setup.unit == "validation":
+            if self._unit == "validation":
                 bare.update(known)
         return news
 
     def _start(self) -> None:
         """Build torch's scheduler for the groups as they were before the schedule."""
         self._bare = BareOptimizer([scheduled.base for scheduled in self._groups], self._optimizer.defaults)
-        self._scheduler: Any = self._setup.build(self._bare)
+        self._scheduler: Any = self._build(self._bare)
         self._bare.step()
         self._updates = 0
         """Updates that it was stepped by, where the unit is an update."""
@@ -317,8 +301,3 @@ def _check_built(scheduler: object, bare: Optimizer, schedule: TorchSchedule) ->
     if not reads and schedule.monitor is not None:
         fix = 'TorchSchedule(..., unit="validation") without monitor'
         raise SettingError(f"{name} reads no number, but monitor={schedule.monitor!r} was given", fix=fix)
-
-
-def _refuse_warmup(warmup: object, owner: str, fix: str) -> None:
-    if warmup is not None:
-        raise SettingError(f"{owner} has no warm-up, and warmup={warmup!r} was given", fix=fix)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class ManualUpdate:
-    """An update by code of the user's own, whose losses and returned numbers are recorded when it ends."""
+    """An update by user code, whose losses and returned numbers are recorded when it ends."""
 
     def __init__(self, run: Run, update: Callable[[Window], Any]) -> None:
         self._run, self._update = run, update
@@ -74,9 +74,9 @@ def step_by_closure(run: Run, closure: Callable[[], Any], name: str | None) -> b
     are restored, and the state of the optimizer is cleared.
     """
     chosen = run.optimizer_steps.one(name, "apply_gradients(closure=...)")
-    (one,) = chosen.steps
+    (step,) = chosen.steps
     _refuse_shards(chosen)
-    optimizer: Any = one.optimizer
+    optimizer: Any = step.optimizer
     weights = chosen.gradients.parameters
     before = [p.detach().clone() for p in weights] if run.checks else []
     norms: list[Any] = []
@@ -86,12 +86,12 @@ def step_by_closure(run: Run, closure: Callable[[], Any], name: str | None) -> b
             loss = closure()
         loss = run.strategy.reduce_closure_loss(loss, chosen.gradients)
         found_inf = run.strategy.scale_gradients(chosen.gradients)
-        one.limit()
+        step.limit()
         if not norms:
             if not run.strategy.check(found_inf, chosen):
                 raise _Refused
-            norms.append(one.norm)
-        one.norm = norms[0]  # reported is the norm of the window's gradient, not that of a trial
+            norms.append(step.norm)
+        step.norm = norms[0]  # the norm of the window's gradient is reported, not that of a trial
         chosen.gradients.lower_flags()
         return loss
 
@@ -120,8 +120,8 @@ def _has_stepped(run: Run, optimizer: Any, evaluate: Callable[[], Any]) -> bool:
 def _refuse_shards(chosen: SelectedOptimizers) -> None:
     if is_sharded(*chosen.gradients.parameters):
         name = type(chosen.steps[0].optimizer).__name__
-        what = f"{name} looks along all weights at once, and FSDP holds them in shards"
-        raise SettingError(what, fix='parallel="auto", which holds whole weights on every process')
+        what = f"{name} needs all weights at once, and FSDP shards them"
+        raise SettingError(what, fix='parallel="auto", which replicates the weights on every rank')
 
 
 def _all_finite(weights: list[Tensor]) -> bool:

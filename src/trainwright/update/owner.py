@@ -87,7 +87,7 @@ class Owner(Protocol):
         """The step of a prediction."""
 
 
-def listening(owner: Owner) -> Sequence[Observer]:
+def active_observers(owner: Owner) -> Sequence[Observer]:
     """Return the observers that get the records of the run: those of rank 0."""
     return owner.observers if owner.is_main else ()
 
