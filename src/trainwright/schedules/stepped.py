@@ -134,7 +134,7 @@ class SteppedRates(GroupRates):
         super().__init__(text, optimizer, total=total)
         self._build, self._unit, self.monitor = build, unit, monitor
         self._mode = mode
-        """Which values of the monitor are better, if that is a setting; under another one earlier values do not count."""
+        """Which values of the monitor are better, if that is a setting: values seen under another one do not count."""
         self._start()
 
     def apply(self, updates: int) -> None:
