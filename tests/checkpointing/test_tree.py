@@ -291,6 +291,14 @@ def test_a_node_that_flatten_never_writes_is_a_checkpoint_error(node):
         loads(json.dumps([node]), BASE)
 
 
+def test_a_device_without_memory_is_no_damage_of_a_checkpoint():
+    def full(_):
+        raise torch.OutOfMemoryError("out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        loads('{"a": {"$elsewhere": "model.weight"}}', {}, find=full)
+
+
 def test_no_pickle_is_read_or_written(monkeypatch, tmp_path):
     def ran(*_args, **_kwargs):
         raise AssertionError("pickle")

@@ -106,7 +106,9 @@ def replace_file(path: Path, content: Content) -> None:
 def open_file(path: Path) -> Iterator[FileReader]:
     """Open a regular file, never a link, a pipe or a device; CheckpointError also where reading fails inside it."""
     try:
-        with FileIO(path, opener=_open_regular) as file:
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            raise CheckpointError(f"{path} is no regular file (links are not followed)")
+        with FileIO(path, opener=_open) as file:
             yield FileReader(file, str(path))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
@@ -170,8 +172,10 @@ class FileReader:
     def verify(self, kind: str, expected: str) -> None:
         """Read the rest of the file; CheckpointError where the checksum of all its bytes is not the expected one."""
         assert self.checksum is not None
-        while data := self._file.read(_BUFFER):
-            self.checksum.update(data)
+        self.checksum.hexdigest()  # ends its thread, so that one buffer can be used over and over
+        buffer = memoryview(bytearray(_BUFFER))
+        while n := self._file.readinto(buffer):
+            self.checksum.update(buffer[:n])
         if (found := self.checksum.hexdigest()) != expected:
             raise CheckpointError(f"{self.label} is damaged: its checksum ({kind}) is {found} and should be {expected}")
 
@@ -201,15 +205,9 @@ class _FileWriter:
         self._flushed = self.size
 
 
-def _open_regular(path: str, _: int) -> int:
-    """Open a file for reading, as an opener of `FileIO`; OSError where it is no regular file."""
-    if os.path.islink(path):
-        raise OSError(errno.ELOOP, "it is a symbolic link")
-    fd = os.open(path, _READ)
-    if stat.S_ISREG(os.fstat(fd).st_mode):
-        return fd
-    os.close(fd)
-    raise OSError(errno.EINVAL, "it is no regular file")
+def _open(path: str, _: int) -> int:
+    """Open a file as an opener of `FileIO`; without following a link or waiting at a pipe that has taken its place."""
+    return os.open(path, _READ)
 
 
 def _fsync(fd: int) -> None:
@@ -259,7 +257,8 @@ def _hash(kind: str, size: int) -> AbstractContextManager[_Hash]:
 class _ThreadedHash:
     """A checksum that a thread computes while the next bytes are read or written.
 
-    The bytes must not change before `hexdigest`. Few of them wait for the thread, since they may be copies.
+    The bytes must not change before `hexdigest`, which ends the thread; bytes after that are added at once. Few of them
+    wait for the thread, since they may be copies.
     """
 
     def __init__(self, total: _Hash) -> None:
@@ -277,6 +276,9 @@ class _ThreadedHash:
         self.hexdigest()
 
     def update(self, data: bytes | memoryview, /) -> None:
+        if not self._thread.is_alive():
+            self._total.update(data)
+            return
         self._batch.append(data)
         self._size += len(data)
         if self._size >= _CHUNK:

@@ -79,6 +79,8 @@ def loads(
     """
     try:
         return _Decoder(tensors, device, find).value(json.loads(text))
+    except torch.OutOfMemoryError:
+        raise  # the device is full, and the checkpoint is not damaged
     except _DEFECTS as error:
         why = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         raise CheckpointError(f"{label} is damaged: {why}", where=False) from error
