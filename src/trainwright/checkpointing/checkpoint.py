@@ -1,4 +1,4 @@
-"""The settings of the slot `checkpoint`: where, when and how many checkpoints of a run stay, and which is the best."""
+"""The settings of the slot `checkpoint`: directory, frequency, retention, and the number that ranks checkpoints."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 @suggests
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Save checkpoints of a run into a directory, keep the last `keep` of them, and the `top` best besides.
+    """Save checkpoints of a run into a directory; retain the last `keep` and the `top` best of them.
 
-    `keep="all"` removes none. `best="val_accuracy"` names the number by which they are ranked; `mode` may be left out
-    for names that end in "loss", of which less is better. `every` is a duration, or "auto": each validation, or each
-    epoch without one.
+    `keep="all"` removes none. `best="val_accuracy"` names the number that ranks them; `mode` is optional for a name
+    that ends in "loss", of which less is better. `every` is a duration, or "auto": each validation, or each epoch
+    without validation data.
 
-    With `async_save` the state is copied and written by a thread while training continues; else training waits. Where
-    the system refuses (a full disk, a quota, an input/output error) training continues with a warning and the next
-    save tries again, or with `on_save_error="raise"` it ends; the save at the end must succeed, else `fit` raises.
-    `checksum="sha256"` costs more than crc32 and misses no accident; neither proves anything about intent, since the
-    checksums lie beside the files. `grace`: seconds that a signal waits for the update under way.
+    With `async_save` the state is copied, and a thread writes it while training continues; else training waits. If
+    the system refuses a save (full disk, quota, input/output error), training continues with a warning and the next
+    save tries again; with `on_save_error="raise"` the run ends. The save at the end must succeed, else `fit` raises.
+    `checksum="sha256"` costs more than crc32 and detects every accident; neither protects against intent: checksums
+    are stored beside the files. `grace`: seconds that a signal waits for the end of the update in progress.
 
     A slot of your own is a subclass whose `bind` returns a subclass of `CheckpointManager`.
     """
@@ -92,7 +92,7 @@ class Checkpoint:
         check_number(self.grace, f"Checkpoint(grace={self.grace!r})", least=0, what=what, fix="grace=20")
 
     def bind(self, run_id: str, *, world: World | None = None) -> CheckpointManager:
-        """Make the manager of one run's checkpoints; nothing is touched before its `prepare`.
+        """Return the manager of one run's checkpoints; it writes nothing before its `prepare`.
 
         `world`: the ranks of the run. Each rank of a group binds its own and makes the same calls in the same order.
         """

@@ -1,16 +1,16 @@
 """Makes checkpoint directories that are complete or absent, and locks the directory of a run.
 
-The order of a commit, and why a power cut at any point leaves the old checkpoints or the new one, and no half of it:
+The order of writes, and the reason why a power cut at any point leaves the old checkpoints or also the new one:
 
 1. All files are written into a hidden temporary directory beside the others: no reader takes it for a checkpoint.
 2. Each file is flushed to the disk (fsync) as soon as it is written, so that a later rename cannot overtake its bytes.
-3. The manifest is written last, with size and checksum of each file: a directory that has one has all it lists.
+3. The manifest is written last, with size and checksum of each file: a directory with a manifest is complete.
 4. The temporary directory is flushed: the names of the files in it are then on the disk too.
-5. It is renamed to its name, which is atomic: every reader sees all of it or nothing.
+5. It is renamed to its name, which is atomic: a reader sees the complete checkpoint or none.
 6. The directory of the run is flushed: from here on the checkpoint survives a power cut, and only now is it reported.
 
-An old checkpoint is removed after that, and the same way round: renamed to a hidden name first, deleted then.
-Whoever holds the lock of a directory cleans up what a killed writer has left under hidden names.
+An old checkpoint is removed after that in two steps: renamed to a hidden name, then deleted.
+A process that locks a directory first cleans up the hidden directories of killed writers.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ except ImportError:  # Windows
 
 _LEFTOVER = re.compile(r"\.(tmp|old|trash)-(update-\d{10,})-\d+-[0-9a-f]{8}")
 _locked: set[int] = set()
-"""Descriptors of the locks that this process holds; a forked child must not keep them alive."""
+"""Descriptors of the locks that this process holds; a forked child closes them."""
 
 
 def commit(
@@ -62,8 +62,8 @@ def commit(
     """Write a checkpoint completely or not at all; when this returns, a power cut cannot take it away.
 
     `manifest` has `run`, `update`, `epoch` and `metrics`; files, checksums and versions are added. A checkpoint of
-    the same update is replaced. CheckpointError where the system refuses; nothing of the new one is left then.
-    `sharded`: how other ranks write files into the temporary directory too, all of them flushed.
+    the same update is replaced. CheckpointError if the system refuses; nothing of the new one is left then.
+    `sharded`: a save in which other ranks write and flush files in the temporary directory too.
     """
     target = directory / update_name(manifest["update"])
     hidden = directory / (spare_name(".tmp", target.name) if sharded is None else sharded.temporary)
@@ -87,7 +87,7 @@ def commit(
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint: renamed first, so that no half of it ever has its name."""
+    """Remove a checkpoint. It is renamed first: no partly deleted directory ever has its name."""
     assert is_update_name(path.name), path
     hidden = _hide(path, ".trash")
     sync_directory(path.parent)
@@ -105,23 +105,23 @@ class RunDirectory:
     def __init__(self, path: Path, *, given: str) -> None:
         self.path = path
         self._given = given
-        """The path as the user wrote it, for messages."""
+        """The path as the user wrote it; for messages."""
         self._lock = ExitStack()
         self._identity: tuple[int, int] | None = None
 
     def acquire(self) -> None:
-        """Make the directory if missing, check that it can be written to, lock it, and clean it of leftovers."""
+        """Make the directory if missing, check that it is writable, lock it, and clean up after killed writers."""
         make_directory(self.path)
         self._lock.enter_context(lock(self.path))
         self._identity = self._current_identity()
 
     @property
     def is_lost(self) -> bool:
-        """Whether the directory, or the file that is locked in it, was removed or replaced since."""
+        """Whether the directory, or the locked file in it, was removed or replaced since `acquire`."""
         return not os.path.isdir(self.path) or self._current_identity() != self._identity
 
     def reacquire(self, run: str) -> None:
-        """Make and lock the directory anew; CheckpointError where another run has taken it meanwhile."""
+        """Make and lock the directory again; CheckpointError if another run uses it now."""
         self.release()
         self.acquire()
         try:
@@ -137,9 +137,9 @@ class RunDirectory:
         self._lock.close()
 
     def read_manifest(self, path: Path, run: str, *, tolerant: bool = False) -> dict[str, Any] | None:
-        """Return the manifest of a checkpoint of this run; CheckpointError where it is of another run.
+        """Return the manifest of a checkpoint of this run; CheckpointError if it is of another run.
 
-        One that cannot be read may be any run's: it is an error too, or None where `tolerant`.
+        An unreadable one may be of any run: CheckpointError too, or None if `tolerant`.
         """
         try:
             manifest = read_manifest(path)
@@ -156,16 +156,16 @@ class RunDirectory:
         return CheckpointError(f"{self.path} holds another run", have=have, fix=fix)
 
     def _current_identity(self) -> tuple[int, int] | None:
-        """Return which file the lock is; None where there is none, as on a system without locks."""
+        """Return device and inode of the locked file; None on a system without locks."""
         try:
-            found = os.stat(self.path / ".lock")
+            status = os.stat(self.path / ".lock")
         except OSError:
             return None
-        return found.st_dev, found.st_ino
+        return status.st_dev, status.st_ino
 
 
 def make_directory(path: Path) -> None:
-    """Make the directory of a run if missing, durably, and check that it can be written to."""
+    """Make the directory of a run if missing, durably, and check that it is writable."""
     try:
         if not path.is_dir():
             _make_durably(path)
@@ -186,7 +186,7 @@ def _make_durably(path: Path) -> None:
 
 @contextmanager
 def lock(directory: Path) -> Iterator[None]:
-    """Lock a directory for this process and clean it of leftovers; CheckpointError where another has locked it."""
+    """Lock a directory for this process and clean up after killed writers; CheckpointError if another has locked it."""
     if fcntl is None:
         warn(f"this system has no flock: two runs that write to {directory} at once are not noticed", stacklevel=3)
         yield
@@ -207,7 +207,7 @@ def lock(directory: Path) -> Iterator[None]:
 
 
 def _publish(hidden: Path, target: Path) -> None:
-    """Rename a complete directory to its name, in place of one that has it; on failure all names are as before."""
+    """Rename a complete directory to its name, replacing one of that name; on failure all names are as before."""
     if os.path.lexists(target):
         _replace(target, hidden)
         return
@@ -231,7 +231,7 @@ def _replace(target: Path, hidden: Path) -> None:
 
 
 def _rename_back(now: Path, before: Path) -> None:
-    with suppress(OSError):  # what stays under a hidden name is cleaned up by the next run
+    with suppress(OSError):  # the next run cleans up hidden names
         os.rename(now, before)
 
 
@@ -242,7 +242,7 @@ def _hide(path: Path, kind: str) -> Path:
 
 
 def _delete(path: Path) -> None:
-    """Delete what has a hidden name; what cannot be deleted stays for the next run to try."""
+    """Delete a hidden directory; on failure the next run tries again."""
     if path.is_symlink():
         with suppress(OSError):
             path.unlink()
@@ -251,7 +251,7 @@ def _delete(path: Path) -> None:
 
 
 def _clean(directory: Path) -> None:
-    """Finish, rename back or remove what a killed writer has left; only under the lock, so no other can be alive."""
+    """Publish, rename back or delete the hidden directories of killed writers; under the lock no writer is alive."""
     try:
         leftovers = [match for entry in os.listdir(directory) if (match := _LEFTOVER.fullmatch(entry))]
         if leftovers:
@@ -262,7 +262,7 @@ def _clean(directory: Path) -> None:
 
 
 def _clean_up(directory: Path, leftovers: list[re.Match[str]]) -> None:
-    """Give a complete leftover its name where no checkpoint has it, new ones before old ones; delete all others."""
+    """Rename complete ones to their names, new before old, unless a checkpoint has that name; delete all others."""
     for match in sorted(leftovers, key=lambda match: ("tmp", "old", "trash").index(match[1])):
         left, target = directory / match[0], directory / match[2]
         if match[1] == "trash" or os.path.lexists(target) or not _is_complete(left, match[2]):

@@ -1,7 +1,7 @@
-"""What several ranks do as one for checkpoints: rank 0 acts for all, or all read the same one.
+"""Coordinates the ranks for checkpoints: rank 0 acts for all, or all ranks read the same checkpoint.
 
-A result or an error of rank 0 is every rank's, so that all of them continue or end together. Collectives carry only
-that; the files themselves go through the file system that the ranks share.
+The result or the error of rank 0 is broadcast: all ranks continue, or end, together. Collectives carry only that; the
+files are on a file system that the ranks share.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 BEAT = 5.0
-"""Seconds between two signs of life from rank 0 while it works: no timeout of the other ranks ends the run then."""
+"""Seconds between two heartbeats of rank 0 while it works; they keep the collectives of other ranks from timing out."""
 _ERRORS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (CheckpointError, DataError, SettingError)}
 _Verdict = Literal["complete", "unseen", "damaged"]
 
@@ -33,8 +33,8 @@ _Verdict = Literal["complete", "unseen", "damaged"]
 def on_rank_zero(world: World, do: Callable[[], T]) -> T:
     """Call `do` on rank 0; return its result, or raise its error, on every rank.
 
-    All ranks call this alike, in the same order; the result must be picklable. An error that all of them raise has
-    the attribute `everywhere`; it is a CheckpointError where it was none of the library's own.
+    A collective; the result must be picklable. An error that all ranks raise has the attribute `everywhere`; it is a
+    CheckpointError if it is no error of this package.
     """
     if not world.is_main:
         result: T = _receive(world)
@@ -50,7 +50,7 @@ def on_rank_zero(world: World, do: Callable[[], T]) -> T:
 
 
 def raised_everywhere(error: Exception) -> Exception:
-    """Mark an error as one that every rank raises; return it."""
+    """Mark an error that every rank raises; return it."""
     error.everywhere = True  # type: ignore[attr-defined]
     return error
 
@@ -61,7 +61,7 @@ def rank_name(world: World) -> str:
 
 
 def _receive(world: World) -> Any:
-    """Return the result that rank 0 sends when it is done, or raise its error."""
+    """Return the result of rank 0, or raise its error."""
     sent: Any = ("beat",)
     while sent[0] == "beat":
         sent = world.same(None)
@@ -77,7 +77,7 @@ def _send_error(world: World, error: BaseException) -> None:
 
 
 def _error_of(kind: str, text: str) -> Exception:
-    """Build the error that rank 0 has raised."""
+    """Return the error that rank 0 has raised."""
     if kind in _ERRORS:
         return raised_everywhere(_ERRORS[kind](text))
     return raised_everywhere(CheckpointError(f"{kind} on rank 0: {text}"))
@@ -85,11 +85,11 @@ def _error_of(kind: str, text: str) -> Exception:
 
 @contextmanager
 def _beating(world: World) -> Iterator[None]:
-    """Send signs of life from a thread; the caller must start no collective meanwhile."""
+    """Send heartbeats from a thread; the caller must start no collective in this context."""
     done = threading.Event()
 
     def beat() -> None:
-        with suppress(RuntimeError):  # a rank that is gone: the next collective raises
+        with suppress(RuntimeError):  # a dead rank: the next collective raises
             while not done.wait(BEAT):
                 world.same(("beat",))
 
@@ -108,24 +108,24 @@ def _beating(world: World) -> Iterator[None]:
 def load_on_all_ranks(
     world: World, find: Callable[[Callable[[Path], Loaded]], Loaded | None], read: Callable[[Path], Loaded]
 ) -> Loaded | None:
-    """Search with `find` on rank 0, and read each candidate with `read` on every rank; all end with the same one.
+    """Search with `find` on rank 0, and read each candidate with `read` on every rank; return the same one on all.
 
-    One that any rank cannot read is damaged for all of them. CheckpointError, on all, also where a rank sees another
-    directory than rank 0 does.
+    A checkpoint that any rank cannot read is damaged for all. CheckpointError, on all ranks, also if a rank sees
+    another directory than rank 0.
     """
     if not world.is_main:
         return _follow(world, read)
     try:
-        found = find(lambda path: _read_on_all(world, path, read))
+        loaded = find(lambda path: _read_on_all(world, path, read))
     except _OtherDirectoryError as error:
-        shown = CheckpointError(str(error))
-        _send_error(world, shown)
-        raise shown from None
+        raised = CheckpointError(str(error))
+        _send_error(world, raised)
+        raise raised from None
     except BaseException as error:
         _send_error(world, error)
         raise
-    world.same(("found", found is not None))
-    return found
+    world.same(("loaded", loaded is not None))
+    return loaded
 
 
 class _OtherDirectoryError(Exception):
@@ -133,7 +133,7 @@ class _OtherDirectoryError(Exception):
 
 
 def _read_on_all(world: World, path: Path, read: Callable[[Path], Loaded]) -> Loaded:
-    """Have every rank read a checkpoint; CheckpointError where any of them cannot."""
+    """Read a checkpoint on every rank; CheckpointError if any of them cannot."""
     world.same(("read", path.absolute()))
     loaded, error, verdict = _try(world, path, read)
     verdicts = world.gather(verdict)
@@ -153,15 +153,15 @@ def _read_on_all(world: World, path: Path, read: Callable[[Path], Loaded]) -> Lo
 
 
 def _follow(world: World, read: Callable[[Path], Loaded]) -> Loaded | None:
-    """Read what rank 0 names, until it has found the checkpoint that is meant."""
+    """Read each candidate of rank 0, until it has loaded one or given up."""
     loaded: Loaded | None = None
     while True:
         order: Any = world.same(None)
         if order[0] == "error":
             raise _error_of(order[1], order[2])
-        if order[0] == "found":
+        if order[0] == "loaded":
             return loaded if order[1] else None
-        loaded = None  # of two that are read one after the other only one is in memory
+        loaded = None  # at most one checkpoint is in memory
         loaded, error, verdict = _try(world, order[1], read)
         world.gather(verdict)
         if error is not None and not isinstance(error, Exception):
@@ -171,7 +171,7 @@ def _follow(world: World, read: Callable[[Path], Loaded]) -> Loaded | None:
 def _try(
     world: World, path: Path, read: Callable[[Path], Loaded]
 ) -> tuple[Loaded | None, BaseException | None, tuple[_Verdict, str, str]]:
-    """Read a checkpoint on this rank; return it or the error, and the verdict for the other ranks."""
+    """Read a checkpoint on this rank; return it, or the error, and the verdict for the other ranks."""
     where = rank_name(world)
     if not os.path.lexists(path):
         return None, CheckpointError(f"checkpoint {path} is gone"), ("unseen", where, "")
@@ -185,7 +185,7 @@ def _try(
 
 
 def _identity(loaded: Loaded) -> str:
-    """Return what two different checkpoints of one name do not have in common."""
+    """Return a text that differs between two checkpoints of the same name."""
     manifest = loaded.manifest
     text = json.dumps([manifest["run"], manifest["update"], manifest["files"]], sort_keys=True)
     return f"{update_name(manifest['update'])} {hashlib.sha256(text.encode()).hexdigest()}"

@@ -1,4 +1,4 @@
-"""Manages the checkpoints of a run of several ranks: rank 0 commits, and all ranks know the same."""
+"""Manages the checkpoints of a run of several ranks: rank 0 commits, and all ranks have the same results."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from trainwright.distributed.world import World
 
 _LOOKS_FOR = 5.0
-"""Seconds within which a network file system must show one rank what another has made."""
+"""Seconds within which a directory made by one rank must appear on the others' network file system."""
 
 
 @dataclass(frozen=True, slots=True)
 class ManagerStatus:
-    """What rank 0 knows of the run and its directory, for the other ranks."""
+    """The state of rank 0's manager, for the other ranks."""
 
     run_id: str
     directory: Path
@@ -48,40 +48,40 @@ class ManagerStatus:
     saved: tuple[Saved, ...] = ()
     """Checkpoints that have become complete since the last report."""
     error: str = ""
-    """The error that the save ended in, for all ranks."""
+    """The error of the save, for all ranks."""
 
 
 class DistributedCheckpointManager(CheckpointManager):
-    """The manager of one run of several ranks: rank 0 saves its own state, or all save one that they hold together.
+    """The manager of one run of several ranks: rank 0 saves a replicated state, all ranks save a sharded one.
 
-    A model whose tensors are sharded (torch's DTensors) is written by all ranks, each its own part; its state is then
-    given on every rank. Of any other only the state that rank 0 gives is written.
+    A model of sharded tensors (torch's DTensors) is written by all ranks, each its own shards: all of them pass their
+    state to `save`. Of a replicated state only that of rank 0 is written.
 
-    Every rank makes the same calls in the same order, and gets the same: results, errors, best and complete ones.
-    `release`, `best`, `saved`, `failing`, and calls with `alone=True`, may be made by one rank without
-    the others; rank 0 then knows the newest, the others the last report. There are collectives only in `prepare`,
-    `adopt`, `reserve`, `save`, and in `completed` while a save was not reported.
+    Every rank makes the same calls in the same order, and gets the same results, errors, best and complete checkpoints.
+    One rank may call `release`, `best`, `saved`, `failing`, and any method with `alone=True`, without the others: rank
+    0 then knows the current state, the others that of the last report. Collectives run only in `prepare`, `adopt`,
+    `reserve`, `save`, and in `completed` while a save is unreported.
     """
 
     def __init__(self, settings: Checkpoint, run_id: str, *, world: World) -> None:
         super().__init__(settings, run_id)
         self.world = world
         self._is_unreported = False
-        """Whether there may be a save of which not all ranks know the result; the same on every rank."""
+        """Whether the result of a save is not broadcast yet; the same on every rank."""
         self._reported_failing = ""
         self._shard_writer: Writer[None] | None = None
-        """Writes this rank's part of sharded states; on rank 0 the writer of the checkpoint does that."""
+        """Writes this rank's shards; None on rank 0, where the writer of the checkpoint does that."""
         self._sharded_save: ShardedSave | None = None
-        """The last save in which all ranks took part."""
+        """The last save of all ranks."""
         self._token = (0, "")
-        """Process id and random number of rank 0, from which all ranks make the same names."""
+        """Process id and random number of rank 0; all ranks derive the same names from them."""
         self._sharded_saves = 0
 
     def prepare(self, *, resuming: bool) -> None:
         """Make and lock the directory, and check that every rank sees it.
 
-        Raises CheckpointError on all ranks where another run writes there, where it holds another run and none is
-        resumed, or where a rank has another directory of that name, as on a drive of its own.
+        CheckpointError on all ranks if another run writes there, if it holds another run and none is resumed, or if a
+        rank has another directory of that name, as on a local drive.
         """
         prepare = super().prepare
 
@@ -112,7 +112,7 @@ class DistributedCheckpointManager(CheckpointManager):
             raise raised_everywhere(CheckpointError(what, want=want, fix=fix))
 
     def adopt(self, loaded: Loaded) -> None:
-        """Continue the run of the checkpoint that was loaded. Raises as for one rank, on all."""
+        """Continue the run of a loaded checkpoint. Raises as for one rank, on all ranks."""
         adopt = super().adopt
 
         def first() -> ManagerStatus:
@@ -122,7 +122,7 @@ class DistributedCheckpointManager(CheckpointManager):
         self._take(on_rank_zero(self.world, first))
 
     def reserve(self, tree: Mapping[str, Tree]) -> None:
-        """Have memory for copies allocated in the background; CheckpointError names what cannot be saved."""
+        """Allocate memory for copies in the background; CheckpointError names an unsavable value."""
         if not holds_shards(tree):
             reserve = super().reserve
             on_rank_zero(self.world, lambda: reserve(tree))
@@ -142,10 +142,10 @@ class DistributedCheckpointManager(CheckpointManager):
         settings: str = "",
         alone: bool = False,
     ) -> None:
-        """Have rank 0 copy its `{part: state}` and write it; of a sharded state every rank copies and writes its part.
+        """Copy and write the `{part: state}` of rank 0; of a sharded state every rank copies and writes its shards.
 
-        All wait for the copies, and for the save in flight. `alone`: rank 0 saves without the others, which have
-        failed or will not get here; on another rank nothing happens then. CheckpointError for a sharded state.
+        All ranks wait for the copies, and for the save in flight. `alone`: rank 0 saves without the others, which have
+        failed or are elsewhere; a no-op on any other rank, and a CheckpointError for a sharded state.
         """
         manifest = self._manifest(update=update, epoch=epoch, metrics=metrics, settings=settings)
         if holds_shards(tree):
@@ -162,8 +162,8 @@ class DistributedCheckpointManager(CheckpointManager):
     def completed(self, *, wait: bool = False, alone: bool = False) -> list[Saved]:
         """Return the checkpoints that have become complete since the last report, oldest first, on every rank.
 
-        A save that failed is reported here, once: by a warning of rank 0 where the system refused, else, or with
-        `on_save_error="raise"`, by CheckpointError on all. `alone`: what this rank knows, without asking the others.
+        A failed save is reported here, once: by a warning of rank 0 if the system refused it, else, or with
+        `on_save_error="raise"`, by CheckpointError on all. `alone`: those that this rank knows, without a collective.
         """
         completed = super().completed
         if alone:
@@ -178,7 +178,7 @@ class DistributedCheckpointManager(CheckpointManager):
             saved, error = [], ""
             try:
                 saved = completed(wait=wait)
-            except CheckpointError as failed:  # reported as well, so that all ranks know the same afterwards
+            except CheckpointError as failed:  # broadcast: all ranks raise it
                 error = str(failed)
             return replace(self._status(), saved=tuple(saved), error=error)
 
@@ -192,7 +192,7 @@ class DistributedCheckpointManager(CheckpointManager):
         return list(status.saved)
 
     def release(self, *, wait: bool = True) -> None:
-        """Wait for the save in flight and unlock the directory; without a collective."""
+        """Wait for the save in flight and unlock the directory, without a collective."""
         self._limit_patience(sharded_files.HURRY if wait else 0.0)
         shard_writer, self._shard_writer = self._shard_writer, None
         if shard_writer is not None:
@@ -201,16 +201,16 @@ class DistributedCheckpointManager(CheckpointManager):
 
     @property
     def failing(self) -> str:
-        """How many saves have failed since the last complete one, why, and what there is; empty where none has."""
+        """How many saves failed since the last complete one, the reason, and the newest checkpoint; empty if none."""
         return super().failing if self.world.is_main else self._reported_failing
 
     def _own_files(self, parts: Split) -> dict[str, Content]:
-        """Return the file with this rank's pieces; nothing is copied."""
+        """Return the file with this rank's shards; nothing is copied."""
         return {shard_file(self.world.rank): Contents(parts.tensors, {})}
 
     def _save_shards(self, parts: Split, manifest: dict[str, Any]) -> None:
-        """Have each rank copy and write its part; what rank 0 cannot encode is an error of all."""
-        if self._is_unreported:  # all have written the last save before any begins: no copy is overwritten
+        """Copy and write the shards on every rank; an error of rank 0 is raised on all."""
+        if self._is_unreported:  # all ranks have written the last save before any overwrites its copies
             on_rank_zero(self.world, self.wait)
             if self._shard_writer is not None:
                 self._shard_writer.wait()
@@ -225,7 +225,7 @@ class DistributedCheckpointManager(CheckpointManager):
         writer.wait()
         writer.outcomes()  # rank 0 reports them
         copies = writer.copy(files)
-        # In the thread even without copies: this one must be able to receive an error of rank 0.
+        # In the thread even without copies: the training thread must receive an error of rank 0.
         writer.start(partial(self._sharded_save.write_shard, copies or files, directory=self.directory))
         try:
             on_rank_zero(self.world, lambda: None)
@@ -238,7 +238,7 @@ class DistributedCheckpointManager(CheckpointManager):
             writer.reserve(files)
 
     def _next_sharded_save(self, parts: Split, update: int) -> ShardedSave:
-        """Return the save of an update; its directory has a name that all ranks make alike, and no other save has."""
+        """Return the save of an update; all ranks derive the same unique name of its temporary directory."""
         self._sharded_saves += 1
         pid, secret = self._token
         token = f"{(int(secret, 16) + self._sharded_saves) % (1 << 32):08x}"
@@ -251,7 +251,7 @@ class DistributedCheckpointManager(CheckpointManager):
         )
 
     def _limit_patience(self, seconds: float) -> None:
-        """Have no rank waited for longer than this: the run ends in an error, or the result is known."""
+        """Limit the wait for other ranks: the run ends in an error, or the result is known."""
         if self._sharded_save is not None:
             self._sharded_save.patience = min(self._sharded_save.patience, seconds)
 
@@ -261,14 +261,14 @@ class DistributedCheckpointManager(CheckpointManager):
         )
 
     def _take(self, status: ManagerStatus) -> None:
-        """Take over what rank 0 knows."""
+        """Take over the state of rank 0's manager."""
         if not self.world.is_main:
             self.run_id, self.directory = status.run_id, status.directory
             self._complete, self._resumed = status.complete, status.resumed
 
 
 def _appears(path: Path) -> bool:
-    """Return whether this rank sees a path, at once or when its file system asks the server anew."""
+    """Return whether this rank sees a path, at once or after its network file system has refreshed."""
     end = time.monotonic() + _LOOKS_FOR
     while not os.path.lexists(path):
         if time.monotonic() > end:

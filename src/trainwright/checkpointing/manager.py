@@ -1,4 +1,4 @@
-"""Manages the checkpoints of one run: copies states for the writer, ranks them, and reports what came of each save."""
+"""Manages the checkpoints of one run: submits states to the writer, ranks them, and reports the result of each save."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ NO_FILES: Mapping[str, Content] = MappingProxyType({})
 
 
 class CheckpointManager:
-    """Saves the checkpoints of one run, tracks which are best, and has those removed that retention does not keep.
+    """Saves the checkpoints of one run, tracks the best, and removes those that retention does not keep.
 
-    Order of use: `prepare`, `adopt` where a run is resumed, `reserve` once or more, then `judge`, `save` and
-    `completed` as often as needed, `release`. All methods are for the training thread. The writer thread is given
-    records that nobody changes, and its results are taken over between two saves: so nothing is read while it changes.
+    Order of use: `prepare`; `adopt` when a run is resumed; `reserve` once or more; then `judge`, `save` and
+    `completed` as often as needed; `release`. The training thread calls all methods. The writer thread reads immutable
+    records only, and its results are collected between two saves: no thread reads what another one changes.
 
-    A slot of a user's own subclasses it: every method may be overridden, `save` and `completed` at least.
+    A checkpoint slot of a user is a subclass: every method may be overridden, `save` and `completed` at least.
     """
 
     def __init__(self, settings: Checkpoint, run_id: str) -> None:
@@ -54,21 +54,21 @@ class CheckpointManager:
         self.run_id = run_id
         self.directory = Path(settings.directory).expanduser().absolute()
         self.on_result: Callable[[], None] | None = None
-        """Called in the writer thread when a save is complete or has failed; set before `prepare` or after."""
+        """Called in the writer thread when a save is complete or has failed."""
         self.blocked = 0.0
-        """Seconds that saving has made training wait."""
+        """Seconds that training has waited for saves."""
         self.is_saving = False
-        """Whether a save has begun of which no result was taken over."""
+        """Whether a save was submitted whose result is not collected yet."""
         self._tracker = BestTracker(settings)
         self._complete: Mapping[int, float] = {}
-        """Complete checkpoints of this run in the directory: update -> rank of the monitored number. Never changed in
-        place: a save is given this one, and returns another."""
+        """Complete checkpoints of this run in the directory: update -> rank of the monitored number. Immutable: a save
+        reads this one, and returns another."""
         self._resumed: Path | None = None
         """The checkpoint that was resumed."""
         self._root = RunDirectory(self.directory, given=str(settings.directory))
         self._writer: Writer[SaveResult] | None = None
         self._last_save = (0, 0.0)
-        """Its update, and how long training waited for it."""
+        """Its update, and the seconds that training waited for it."""
         self._saved: list[Saved] = []
         self._failures: list[SaveFailure] = []
         self._warnings: list[str] = []
@@ -76,9 +76,9 @@ class CheckpointManager:
         """The last save, where it failed."""
 
     def prepare(self, *, resuming: bool) -> None:
-        """Make and lock the directory and check that it can be written to, before the first update.
+        """Make and lock the directory, and check that it is writable; before the first update.
 
-        Raises CheckpointError where another process writes there, or where it holds another run and none is resumed.
+        CheckpointError if another process writes there, or if it holds another run and none is resumed.
         """
         self.release()
         self._root.acquire()
@@ -91,10 +91,10 @@ class CheckpointManager:
         self._writer = Writer("trainwright checkpoints", async_save=self.settings.async_save, on_result=self._notify)
 
     def adopt(self, loaded: Loaded) -> None:
-        """Continue the run of the checkpoint that was loaded; its state is loaded by `load_state_dict`.
+        """Continue the run of a loaded checkpoint; `load_state_dict` restores the best values.
 
-        Raises CheckpointError where the directory holds another run, or later complete checkpoints of this one, from
-        which newer ones could not be distinguished.
+        CheckpointError if the directory holds another run, or later complete checkpoints of this one: new checkpoints
+        could not be distinguished from them.
         """
         self.run_id = loaded.manifest["run"]
         self._resumed = loaded.path.absolute()
@@ -106,16 +106,13 @@ class CheckpointManager:
             raise CheckpointError(what, have=", ".join(sorted(later)), fix=fix)
 
     def reserve(self, tree: Mapping[str, Tree]) -> None:
-        """Have memory for a copy of such a state allocated in the background.
-
-        CheckpointError names a value of it that cannot be saved.
-        """
+        """Allocate memory for copies of such a state in the background; CheckpointError names an unsavable value."""
         self._reserve(encode(tree))
 
     def judge(self, metrics: Mapping[str, float], *, epoch: int, update: int) -> bool:
-        """Take in the numbers of an update; return whether the monitored one is among the best, and to be saved now.
+        """Rank the numbers of an update; return whether the monitored one is among the best so far, and to be saved.
 
-        NaN never is, nor the worst infinity; a tie is no better. SettingError where there is no such number.
+        NaN and the worst infinity never are; a tie is no better. SettingError if there is no such number.
         """
         return self._tracker.judge(metrics, epoch=epoch, update=update)
 
@@ -129,10 +126,10 @@ class CheckpointManager:
         settings: str = "",
         alone: bool = False,
     ) -> None:
-        """Copy `{part: state}` and have it written; `completed` returns it when it is complete.
+        """Copy `{part: state}` and submit it to the writer; `completed` returns it when it is complete.
 
-        Waits for the save in flight. Then checkpoints that retention does not keep are removed. `metrics` are the
-        numbers measured at this very update, `settings` a digest of the run's settings. `alone`: of several ranks only
+        Waits for the save in flight. After the save, checkpoints that retention does not keep are removed. `metrics`:
+        the numbers measured at this update; `settings`: a digest of the run's settings; `alone`: of several ranks only
         this one saves. CheckpointError names a value that cannot be stored.
         """
         self._submit(tree, self._manifest(update=update, epoch=epoch, metrics=metrics, settings=settings))
@@ -140,9 +137,9 @@ class CheckpointManager:
     def completed(self, *, wait: bool = False, alone: bool = False) -> list[Saved]:
         """Return the checkpoints that have become complete since the last call, oldest first.
 
-        With `wait`: after the save in flight, and as the last call, since no further save is due. A save that failed
-        is reported here, once: by a warning where the system refused, by CheckpointError with `on_save_error="raise"`,
-        for any other failure, and with `wait` where it was the last save. `alone`: without asking other ranks.
+        With `wait`: after the save in flight; no further save is due. A failed save is reported here, once: by a
+        warning if the system refused it; by CheckpointError with `on_save_error="raise"`, for any other failure, and
+        with `wait` if it was the last save. `alone`: without a collective.
         """
         if wait:
             self.wait()
@@ -164,7 +161,7 @@ class CheckpointManager:
     def release(self, *, wait: bool = True) -> None:
         """Wait for the save in flight, and unlock the directory.
 
-        Without `wait`, or where the wait is interrupted, the writer thread unlocks it when it is done.
+        Without `wait`, or if the wait is interrupted, the writer thread unlocks it when it is done.
         """
         writer, self._writer = self._writer, None
         if writer is not None:
@@ -187,7 +184,7 @@ class CheckpointManager:
 
     @property
     def failing(self) -> str:
-        """How many saves have failed since the last complete one, why, and what there is; empty where none has."""
+        """How many saves failed since the last complete one, the reason, and the newest checkpoint; empty if none."""
         self._take_results()
         return "" if self._failed is None else self._failed.line(before=self._newest)
 
@@ -196,7 +193,7 @@ class CheckpointManager:
         return self._tracker.state_dict()
 
     def load_state_dict(self, tree: dict[str, Any]) -> None:
-        """Restore the best values so far; those of another number are dropped, with a warning."""
+        """Restore the best values so far; drop those of another number, with a warning."""
         self._tracker.load_state_dict(tree)
 
     def _reserve(self, files: Files) -> None:
@@ -225,9 +222,9 @@ class CheckpointManager:
         shards: Mapping[str, Content] = NO_FILES,
         sharded: ShardedSave | None = None,
     ) -> None:
-        """Hand a state to the writer, after the save in flight.
+        """Submit a state to the writer, after the save in flight.
 
-        `shards`: files that this rank adds, `sharded`: how the others add theirs.
+        `shards`: this rank's files of a sharded state; `sharded`: the same save on the other ranks.
         """
         assert self._writer is not None, "prepare() comes first"
         began = time.perf_counter()
@@ -243,7 +240,7 @@ class CheckpointManager:
         self.is_saving = True
 
     def _take_results(self, writer: Writer[SaveResult] | None = None) -> None:
-        """Take over the result of the last save; `completed` reports it."""
+        """Collect the result of the last save; `completed` reports it."""
         writer = writer or self._writer
         update, blocked = self._last_save
         for outcome in [] if writer is None else writer.outcomes():
@@ -275,10 +272,10 @@ class CheckpointManager:
             self.on_result()
 
     def _survey(self, loaded: Loaded | None) -> dict[int, float]:
-        """Return the complete checkpoints of this run in the directory, each of which is read once.
+        """Return the complete checkpoints of this run in the directory; each is read once.
 
-        CheckpointError where there is one of another run; without `loaded`, one that cannot be read may be of any run.
-        The loaded one was read already, and those that it was preferred to cannot be loaded and do not count.
+        CheckpointError if one is of another run; without `loaded`, an unreadable one may be of any run. The loaded one
+        was read already; newer ones that were passed over for it do not count.
         """
         known: dict[Path, dict[str, Any] | None] = {}
         if loaded is not None:
@@ -292,7 +289,7 @@ class CheckpointManager:
         return complete
 
     def _readable(self, path: Path, *, tolerant: bool) -> dict[str, Any] | None:
-        """Return the manifest of a checkpoint all of which can be decoded; None where it cannot."""
+        """Return the manifest of a checkpoint that can be decoded completely; None if it cannot."""
         manifest = self._root.read_manifest(path, self.run_id, tolerant=tolerant)
         try:
             if manifest is not None:
@@ -321,7 +318,7 @@ class CheckpointManager:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SaveJob:
-    """One save as the writer thread sees it: nothing in it, or given to it, changes meanwhile."""
+    """One save, run by the writer thread. Immutable, and so are all arguments."""
 
     root: RunDirectory
     settings: Checkpoint
@@ -330,15 +327,15 @@ class SaveJob:
     complete: Mapping[int, float]
     """The complete checkpoints before it."""
     best: tuple[int, ...]
-    """The updates with the best values of the monitored number, their checkpoints complete or not."""
+    """Updates with the best values of the monitored number; their checkpoints may be incomplete."""
     sharded: ShardedSave | None
-    """How other ranks add their files."""
+    """The same save on the other ranks, which write files too."""
     began: float = field(default_factory=time.perf_counter)
 
     def write(self, files: Files) -> SaveResult:
         """Commit the checkpoint, then remove those that retention does not keep.
 
-        CheckpointError where it could not be written; those before it are as they were then.
+        CheckpointError if it could not be written; older checkpoints are unchanged then.
         """
         directory, settings, update = self.root.path, self.settings, self.manifest["update"]
         complete, warnings = dict(self.complete), []
@@ -358,7 +355,7 @@ class SaveJob:
         return SaveResult(saved, complete, warnings)
 
     def _reacquire(self, complete: dict[int, float]) -> list[str]:
-        """Make a directory that was lost anew; drop checkpoints that are gone, and return a warning for them."""
+        """Make and lock the lost directory again; drop checkpoints that are gone, and return a warning."""
         directory = self.root.path
         self.root.reacquire(self.manifest["run"])
         gone = [update for update in complete if not (directory / update_name(update)).is_dir()]
@@ -371,16 +368,16 @@ class SaveJob:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SaveResult:
-    """The result of a save that is complete."""
+    """The result of a complete save."""
 
     saved: Saved
     complete: Mapping[int, float]
-    """The complete checkpoints now: update -> rank of the monitored number."""
+    """The complete checkpoints after it: update -> rank of the monitored number."""
     warnings: list[str]
 
 
 def _remove(path: Path, *, run: str) -> list[str]:
-    """Remove a checkpoint that is readable and of this run; return what to warn of."""
+    """Remove a checkpoint if it is readable and of this run; return warnings."""
     try:
         if read_manifest(path)["run"] == run:
             commits.remove(path)
@@ -394,20 +391,20 @@ def _remove(path: Path, *, run: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SaveFailure:
-    """A save that failed, and how to report it."""
+    """A failed save, and the text that reports it."""
 
     update: int
     error: BaseException
     times: int
-    """How many have failed in a row, this one included."""
+    """The number of failures in a row, this one included."""
 
     @property
     def is_of_the_system(self) -> bool:
-        """Whether the system refused, so that a later save may succeed; any other failure is a mistake in a program."""
+        """Whether the system refused it: a later save may succeed. Any other failure is a mistake in a program."""
         return self._cause is not None
 
     def text(self, directory: Path, *, before: Path | None, ends: bool) -> str:
-        """Return what failed, why, what is lost if the run dies now and when the next save is tried.
+        """Return the save, the reason of its failure, and the checkpoint to resume from if the run dies now.
 
         `before`: the newest complete checkpoint; `ends`: no further save is due.
         """
@@ -426,14 +423,14 @@ class SaveFailure:
         return message(f"{what}; {lost}", have=have, fix=self._reason[1], where=False)
 
     def line(self, *, before: Path | None) -> str:
-        """Return the same in one line, for a run that is over; `before`: the newest complete checkpoint."""
+        """Return the same in one line, for a run that has ended; `before`: the newest complete checkpoint."""
         count = f"{self.times} saves failed, the last for" if self.times > 1 else "the last save failed"
         newest = "nothing is saved" if before is None else f"the newest complete checkpoint is {before.name}"
         return f"{count}: {self._reason[0]}; {newest}"
 
     @property
     def _cause(self) -> OSError | None:
-        """The error of the system, where it refused."""
+        """The error of the system, if it refused."""
         seen: BaseException | None = self.error
         while seen is not None and not isinstance(seen, OSError):
             seen = seen.__cause__
@@ -441,7 +438,7 @@ class SaveFailure:
 
     @property
     def _reason(self) -> tuple[str, str]:
-        """Why it failed in a few words, and what to do about it."""
+        """The reason of the failure in a few words, and the fix."""
         cause = self._cause
         if cause is None:
             return f"{type(self.error).__name__}: {str(self.error).partition(chr(10))[0]}", ""
@@ -459,7 +456,7 @@ _REASONS = {
     errno.ETIMEDOUT: ("a rank has not written its part", "see what it does, and whether its disk is slow"),
     errno.ENOMEM: ("the system has no memory left", "free memory, or Checkpoint(..., async_save=False)"),
 }
-"""The meaning of an error number here, and what to do about it."""
+"""The meaning of an error number, and the fix."""
 for _name, _what in {
     "EDQUOT": ("the quota is used up", "free space of this user there, or ask for more"),
     "ESTALE": ("the network file system has lost the directory", "see whether the file server is there"),

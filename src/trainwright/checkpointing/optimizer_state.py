@@ -1,8 +1,8 @@
 """Optimizer state by parameter name: a resumed run may build its optimizer with the parameters in another order.
 
-Torch stores the state by position. Beside it a checkpoint has the name and the shape of each parameter; state goes to
-the parameter of the same name in the same group. Where a state belongs to no single parameter, as that of LBFGS, the
-order must be the same.
+torch stores the state by position. A checkpoint stores the name and the shape of each parameter beside it, and a
+resume moves state to the parameter of the same name in the same group. State of no single parameter, as that of LBFGS,
+needs the saved order.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from trainwright.distributed.pieces import LazyTensor
 from trainwright.protocols import Stateful, Tree
 
 PARAMETERS = "optimizer_parameters"
-"""The part of a checkpoint that holds the names and shapes of the parameters of each optimizer, group by group."""
+"""The part of a checkpoint with the names and shapes of the parameters of each optimizer, group by group."""
 _OTHER_SHAPES = ("LBFGS", "Adafactor")
-"""Optimizers of torch whose state tensors need not have the shapes of their parameters."""
+"""Optimizers of torch whose state tensors may have other shapes than their parameters."""
 
 
 def optimizer_states(
     parts: Mapping[str, Stateful], tree: dict[str, Tree]
 ) -> Iterator[tuple[str, Optimizer, dict[str, Tree], str]]:
-    """Yield each optimizer of `{part: state}` with its path, and the dict and the key that its state has there."""
+    """Yield the path and the optimizer of each optimizer among the parts, and the dict and the key of its state."""
     for name, part in parts.items():
         if isinstance(part, Optimizer):
             yield name, part, tree, name
@@ -42,17 +42,17 @@ def optimizer_states(
 
 
 def parameters_of_optimizers(parts: Mapping[str, Stateful], tree: dict[str, Tree]) -> dict[str, Tree]:
-    """Return name and shape of each parameter of each optimizer, by group; a name is None where no module has it."""
+    """Return name and shape of each parameter of each optimizer, by group; the name is None if no module has it."""
     names = parameter_names(parts)
     return {path: _names_and_shapes(one, names) for path, one, *_ in optimizer_states(parts, tree)}
 
 
 def put_in_current_order(parts: Mapping[str, Stateful], tree: dict[str, Tree], saved: Any, *, origin: str) -> list[str]:
-    """Put the state of each optimizer into the current order of its parameters; return lines for the header.
+    """Reorder the state of each optimizer to the current order of its parameters; return lines for the header.
 
-    `saved`: the result of `parameters_of_optimizers` when it was saved. State goes by the name of its parameter within
-    a group, without a name by position. CheckpointError where parameters or shapes are others, or where state belongs
-    to no single parameter and the order is another one.
+    `saved`: the saved result of `parameters_of_optimizers`. Parameters are matched by name within a group, and by
+    position if they have none. CheckpointError if parameters or shapes differ, or if the order differs and a state
+    belongs to no single parameter.
     """
     if not isinstance(saved, Mapping):
         raise DamagedError(f"{origin} is damaged: its {PARAMETERS!r} cannot be read", origin)
@@ -75,7 +75,7 @@ def put_in_current_order(parts: Mapping[str, Stateful], tree: dict[str, Tree], s
 
 
 def named_parameters(parts: Mapping[str, Stateful]) -> dict[str, Tensor]:
-    """Return the parameters of the modules among the parts by every name: of the model, the loss, then of others."""
+    """Return the parameters of the modules among the parts by all their names: model, loss, then others."""
     modules = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
     roots = sorted(modules, key=lambda name: (name != "model", name != "loss"))
     named = ((root, modules[root].named_parameters(remove_duplicate=False)) for root in roots)
@@ -83,7 +83,7 @@ def named_parameters(parts: Mapping[str, Stateful]) -> dict[str, Tensor]:
 
 
 def parameter_names(parts: Mapping[str, Stateful]) -> dict[int, str]:
-    """Return the first name of each parameter of the modules among the parts, by its id."""
+    """Return the first name of each parameter of the modules among the parts, by id."""
     return {id(parameter): name for name, parameter in reversed(named_parameters(parts).items())}
 
 
@@ -92,7 +92,7 @@ def _names_and_shapes(optimizer: Optimizer, names: Mapping[int, str]) -> list[li
 
 
 class _Match:
-    """The saved state of one optimizer, whose parameters have another order now, or no names."""
+    """The saved state of one optimizer whose parameters have another order now, or no names."""
 
     def __init__(
         self, path: str, optimizer: Optimizer, state: Any, *, parts: Mapping[str, Stateful], origin: str
@@ -101,7 +101,7 @@ class _Match:
         self.known, self.names = named_parameters(parts), parameter_names(parts)
 
     def ordered(self, saved: Any, lines: list[str]) -> Any:
-        """Return the state matched by name, by position where there is none; append lines for the header to `lines`."""
+        """Return the state in the current order; append lines for the header to `lines`."""
         if nameless := sum(name is None for group in saved for name, _ in group):
             what = "parameter of part" if nameless == 1 else "parameters of part"
             lines.append(f"resumed: {nameless} {what} {self.path!r} without a name: matched by position and shape")
@@ -112,7 +112,7 @@ class _Match:
         return _moved(self.state, orders)
 
     def _orders(self, saved: list[list[Any]]) -> list[list[int]]:
-        """Return for each parameter its position in the saved group; refuse other parameters or shapes."""
+        """Return the saved position of each parameter in its group; refuse other parameters and shapes."""
         groups = [list(group["params"]) for group in self.optimizer.param_groups]
         orders: list[list[int]] = []
         wrong: list[str] = []
@@ -144,7 +144,7 @@ class _Match:
         return orders
 
     def _check_movable(self, saved: list[list[Any]]) -> None:
-        """Refuse another order where state belongs to no single parameter."""
+        """Refuse another order if state belongs to no single parameter."""
         kind, reason = type(self.optimizer).__name__, ""
         if not _is_usual(self.state) or _sizes(self.state) != [len(group) for group in saved]:
             reason = f"{kind} gives its state a form of its own"
@@ -181,7 +181,7 @@ def _is_name_and_shape(entry: Any) -> bool:
 
 
 def _check_state(optimizer: Optimizer, state: Any, saved: list[list[Any]]) -> None:
-    """Raise FormError for the state of one of torch's optimizers that no step of it could use.
+    """Raise FormError for a state that no step of one of torch's optimizers could use.
 
     `saved`: names and shapes of the parameters of that state.
     """
@@ -199,7 +199,7 @@ def _check_state(optimizer: Optimizer, state: Any, saved: list[list[Any]]) -> No
 
 
 def _check_entries(group: Mapping[str, Any], shapes: list[tuple[int, ...]], entries: Mapping[Any, Any]) -> None:
-    """Raise FormError where the parameters of a group have not the same state, or tensors of other shapes."""
+    """Raise FormError if the parameters of a group differ in the keys or types of their state, or a shape is wrong."""
     first: Mapping[str, Any] = {}
     for number, shape in zip(group["params"], shapes, strict=True):
         entry = entries.get(number, {})
@@ -216,14 +216,14 @@ def _check_entries(group: Mapping[str, Any], shapes: list[tuple[int, ...]], entr
 
 
 def _is_like(first: Any, value: Any, shape: tuple[int, ...]) -> bool:
-    """Return whether the state of a parameter of this shape can have a value where that of another has `first`."""
+    """Return whether a value in the state of a parameter of a shape is of the type of `first`, that of another one."""
     if isinstance(value, Tensor | LazyTensor):
         return isinstance(first, Tensor | LazyTensor) and tuple(value.shape) in ((), shape)
     return is_number(first) if is_number(value) else value is None and first is None
 
 
 def _fits(mine: Any, saved: Any) -> bool:
-    """Return whether a saved setting can replace the one that an optimizer has."""
+    """Return whether a saved setting can replace the setting of an optimizer."""
     if isinstance(mine, tuple | list):
         return isinstance(saved, tuple | list) and len(mine) == len(saved) and all(map(_fits, mine, saved))
     if isinstance(mine, Tensor) or is_number(mine):
@@ -259,7 +259,7 @@ def _sizes(state: Mapping[str, Any]) -> list[int]:
 
 
 def _moved(state: Mapping[str, Any], orders: list[list[int]]) -> dict[str, Any]:
-    """Return the state as the optimizer would have it with its parameters in another order."""
+    """Return the state for the parameters in another order."""
     moved: dict[Any, Any] = {}
     groups = []
     for group, order in zip(state["param_groups"], orders, strict=True):

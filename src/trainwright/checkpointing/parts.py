@@ -1,4 +1,4 @@
-"""The parts of a run as one tree of state: gathered for a checkpoint, restored strictly, no part more and none less."""
+"""The state of a run as one tree, `{part: state}`: gathered for a checkpoint, restored strictly both ways."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ NEVER_FRESH = {
     "data": "resume_data=False, for other data",
     **dict.fromkeys(("progress", "totals", "random"), _ANEW),
 }
-"""Parts that no resume starts anew, and what to write instead."""
+"""Parts that no resume starts anew, and the line to write instead."""
 _ALWAYS = frozenset({"model", "progress", "totals", "data", "state", "random"})
 """Parts of every run."""
 
 
 class CallbackPart:
-    """A part made of two functions, for state that no object of its own holds."""
+    """A part made of two functions, for state without an object of its own."""
 
     def __init__(self, get: Callable[[], Tree], set_: Callable[[Tree], None]) -> None:
         self.state_dict = get
@@ -37,7 +37,7 @@ class CallbackPart:
 
 
 def gather(parts: Mapping[str, Stateful]) -> dict[str, Tree]:
-    """Return every part's state, and the names of the parameters that the optimizers' state belongs to."""
+    """Return the state of every part, and the names of the parameters of each optimizer."""
     tree = {name: part.state_dict() for name, part in parts.items()}
     return tree | {PARAMETERS: parameters_of_optimizers(parts, tree)}
 
@@ -54,7 +54,7 @@ def check_savable(tree: Mapping[str, Tree], metrics: Mapping[str, Any]) -> None:
 
 
 def check(parts: Mapping[str, Stateful], tree: Mapping[str, Tree], *, origin: str, fresh: Sequence[str] = ()) -> None:
-    """Raise CheckpointError where a part is missing or not used, or where a module has other tensors.
+    """Raise CheckpointError if a part is missing or not used, or if a module has other tensors.
 
     `fresh`: parts that start anew already; the line to write names them too.
     """
@@ -76,7 +76,7 @@ def check(parts: Mapping[str, Stateful], tree: Mapping[str, Tree], *, origin: st
 
 
 def fresh_line(names: Sequence[str]) -> str:
-    """Return the line that starts the parts of these names anew; empty where one of them cannot be."""
+    """Return the line that starts the parts of these names anew; empty if one of them cannot be."""
     if not NEVER_FRESH.keys().isdisjoint(names):
         return ""
     quoted = ", ".join(f'"{name}"' for name in names)
@@ -84,18 +84,18 @@ def fresh_line(names: Sequence[str]) -> str:
 
 
 def restore(parts: Mapping[str, Stateful], tree: dict[str, Tree], *, origin: str) -> list[str]:
-    """Load every part's state, model and progress first, random last; after `check`. Return what the parts report.
+    """Load the state of every part, model and progress first, random last; after `check`. Return the parts' reports.
 
-    Raises CheckpointError where the state of a part is of another form.
+    CheckpointError if the state of a part has another form.
     """
     reports = []
-    # Progress comes before the schedule, which is planned by the lengths that finished epochs had.
+    # Progress before the schedule: its plan needs the lengths of finished epochs.
     for name in sorted(parts, key=lambda name: (name != "model", name != "progress", name == "random")):
         part = parts[name]
         try:
             report = part.load_state_dict(tree[name])
         except TrainwrightError:
-            raise  # it says what differs, and what to do
+            raise  # it names the difference and the fix
         except _LOAD_ERRORS as error:
             raise _load_error(name, error, origin=origin) from error
         if isinstance(report, str):
@@ -132,11 +132,11 @@ def _defect(attribute: str, value: Any) -> str:
 
 
 _LOAD_ERRORS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, MemoryError)
-"""What a `load_state_dict` may raise for a state of another form."""
+"""Errors of `load_state_dict` for a state of another form."""
 
 
 def _load_error(name: str, error: Exception, *, origin: str) -> CheckpointError:
-    """Return the error for a part that does not load its state: damaged, or saved with other settings of the user's."""
+    """Return the error for a part that cannot load its state: it is damaged, or of other settings of the user."""
     why = first_line(error)
     if isinstance(error, KeyError):
         why = f"its saved state has no {error}"
@@ -150,7 +150,7 @@ def _load_error(name: str, error: Exception, *, origin: str) -> CheckpointError:
 
 
 def _dtypes_match(parts: Mapping[str, Stateful], tree: Mapping[str, Tree]) -> bool:
-    """Return whether all weights have the dtypes that they were saved with."""
+    """Return whether all parameters have the dtypes that they were saved with."""
     roots = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
     named = [(tree[name].get(key), own) for name, root in roots.items() for key, own in root.named_parameters()]
     return all(saved.dtype == own.dtype for saved, own in named if isinstance(saved, Tensor))
@@ -171,7 +171,7 @@ def _check_tensors(name: str, module: nn.Module, saved: Any, *, origin: str) -> 
 def _other_module(
     name: str, wrong: list[str], *, missing: list[str], unexpected: list[str], origin: str
 ) -> CheckpointError:
-    """Build the error that names the tensors of a checkpoint that a module has not, or has in another shape."""
+    """Return the error for a module with other tensors than the saved one."""
     named = {"of another shape": wrong, "missing in the checkpoint": missing, f"not in the {name}": unexpected}
     return CheckpointError(
         f"{origin} is from another {name}: {len(wrong)} tensors differ in shape, "

@@ -1,4 +1,4 @@
-"""Which checkpoints stay: the last `keep`, and the `top` best by the monitored number."""
+"""Retention: the last `keep` checkpoints, and the `top` best by the monitored number."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A value of the monitored number, and where it was measured."""
+    """A value of the monitored number, with the epoch and the update of its measurement."""
 
     value: float
     epoch: int
@@ -34,9 +34,9 @@ class BestTracker:
         self._size = settings.top
 
     def judge(self, metrics: Mapping[str, float], *, epoch: int, update: int) -> bool:
-        """Take in the numbers of an update; return whether the monitored one is among the `top` best so far.
+        """Rank the numbers of an update; return whether the monitored one is among the `top` best so far.
 
-        NaN never is, nor the worst infinity; a tie is no better. SettingError where there is no such number.
+        NaN and the worst infinity never are; a tie is no better. SettingError if there is no such number.
         """
         if self.monitor is None:
             return False
@@ -55,7 +55,7 @@ class BestTracker:
         return {"best": self.monitor, "mode": self.mode, "top": [asdict(one) for one in self.top]}
 
     def load_state_dict(self, tree: dict[str, Any]) -> None:
-        """Restore the best values so far; those of another number are dropped, with a warning."""
+        """Restore the best values so far; drop those of another number, with a warning."""
         check_form(tree, best=is_none_or(is_text), mode=is_text, top=lambda top: type(top) is list)
         for one in tree["top"]:
             check_form(one, value=is_number, epoch=is_count, update=is_count)
@@ -72,8 +72,8 @@ def removable(
 ) -> list[int]:
     """Return the updates of the checkpoints to remove: all but the last `keep`, the `top` best, and those of `best`.
 
-    `complete`: the rank of each complete one's number, by update; `best`: updates with the best values so far, whose
-    checkpoints need not be complete.
+    `complete`: the rank of each complete one's number, by update; `best`: updates with the best values so far; their
+    checkpoints may be incomplete.
     """
     last = sorted(complete, reverse=True)[: None if keep == "all" else keep]
     ranked = sorted((key, update) for update, key in complete.items() if key < inf)

@@ -1,4 +1,4 @@
-"""The weights of a model as one safetensors file, tied tensors stored once; and back into a model."""
+"""Writes the weights of a model to one safetensors file, tied tensors once, and loads them into a model."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from trainwright.distributed.pieces import LazyTensor
 from trainwright.modules.dtensors import copy_into, is_sharded, local_shards, on_all_ranks
 
 TIED, EXTRA, VERSIONS = "trainwright.tied", "trainwright.extra", "trainwright.versions"
-"""Keys of the file's metadata: other names of a tensor, extra state that is no tensor, versions of the modules."""
+"""Keys of the file's metadata: other names of tied tensors, extra state that is no tensor, versions of modules."""
 LISTED = 10
-"""Names that an error lists."""
+"""The most names that an error lists."""
 
 
 def save_weights(path: str | Path, state_dict: Mapping[str, Any]) -> None:
@@ -71,7 +71,7 @@ def _check_storable(name: str, tensor: Tensor) -> None:
 
 
 def _expanded(tensor: Tensor) -> str:
-    """Return why a tensor cannot be loaded into again: torch writes no tensor whose elements share their memory."""
+    """Return the defect of an expanded tensor: torch copies into no tensor whose elements share their memory."""
     shares = any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return "is expanded, so that several of its elements share their memory; store .clone() of it" if shares else ""
 
@@ -109,9 +109,9 @@ def read_weights(file: FileReader, *, fill: bool = True, model: nn.Module | None
 
 
 def load_into(model: nn.Module, weights: Mapping[str, Any], *, source: str) -> None:
-    """Load weights into a model with exactly those names and shapes; else change nothing and name the differences.
+    """Load weights into a model of exactly those names and shapes; otherwise name the differences and change nothing.
 
-    For a sharded model every rank calls this with the same complete weights, and loads its part.
+    For a sharded model every rank calls this with the same complete weights, and loads its shard.
     """
     have = model.state_dict()
     empty = [name for name, tensor in have.items() if isinstance(tensor, Tensor) and tensor.is_meta]
@@ -141,7 +141,7 @@ def load_into(model: nn.Module, weights: Mapping[str, Any], *, source: str) -> N
 
 
 def _ties_of(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the other names of a model's tensors; those of shards by parameter: a rank may hold nothing of one."""
+    """Return the other names of a model's tied tensors; shards are compared by parameter: one may be empty."""
     plain = {name: tensor for name, tensor in tensors.items() if not is_sharded(tensor)}
     ties = _ties(plain)
     first: dict[int, str] = {}
@@ -152,7 +152,7 @@ def _ties_of(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def _ties(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the other names of tensors that have several, each with the first one."""
+    """Return the other names of tied tensors, each with the first name."""
     first: dict[Any, str] = {}
     ties = {}
     for name, tensor in tensors.items():
@@ -163,7 +163,7 @@ def _ties(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def _complete_ties(have: Mapping[str, Tensor], given: dict[str, Any], *, ties: Mapping[str, str]) -> list[str]:
-    """Set every name of a tensor that is tied in the model to its value; return the ties whose values differ."""
+    """Complete the given weights by all names of tied tensors; return ties whose given values differ."""
     groups: dict[str, list[str]] = {}
     for name in have:
         groups.setdefault(ties.get(name, name), []).append(name)
@@ -181,7 +181,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _same_bytes(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors are equal, a NaN being equal to itself."""
+    """Return whether two tensors have the same bytes; a NaN equals itself."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     if is_sharded(one) and is_sharded(other):  # one answer on all ranks, which load or refuse together
@@ -191,7 +191,7 @@ def _same_bytes(one: Tensor, other: Tensor) -> bool:
 
 
 def _check_shapes(model: nn.Module, source: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise CheckpointError where tensors of a file have other shapes than the model's of the same names."""
+    """Raise CheckpointError if tensors of a file have other shapes than those of the model."""
     have = model.state_dict()
     tensors = {name: value for name, value in have.items() if isinstance(value, Tensor)}
     given = {name: torch.empty(shape, device="meta") for name, shape in shapes.items() if name in have}
@@ -208,13 +208,13 @@ def _check_shapes(model: nn.Module, source: str, shapes: Mapping[str, tuple[int,
 
 
 def _misfit(model: nn.Module, source: str, lines: Mapping[str, list[str]]) -> CheckpointError:
-    """Build the error that names the tensors of a file that do not fit a model."""
+    """Return the error that names the tensors of a file that do not fit a model."""
     text = "\n".join(f"  {label:<9}{listed(names, LISTED)}" for label, names in lines.items() if names)
     return CheckpointError(f"{source} does not fit this {type(model).__name__}; nothing was loaded\n{text}", where=True)
 
 
 def shape_difference(name: str, given: Any, have: Any) -> str:
-    """Return in words how the shape of a value differs from that of the model's tensor; empty where it does not."""
+    """Return the difference between the shapes of a value and of the model's tensor in words; empty if none."""
     if not isinstance(have, Tensor) or nn.parameter.is_lazy(have):
         return ""
     if not isinstance(given, Tensor | LazyTensor):

@@ -1,4 +1,4 @@
-"""Copies the state of a save into memory, and writes it in a background thread while training continues."""
+"""Copies the state of a save into host memory, and writes it in a background thread while training continues."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from trainwright.core.errors import warn_user
 T = TypeVar("T")
 Files = Mapping[str, Content]
 ALIGNMENT = 64
-"""Bytes that the place of every copy is a multiple of: that of every dtype, and a line of the cache."""
+"""Bytes. Every copy begins at a multiple of it: of the size of every dtype, and of a cache line."""
 _POLL = 0.5
-"""Seconds: on Windows a wait without a limit does not react to Ctrl-C."""
+"""Seconds. On Windows a wait without a timeout ignores Ctrl-C."""
 _PAGES_AT_A_TIME = 1 << 14
-"""So few that torch touches them in one thread and lets others run in between."""
+"""Few enough that torch touches them in one thread, and that other threads run in between."""
 _mapped: WeakSet[mmap.mmap] = WeakSet()
 _inherited: list[mmap.mmap] = []
 
 
 @dataclass(frozen=True, slots=True)
 class SaveOutcome(Generic[T]):
-    """The result of a save, or the error that it ended in."""
+    """The result of a save, or its error."""
 
     result: T | None
     error: BaseException | None = None
@@ -43,16 +43,16 @@ class SaveOutcome(Generic[T]):
 class Writer(Generic[T]):
     """Writes one save at a time: copies its tensors, then runs the writing in a thread.
 
-    At most one save is in flight; the next one waits for it. All methods are for the training thread. The daemon
-    thread begins with the first save and ends with `close`; a forked child has no such thread and must not use it.
-    Every wait ends at once with a KeyboardInterrupt, and the save continues nevertheless.
+    At most one save is in flight; the next one waits for it. The training thread calls all methods. The daemon thread
+    starts with the first save and ends with `close`; a forked child has no such thread and must not write. Ctrl-C
+    interrupts every wait at once; the save in flight continues.
     """
 
     def __init__(self, name: str, *, async_save: bool, on_result: Callable[[], None] | None = None) -> None:
         self.memory = Memory()
         self._name, self._async_save = name, async_save
         self._on_result = on_result
-        """Called by the thread when a save has ended, well or not."""
+        """Called by the thread when a save has succeeded or failed."""
         self._changed = threading.Condition()
         self._save: Callable[[], T] | None = None
         self._reservation: Callable[[], object] | None = None
@@ -62,25 +62,25 @@ class Writer(Generic[T]):
         self._process = os.getpid()
 
     def reserve(self, files: Files) -> None:
-        """Have the thread allocate memory for copies of files like these, when no save is in flight.
+        """Allocate memory for copies of such files in the thread, when no save is in flight.
 
-        Without it, or where the state has grown since, missing memory is allocated while training waits.
+        Otherwise, or if the state has grown since, `submit` allocates it while training waits.
         """
         if self._async_save:
             self.run_idle(partial(_reserve, self.memory, *memory_needs(files)))
 
     def run_idle(self, reservation: Callable[[], object]) -> None:
-        """Run something when no save is in flight, in place of an earlier one that has not begun."""
+        """Run a reservation in the thread when no save is in flight; it replaces one that has not begun."""
         with self._changed:
             self._begin()
             self._reservation = reservation
             self._changed.notify_all()
 
     def submit(self, files: Files, write: Callable[[Files], T]) -> None:
-        """Have `write` called in the thread with copies of `files`; after the save in flight.
+        """Call `write` with copies of `files` in the thread, after the save in flight.
 
-        Without `async_save`, or where there is no memory for the copies, it is called here, with the originals. In
-        either case `outcomes` returns what came of it, and nothing of the files is referred to afterwards.
+        Without `async_save`, or without memory for the copies, call it here, with the originals. In either case
+        `outcomes` returns the result or the error, and no reference to the files is left.
         """
         self.wait()
         copies = self.copy(files)
@@ -98,15 +98,11 @@ class Writer(Generic[T]):
         try:
             return self.memory.copy(files)
         except OSError as error:
-            size = memory_needs(files)[0] / 2**30
-            warn_user(
-                f"there is no memory for a copy of the state ({size:.1f} GiB: {error.strerror}): "
-                "training waits while it is written; Checkpoint(..., async_save=False) does so always"
-            )
+            _warn_of_memory(files, error)
             return None
 
     def start(self, save: Callable[[], T]) -> None:
-        """Have the thread run a save; waits for the one in flight."""
+        """Run a save in the thread, after the one in flight."""
         with self._changed:
             self.wait()
             self._begin()
@@ -114,7 +110,7 @@ class Writer(Generic[T]):
             self._changed.notify_all()
 
     def wait(self) -> None:
-        """Wait until nothing is in flight."""
+        """Wait until no save and no reservation is in flight."""
         if not self._is_own_process:
             return
         with self._changed:
@@ -122,7 +118,7 @@ class Writer(Generic[T]):
                 self._changed.wait(_POLL)
 
     def outcomes(self) -> list[SaveOutcome[T]]:
-        """Return the outcomes of the saves that have ended since the last call, oldest first."""
+        """Return the outcomes of the saves that ended since the last call, oldest first."""
         with self._changed:
             outcomes, self._outcomes = self._outcomes, []
         return outcomes
@@ -130,7 +126,7 @@ class Writer(Generic[T]):
     def close(self, last: Callable[[], object], *, wait: bool = True) -> None:
         """Wait for the save in flight, then free the memory, call `last`, and end the thread.
 
-        Without `wait` this returns at once where a save is in flight; the thread calls `last` after it all the same.
+        Without `wait` return at once if a save is in flight; the thread calls `last` after it.
         """
         if not self._is_own_process:
             return
@@ -151,7 +147,7 @@ class Writer(Generic[T]):
 
     @property
     def _is_own_process(self) -> bool:
-        """Whether this is the process of the thread; a forked child has none, and must not wait for it."""
+        """Whether this is the process of the thread; a forked child has no such thread, and must not wait for it."""
         return os.getpid() == self._process
 
     def _begin(self) -> None:
@@ -173,7 +169,7 @@ class Writer(Generic[T]):
                 self._changed.notify_all()
 
     def _work_once(self) -> bool:
-        """Run one save or reservation and drop all references to it; return False when the end is due."""
+        """Run one save or reservation and drop all references to it; return False after `close`."""
         with self._changed:
             while self._save is None and self._reservation is None:
                 if self._last is not None:
@@ -200,6 +196,14 @@ class Writer(Generic[T]):
         return True
 
 
+def _warn_of_memory(files: Files, error: OSError) -> None:
+    size = memory_needs(files)[0] / 2**30
+    warn_user(
+        f"there is no memory for a copy of the state ({size:.1f} GiB: {error.strerror}): "
+        "training waits while it is written; Checkpoint(..., async_save=False) does so always"
+    )
+
+
 def _run(job: Callable[[], T], caught: type[BaseException]) -> SaveOutcome[T]:
     try:
         return SaveOutcome(job())
@@ -210,7 +214,7 @@ def _run(job: Callable[[], T], caught: type[BaseException]) -> SaveOutcome[T]:
 
 
 def _drop_references(error: BaseException) -> None:
-    """Clear the frames of an error, which would hold the tensors of its save in memory."""
+    """Clear the frames of an error: they would keep the tensors of its save in memory."""
     seen: BaseException | None = error
     while seen is not None:
         traceback.clear_frames(seen.__traceback__)
@@ -221,18 +225,18 @@ def _drop_references(error: BaseException) -> None:
 
 
 class Memory:
-    """One block of host memory for the tensors of one save at a time; pinned where they are on CUDA.
+    """One block of host memory for the tensors of one save at a time; pinned if any of them is on CUDA.
 
-    `reserve` may run in another thread while nothing else uses the block. What does not fit when `copy` is called gets
-    memory of its own for that one time: right, but slower, since it was never touched. Forked children do not inherit
-    the block, so that it need not be copied a second time when it is written to.
+    `reserve` may run in another thread while nothing else uses the block. Tensors that do not fit when `copy` is called
+    get memory of their own for that one time: correct, but slower, since its pages are new. Forked children do not
+    inherit the block: else the first write to a page after a fork would copy it.
     """
 
     def __init__(self) -> None:
         self._block = torch.empty(0, dtype=torch.uint8)
         self._is_pinned = False
         self.used = 0
-        """Bytes that the last `copy` took."""
+        """Bytes used by the last `copy`."""
 
     @property
     def size(self) -> int:
@@ -242,7 +246,7 @@ class Memory:
     def reserve(self, size: int, device: torch.device | None = None) -> None:
         """Allocate and touch a block of at least `size` bytes; pin it if copies come from a CUDA `device`.
 
-        A smaller one is freed first, so that there are never two. OSError where the system has no such memory.
+        A smaller one is freed first: there are never two. OSError if the system has no such memory.
         """
         pins = device is not None
         if size <= self.size and self._is_pinned >= pins:
@@ -253,9 +257,9 @@ class Memory:
         self._is_pinned = device is not None and _pin(self._block, device)
 
     def copy(self, files: Files) -> dict[str, Content]:
-        """Return the files with copies of their tensors, which are valid until the next `copy` or `free`.
+        """Return the files with copies of their tensors, valid until the next `copy` or `free`.
 
-        One pass over the tensors; copies from a device are started together and waited for once.
+        One pass over the tensors; copies from a device run together, with one synchronization.
         """
         copies: dict[str, Content] = {
             name: content if isinstance(content, bytes) else Contents({}, content.metadata)
@@ -276,7 +280,7 @@ class Memory:
         return copies
 
     def free(self) -> None:
-        """Free the memory, as soon as no copy is in use."""
+        """Free the memory; no copy may be in use."""
         if self._is_pinned:
             cuda: Any = torch.cuda.cudart()
             cuda.cudaHostUnregister(self._block.data_ptr())
@@ -284,7 +288,7 @@ class Memory:
 
 
 def memory_needs(files: Files) -> tuple[int, torch.device | None]:
-    """Return the bytes that copies of the tensors need, and the first CUDA device that any of them is on."""
+    """Return the bytes that copies of the tensors need, and the first CUDA device of any of them."""
     places = _places(files)
     devices = (place.tensor.device for place in places if place.tensor.is_cuda)
     return (places[-1].stop if places else 0), next(devices, None)
@@ -292,7 +296,7 @@ def memory_needs(files: Files) -> tuple[int, torch.device | None]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _CopyPlace:
-    """The place in the memory that one tensor of one file is copied to."""
+    """The place in the memory for the copy of one tensor of one file."""
 
     file: str
     name: str
@@ -312,7 +316,7 @@ def _places(files: Files) -> list[_CopyPlace]:
 
 
 def _copied(tensor: Tensor, memory: Tensor) -> Tensor:
-    """Copy the values of a tensor, laid out as in a file, into memory of exactly their size."""
+    """Copy the values of a tensor, contiguous as in a file, into memory of exactly their size."""
     copy = memory.view(tensor.dtype).reshape(tensor.shape)
     if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
         # As bytes: some dtypes have no copy of their own.
@@ -323,10 +327,10 @@ def _copied(tensor: Tensor, memory: Tensor) -> Tensor:
 
 
 def _host_memory(size: int) -> Tensor:
-    """Return bytes that forked children do not inherit, where the system can do that.
+    """Return memory that forked children do not inherit, if the system can do that.
 
-    A loader's workers would otherwise share the pages, and the first write to each of them copies it: twice the time
-    and twice the memory. OSError where there is no such memory.
+    Dataloader workers would otherwise share the pages, and the first write to each page would copy it: twice the time
+    and twice the memory. OSError if there is no such memory.
     """
     _unmap_nothing_in_children()
     flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
@@ -341,19 +345,19 @@ def _host_memory(size: int) -> Tensor:
 
 
 def _reserve(memory: Memory, size: int, device: torch.device | None) -> None:
-    with suppress(OSError):  # where the system has none, the copy finds that again, and warns
+    with suppress(OSError):  # the copy raises it again, and warns
         memory.reserve(size, device)
 
 
 def _touch(memory: Tensor) -> Tensor:
-    """Have the system allocate all pages now: the first write to a page costs more than all the copying into it."""
+    """Make the system allocate all pages now: the first write to a page costs more than the copy into it."""
     for pages in memory[:: mmap.PAGESIZE].split(_PAGES_AT_A_TIME):
         pages.zero_()
     return memory
 
 
 def _pin(memory: Tensor, device: torch.device) -> bool:
-    """Return whether the memory is pinned; where the system does not allow it, copies from the device are slower."""
+    """Pin memory; return whether the system allowed it. Otherwise copies from the device are slower."""
     if not memory.numel():
         return False
     with torch.cuda.device(device):
@@ -364,6 +368,6 @@ def _pin(memory: Tensor, device: torch.device) -> bool:
 
 @cache
 def _unmap_nothing_in_children() -> None:
-    """Keep the mappings of a forked child alive: to free one, not inherited, would unmap what lies there since."""
+    """Keep the mapping objects of a forked child alive: freeing one would unmap memory that is there since the fork."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=lambda: _inherited.extend(_mapped))
