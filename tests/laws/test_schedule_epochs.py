@@ -32,7 +32,7 @@ from trainwright import (
     WarmupStableDecay,
 )
 from trainwright.core.plan import Plan
-from trainwright.fit.epochs import EpochLengths, RunPlan
+from trainwright.fit.epochs import EpochLengths
 from trainwright.update.device_state import DeviceRates
 
 generator = torch.Generator().manual_seed(0)
@@ -500,20 +500,20 @@ def test_resumed_after_the_refusal_it_is_refused_again_and_goes_on_with_the_cure
 
 
 def test_a_table_on_a_device_is_sent_anew_when_the_plan_is_another():
-    plan = RunPlan(batches=3, epochs=9)
+    plan = Plan(batches=3, epochs=9)
     rates = StepLR(Epochs(1), gamma=0.5).bind(torch.optim.SGD(net().parameters(), lr=0.1), plan)
     table = DeviceRates(rates, torch.device("cpu"))
     table.resize(1)
     table.reach(0)
     read = lambda update: table.at(torch.tensor(update))[0].item()  # noqa: E731
     assert [read(update) for update in (2, 3)] == pytest.approx([0.1, 0.05])
-    rates.replan(RunPlan(batches=3, epochs=9, past=((5, 5),)))
+    rates.replan(Plan(batches=3, epochs=9, past=((0, 0), (5, 5))))
     table.reach(3)
     assert [read(update) for update in (4, 5, 8)] == pytest.approx([0.1, 0.05, 0.025])
 
 
 def test_a_plan_in_a_run_has_the_epochs_that_are_over_as_they_were_and_those_to_come_as_planned():
-    plan = RunPlan(batches=7, accumulate=((0, 2), (3, 7)), epochs=5, past=((5, 4), (6, 5)))
+    plan = Plan(batches=7, accumulate=((0, 2), (3, 7)), epochs=5, past=((0, 0), (5, 4), (6, 5)))
     assert [plan.updates_in(epoch) for epoch in range(5)] == [5, 1, 4, 1, 1]
     assert [plan.updates_until(epoch) for epoch in range(6)] == [0, 5, 6, 10, 11, 12]
     assert [plan.clock_after(epoch) for epoch in range(6)] == [0, 4, 5, 9, 10, 11]  # one update was held back
@@ -521,7 +521,7 @@ def test_a_plan_in_a_run_has_the_epochs_that_are_over_as_they_were_and_those_to_
     longer = replace(plan, now=6)
     assert [longer.updates_until(epoch) for epoch in range(2, 6)] == [6, 12, 13, 14]
     assert (plan.planned.updates, longer.planned.updates) == (14, 14)
-    stream = RunPlan(max_updates=9, past=((5, 5),))
+    stream = Plan(max_updates=9, past=((0, 0), (5, 5)))
     assert (stream.updates_until(1), stream.updates_until(2), stream.clock_after(2)) == (5, None, None)
 
 

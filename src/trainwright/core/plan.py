@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import ceil
 from typing import NamedTuple
@@ -57,60 +57,76 @@ class Plan:
     notes: tuple[str, ...] = ()
     """Further lines of the header: switches of the process, automatic choices and their reasons."""
 
+    # Of a run in progress: finished epochs have their real lengths, those to come the planned ones.
+
+    past: tuple[tuple[int, int], ...] = field(default=((0, 0),), repr=False)
+    """After each number of finished epochs, from none on: the windows trained on, and the clock of applied updates."""
+    now: int | None = field(default=None, repr=False)
+    """Windows of the current epoch, where they are known to differ from the plan; NEVER: more than planned."""
+    dependencies: list[LengthDependency] | None = field(default=None, repr=False, compare=False)
+    """Records the settings that are computed from the lengths of epochs; None: nothing is recorded."""
+
     def accumulated(self, epoch: int) -> int:
         """Micro-batches per update in `epoch`."""
         return [k for first, k in self.accumulate if first <= epoch][-1]
 
     def updates_in(self, epoch: int) -> int | None:
-        """Updates of one epoch; None where it is not known."""
-        return self._planned_in(epoch)
-
-    def updates_until(self, epoch: int) -> int | None:
-        """Updates of all epochs before `epoch`; None where it is not known."""
-        return self._planned_until(epoch)
-
-    def _planned_in(self, epoch: int) -> int | None:
+        """Windows of one epoch: its updates, where none is skipped; None where it is not known."""
+        done = len(self.past) - 1
+        if epoch < done:
+            return self.past[epoch + 1][0] - self.past[epoch][0]
+        if epoch == done and self.now is not None:
+            return self.now
         if self.epoch_updates is not None:
             return self.epoch_updates
         return None if self.batches is None else ceil(self.batches / self.accumulated(epoch))
 
-    def _planned_until(self, epoch: int) -> int | None:
-        if self._planned_in(0) is None:
-            return None
-        starts = [first for first, _ in self.accumulate if first < epoch] + [epoch]
-        lengths = [last - first for first, last in pairwise(starts)]
-        return sum(n * (self._planned_in(first) or 0) for first, n in zip(starts, lengths, strict=False))
+    def updates_until(self, epoch: int) -> int | None:
+        """Windows of all epochs before `epoch`; None where it is not known."""
+        done = len(self.past) - 1
+        if epoch <= done:
+            return self.past[epoch][0]
+        # Epochs to come that have the same length are counted together: there may be a billion of them.
+        firsts = sorted({done, done + 1, *(first for first, _ in self.accumulate if done < first < epoch), epoch})
+        lengths = [(last - first, self.updates_in(first)) for first, last in pairwise(firsts)]
+        known = [number * length for number, length in lengths if length is not None]
+        return self.past[-1][0] + sum(known) if len(known) == len(lengths) else None
 
     def clock_after(self, epoch: int) -> int | None:
-        """The clock of applied updates at the end of `epoch` epochs; None where it is not known."""
-        return self.updates_until(epoch)
+        """The clock at the end of `epoch` epochs, which skipped updates do not move; None where it is not known."""
+        if epoch < len(self.past):
+            return self.past[epoch][1]
+        windows, clock = self.past[-1]
+        until = self.updates_until(epoch)
+        return None if until is None else clock + until - windows
 
     def add_dependency(self, dependency: LengthDependency) -> None:
-        """Record a setting that was computed from the lengths of epochs. No-op here."""
+        """Record a setting that is computed from the lengths of epochs."""
+        if self.dependencies is not None:
+            self.dependencies.append(dependency)
 
     @property
     def untracked(self) -> Plan:
         """The same plan, without a record of dependencies."""
-        return self
+        return replace(self, dependencies=None)
 
     @property
     def planned(self) -> Plan:
         """The plan before the first epoch."""
-        return self
+        return replace(self, past=((0, 0),), now=None, dependencies=None)
 
     @property
     def updates(self) -> int | None:
         """Updates of the stage, the total of schedules; None where it is not known."""
-        return self._total()
-
-    def _total(self) -> int | None:
+        # A schedule of the user's own that reads it in `bind` depends on it.
+        self.add_dependency(LengthDependency("the schedule", lambda plan: plan.updates, is_total=True))
         by_epochs = None if self.epochs is None else self.updates_until(self.epochs)
         known = [n for n in (by_epochs, self.max_updates) if n is not None]
         return min(known) if known and (self.epochs is None or by_epochs is not None) else self.max_updates
 
     def horizon(self, asked_by: str) -> int:
         """`updates`; SettingError where it is not known, with the name of the setting that needs it."""
-        total = self._total()
+        total = self.untracked.updates
         if total is None:
             raise SettingError(
                 f"{asked_by} needs the total number of updates, and {self.train or 'the training data'} has no length",

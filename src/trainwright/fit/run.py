@@ -204,7 +204,6 @@ class Run:
         move = mover(self.owner, self.source, trains=True)
         with self.signals.waiting():
             batches = self.rollback.open_epoch()
-        self.lengths.check_announced()
         self.signals.watch_children()
         return self.lengths.checked(islice(self.strategy.windows(batches, size, move=move), left))
 

@@ -83,7 +83,7 @@ class Journal(Observer):
         """Open the file and write what the run will do."""
         self._close()
         self._held_back, self._resumed = self._resumed, 0
-        plan_fields = (field.name for field in fields(plan))
+        plan_fields = (field.name for field in fields(plan) if field.repr)
         self._start = {"event": "start", **{name: getattr(plan, name) for name in plan_fields}, "updates": plan.updates}
         self._open()
 
