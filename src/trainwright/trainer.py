@@ -128,6 +128,7 @@ class Trainer(Generic[M]):
         self.on_error, self.on_oom = setup.checked_rescues(on_error, on_oom, checkpoint=checkpoint, world=self.world)
         self.observers: Sequence[Observer] = (*console_observers(console), *setup.checked_observers(observers))
         self._hooks = setup.bound_hooks(self, overridden(type(self), Trainer, HOOKS))
+        setup.check_closures(self)
         checked = set() if self.is_main else set(self.metrics)
         self._record = StageRecord(checked_metrics=checked)
         self._tracker = LossTracker(
@@ -366,7 +367,7 @@ class Trainer(Generic[M]):
 
         ends = Ends(epochs, max_updates, max_seconds, epoch_updates)
         with unmoved():
-            source, held_out = setup.open_data(self, train, val, ends=ends, batch_size=batch_size, meets=False)
+            source, held_out = setup.open_data(self, train, val, ends=ends, batch_size=batch_size, joins=False)
         planned = make_plan(self, source, held_out, ends=ends)
         bind_rates(self.schedule, self.optimizers, planned)
         if self.average is not None:

@@ -215,7 +215,7 @@ def leaves_an_attribute_on_the_loader(patch):
 
 
 def leaves_a_model_awake(patch):
-    patch.setattr(context, "_awake", lambda owner: nullcontext(tuple(wake(owner.model))[:0]))
+    patch.setattr(context, "wake", lambda model: wake(model)[:0])
 
 
 def leaves_a_frozen_module_changed(patch):
@@ -250,7 +250,7 @@ def trains_in_what_surrounds_it(patch):
 
 
 def computes_in_the_autocast_around(patch):
-    patch.setattr(process_state, "_own_autocast", nothing)
+    patch.setattr(process_state, "_autocast_off", nothing)
 
 
 def all_trainers_share_what_they_know(patch):

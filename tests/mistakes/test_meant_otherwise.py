@@ -69,10 +69,12 @@ def lbfgs(cls=Trainer, named=False):
 
 @pytest.mark.parametrize("named", [False, True])
 def test_an_optimizer_that_needs_a_closure_is_given_the_update_to_paste(named):
-    trainer = lbfgs(named=named)
-    call = lambda: trainer.fit(pieces(), epochs=1)  # noqa: E731
     first = r"LBFGS\.step needs a closure, and the default update gives none"
-    fix = refused(call, SettingError, first=first, want="an update(self, window)", trainer=trainer)
+    model = network()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    given = {"only": optimizer} if named else optimizer
+    call = lambda: Trainer(model, given, nn.CrossEntropyLoss(), console=False)  # noqa: E731
+    fix = refused(call, SettingError, first=first, want="an update(self, window)")
     assert lbfgs(with_method(fix), named).fit(pieces(), epochs=1).updates == 4
 
 
@@ -103,7 +105,7 @@ def test_loss_and_optimizer_the_other_way_round():
     model = network()
     loss, optimizer = nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1)
     call = lambda: Trainer(model, loss, optimizer)  # noqa: E731
-    first = r"Trainer\(model, loss, SGD\(\.\.\.\)\): the optimizer stands in the place of the loss"
+    first = r"Trainer\(model, loss, SGD\(\.\.\.\)\): the optimizer was given as the loss"
     assert refused(call, TypeError, first=first) == "Trainer(model, optimizer, loss)"
     eval(
         "Trainer(model, optimizer, loss)", {"Trainer": Trainer}, {"model": model, "optimizer": optimizer, "loss": loss}

@@ -123,7 +123,7 @@ def test_a_stream_has_no_number_of_updates_without_max_updates():
 @pytest.mark.parametrize(
     ("ends", "match"),
     [
-        ({}, "was not told when to end"),
+        ({}, "without an end"),
         ({"epochs": 0}, "epochs=0"),
         ({"epochs": True}, "epochs=True"),
         ({"epochs": 2.0}, "epochs=2.0"),
@@ -229,6 +229,6 @@ def test_a_loss_with_parameters_is_said_to_be_left_out_of_averages_and_bests():
         trainer = Trainer(model, torch.optim.SGD(trained, lr=0.1), loss, console=False, **settings)
         return " ".join(trainer.plan([(torch.ones(2, 2), torch.ones(2, 1))], epochs=1).notes)
 
-    assert "neither averaged nor put back" in notes(Scaled(), average=EMA(0.9))
-    assert "neither averaged nor put back" in notes(Scaled(), early_stopping=EarlyStopping("loss"))
+    assert "neither averaged nor restored" in notes(Scaled(), average=EMA(0.9))
+    assert "neither averaged nor restored" in notes(Scaled(), early_stopping=EarlyStopping("loss"))
     assert "neither averaged" not in notes(Scaled()) + notes(nn.MSELoss(), average=EMA(0.9))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
@@ -97,18 +98,19 @@ def test_bytes_are_counted_of_rows_that_lie_elsewhere():
 def owner(device_data="auto", *, device=META, move=None, counts=False, accumulate=((0, 1),)):
     hooks = SimpleNamespace(move=move, counts_itself=counts)
     return SimpleNamespace(
-        device=torch.device(device), fast=Fast(device_data=device_data), hooks=hooks, accumulate=accumulate
+        device=torch.device(device), fast=Fast(device_data=device_data), _hooks=hooks, accumulate=accumulate
     )
 
 
 def lines(monkeypatch, one, source, val=None, *, free=None):
-    """What is told, and who resides meanwhile."""
+    """The header's lines, and the sets that are on the device meanwhile."""
     monkeypatch.setattr(device_dataset, "free_memory", lambda device: free)
     sets = {"training": source, **(val or {})}
-    with device_dataset.residing(one, source, val or {}) as told:
+    with ExitStack() as undo:
+        notes = device_dataset.place_data(one, source, val or {}, undo)
         placed = [name for name, each in sets.items() if getattr(each, "_resident", None) is not None]
     assert all(getattr(each, "_resident", None) is None for each in sets.values())
-    return told, placed
+    return notes, placed
 
 
 CUDA = {"device": "meta", "move": Moving(META)}
@@ -123,12 +125,12 @@ def auto():
 def test_auto_copies_what_fits_into_its_share_of_free_memory_training_data_first(monkeypatch, auto):
     train, val = data(), data()
     needs = 400 + 400 * 6 // 20
-    told, placed = lines(monkeypatch, auto, train, {"val": val}, free=4 * (400 + needs))
-    assert placed == ["training", "val"] and told == ("training and val data lie on meta: 800 B",)
-    told, placed = lines(monkeypatch, auto, train, {"val": val}, free=4 * (400 + needs) - 4)
-    assert placed == ["training"] and "val data stay on the host" in told[0] and len(told) == 2
-    told, placed = lines(monkeypatch, auto, train, {"val": val}, free=4 * needs - 4)
-    assert placed == [] and len(told) == 2
+    notes, placed = lines(monkeypatch, auto, train, {"val": val}, free=4 * (400 + needs))
+    assert placed == ["training", "val"] and notes == ["training and val data are on meta: 800 B"]
+    notes, placed = lines(monkeypatch, auto, train, {"val": val}, free=4 * (400 + needs) - 4)
+    assert placed == ["training"] and "val data stay on the host" in notes[0] and len(notes) == 2
+    notes, placed = lines(monkeypatch, auto, train, {"val": val}, free=4 * needs - 4)
+    assert placed == [] and len(notes) == 2
 
 
 def test_the_micro_batches_of_a_window_are_counted_with_the_data(monkeypatch):
@@ -139,8 +141,8 @@ def test_the_micro_batches_of_a_window_are_counted_with_the_data(monkeypatch):
 
 def test_the_same_data_under_two_names_are_copied_once(monkeypatch, auto):
     train = data()
-    told, _ = lines(monkeypatch, auto, train, {"val": train}, free=10**9)
-    assert told == ("training data lie on meta: 400 B",)
+    notes, _ = lines(monkeypatch, auto, train, {"val": train}, free=10**9)
+    assert notes == ["training data are on meta: 400 B"]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +156,7 @@ def test_the_same_data_under_two_names_are_copied_once(monkeypatch, auto):
     ids=["False", "no accelerator", "to_device", "count"],
 )
 def test_nothing_is_copied_where_it_is_not_wanted_or_the_users_code_meets_host_batches(monkeypatch, one):
-    assert lines(monkeypatch, one, data(), free=10**9) == ((), [])
+    assert lines(monkeypatch, one, data(), free=10**9) == ([], [])
 
 
 def test_true_copies_whoever_meets_the_batches_and_is_refused_where_that_cannot_be(monkeypatch):
@@ -163,7 +165,7 @@ def test_true_copies_whoever_meets_the_batches_and_is_refused_where_that_cannot_
     assert lines(monkeypatch, wanted, data(), free=None)[1] == ["training"]
     with pytest.raises(SettingError, match=r"the training data do not fit on meta"):
         lines(monkeypatch, wanted, data(), free=519)
-    with pytest.raises(SettingError, match="not in memory as a whole"):
+    with pytest.raises(SettingError, match="not completely in memory"):
         lines(monkeypatch, wanted, Streamed(), free=10**9)
 
 

@@ -228,7 +228,7 @@ def test_a_part_that_neither_has_is_no_mistake_where_it_is_a_slots(tmp_path):
     [
         ("schedule", r"fix   resume_fresh=\('schedule',\)"),
         ((1,), "names of parts"),
-        (("model",), r"'model' is what a resume goes on with(.|\n)*load_weights"),
+        (("model",), r"a resume is not possible without the saved 'model'(.|\n)*load_weights"),
         (("data",), "resume_data=False"),
         (("progress",), "leave resume out"),
         (("shedule",), r"there is no part 'shedule'\. Did you mean 'schedule'\?"),

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from trainwright import Checkpoint, Cosine, Observer, OneCycle, Trainer, latest_checkpoint
-from trainwright.fit.setup import changed, digest, settings_of
+from trainwright.fit.describe import changed, digest, settings_of
 
 
 class Header(Observer):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -15,36 +15,33 @@ from trainwright.observers.table import byte_size
 from trainwright.update.owner import Owner
 
 SHARE = 0.25
-"""Of the device's free memory what data may take by themselves: what the run takes is not known yet."""
+"""The share of the device's free memory that data may take with "auto": the run's own share is not known yet."""
 
 
-@contextmanager
-def residing(owner: Owner, source: Source, val: Mapping[str, Source]) -> Iterator[tuple[str, ...]]:
-    """Data on the device of the run inside, as `Fast(device_data=...)` wants it; yields lines for the header.
+def place_data(owner: Owner, source: Source, val: Mapping[str, Source], undo: ExitStack) -> list[str]:
+    """Copy data to the device as `Fast(device_data=...)` says, until `undo` is closed; return lines for the header.
 
-    "auto": what fits into `SHARE` of the memory that is free on a CUDA device, training data first, where no code of
-    the user's own meets batches on the host. True: all that lies in memory; SettingError where it does not fit.
+    "auto": what fits into `SHARE` of the memory that is free on a CUDA device, training data first, unless hooks of
+    the user read batches on the host. True: all data in memory; SettingError where they do not fit.
     """
     wanted = owner.fast.device_data
-    if wanted is False or (wanted == "auto" and not _may_lie_there(owner)):
-        yield ()
-        return
+    if wanted is False or (wanted == "auto" and not _moves_by_default(owner)):
+        return []
     sizes = _sizes(owner, {"training": source, **val})
     if wanted is True and "training" not in sizes:
         raise _nowhere(source)
-    with ExitStack() as undo:
-        yield tuple(_placed(owner, sizes, undo))
+    return list(_placed(owner, sizes, undo))
 
 
-def _may_lie_there(owner: Owner) -> bool:
-    """Whether "auto" looks at the data at all: code of the user's own may count on batches that lie on the host."""
+def _moves_by_default(owner: Owner) -> bool:
+    """Return whether no hook of the user reads batches on the host."""
     from trainwright.acceleration.transfer import Moving
 
     return isinstance(owner._hooks.move, Moving) and not owner._hooks.counts_itself
 
 
 def _placed(owner: Owner, sizes: dict[str, tuple[Any, int]], undo: ExitStack) -> Iterator[str]:
-    """Copy what fits; tell what was copied, and what was not."""
+    """Copy the data that fit; yield a line on those that were copied, and on those that were not."""
     device, free, asked = owner.device, free_memory(owner.device), owner.fast.device_data is True
     left = None if free is None else int((1.0 if asked else SHARE) * free)
     placed, taken = [], 0
@@ -62,16 +59,16 @@ def _placed(owner: Owner, sizes: dict[str, tuple[Any, int]], undo: ExitStack) ->
             taken += size
             placed.append(name)
     if placed:
-        yield f"{' and '.join(placed)} data lie on {device}: {byte_size(taken)}"
+        yield f"{' and '.join(placed)} data are on {device}: {byte_size(taken)}"
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that are free on a device, what torch keeps for later included; None where nobody tells."""
+    """Return the free bytes of a device, torch's cached blocks included; None where that is unknown."""
     return left_on(device) if device.type == "cuda" else None
 
 
 def _sizes(owner: Owner, sources: Mapping[str, Any]) -> dict[str, tuple[Any, int]]:
-    """What can be copied, and its bytes; data that stand under two names, once."""
+    """Return the sources that can be copied, each with its bytes; one that has two names, once."""
     found: dict[str, tuple[Any, int]] = {}
     for name, source in sources.items():
         size = source.size_beside(owner.device)
@@ -81,14 +78,14 @@ def _sizes(owner: Owner, sources: Mapping[str, Any]) -> dict[str, tuple[Any, int
 
 
 def _in_hand(owner: Owner, source: Any, size: int) -> int:
-    """Bytes of the micro-batches of a window, which are gathered together."""
+    """Return the bytes of the micro-batches of a window, which are gathered together."""
     together = max(number for _, number in owner.accumulate)
     return size * min(together * (source.batch_size or 0), source.rows or 0) // max(source.rows or 1, 1)
 
 
 def _nowhere(source: Source) -> SettingError:
     return SettingError(
-        "Fast(device_data=True), and the training data are not in memory as a whole",
+        "Fast(device_data=True), and the training data are not completely in memory",
         have=source.describe(),
         want="batches(...) of arrays or tensors, in their own order or shuffled",
         fix='Fast(device_data="auto"), or batches(data, ..., in_memory=True)',

@@ -1,65 +1,59 @@
-"""What a run switches to be faster: each stated in the header, changing no result, and undone at its end."""
+"""Switch on compilation, memory layouts and data on the device for a run: none changes a result, all are undone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trainwright.acceleration import layout
+from trainwright.acceleration.device_dataset import place_data
 from trainwright.core.torch_private import nll_total_weight
 from trainwright.data.source import Source
 from trainwright.update.losses import CountObserver, counted_outside_graphs
 from trainwright.update.owner import Owner
 
 
-@dataclass(frozen=True, slots=True)
-class Sped:
-    """What was switched, and what is left to do when the run has been loaded."""
+def speed_up(owner: Owner, source: Source, val: Mapping[str, Source], undo: ExitStack) -> list[str]:
+    """Switch on what `owner.fast` asks for and what is faster by default, until `undo` is closed.
 
-    notes: tuple[str, ...] = ()
-    """Lines for the header."""
-    loaded: Callable[[], None] = lambda: None
-    """To be called when states were loaded: they may have been saved in another layout than weights have now."""
-
-
-@contextmanager
-def sped_up(owner: Owner, source: Source) -> Iterator[Sped]:
-    """Compile and switch inside what `owner.fast` asks for, and what is faster by default; all undone afterwards."""
-    fast, switched = owner.fast, _fused(owner)
-    with ExitStack() as undo:
-        if _lies_channels_last(owner):
-            undo.enter_context(layout.channels_last(owner.model, owner.optimizers.values()))
-            switched.append("weights of convolutions channels-last")
-        if fast.defaults and owner.device.type == "cuda" and layout.may_time(owner.model):
-            undo.enter_context(layout.timed_by_cudnn(owner.model, watches=fast.compile is None))
-            switched.append("cuDNN chooses by timing")
-        if fast.compile is not None:
-            switched.append(undo.enter_context(_compiled(owner, source)))
-        notes = (f"faster: {', '.join(switched)}",) if switched else ()
-        yield Sped(notes, partial(layout.align_state, owner.optimizers.values()))
+    Returns lines for the header.
+    """
+    fast, device = owner.fast, owner.device.type
+    fused = dict.fromkeys(type(one).__name__ for one in owner.optimizers.values() if one.defaults.get("fused"))
+    switched = [f"fused {name}" for name in fused]
+    if device == "cuda" or fast.channels_last is True:
+        switched += _speed_up_convolutions(owner, undo)
+    if fast.compile is not None:
+        switched.append(undo.enter_context(_compiled(owner, source)))
+    lines = [f"faster: {', '.join(switched)}"] if switched else []
+    if device != "cpu" or fast.device_data is True:
+        lines += place_data(owner, source, val, undo)
+    return lines
 
 
-def _fused(owner: Owner) -> list[str]:
-    """The optimizers that make their steps by torch's fused kernels."""
-    fused = {
-        name: None for one in owner.optimizers.values() if one.defaults.get("fused") for name in [type(one).__name__]
-    }
-    return [f"fused {name}" for name in fused]
+def _speed_up_convolutions(owner: Owner, undo: ExitStack) -> list[str]:
+    """Lay weights out channels-last, and have cuDNN choose its algorithms by timing; return the names of both."""
+    switched = []
+    if _wants_channels_last(owner):
+        undo.enter_context(layout.channels_last(owner.model, owner.optimizers.values()))
+        switched.append("weights of convolutions channels-last")
+    if owner.fast.defaults and owner.device.type == "cuda" and layout.may_time(owner.model):
+        undo.enter_context(layout.timed_by_cudnn(owner.model, watches=owner.fast.compile is None))
+        switched.append("cuDNN chooses by timing")
+    return switched
 
 
 def acceleration_notes(owner: Owner) -> tuple[str, ...]:
-    """What was compiled so far, and how windows are split, as lines; none where nothing is."""
+    """Return a line on what was compiled so far, and one on how windows are split."""
     compiled, splits = owner._record.compiled, owner._record.splits
     lines = () if compiled is None else (f"compiled {compiled}",)
     return lines if splits is None or not splits.split else (*lines, splits.split)
 
 
-def _lies_channels_last(owner: Owner) -> bool:
-    """Whether weights are laid channels-last: where it was asked for, or tensor cores compute convolutions."""
+def _wants_channels_last(owner: Owner) -> bool:
+    """Return whether weights are laid out channels-last: on request, or where tensor cores compute convolutions."""
     wanted = owner.fast.channels_last
     if wanted != "auto":
         return bool(wanted)
@@ -88,14 +82,14 @@ def _compiled(owner: Owner, source: Source) -> Iterator[str]:
 
 
 def _short(owner: Owner, source: Source) -> Callable[[], bool]:
-    """Tells whether the micro-batch in hand has fewer rows than the data's batches: it is the last of an epoch."""
-    whole, length = source.batch_size, source.length
+    """Return a test whether the current micro-batch has fewer rows than the others, as the last of an epoch may."""
+    size, length = source.batch_size, source.length
 
     def is_short() -> bool:
         window = owner._tracker.window
-        if window is None or whole is None or length == 1 or not window.begun:
+        if window is None or size is None or length == 1 or not window.begun:
             return False
         position = min(window.position + 1, len(window.rows) - 1)
-        return 0 < window.rows[position] < whole // owner.world.size
+        return 0 < window.rows[position] < size // owner.world.size
 
     return is_short

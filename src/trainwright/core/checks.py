@@ -23,23 +23,27 @@ _COPY = {
     "s3": ("aws s3 sync {0} {1}", "aws s3 cp {0} {1}"),
     "gs": ("gcloud storage rsync --recursive {0} {1}", "gcloud storage cp {0} {1}"),
 }
-"""By the scheme of an address: how a directory and how a file is copied from the first to the second."""
+"""By the scheme of an address: the commands that copy a directory and a file from the first to the second."""
 _DOWNLOADS = ("http", "https")
 _FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".tar")
-"""Ends of the names of files with weights: where weights are read, either a directory or a file may be given."""
+"""Suffixes of files with weights: weights are read from a directory or a file."""
 
 
 def local_path(given: str | os.PathLike[str], written: str, *, reads: bool = False, file: bool = False) -> Path:
     """Return a path of this machine's file system; refuse "s3://bucket/run" and its like.
 
-    `written`: how the path is given, with {} in its place. `reads`: what lies there is read, not written. `file`: it
-    is one file, not a directory. SettingError says how a local directory is mirrored.
+    `written`: how the path is given, with {} in its place. `reads`: it is read, not written. `file`: it is one file,
+    not a directory. SettingError says how a local directory is mirrored.
     """
     path = os.fspath(given)
     address = _ADDRESS.match(path)
-    if address is None:
-        return Path(path).expanduser()
-    scheme, rest = address[1], path[address.end() :].rstrip("/")
+    if address is not None:
+        raise _not_local(address, written, reads=reads, file=file)
+    return Path(path).expanduser()
+
+
+def _not_local(address: re.Match[str], written: str, *, reads: bool, file: bool) -> SettingError:
+    scheme, rest = address[1], address.string[address.end() :].rstrip("/")
     url, local = f"{scheme}://{rest}", f"runs/{rest.rpartition('/')[2] or 'run'}"
     if scheme == "file":
         fix = written.format(f'"/{rest}"')
@@ -52,13 +56,13 @@ def local_path(given: str | os.PathLike[str], written: str, *, reads: bool = Fal
         here = written.format(f'"{local}"')
         fix = f"{command}, then {here}" if reads else f"{here}, and every few minutes beside it: {command}"
     what = f"{written.format(repr(url))}: an address, not a path of this machine's file system"
-    raise SettingError(what, want=f"a local {'file' if file else 'directory'}", fix=fix)
+    return SettingError(what, want=f"a local {'file' if file else 'directory'}", fix=fix)
 
 
 def check_whole(
     value: object, written: str, *, least: int | None = 1, what: str = "a whole number", fix: str = ""
 ) -> None:
-    """Refuse what is no whole number, or below `least`; True and False are none."""
+    """Refuse a value that is no whole number, or below `least`; True and False are no numbers."""
     if not isinstance(value, int) or isinstance(value, bool) or (least is not None and value < least):
         raise SettingError(written, want=what if least is None else f"{what}, at least {least}", fix=fix)
 
@@ -74,7 +78,7 @@ def check_number(
     what: str = "a number",
     fix: str = "",
 ) -> None:
-    """Refuse what is no finite number between the bounds; True and False are none."""
+    """Refuse a value that is no finite number between the bounds; True and False are no numbers."""
     bounds = {"at least": least, "above": above, "at most": most, "below": below}
     given = {word: bound for word, bound in bounds.items() if bound is not None}
     wanted = [f"{word} {bound:g}" for word, bound in given.items()]
@@ -86,13 +90,13 @@ def check_number(
 
 
 def check_flag(value: object, written: str, *, fix: str = "") -> None:
-    """Refuse what is neither True nor False."""
+    """Refuse a value that is neither True nor False."""
     if not isinstance(value, bool):
         raise SettingError(written, want="True or False", fix=fix)
 
 
 def check_choice(value: object, owner: str, name: str, *, choices: tuple[object, ...], fix: str = "") -> None:
-    """Refuse what is none of the choices; 1 is not True, nor 0 False."""
+    """Refuse a value that is none of the choices; 1 is not True, nor 0 False."""
     if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
         *others, last = [f'"{choice}"' if isinstance(choice, str) else repr(choice) for choice in choices]
         want = f"{', '.join(others)} or {last}"
@@ -100,57 +104,60 @@ def check_choice(value: object, owner: str, name: str, *, choices: tuple[object,
 
 
 class FormError(ValueError):
-    """Saved state that has not the form in which it is written; the message says what is wrong, not where."""
+    """Saved state of another form than it is written in; the message says what is wrong, not where."""
 
 
 def check_form(tree: object, /, **forms: Callable[[object], bool]) -> None:
-    """Raise FormError where saved state is no dict with these keys, or where a value has not its form."""
+    """Raise FormError where saved state is no dict with these keys, or where a value does not have its form."""
     if not isinstance(tree, Mapping):
         raise FormError(f"it is a {type(tree).__name__} and no dict")
     for key, fits in forms.items():
         if key not in tree:
             raise FormError(f"{key!r} is missing")
         if not fits(tree[key]):
-            value = tree[key]
-            is_plain = value is None or isinstance(value, float | bool) or (isinstance(value, int) and is_number(value))
-            raise FormError(f"{key!r} is {value!r}" if is_plain else f"{key!r} is a {type(value).__name__}")
+            raise _wrong_value(key, tree[key])
+
+
+def _wrong_value(key: str, value: object) -> FormError:
+    is_plain = value is None or isinstance(value, float | bool) or (isinstance(value, int) and is_number(value))
+    return FormError(f"{key!r} is {value!r}" if is_plain else f"{key!r} is a {type(value).__name__}")
 
 
 def is_count(value: object) -> bool:
-    """Whether a value is a whole number that counts something: 0 or more, and below 2**62."""
+    """Return whether a value is a whole number that counts something: 0 or more, and below 2**62."""
     return type(value) is int and 0 <= value < 1 << 62
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a number that a float can hold; NaN and the infinities are."""
+    """Return whether a value is a number that a float can hold; NaN and the infinities are."""
     return type(value) is float or (type(value) is int and -(1 << 62) < value < 1 << 62)
 
 
 def is_amount(value: object) -> bool:
-    """Whether a value is a finite number, 0 or more."""
+    """Return whether a value is a finite number, 0 or more."""
     return isinstance(value, int | float) and is_number(value) and 0 <= value < math.inf
 
 
 def is_text(value: object) -> bool:
-    """Whether a value is a text that can be written and printed."""
+    """Return whether a value is a text that can be written and printed."""
     return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
 def is_flag(value: object) -> bool:
-    """Whether a value is True or False."""
+    """Return whether a value is True or False."""
     return type(value) is bool
 
 
 def is_numbers(value: object) -> bool:
-    """Whether a value is a dict of numbers by name."""
+    """Return whether a value is a dict of numbers by name."""
     return isinstance(value, Mapping) and all(is_text(name) and is_number(one) for name, one in value.items())
 
 
 def is_none_or(fits: Callable[[object], bool]) -> Callable[[object], bool]:
-    """A form that allows None as well."""
+    """Return a form that allows None as well."""
     return lambda value: value is None or fits(value)
 
 
 def is_dict(value: object) -> bool:
-    """Whether a value is a dict."""
+    """Return whether a value is a dict."""
     return isinstance(value, Mapping)

@@ -1,4 +1,4 @@
-"""What surrounds a call of the library in its process: grad mode and autocast of whoever calls, out of its way."""
+"""Contexts for the global switches of torch: grad mode and autocast around a call, and all switches restored."""
 
 from __future__ import annotations
 
@@ -13,34 +13,30 @@ import torch
 
 @contextmanager
 def training_afresh(device_type: str) -> Iterator[None]:
-    """Gradients on and no autocast but the trainer's own, wherever `fit` is called: in a step, a probe, a `no_grad`."""
-    # Its guard sets more than its name says, so that it is only used where there is something to leave.
+    """Enable gradients and disable every autocast around `fit`, which may be called in a step, a probe or `no_grad`."""
+    # `inference_mode(False)` sets more than its name says, so that it is entered only inside of inference mode.
     inferring = torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else nullcontext()
-    with inferring, torch.enable_grad(), _own_autocast(device_type, shares_cache=False):
+    autocast = _autocast_off(device_type, shares_cache=False) if _depth() else nullcontext()
+    with inferring, torch.enable_grad(), autocast:
         yield
 
 
 def beside_training(device_type: str) -> AbstractContextManager[None]:
-    """No autocast but the trainer's own for a pass without a trace, also in the midst of a step under autocast."""
-    return _own_autocast(device_type, shares_cache=True) if _depth() else nullcontext()
+    """Return a context without autocast for a pass without a trace, which may run inside a step under autocast."""
+    return _autocast_off(device_type, shares_cache=True) if _depth() else nullcontext()
 
 
 @contextmanager
-def _own_autocast(device_type: str, *, shares_cache: bool) -> Iterator[None]:
-    """Switch off an autocast that surrounds the call, and keep from the casted weights that it has at hand.
+def _autocast_off(device_type: str, *, shares_cache: bool) -> Iterator[None]:
+    """Disable the autocast around a call, and shield the call from its cache of casted weights.
 
-    Autocast keeps its casts of weights until the outermost context is left, so that inside another one a trainer
-    would go on with casts of weights that have changed since. With `shares_cache` the casts stay where they are, and
-    nothing inside reads or adds any: a step that is under way goes on as if there had been nothing. Otherwise they are
-    dropped, and each step inside has its own, as when nothing surrounds it.
+    Autocast drops its casts of weights only when the outermost context is left, so that a trainer inside of one would
+    read casts of weights that have changed since. With `shares_cache` the cache is left as it is and not used inside:
+    a step under way continues with its casts. Otherwise the cache is dropped, and each step inside has its own.
     """
-    depth = _depth()
-    if not depth:
-        yield
-        return
     enabled = {kind: torch.is_autocast_enabled(kind) for kind in {device_type, "cpu"}}
     caching = torch.is_autocast_cache_enabled()
-    left = 0 if shares_cache else depth
+    left = 0 if shares_cache else _depth()
     try:
         _switch(dict.fromkeys(enabled, False), caching=caching and not shares_cache)
         if left:
@@ -57,7 +53,7 @@ def _own_autocast(device_type: str, *, shares_cache: bool) -> Iterator[None]:
 
 
 def _depth() -> int:
-    """How many contexts of autocast the call is in."""
+    """Return the number of autocast contexts around the call."""
     depth = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
     return depth
@@ -74,7 +70,7 @@ _CUDNN = ("enabled", "benchmark", "benchmark_limit", "deterministic")
 
 @contextmanager
 def kept_switches() -> Iterator[None]:
-    """Put back at the end every switch of the process that something inside may have changed.
+    """Restore at the end every switch of the process that code inside may have changed.
 
     These are the grad mode, threads, the dtype of new tensors, float32 matmul precision, cuDNN's switches,
     deterministic algorithms, whether numbers below the normal range are flushed to zero, and the garbage collector.
@@ -94,7 +90,7 @@ def kept_switches() -> Iterator[None]:
         for name, value in cudnn.items():
             if getattr(torch.backends.cudnn, name) != value:
                 setattr(torch.backends.cudnn, name, value)
-        _put_back(matmul, tf32, [*backends, *operations])
+        _restore_precision(matmul, tf32, [*backends, *operations])
         if _exact() != exact:  # asked first: torch imports its compiler's settings to set it, for a second or more
             torch.use_deterministic_algorithms(exact[0], warn_only=exact[1])
         if flushes_denormal() != flushes:
@@ -104,7 +100,7 @@ def kept_switches() -> Iterator[None]:
 
 @contextmanager
 def unwarned() -> Iterator[None]:
-    """No warning of torch's older switches for float32 products inside: the only ones that all versions have.
+    """Suppress the warnings of torch's older switches for float32 products: only those exist in all versions.
 
     Torch 2.9, and some after it, warn where they are read or set.
     """
@@ -114,17 +110,17 @@ def unwarned() -> Iterator[None]:
 
 
 def flushes_denormal() -> bool:
-    """Whether numbers below the normal range are taken as zero: torch has no getter for its switch."""
+    """Return whether subnormal numbers are flushed to zero: torch has no getter for this switch."""
     return bool((torch.full((), 2.0**-149) + 0.0 == 0.0).item())
 
 
 def _exact() -> tuple[bool, bool]:
-    """Whether deterministic algorithms are asked for, and others only warned of."""
+    """Return whether deterministic algorithms are on, and whether others only warn."""
     return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
 
 
-def _put_back(matmul: str | None, tf32: bool | None, backends: list[tuple[Any, str]]) -> None:
-    """Set what float32 products are computed by as it was: the older switches first, since they write the newer."""
+def _restore_precision(matmul: str | None, tf32: bool | None, backends: list[tuple[Any, str]]) -> None:
+    """Restore the precision of float32 products: the older switches first, since they write the newer ones."""
     with unwarned():
         if matmul is not None and matmul_precision() != matmul:
             torch.set_float32_matmul_precision(matmul)
@@ -136,7 +132,7 @@ def _put_back(matmul: str | None, tf32: bool | None, backends: list[tuple[Any, s
 
 
 def _tf32() -> bool | None:
-    """Whether cuDNN may round float32 to TF32; None where torch does not tell, for operations were set one by one."""
+    """Return whether cuDNN may round float32 to TF32; None where operations were set one by one."""
     try:
         with unwarned():
             return bool(torch.backends.cudnn.allow_tf32)
@@ -145,7 +141,7 @@ def _tf32() -> bool | None:
 
 
 def matmul_precision() -> str | None:
-    """The process's float32 matmul precision; None where torch does not tell, for backends were set one by one."""
+    """Return the process's float32 matmul precision; None where backends were set one by one."""
     try:
         with unwarned():
             return torch.get_float32_matmul_precision()
@@ -154,12 +150,12 @@ def matmul_precision() -> str | None:
 
 
 def matmul_precisions() -> list[tuple[Any, str]]:
-    """The backends that have a float32 precision of their own for matrix products (from torch 2.9 on), with it."""
+    """Return the backends with a float32 precision of their own for matrix products (torch 2.9 on), with it."""
     return _with_precision(torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
 
 
 def _operations() -> list[tuple[Any, str]]:
-    """The operations of cuDNN that have a float32 precision of their own, with it."""
+    """Return the operations of cuDNN with a float32 precision of their own, with it."""
     return _with_precision(*(getattr(torch.backends.cudnn, name, None) for name in ("conv", "rnn")))
 
 

@@ -1,7 +1,7 @@
-"""Signals that end a run: noted when they come, obeyed where nothing is half-changed.
+"""Signals that end a run: recorded when received, raised where the state of the run is consistent.
 
-SIGTERM, SIGUSR1 and the first Ctrl-C wait for the end of the update in hand, at most `grace` seconds; while the loop
-waits for data nothing is half-changed, and they end it at once. A second Ctrl-C ends it anywhere.
+SIGTERM, SIGUSR1 and the first Ctrl-C wait for the end of the update in progress, at most `grace` seconds; while the
+loop waits for data the state is consistent, and they end the run at once. A second Ctrl-C ends it anywhere.
 """
 
 from __future__ import annotations
@@ -24,47 +24,48 @@ Handler = Callable[[int, FrameType | None], Any]
 
 
 class Interrupted(BaseException):
-    """Raised inside a run to end it for a signal; whoever called `fit` sees what the signal stands for instead."""
+    """Ends a run for a signal; `fit` raises KeyboardInterrupt or Stopped in its place."""
 
     def __init__(self, number: int, *, late: bool = False) -> None:
         self.number = number
         self.late = late
-        """Whether the update in hand did not end in time, so that it is cut off in the middle."""
+        """Whether the update in progress was interrupted, since it did not end in time."""
         self.name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         super().__init__(self.name)
 
 
 class Signals:
-    """The handlers of one run, and whether one of them was called.
+    """The signal handlers of one run, and the signal that was received.
 
-    Only the main thread can have them; elsewhere nothing is installed and nothing ever comes. A handler that somebody
-    has set before, or a signal that is ignored, stays as it is.
+    Only the main thread can install handlers; elsewhere no signal is ever received. A signal that is ignored, or has a
+    handler of the user, keeps it.
     """
 
+    pending = 0
+    """The signal that was received; 0 without one."""
+    data_failed = False
+    """Whether fetching a batch has raised an error."""
+    _waiting = False
+    """Whether the loop waits for data, where a signal ends the run at once."""
+    _held = 0
+    _overdue = _ended = _child_died = False
+    _came = 0.0
+    _timer: threading.Timer | None = None
+    _on_child: Handler | None = None
+
     def __init__(self, *, grace: float, wake: Callable[[], None] | None = None, alone: bool = True) -> None:
-        self.pending = 0
-        """The signal that has come; 0 while none has."""
-        self.data_failed = False
-        """Whether data that were waited for have raised an error."""
         self.grace, self.wake = grace, wake
-        """Seconds that a signal waits for the end of the update in hand; what is called when one comes."""
+        """Seconds that a signal waits for the end of the update in progress; called when a signal is received."""
         self._alone = alone
-        """Whether it may be obeyed as soon as it comes here: several processes obey it together."""
-        self._waiting = False
-        """Whether the loop waits for data, and may be ended at once."""
-        self._held = 0
-        self._overdue = self._ended = self._child_died = False
+        """Whether this process ends at once: several ranks end together, after they have agreed."""
         self._process = os.getpid()
-        self._came = 0.0
-        self._timer: threading.Timer | None = None
         self._before: dict[int, Any] = {}
-        self._on_child: Handler | None = None
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """The handlers inside; afterwards those that there were, and Interrupted for a signal that nobody has heard.
+        """Install the handlers, and restore the ones before at the end.
 
-        Of several processes only this one ends by it then: nothing is asked of the others any more.
+        Interrupted at the end for a signal that was not raised inside; of several ranks only this one ends by it.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -101,7 +102,7 @@ class Signals:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """A signal ends the run at once inside, as where a batch is waited for."""
+        """A context in which a signal ends the run at once, as while a batch is fetched."""
         self._waiting = self._alone
         try:
             self.check()
@@ -110,21 +111,21 @@ class Signals:
             self._waiting = False
 
     def check(self) -> None:
-        """Raise Interrupted where a signal has come: nothing is half-changed here."""
+        """Raise Interrupted for a signal that was received: the state of the run is consistent here."""
         if self.pending and self._alone:
             self._ended = True
             self._stop_timer()
             raise Interrupted(self.pending)
 
     def obey(self, number: int) -> None:
-        """Have `check` raise for a signal that several processes have agreed to obey, whoever of them was given it."""
+        """Have `check` raise for a signal that some rank has received, after all ranks have agreed to end."""
         self.pending, self._alone = number, True
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """What is done inside is finished, however long it takes: only a second Ctrl-C cuts it off.
+        """A context that is completed, however long it takes: only a second Ctrl-C interrupts it.
 
-        The grace of a signal that has come begins anew after it.
+        The grace of a signal that was received inside begins at its end.
         """
         self._held += 1
         try:
@@ -135,9 +136,9 @@ class Signals:
                 self._start_timer()
 
     def watch_children(self) -> None:
-        """Have the death of a loader's worker end the run only while it waits for data.
+        """Have the death of a dataloader worker end the run only while it fetches data.
 
-        To be called once workers were started: torch's own handler, set then, raises in the middle of an update too.
+        Called when workers were started: torch's own handler, installed then, raises inside of an update too.
         """
         if _SIGCHLD is None or not self._before:
             return
@@ -149,7 +150,7 @@ class Signals:
 
     def _receive(self, number: int, _: FrameType | None) -> None:
         now = time.monotonic()
-        if os.getpid() != self._process:  # a process that was forked off does as if nothing had been installed
+        if os.getpid() != self._process:  # a forked process behaves as if nothing had been installed
             signal.signal(number, self._before.get(number, signal.SIG_DFL))
             signal.raise_signal(number)
             return
@@ -183,7 +184,7 @@ class Signals:
         self.check()
         self._child_died = False
         assert _SIGCHLD is not None
-        # Once more, when the loader waits: the error then comes out of the loader.
+        # Sent once more while the loader waits: the error is then raised by the loader.
         again = threading.Timer(0.01, signal.pthread_kill, (threading.main_thread().ident, _SIGCHLD))
         again.daemon = True
         again.start()
@@ -195,7 +196,7 @@ class Signals:
         self._timer.start()
 
     def _insist(self) -> None:
-        """In the timer's thread: have the main thread's handler be called once more, to cut the update off."""
+        """Send the signal to the main thread once more, from the timer's thread, to interrupt the update."""
         main = threading.main_thread().ident
         if self._before and not self._ended and not self._held and main is not None:
             self._overdue = True
@@ -206,7 +207,7 @@ class Signals:
         self._stop_timer()
         while self._before:
             number, handler = self._before.popitem()
-            if signal.getsignal(number) in (self._receive, self._receive_child):  # else it is another's by now
+            if signal.getsignal(number) in (self._receive, self._receive_child):  # else it was replaced since
                 signal.signal(number, handler)
 
     def _stop_timer(self) -> None:

@@ -1,18 +1,19 @@
-"""One `fit` from its call to its return: enter it (plan, bind, load, begin), leave it (save, restore, report)."""
+"""Enter a `fit` (plan, bind, load, begin) and leave it (save, restore, report)."""
 
 from __future__ import annotations
 
 import secrets
 import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from trainwright.acceleration.device_dataset import residing
-from trainwright.acceleration.switches import sped_up
+from trainwright.acceleration.layout import align_state
+from trainwright.acceleration.switches import speed_up
+from trainwright.checkpointing.checkpoint import Checkpoint
 from trainwright.checkpointing.load import DamagedError, Loaded, load_checkpoint, without_slot
 from trainwright.checkpointing.manager import CheckpointManager
 from trainwright.checkpointing.parts import check_savable, gather
@@ -26,7 +27,7 @@ from trainwright.diagnostics.explain import explain
 from trainwright.evaluation.passes import evaluate
 from trainwright.fit.between_updates import BetweenUpdates
 from trainwright.fit.parts import parts_of
-from trainwright.fit.plan import Ends, Resume, check_monitors, make_plan
+from trainwright.fit.plan import Ends, Resume, check_watched, make_plan, watched_numbers
 from trainwright.fit.rank_sync import check_same_config
 from trainwright.fit.rescue import ends_in, rescue
 from trainwright.fit.result import FitEnd
@@ -35,7 +36,6 @@ from trainwright.fit.rollback import ENDED
 from trainwright.fit.run import GRACE, Run
 from trainwright.fit.setup import NOT_RUNNING, open_data
 from trainwright.fit.stages import start_stage
-from trainwright.metrics.metrics import OverAll
 from trainwright.modules.dtensors import is_sharded
 from trainwright.modules.modes import untrained, wake
 from trainwright.optim.named import check_kernels, check_parameters, check_saved_schedulers, has_scheduler
@@ -57,10 +57,13 @@ class FitContext:
         self, owner: Owner, train: Any, val: Any, *, batch_size: int | None, ends: Ends, resume: Resume
     ) -> None:
         self._owner, self._data, self._ends, self._resume = owner, (train, val, batch_size), ends, resume
-        self._signals = Signals(grace=getattr(owner.checkpoint, "grace", GRACE), alone=owner.world.size == 1)
+        grace = GRACE if owner.checkpoint is None else owner.checkpoint.grace
+        self._signals = Signals(grace=grace, alone=owner.world.size == 1)
         self._result_before = owner.result
         self._begun: list[Observer] = []
-        """The observers that know of the run, and learn of its end."""
+        """The observers whose `on_fit_start` has returned."""
+        self._refused: dict[Path, str] = {}
+        """Checkpoints of which a part could not be loaded, and why: an older one is resumed instead."""
 
     # Enter.
 
@@ -75,52 +78,57 @@ class FitContext:
         return self._run, self._between
 
     def _open(self, undo: ExitStack) -> None:
-        """Make the run ready, and tell the observers that it begins."""
+        """Open the data, bind the run, and call `on_fit_start` of the observers."""
         train, val, batch_size = self._data
         source, held_out = open_data(self._owner, train, val, ends=self._ends, batch_size=batch_size)
-        self._bind_to_newest(source, held_out, undo)
+        if self._resume.where is None:
+            self._bind(source, held_out, undo)
+        else:
+            self._bind_to_newest(source, held_out, undo)
         try:
             self._begin()
         except BaseException as error:
             self._close(error)
-        undo.enter_context(self._run.watching_steps())
+        if self._owner._hooks.updates_itself:
+            undo.enter_context(self._run.watching_steps())
 
     def _bind_to_newest(self, source: Source, val: Mapping[str, Source], undo: ExitStack) -> None:
         """Bind the run; with `resume="auto"` an older checkpoint replaces a newest one that no part can load."""
-        refused: dict[Path, str] = {}
         while True:
             try:
                 with ExitStack() as trial:
-                    self._bind(source, val, trial, refused=refused)
+                    self._bind(source, val, trial)
                     undo.push(trial.pop_all())
                     return
             except DamagedError as error:
                 path = Path(error.origin)
                 again = error.early or self._owner._hooks.begin_epoch is None  # that hook may not run twice per epoch
-                if self._resume.where != "auto" or path in refused or self._owner.world.size > 1 or not again:
+                if self._resume.where != "auto" or path in self._refused or self._owner.world.size > 1 or not again:
                     raise CheckpointError(str(error)) from error.__cause__
-                refused[path] = str(error)
+                self._refused[path] = str(error)
 
-    def _bind(self, source: Source, val: Mapping[str, Source], undo: ExitStack, *, refused: Mapping[Path, str]) -> None:
-        """Plan, bind, check and load everything that the fit needs; `undo` takes it back."""
+    def _bind(self, source: Source, val: Mapping[str, Source], undo: ExitStack) -> None:
+        """Plan, bind, check and load everything that the fit needs, in this order; `undo` takes it back."""
         owner, ends, resumes = self._owner, self._ends, self._resume.where is not None
         check_parameters(owner.model, owner.loss, owner.optimizers)
         check_kernels(owner.optimizers)
         if owner.world.size > 1 or owner.parallel.shards:
             undo.enter_context(among_ranks(owner))
-        check_same_config(owner, source, val, ends=ends, resumes=resumes)
+        if owner.world.size > 1:
+            check_same_config(owner, source, val, ends=ends, resumes=resumes)
         start_stage(owner, undo, resumes=resumes, epochs=ends.epochs)
         undo.enter_context(training_afresh(owner.device.type))
         if owner.precision is not None:
             undo.enter_context(owner.precision.switches())
-        undo.enter_context(untrained(*owner.frozen.values()))
-        sped = undo.enter_context(sped_up(owner, source))
-        woken = undo.enter_context(_awake(owner))
-        placed = undo.enter_context(residing(owner, source, val))
-        notes = (*owner._record.notes, *woken, *sped.notes, *placed)
-        plan = make_plan(owner, source, val, ends=ends, notes=notes)
+        if owner.frozen:
+            undo.enter_context(untrained(*owner.frozen.values()))
+        plan = make_plan(owner, source, val, ends=ends, notes=self._switch(source, val, undo))
         run = self._run = Run(owner, source, plan, signals=self._signals)
-        manager, loaded = self._open_directory(undo, refused=refused)
+        manager = loaded = None
+        if owner.checkpoint is not None:
+            manager, loaded = self._open_directory(owner.checkpoint, undo)
+        elif self._resume.where is not None:
+            raise without_slot(self._resume.where)
         resuming = plan_resume(owner, loaded, self._resume) if resumes else ResumePlan()
         between = self._between = BetweenUpdates(run, val, ends, manager=manager)
         owner._bind_run(run, between)
@@ -135,43 +143,49 @@ class FitContext:
         if resumes:
             lines += resume(resuming, owner, between)
         if resuming.checkpoint is not None:
-            sped.loaded()
+            align_state(owner.optimizers.values())
             finished = resuming.place if owner._counters.stopped else ""
-        lines += _check_saves(owner, run, between)
+        if manager is not None:
+            lines += _check_saves(owner, run, between)
         self._plan = replace(plan, notes=(*plan.notes, *lines), finished=finished)
         between.start()
 
-    def _open_directory(
-        self, undo: ExitStack, *, refused: Mapping[Path, str]
-    ) -> tuple[CheckpointManager | None, Loaded | None]:
+    def _switch(self, source: Source, val: Mapping[str, Source], undo: ExitStack) -> tuple[str, ...]:
+        """Switch the model to train mode and on to what is faster, until the end of the fit; return header lines."""
+        owner, notes = self._owner, []
+        switched_on = wake(owner.model)
+        if switched_on:
+            undo.callback(owner.model.eval)
+            notes.append(f"switched from eval to train mode: {listed(switched_on)}")
+        return (*owner._record.notes, *notes, *speed_up(owner, source, val, undo))
+
+    def _open_directory(self, settings: Checkpoint, undo: ExitStack) -> tuple[CheckpointManager, Loaded | None]:
         """Bind the checkpoint slot, and read the checkpoint that is resumed."""
         owner, resume = self._owner, self._resume.where
-        settings, places, world = owner.checkpoint, homes(owner.model, owner.device), owner.world
-        shards = is_sharded(*owner.model.parameters())
-        if settings is None:
-            if resume is not None:
-                raise without_slot(resume)
-            return None, None
-        run_id = owner._record.run_id or secrets.token_hex(8)
-        manager = settings.bind(run_id, world=world)
+        manager = settings.bind(owner._record.run_id or secrets.token_hex(8), world=owner.world)
         # A second Ctrl-C does not wait for the save in flight; after a first one nothing is.
         undo.push(lambda kind, *_: manager.release(wait=kind is not KeyboardInterrupt))
         manager.prepare(resuming=resume is not None)
-        how: dict[str, Any] = {"device": places, "world": world, "lazy_shards": shards, "refused": refused}
-        return manager, load_checkpoint(resume, settings.directory, run=manager.run_id, **how)
+        loaded = load_checkpoint(
+            resume,
+            settings.directory,
+            run=manager.run_id,
+            device=homes(owner.model, owner.device),
+            world=owner.world,
+            lazy_shards=is_sharded(*owner.model.parameters()),
+            refused=self._refused,
+        )
+        return manager, loaded
 
     def _begin(self) -> None:
         """Call `on_fit_start` of all observers; from here on the fit is not refused any more."""
-        error: Exception | None = None
+        error: BaseException | None = None
         for observer in active_observers(self._owner):
             try:
                 observer.on_fit_start(self._plan)
                 self._begun.append(observer)
             except Exception as failed:
-                if error is None:
-                    error = failed
-                else:
-                    error.add_note(f"{NOTE}{type(observer).__name__}.on_fit_start failed too: {_with_place(failed)}")
+                error = _with_failure(error, failed, f"{type(observer).__name__}.on_fit_start")
         if error is not None:
             raise error
         record = self._owner._record
@@ -274,10 +288,7 @@ class FitContext:
             except BaseException as failed:
                 if self._signals.pending and isinstance(failed, KeyboardInterrupt):
                     raise
-                if error is None:
-                    error = failed
-                else:
-                    error.add_note(f"{NOTE}{type(observer).__name__}.on_fit_end failed too: {_with_place(failed)}")
+                error = _with_failure(error, failed, f"{type(observer).__name__}.on_fit_end")
         if error is not None:
             raise error
 
@@ -308,10 +319,13 @@ def _await_last_save(between: BetweenUpdates) -> CheckpointError | None:
     return lost or (CheckpointError(failing) if failing else None)
 
 
-def _with_place(failed: BaseException) -> str:
-    """Return an error in one line, with the place that raised it."""
+def _with_failure(error: BaseException | None, failed: BaseException, call: str) -> BaseException:
+    """Return the error to raise: the first one, with a note on a later failure of an observer."""
+    if error is None:
+        return failed
     place = traceback.extract_tb(failed.__traceback__)[-1]
-    return f"{first_line(failed)} ({Path(place.filename).name}:{place.lineno})"
+    error.add_note(f"{NOTE}{call} failed too: {first_line(failed)} ({Path(place.filename).name}:{place.lineno})")
+    return error
 
 
 def _summary(owner: Owner, result: Result) -> dict[str, Any]:
@@ -333,23 +347,9 @@ def _release_run(owner: Owner, run: Run) -> None:
     owner._bind_run(NOT_RUNNING, NOT_RUNNING)
 
 
-@contextmanager
-def _awake(owner: Owner) -> Iterator[tuple[str, ...]]:
-    """Train mode inside for a model that was left in eval mode; yields the header's line."""
-    switched_on = wake(owner.model)
-    if not switched_on:
-        yield ()
-        return
-    try:
-        yield (f"switched from eval to train mode: {listed(switched_on)}",)
-    finally:
-        owner.model.eval()
-
-
 def _check_saves(owner: Owner, run: Run, between: BetweenUpdates) -> list[str]:
     """Refuse a state that cannot be saved, before the first update; return header lines on inexact resumes of data."""
-    if between.manager is None:
-        return []
+    assert between.manager is not None
     owner._record.run_id = between.manager.run_id
     run.source.must_resume = True
     parts, ours = owner.parts(), parts_of(run, between)
@@ -371,30 +371,17 @@ def _check_saves(owner: Owner, run: Run, between: BetweenUpdates) -> list[str]:
 
 
 def _rehearse(owner: Owner, run: Run, val: Mapping[str, Source]) -> None:
-    """Run one validation batch without a trace, so that its mistakes show before the first update."""
-    produced = {"loss", *owner.metrics}
+    """Run one validation batch without a trace, so that its mistakes are raised before the first update."""
     owner._tracker.must_feed = not val and bool(owner.metrics)
-    for name, source in val.items():
-        if source.repeatable:
-            # An evaluation leaves the buffers as its own forwards have changed them.
-            with Snapshot(Buffers(lambda: networks_of(owner))):
-                numbers = set(evaluate(owner, source, name=name, batches=1).numbers)
-                produced |= numbers
-                # The keys of a metric that returns a dict: training reports it too.
-                trained = tuple(f"{name}_{metric}_" for metric in owner.metrics)
-                produced |= {number.removeprefix(f"{name}_") for number in numbers if number.startswith(trained)}
-        else:
-            produced |= {f"{name}_{number}" for number in ("loss", *owner.metrics)}
-    free = (owner._hooks.logs_freely, owner._hooks.evaluates_itself)
-    monitors = [rates.monitor for rates in run.rates.values() if rates.monitor is not None]
-    check_monitors(
-        owner, has_val=bool(val), produced=produced, free=free, rates=monitors, prefixes=_keyed(owner, list(val))
-    )
+    validated = {name: _validated_numbers(owner, name, source) for name, source in val.items()}
+    watched = watched_numbers(owner, [rates.monitor for rates in run.rates.values()])
+    if watched:
+        check_watched(owner, watched, validated)
 
 
-def _keyed(owner: Owner, sets: list[str]) -> tuple[str, ...]:
-    """Return how names of numbers may begin that are known only when a metric has returned its dict of numbers."""
-    if not sets:
-        return tuple(f"{metric}_" for metric in owner.metrics)
-    over_all = [name for name, metric in owner.metrics.items() if isinstance(metric, OverAll)]
-    return tuple(f"{each}_{name}_" for each in sets for name in over_all)
+def _validated_numbers(owner: Owner, name: str, source: Source) -> set[str]:
+    """Return the names of the numbers of a validation set."""
+    if not source.repeatable:
+        return {f"{name}_{number}" for number in ("loss", *owner.metrics)}
+    with Snapshot(Buffers(lambda: networks_of(owner))):  # an evaluation keeps changes of buffers by its own forwards
+        return set(evaluate(owner, source, name=name, batches=1).numbers)

@@ -1,7 +1,11 @@
-"""What fills the slots of a run, in a few words for the console's header."""
+"""The settings of a run as text: in brief for the console's header, in full for the checkpoint and other ranks."""
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import inspect
+import json
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
@@ -11,56 +15,83 @@ from trainwright.optim.clip import ClipNorm
 from trainwright.update.owner import Owner
 
 _PLAIN = str | int | float | Duration
+SLOTS = ("loss", "precision", "accumulate", "clip", "schedule", "early_stopping", "average", "on_nonfinite")
 
 
 def in_brief(owner: Owner) -> tuple[str, ...]:
-    """`schedule OneCycle(max_lr=0.01)`, `clip 1.0`, `average EMA(0.999)`, `frozen teacher`: those that are set."""
-    told = {
-        "schedule": _each(owner.schedule),
-        "clip": _each(owner.clip),
-        "average": _each(owner.average),
-        "frozen": ", ".join(owner.frozen),
-    }
-    return tuple(f"{slot} {text}" for slot, text in told.items() if text)
+    """Return the slots that are set: `schedule OneCycle(max_lr=0.01)`, `clip 1.0`, `average EMA(0.999)`."""
+    slots = {"schedule": owner.schedule, "clip": owner.clip, "average": owner.average}
+    texts = {name: _by_optimizer(setting) for name, setting in slots.items() if setting is not None}
+    texts["frozen"] = ", ".join(owner.frozen)
+    return tuple(f"{name} {text}" for name, text in texts.items() if text)
 
 
-def _each(setting: Any) -> str:
-    """One setting, or several by the names of their optimizers."""
+def _by_optimizer(setting: Any) -> str:
+    """Return one setting as text, or several by the names of their optimizers."""
     if isinstance(setting, Mapping):
         return ", ".join(f"{name} {_text(one)}" for name, one in setting.items())
-    return "" if setting is None else _text(setting)
+    return _text(setting)
 
 
-def _text(setting: Any) -> str:
-    """A setting with its first value and those that are not the default: `StepLR(step=Epochs(30), gamma=0.5)`."""
+def settings_of(owner: Owner) -> dict[str, str]:
+    """Return the model's class, the optimizers' classes and every slot that affects training, as text."""
+    slots = {name: _text(getattr(owner, name)) for name in SLOTS}
+    by_epoch = dict(owner.accumulate)
+    slots["accumulate"] = _text(by_epoch[0] if list(by_epoch) == [0] else by_epoch)
+    optimizers = ", ".join(f"{name}={_class_of(one)}" for name, one in sorted(owner.optimizers.items()))
+    return {"model": type(owner.model).__qualname__, "optimizer": optimizers.removeprefix("optimizer="), **slots}
+
+
+def digest(settings: dict[str, str]) -> str:
+    """Return a short hash of these settings: equal for equal ones."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def changed(saved: dict[str, str], now: dict[str, str]) -> str:
+    """Return one line on the settings that differ, empty where none does. The schedule reports its own."""
+    differing = [name for name in now if name != "schedule" and saved.get(name, now[name]) != now[name]]
+    changes = ", ".join(f"{name} {saved[name]} -> {now[name]}" for name in differing)
+    return f"settings changed since it was saved: {changes}" if changes else ""
+
+
+def _class_of(optimizer: Any) -> str:
+    """Return the name of an optimizer's class; of torch's class, where it derives from one."""
+    classes = [one for one in type(optimizer).__mro__ if one.__module__.startswith("torch.optim.")]
+    return classes[0].__name__ if classes and classes[0].__name__ != "Optimizer" else type(optimizer).__name__
+
+
+def _text(value: Any) -> str:
+    """Return a setting as it is written; a function, or an object whose repr is an address, by its name."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key!r}: {_text(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_text, value))}]"
+    if isinstance(value, functools.partial):
+        named = [f"{name}={_text(one)}" for name, one in value.keywords.items()]
+        return f"partial({', '.join([_text(value.func), *map(_text, value.args), *named])})"
+    if is_dataclass(value) and not isinstance(value, type):
+        return _dataclass_text(value)
+    if inspect.isroutine(value) or isinstance(value, type):
+        return value.__name__
+    text = repr(value)
+    return type(value).__name__ if " at 0x" in text else text
+
+
+def _dataclass_text(setting: Any) -> str:
+    """Return a dataclass with its first value and those that are not the default: `StepLR(Epochs(30), gamma=0.5)`."""
     if isinstance(setting, ClipNorm) and setting == ClipNorm(setting.max_norm):
         return str(setting.max_norm)
-    if not is_dataclass(setting) or isinstance(setting, type):
-        return _name(setting)
     first = next(iter(fields(setting)), None)
-    said = []
+    shown = []
     for one in fields(setting):
         value, by_place = getattr(setting, one.name), one is first and not one.kw_only
-        if by_place or one.default is MISSING or not _same(value, one.default):
-            # A value that has a default or stands alone is known by its place; others are told by name.
+        if by_place or one.default is MISSING or not _is_default(value, one.default):
+            # A first value that has a default, or is the only one, is known by its place; the others need their names.
             bare = by_place and (one.default is not MISSING or len(fields(setting)) == 1)
-            said.append(_value(value) if bare else f"{one.name}={_value(value)}")
-    return f"{type(setting).__name__}({', '.join(said)})" if said else type(setting).__name__
+            shown.append(_text(value) if bare else f"{one.name}={_text(value)}")
+    return f"{type(setting).__name__}({', '.join(shown)})" if shown else type(setting).__name__
 
 
-def _same(value: Any, default: Any) -> bool:
-    """Whether a setting is left at its default; what is no plain value may have an == of its own."""
+def _is_default(value: Any, default: Any) -> bool:
+    """Return whether a value is the default; only plain values are compared, others may have an == of their own."""
     return value is default or (isinstance(value, _PLAIN) and value == default)
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, Duration):
-        return f"{type(value).__name__}({value.n})"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_value, value))}]"
-    return repr(value) if value is None or isinstance(value, str | int | float) else _name(value)
-
-
-def _name(value: Any) -> str:
-    """The name of a function or a class, never an address."""
-    return str(getattr(value, "__name__", type(value).__name__))

@@ -10,7 +10,7 @@ from torch import nn
 from trainwright.checkpointing.parts import CallbackPart
 from trainwright.core.device import devices_of, move
 from trainwright.core.trees import NamedParts
-from trainwright.fit.setup import settings_of
+from trainwright.fit.describe import settings_of
 from trainwright.optim.named import ONLY
 from trainwright.protocols import Stateful
 

@@ -14,8 +14,8 @@ from torch import nn
 from trainwright.core.errors import SettingError
 from trainwright.core.signals import ENDING
 from trainwright.data.source import Source
+from trainwright.fit.describe import settings_of
 from trainwright.fit.plan import Ends
-from trainwright.fit.setup import settings_of
 from trainwright.observers.probes import Inspecting, Probe
 from trainwright.update.owner import Owner
 
@@ -30,10 +30,8 @@ _DATA_NAMES = ("training data", "validation data")
 def check_same_config(owner: Owner, source: Source, val: Mapping[str, Source], *, ends: Ends, resumes: bool) -> None:
     """Raise SettingError on every rank where one was given other data, ends, settings or another model.
 
-    Compares lengths, rows, batch sizes, texts of settings and shapes, without reading a row.
+    For several ranks. Compares lengths, rows, batch sizes, texts of settings and shapes, without reading a row.
     """
-    if owner.world.size == 1:
-        return
     given = {
         **_settings(owner),
         "model": _layout(owner.model),

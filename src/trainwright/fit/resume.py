@@ -27,10 +27,10 @@ from trainwright.core.errors import CheckpointError, SettingError, warn_user
 from trainwright.core.progress import Counters
 from trainwright.core.suggestions import did_you_mean
 from trainwright.fit.between_updates import BetweenUpdates
+from trainwright.fit.describe import changed, settings_of
 from trainwright.fit.early_stopping import is_best
 from trainwright.fit.plan import Resume
 from trainwright.fit.result import copied_weights, path_at
-from trainwright.fit.setup import changed, settings_of
 from trainwright.modules.dtensors import is_sharded
 from trainwright.optim.named import disable_wrong_kernels, has_scheduler
 from trainwright.protocols import Tree

@@ -14,7 +14,6 @@ from trainwright.core.rng import RandomPart, random_state, set_random_state
 from trainwright.core.trees import copy_tree
 from trainwright.data.source import Source
 from trainwright.protocols import Stateful, Tree
-from trainwright.update.loss_tracker import LossTracker
 from trainwright.update.owner import Owner, trained_modules
 from trainwright.update.per_rank_state import open_epoch
 from trainwright.update.snapshot import Buffers, LossTotals, Snapshot, StateDicts, UserState
@@ -25,21 +24,51 @@ UPDATING, COUNTING, ENDED = "updating", "counting", "ended"
 and reporting the update; and after the loop, when the model may hold other weights than the trained ones."""
 
 
-class Rollback:
-    """The phase of a run, and a snapshot from before the window in progress where an error may be saved from inside."""
+class LoopPhase:
+    """The phase of a run. A run without a checkpoint slot saves nothing, and has nothing to roll back."""
 
-    def __init__(self, owner: Owner, source: Source, random: RandomPart, *, tracker: LossTracker) -> None:
+    phase = BETWEEN
+
+    def __init__(self, owner: Owner, source: Source) -> None:
+        self._owner, self._source = owner, source
+
+    def bind(self, user_parts: Mapping[str, Stateful]) -> None:
+        """Add the user's own parts, which a window may change too. No-op here."""
+
+    def refresh(self) -> None:
+        """Find the buffers again: `begin_epoch` may have changed the layers. No-op here."""
+
+    def open_epoch(self) -> Iterator[Any]:
+        """Return the iterator of the current epoch, at its next batch."""
+        self.phase = OPENING
+        iterator = open_epoch(self._owner.world, self._source, self._owner._counters.epoch)
         self.phase = BETWEEN
-        self._owner, self._source, self._random = owner, source, random
-        saves_errors = owner.on_error == "save" and owner.world.size == 1  # several processes save nothing for an error
+        return iterator
+
+    def before_fetch(self) -> None:
+        """Record that the next window is fetched."""
+        self.phase = FETCHING
+
+    def restore(self) -> dict[str, Tree]:
+        """Roll back to the start of the window in progress. No-op here."""
+        return {}
+
+
+class Rollback(LoopPhase):
+    """The phase of a run, and the state before the window in progress, from which an interrupted run is saved."""
+
+    def __init__(self, owner: Owner, source: Source, random: RandomPart) -> None:
+        super().__init__(owner, source)
+        self._random = random
+        saves_errors = owner.on_error == "save" and owner.world.size == 1  # several ranks save nothing for an error
         self._snapshot: Snapshot | None = None
         """What a window changes before its first step; None where an error inside a window is not saved."""
         if saves_errors:
-            self._snapshot = Snapshot(Buffers(lambda: trained_modules(owner)), LossTotals(tracker), UserState(owner))
+            tracked = Buffers(lambda: trained_modules(owner)), LossTotals(owner._tracker), UserState(owner)
+            self._snapshot = Snapshot(*tracked)
         self._user_parts = StateDicts({})
         """The user's own parts: their states are not loaded back, but saved as they were."""
-        self._captures_random = owner.checkpoint is not None and (saves_errors or source.draws_global_rng)
-        self._mark_source: Any = None if owner.checkpoint is None else source.at_boundary
+        self._captures_random = saves_errors or source.draws_global_rng
         self._before_opening: dict[str, Tree] = {}
 
     def bind(self, user_parts: Mapping[str, Stateful]) -> None:
@@ -56,16 +85,15 @@ class Rollback:
         """Return the iterator of the current epoch, at its next batch; a resume sets every random state there."""
         counters, random = self._owner._counters, self._random
         loaded = random_state() if random.is_at_boundary else random.loaded
-        if self._owner.checkpoint is not None:
-            random.before_window = random_state() if loaded is None else loaded
-            start = {} if loaded is None else random.epoch_start
-            self._before_opening = {"data": copy_tree(self._source.state_dict()), "epoch_start": start}
+        random.before_window = random_state() if loaded is None else loaded
+        start = {} if loaded is None else random.epoch_start
+        self._before_opening = {"data": copy_tree(self._source.state_dict()), "epoch_start": start}
         # A signal may end the run at any line: before this one `random` holds the state, then `_before_opening` does.
         self.phase = OPENING
         random.loaded, random.is_at_boundary = None, False
         if loaded is None:
             iterator = open_epoch(self._owner.world, self._source, counters.epoch)
-            random.epoch_start = random.before_window or {}
+            random.epoch_start = random.before_window
         else:
             set_random_state(random.epoch_start)
             iterator = open_epoch(self._owner.world, self._source, counters.epoch, skip=counters.batch)
@@ -74,9 +102,8 @@ class Rollback:
         return iterator
 
     def before_fetch(self) -> None:
-        """Capture what is to be rolled back: the next window is about to be fetched."""
-        if self._mark_source is not None:
-            self._mark_source()
+        """Capture the state that is rolled back to: the next window is about to be fetched."""
+        self._source.at_boundary()
         self._random.before_window = random_state() if self._captures_random else None
         if self._snapshot is not None:
             self._snapshot.capture()

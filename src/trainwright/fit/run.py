@@ -20,7 +20,7 @@ from trainwright.diagnostics.first_batch import FirstBatch, is_compiled
 from trainwright.evaluation.passes import check_repeatable, run_training_forwards
 from trainwright.evaluation.weights import EvaluationWeights
 from trainwright.fit.epochs import EpochLengths
-from trainwright.fit.rollback import BETWEEN, COUNTING, UPDATING, Rollback
+from trainwright.fit.rollback import BETWEEN, COUNTING, UPDATING, LoopPhase, Rollback
 from trainwright.modules.modes import running_statistics
 from trainwright.optim.named import check_parameters
 from trainwright.precision.base import LossScale
@@ -47,62 +47,59 @@ GRACE = 20.0
 
 
 class Run:
-    """What the loop reads and writes at each update, bound once before the first."""
+    """The state that the loop reads and writes at each update, bound once before the first."""
 
     scaler: LossScale | None
     """The loss scale; None without one."""
     checks: bool
-    """Whether gradients are looked at before they are applied."""
+    """Whether gradients are checked before they are applied."""
+    due: float = 0
+    """The applied updates after which the loop calls `_between_updates`."""
+    woken = False
+    """Whether `wake` was called since the work between updates last began."""
+    epoch_over = False
+    stopped_between = False
+    """Whether `_between_updates` comes before the first window: it was pending, or `begin_epoch` has stopped."""
+    pending = ""
+    """Work between updates that was due where the run was left: after an "update", an "epoch", or "final"."""
+    stop_reason = ""
+    """The reason given to `stop()`, in this session or in the one that has left work pending."""
+    waited = 0.0
+    """Seconds spent waiting for data since the last record."""
+    rank_sync: RankSync | None = None
+    """The exchange of requests between several ranks; None for one."""
+    snapshot: Snapshot | None = None
+    """Copies from before the update in progress of what a forward may change; None where nothing is copied."""
+    _begun = -1
+    """The last epoch that has begun."""
     _idle = 0
     """Updates in a row in which no step was applied."""
 
     def __init__(self, owner: Owner, source: Source, plan: Plan, *, signals: Signals) -> None:
-        self.owner, self.source = owner, source
+        self.owner, self.source, self.signals = owner, source, signals
         self.counters: Counters = owner._counters
-        self.lengths = EpochLengths(plan, source, owner._counters)
         self.tracker: LossTracker = owner._tracker
+        self.lengths = EpochLengths(plan, source, owner._counters)
         self.random = RandomPart()
-        self.rollback = Rollback(owner, source, self.random, tracker=owner._tracker)
-        self.signals = signals
+        self.rollback = LoopPhase(owner, source) if owner.checkpoint is None else Rollback(owner, source, self.random)
         signals.wake = self.wake
-        self._bind_ranks(owner)
+        if owner.world.size > 1:
+            from trainwright.fit.rank_sync import RankSync
+
+            self.rank_sync = RankSync(owner)
         self._bind_slots(owner)
-        self.due: float = 0
-        """The applied updates after which the loop calls `_between_updates`."""
-        self.woken = False
-        """Whether `wake` was called since the work between updates last began."""
-        self.epoch_over = False
-        self.stopped_between = False
-        """Whether `_between_updates` comes before the first window: it was pending, or `begin_epoch` has stopped."""
-        self.pending = ""
-        """Work between updates that was due where the run was left: after an "update", an "epoch", or "final"."""
-        self.stop_reason = ""
-        """The reason given to `stop()`, in this session or in the one that has left work pending."""
-        self.waited = 0.0
-        """Seconds spent waiting for data since the last record."""
-        self._begun = -1
         record = owner._record
         looks = owner.is_main and record.warns and not record.stages and not is_compiled(owner.model)
         self.first_batch = FirstBatch(looks=looks)
-        """What looks at the losses of the first update of the first stage."""
-        self.snapshot: Snapshot | None = None
-        """What a forward of the update in progress may change, as it was before; None where nothing is copied."""
+        """Checks the losses of the first update of the first stage."""
         self.strategy = choose_strategy(self)
         """How updates are made."""
         self.scaler = self.strategy.scaler
         self.tracker.bind(self.scaler)
         self._plan_epoch()
 
-    def _bind_ranks(self, owner: Owner) -> None:
-        self.rank_sync: RankSync | None = None
-        """What several processes agree on between updates; None for one."""
-        if owner.world.size > 1:
-            from trainwright.fit.rank_sync import RankSync
-
-            self.rank_sync = RankSync(owner)
-
     def _bind_slots(self, owner: Owner) -> None:
-        # A norm may be a collective, and is judged: all processes measure it, whoever of them has the observer.
+        # A norm may be a collective, and is checked: all ranks measure it, whichever of them has the observer.
         wants_norm = any(owner.world.total(any("grad_norm" in observer.wants for observer in owner.observers)))
         modules = trained_modules(owner)
         self.optimizer_steps = OptimizerSteps(owner.optimizers, owner.clip, wants_norm=wants_norm, modules=modules)
@@ -127,15 +124,12 @@ class Run:
 
     @property
     def plan(self) -> Plan:
-        """The plan, in which the epochs that are over are as they were."""
+        """The plan, with the real lengths of the epochs that are over."""
         return self.lengths.plan
 
     @contextmanager
     def watching_steps(self) -> Iterator[None]:
-        """Notice the steps that an `update` of the user's own makes without `apply_gradients`."""
-        if not self.owner._hooks.updates_itself:
-            yield
-            return
+        """Record the steps that an `update` of the user's own makes without `apply_gradients`."""
         optimizers = self.owner.optimizers.values()
         handles = [one.register_step_post_hook(self._note_step) for one in optimizers]
         handles += [one.register_step_pre_hook(self._note_beginning) for one in optimizers]
@@ -148,7 +142,8 @@ class Run:
     def windows(self) -> Iterator[Window]:
         """The windows of what is left of the epoch; fewer where the run is stopped in the middle of it."""
         counters = self.counters
-        if self._starts_with_pending():
+        self.epoch_over = False
+        if self.pending and self._starts_with_pending():
             return iter(())
         self.signals.check()
         self.begin_epoch(counters.epoch)
@@ -185,16 +180,14 @@ class Run:
         self.epoch_over = True
 
     def _starts_with_pending(self) -> bool:
-        """Whether work between updates comes first: it was due, or was broken off, where the run was left."""
+        """Return whether work between updates that was due or interrupted where the run was left comes first."""
         pending, self.pending = self.pending, ""
-        if pending:
-            self.counters.stopped = self.stop_reason  # the ends of this `fit` may be other ones
+        self.counters.stopped = self.stop_reason  # the ends of this `fit` may be other ones
         if pending == "update" and not self.counters.pause and self.at_end:
-            pending = ""  # the work at the epoch's end includes it
-        self.epoch_over, self.stopped_between = pending == "epoch", pending in ("update", "final")
-        if pending:
-            self.random.seek_boundary()
-        return pending != ""
+            return False  # the work at the epoch's end includes it
+        self.epoch_over, self.stopped_between = pending == "epoch", pending != "epoch"
+        self.random.seek_boundary()
+        return True
 
     def _open_epoch(self) -> Iterator[Window]:
         """Open the data of the epoch at its next batch; return the windows that are left, of this rank's rows."""
@@ -273,13 +266,12 @@ class Run:
         """Choose what is copied before each update: all that a skip restores, or statistics alone, or nothing."""
         owner = self.owner
         if owner.on_nonfinite == "skip":
-            if self.snapshot is None:
-                self.snapshot = Snapshot(Buffers(lambda: trained_modules(owner)), UserState(owner))
+            self.snapshot = self.snapshot or Snapshot(Buffers(lambda: trained_modules(owner)), UserState(owner))
             self.snapshot.refresh()
-            return
-        statistics = [] if owner.on_nonfinite == "ignore" else running_statistics(owner.model)
-        slots = 1 + self.strategy.updates_ahead
-        self.snapshot = Snapshot(Tensors(statistics, slots=slots)) if statistics else None
+        elif owner.on_nonfinite == "raise":
+            statistics = running_statistics(owner.model)
+            slots = 1 + self.strategy.updates_ahead
+            self.snapshot = Snapshot(Tensors(statistics, slots=slots)) if statistics else None
 
     def take_groups(self) -> None:
         """Take over the optimizers' parameters as they are grouped now; a group may be added at any time."""

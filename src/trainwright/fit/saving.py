@@ -9,8 +9,8 @@ from trainwright.checkpointing.manager import CheckpointManager
 from trainwright.checkpointing.parts import gather
 from trainwright.core.records import Saved
 from trainwright.core.triggers import Trigger
+from trainwright.fit.describe import digest, settings_of
 from trainwright.fit.run import Run
-from trainwright.fit.setup import digest, settings_of
 from trainwright.protocols import Tree, listeners
 from trainwright.update.owner import active_observers
 from trainwright.update.per_rank_state import PROCESSES, rank_state

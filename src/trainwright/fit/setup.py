@@ -1,12 +1,9 @@
-"""What a Trainer makes of its settings when it is built, and of data when `fit` is called."""
+"""Check the arguments of a Trainer when it is built, and open the data of a `fit` or of an evaluation."""
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import inspect
-import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -77,7 +74,7 @@ def checked_loss(loss: Any) -> Callable[..., Any] | None:
     if loss is None or (callable(loss) and not isinstance(loss, type)):
         return loss
     if isinstance(loss, Optimizer):
-        what = f"Trainer(model, loss, {type(loss).__name__}(...)): the optimizer stands in the place of the loss"
+        what = f"Trainer(model, loss, {type(loss).__name__}(...)): the optimizer was given as the loss"
         raise TypeError(message(what, want="the optimizer before the loss", fix="Trainer(model, optimizer, loss)"))
     raise TypeError(
         message(
@@ -91,10 +88,10 @@ def checked_loss(loss: Any) -> Callable[..., Any] | None:
 def checked_on_error(on_error: Any, checkpoint: Any) -> str | None:
     """Check `on_error=`: "save" needs a checkpoint slot."""
     if on_error not in (None, "save"):
-        raise SettingError(message(f"on_error={on_error!r}", want='None, or "save"', fix='on_error="save"'))
+        raise SettingError(f"on_error={on_error!r}", want='None, or "save"', fix='on_error="save"')
     if on_error and checkpoint is None:
         what = 'on_error="save" without a checkpoint slot'
-        raise SettingError(message(what, fix='Trainer(..., checkpoint=Checkpoint("runs/1"), on_error="save")'))
+        raise SettingError(what, fix='Trainer(..., checkpoint=Checkpoint("runs/1"), on_error="save")')
     return "save" if on_error else None
 
 
@@ -106,11 +103,11 @@ def checked_rescues(on_error: Any, on_oom: Any, *, checkpoint: Any, world: World
 def checked_on_oom(on_oom: Any, world: World) -> str | None:
     """Check `on_oom=`: "split" is for one process."""
     if on_oom not in (None, "split"):
-        raise SettingError(message(f"on_oom={on_oom!r}", want='None, or "split"', fix='on_oom="split"'))
+        raise SettingError(f"on_oom={on_oom!r}", want='None, or "split"', fix='on_oom="split"')
     if on_oom and world.size > 1:
         what = f'on_oom="split" with {world.size} processes: one that runs out of memory leaves the others in a sum'
         want = "one process, or micro-batches that fit on each"
-        raise SettingError(message(what, want=want, fix="accumulate=2 and half the batch size: the same rows"))
+        raise SettingError(what, want=want, fix="accumulate=2 and half the batch size: the same rows")
     return "split" if on_oom else None
 
 
@@ -124,7 +121,7 @@ def checked_schedule(value: object) -> Schedule | None:
 
 
 def checked_metrics(metrics: Mapping[str, Any] | None, world: World) -> dict[str, Any]:
-    """Check names and kinds by building what will read them, and that they add up over several processes."""
+    """Check `metrics=`: names and kinds, and that the metrics can be summed over several ranks."""
     if metrics is not None and not isinstance(metrics, Mapping):
         raise TypeError(message(f"metrics={metrics!r}", want="a dict", fix='metrics={"accuracy": accuracy}'))
     if metrics:
@@ -151,7 +148,7 @@ def _slot_classes() -> dict[str, type]:
 
 
 def checked_observers(observers: Collection[Observer]) -> tuple[Observer, ...]:
-    """Refuse an observer that is none, whose `every` cannot be, or whose methods take other arguments."""
+    """Check `observers=`: their classes, their `every`, and the arguments of their methods."""
     if isinstance(observers, Observer):
         given = f"{type(observers).__name__}(...)"
         raise TypeError(message(f"observers={given}", want="a list of observers", fix=f"observers=[{given}]"))
@@ -168,7 +165,7 @@ def checked_observers(observers: Collection[Observer]) -> tuple[Observer, ...]:
 
 
 def _in_its_place(given: Any) -> str:
-    """Say how a thing that is no observer is given to the Trainer, where that is known."""
+    """Return how to give the Trainer an object that is no observer; empty where that is unknown."""
     kind = given if isinstance(given, type) else type(given)
     if isinstance(given, type):
         return f"{kind.__name__}(...)" if issubclass(kind, Observer) else ""
@@ -182,12 +179,12 @@ def _in_its_place(given: Any) -> str:
 def processes(
     parallel: str | DDP | FSDP | None, device: str | torch.device, model: nn.Module
 ) -> tuple[World, DDP | FSDP, torch.device]:
-    """Find the processes of the runs to come, how they share the work, and the device of this one."""
+    """Return the ranks, the settings by which they share the work, and the device of this rank."""
     settings = DDP() if parallel is None or isinstance(parallel, str) else parallel
     chosen = choose_device(device, model)
-    shards: bool = getattr(settings, "shards", False)  # what is no setting is refused below
+    shards: bool = getattr(settings, "shards", False)  # an object of another class is refused below
     if chosen.type == "meta" and shards:
-        chosen = choose_device(device, nn.Module())  # the model's first weights are made where the run is
+        chosen = choose_device(device, nn.Module())  # the weights are initialized on the device of the run
     elif not shards and (device == "auto" or chosen.type != "meta"):
         refuse_meta(model, "the model", want="weights; parallel=FSDP(...) alone makes them itself, shard by shard")
     world = World()
@@ -200,15 +197,15 @@ def processes(
         chosen = torch.device(chosen.type, index)
     if world.size > 1 and isinstance(model, nn.parallel.DistributedDataParallel):
         what = "a model in DistributedDataParallel already: the Trainer wraps the step, not the model"
-        raise SettingError(message(what, want="the model itself", fix="Trainer(model.module, ...)"))
+        raise SettingError(what, want="the model itself", fix="Trainer(model.module, ...)")
     if is_sharded(*model.parameters()) and parallel is not None and not settings.shards:
         what = "the model was sharded by fully_shard already"
-        raise SettingError(message(what, have=f"parallel={parallel!r}", fix="parallel=FSDP(blocks={Block})"))
+        raise SettingError(what, have=f"parallel={parallel!r}", fix="parallel=FSDP(blocks={Block})")
     return world, settings, chosen
 
 
 def check_shards(owner: Owner) -> None:
-    """Refuse what cannot be trained on a model that is held in shards; have its optimizers find them."""
+    """Refuse settings that do not work with a sharded model; have its optimizers step the shards."""
     if not owner.parallel.shards:
         return
     from trainwright.distributed import fsdp
@@ -250,109 +247,28 @@ def checked_frozen(frozen: Mapping[str, nn.Module] | None, model: nn.Module) -> 
             raise TypeError(message(f"frozen[{name!r}]: a {type(module).__name__}", want="a torch.nn.Module"))
         if any(id(parameter) in own for parameter in module.parameters()):
             raise SettingError(
-                message(
-                    f"frozen[{name!r}] shares parameters with the model",
-                    want="a module beside the model, such as a teacher",
-                    fix=f"frozen={{{name!r}: copy.deepcopy(model)}}"
-                    if module is model
-                    else "freeze(model.part), which keeps a part of the model as it is",
-                )
+                f"frozen[{name!r}] shares parameters with the model",
+                want="a module beside the model, such as a teacher",
+                fix=f"frozen={{{name!r}: copy.deepcopy(model)}}"
+                if module is model
+                else "freeze(model.part), which keeps a part of the model as it is",
             )
     return dict(frozen)
 
 
-def open_data(
-    owner: Owner, train: Any, val: Any, *, ends: Ends, batch_size: int | None, meets: bool = True
-) -> tuple[Source, dict[str, Source]]:
-    """Open training data, and validation data by the name that their numbers get: "val", or "val_<key>" of a dict.
-
-    What is wrong with the trainer's parts for a `fit` is said first. `meets`: several processes come here together.
-    """
-    from trainwright.data.dataloader.loader import LoaderBatches
-    from trainwright.data.streams import Continuing
-    from trainwright.update.per_rank_state import assign_shard
-
-    _check_own(owner)
-    _check_optimizers(owner)
-    check_schedulers(owner.schedule, owner.optimizers)
-    _check_shapes(owner.model)
-    check_val(train, val)
-    ends.check_given()
-    # A function of the epoch may draw. Here the processes meet first: who calls `fit` alone is to hear of it.
-    with _met(owner) if meets and owner.world.size > 1 else nullcontext():
-        source = open_source(train, batch_size=batch_size, shuffle=True, role="train")
-        # A batch size holds for validation data too, where they are rows and not batches already.
-        held_out = {
-            name: open_source(data, batch_size=batch_size if batch_size and takes_batch_size(data) else None, role=name)
-            for name, data in (_named_sets(val).items() if val is not None else ())
-        }
-    if ends.epoch_updates is not None and source.length is None:
-        source = Continuing(source)
-    if owner.world.size > 1:
-        assign_shard(owner, source, *held_out.values())
-    for data, opened in zip(_named_sets(val).values() if held_out else (), held_out.values(), strict=True):
-        if isinstance(opened, LoaderBatches):
-            opened.keep_workers(keeps=not _reads(train, data))
-    return source, held_out
-
-
-def _reads(train: Any, data: Any) -> bool:
-    """Return whether `data` are the training data, or one of several loaders that are read side by side."""
-    return data is train or (is_together(train) and any(data is one for one in train.loaders.values()))
-
-
-@contextmanager
-def _met(owner: Owner) -> Iterator[None]:
-    """Several processes together, each watched over, with the random state of the first."""
-    from trainwright.update.per_rank_state import position_text, rng_of_rank0
-
-    with owner.world.watched(partial(position_text, owner)), rng_of_rank0(owner.world):
-        yield
-
-
-def _check_own(owner: Owner) -> None:
-    """Refuse to start where an attribute of the Trainer that holds its run was replaced by something else."""
-    own = {
-        "_record": StageRecord,
-        "_counters": Counters,
-        "history": list,
-        "_hooks": Hooks,
-        "_tracker": LossTracker,
-        "state": dict,
-    }
-    for name, kind in own.items():
-        if not isinstance(getattr(owner, name), kind):
-            have = f"a {type(getattr(owner, name)).__name__}"
-            what = f"self.{name} was replaced: the Trainer has a {kind.__name__} under this name"
-            fix = f"self.my_{name.removeprefix('_')} = ..., or an entry of self.state"
-            raise SettingError(what, have=have, fix=fix)
-
-
-def _check_optimizers(owner: Owner) -> None:
-    """Refuse a `fit` without an optimizer, or with one that evaluates the loss itself in the default update."""
-    if not owner.optimizers:
-        raise SettingError(
-            message("fit() without an optimizer", fix="Trainer(model, torch.optim.AdamW(model.parameters()), loss)")
-        )
+def check_closures(owner: Owner) -> None:
+    """Refuse an optimizer that evaluates the loss itself in a Trainer with the default update."""
+    if owner._hooks.updates_itself:
+        return
     for name, optimizer in owner.optimizers.items():
-        if owner._hooks.updates_itself or not _needs_a_closure(optimizer):
-            continue
-        named = "" if name == ONLY else f"{name!r}, "
-        again = "closure=lambda: self.compute_gradients(window)"
-        raise SettingError(
-            message(
+        if _needs_a_closure(optimizer):
+            named = "" if name == ONLY else f"{name!r}, "
+            again = "closure=lambda: self.compute_gradients(window)"
+            raise SettingError(
                 f"{type(optimizer).__name__}.step needs a closure, and the default update gives none",
                 want="an update(self, window) of your own",
                 fix=f"def update(self, window): self.apply_gradients({named}{again})",
             )
-        )
-
-
-def _check_shapes(model: nn.Module) -> None:
-    """Refuse lazy modules that no batch has shaped yet: a checkpoint, an average and the header need their shapes."""
-    lazy = next((name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)), None)
-    if lazy is not None:
-        raise SettingError(message(f"{lazy} has no shape yet", fix="call model(one_batch) once before fit"))
 
 
 def _needs_a_closure(optimizer: Any) -> bool:
@@ -364,48 +280,125 @@ def _needs_a_closure(optimizer: Any) -> bool:
         inspect.signature(step).bind(*given)
     except TypeError:
         return "closure" in inspect.signature(step).parameters
-    except ValueError:  # a function in C that does not tell its arguments
+    except ValueError:  # a function in C without a signature
         pass
     return False
 
 
-def check_val(train: Any, val: Any) -> None:
+def open_data(
+    owner: Owner, train: Any, val: Any, *, ends: Ends, batch_size: int | None, joins: bool = True
+) -> tuple[Source, dict[str, Source]]:
+    """Open training data, and validation data by the prefix of their numbers: "val", or "val_<key>" of a dict.
+
+    A trainer that cannot train is refused first. `joins`: whether all ranks make this call together.
+    """
+    from trainwright.data.dataloader.loader import LoaderBatches
+    from trainwright.data.streams import Continuing
+    from trainwright.update.per_rank_state import assign_shard
+
+    _check_trainable(owner)
+    if isinstance(val, int | float | Tensor | np.ndarray):
+        _check_val(train, val)
+    ends.check_given()
+    sets = {} if val is None else _named_sets(val)
+    # A function of the epoch may draw random numbers. Ranks join here first: a rank that is alone is found at once.
+    with _joined_ranks(owner) if joins and owner.world.size > 1 else nullcontext():
+        source = open_source(train, batch_size=batch_size, shuffle=True, role="train")
+        held_out = {
+            # A batch size holds for validation data too, where they are rows and not batches already.
+            name: open_source(data, batch_size=batch_size if batch_size and takes_batch_size(data) else None, role=name)
+            for name, data in sets.items()
+        }
+    if ends.epoch_updates is not None and source.length is None:
+        source = Continuing(source)
+    if owner.world.size > 1:
+        assign_shard(owner, source, *held_out.values())
+    for name, opened in held_out.items():
+        if isinstance(opened, LoaderBatches):
+            opened.keep_workers(keeps=not _reads(train, sets[name]))
+    return source, held_out
+
+
+def _reads(train: Any, data: Any) -> bool:
+    """Return whether `data` are the training data, or one of several loaders that are read side by side."""
+    return data is train or (is_together(train) and any(data is one for one in train.loaders.values()))
+
+
+@contextmanager
+def _joined_ranks(owner: Owner) -> Iterator[None]:
+    """A context in which several ranks are monitored and have the random state of rank 0."""
+    from trainwright.update.per_rank_state import position_text, rng_of_rank0
+
+    with owner.world.watched(partial(position_text, owner)), rng_of_rank0(owner.world):
+        yield
+
+
+_OWN = {
+    "_record": StageRecord,
+    "_counters": Counters,
+    "history": list,
+    "_hooks": Hooks,
+    "_tracker": LossTracker,
+    "state": dict,
+}
+"""The attributes of a Trainer that a run writes to, which a subclass must not replace."""
+
+
+def _check_trainable(owner: Owner) -> None:
+    """Refuse to train where a subclass has replaced an attribute, without an optimizer, or with lazy modules."""
+    for name, kind in _OWN.items():
+        if not isinstance(getattr(owner, name), kind):
+            have = f"a {type(getattr(owner, name)).__name__}"
+            what = f"self.{name} was replaced: the Trainer has a {kind.__name__} under this name"
+            fix = f"self.my_{name.removeprefix('_')} = ..., or an entry of self.state"
+            raise SettingError(what, have=have, fix=fix)
+    if not owner.optimizers:
+        raise SettingError(
+            "fit() without an optimizer", fix="Trainer(model, torch.optim.AdamW(model.parameters()), loss)"
+        )
+    if owner.schedule is not None:
+        check_schedulers(owner.schedule, owner.optimizers)  # again: a torch scheduler may have been built since
+    # A checkpoint, an average and the header need the shapes of all parameters.
+    lazy = next((name for name, one in owner.model.named_parameters() if nn.parameter.is_lazy(one)), None)
+    if lazy is not None:
+        raise SettingError(f"{lazy} has no shape yet", fix="call model(one_batch) once before fit")
+
+
+def _check_val(train: Any, val: Any) -> None:
     """Refuse `fit(x, y)`, `fit(data, 5)` and `fit(data, 0.2)`: a target, epochs or a share as validation data."""
     if isinstance(val, int) and not isinstance(val, bool):
         what = f"fit(train, {val}): the second is taken as validation data"
         fix = f"fit(train, epochs={val}), or batch_size={val}"
-        raise SettingError(message(what, want="data that were held out, or none", fix=fix))
+        raise SettingError(what, want="data that were held out, or none", fix=fix)
     if isinstance(val, float):
         share = val if 0 < val < 1 else 0.2
         data = "TensorDataset(*data)" if isinstance(train, tuple) else "data"
         fix = f"train, val = torch.utils.data.random_split({data}, [{1 - share:g}, {share:g}])"
-        raise SettingError(message(f"fit(train, val={val})", want="data that were held out, not a share", fix=fix))
+        raise SettingError(f"fit(train, val={val})", want="data that were held out, not a share", fix=fix)
     kinds = (Tensor, np.ndarray)
     if not isinstance(train, kinds) or not isinstance(val, kinds) or not train.ndim or not val.ndim:
         return
     if len(train) == len(val) and (train.shape[1:] != val.shape[1:] or train.dtype != val.dtype):
         raise SettingError(
-            message(
-                f"fit(x, y): the second is taken as validation data, and has as many rows as the first, {len(train)}",
-                have=f"{tuple(train.shape)} {train.dtype} and {tuple(val.shape)} {val.dtype}",
-                want="inputs and targets in one tuple",
-                fix="fit((x, y), ...)",
-            )
+            f"fit(x, y): the second is taken as validation data, and has as many rows as the first, {len(train)}",
+            have=f"{tuple(train.shape)} {train.dtype} and {tuple(val.shape)} {val.dtype}",
+            want="inputs and targets in one tuple",
+            fix="fit((x, y), ...)",
         )
 
 
 def only(optimizers: Mapping[str, Any]) -> Any:
-    """The one optimizer that was given without a name, or None where there is none at all."""
+    """Return the optimizer that was given without a name; None for a trainer without any."""
     if not optimizers or ONLY in optimizers:
         return optimizers.get(ONLY)
     names = ", ".join(map(repr, optimizers))
     raise SettingError(
-        message(f"self.optimizer, and there are several: {names}", fix=f"self.optimizers[{next(iter(optimizers))!r}]")
+        f"self.optimizer, and there are several: {names}", fix=f"self.optimizers[{next(iter(optimizers))!r}]"
     )
 
 
 class NotRunning:
-    """Stands where the run is while there is none; whatever is asked of it, it says so."""
+    """Takes the place of the run outside of `fit`: every attribute raises TrainwrightError."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # copying and pickling ask for these
@@ -417,7 +410,7 @@ NOT_RUNNING: Any = NotRunning()
 
 
 def result_of(owner: Owner) -> Result:
-    """Return the Result that the run has left behind."""
+    """Return the Result of the last run."""
     assert owner.result is not None
     return owner.result
 
@@ -429,9 +422,10 @@ def open_sets(owner: Owner, data: Any, name: str, *, batch_size: int | None) -> 
 
 
 def open_one(owner: Owner, data: Any, role: str, *, batch_size: int | None) -> Source:
-    """Open data to pass over, of which each of several processes runs its part."""
-    role = "evaluated" if role == "train" else role  # a name that a user gave
-    with _met(owner) if is_function(data) and owner.world.size > 1 else nullcontext():  # which may draw
+    """Open data for one pass, of which each of several ranks runs its shard."""
+    role = "evaluated" if role == "train" else role  # the user may have chosen that name
+    # A function may draw random numbers.
+    with _joined_ranks(owner) if is_function(data) and owner.world.size > 1 else nullcontext():
         opened = open_source(data, batch_size=batch_size, role=role)
     if owner.world.size > 1:
         from trainwright.update.per_rank_state import assign_shard
@@ -441,63 +435,31 @@ def open_one(owner: Owner, data: Any, role: str, *, batch_size: int | None) -> S
 
 
 def _named_sets(data: Any, prefix: str = "val") -> dict[str, Any]:
-    """Data to evaluate by the prefix of their numbers. A dict of columns of arrays or tensors is one data set."""
-    if isinstance(data, list | tuple) and data and all(isinstance(one, Batches | DataLoader) for one in data):
-        kind = type(data).__name__
-        raise SettingError(
-            message(
-                f"{prefix}={kind} of {len(data)} loaders: a {kind} is taken as batches or rows",
-                want=f"a dict of several sets of data, whose numbers are then {prefix}_a_loss and so on",
-                fix=f'{prefix}={{"a": first, "b": second}}' if prefix == "val" else '{"a": first, "b": second}',
-            )
-        )
-    if not isinstance(data, dict) or all(isinstance(one, Tensor | np.ndarray) for one in data.values()):
+    """Return data to evaluate by the prefix of their numbers."""
+    if isinstance(data, dict):
+        return _sets_of_dict(data, prefix)
+    if isinstance(data, list | tuple):
+        _refuse_loaders(data, prefix)
+    return {prefix: data}
+
+
+def _sets_of_dict(data: dict[Any, Any], prefix: str) -> dict[str, Any]:
+    """Return the sets of a dict by the prefix of their numbers. A dict of arrays or tensors is one set, by column."""
+    if all(isinstance(one, Tensor | np.ndarray) for one in data.values()):
         return {prefix: data}
     for name in data:
         if not isinstance(name, str) or not name.isidentifier():
             what = f"{prefix}={{{name!r}: ...}}"
-            raise SettingError(message(what, want="names that are identifiers", fix='"clean"'))
+            raise SettingError(what, want="names that are identifiers", fix='"clean"')
     return {f"{prefix}_{name}": one for name, one in data.items()}
 
 
-SLOTS = ("loss", "precision", "accumulate", "clip", "schedule", "early_stopping", "average", "on_nonfinite")
-
-
-def settings_of(owner: Owner) -> dict[str, str]:
-    """What fills each slot that has a say in what is trained, the model's class and the optimizers' among them."""
-    slots = {name: _text(getattr(owner, name)) for name in SLOTS}
-    by_epoch = dict(owner.accumulate)
-    slots["accumulate"] = _text(by_epoch[0] if list(by_epoch) == [0] else by_epoch)
-    optimizers = ", ".join(f"{name}={_kind(one)}" for name, one in sorted(owner.optimizers.items()))
-    return {"model": type(owner.model).__qualname__, "optimizer": optimizers.removeprefix("optimizer="), **slots}
-
-
-def digest(settings: dict[str, str]) -> str:
-    """A short name for these settings: equal ones have equal names."""
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def changed(saved: dict[str, str], now: dict[str, str]) -> str:
-    """One line that says which settings are others now; empty where none is. The schedule tells of itself."""
-    differing = [name for name in now if name != "schedule" and saved.get(name, now[name]) != now[name]]
-    told = ", ".join(f"{name} {saved[name]} -> {now[name]}" for name in differing)
-    return f"settings changed since it was saved: {told}" if told else ""
-
-
-def _kind(optimizer: Any) -> str:
-    """The class of an optimizer; torch's, where it is one of torch's with something added."""
-    kinds = [kind for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim.")]
-    return kinds[0].__name__ if kinds and kinds[0].__name__ != "Optimizer" else type(optimizer).__name__
-
-
-def _text(value: Any) -> str:
-    """A value as it is written; functions and objects without a text of their own by name."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key!r}: {_text(one)}" for key, one in value.items()) + "}"
-    if isinstance(value, functools.partial):
-        named = [f"{name}={_text(one)}" for name, one in value.keywords.items()]
-        return f"partial({', '.join([_text(value.func), *map(_text, value.args), *named])})"
-    if inspect.isroutine(value):
-        return value.__qualname__
-    text = repr(value)
-    return type(value).__qualname__ if " at 0x" in text else text
+def _refuse_loaders(data: Sequence[Any], prefix: str) -> None:
+    """Refuse several loaders in a list or tuple, which is read as batches or rows."""
+    if data and all(isinstance(one, Batches | DataLoader) for one in data):
+        kind = type(data).__name__
+        raise SettingError(
+            f"{prefix}={kind} of {len(data)} loaders: a {kind} is taken as batches or rows",
+            want=f"a dict of several sets of data, whose numbers are then {prefix}_a_loss and so on",
+            fix=f'{prefix}={{"a": first, "b": second}}' if prefix == "val" else '{"a": first, "b": second}',
+        )
