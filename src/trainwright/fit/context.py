@@ -117,11 +117,6 @@ class FitContext:
         if owner.world.size > 1:
             check_same_config(owner, source, val, ends=ends, resumes=resumes)
         start_stage(owner, undo, resumes=resumes, epochs=ends.epochs)
-        undo.enter_context(training_afresh(owner.device.type))
-        if owner.precision is not None:
-            undo.enter_context(owner.precision.switches())
-        if owner.frozen:
-            undo.enter_context(untrained(*owner.frozen.values()))
         plan = make_plan(owner, source, val, ends=ends, notes=self._switch(source, val, undo))
         run = self._run = Run(owner, source, plan, signals=self._signals)
         manager = loaded = None
@@ -151,8 +146,13 @@ class FitContext:
         between.start()
 
     def _switch(self, source: Source, val: Mapping[str, Source], undo: ExitStack) -> tuple[str, ...]:
-        """Switch the model to train mode and on to what is faster, until the end of the fit; return header lines."""
+        """Set grad mode, precision, module modes and faster kernels until the end of the fit; return header lines."""
         owner, notes = self._owner, []
+        undo.enter_context(training_afresh(owner.device.type))
+        if owner.precision is not None:
+            undo.enter_context(owner.precision.switches())
+        if owner.frozen:
+            undo.enter_context(untrained(*owner.frozen.values()))
         switched_on = wake(owner.model)
         if switched_on:
             undo.callback(owner.model.eval)
