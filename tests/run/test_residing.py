@@ -107,7 +107,7 @@ def lines(monkeypatch, one, source, val=None, *, free=None):
     monkeypatch.setattr(device_dataset, "free_memory", lambda device: free)
     sets = {"training": source, **(val or {})}
     with ExitStack() as undo:
-        notes = device_dataset.place_data(one, source, val or {}, undo)
+        notes = device_dataset.place_data(one, source, val or {}, undo=undo)
         placed = [name for name, each in sets.items() if getattr(each, "_resident", None) is not None]
     assert all(getattr(each, "_resident", None) is None for each in sets.values())
     return notes, placed

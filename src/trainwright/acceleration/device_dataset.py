@@ -18,7 +18,7 @@ SHARE = 0.25
 """The share of the device's free memory that data may take with "auto": the run's own share is not known yet."""
 
 
-def place_data(owner: Owner, source: Source, val: Mapping[str, Source], undo: ExitStack) -> list[str]:
+def place_data(owner: Owner, source: Source, val: Mapping[str, Source], *, undo: ExitStack) -> list[str]:
     """Copy data to the device as `Fast(device_data=...)` says, until `undo` is closed; return lines for the header.
 
     "auto": what fits into `SHARE` of the memory that is free on a CUDA device, training data first, unless hooks of

@@ -15,7 +15,7 @@ from trainwright.update.losses import CountObserver, counted_outside_graphs
 from trainwright.update.owner import Owner
 
 
-def speed_up(owner: Owner, source: Source, val: Mapping[str, Source], undo: ExitStack) -> list[str]:
+def speed_up(owner: Owner, source: Source, val: Mapping[str, Source], *, undo: ExitStack) -> list[str]:
     """Switch on what `owner.fast` asks for and what is faster by default, until `undo` is closed.
 
     Returns lines for the header.
@@ -29,7 +29,7 @@ def speed_up(owner: Owner, source: Source, val: Mapping[str, Source], undo: Exit
         switched.append(undo.enter_context(_compiled(owner, source)))
     lines = [f"faster: {', '.join(switched)}"] if switched else []
     if device != "cpu" or fast.device_data is True:
-        lines += place_data(owner, source, val, undo)
+        lines += place_data(owner, source, val, undo=undo)
     return lines
 
 

@@ -157,7 +157,7 @@ class FitContext:
         if switched_on:
             undo.callback(owner.model.eval)
             notes.append(f"switched from eval to train mode: {listed(switched_on)}")
-        return (*owner._record.notes, *notes, *speed_up(owner, source, val, undo))
+        return (*owner._record.notes, *notes, *speed_up(owner, source, val, undo=undo))
 
     def _open_directory(self, settings: Checkpoint, undo: ExitStack) -> tuple[CheckpointManager, Loaded | None]:
         """Bind the checkpoint slot, and read the checkpoint that is resumed."""
