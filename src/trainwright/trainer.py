@@ -286,7 +286,7 @@ class Trainer(Generic[M]):
             return self.training_step(batch)
         inputs, target = hooks.split(batch)
         output = self.model(*inputs) if type(inputs) is tuple else batches.call(self.model, inputs)
-        loss = batches.exact_loss_of(self, output, target) if hooks.summed is None else hooks.summed(output, target)
+        loss = hooks.evaluated_loss(output, target)
         return StepOutput(loss, output, target) if self.metrics or hooks.spread else loss
 
     def predict_step(self, batch: Any) -> Any:

@@ -53,7 +53,8 @@ def a_window_weighs_its_batches_alike(patch):
 
     def weight(self, count, *, is_sum, from_step):
         whole(self, count, is_sum=is_sum, from_step=from_step)
-        return (1 / count if is_sum and count else 1.0) / len(self)
+        alike = 1 / count if is_sum and count else 1.0
+        return 0.0 if count == 0 else alike / len(self)  # a mean over nothing would be NaN
 
     patch.setattr(Window, "weight", weight)
 
@@ -334,7 +335,7 @@ def a_step_that_is_called_weighs_by_the_window(patch):
     def loss_of(owner, output, target):
         known, window = owner._hooks.known, owner._tracker.window
         return (
-            owner.loss(output, target) if window.is_lone else SumLoss(known.total(output, target), owner._tracker.count)
+            owner.loss(output, target) if window.is_lone else SumLoss(known._sum(output, target), owner._tracker.count)
         )
 
     patch.setattr(batches, "loss_of", loss_of)
@@ -360,7 +361,11 @@ def returned_numbers_are_dropped(patch):
 
 
 def the_last_number_of_an_update_stands_for_all(patch):
-    around(patch, LossTracker, "read", before=lambda self, *_: self._earlier.clear())
+    def forget(self, *_):
+        for name, *_others in self.unread:
+            self.terms.pop(name, None)
+
+    around(patch, LossTracker, "read", before=forget)
 
 
 def gradients_are_zeroed_after_the_step(patch):

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from trainwright import TrainwrightError
+from trainwright import SumLoss, TrainwrightError
 from trainwright.core.plan import Plan
-from trainwright.core.records import SumLoss
 from trainwright.data.dataloader.loader import LoaderBatches
 from trainwright.evaluation import passes
 from trainwright.fit.early_stopping import EarlyStopper
@@ -50,7 +49,7 @@ def fault(check: Callable[..., Any], *arguments: Any):
 
 
 def with_entries(patch: Patch, change: Callable[..., Any]) -> None:
-    """Change what the tracker has noted just before it is read."""
+    """Change the recorded numbers just before they are read."""
     close = LossTracker.read
 
     def changed(self, *more):
@@ -84,7 +83,7 @@ def the_validation_loss_is_a_mean_of_batch_means(patch):
     def by_batch(self, output, target):
         return SumLoss(self.mean(output, target), 1)
 
-    patch.setattr(KnownLoss, "summed", by_batch)
+    patch.setattr(KnownLoss, "evaluated", by_batch)
 
 
 @fault(numbers.check_elements_weigh_a_loss_over_elements, 1)

@@ -55,13 +55,13 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))
-def test_the_sum_over_the_count_is_torchs_mean(case):
+def test_the_count_is_what_torchs_mean_divides_by(case):
     loss, output, target, count = CASES[case]
     known = known_loss(loss)
     assert known.count(target) == pytest.approx(count)
-    assert float(known.total(output, target) / known.count(target)) == pytest.approx(
-        float(loss(output, target)), rel=1e-12
-    )
+    for given in (known.evaluated(output, target), known.weighable(output, target, known.count(target))):
+        mean = given.total / given.count if isinstance(given, SumLoss) else given.loss
+        assert float(mean) == pytest.approx(float(loss(output, target)), rel=1e-12)
 
 
 @pytest.mark.parametrize("case", [0, 1, 10, 11])
@@ -72,20 +72,31 @@ def test_each_row_has_a_value_of_its_own(case):
 
 
 @pytest.mark.parametrize("shapes", [((6, 1), (6, 3)), ((6, 3), (6, 1)), ((4, 1), (1, 3))])
-def test_the_sum_of_a_loss_that_torch_broadcasts_has_torchs_scale(shapes):
+def test_the_mean_of_a_loss_that_torch_broadcasts_is_torchs(shapes):
     loss, output, target = nn.MSELoss(), outputs(*shapes[0]), outputs(*shapes[1])
-    known = known_loss(loss)
     with pytest.warns(UserWarning, match="broadcast"):
-        assert float(known.total(output, target) / known.count(target)) == pytest.approx(float(loss(output, target)))
+        found = known_loss(loss).evaluated(output, target)
+        assert found.loss == loss(output, target) and found.count == target.numel()
 
 
-def test_a_sum_over_nothing_is_0_with_gradient_0():
-    output = outputs(3, 4).requires_grad_()
-    known = known_loss(nn.CrossEntropyLoss())
-    target = torch.full((3,), -100)
-    total = known.total(output, target)
-    total.backward()
-    assert known.count(target) == 0 and float(total.detach()) == 0 and not output.grad.any()
+@pytest.mark.parametrize(
+    ("loss", "target"),
+    [
+        (nn.CrossEntropyLoss(), torch.full((3,), -100)),
+        (nn.CrossEntropyLoss(label_smoothing=0.1), torch.full((3,), -100)),
+        (F.cross_entropy, torch.full((3, 2), -100)),
+        (nn.CrossEntropyLoss(weight=torch.tensor([0.0, 1.0, 1.0, 1.0], dtype=torch.float64)), torch.zeros(3).long()),
+        (nn.CrossEntropyLoss(weight=WEIGHT, label_smoothing=0.1), torch.full((3,), -100)),
+    ],
+)
+def test_a_micro_batch_that_counts_nothing_has_the_gradient_0(loss, target):
+    output = outputs(3, 4, *target.shape[1:]).requires_grad_()
+    known = known_loss(loss)
+    assert known.count(target) == 0
+    given = known.weighable(output, target, 0)
+    step_loss = read_step_loss(given)
+    torch.autograd.backward((step_loss.loss,), (torch.zeros_like(step_loss.loss),))
+    assert not output.grad.any()
 
 
 class Changed(nn.CrossEntropyLoss):

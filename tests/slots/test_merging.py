@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,11 +18,13 @@ from trainwright.metrics.metrics import accuracy, top_k
 from trainwright.metrics.reduce import reduce_to_rank0
 from trainwright.metrics.scores import F1, MAE, R2, RMSE
 from trainwright.update.loss_tracker import LossTracker
+from trainwright.update.window import rows_of
 from world.pool import RankFailed, pool
 
 SIZES = (1, 7, 51, 64)
 BATCH = 16
 RANKS = (2, 3)
+HOOKS: Any = SimpleNamespace(count=None, counts_itself=False, rows=rows_of, updates_itself=False, computes_itself=False)
 
 
 class Area:
@@ -94,7 +97,7 @@ def evaluated(world: World, rows: int, *, twice: bool = False) -> dict[str, Any]
     """The numbers of an evaluation of `rows` rows, of which each process takes in its own."""
     output, target = classes(rows)
     meters = MetricSet(metrics(), spread=True)
-    tracker, part = LossTracker(meters), Shard(world.rank, world.size)
+    tracker, part = LossTracker(meters, HOOKS), Shard(world.rank, world.size)
     for index, start in enumerate(range(0, rows, BATCH)):
         size = min(BATCH, rows - start)
         run, own = part.run(size), part.of(size)
@@ -157,7 +160,7 @@ def resumed() -> dict[str, Any]:
             tracker.log("sometimes", float(x[0, 0]), 1)
 
     def fresh() -> LossTracker:
-        return LossTracker(MetricSet(metrics(), spread=True))
+        return LossTracker(MetricSet(metrics(), spread=True), HOOKS)
 
     before, after = fresh(), fresh()
     for start in (0, 16):
@@ -241,7 +244,7 @@ def test_what_a_probe_returned_counts_once() -> None:
 
 
 def probed() -> dict[str, float]:
-    world, tracker = Group(), LossTracker()
+    world, tracker = Group(), LossTracker(None, HOOKS)
     tracker.record_probe({"sharpness": 1.0 + world.rank}, "sharp")
     tracker.merge(world)
     return tracker.means()

@@ -300,7 +300,7 @@ def _loss(frames: tuple[FrameType, ...], owner: Any) -> LossCall | None:
     loss, ours = owner.loss, ("trainwright.update.batches", "trainwright.update.losses")
     is_trainers = loss is not None and any(
         frame.f_locals.get("self") is loss
-        or (module_of(frame) in ours and frame.f_code.co_name in ("loss_of", "exact_loss_of", "summed", "total"))
+        or (module_of(frame) in ours and frame.f_code.co_name in ("loss_of", "exact_loss_of", "weighable", "evaluated"))
         for frame in frames
     )
     of_torch = [

@@ -245,7 +245,8 @@ def _observed_step(owner: Owner, tracker: LossTracker) -> Callable[[Any], Any]:
     compute the mean anywhere: then all of the step is, unless none was found in its first batch.
     """
     step, hooks = autocast_step(owner, owner.validation_step), owner._hooks
-    if hooks.summed is not None or hooks.counts_itself:
+    is_known = hooks.known is not None and hooks.known.reduction == "mean" and not hooks.steps_itself
+    if is_known or hooks.counts_itself:
         return step
     tracker.count_source = observer = CountObserver()
     if not (hooks.validates_itself or hooks.steps_itself or owner.loss is None or "validation_step" in vars(owner)):

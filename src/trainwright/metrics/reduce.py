@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -45,6 +45,12 @@ class Sums:
         """Add the `state_dict` of another rank's sums."""
         for name, count in state["counts"].items():
             self.add(name, state["sums"][name], count)
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Forget the numbers of these names."""
+        for name in names:
+            self.sums.pop(name, None)
+            self.counts.pop(name, None)
 
     def reset(self) -> None:
         """Start again without names."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from trainwright.core.errors import DataError, SettingError
-from trainwright.core.records import TARGETS, MeanLoss, StepOutput, SumLoss
+from trainwright.core.records import TARGETS, StepOutput, SumLoss
 from trainwright.update.losses import check_shapes, no_target
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def scores_of(returned: Any) -> Any:
 
 
 def loss_of(owner: Owner, output: Any, target: Any) -> Any:
-    """Return the loss of a micro-batch in training: as the user gave it, or as a sum where a window has several."""
+    """Return the loss of a micro-batch in training: as the user gave it, with its count where a window has several."""
     if target is None or owner.loss is None:
         raise no_loss(owner, target)
     known, window = owner._hooks.known, owner._tracker.window
@@ -108,10 +108,10 @@ def loss_of(owner: Owner, output: Any, target: Any) -> Any:
     weighs = window is not None and window.begun and window.position + 1 < len(window.batches)
     if known is None or window is None or not weighs or owner._hooks.steps_itself or owner._hooks.counts_itself:
         return owner.loss(output, target)
-    mean = len(window.batches) == 1
-    if owner._hooks.count is None:  # the count of the target is known only now
-        return MeanLoss(owner.loss(output, target), known.count(target)) if mean else known.summed(output, target)
-    return owner.loss(output, target) if mean else SumLoss(known.total(output, target), owner._tracker.count)
+    is_counted = owner._hooks.count is not None  # else the count of the target is known only now
+    if is_counted and len(window.batches) == 1:
+        return owner.loss(output, target)
+    return known.weighable(output, target, owner._tracker.count if is_counted else known.count(target))
 
 
 def exact_loss_of(owner: Owner, output: Any, target: Any) -> Any:
@@ -124,7 +124,7 @@ def exact_loss_of(owner: Owner, output: Any, target: Any) -> Any:
     if known is None or (owner._hooks.counts_itself and known.reduction == "mean"):
         observer = owner._tracker.count_source
         return owner.loss(output, target) if observer is None else observer.observe(owner.loss, output, target)
-    return known.summed(output, target) if known.reduction == "mean" else SumLoss(known.total(output, target))
+    return known.evaluated(output, target)
 
 
 def no_loss(owner: Owner, target: Any) -> Exception:

@@ -18,7 +18,7 @@ from trainwright.precision.mixed_precision import LossScaler
 from trainwright.schedules.table import TableRates
 from trainwright.update import nonfinite_policy
 from trainwright.update.device_state import AHEAD, AsyncReads, DeviceRates, DeviceScale, DeviceVerdict
-from trainwright.update.loss_tracker import Entry
+from trainwright.update.loss_tracker import Entry, Terms, count_of, mean_of, values_of
 from trainwright.update.nonfinite_policy import PATIENCE, Trace
 from trainwright.update.optimizer_steps import SelectedOptimizers
 from trainwright.update.strategy import UpdateStrategy
@@ -35,8 +35,8 @@ class _Pending:
 
     update: Update
     entries: list[Entry]
-    values: dict[str, float]
-    """Numbers of probes for its record."""
+    terms: Terms
+    """Its numbers that are known already: those of probes."""
     before: tuple[int, int]
     """Micro-batches and rows before it."""
     after: tuple[int, int]
@@ -127,7 +127,7 @@ class DeferredCheck(UpdateStrategy):
             update=self.reporter.record(window, skipped=False, loss=nan, norm=None, values=optimizers.numbers()),
             # A graph of autograd would hold the memory of an update until its numbers are read.
             entries=[(name, _detached(value), count, summed) for name, value, count, summed in tracker.collect()],
-            values=tracker.values,
+            terms=tracker.terms,
             before=self._before,
             after=(run.counters.batch, run.counters.rows),
             captured=0 if run.snapshot is None else run.snapshot.captured,
@@ -148,10 +148,9 @@ class DeferredCheck(UpdateStrategy):
 
     def _receive(self, pending: _Pending, numbers: list[float]) -> None:
         """Take over the numbers of an update that have arrived: add them up, count it, report it, or raise."""
-        run, tracker, size = self._run, self._run.tracker, 2 * len(pending.entries)
-        current = tracker.values
-        tracker.take_for(pending.entries, numbers, pending.values)
-        ends_run, left_out, *norms = numbers[size:]
+        run, terms = self._run, pending.terms
+        run.tracker.take(pending.entries, numbers, terms)
+        ends_run, left_out, *norms = numbers[2 * len(pending.entries) :]
         if ends_run:
             self._raise(pending, norms)
         rates = self.rates_of(pending)
@@ -166,8 +165,7 @@ class DeferredCheck(UpdateStrategy):
             grad_norm=named.get(run.optimizer_steps.all.steps[0].name),
         )
         grad_norms = {f"grad_norm_{name}": norm for name, norm in named.items()} if run.optimizer_steps.named else {}
-        self.reporter.send(update, {"loss": tracker.loss, **tracker.values, **grad_norms})
-        tracker.values = current
+        self.reporter.send(update, {"loss": mean_of(terms.get("loss", [])), **values_of(terms), **grad_norms})
 
     def rates_of(self, pending: _Pending) -> tuple[float, ...]:
         """Return the rates of an update whose numbers have arrived, before it is counted."""
@@ -187,10 +185,10 @@ class DeferredCheck(UpdateStrategy):
         run.tracker.window = pending.window
         raise nonfinite_policy.error(
             update=counters.earlier_updates + counters.updates + 1,
-            loss=run.tracker.loss,
+            loss=mean_of(pending.terms.get("loss", [])),
             lr=self.rates_of(pending)[0],
             norm=norms[0] if norms else None,
-            counted=run.tracker.counted,
+            counted=count_of(pending.terms),
             trace=self.trace,
         )
 

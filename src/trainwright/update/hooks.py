@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trainwright.core.errors import message
-from trainwright.core.records import Count, SumLoss
+from trainwright.core.records import Count
 from trainwright.update import batches
 from trainwright.update.losses import KnownLoss, known_loss
 from trainwright.update.window import find_rows, rows_of
@@ -38,8 +38,8 @@ class Hooks:
     """`end_epoch`, or None."""
     after_update: Callable[[], None] | None
     """`after_update`, or None."""
-    summed: Callable[[Any, Any], SumLoss] | None
-    """The known loss as a sum with its count, for evaluations by the default step."""
+    evaluated_loss: Callable[[Any, Any], Any]
+    """The loss of output and target in an evaluation by the default step."""
     spread: str | None
     """The number whose standard error early stopping asks for, without `val_` and the name of a set."""
     counts_itself: bool
@@ -82,7 +82,7 @@ def read_hooks(trainer: Any, own: set[str], *, move: Callable[[Any], Any] | None
         move=move,
         count=trainer.count if counts_before else None,
         rows=partial(_rows_or_count, trainer) if counts else rows_of,
-        summed=known.summed if known is not None and exact else None,
+        evaluated_loss=known.evaluated if known is not None and exact else partial(batches.exact_loss_of, trainer),
         spread=_number(early.monitor, trainer.metrics) if early is not None and early.min_delta == "1se" else None,
         counts_itself=counts,
         steps_itself=steps,

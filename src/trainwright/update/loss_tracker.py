@@ -14,7 +14,7 @@ from trainwright.core import host_reads
 from trainwright.core.checks import FormError, check_form, is_numbers
 from trainwright.core.errors import SettingError, message
 from trainwright.core.host_reads import host_number
-from trainwright.core.records import Count, StepOutput, SumLoss
+from trainwright.core.records import Count, MeanLoss, StepOutput, SumLoss
 from trainwright.core.suggestions import check_name
 from trainwright.core.torch_private import nll_total_weight, version_of
 from trainwright.metrics.metric_set import MetricSet
@@ -22,7 +22,7 @@ from trainwright.metrics.reduce import Sums, reduce_to_rank0
 from trainwright.precision.base import LossScale
 from trainwright.update.hooks import Hooks
 from trainwright.update.losses import CountObserver, StepLoss, read_step_loss
-from trainwright.update.window import Window, find_rows, inverse, rows_of, weighed, zero_if_uncounted
+from trainwright.update.window import Window, find_rows, inverse, weighed, zero_if_uncounted
 
 if TYPE_CHECKING:
     from trainwright.distributed.world import World
@@ -30,18 +30,21 @@ if TYPE_CHECKING:
 PROBED = "probed number"
 
 
-MANY = 64
-"""Root gradients that are kept for reuse."""
+MOST_ROOTS = 64
+"""Root gradients that are stored for reuse."""
 
 Roots = tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]
 """The arguments of `torch.autograd.backward`: losses, and the root gradient of each."""
 
 
 Entry = tuple[str, float | Tensor, Count, bool]
-"""(name, value, count, whether the value is a sum already)."""
+"""(name, value, count, whether the value is a sum) of a number that was recorded."""
 
-Told = tuple[float, float, bool]
-"""(value, count, whether the value is a sum already) of a loss that was read."""
+Term = tuple[float, float, bool]
+"""(value, count, whether the value is a sum) of a number that was read."""
+
+Terms = dict[str, list[Term]]
+"""The numbers of one update by name."""
 
 
 class LossTracker:
@@ -52,51 +55,43 @@ class LossTracker:
     tracker of its own, and the same path for what its steps return.
     """
 
-    counted = 0.0
-    """The count of the loss that was read last."""
     must_feed = False
     """Whether training steps are the only ones that can feed the metrics: then one that does not is refused."""
     has_loss = False
     """Whether a loss of the current window was recorded."""
-    _within = False
-    """Whether an epoch has begun, to which a logged number belongs."""
+    loss = math.nan
+    """The loss of the update in progress, in the user's own scale."""
+    recording = True
+    """Whether returns of steps are recorded: not in a second pass over the same window."""
+    window: Window | None = None
+    """The current window of training; None in an evaluation."""
+    batch: Any = None
+    """The current host batch of an evaluation."""
+    window_loss: Any = None
+    """The sum of the weighed losses of this pass, where code of the user's own may read it."""
     count_source: CountObserver | None = None
     """What finds the count of a mean in an evaluation, where no gradient holds it."""
+    _within = False
+    """Whether an epoch has begun, to which a logged number belongs."""
+    _scaler: LossScale | None = None
 
-    def __init__(self, metrics: MetricSet | None = None, hooks: Hooks | None = None) -> None:
-        self.metrics = metrics
-        self.loss = math.nan
-        """The loss of the update in progress, in the user's own scale."""
-        self.values: dict[str, float] = {}
-        """Named losses and logged numbers of the update in progress."""
-        self.unread: list[Entry] = []
-        """Numbers whose values have not been read yet."""
-        self._epoch = Sums()
-        """Sum and count of each number since the last `reset`."""
-        self._earlier: dict[str, tuple[float, float]] = {}
-        """Sum and count of the values of this update that were read before: each of several steps reads."""
-        self._kinds: dict[str, str] = {} if metrics is None else dict.fromkeys(metrics.names, "metric")
-        """The kind of number that each name belongs to: a metric, a named loss, or a logged number."""
-        self.window: Window | None = None
-        """The current window of training; None in an evaluation."""
-        self.batch: Any = None
-        """The current host batch of an evaluation."""
-        self._counter = None if hooks is None else hooks.count
-        self._trusts_counter = hooks is not None and hooks.counts_itself
-        self._rows_of = rows_of if hooks is None else hooks.rows
+    def __init__(self, metrics: MetricSet | None, hooks: Hooks) -> None:
+        self.metrics, self._hooks = metrics, hooks
         self.count_by_graph = nll_total_weight
         """What finds the count in a loss that torch has made."""
-        self.recording = True
-        """Whether returns of steps are recorded: not in a second pass over the same window."""
-        self._scaler: LossScale | None = None
-        self.sums_losses = hooks is not None and (hooks.updates_itself or hooks.computes_itself)
-        """Whether code of the user's own may read the loss that `compute_gradients` returns."""
-        self.window_loss: Any = None
-        """The sum of the weighed losses of this pass, where such code may read it."""
+        self.unread: list[Entry] = []
+        """Numbers whose values have not been read yet."""
+        self.terms: Terms = {}
+        """Numbers of the update in progress that were read: each of several steps reads."""
+        self._probed: Terms = {}
+        """What probes have returned since the last update, for the record of the next."""
+        self._epoch = Sums()
+        """Sum and count of each number since the last `reset`."""
+        self._kinds: dict[str, str] = {} if metrics is None else dict.fromkeys(metrics.names, "metric")
+        """The kind of number that each name belongs to: a metric, a named loss, or a logged number."""
+        self._sums_losses = hooks.updates_itself or hooks.computes_itself
         self._roots: dict[tuple[Any, ...], Tensor] = {}
         """Root gradients by weight, dtype and device."""
-        self._probed: dict[str, float] = {}
-        """What probes have returned since the last update, for the record of the next."""
 
     def bind(self, scaler: LossScale | None) -> None:
         """Take the loss scale of a run: a factor of every root gradient."""
@@ -104,14 +99,11 @@ class LossTracker:
 
     def begin(self, window: Window) -> None:
         """Start the update of a window."""
-        if self.unread:  # what `after_update` has logged and no record has told
+        if self.unread:  # logged by `after_update`, or probed
             self.read()
-        self.window, self._within = window, True
-        self.has_loss = False
-        self.loss = math.nan
-        if self.values or self._probed:
-            self.values, self._earlier, self._probed = self._probed, {}, {}
-        self.recording = True
+        self.window, self._within, self.recording = window, True, True
+        self.has_loss, self.loss = False, math.nan
+        self.terms, self._probed = self._probed, {}
 
     def begin_again(self) -> None:
         """Start a further pass over the window; only the first one is recorded (SAM and LBFGS run several)."""
@@ -120,34 +112,44 @@ class LossTracker:
         self.recording = False
 
     @property
+    def values(self) -> dict[str, float]:
+        """Named losses, logged and probed numbers of the update in progress, as far as they were read."""
+        return values_of(self.terms)
+
+    @property
+    def counted(self) -> float:
+        """The count of the loss of the update in progress."""
+        return count_of(self.terms)
+
+    @property
     def count(self) -> Count:
         """The count of the micro-batch that is about to run, as the host knows it."""
-        window = self.window
+        window, counter = self.window, self._hooks.count
         if window is None:
-            return self._rows_of(self.batch) if self._counter is None else self._counter(self.batch)
+            return self._hooks.rows(self.batch) if counter is None else counter(self.batch)
         index = window.position + 1
-        if not window.begun or index == len(window.batches):  # none is in hand: before the first, or after the last
+        if not window.begun or index == len(window.batches):  # before the first micro-batch, or after the last
             return sum(window.rows)
         if window.counts is not None:
             return window.counts[index]
-        return window.rows[index] if self._counter is None else self._counter(window.batches[index])
+        return window.rows[index] if counter is None else counter(window.batches[index])
 
     def weigh(self, returned: Any) -> Roots:
         """Record what a training step returned; return the arguments of `backward`: its loss, and the root gradient."""
         window = self.window
         assert window is not None
-        if window.is_lone and type(returned) is Tensor and returned.ndim == 0 and not self.must_feed:
-            if self.recording:
-                count = None if self._trusts_counter else self.count_by_graph(returned)
-                self.unread.append(("loss", returned, self.count if count is None else count, False))
-                self.has_loss = True
-            if self.sums_losses:
-                self.window_loss = returned
-            window.position += 1
-            return (returned,), (None if self._scaler is None else self.root_gradient(returned, 1.0),)
-        step_loss = self.record(returned)
-        assert step_loss is not None
-        return (step_loss.loss,), (self.root_gradient(step_loss.loss, step_loss.weight),)
+        if not window.is_lone or type(returned) is not Tensor or returned.ndim or self.must_feed:
+            step_loss = self.record(returned)
+            assert step_loss is not None
+            return (step_loss.loss,), (self.root_gradient(step_loss.loss, step_loss.weight),)
+        if self.recording:  # the common case: the mean of a window's only micro-batch has no weight
+            count = None if self._hooks.counts_itself else self.count_by_graph(returned)
+            self.unread.append(("loss", returned, self.count if count is None else count, False))
+            self.has_loss = True
+        if self._sums_losses:
+            self.window_loss = returned
+        window.position += 1
+        return (returned,), (None if self._scaler is None else self.root_gradient(returned, 1.0),)
 
     def record(self, returned: Any) -> StepLoss | None:
         """Record what the step of the next batch returned; in training return its loss, with its weight.
@@ -157,19 +159,13 @@ class LossTracker:
         window = self.window
         if type(returned) is StepOutput:
             if self.metrics is not None and self.recording:
-                rows = self._rows_of(self.batch) if window is None else window.rows[window.position + 1]
+                rows = self._hooks.rows(self.batch) if window is None else window.rows[window.position + 1]
                 self.metrics.update(returned.output, returned.target, rows)
             returned = returned.loss
-            if returned is None and window is None:
-                return None
         elif self.must_feed:
             self.check_fed(returned)
-        if type(returned) is SumLoss and type(returned.count) is int and returned.count > 0:  # of the default step
-            loss, count = returned.total, returned.count
-            if window is None and self.recording and loss.is_cpu and not loss.ndim:
-                # A read on the CPU waits for nothing, and the next loss gets the memory of this one.
-                self._epoch.add("loss", host_reads.host_value(loss), count)
-                return None
+        if window is None and (returned is None or self._add_at_once(returned)):
+            return None
         step_loss = read_step_loss(returned)
         if step_loss.count is None and not step_loss.is_sum:
             step_loss.count = self._count_of_mean(step_loss.loss)
@@ -179,57 +175,78 @@ class LossTracker:
             self._weigh(step_loss, window)
         return step_loss
 
+    def _add_at_once(self, returned: Any) -> bool:
+        """Read and add a loss of an evaluation that lies on the CPU; return whether it was one.
+
+        Such a read waits for nothing, and the next loss gets the memory of this one.
+        """
+        is_sum = type(returned) is SumLoss
+        if is_sum:
+            loss, count = returned.total, returned.count
+        else:
+            loss, count = (returned.loss, returned.count) if type(returned) is MeanLoss else (returned, None)
+        if type(loss) is not Tensor or loss.ndim or not loss.is_cpu:
+            return False
+        if count is None:
+            count = self._rows if is_sum else self._count_of_mean(loss)
+        if isinstance(count, Tensor) or not count > 0:
+            return False
+        if self.recording:
+            value = host_reads.host_value(loss)
+            self._epoch.add("loss", value if is_sum else value * count, count)
+        return True
+
+    def _add(self, step_loss: StepLoss) -> None:
+        """Add a loss and its named parts to the numbers; a plain sum counts the rows of its batch."""
+        is_sum, count = step_loss.is_sum, self._rows if step_loss.count is None else step_loss.count
+        self.has_loss = True
+        self.unread.append(("loss", step_loss.loss.detach(), count, is_sum))
+        if step_loss.named is not None:
+            self.unread += [(name, value, count, is_sum) for name, value in self._claimed(step_loss.named)]
+
     def _weigh(self, step_loss: StepLoss, window: Window) -> None:
         """Set the weight of the loss of the next micro-batch, which has run."""
         window.position = position = window.position + 1
         from_step = window.counts is None or step_loss.count is not window.counts[position]
         step_loss.count = None if step_loss.count is None else host_number(step_loss.count)
         step_loss.weight = window.weight(step_loss.count, is_sum=step_loss.is_sum, from_step=from_step)
-        if self.sums_losses:
+        if self._sums_losses:
             value = weighed(step_loss.loss, step_loss.weight)
             self.window_loss = self.window_loss + value if position else value
-
-    def _add(self, step_loss: StepLoss) -> None:
-        """Add a loss and its named parts to the numbers; a plain sum counts the rows of its batch."""
-        loss, count, is_sum = step_loss.loss, step_loss.count, step_loss.is_sum
-        count = self._rows if count is None else count
-        self.has_loss = True
-        self.unread.append(("loss", loss.detach(), count, is_sum))
-        if step_loss.named is not None:
-            self.unread += [(name, value, count, is_sum) for name, value in self._claimed(step_loss.named)]
 
     @property
     def _rows(self) -> int:
         """The rows of the batch whose step has run, or is running."""
         window = self.window
-        return self._rows_of(self.batch) if window is None else window.rows[window.position + 1]
+        return self._hooks.rows(self.batch) if window is None else window.rows[window.position + 1]
 
     def _count_of_mean(self, loss: Tensor) -> Count:
         """Return the count of a mean: what torch divided by, where that is known, else what `count` says, or rows."""
         if self.count_source is not None:
             found = self.count_source.count_of(loss)
         else:
-            found = None if self._trusts_counter else self.count_by_graph(loss)
+            found = None if self._hooks.counts_itself else self.count_by_graph(loss)
         return self.count if found is None else found
 
     def root_gradient(self, loss: Tensor, weight: Count) -> Tensor | None:
-        """Return weight times loss scale as a tensor like the loss; None for 1.
-
-        Made once for each value: a copy from the host would be waited for.
-        """
+        """Return weight times loss scale as a tensor like the loss; None for 1."""
         weight = weight if self._scaler is None else weight * self._scaler.root
         if isinstance(weight, Tensor):
             return weight.to(loss.device, loss.dtype)
         if weight == 1.0:
             return None
-        key = weight, loss.dtype, loss.device
-        root = self._roots.get(key)
+        root = self._roots.get((weight, loss.dtype, loss.device))
         if root is None or version_of(root):  # a hook may have written into it
-            root = torch.full_like(loss, weight)
-            if len(self._roots) >= MANY:
-                self._roots.clear()
-            if type(loss) is Tensor:
-                self._roots[key] = root
+            root = self._make_root(loss, weight)
+        return root
+
+    def _make_root(self, loss: Tensor, weight: float) -> Tensor:
+        """Return a new root gradient, stored for reuse: its copy from the host is waited for."""
+        root = torch.full_like(loss, weight)
+        if len(self._roots) >= MOST_ROOTS:
+            self._roots.clear()
+        if type(loss) is Tensor:
+            self._roots[weight, loss.dtype, loss.device] = root
         return root
 
     def record_minimized(self, returned: Any) -> StepLoss:
@@ -269,20 +286,20 @@ class LossTracker:
                 self.unread.append((name, number(name, value), rows, False))
             self.has_loss = self.has_loss or name == "loss"
 
-    def record_losses(self, name: str, told: list[Told]) -> None:
+    def record_losses(self, name: str, terms: list[Term]) -> None:
         """Record the losses that `minimize` was given under one name."""
-        self.unread += [(name, *one) for one in told]
+        self.unread += [(name, *term) for term in terms]
 
-    def record_sum(self, told: list[list[Told]]) -> None:
+    def record_sum(self, losses: list[list[Term]]) -> None:
         """Record the sum of the losses of several names as the window's loss, if no step gave one."""
         if self.has_loss:
             return
         self.has_loss = True
-        if len(told) == 1:
-            self.record_losses("loss", told[0])
+        if len(losses) == 1:
+            self.record_losses("loss", losses[0])
             return
         assert self.window is not None
-        self.record_losses("loss", [(sum(mean_of(each) for each in told), sum(self.window.rows), False)])
+        self.record_losses("loss", [(sum(map(mean_of, losses)), sum(self.window.rows), False)])
 
     def record_probe(self, numbers: Any, what: str) -> None:
         """Record what a probe returned: a dict of numbers, or None."""
@@ -294,11 +311,10 @@ class LossTracker:
         for name in numbers:
             check_name(name, "probed")
             self._claim(name, PROBED)
-        read = dict(
-            zip(numbers, host_reads.read([number(name, value) for name, value in numbers.items()]), strict=True)
-        )
-        self._probed |= read
-        self.unread += [(name, value, 1, False) for name, value in read.items()]
+        values = host_reads.read([number(name, value) for name, value in numbers.items()])
+        for name, value in zip(numbers, values, strict=True):
+            self._probed[name] = [(value, 1, False)]
+            self.unread.append((name, value, 1, False))
 
     def log(self, name: str, value: float | Tensor, count: Count | None) -> None:
         """Record a number of the user's own; `count` defaults to that of the current batch."""
@@ -312,63 +328,54 @@ class LossTracker:
 
     def read(self, *more: float | Tensor) -> list[float]:
         """Read all numbers recorded since the last call, and `more`, at once; return `more` as floats."""
-        if not self.unread and not more:
-            return []
         entries, self.unread = self.unread, []
-        if len(entries) == 1:
-            numbers = host_reads.read([entries[0][1], entries[0][2], *more])
-        else:
-            numbers = host_reads.read([*[entry[1] for entry in entries], *[entry[2] for entry in entries], *more])
-        if entries:
-            self.take(entries, numbers)
+        if not entries:
+            return host_reads.read(more)
+        names, values, counts, _ = zip(*entries, strict=True)
+        numbers = host_reads.read([*values, *counts, *more])
+        self.take(entries, numbers, None if self.window is None else self.terms)
+        if "loss" in names and self.window is not None:
+            terms = self.terms["loss"]
+            self.loss = terms[0][0] if len(terms) == 1 and not terms[0][2] else mean_of(terms)
         return numbers[2 * len(entries) :]
+
+    def take(self, entries: list[Entry], numbers: list[float], terms: Terms | None) -> None:
+        """Add recorded numbers, given as they were read (all values, then all counts), to the terms of their update."""
+        for (name, _, _, is_sum), value, count in zip(entries, numbers, numbers[len(entries) :], strict=False):
+            self._epoch.add(name, value if is_sum else value * count, count)
+            if terms is not None:
+                terms.setdefault(name, []).append((value, count, is_sum))
 
     def collect(self) -> list[Entry]:
         """Return the numbers recorded since the last call, unread, and forget them."""
         entries, self.unread = self.unread, []
         return entries
 
-    def take(self, entries: list[Entry], numbers: list[float]) -> None:
-        """Add recorded numbers, given as they were read: all values, then all counts."""
-        if len(entries) > 1 or entries[0][0] != "loss":
-            self._add_all(entries, numbers)
-            return
-        summed, read, counted = entries[0][3], numbers[0], numbers[1]  # the common case: the loss stays bit for bit
-        self.loss = (read / counted if counted else math.nan) if summed else read
-        self.counted = counted
-        self._epoch.add("loss", read if summed else read * counted, counted)
-
-    def take_for(self, entries: list[Entry], numbers: list[float], values: dict[str, float]) -> None:
-        """Add the numbers of an earlier update, whose values begin with `values`."""
-        self.loss, self.counted, self.values, self._earlier = math.nan, 0.0, values, {}
-        if entries:
-            self.take(entries, numbers)
-
     def counted_values(self, *, with_loss: bool) -> Sums:
         """Return sum and count of each value of this update, of the loss too where it is that of this rank alone."""
         sums = Sums()
-        for name, (total, count) in self._earlier.items():
-            sums.add(name, total, count)
-        if with_loss and self.counted:
-            sums.add("loss", self.loss * self.counted, self.counted)
+        for name, terms in self.terms.items():
+            if with_loss if name == "loss" else self._kinds.get(name) != PROBED:  # probes give the same on all ranks
+                for value, count, is_sum in terms:
+                    sums.add(name, value if is_sum else value * count, count)
         return sums
 
     @property
     def losses(self) -> list[Tensor]:
         """Numbers that are finite if the loss recorded since the last `read` is.
 
-        As in `take`: one that counts nothing is left out of several, unless all of them do.
+        As in `mean_of`: one that counts nothing is left out of several, unless all of them do.
         """
-        noted = [entry[1:] for entry in self.unread if entry[0] == "loss"]
-        losses = [(value, count, summed) for value, count, summed in noted if isinstance(value, Tensor)]
+        recorded = [entry[1:] for entry in self.unread if entry[0] == "loss"]
+        losses = [(value, count, is_sum) for value, count, is_sum in recorded if isinstance(value, Tensor)]
         if len(losses) == 1:
-            [(loss, count, summed)] = losses
-            return [loss / _beside(loss, count) if summed else loss]
-        told = [zero_if_uncounted(loss, _beside(loss, count)) for loss, count, _ in losses]
-        whole = sum(_beside(losses[0][0], count) for _, count, _ in losses)
-        if isinstance(whole, Tensor):
-            return [*told, whole / whole]  # NaN, where all count nothing
-        return told if whole or not losses else [losses[0][0] * math.nan]
+            [(loss, count, is_sum)] = losses
+            return [loss / _beside(loss, count) if is_sum else loss]
+        values = [zero_if_uncounted(loss, _beside(loss, count)) for loss, count, _ in losses]
+        total = sum(_beside(losses[0][0], count) for _, count, _ in losses)
+        if isinstance(total, Tensor):
+            return [*values, total / total]  # NaN, where all count nothing
+        return values if total or not losses else [losses[0][0] * math.nan]
 
     def means(self, prefix: str = "") -> dict[str, float]:
         """Return every mean since the last `reset`, metrics and derived numbers included; NaN over nothing.
@@ -377,31 +384,32 @@ class LossTracker:
         """
         self.read()
         means = self._epoch.means()
-        if self.metrics is None or (self.window is not None and not self.metrics.fed):
-            if self.must_feed and self.metrics is not None:
-                fix = "self.minimize(StepOutput(loss, output, target)), or self.compute_gradients(window)"
-                raise self._unfed("no update gave an output and a target", fix=fix)
-            return {prefix + name: value for name, value in means.items()}
-        return {prefix + name: value for name, value in means.items()} | self.metrics.compute(prefix, means)
+        numbers = {prefix + name: value for name, value in means.items()}
+        if self.metrics is not None and (self.metrics.fed or self.window is None):
+            numbers |= self.metrics.compute(prefix, means)
+        elif self.must_feed:
+            fix = "self.minimize(StepOutput(loss, output, target)), or self.compute_gradients(window)"
+            raise self._unfed("no update gave an output and a target", fix=fix)
+        return numbers
 
     def begin_at(self, tree: dict[str, Any]) -> None:
         """Restore saved sums; numbers recorded since are dropped."""
-        self.unread, self._probed, self._earlier = [], {}, {}
+        self.unread = []
         self.load_state_dict(tree)
 
     def merge(self, world: World) -> None:
-        """Add the sums of all ranks up on rank 0 and reset the others'; a collective, with one gather.
+        """Add the sums of all ranks up on rank 0 and reset the others'; a collective, with one gather."""
+        if world.size > 1:
+            self._merge(world)
 
-        Numbers of probes are the same on all ranks: those of rank 0 count.
-        """
-        if world.size == 1:
-            return
+    def _merge(self, world: World) -> None:
         self.read()
-        epoch, metrics = self._epoch, self.metrics
-        for name in () if world.is_main else [name for name in epoch.counts if self._kinds.get(name) == PROBED]:
-            del epoch.counts[name]
-        device = None if metrics is None else metrics.device
-        reduce_to_rank0(world, [epoch] if metrics is None else [epoch, metrics], device=device)
+        if not world.is_main:  # the numbers of probes are the same on all ranks: those of rank 0 count
+            self._epoch.drop(name for name, kind in self._kinds.items() if kind == PROBED)
+        if self.metrics is None:
+            reduce_to_rank0(world, [self._epoch])
+        else:
+            reduce_to_rank0(world, [self._epoch, self.metrics], device=self.metrics.device)
 
     def reset(self) -> None:
         """Start new sums, those of the epoch to come."""
@@ -414,17 +422,17 @@ class LossTracker:
         """Return the running sums, and the numbers of probes for the record of the next update."""
         self.read()  # numbers that were logged since the check of the last update
         metrics = None if self.metrics is None else self.metrics.state_dict()
-        return {**self._epoch.state_dict(), "metrics": metrics, "probed": dict(self._probed)}
+        return {**self._epoch.state_dict(), "metrics": metrics, "probed": values_of(self._probed)}
 
     def load_state_dict(self, tree: dict[str, Any]) -> None:
         """Load saved sums."""
-        check_form(tree, sums=is_numbers, counts=is_numbers, metrics=lambda metrics: True)
+        check_form(tree, sums=is_numbers, counts=is_numbers, probed=is_numbers)
         if negative := [name for name, number in tree["counts"].items() if number < 0]:
             raise FormError(f"the count of {negative[0]!r} is negative")
         self._epoch.load_state_dict(tree)
         if self.metrics is not None and tree["metrics"] is not None:
             self.metrics.load_state_dict(tree["metrics"])
-        self._probed = dict(tree.get("probed", {}))
+        self._probed = {name: [(value, 1, False)] for name, value in tree["probed"].items()}
 
     def _unfed(self, why: str, *, fix: str) -> SettingError:
         names = [] if self.metrics is None else list(self.metrics.names)
@@ -445,41 +453,29 @@ class LossTracker:
             fix = f'log("my_{name}", ...)' if kind == "logged number" else f'"{name}_loss"'
             raise SettingError(message(f"{what}: a {other} has this name", fix=fix))
 
-    def _add_all(self, entries: list[Entry], numbers: list[float]) -> None:
-        sums: dict[str, float] = {}
-        counts: dict[str, float] = {}
-        alone: dict[str, float | None] = {}
-        size = len(entries)
-        for (name, _, _, summed), value, count in zip(entries, numbers, numbers[size:], strict=False):
-            alone[name] = None if summed or name in alone else value
-            # A number over nothing is NaN, or a sum of 0: neither belongs in the mean of the others.
-            sums[name] = sums.get(name, 0.0) + ((value if summed else value * count) if count else 0.0)
-            counts[name] = counts.get(name, 0.0) + count
-        for name, count in counts.items():
-            self._epoch.add(name, sums[name], count)
-        means = {name: (sums[name] / n if n else math.nan) for name, n in counts.items()}
-        means |= {name: value for name, value in alone.items() if value is not None}  # bit for bit what was given
-        if "loss" in means:
-            self.loss, self.counted = means.pop("loss"), counts["loss"]
-        for name in means if self.window is not None else ():
-            total, n = self._earlier.get(name, (0.0, 0.0))
-            if n:
-                means[name] = (total + sums[name]) / (n + counts[name])
-            self._earlier[name] = (total + sums[name], n + counts[name])
-        self.values |= means
 
-
-def mean_of(told: list[Told]) -> float:
-    """The mean of losses by what they count; NaN over nothing."""
-    if len(told) == 1 and not told[0][2]:
-        return told[0][0]  # bit for bit
-    counted = sum(count for _, count, _ in told)
-    total = sum(value if summed else value * count for value, count, summed in told if count)
+def mean_of(terms: list[Term]) -> float:
+    """Return the mean of numbers by their counts; NaN for a count of zero."""
+    if len(terms) == 1 and not terms[0][2]:
+        return terms[0][0]  # bit for bit
+    counted = sum(count for _, count, _ in terms)
+    # A number over nothing is NaN, or a sum of 0: neither belongs in the mean of the others.
+    total = sum(value if is_sum else value * count for value, count, is_sum in terms if count)
     return total / counted if counted else math.nan
 
 
+def values_of(terms: Terms) -> dict[str, float]:
+    """Return the mean of each number of an update but the loss."""
+    return {name: mean_of(each) for name, each in terms.items() if name != "loss"}
+
+
+def count_of(terms: Terms) -> float:
+    """Return the count of the loss of an update."""
+    return sum(count for _, count, _ in terms.get("loss", ()))
+
+
 def number(name: str, value: Any) -> float | Tensor:
-    """A number as it may be kept; SettingError for what is none."""
+    """Return a number as it may be stored; SettingError for anything else."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.detach().clone()  # it may be changed in place later
     if isinstance(value, Real) or getattr(value, "shape", None) == ():

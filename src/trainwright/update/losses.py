@@ -103,7 +103,7 @@ def check_shapes(loss: Loss, output: Tensor, target: Tensor) -> None:
 
 
 class KnownLoss:
-    """A torch loss whose divisor is known: its count on the host, and the same loss as a sum.
+    """A torch loss whose divisor is known: its count on the host, and the same loss with another reduction.
 
     The count is what torch divides by with `reduction="mean"`: valid or weighted targets for cross entropy and NLL,
     positions (elements / classes) for targets that are probabilities, elements for the others.
@@ -117,8 +117,7 @@ class KnownLoss:
         self._options = options
         self._ignored: int = options.get("ignore_index", -100)
         self._weighted = options.get("weight") is not None
-        self._sum = rebuilt("sum")
-        self._none = rebuilt("none")
+        self._sum, self._none = rebuilt("sum"), rebuilt("none")
 
     @property
     def _weight(self) -> Tensor | None:
@@ -126,23 +125,27 @@ class KnownLoss:
         weight: Tensor | None = getattr(self.mean, "weight", self._options["weight"])
         return weight
 
-    def total(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return the sum whose mean over `count(target)` is the loss; its gradient is 0 where nothing is counted."""
-        stretched = self.each_element and output.shape != target.shape
-        if stretched:
-            check_shapes(self.mean, output, target)  # torch broadcasts what is let pass, with a warning
-        if output.dtype in _HALVES:  # a sum over a batch overflows them where its mean does not
-            output, target = output.float(), target.float() if target.is_floating_point() else target
-        total: Tensor = self._sum(output, target)
-        if stretched:
-            total = total * (target.numel() / math.prod(torch.broadcast_shapes(output.shape, target.shape)))
-        return total
+    def weighable(self, output: Tensor, target: Tensor, count: Count) -> MeanLoss | SumLoss:
+        """Return the loss of one of several micro-batches, with its count.
 
-    def summed(self, output: Tensor, target: Tensor) -> SumLoss:
-        """Return the loss as a sum with its count."""
+        With class weights as a sum: its gradient is 0 where all weights are, and that of torch's mean is NaN.
+        """
+        if not self._weighted:
+            return MeanLoss(self.mean(output, target), count)
+        output = output.float() if output.dtype in _HALVES else output  # a sum overflows them where its mean does not
+        return SumLoss(self._sum(output, target), count)
+
+    def evaluated(self, output: Tensor, target: Tensor) -> MeanLoss | SumLoss:
+        """Return the loss of a batch of an evaluation with its count: as a sum, which no division has rounded."""
         if target is None:
             raise no_target()
-        return SumLoss(self.total(output, target), self.count(target))
+        if self.each_element and output.shape != target.shape:
+            check_shapes(self.mean, output, target)
+            if self.reduction == "mean":  # torch broadcasts, with a warning
+                return MeanLoss(self.mean(output, target), self.count(target))
+        if output.dtype in _HALVES:  # a sum over a batch overflows them where its mean does not
+            output, target = output.float(), target.float() if target.is_floating_point() else target
+        return SumLoss(self._sum(output, target), self.count(target) if self.reduction == "mean" else None)
 
     def count(self, target: Tensor) -> Count:
         """Return what the mean over `target` is a mean over; an int, or a float with class weights."""
@@ -160,13 +163,16 @@ class KnownLoss:
 
 def count_targets(target: Tensor, ignored: int, weight: Tensor | None = None) -> Count:
     """Return how many class numbers count, or the sum of their weights: what torch's cross entropy divides by."""
-    if weight is None:
-        if not target.is_cpu:
-            return torch.count_nonzero(target != ignored)
-        if target.ndim == 1 and target.numel() <= _FEW:
-            return target.numel() - target.tolist().count(ignored)
-        return int(np.count_nonzero(target.numpy() != ignored))
-    weight = weight.to(target.device)
+    if weight is not None:
+        return _sum_weights(target, ignored, weight.to(target.device))
+    if not target.is_cpu:
+        return torch.count_nonzero(target != ignored)
+    if target.ndim == 1 and target.numel() <= _FEW:
+        return target.numel() - target.tolist().count(ignored)
+    return int(np.count_nonzero(target.numpy() != ignored))
+
+
+def _sum_weights(target: Tensor, ignored: int, weight: Tensor) -> Count:
     valid = target != ignored
     weighed = torch.where(valid, weight[torch.where(valid, target, 0)].double(), 0.0).sum()
     return weighed if not target.is_cpu else float(weighed)

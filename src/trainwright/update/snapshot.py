@@ -16,7 +16,7 @@ from trainwright.core.trees import copy_tree, inside
 from trainwright.protocols import Stateful, Tree
 
 if TYPE_CHECKING:
-    from trainwright.update.loss_tracker import LossTracker
+    from trainwright.update.loss_tracker import LossTracker, Terms
     from trainwright.update.owner import Owner
 
 
@@ -239,16 +239,16 @@ class LossTotals(SnapshotPart):
     def __init__(self, tracker: LossTracker) -> None:
         self._tracker = tracker
         self._sums: dict[str, Any] = {}
-        self._values: dict[str, float] = {}
+        self._terms: Terms = {}
 
     def capture(self) -> None:
         """Copy sums and numbers; those recorded before are read from the device."""
-        self._sums, self._values = copy_tree(self._tracker.state_dict()), dict(self._tracker.values)
+        self._sums, self._terms = copy_tree(self._tracker.state_dict()), _copied(self._tracker.terms)
 
     def restore(self, ago: int = 0) -> None:
         """Set sums and numbers; those recorded since are dropped."""
         self._tracker.begin_at(copy_tree(self._sums))
-        self._tracker.values = dict(self._values)
+        self._tracker.terms = _copied(self._terms)
 
 
 class RngStates(SnapshotPart):
@@ -287,6 +287,10 @@ class StateDicts(SnapshotPart):
         """Load the state of each."""
         for name, one in self._objects.items():
             one.load_state_dict(copy_tree(self.trees[name]))
+
+
+def _copied(terms: Terms) -> Terms:
+    return {name: list(each) for name, each in terms.items()}
 
 
 def _kind_of(tensor: Tensor) -> tuple[Any, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from trainwright.core.records import Count
-from trainwright.update.loss_tracker import Told
+from trainwright.update.loss_tracker import Term
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class UpdateStatus:
     """Whether a step was skipped by `on_nonfinite="skip"`, so that buffers and `state` are restored at the end."""
     minimizing: tuple[Tensor, Count, bool] | None = None
     """The loss that `minimize` was given, until it is checked; its count; whether it is a sum."""
-    minimized: dict[str, list[Told]] = field(default_factory=dict)
+    minimized: dict[str, list[Term]] = field(default_factory=dict)
     """The losses of each name given to `minimize`, with their counts."""
 
     @property

@@ -1,4 +1,4 @@
-"""The tracker: which count a loss has, what is told of a window, means over windows, state."""
+"""The loss tracker: the count of a loss, the numbers of a window, means over windows, state."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from trainwright.update.loss_tracker import LossTracker
 from trainwright.update.window import rows_of
 
 
-def told(count, counts_itself=False):
-    """Hooks of a trainer whose `count` says this."""
+def tracker_of(count=None, counts_itself=False):
+    """A tracker of a trainer whose `count` returns this; None: it has none."""
     own = dict.fromkeys(("updates_itself", "computes_itself"), False)
-    return SimpleNamespace(count=lambda batch: count, counts_itself=counts_itself, rows=rows_of, **own)
+    counter = None if count is None else lambda batch: count
+    return LossTracker(None, SimpleNamespace(count=counter, counts_itself=counts_itself, rows=rows_of, **own))
 
 
 def number(value):
@@ -46,14 +47,14 @@ def weighed(tracker, returned):
 
 
 def test_a_lone_mean_is_handed_on_as_it_is():
-    tracker, loss = begun(LossTracker(), [4]), number(2.5)
+    tracker, loss = begun(tracker_of(), [4]), number(2.5)
     assert tracker.weigh(loss) == ((loss,), (None,))
     tracker.read()
     assert (tracker.loss, tracker.counted, tracker.has_loss) == (2.5, 4, True)
 
 
-def test_micro_batches_are_weighed_by_rows_and_told_as_one_mean():
-    tracker = begun(LossTracker(), [1, 3])
+def test_micro_batches_are_weighed_by_rows_and_reported_as_one_mean():
+    tracker = begun(tracker_of(), [1, 3])
     assert taken(tracker, number(8.0), number(4.0)) == [2.0, 3.0]
     assert tracker.loss == 5.0 and tracker.counted == 4
 
@@ -66,23 +67,23 @@ def test_a_count_of_the_steps_own_comes_first_then_the_users_then_torchs_then_ro
         taken(begun(tracker, [6], counts), returned)
         return tracker.counted
 
-    trusting = LossTracker(hooks=told(9, counts_itself=True))
+    trusting = tracker_of(9, counts_itself=True)
     assert counted(trusting, MeanLoss(by_torch, 2), [9]) == 2
     assert counted(trusting, by_torch, [9]) == 9
-    assert counted(LossTracker(hooks=told(5)), by_torch) == 4
-    assert counted(LossTracker(hooks=told(5)), number(1.0)) == 5
-    assert counted(LossTracker(), number(1.0)) == 6
+    assert counted(tracker_of(5), by_torch) == 4
+    assert counted(tracker_of(5), number(1.0)) == 5
+    assert counted(tracker_of(), number(1.0)) == 6
 
 
-def test_named_losses_are_told_each_under_its_name():
-    tracker = begun(LossTracker(), [1, 3])
+def test_named_losses_are_reported_each_under_its_name():
+    tracker = begun(tracker_of(), [1, 3])
     taken(tracker, {"a": number(1.0), "b": number(3.0)}, {"a": number(5.0), "b": number(7.0)})
     assert tracker.values == {"a": 4.0, "b": 6.0} and tracker.loss == 10.0
     assert tracker.means() == {"loss": 10.0, "a": 4.0, "b": 6.0}
 
 
 def test_means_are_weighted_over_windows_and_start_anew_after_a_reset():
-    tracker = LossTracker()
+    tracker = tracker_of()
     for rows, loss in ((4, 1.0), (1, 6.0)):
         taken(begun(tracker, [rows]), number(loss))
     assert tracker.means("train_") == {"train_loss": 2.0}
@@ -90,15 +91,15 @@ def test_means_are_weighted_over_windows_and_start_anew_after_a_reset():
     assert tracker.means() == {}
 
 
-def test_a_sum_without_a_count_is_trained_whole_and_told_per_row():
-    tracker = begun(LossTracker(), [1, 3])
+def test_a_sum_without_a_count_is_trained_as_it_is_and_reported_per_row():
+    tracker = begun(tracker_of(), [1, 3])
     assert taken(tracker, SumLoss(number(2.0)), SumLoss(number(6.0))) == [2.0, 6.0]
     assert tracker.loss == 2.0
 
 
 @pytest.mark.parametrize("nothing", [0, torch.tensor(0)])
 def test_a_nan_over_nothing_is_left_out_and_one_over_something_is_not(nothing):
-    tracker = begun(LossTracker(), [2, 2])
+    tracker = begun(tracker_of(), [2, 2])
     weighed = taken(tracker, MeanLoss(number(math.nan), nothing), MeanLoss(number(3.0), 2))
     assert weighed[0] == 0.0 and tracker.loss == 3.0
     taken(begun(tracker, [2, 2]), MeanLoss(number(math.nan), 1), MeanLoss(number(3.0), 2))
@@ -106,13 +107,13 @@ def test_a_nan_over_nothing_is_left_out_and_one_over_something_is_not(nothing):
 
 
 def test_a_window_over_nothing_is_nan():
-    tracker = begun(LossTracker(), [2, 2])
+    tracker = begun(tracker_of(), [2, 2])
     taken(tracker, SumLoss(number(0.0), 0), SumLoss(number(0.0), 0))
     assert math.isnan(tracker.loss) and tracker.counted == 0
 
 
-def test_a_second_pass_is_weighed_as_the_first_and_not_noted():
-    tracker = begun(LossTracker(), [1, 3])
+def test_a_second_pass_is_weighed_as_the_first_and_not_recorded():
+    tracker = begun(tracker_of(), [1, 3])
     first = [weighed(tracker, number(loss)) for loss in (8.0, 4.0)]
     tracker.begin_again()
     tracker.log("late", 1.0, None)
@@ -120,8 +121,8 @@ def test_a_second_pass_is_weighed_as_the_first_and_not_noted():
     assert tracker.loss == 5.0 and tracker.means() == {"loss": 5.0}
 
 
-def test_logged_numbers_default_to_the_count_of_the_batch_in_hand():
-    tracker = begun(LossTracker(), [1, 3])
+def test_logged_numbers_default_to_the_count_of_the_current_batch():
+    tracker = begun(tracker_of(), [1, 3])
     for loss, value in ((number(1.0), 10.0), (number(1.0), torch.tensor(2.0, requires_grad=True))):
         tracker.log("extra", value, None)
         tracker.weigh(loss)
@@ -133,16 +134,16 @@ def test_logged_numbers_default_to_the_count_of_the_batch_in_hand():
 @pytest.mark.parametrize("name", ["loss", "lr", "epoch", "rows", "val_x"])
 def test_a_name_that_is_taken_is_refused(name):
     with pytest.raises(SettingError, match=r"is reserved|starts with val_"):
-        begun(LossTracker(), [1]).log(name, 1.0, None)
+        begun(tracker_of(), [1]).log(name, 1.0, None)
 
 
 def test_logging_outside_a_step_is_refused():
     with pytest.raises(TrainwrightError, match="outside a step"):
-        LossTracker().log("x", 1.0, None)
+        tracker_of().log("x", 1.0, None)
 
 
-def test_what_an_update_returns_is_told_where_no_step_was():
-    tracker = begun(LossTracker(), [2, 3])
+def test_the_return_of_an_update_is_reported_where_no_step_was_run():
+    tracker = begun(tracker_of(), [2, 3])
     tracker.record_returned({"g": number(2.0), "d": 4.0})
     tracker.read()
     assert tracker.values == {"g": 2.0, "d": 4.0} and math.isnan(tracker.loss)
@@ -151,15 +152,15 @@ def test_what_an_update_returns_is_told_where_no_step_was():
     assert tracker.loss == 7.0
 
 
-def test_close_reads_what_else_is_asked_for():
-    tracker = begun(LossTracker(), [2])
+def test_read_returns_further_numbers_that_are_asked_for():
+    tracker = begun(tracker_of(), [2])
     tracker.weigh(number(1.0))
     assert tracker.read(number(8.0), 9) == [8.0, 9.0]
     assert tracker.read() == [] and tracker.read(number(3.0)) == [3.0]
 
 
-def test_the_running_sums_go_on_after_a_resume():
-    tracker, other = LossTracker(), LossTracker()
+def test_the_running_sums_continue_after_a_resume():
+    tracker, other = tracker_of(), tracker_of()
     taken(begun(tracker, [4]), number(1.0))
     other.load_state_dict(tracker.state_dict())
     for one in (tracker, other):
@@ -170,12 +171,12 @@ def test_the_running_sums_go_on_after_a_resume():
 def test_a_step_that_returns_no_loss_is_refused():
     for returned in (None, torch.zeros(3), StepOutput(None)):
         with pytest.raises(StepError, match="a step returned"):
-            begun(LossTracker(), [2]).weigh(returned)
+            begun(tracker_of(), [2]).weigh(returned)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-def test_a_root_gradient_is_like_its_loss_made_once_and_made_anew_after_a_hook_wrote_into_it(dtype):
-    tracker = begun(LossTracker(), [1, 3])
+def test_a_root_gradient_is_like_its_loss_made_once_and_again_after_a_hook_wrote_into_it(dtype):
+    tracker = begun(tracker_of(), [1, 3])
     tracker.bind(LossScaler(MixedPrecision("fp16", init_scale=8.0)))
     loss = torch.zeros(3, dtype=dtype, requires_grad=True).sum()
     root = tracker.root_gradient(loss, 0.25)
