@@ -33,7 +33,7 @@ from torch import nn
 
 from trainwright import Fast, NonFiniteError, Observer, Throughput, Trainer, Updates, batches
 from trainwright.checkpointing.tensorfile import Contents
-from trainwright.checkpointing.writer import memory_needs
+from trainwright.checkpointing.writer import Memory, memory_needs
 from trainwright.optim.fused import maskable_step_of, ready_to_mask
 
 pytestmark = pytest.mark.gpu
@@ -225,7 +225,7 @@ def compiled_too(
 # Memory.
 
 
-class Memory(Observer):
+class PeakMemory(Observer):
     """What the device's allocator, and that of pinned memory, hold at some updates."""
 
     def __init__(self, device: torch.device, at: tuple[int, ...]) -> None:
@@ -241,7 +241,7 @@ class Memory(Observer):
 
 def held_at(at: tuple[int, ...], device: torch.device, *, kind: str) -> list[tuple[int, ...]]:
     """What was held at these updates of a run over several epochs, with data of one kind."""
-    memory = Memory(device, at)
+    memory = PeakMemory(device, at)
     data = host_batches(100) if kind == "host" else batches(rows(100 * SIZE), SIZE, shuffle=True, seed=0)
     gc.collect()
     trained(CASE, device, data=data, updates=at[-1] + 10, observers=[memory])
