@@ -210,11 +210,8 @@ class Trainer(Generic[M]):
             tracker.begin_again()
         window.begun = True
         for batch in window:
-            if run.autocast is None:
+            with run.autocast:
                 returned = strategy.step(batch)  # training_step; of several ranks under DDP
-            else:
-                with run.autocast:
-                    returned = strategy.step(batch)
             losses, weights = strategy.weigh(returned)
             torch.autograd.backward(losses, weights)
         tracker.recording = True

@@ -76,7 +76,7 @@ def autocast_is_entered_once(patch):
     def compute(self, window):
         held = self._run.autocast
         if window.begun:
-            self._run.autocast = None
+            self._run.autocast = nullcontext()
         try:
             return whole(self, window)
         finally:
@@ -318,7 +318,7 @@ def a_scaled_minimize_speaks_for_the_update(patch):
 
 
 def an_unjudged_step_is_let_pass(patch):
-    without(patch, ImmediateCheck, "_adapt")
+    without(patch, ImmediateCheck, "adapt_scale")
 
 
 def steps_by_hand_are_not_noticed(patch):

@@ -406,7 +406,7 @@ def _run(run: Run, window: Window) -> list[float]:
     window.begun = True
     try:
         for index in range(len(window.batches)):
-            with nullcontext() if run.autocast is None else run.autocast:
+            with run.autocast:
                 returned = run.strategy.step(Window.__getitem__(window, index))
             step_loss = tracker.record(returned)
             assert step_loss is not None
@@ -418,4 +418,4 @@ def _run(run: Run, window: Window) -> list[float]:
 
 def _close(run: Run) -> float:
     kinds = {parameter.dtype for parameter in run.gradients.parameters}
-    return COARSE if run.autocast is not None else max(CLOSE.get(kind, COARSE) for kind in kinds)
+    return COARSE if not isinstance(run.autocast, nullcontext) else max(CLOSE.get(kind, COARSE) for kind in kinds)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -168,7 +168,7 @@ class _ModuleSearch:
         losses = []
         for position, batch in enumerate(window.batches):
             owner._tracker.batch = batch
-            with run.autocast or nullcontext():
+            with run.autocast:
                 returned = owner.training_step(window[position])
             where = f" ({_place(run, position)})" if len(window.batches) > 1 else ""
             if self._forward:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -115,7 +115,8 @@ class Run:
             owner.model, average=average, optimizers=owner.optimizers, loss=owner.loss, forward=self._feed
         )
         precision, device = owner.precision, owner.device.type
-        self.autocast = None if precision is None else precision.autocast(device)
+        autocast = None if precision is None else precision.autocast(device)
+        self.autocast: AbstractContextManager[Any] = nullcontext() if autocast is None else autocast
         self.scaler = None if precision is None else precision.loss_scale(device)
         check_weights(self.scaler, self.gradients.parameters)
         self.checks = owner.on_nonfinite != "ignore" or self.scaler is not None
@@ -206,7 +207,8 @@ class Run:
         self.rollback.phase = COUNTING
         if not counters.rows:
             self.first_batch.warn()
-        self.strategy.finish()
+        if self.scaler is not None:
+            self.strategy.adapt_scale(self.scaler)
         counters.batch += window.all_batches
         counters.rows += window.all_rows
         if not (status.applied or status.stepped):

@@ -16,6 +16,7 @@ from trainwright.core.trees import parameters_in
 from trainwright.modules.dtensors import Shards, is_sharded, local_shards
 
 _gradient = attrgetter("grad")
+_NARROW = {torch.float32, torch.float16, torch.bfloat16}
 
 
 class Gradients:
@@ -28,7 +29,16 @@ class Gradients:
     it the order is that of the optimizers' groups. The order changes the last bits of a norm.
     """
 
-    __slots__ = ("_flags", "_one", "_uniform_device", "_unsharded", "_zero_grads", "parameters")
+    __slots__ = (
+        "_dropped",
+        "_flags",
+        "_is_narrow",
+        "_one",
+        "_uniform_device",
+        "_unsharded",
+        "_zero_grads",
+        "parameters",
+    )
 
     def __new__(cls, *optimizers: Optimizer, order: Iterable[Tensor] = ()) -> Gradients:
         """Choose the class: for sharded parameters, or for plain ones."""
@@ -41,13 +51,14 @@ class Gradients:
         found = {id(p): p for p in parameters_in(*optimizers)}  # two optimizers may train the same parameter
         self.parameters: list[Tensor] = sorted(found.values(), key=lambda p: place.get(id(p), len(place)))
         self._unsharded = self.parameters
-        self._zero_grads = [
-            optimizer.zero_grad
-            for optimizer in optimizers
-            if type(optimizer).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(optimizer)
-        ]
+        custom = [one for one in optimizers if has_custom_zero_grad(one)]
+        self._zero_grads = [one.zero_grad for one in custom]
+        self._dropped = parameters_in(*(one for one in optimizers if one not in custom))
+        """The parameters whose gradients `zero` sets to None."""
         kinds = {(p.device, p.dtype) for p in self.parameters}
         self._uniform_device = next(iter(kinds))[0] if len(kinds) == 1 else None
+        self._is_narrow = all(dtype in _NARROW for _, dtype in kinds)
+        """Whether the kernel can multiply the gradients, by a factor in float32."""
         devices = dict.fromkeys(p.device for p in self.parameters)  # in this order: the flag on the first is returned
         self._flags = {device: torch.zeros((), dtype=torch.float32, device=device) for device in devices}
         self._one = {device: torch.ones((), dtype=torch.float32, device=device) for device in devices}
@@ -56,9 +67,8 @@ class Gradients:
         """Set every gradient to None; an optimizer that overrides `zero_grad` has its own method called."""
         for zero_grad in self._zero_grads:
             zero_grad()
-        if not self._zero_grads:
-            for parameter in self.parameters:
-                parameter.grad = None
+        for parameter in self._dropped:
+            parameter.grad = None
 
     def multiply(self, factor: float | Tensor) -> None:
         """Multiply every gradient by `factor` in place."""
@@ -72,14 +82,15 @@ class Gradients:
         One pass of torch's AMP kernel, 0-dim float32 on the first device. The flag is torch's `found_inf`; with
         several devices the largest is returned, never their sum, which fused kernels would not take for 1.
         """
-        device = self._uniform_device
-        if device is not None and isinstance(factor, float) and factor == 1.0:
+        device, plain = self._uniform_device, isinstance(factor, float) and factor == 1.0
+        if device is not None and (plain or self._is_narrow):
             flag = self._flags[device]
+            scale = self._one[device] if plain else _single(factor, device)
             try:
-                check_and_unscale(list(map(_gradient, self.parameters)), flag, self._one[device])
+                check_and_unscale(list(map(_gradient, self.parameters)), flag, scale)
                 return flag
             except (TypeError, NotImplementedError):
-                pass  # a parameter without a gradient, or a sparse one
+                pass  # a parameter without a gradient, or a sparse one: nothing is multiplied yet
         return self._multiply_and_check_groups(factor)
 
     def _multiply_and_check_groups(self, factor: float | Tensor) -> Tensor:
@@ -160,6 +171,11 @@ class _ShardedGradients(Gradients):
                 real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
                 groups[real.device, real.dtype].append(real)
         return groups
+
+
+def has_custom_zero_grad(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer overrides `zero_grad`."""
+    return type(optimizer).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(optimizer)
 
 
 def _single(factor: float | Tensor, device: torch.device) -> Tensor:

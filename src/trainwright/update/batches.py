@@ -24,9 +24,7 @@ def split(batch: Any) -> tuple[Any, Any]:
     if isinstance(batch, tuple | list):
         return (tuple(batch[:-1]), batch[-1]) if len(batch) > 1 else (tuple(batch), None)
     if isinstance(batch, Mapping):
-        name = next((name for name in TARGETS if name in batch), None)
-        inputs = {key: value for key, value in batch.items() if key != name}
-        return inputs, None if name is None else batch[name]
+        return _split_mapping(batch)
     if isinstance(batch, Tensor):
         return (batch,), None
     raise DataError(
@@ -35,6 +33,12 @@ def split(batch: Any) -> tuple[Any, Any]:
         fix="override split(self, batch) -> (inputs, target), or training_step(self, batch)",
         where=False,
     )
+
+
+def _split_mapping(batch: Mapping[Any, Any]) -> tuple[dict[Any, Any], Any]:
+    name = next((name for name in TARGETS if name in batch), None)
+    inputs = {key: value for key, value in batch.items() if key != name}
+    return inputs, None if name is None else batch[name]
 
 
 def known_target(batch: Any) -> Tensor | None:

@@ -89,14 +89,7 @@ class ImmediateCheck(UpdateStrategy):
         status.minimized.setdefault(chosen.steps[0].name, []).append((value, counted, is_sum))
         return self.decide(chosen, value, overflowed=overflowed)
 
-    def finish(self) -> None:
-        """Read the numbers recorded since the check, and adapt the loss scale."""
-        if self._run.tracker.unread:
-            self._run.tracker.read()
-        if self.scaler is not None:
-            self._adapt(self.scaler)
-
-    def _adapt(self, scaler: LossScale) -> None:
+    def adapt_scale(self, scaler: LossScale) -> None:
         """Adapt the loss scale once, by all that the update has seen."""
         status = self.status
         if status.overflowed is not None:

@@ -34,6 +34,7 @@ class ManualUpdate:
             run.tracker.record_returned(returned)
         if run.strategy.status.minimized:
             _record_minimized(run, returned)
+        run.tracker.read()
         run.optimizer_steps.lower_flags()  # gradients that were computed and not applied may have raised them
         status = run.strategy.status
         if status.restores and (status.applied or status.stepped) and run.snapshot is not None:

@@ -117,8 +117,8 @@ class UpdateStrategy:
         """Return whether a step that was made and undone counts as applied; raise where the policy says so."""
         raise NotImplementedError
 
-    def finish(self) -> None:
-        """End the update: all its numbers are recorded. No-op here."""
+    def adapt_scale(self, scaler: LossScale) -> None:
+        """Adapt the loss scale at the end of an update. No-op here."""
 
     def weight_of_minimized(self, loss: StepLoss) -> Count:
         """Return the weight of a loss that `minimize` was given."""
