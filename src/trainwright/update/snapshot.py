@@ -132,7 +132,7 @@ class Buffers(SnapshotPart):
         """`roots`: returns the outermost modules, each time that `refresh` is called."""
         self._roots = roots
         self._modules: list[nn.Module] = []
-        self._signature: list[tuple[int, torch.Size]] | None = None
+        self._signature: list[tuple[int, torch.Size]] = []
         """Identity and shape of each buffer when the storage was arranged."""
         self._layout: list[tuple[MutableMapping[str, Tensor | None], dict[str, Tensor | None]]] = []
         """The buffers of each module, and which tensors they were at the last capture."""
@@ -147,15 +147,14 @@ class Buffers(SnapshotPart):
     def refresh(self) -> None:
         """Collect the modules inside the roots."""
         self._modules = list(dict.fromkeys(module for root in self._roots() for module in inside(root)))
-        self._signature = None
 
     def capture(self) -> None:
         """Copy every buffer, and remember which tensor it is."""
-        each = [buffer_dict(module) for module in self._modules]
-        present = [tensor for buffers in each for tensor in buffers.values() if tensor is not None]
+        self._layout = [(buffers, dict(buffers.items())) for buffers in map(buffer_dict, self._modules)]
+        present = [tensor for _, before in self._layout for tensor in before.values() if tensor is not None]
         signature = [(id(tensor), tensor.shape) for tensor in present]
         if signature != self._signature:
-            self._arrange(each, present)
+            self._arrange(present)
             self._signature = signature
         with torch.no_grad():
             for copies, buffers in self._grouped:
@@ -165,13 +164,7 @@ class Buffers(SnapshotPart):
 
     def restore(self, ago: int = 0) -> None:
         """Write back the values of changed buffers, and assign the tensors that were there before."""
-        replaced: dict[int, Tensor] = {}
-        with torch.no_grad():
-            for buffer, copy in self._copies:
-                if not _is_equal(buffer, copy):
-                    restored = _write_back(buffer, copy)
-                    if restored is not buffer:
-                        replaced[id(buffer)] = restored
+        replaced = self._write_changed() if self._copies else {}
         for buffers, before in self._layout:
             present = dict(buffers.items())  # those of a compiled script are no dict
             for name in present.keys() - before.keys():
@@ -180,6 +173,17 @@ class Buffers(SnapshotPart):
                 wanted = tensor if tensor is None else replaced.get(id(tensor), tensor)
                 if name not in present or present[name] is not wanted:
                     buffers[name] = wanted
+
+    def _write_changed(self) -> dict[int, Tensor]:
+        """Write back the values of changed buffers; return tensors in place of those that torch cannot write to."""
+        replaced: dict[int, Tensor] = {}
+        with torch.no_grad():
+            for buffer, copy in self._copies:
+                if not _is_equal(buffer, copy):
+                    restored = _write_back(buffer, copy)
+                    if restored is not buffer:
+                        replaced[id(buffer)] = restored
+        return replaced
 
     def restore_nonfinite(self) -> None:
         """Restore all of them where an element that was finite is not finite now."""
@@ -196,12 +200,11 @@ class Buffers(SnapshotPart):
                 if tensor is not None and now is not None and now.shape == tensor.shape and now.is_floating_point():
                     yield now, copies[id(tensor)]
 
-    def _arrange(self, each: list[Any], present: list[Tensor]) -> None:
+    def _arrange(self, present: list[Tensor]) -> None:
         """Arrange the copies by the buffers of now; storage of the same kind is used again."""
         spare: dict[Any, list[Tensor]] = defaultdict(list)
         for _, copy in self._copies:
             spare[_kind_of(copy)].append(copy)
-        self._layout = [(buffers, dict(buffers.items())) for buffers in each]
         self._copies, self._single = [], []
         kinds: dict[Any, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
         for buffer in {id(tensor): tensor for tensor in present}.values():
