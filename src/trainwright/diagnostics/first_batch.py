@@ -84,17 +84,9 @@ def is_compiled(model: torch.nn.Module) -> bool:
 
 
 def _under_cross_entropy(output: Tensor, loss: Tensor) -> str | None:
-    """The warning for outputs that are probabilities: rows that sum to 1, none negative."""
+    """The warning for outputs that are probabilities."""
     made_by = _origin(output)
-    dim = 1 if output.ndim > 1 else 0
-    if made_by.startswith(_LINEAR) or output.shape[dim] < 2 or not output.is_floating_point():
-        return None
-    rows = output.detach().movedim(dim, -1).reshape(-1, output.shape[dim]).float()
-    near = 1e-2 if output.dtype in (torch.float16, torch.bfloat16) else 1e-4
-    if not bool((rows >= 0).all() & ((rows.sum(1) - 1).abs() < near).all()):
-        return None
-    # Not made by a softmax, a single row, or rows that are all alike, may sum to 1 by chance.
-    if not made_by.startswith("Softmax") and (len(rows) < 2 or bool((rows == rows[:1]).all())):
+    if made_by.startswith(_LINEAR) or not _are_distributions(output, made_by):
         return None
     return message(
         "the outputs are probabilities, and cross entropy takes scores: it applies a softmax of its own",
@@ -102,6 +94,19 @@ def _under_cross_entropy(output: Tensor, loss: Tensor) -> str | None:
         want="logits: the scores before the softmax",
         fix="leave the softmax out of the model; output.softmax(1) where probabilities are needed",
     )
+
+
+def _are_distributions(output: Tensor, made_by: str) -> bool:
+    """Return whether rows sum to 1, none negative, and not by chance."""
+    dim = 1 if output.ndim > 1 else 0
+    if output.shape[dim] < 2 or not output.is_floating_point():
+        return False
+    rows = output.detach().movedim(dim, -1).reshape(-1, output.shape[dim]).float()
+    near = 1e-2 if output.dtype in (torch.float16, torch.bfloat16) else 1e-4
+    if not bool((rows >= 0).all() & ((rows.sum(1) - 1).abs() < near).all()):
+        return False
+    # Not made by a softmax, a single row, or rows that are all alike, may sum to 1 by chance.
+    return made_by.startswith("Softmax") or (len(rows) > 1 and not bool((rows == rows[:1]).all()))
 
 
 def _under_nll(output: Tensor, loss: Tensor) -> str | None:
