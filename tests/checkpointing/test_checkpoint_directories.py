@@ -91,7 +91,6 @@ def test_resume_takes_auto_a_run_or_a_checkpoint(start, tmp_path):
     manager = start()
     one, two = save(manager, 1).path, save(manager, 2).path
     run = tmp_path / "run"
-    assert find_checkpoint(None, run) is None
     assert find_checkpoint("auto", run) == find_checkpoint(run, None) == find_checkpoint(str(two), run) == two
     assert find_checkpoint(one, run) == one
     assert find_checkpoint("auto", tmp_path / "nothing") is None and latest_checkpoint(tmp_path / "nothing") is None

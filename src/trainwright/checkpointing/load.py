@@ -71,7 +71,7 @@ class Loaded:
 
 
 def load_checkpoint(
-    resume: str | Path | None,
+    resume: str | Path,
     directory: str | Path | None,
     *,
     run: str | None = None,
@@ -91,9 +91,6 @@ def load_checkpoint(
     `lazy_shards` tensors in pieces stay in their files, for `distributed.resharding.place`. `refused`: checkpoints
     that could be read and not loaded, each with the reason.
     """
-    if resume is None:
-        return None
-    where: str | Path = resume
     share = (0, 1) if world is None else (world.rank, world.size)
 
     def read(path: Path, manifest: dict[str, Any] | None = None) -> Loaded:
@@ -104,7 +101,7 @@ def load_checkpoint(
         return Loaded(path, tree, manifest)
 
     def find(read: _Read[Loaded]) -> Loaded | None:
-        loaded, defects = _find(where, directory, run=run, read=read)
+        loaded, defects = _find(resume, directory, run=run, read=read)
         return None if loaded is None else replace(loaded, passed_over=tuple(defects))
 
     if world is None or world.size == 1:

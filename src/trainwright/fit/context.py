@@ -166,6 +166,8 @@ class FitContext:
         # A second Ctrl-C does not wait for the save in flight; after a first one nothing is.
         undo.push(lambda kind, *_: manager.release(wait=kind is not KeyboardInterrupt))
         manager.prepare(resuming=resume is not None)
+        if resume is None:
+            return manager, None
         loaded = load_checkpoint(
             resume,
             settings.directory,
