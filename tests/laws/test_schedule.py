@@ -177,10 +177,6 @@ CASES = {
         lambda o, n: warmed(o, 3, torchs.CyclicLR(o, 0.01, 0.3, step_size_up=4, mode="triangular2")),
     ),
     "function": (FunctionSchedule(halving), lambda o, n: torchs.LambdaLR(o, lambda u: halving(u, n))),
-    "function, warmup": (
-        FunctionSchedule(halving, warmup=Updates(4)),
-        lambda o, n: warmed(o, 4, torchs.LambdaLR(o, lambda u: halving(u, n - 4))),
-    ),
     "torch": (
         TorchSchedule(lambda o: torchs.CosineAnnealingWarmRestarts(o, 4, T_mult=2)),
         lambda o, n: torchs.CosineAnnealingWarmRestarts(o, 4, T_mult=2),

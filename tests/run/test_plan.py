@@ -181,7 +181,7 @@ def halved(update, total):
         ({"schedule": Cosine(warmup=Updates(2))}, ("schedule Cosine(warmup=Updates(2))",)),
         ({"schedule": StepLR(Epochs(1))}, ("schedule StepLR(step=Epochs(1))",)),
         ({"schedule": MultiStep([0.5])}, ("schedule MultiStep(milestones=[0.5])",)),
-        ({"schedule": halved}, ("schedule FunctionSchedule(fn=halved)",)),
+        ({"schedule": halved}, ("schedule FunctionSchedule(halved)",)),
         ({"clip": 1.0}, ("clip 1.0",)),
         ({"clip": ClipNorm(1.0, norm_type=1.0)}, ("clip ClipNorm(max_norm=1.0, norm_type=1.0)",)),
         ({"clip": ClipValue(0.5), "average": EMA()}, ("clip ClipValue(0.5)", "average EMA(0.999)")),

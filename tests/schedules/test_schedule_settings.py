@@ -60,7 +60,6 @@ def linear(update, total):
         (lambda: WarmupStableDecay(warmup=5, decay=0.2), r"warmup=Epochs\(5\).* or .*warmup=Updates\(5\)"),
         (lambda: WarmupStableDecay(warmup=0.1, decay=5), r"decay=Epochs\(5\)\) or .*decay=Updates\(5\)"),
         (lambda: OneCycle(0.1, warmup=1), r"warmup=Epochs\(1\)\) or .*warmup=Updates\(1\)"),
-        (lambda: FunctionSchedule(linear, warmup=5), r"warmup=Epochs\(5\)\) or .*warmup=Updates\(5\)"),
     ],
 )
 def test_a_bare_whole_number_is_refused_with_both_ways_to_write_it(make, both):

@@ -22,7 +22,7 @@ from trainwright.evaluation.weights import EvaluationWeights
 from trainwright.fit.epochs import EpochLengths
 from trainwright.fit.rollback import BETWEEN, COUNTING, UPDATING, LoopPhase, Rollback
 from trainwright.modules.modes import running_statistics
-from trainwright.optim.named import check_parameters
+from trainwright.optim.named import check_kernels, check_parameters
 from trainwright.precision.base import LossScale
 from trainwright.precision.mixed_precision import check_weights
 from trainwright.schedules.rates import bind_rates
@@ -255,6 +255,7 @@ class Run:
         if owner.parallel.shards:
             refresh_shards(owner)
         check_parameters(owner.model, owner.loss, owner.optimizers)
+        check_kernels(owner.optimizers)
         self.take_groups()
         average = self.weights.average
         if average is not None:

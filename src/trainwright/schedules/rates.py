@@ -114,19 +114,18 @@ class GroupRates(Rates):
             news.append(f"schedule re-planned: {_count(tree['total'])} -> {_count(self._total)} updates")
         return "; ".join(news) or None
 
-    def _add_groups(self) -> list[ScheduledGroup]:
+    def _add_groups(self) -> None:
         """Add the groups that were added to the optimizer; SettingError where some were removed."""
-        groups, known = self._optimizer.param_groups, len(self._groups)
-        if len(groups) < known:
+        groups = self._optimizer.param_groups
+        if len(groups) < len(self._groups):
             raise SettingError(
                 "parameter groups were removed from the optimizer while a schedule was using them",
                 have=f"{len(groups)} groups",
-                want=f"{known}",
+                want=f"{len(self._groups)}",
                 fix="set requires_grad=False on their parameters instead",
             )
-        added = [ScheduledGroup(index, group) for index, group in enumerate(groups[known:], start=known)]
-        self._groups += added
-        return added
+        for index in range(len(self._groups), len(groups)):
+            self._groups.append(ScheduledGroup(index, groups[index]))
 
 
 class ScheduledGroup:

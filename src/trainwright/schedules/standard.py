@@ -39,7 +39,7 @@ from trainwright.schedules.lengths import (
 )
 from trainwright.schedules.rates import Rates
 from trainwright.schedules.settings import BuiltinSchedule, settings_text
-from trainwright.schedules.table import TableSpec
+from trainwright.schedules.table import Build, TableSpec
 
 if TYPE_CHECKING:
     from trainwright.protocols import Schedule
@@ -112,13 +112,7 @@ class StepLR(BuiltinSchedule):
 
     def spec(self, plan: Plan) -> TableSpec:
         """Torch's scheduler with a step of 1, stepped where the rate falls: in between it leaves the rate alone."""
-        warmup = warmup_updates(self.warmup, plan, "StepLR")
-        return TableSpec(
-            build=lambda optimizer, _: torchs.StepLR(optimizer, 1, gamma=self.gamma),
-            warmup=warmup,
-            ends=False,
-            steps=every(self.step, plan, warmup=self.warmup, start=warmup, asked_by="StepLR"),
-        )
+        return _stepped_every(self.step, self, plan, lambda optimizer, _: torchs.StepLR(optimizer, 1, gamma=self.gamma))
 
 
 @suggests
@@ -141,13 +135,15 @@ class Exponential(BuiltinSchedule):
 
     def spec(self, plan: Plan) -> TableSpec:
         """Torch's scheduler, stepped each time `every` has passed."""
-        warmup = warmup_updates(self.warmup, plan, "Exponential")
-        return TableSpec(
-            build=lambda optimizer, _: torchs.ExponentialLR(optimizer, self.gamma),
-            warmup=warmup,
-            ends=False,
-            steps=every(self.every, plan, warmup=self.warmup, start=warmup, asked_by="Exponential"),
-        )
+        return _stepped_every(self.every, self, plan, lambda optimizer, _: torchs.ExponentialLR(optimizer, self.gamma))
+
+
+def _stepped_every(length: Length, schedule: StepLR | Exponential, plan: Plan, build: Build) -> TableSpec:
+    """A scheduler that is stepped each time a length has passed, counted from the end of the warm-up."""
+    name = type(schedule).__name__
+    warmup = warmup_updates(schedule.warmup, plan, name)
+    steps = every(length, plan, warmup=schedule.warmup, start=warmup, asked_by=name)
+    return TableSpec(build=build, warmup=warmup, ends=False, steps=steps)
 
 
 @suggests
@@ -330,17 +326,11 @@ _SHAPES: dict[str, Callable[[float], float]] = {
 
 @dataclass(frozen=True, slots=True)
 class FunctionSchedule(BuiltinSchedule):
-    """torch's `LambdaLR` over the run: any function `(update, total) -> factor` of each group's own rate.
-
-    With w updates of warm-up the function counts from its end: update 0 of total - w.
-    """
+    """torch's `LambdaLR` over the run: any function `(update, total) -> factor` of each group's own rate."""
 
     fn: Callable[[int, int], float]
-    _: KW_ONLY
-    warmup: Length | None = None
 
     def __post_init__(self) -> None:
-        self._check_length("warmup", least=0, optional=True)
         try:
             inspect.signature(self.fn).bind(0, 1)
         except ValueError:
@@ -354,23 +344,22 @@ class FunctionSchedule(BuiltinSchedule):
             ) from None
 
     def spec(self, plan: Plan) -> TableSpec:
-        """Torch's `LambdaLR` with the function, over the rest of the run after the warm-up."""
-        warmup = warmup_updates(self.warmup, plan, "FunctionSchedule")
-        rest = rest_after(plan, warmup, "FunctionSchedule")
+        """Torch's `LambdaLR` with the function."""
+        total = plan.horizon("FunctionSchedule")
 
         def factor(update: int) -> float:
-            given = self.fn(update, rest)
+            given = self.fn(update, total)
             try:
                 value = float(given)
             except (TypeError, ValueError):
                 value = math.nan
             if not 0 <= value < math.inf:
                 raise SettingError(
-                    f"{settings_text(self)} gave {given} for {update=}, {rest=}", want="a factor of at least 0"
+                    f"{settings_text(self)} gave {given} for {update=}, {total=}", want="a factor of at least 0"
                 )
             return value
 
-        return TableSpec(build=lambda optimizer, _: torchs.LambdaLR(optimizer, factor), warmup=warmup)
+        return TableSpec(build=lambda optimizer, _: torchs.LambdaLR(optimizer, factor))
 
 
 def _named(name: str) -> str | None:

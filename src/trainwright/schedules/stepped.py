@@ -231,7 +231,8 @@ class SteppedRates(GroupRates):
             scheduled.keys.update(key for key, value in scheduled.base.items() if group[key] != value)
 
     def _follow_groups(self) -> None:
-        for scheduled in self._add_groups():
+        self._add_groups()
+        for scheduled in self._groups[len(self._bare.param_groups) :]:
             if not isinstance(self._scheduler, ReduceLROnPlateau):
                 raise SettingError(
                     f"a parameter group was added to the optimizer, which {self._text} was not built for",

@@ -52,12 +52,15 @@ class BareOptimizer(Optimizer):
         """No-op: hooks that the user registers for all optimizers of the process must not run for this one."""
 
 
+Build = Callable[[Optimizer, int], LRScheduler]
+"""Makes torch's scheduler, without the warm-up, for an optimizer with one group, which has this index."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableSpec:
     """A schedule in one plan: enough to make the table of any parameter group."""
 
-    build: Callable[[Optimizer, int], LRScheduler]
-    """Makes torch's scheduler, without the warm-up, for an optimizer with one group, which has this index."""
+    build: Build
     warmup: int = 0
     """Updates of `LinearLR` before the schedule itself."""
     ends: bool = True
