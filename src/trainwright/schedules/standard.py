@@ -112,7 +112,11 @@ class StepLR(BuiltinSchedule):
 
     def spec(self, plan: Plan) -> TableSpec:
         """Torch's scheduler with a step of 1, stepped where the rate falls: in between it leaves the rate alone."""
-        return _stepped_every(self.step, self, plan, lambda optimizer, _: torchs.StepLR(optimizer, 1, gamma=self.gamma))
+
+        def build(optimizer: Optimizer, _: int) -> LRScheduler:
+            return torchs.StepLR(optimizer, 1, gamma=self.gamma)
+
+        return _stepped_every(self.step, self, plan, build=build)
 
 
 @suggests
@@ -135,10 +139,14 @@ class Exponential(BuiltinSchedule):
 
     def spec(self, plan: Plan) -> TableSpec:
         """Torch's scheduler, stepped each time `every` has passed."""
-        return _stepped_every(self.every, self, plan, lambda optimizer, _: torchs.ExponentialLR(optimizer, self.gamma))
+
+        def build(optimizer: Optimizer, _: int) -> LRScheduler:
+            return torchs.ExponentialLR(optimizer, self.gamma)
+
+        return _stepped_every(self.every, self, plan, build=build)
 
 
-def _stepped_every(length: Length, schedule: StepLR | Exponential, plan: Plan, build: Build) -> TableSpec:
+def _stepped_every(length: Length, schedule: StepLR | Exponential, plan: Plan, *, build: Build) -> TableSpec:
     """A scheduler that is stepped each time a length has passed, counted from the end of the warm-up."""
     name = type(schedule).__name__
     warmup = warmup_updates(schedule.warmup, plan, name)
