@@ -19,8 +19,9 @@ from trainwright import Trainer, Window, trainer
 from trainwright.core import process_state, rng
 from trainwright.core.process_state import matmul_precisions
 from trainwright.data.dataloader.loader import LoaderBatches
+from trainwright.data.row_batches import Batches
 from trainwright.evaluation import passes, predictions, weights
-from trainwright.evaluation.weights import EvaluationWeights
+from trainwright.evaluation.weights import OptimizerWeights
 from trainwright.fit import context, inspection, stages
 from trainwright.fit.run import Run
 from trainwright.modules import modes
@@ -276,7 +277,7 @@ def a_refused_fit_takes_the_rates(patch):
 
 
 def a_pass_settles_the_seed(patch):
-    patch.setattr(passes, "beside", lambda source: source)
+    patch.setattr(Batches, "beside", lambda self: self)
 
 
 def a_pass_moves_gradients_and_statistics(patch):
@@ -293,7 +294,7 @@ def a_pass_moves_statistics(patch):
 
 
 def a_pass_leaves_merged_weights_rounded(patch):
-    patch.setattr(modes, "_moved_by_mode", lambda module: [])
+    patch.setattr(modes, "_changed_by_mode", lambda module: [])
 
 
 def a_pass_freezes(patch):
@@ -302,7 +303,7 @@ def a_pass_freezes(patch):
 
 def a_pass_is_noticed_by_a_backward(patch):
     for module in (modes, weights):
-        patch.setattr(module, "unnoticed", nothing)
+        patch.setattr(module, "versions_preserved", nothing)
 
 
 def a_pass_reads_casts_of_training(patch):
@@ -310,7 +311,7 @@ def a_pass_reads_casts_of_training(patch):
 
 
 def a_pass_changes_the_state(patch):
-    patch.setattr(passes, "_copied_state", nothing)
+    patch.setattr(passes, "copy_tree", lambda tree: tree)
 
 
 def a_pass_moves_the_generator_of_the_loader(patch):
@@ -318,7 +319,7 @@ def a_pass_moves_the_generator_of_the_loader(patch):
 
 
 def a_pass_logs_in_training(patch):
-    patch.setattr(passes, "separate_numbers", nothing)
+    around(patch, passes._Instead, "__enter__", after=lambda self: setattr(self._owner, "_tracker", self._outer[0]))
 
 
 def a_pass_wakes_what_is_in_eval_mode(patch):
@@ -333,7 +334,7 @@ def a_pass_leaves_averaged_weights(patch):
 
 
 def a_pass_leaves_weights_rounded(patch):
-    patch.setattr(EvaluationWeights, "_hide", EvaluationWeights.start)
+    patch.setattr(OptimizerWeights, "_load_trained", OptimizerWeights.start)
 
 
 def a_pass_adapts_the_scale(patch):

@@ -270,16 +270,12 @@ def evaluation_moves_the_random_state(patch):
 
 @fault(traceless.check_evaluation_leaves_everything_as_it_was, "batches")
 def evaluation_ends_with_train_mode_for_every_module(patch):
-    def put_back(each):
-        for kept in each:
-            kept[0][0].train()  # the root
-
-    patch.setattr(modes, "_put_back", put_back)
+    patch.setattr(modes, "_restore_modes", lambda each: each[0][0].train())  # the root
 
 
 @fault(traceless.check_a_run_with_validation_is_the_run_without, "batches")
 def the_model_stays_in_eval_mode_after_validation(patch):
-    patch.setattr(modes, "_put_back", lambda each: None)
+    patch.setattr(modes, "_restore_modes", lambda each: None)
 
 
 @fault(traceless.check_evaluating_inside_an_epoch_changes_nothing, traceless.TRAIN["generator"])

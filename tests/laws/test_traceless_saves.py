@@ -17,7 +17,7 @@ from trainwright import EMA, SWA, Checkpoint, EarlyStopping, OneCycle, Trainer, 
 from trainwright.checkpointing import commit as commits
 from trainwright.core.errors import CheckpointError
 from trainwright.core.rng import random_state
-from trainwright.evaluation.weights import EvaluationWeights
+from trainwright.evaluation.weights import AverageWeights
 
 
 class Rows(Dataset):
@@ -81,10 +81,10 @@ def test_a_run_whose_saves_all_fail_is_the_run_that_does_not_save(tmp_path, monk
 
 
 def test_a_save_that_leaves_a_trace_is_seen(tmp_path, monkeypatch):
-    def draws(state=EvaluationWeights.state_dict):
+    def draws(state=AverageWeights.state_dict):
         return lambda self: (random_state(), torch.rand(1), state(self))[2]
 
-    monkeypatch.setattr(EvaluationWeights, "state_dict", draws())
+    monkeypatch.setattr(AverageWeights, "state_dict", draws())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         saved = trained(Checkpoint(tmp_path, every=Updates(1)), average=EMA(0.5))

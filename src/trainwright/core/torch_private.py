@@ -93,10 +93,14 @@ def storage_uses(storage: Any) -> int | None:
     return None if count is None else int(count(storage._cdata))
 
 
-def versions_preserved(tensors: tuple[Tensor, ...]) -> AbstractContextManager[None]:
-    """Restore the version counters of tensors at the end, so that backward accepts them after changes."""
-    hidden: AbstractContextManager[None] = torch.autograd.grad_mode._unsafe_preserve_version_counter(tensors)
-    return hidden
+def versions_preserved(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
+    """Restore the present version counters of tensors at the end of the block, so that backward accepts them.
+
+    For tensors that are changed inside and restored bit for bit: a step under way may have saved them for its backward.
+    """
+    versioned = tuple(tensor for tensor in tensors if not tensor.is_inference())
+    preserved: AbstractContextManager[None] = torch.autograd.grad_mode._unsafe_preserve_version_counter(versioned)
+    return preserved
 
 
 def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:

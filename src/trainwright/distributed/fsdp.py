@@ -133,7 +133,7 @@ def recover(model: nn.Module) -> None:
     set_sync(model, True)
     fsdp_reset(root, _sharded_modules(model), _groups(model))
     fsdp_drop_unsharded_gradients(_groups(model))
-    reshard(model)
+    reshard(model.modules())
 
 
 def retake(model: nn.Module) -> None:

@@ -57,39 +57,37 @@ def evaluate(owner: Owner, source: Source, *, name: str, batches: int | None = N
 
     Every rank runs its slice of each batch; the numbers are reduced to rank 0 and broadcast.
     """
-    metrics = _metric_set(owner, owner._hooks.spread, complete=batches is None)
+    metrics, prefix = _metric_set(owner, complete=batches is None), f"{name}_"
     tracker = LossTracker(metrics, owner._hooks)
     seen = 0
-    with separate_numbers(owner, tracker):
-        try:
-            with without_trace(owner, source) as aside:
-                step, to_device = _observed_step(owner, tracker), mover(owner, aside, trains=False)
-                for batch in islice(owner._record.read_batches(_batches(owner, aside, tracker)), batches):
-                    tracker.batch = batch
-                    returned = step(batch if to_device is None else to_device(batch))
-                    if not seen:
-                        tracker.check_fed(returned)
-                    tracker.record(returned)
-                    seen += 1
-                    if not seen % READ_EVERY:
-                        tracker.read()
-                tracker.merge(owner.world)
-                numbers = tracker.means(f"{name}_") if owner.is_main else {}
-                if not any(owner.world.total(seen)):
-                    raise DataError(message(f"the {name} data gave no batch", want="at least one batch", where=False))
-                found = Evaluation(*_with_errors(numbers, metrics, f"{name}_"))
-                return owner.world.same(found)  # inside the context that watches peers: a metric may fail on rank 0
-        except BaseException as error:
-            explain(error, owner)
-            raise
+    with without_trace(owner, source, tracker) as aside:
+        step, to_device = _validation_step(owner, tracker), mover(owner, aside, trains=False)
+        for batch in islice(owner._record.read_batches(_batches(owner, aside, tracker)), batches):
+            tracker.batch = batch
+            returned = step(batch if to_device is None else to_device(batch))
+            if not seen:
+                tracker.check_fed(returned)
+            tracker.record(returned)
+            seen += 1
+            if not seen % READ_EVERY:
+                tracker.read()
+        tracker.merge(owner.world)
+        numbers = tracker.means(prefix) if owner.is_main else {}
+        if not any(owner.world.total(seen)):
+            raise DataError(message(f"the {name} data gave no batch", want="at least one batch", where=False))
+        errors = {} if metrics is None or owner._hooks.spread is None else _take_errors(numbers, metrics, prefix)
+        # Inside the context that watches peers: a metric may fail on rank 0.
+        return owner.world.same(Evaluation(numbers, errors))
 
 
 @contextmanager
-def without_trace(owner: Owner, source: Source, *, shows_gradients: bool = False) -> Iterator[Source]:
+def without_trace(
+    owner: Owner, source: Source, tracker: LossTracker | None = None, *, shows_gradients: bool = False
+) -> Iterator[Source]:
     """Enter eval mode, no gradients, the evaluation weights and a copy of `state`; restore everything at the end.
 
     Random states too, those of the loader included. Yields the source to read from: the position of the one given does
-    not move. Numbers logged inside go to the numbers that the caller has set by `separate_numbers`.
+    not move. Numbers logged inside go to `tracker`, by default to one of the pass's own. An error gets a note.
     """
     roots = networks_of(owner)
     alone = not owner._record.is_under_way
@@ -102,10 +100,13 @@ def without_trace(owner: Owner, source: Source, *, shows_gradients: bool = False
             modes.evaluating(*roots),
             torch.no_grad(),
             _NO_CONTEXT if owner.precision is None else owner.precision.switches(),
-            _copied_state(owner),
+            _Instead(owner, LossTracker(None, owner._hooks) if tracker is None else tracker),
             _NO_CONTEXT if owner.world.size == 1 else _on_all_ranks(owner),
         ):
             yield source.beside() if source.repeatable else source
+    except BaseException as error:
+        explain(error, owner)
+        raise
     finally:
         if alone:
             free_transfer_memory(owner._hooks)
@@ -114,51 +115,41 @@ def without_trace(owner: Owner, source: Source, *, shows_gradients: bool = False
 @contextmanager
 def probe_context(owner: Owner, source: Source) -> Iterator[None]:
     """Enter what a probe runs in: no trace, as in an evaluation, and the autocast of the precision."""
-    with separate_numbers(owner), without_trace(owner, source, shows_gradients=True), autocast(owner):
+    with without_trace(owner, source, shows_gradients=True), autocast(owner):
         yield
 
 
 def evaluation_weights(owner: Owner) -> AbstractContextManager[None]:
     """Return a context in which the model holds the evaluation weights, averaged ones where there is an average."""
     if owner._record.lacks_weights:
-        line = user_line()  # a stack level would be wrong: how many frames lie between differs
-        warn(
-            "the last fit was passed over, and its weights were not kept: the model holds those it was built with "
-            f"until the next fit{f' ({line})' if line else ''}",
-            stacklevel=2,
-        )
+        _warn_of_lost_weights()
     return _NO_CONTEXT if owner._record.weights is None else owner._record.weights.evaluated()
 
 
-class separate_numbers:  # a class, as the one below: every evaluation enters them, and a generator costs more
-    """A context with a tracker of its own in place of training's."""
-
-    __slots__ = ("_inner", "_outer", "_owner")
-
-    def __init__(self, owner: Owner, tracker: LossTracker | None = None) -> None:
-        self._owner, self._inner = owner, LossTracker(None, owner._hooks) if tracker is None else tracker
-
-    def __enter__(self) -> None:
-        self._outer, self._owner._tracker = self._owner._tracker, self._inner
-
-    def __exit__(self, *error: object) -> None:
-        self._owner._tracker = self._outer
+def _warn_of_lost_weights() -> None:
+    line = user_line()  # a stack level would be wrong: how many frames lie between differs
+    warn(
+        "the last fit was passed over, and its weights were not kept: the model holds those it was built with "
+        f"until the next fit{f' ({line})' if line else ''}",
+        stacklevel=2,
+    )
 
 
-class _copied_state:
-    """A context with a copy of the user's `state`."""
+class _Instead:  # a class: every evaluation enters it, and a generator costs more
+    """A context with another tracker in place of training's, and a copy of the user's `state`."""
 
-    __slots__ = ("_owner", "_state")
+    __slots__ = ("_outer", "_owner", "_tracker")
 
-    def __init__(self, owner: Owner) -> None:
-        self._owner = owner
+    def __init__(self, owner: Owner, tracker: LossTracker) -> None:
+        self._owner, self._tracker = owner, tracker
 
     def __enter__(self) -> None:
-        self._state = self._owner.state
-        self._owner.state = copy_tree(self._state)
+        owner = self._owner
+        self._outer = owner._tracker, owner.state
+        owner._tracker, owner.state = self._tracker, copy_tree(owner.state)
 
     def __exit__(self, *error: object) -> None:
-        self._owner.state = self._state
+        self._owner._tracker, self._owner.state = self._outer
 
 
 def autocast(owner: Owner) -> AbstractContextManager[Any]:
@@ -210,11 +201,10 @@ def run_training_forwards(owner: Owner, source: Source) -> None:
     generators = aside.generators
     statistics = Tensors(modes.running_statistics(owner.model) if owner.on_nonfinite == "skip" else [])
     with ExitStack() as stack:
-        stack.enter_context(separate_numbers(owner, tracker))
         stack.enter_context(unmoved(generators))
         stack.enter_context(beside_training(owner.device.type))
         stack.enter_context(torch.no_grad())
-        stack.enter_context(_copied_state(owner))
+        stack.enter_context(_Instead(owner, tracker))
         step = autocast_step(owner, owner.training_step)
         seed(0, generators)
         for batch in owner._record.read_batches(complete_batches(owner, aside)):
@@ -238,16 +228,22 @@ def _batches(owner: Owner, source: Source, tracker: LossTracker) -> Iterator[Any
     return chain.from_iterable(map(source.epoch, (0,)))  # opened at the first batch, where signals are handled
 
 
-def _observed_step(owner: Owner, tracker: LossTracker) -> Callable[[Any], Any]:
-    """Return the step of an evaluation; where neither a known loss nor `count` gives the count of a mean, observed.
-
-    In the default step the loss alone is observed. A step of the user's own, or a model with a loss of its own, may
-    compute the mean anywhere: then all of the step is, unless none was found in its first batch.
-    """
+def _validation_step(owner: Owner, tracker: LossTracker) -> Callable[[Any], Any]:
+    """Return the step of an evaluation; where neither a known loss nor `count` gives the count of a mean, observed."""
     step, hooks = autocast_step(owner, owner.validation_step), owner._hooks
     is_known = hooks.known is not None and hooks.known.reduction == "mean" and not hooks.steps_itself
     if is_known or hooks.counts_itself:
         return step
+    return _observed_step(owner, step, tracker)
+
+
+def _observed_step(owner: Owner, step: Callable[[Any], Any], tracker: LossTracker) -> Callable[[Any], Any]:
+    """Return a step in which the count of the mean is observed.
+
+    In the default step the loss alone is observed. A step of the user's own, or a model with a loss of its own, may
+    compute the mean anywhere: then all of the step is, unless none was found in its first batch.
+    """
+    hooks = owner._hooks
     tracker.count_source = observer = CountObserver()
     if not (hooks.validates_itself or hooks.steps_itself or owner.loss is None or "validation_step" in vars(owner)):
         return step
@@ -265,30 +261,32 @@ def _observed_step(owner: Owner, tracker: LossTracker) -> Callable[[Any], Any]:
     return observed_step
 
 
-def _metric_set(owner: Owner, spread: str | None, *, complete: bool) -> MetricSet | None:
-    """Return the metrics of an evaluation; `spread` names the number whose standard error is wanted too."""
-    metrics = dict(owner.metrics or {})
+def _metric_set(owner: Owner, *, complete: bool) -> MetricSet | None:
+    """Return the metrics of an evaluation, with those whose standard error early stopping needs."""
+    metrics, spread = dict(owner.metrics or {}), owner._hooks.spread
     if spread == "loss":
-        if owner._hooks.known is None:
-            raise SettingError(
-                message(
-                    'min_delta="1se" on a loss needs one value per row, and this loss is none of torch\'s own',
-                    fix="monitor a metric that returns one value per row",
-                )
-            )
-        metrics[_LOSS_OF_ROWS] = owner._hooks.known.each_row
+        metrics[_LOSS_OF_ROWS] = _loss_of_rows(owner)
     if not metrics:
         return None
     checked = owner._record.checked_metrics
     return MetricSet(metrics, complete=complete, spread=spread is not None, checked=checked)
 
 
-def _with_errors(
-    numbers: dict[str, float], metrics: MetricSet | None, prefix: str
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the numbers to report, and their standard errors by name."""
-    errors = {} if metrics is None else {prefix + name: value for name, value in metrics.errors().items()}
+def _loss_of_rows(owner: Owner) -> Any:
+    if owner._hooks.known is None:
+        raise SettingError(
+            message(
+                'min_delta="1se" on a loss needs one value per row, and this loss is none of torch\'s own',
+                fix="monitor a metric that returns one value per row",
+            )
+        )
+    return owner._hooks.known.each_row
+
+
+def _take_errors(numbers: dict[str, float], metrics: MetricSet, prefix: str) -> dict[str, float]:
+    """Return the standard errors by name; the loss of each row leaves the numbers to report."""
+    errors = {prefix + name: value for name, value in metrics.errors().items()}
     if prefix + _LOSS_OF_ROWS in numbers:
         del numbers[prefix + _LOSS_OF_ROWS]
         errors[prefix + "loss"] = errors.pop(prefix + _LOSS_OF_ROWS)
-    return numbers, errors
+    return errors

@@ -15,11 +15,10 @@ from trainwright.core.process_state import beside_training
 from trainwright.core.records import StepOutput
 from trainwright.core.trees import detached, sequence_like
 from trainwright.data.source import Source
-from trainwright.diagnostics.explain import explain
 from trainwright.distributed.batch_layout import Slice
 from trainwright.distributed.packing import packed, unpacked
 from trainwright.distributed.world import World
-from trainwright.evaluation.passes import autocast_step, separate_numbers, without_trace
+from trainwright.evaluation.passes import autocast_step, without_trace
 from trainwright.update.hooks import mover
 from trainwright.update.owner import Owner
 
@@ -40,20 +39,16 @@ def predict(owner: Owner, source: Source) -> Any:
     host memory for the whole. Streams that are each process's own part are told by batch, and of one batch by rank.
     """
     outputs = make_outputs(owner) if owner.world.size > 1 or not source.rows else PreallocatedOutputs(source.rows)
-    try:
-        with separate_numbers(owner), without_trace(owner, source) as aside:
-            step, to_device = autocast_step(owner, owner.predict_step), mover(owner, aside, trains=False)
-            for batch in outputs.over(aside):
-                output = step(batch if to_device is None else to_device(batch))
-                output = output.output if type(output) is StepOutput else output
-                # A step may enable gradients: the outputs of all batches would hold the graphs of all batches.
-                plain = type(output) is Tensor and not output.requires_grad
-                outputs.append(output if plain else detached(output))
-            filled = outputs.filled()
-            whole = outputs.whole() if filled is None else []
-    except BaseException as error:
-        explain(error, owner)
-        raise
+    with without_trace(owner, source) as aside:
+        step, to_device = autocast_step(owner, owner.predict_step), mover(owner, aside, trains=False)
+        for batch in outputs.over(aside):
+            output = step(batch if to_device is None else to_device(batch))
+            output = output.output if type(output) is StepOutput else output
+            # A step may enable gradients: the outputs of all batches would hold the graphs of all batches.
+            plain = type(output) is Tensor and not output.requires_grad
+            outputs.append(output if plain else detached(output))
+        filled = outputs.filled()
+        whole = outputs.whole() if filled is None else []
     if filled is not None:
         return filled
     if not whole:

@@ -20,8 +20,7 @@ from trainwright.core.process_state import beside_training
 from trainwright.core.records import StepOutput
 from trainwright.core.trees import detached
 from trainwright.data.source import Source
-from trainwright.diagnostics.explain import explain
-from trainwright.evaluation.passes import autocast, separate_numbers, without_trace
+from trainwright.evaluation.passes import autocast, without_trace
 from trainwright.evaluation.predictions import join, make_outputs
 from trainwright.evaluation.task_type import find_task_type, guess_classes
 from trainwright.metrics.scores import MAE, R2, RMSE
@@ -97,11 +96,7 @@ def report(
     check_choice(kind, "report", "kind", choices=("auto", "classes", "values"))
     if names is not None and (isinstance(names, str) or not all(isinstance(name, str) for name in names)):
         raise SettingError(f"report(names={names!r})", want="a list of strings, one for each class or column")
-    try:
-        pairs = _compared(owner, source)
-    except BaseException as error:
-        explain(error, owner)
-        raise
+    pairs = _compared(owner, source)
     with beside_training(owner.device.type):
         return _made(owner, pairs, kind, names=names)
 
@@ -117,7 +112,7 @@ def _made(owner: Owner, pairs: list[tuple[Tensor, Tensor]], kind: Asked, *, name
 def _compared(owner: Owner, source: Source) -> list[tuple[Tensor, Tensor]]:
     """Return output and target of every batch over all processes, on the CPU, in the order of the data."""
     host, pairs = torch.device("cpu"), make_outputs(owner)
-    with separate_numbers(owner), without_trace(owner, source) as aside, _split_once(owner) as split_of:
+    with without_trace(owner, source) as aside, _split_once(owner) as split_of:
         to_device = mover(owner, aside, trains=False)
         for batch in pairs.over(aside):
             moved = batch if to_device is None else to_device(batch)

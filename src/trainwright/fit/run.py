@@ -18,7 +18,7 @@ from trainwright.core.signals import Signals
 from trainwright.data.source import Source
 from trainwright.diagnostics.first_batch import FirstBatch, is_compiled
 from trainwright.evaluation.passes import check_repeatable, run_training_forwards
-from trainwright.evaluation.weights import EvaluationWeights
+from trainwright.evaluation.weights import choose_weights
 from trainwright.fit.epochs import EpochLengths
 from trainwright.fit.rollback import BETWEEN, COUNTING, UPDATING, LoopPhase, Rollback
 from trainwright.modules.modes import running_statistics
@@ -111,7 +111,7 @@ class Run:
         self.lengths.follow(self.rates.values())
         self.average = average if average is not None and average.each_update else None
         """The average, where each update counts in it."""
-        self.weights = EvaluationWeights(
+        self.weights = choose_weights(
             owner.model, average=average, optimizers=owner.optimizers, loss=owner.loss, forward=self._feed
         )
         precision, device = owner.precision, owner.device.type

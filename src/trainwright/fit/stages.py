@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainwright.core.errors import SettingError, user_line
 from trainwright.core.progress import Counters
-from trainwright.modules.modes import unnoticed
+from trainwright.core.torch_private import versions_preserved
 from trainwright.update.hooks import free_transfer_memory
 from trainwright.update.owner import Owner
 from trainwright.update.per_rank_state import broadcast_weights
@@ -104,7 +104,7 @@ class TrainedStage(LastStage):
         if self._record.weights is not None:
             self._record.weights.install()
             # `weights` has noted them as they are
-            with unnoticed(tensor for tensor, _ in self._weights), torch.no_grad():
+            with versions_preserved(tensor for tensor, _ in self._weights), torch.no_grad():
                 for tensor, value in self._weights:
                     tensor.copy_(value)
 

@@ -12,12 +12,11 @@ from math import inf
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from trainwright.core.device import widest_float
 from trainwright.core.torch_private import all_reduce
-from trainwright.core.trees import inside
 
 
 def is_sharded(*tensors: Tensor) -> bool:
@@ -78,18 +77,16 @@ def global_norms(norms: Tensor, of: Sequence[Tensor]) -> Tensor:
     return squares.sqrt()
 
 
-def reshard(*roots: nn.Module) -> None:
-    """Reshard the modules of FSDP models: a forward without a backward leaves the gathered weights in them.
+def reshard(modules: Iterable[Any]) -> None:
+    """Reshard the FSDP modules among `modules`: a forward without a backward leaves the gathered weights in them.
 
     The next forward would use those again, even if the shards have changed since.
     """
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:
-        return
-    modules: list[Any] = [module for root in roots for module in inside(root)]
-    for module in modules:
-        if isinstance(module, fsdp.FSDPModule):
-            module.reshard()
+    if fsdp is not None:
+        for module in modules:
+            if isinstance(module, fsdp.FSDPModule):
+                module.reshard()
 
 
 class Shards(list[Tensor]):

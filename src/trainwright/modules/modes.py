@@ -1,8 +1,8 @@
-"""Module modes: each one's own, kept over an evaluation or a block, and woken where a model was left in eval mode."""
+"""Train and eval mode of modules: contexts that restore them, and the model that a `fit` finds in eval mode."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -16,210 +16,167 @@ from trainwright.modules.dtensors import reshard
 from trainwright.modules.freezing import has_running_statistics, held
 
 Modes = list[tuple[nn.Module, bool]]
-"""The modules inside a root, itself the first of them, each with its mode."""
+"""The modules inside a root, the root first, each with its mode."""
 _TRAIN, _EVAL, _SETATTR = nn.Module.train, nn.Module.eval, nn.Module.__setattr__
-_set = object.__setattr__
-"""Sets a mode past the look for parameters that torch makes at each assignment: it is none."""
 
 
 @contextmanager
 def mode(module: nn.Module, *, train: bool) -> Iterator[None]:
     """Train or eval mode inside; afterwards every module has its own mode again, also after an error.
 
-    What `freeze` keeps in eval mode stays there.
+    Layers that `freeze` holds in eval mode stay there.
     """
     if not isinstance(train, bool):
         raise TypeError(
             message(f"mode(module, train={train!r})", want="True or False", fix="mode(module, train=False)")
         )
-    modes = _modes((module,))
+    modes = [(each, each.training) for each in inside(module)]
     try:
         module.train(train)
         yield
     finally:
-        _put_back(modes)
+        _restore_modes(modes)
 
 
-def evaluating(*roots: nn.Module) -> AbstractContextManager[None]:
-    """Eval mode inside; afterwards every module has its own mode again, whatever it was."""
-    return _Evaluating(roots)
-
-
-def untouched(*roots: nn.Module, shows_gradients: bool = False) -> AbstractContextManager[None]:
-    """Put back what a pass may move although it trains nothing: gradients, `requires_grad`, normalisation statistics.
-
-    Gradients are None inside, so that a `backward` in there adds to nothing; with `shows_gradients` they can be read.
-    A module with a `train` of its own may change its tensors with its mode, as merged LoRA weights do, and not come
-    back to the last bit: what it holds itself is put back. A sharded model holds its shards before and after.
-    """
-    return _Untouched(roots, shows_gradients=shows_gradients)
-
-
-class _Evaluating:
-    """Eval mode inside; a class, as the next, since every evaluation enters them."""
+class evaluating:  # named as torch's no_grad; a class, since every evaluation enters it
+    """A context of eval mode; afterwards every module has its own mode again."""
 
     __slots__ = ("_modes", "_roots")
 
-    def __init__(self, roots: tuple[nn.Module, ...]) -> None:
+    def __init__(self, *roots: nn.Module) -> None:
         self._roots = roots
 
     def __enter__(self) -> None:
-        self._modes = _modes(self._roots)
+        self._modes = [[(module, module.training) for module in inside(root)] for root in self._roots]
         try:
-            for found in self._modes:
-                _to_eval(found)
+            for modes in self._modes:
+                _switch_to_eval(modes)
         except BaseException:
-            _put_back(self._modes)
+            self.__exit__()
             raise
 
     def __exit__(self, *error: object) -> None:
-        _put_back(self._modes)
+        for modes in self._modes:
+            _restore_modes(modes)
 
 
-class _Untouched:
-    """Puts back what a pass may move."""
+class untouched:  # a class, as the one before
+    """A context that restores what a pass may change although it trains nothing.
 
-    __slots__ = ("_found", "_hidden", "_kept", "_moved", "_roots", "_shows")
+    These are gradients, `requires_grad`, running statistics, and the tensors of modules with a `train` of their own,
+    which may change with the mode, as merged LoRA weights do, and not come back to the last bit. Gradients are None
+    inside, so that a `backward` adds to nothing; with `shows_gradients` they can be read. A sharded model holds its
+    shards before and after.
+    """
 
-    def __init__(self, roots: tuple[nn.Module, ...], *, shows_gradients: bool) -> None:
-        self._roots, self._shows = roots, shows_gradients
+    __slots__ = ("_modules", "_parameters", "_roots", "_shows_gradients", "_tensors", "_values", "_versions")
+
+    def __init__(self, *roots: nn.Module, shows_gradients: bool = False) -> None:
+        self._roots, self._shows_gradients = roots, shows_gradients
 
     def __enter__(self) -> None:
-        reshard(*self._roots)
-        self._found, self._moved = _kept_by(self._roots)
-        self._kept = [tensor.detach().clone() for tensor in self._moved] if self._moved else []
-        self._hidden = unnoticed(self._moved) if self._moved else None
-        if self._hidden is not None:
-            self._hidden.__enter__()
-        for parameter, _, gradient in self._found:
-            if gradient is not None and not self._shows:
+        self._modules = modules = [module for root in self._roots for module in inside(root)]
+        reshard(modules)
+        every = [p for module in modules for p in parameter_dict(module).values() if p is not None]
+        self._parameters = [(parameter, parameter.requires_grad, parameter.grad) for parameter in every]
+        self._tensors = [tensor for module in modules for tensor in _changed_by_a_pass(module)]
+        if self._tensors:
+            self._values = [tensor.detach().clone() for tensor in self._tensors]
+            self._versions: AbstractContextManager[None] = versions_preserved(self._tensors)
+        if not self._shows_gradients:
+            for parameter in every:
                 parameter.grad = None
 
     def __exit__(self, *error: Any) -> None:
         try:
-            reshard(*self._roots)
-            if self._hidden is not None:
-                try:
-                    with torch.no_grad():
-                        for tensor, before in zip(self._moved, self._kept, strict=True):
-                            tensor.copy_(before)
-                finally:
-                    self._hidden.__exit__(*error)
+            reshard(self._modules)
+            if self._tensors:
+                with self._versions, torch.no_grad():
+                    for tensor, value in zip(self._tensors, self._values, strict=True):
+                        tensor.copy_(value)
         finally:
-            for parameter, wanted, gradient in self._found:
-                if parameter.requires_grad != wanted:
-                    parameter.requires_grad_(wanted)
+            for parameter, trained, gradient in self._parameters:
+                if parameter.requires_grad != trained:
+                    parameter.requires_grad_(trained)
                 if parameter.grad is not gradient:
                     parameter.grad = gradient
 
 
-def unnoticed(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
-    """Hide from autograd that tensors are changed inside, and changed back bit for bit before the end.
-
-    A step under way may have saved them for its backward, which would refuse them else.
-    """
-    versioned = tuple(tensor for tensor in tensors if not tensor.is_inference())
-    return versions_preserved(versioned)
+@contextmanager
+def untrained(*roots: nn.Module) -> Iterator[None]:
+    """Eval mode and no parameter that requires a gradient inside; both restored afterwards."""
+    parameters = [(p, p.requires_grad) for root in roots for p in root.parameters()]
+    with evaluating(*roots):
+        for parameter, _ in parameters:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter, trained in parameters:
+                parameter.requires_grad_(trained)
 
 
 def wake(model: nn.Module) -> list[str]:
-    """Switch a model that lies wholly in eval mode to train mode; return the names of what was switched.
+    """Switch a model all of whose modules are in eval mode to train mode; return the names of those switched.
 
-    A module that has parameters none of which requires a gradient stays in eval mode, with all that lies inside it,
-    and so does what `freeze` keeps there. A model with any module in train mode is left as it is.
+    A module that has parameters none of which requires a gradient stays in eval mode, with all modules inside it, and
+    so do layers that `freeze` holds there. A model with any module in train mode is left as it is.
     """
-    if any(module.training for module in model.modules()):
-        return []
+    return [] if any(module.training for module in model.modules()) else _wake_trained(model)
+
+
+def _wake_trained(model: nn.Module) -> list[str]:
     asleep = {module for module in model.modules() if held(module)}
     for module in model.modules():
         parameters = list(module.parameters())
         if parameters and not any(p.requires_grad for p in parameters):
             asleep.update(module.modules())
     switched = [(name, module) for name, module in model.named_modules() if module not in asleep]
-    _put_back([[(module, module not in asleep) for module in model.modules()]])
+    _restore_modes([(module, module not in asleep) for module in model.modules()])
     return [name or type(model).__name__ for name, _ in switched]
 
 
 def running_statistics(model: nn.Module) -> list[Tensor]:
-    """The buffers that a forward in train mode moves: running mean, variance and count of normalisation layers."""
+    """Return the buffers that a forward in train mode changes: running mean, variance and count of norm layers."""
     return [
         buffer for module in inside(model) if has_running_statistics(module) for buffer in module.buffers(recurse=False)
     ]
 
 
-@contextmanager
-def untrained(*roots: nn.Module) -> Iterator[None]:
-    """Eval mode and no parameter that requires a gradient inside; both put back afterwards."""
-    wanted = [(p, p.requires_grad) for root in roots for p in root.parameters()]
-    with evaluating(*roots):
-        for parameter, _ in wanted:
-            parameter.requires_grad_(False)
-        try:
-            yield
-        finally:
-            for parameter, before in wanted:
-                parameter.requires_grad_(before)
-
-
-def _modes(roots: tuple[nn.Module, ...]) -> list[Modes]:
-    """What the modes are now."""
-    return [[(module, module.training) for module in inside(root)] for root in roots]
-
-
-def _put_back(each: list[Modes]) -> None:
-    for modes in each:
-        for module, _ in modes:
-            if type(module).train is not _TRAIN:
-                # A module with a `train` of its own (merged LoRA weights, say) must hear of the change.
-                root, mode = modes[0]
-                root.train(mode)
-                break
-    for modes in each:
-        for module, mode in modes:
-            wanted = mode and ("train" not in module.__dict__ or not held(module))
-            if module.training is wanted:
-                continue
-            if type(module).__setattr__ is _SETATTR:
-                _set(module, "training", wanted)
-            else:
-                module.training = wanted
-
-
-def _to_eval(modes: Modes) -> None:
-    """What `eval` of a root does: by itself where a module has its own ways, else without a call for each module."""
+def _switch_to_eval(modes: Modes) -> None:
+    """Call `eval` of the root where a module changes its mode in a way of its own; else set each module's mode."""
     for module, _ in modes:
-        kind = type(module)
-        if kind.train is not _TRAIN or kind.eval is not _EVAL or "train" in module.__dict__:
+        if type(module).train is not _TRAIN or type(module).eval is not _EVAL or "train" in module.__dict__:
             modes[0][0].eval()
             return
-    for module, mode in modes:
-        if mode is False:
+    _set_modes([(module, False) for module, _ in modes])
+
+
+def _restore_modes(modes: Modes) -> None:
+    if any(type(module).train is not _TRAIN for module, _ in modes):
+        root, training = modes[0]
+        root.train(training)  # a `train` of a module's own may do more than set the mode: merged LoRA weights
+    _set_modes([(module, training and not held(module)) for module, training in modes])
+
+
+def _set_modes(modes: Modes) -> None:
+    for module, training in modes:
+        if module.training is training:
             continue
         if type(module).__setattr__ is _SETATTR:
-            _set(module, "training", False)
+            object.__setattr__(module, "training", training)  # without torch's search for parameters of that name
         else:
-            module.training = False
+            module.training = training
 
 
-def _kept_by(roots: tuple[nn.Module, ...]) -> tuple[list[tuple[nn.Parameter, bool, Tensor | None]], list[Tensor]]:
-    """What `untouched` puts back, in one walk: each parameter with its flag and gradient, and the tensors that move.
-
-    Those are running statistics, and what modules with a `train` of their own hold themselves.
-    """
-    found: list[tuple[nn.Parameter, bool, Tensor | None]] = []
-    moved: list[Tensor] = []
-    for root in roots:
-        for module in inside(root):
-            for parameter in parameter_dict(module).values():
-                if parameter is not None:
-                    found.append((parameter, parameter.requires_grad, parameter.grad))
-            if type(module).train is not _TRAIN:
-                moved += _moved_by_mode(module)
-            elif buffer_dict(module) and has_running_statistics(module):
-                moved += module.buffers(recurse=False)
-    return found, moved
+def _changed_by_a_pass(module: nn.Module) -> list[Tensor]:
+    """Return the tensors of a module itself that a forward, or a change of its mode, may change."""
+    if type(module).train is not _TRAIN:
+        return _changed_by_mode(module)
+    if buffer_dict(module) and has_running_statistics(module):
+        return list(module.buffers(recurse=False))
+    return []
 
 
-def _moved_by_mode(module: nn.Module) -> list[Tensor]:
-    """The tensors of a module with a `train` of its own, without those of the modules inside it."""
+def _changed_by_mode(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(recurse=False), *module.buffers(recurse=False)]

@@ -253,7 +253,7 @@ class AveragedWeights:
         if applied is None:
             return False
         self.is_applied = False
-        reshard(self._model)
+        reshard(self._model.modules())
         present = {id(parameter) for parameter in self._model.parameters()}
         unchanged = all(
             id(weight) in present and _is_unchanged(weight, version, value)
@@ -267,7 +267,7 @@ class AveragedWeights:
     def attach(self, model: nn.Module) -> None:
         """Average the parameters that the model has now; a new one starts with its current value as its average."""
         assert not self.is_applied
-        reshard(model)
+        reshard(model.modules())
         self._model = model
         signature = [(name, id(p), p.device, p.dtype, p.shape) for name, p in model.named_parameters()]
         if signature != self._signature:
@@ -322,7 +322,7 @@ class AveragedWeights:
 
     def _copy_raw(self, forward: Forward | None) -> None:
         """Copy the weights of the model."""
-        reshard(self._model)
+        reshard(self._model.modules())
         self._raw = [weight.detach().clone() for weight in self._weights]
 
     def _load_averages(self, forward: Forward | None) -> None:
@@ -331,7 +331,7 @@ class AveragedWeights:
             _copy(self._weights, self._averages)
 
     def _load_raw(self) -> None:
-        reshard(self._model)
+        reshard(self._model.modules())
         with torch.no_grad():
             _copy(self._weights, self._raw)
         self.is_applied, self._raw = False, []
@@ -426,7 +426,7 @@ class SWAWeights(AveragedWeights):
         if self._statistics is None:
             with torch.no_grad():
                 new = estimate(self._model, self._in_eval, forward)
-            reshard(self._model)
+            reshard(self._model.modules())
             self._statistics = {**self._raw_statistics, **new}  # a layer that no batch reaches has none
         self._set_statistics(self._statistics)
 

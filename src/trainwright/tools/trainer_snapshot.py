@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from trainwright.core.errors import SettingError
-from trainwright.core.torch_private import buffer_dict, parameter_dict
+from trainwright.core.torch_private import buffer_dict, parameter_dict, versions_preserved
 from trainwright.core.trees import parameters_in
 from trainwright.data.generators import Other
-from trainwright.modules.modes import unnoticed
 from trainwright.update.owner import networks_of
 from trainwright.update.snapshot import RngStates, Snapshot, SnapshotPart, StateDicts
 
@@ -118,7 +117,7 @@ class TensorMemory(SnapshotPart):
         """Copy the values to the host, and note where they lie."""
         self._aliases = [tensor.detach() for tensor in self.tensors]
         self._values = [_unexpanded(tensor.detach()).to("cpu", copy=True) for tensor in self.tensors]
-        self._hidden = unnoticed(self.tensors)  # a look at version counters finds the weights unchanged
+        self._hidden = versions_preserved(self.tensors)  # a look at version counters finds the weights unchanged
 
     @torch.no_grad()
     def restore(self, ago: int = 0) -> None:

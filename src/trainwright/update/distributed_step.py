@@ -15,11 +15,12 @@ from trainwright.core import host_reads
 from trainwright.core.errors import SettingError, StepError
 from trainwright.core.records import Count
 from trainwright.core.rng import unmoved
+from trainwright.core.torch_private import versions_preserved
 from trainwright.core.trees import parameters_in
 from trainwright.distributed.ddp import Wrapped
 from trainwright.distributed.gradient_averaging import GradientBuckets, fingerprint
 from trainwright.distributed.world import Group
-from trainwright.modules.modes import running_statistics, unnoticed
+from trainwright.modules.modes import running_statistics
 from trainwright.update.finite_check import ImmediateCheck
 from trainwright.update.loss_tracker import Roots
 from trainwright.update.losses import StepLoss
@@ -367,7 +368,7 @@ class DistributedStep(ImmediateCheck):
         copies = [statistic.clone() for statistic in statistics]
         recording, tracker.recording = tracker.recording, False
         try:
-            with unmoved(), unnoticed(statistics):
+            with unmoved(), versions_preserved(statistics):
                 yield
                 with torch.no_grad():
                     for statistic, before in zip(statistics, copies, strict=True):

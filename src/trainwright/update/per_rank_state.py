@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from trainwright.core.plan import Plan
 from trainwright.core.rng import random_state, seed, set_random_state, unmoved
-from trainwright.core.torch_private import BatchNorm
+from trainwright.core.torch_private import BatchNorm, versions_preserved
 from trainwright.core.trees import parameters_in
 from trainwright.distributed.batch_layout import Shard, Slice
 from trainwright.distributed.packing import packed, unpacked
 from trainwright.distributed.world import World
 from trainwright.modules.dtensors import is_sharded, reshard
-from trainwright.modules.modes import running_statistics, unnoticed
+from trainwright.modules.modes import running_statistics
 from trainwright.protocols import Tree
 from trainwright.update.owner import Owner, networks_of
 
@@ -122,7 +122,7 @@ def rank0_buffers(owner: Owner) -> Iterator[None]:
     """The buffers of rank 0 inside, on all ranks: every one evaluates the same model."""
     buffers = _whole(owner.model.buffers())
     copies = [buffer.detach().clone() for buffer in buffers]
-    with unnoticed(buffers):
+    with versions_preserved(buffers):
         owner.world.align(buffers)
         try:
             yield
@@ -232,7 +232,7 @@ def refresh_shards(owner: Owner) -> None:
     """Free the gathered weights of a sharded model, and take over which parameters are trained now."""
     from trainwright.distributed.fsdp import retake
 
-    reshard(owner.model)
+    reshard(owner.model.modules())
     retake(owner.model)
 
 
