@@ -92,6 +92,8 @@ def test_a_second_normal_deviate_that_was_put_back_is_told() -> None:
 def test_pythons_state_is_that_of_getstate_whatever_was_drawn(head, monkeypatch) -> None:
     if head is not None:
         monkeypatch.setattr(rng, "_HEAD", head if head < 10**6 else rng._Twister.__basicsize__)
+        monkeypatch.setattr(rng, "_LAYOUT_IS_KNOWN", rng._is_layout_known())
+        assert not rng._LAYOUT_IS_KNOWN
     looking = rng._Python()
     draws = [
         lambda: None,
@@ -115,22 +117,21 @@ def test_pythons_state_is_that_of_getstate_whatever_was_drawn(head, monkeypatch)
             assert looking.state() == random.getstate()
 
 
-def test_pythons_state_is_asked_for_only_where_it_has_moved(monkeypatch) -> None:
-    looking, asked, ask = rng._Python(), [], random.getstate
+def test_pythons_state_is_read_only_where_it_has_moved(monkeypatch) -> None:
+    looking, asked = rng._Python(), []
 
-    class Counting:
-        __self__ = ask.__self__
-
-        def __call__(self):
-            asked.append(1)
-            return ask()
+    def counting():
+        asked.append(1)
+        return random.getstate()
 
     with rng.unmoved():
-        monkeypatch.setattr(random, "getstate", Counting())
+        monkeypatch.setattr(looking, "read", counting)
         first = looking.state()
         assert looking.state() is first and len(asked) == 1
         random.random()
         assert looking.state() is not first and len(asked) == 2
-        monkeypatch.setattr(random, "getstate", lambda *_: ask())  # of nobody: nothing is known of its memory
-        assert looking.state() == ask()
-        monkeypatch.undo()
+        random.setstate((*first[:2], 0.5))  # a second normal deviate and no other change
+        random.setstate(first)
+        assert looking.state() == first
+        random.setstate((*first[:2], 0.5))
+        assert looking.state()[2] == 0.5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from types import CodeType
@@ -288,16 +288,20 @@ def suggests(given: C) -> C:
     def called(*args: Any, **kwargs: Any) -> Any:
         try:
             return given(*args, **kwargs)
-        except TypeError as error:
-            if error.__traceback__ is not None and error.__traceback__.tb_next is None:  # no frame of the function
-                _suggest(error, given, kwargs, owner=args[0] if args else None)
-            raise
-        except AttributeError as error:
-            if args and error.obj is args[0] and _is_unmade(error.obj, error.name):
-                raise _unmade(type(error.obj)) from error
+        except (TypeError, AttributeError) as error:
+            _explain_call(error, given, args, kwargs)
             raise
 
     return cast(C, called)
+
+
+def _explain_call(error: Exception, given: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    owner = args[0] if args else None
+    if isinstance(error, AttributeError):
+        if args and error.obj is owner and _is_unmade(owner, error.name):
+            raise _unmade(type(owner)) from error
+    elif error.__traceback__ is not None and error.__traceback__.tb_next is None:  # no frame of the function
+        _suggest(error, given, kwargs, owner=owner)
 
 
 ATTRIBUTES = frozenset({"fast_path", "history", "result", "world"})
@@ -370,7 +374,7 @@ def _refuse_attribute(cls: type, name: str) -> None:
         )
 
 
-def _suggest(error: TypeError, function: Callable[..., Any], given: Mapping[str, Any], *, owner: object = None) -> None:
+def _suggest(error: Exception, function: Callable[..., Any], given: Mapping[str, Any], *, owner: object = None) -> None:
     parameters = [one for name, one in inspect.signature(function).parameters.items() if name != "self"]
     if any(one.kind is one.VAR_KEYWORD for one in parameters):
         return

@@ -62,6 +62,10 @@ def copy_tree(tree: Any, *at: Any, into: Any = None) -> Any:
         return type(tree)(
             copy_tree(value, *at, index, into=into[index] if alike else None) for index, value in enumerate(tree)
         )
+    return _copy_object(tree, at)
+
+
+def _copy_object(tree: Any, at: Keys) -> Any:
     try:
         return deepcopy(tree)
     except TypeError as error:

@@ -1,6 +1,6 @@
-"""Looks in the first update for losses that are given what they do not take: one warning each, with the cure.
+"""Checks in the first update the inputs of torch's classification losses: one warning each, with the fix.
 
-A probability where a logit is expected trains, slowly and badly, without any error. Nothing is looked at afterwards.
+A probability where a logit is expected trains, slowly and badly, without any error. Later updates are not checked.
 """
 
 from __future__ import annotations
@@ -27,64 +27,56 @@ _LINEAR = ("Addmm", "Mm", "Bmm", "Baddbmm", "Convolution", "Mv", "Linear", "Nati
 
 
 class FirstBatch(TorchFunctionMode):
-    """Looks on, until it is closed, at what torch's losses of classes are given."""
+    """Checks, between `open` and `close`, the first call of each of torch's classification losses."""
 
-    def __init__(self, *, looks: bool) -> None:
+    def __init__(self, *, checks: bool) -> None:
         super().__init__()
-        self._looks: dict[Any, Callable[[Tensor, Tensor], str | None]] = {
-            F.cross_entropy: _under_cross_entropy,
-            F.nll_loss: _under_nll,
-            F.binary_cross_entropy_with_logits: _under_bce,
-        }
-        """What looks at a loss when it is called first."""
+        self._left = dict(_CHECKS) if checks else {}
+        """The losses that were not called yet."""
         self._found: list[str] = []
-        self._open = False
-        self._wanted = looks
+        self._is_open = False
 
     def open(self) -> None:
-        """Begin to look on."""
-        if self._wanted and not self._open:
-            self._open, mode = True, cast(Any, self)  # torch's method has no types
+        """Begin to check; a second call is a no-op."""
+        if self._left and not self._is_open:
+            self._is_open, mode = True, cast(Any, self)  # torch's method has no types
             mode.__enter__()
 
     def close(self) -> None:
-        """Look on no more; a second call is a no-op."""
-        if self._open:
-            self._open, mode = False, cast(Any, self)
+        """Check no more; a second call is a no-op."""
+        if self._is_open:
+            self._is_open, mode = False, cast(Any, self)
             mode.__exit__(None, None, None)
 
     def warn(self) -> None:
-        """Look on no more, and warn of what was found."""
+        """Check no more, and warn of what was found."""
         self.close()
-        found, self._found = self._found, []
-        for text in found:
+        for text in self._found:
             warn(text, stacklevel=5)  # the call of `fit`
+        self._found = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Let torch compute; the first call of each loss is looked at."""
-        made = func(*args, **(kwargs or {}))
-        look = self._looks.pop(func, None)
+        """Let torch compute; the first call of each loss is checked."""
+        returned = func(*args, **(kwargs or {}))
+        check = self._left.pop(func, None)
         output = args[0] if args else (kwargs or {}).get("input")
-        if look is not None and isinstance(output, Tensor) and output.numel() and not output.is_meta:
+        if check is not None and isinstance(output, Tensor) and output.numel() and not output.is_meta:
             try:
                 with torch.no_grad():
-                    found = look(output, made)
+                    found = check(output, returned)
             except RuntimeError:  # a tensor whose values cannot be read here, as under vmap
                 found = None
             self._found += [] if found is None else [found]
-        return made
+        return returned
 
 
 def is_compiled(model: torch.nn.Module) -> bool:
-    """Whether any module is compiled: it would be compiled once with the mode and once without."""
-    if "torch._dynamo" not in sys.modules:
-        return False
-    each = inside(model)
-    return any(map(torch_private.is_compiled, each))
+    """Return whether any module is compiled: it would be compiled once with the mode and once without."""
+    return "torch._dynamo" in sys.modules and any(map(torch_private.is_compiled, inside(model)))
 
 
 def _under_cross_entropy(output: Tensor, loss: Tensor) -> str | None:
-    """The warning for outputs that are probabilities."""
+    """Return the warning for outputs that are probabilities."""
     made_by = _origin(output)
     if made_by.startswith(_LINEAR) or not _are_distributions(output, made_by):
         return None
@@ -110,7 +102,7 @@ def _are_distributions(output: Tensor, made_by: str) -> bool:
 
 
 def _under_nll(output: Tensor, loss: Tensor) -> str | None:
-    """The warning for values that are no log-probabilities: such give no loss below 0."""
+    """Return the warning for values that are no log-probabilities: such give no loss below 0."""
     made_by = _origin(output)
     if made_by.startswith("LogSoftmax"):
         return None
@@ -126,7 +118,7 @@ def _under_nll(output: Tensor, loss: Tensor) -> str | None:
 
 
 def _under_bce(output: Tensor, loss: Tensor) -> str | None:
-    """The warning for outputs that are probabilities."""
+    """Return the warning for outputs that are probabilities."""
     made_by = _origin(output)
     if not made_by.startswith(("Sigmoid", "Hardsigmoid", "Softmax")) or not bool(((output >= 0) & (output <= 1)).all()):
         return None
@@ -139,7 +131,7 @@ def _under_bce(output: Tensor, loss: Tensor) -> str | None:
 
 
 def _origin(output: Tensor) -> str:
-    """The name of the operation whose numbers a tensor holds, in any form; empty where no graph tells."""
+    """Return the name of the operation whose numbers a tensor holds, in any form; empty without a graph."""
     node: Any = output.grad_fn
     while node is not None:
         name = type(node).__name__
@@ -147,3 +139,11 @@ def _origin(output: Tensor) -> str:
             return name
         node = node.next_functions[0][0]
     return ""
+
+
+_CHECKS: dict[Any, Callable[[Tensor, Tensor], str | None]] = {
+    F.cross_entropy: _under_cross_entropy,
+    F.nll_loss: _under_nll,
+    F.binary_cross_entropy_with_logits: _under_bce,
+}
+"""The check of each loss, by the output and the loss."""

@@ -167,6 +167,7 @@ class OptimizerWeights(EvaluationWeights):
                 yield
             finally:
                 self._load_trained()
+                self._trained = None
 
     def install(self) -> None:
         """Leave the evaluation weights in the model."""
@@ -205,7 +206,6 @@ class OptimizerWeights(EvaluationWeights):
         assert self._trained is not None
         with torch.no_grad():
             torch._foreach_copy_(self._parameters, self._trained)
-        self._trained = None
 
 
 def _switches(optimizer: Optimizer) -> bool:

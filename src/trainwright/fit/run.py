@@ -89,8 +89,8 @@ class Run:
             self.rank_sync = RankSync(owner)
         self._bind_slots(owner)
         record = owner._record
-        looks = owner.is_main and record.warns and not record.stages and not is_compiled(owner.model)
-        self.first_batch = FirstBatch(looks=looks)
+        checks = owner.is_main and record.warns and not record.stages and not is_compiled(owner.model)
+        self.first_batch = FirstBatch(checks=checks)
         """Checks the losses of the first update of the first stage."""
         self.strategy = choose_strategy(self)
         """How updates are made."""
