@@ -7,7 +7,7 @@ import random
 import struct
 import sys
 from _random import Random as _Twister
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,9 +119,6 @@ class unmoved:  # a class, since every evaluation enters it
 class _Cached:
     """A global generator whose state is read only after a change: that takes 20 us in Python, 100 us in NumPy."""
 
-    read: Callable[[], Any]
-    write: Callable[[Any], Any]
-
     def __init__(self) -> None:
         self._seen: bytes | None = None
         self._state: Any = None
@@ -139,6 +136,14 @@ class _Cached:
             self.write(state)
             self._seen = None  # NumPy's second normal deviate may be set without a change of the memory
 
+    def read(self) -> Any:
+        """Return the state."""
+        raise NotImplementedError
+
+    def write(self, state: Any) -> None:
+        """Set the state."""
+        raise NotImplementedError
+
     def _memory(self) -> bytes | None:
         """Return the memory that changes with each draw; None where it is not known."""
         raise NotImplementedError
@@ -147,7 +152,11 @@ class _Cached:
 class _Python(_Cached):
     """Python's global generator."""
 
-    read, write = staticmethod(random.getstate), staticmethod(random.setstate)
+    def read(self) -> Any:
+        return random.getstate()
+
+    def write(self, state: Any) -> None:
+        random.setstate(state)
 
     def _memory(self) -> bytes | None:
         if not _LAYOUT_IS_KNOWN or _GENERATOR.gauss_next is not None:  # a second normal deviate, not in this memory
@@ -156,9 +165,13 @@ class _Python(_Cached):
 
 
 class _NumPy(_Cached):
-    """NumPy's global generator."""
+    """NumPy's global generator. `numpy.random` takes time to import: not before it is used."""
 
-    read, write = staticmethod(np.random.get_state), staticmethod(np.random.set_state)
+    def read(self) -> Any:
+        return np.random.get_state()
+
+    def write(self, state: Any) -> None:
+        np.random.set_state(state)
 
     def _memory(self) -> bytes | None:
         generator: Any = np.random.mtrand._rand._bit_generator
