@@ -289,19 +289,21 @@ def suggests(given: C) -> C:
         try:
             return given(*args, **kwargs)
         except (TypeError, AttributeError) as error:
-            _explain_call(error, given, args, kwargs)
+            _explain_call(error, given, args=args, named=kwargs)
             raise
 
     return cast(C, called)
 
 
-def _explain_call(error: Exception, given: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def _explain_call(
+    error: Exception, given: Callable[..., Any], *, args: Sequence[Any], named: Mapping[str, Any]
+) -> None:
     owner = args[0] if args else None
     if isinstance(error, AttributeError):
         if args and error.obj is owner and _is_unmade(owner, error.name):
             raise _unmade(type(owner)) from error
     elif error.__traceback__ is not None and error.__traceback__.tb_next is None:  # no frame of the function
-        _suggest(error, given, kwargs, owner=owner)
+        _suggest(error, given, named, owner=owner)
 
 
 ATTRIBUTES = frozenset({"fast_path", "history", "result", "world"})
