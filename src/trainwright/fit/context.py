@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -181,8 +181,15 @@ class FitContext:
 
     def _begin(self) -> None:
         """Call `on_fit_start` of all observers; from here on the fit is not refused any more."""
+        observers = active_observers(self._owner)
+        if observers:
+            self._start(observers)
+        record = self._owner._record
+        record.weights, record.has_begun, record.failed = self._run.weights, True, True
+
+    def _start(self, observers: Sequence[Observer]) -> None:
         error: BaseException | None = None
-        for observer in active_observers(self._owner):
+        for observer in observers:
             try:
                 observer.on_fit_start(self._plan)
                 self._begun.append(observer)
@@ -190,8 +197,6 @@ class FitContext:
                 error = _with_failure(error, failed, f"{type(observer).__name__}.on_fit_start")
         if error is not None:
             raise error
-        record = self._owner._record
-        record.weights, record.has_begun, record.failed = self._run.weights, True, True
 
     # Leave.
 

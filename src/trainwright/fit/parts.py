@@ -86,4 +86,5 @@ class RunProgress:
 def _load_state(owner: Owner, tree: Mapping[str, Any]) -> None:
     """Fill the user's state dict, on the device of the run; with several devices each tensor stays where it lay."""
     owner.state.clear()
-    owner.state.update(tree if len(devices_of(owner.model)) > 1 else move(tree, owner.device))
+    if tree:
+        owner.state.update(tree if len(devices_of(owner.model)) > 1 else move(tree, owner.device))

@@ -93,8 +93,14 @@ def make_plan(
     owner: Owner, source: Source, val: Mapping[str, Source], *, ends: Ends, notes: tuple[str, ...] = ()
 ) -> Plan:
     """Return the plan of a `fit`; SettingError or DataError where its data cannot be read as often as it ends."""
-    _check_data(source, ends)
-    _check_validations(val, ends)
+    if ends.epoch_updates is not None and source.length is not None:
+        raise SettingError(
+            f"epoch_updates={ends.epoch_updates}, and {source.describe()} has {source.length} batches an epoch",
+            want="epoch_updates only for a stream without a length",
+            fix="validate=Updates(n) validates inside an epoch",
+        )
+    if not all(one.repeatable for one in (source, *val.values())):
+        _check_passes(source, val, ends)
     schedules = owner.schedule.values() if isinstance(owner.schedule, Mapping) else [owner.schedule]
     watched = watched_numbers(owner, [getattr(one, "monitor", None) for one in schedules])
     plan = Plan(
@@ -184,35 +190,24 @@ def _describe_device(device: torch.device) -> str:
     return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
 
 
-def _check_data(source: Source, ends: Ends) -> None:
-    if ends.epoch_updates is not None and source.length is not None:
-        raise SettingError(
-            f"epoch_updates={ends.epoch_updates}, and {source.describe()} has {source.length} batches an epoch",
-            want="epoch_updates only for a stream without a length",
-            fix="validate=Updates(n) validates inside an epoch",
-        )
-    again = (ends.epochs or 1) > 1 and ends.epoch_updates is None
-    if again and not source.repeatable:
+def _check_passes(source: Source, val: Mapping[str, Source], ends: Ends) -> None:
+    """Refuse data that can be iterated only once where a second pass is certain."""
+    if (ends.epochs or 1) > 1 and ends.epoch_updates is None and not source.repeatable:
         raise DataError(
             f"epochs={ends.epochs}, and {source.describe()} can be iterated only once",
             want="data that can be iterated again",
             fix="pass a callable `lambda epoch: make_batches(epoch)`, a list of batches, or max_updates=...",
         )
-
-
-def _check_validations(val: Mapping[str, Source], ends: Ends) -> None:
-    """Refuse validation data that can be iterated once only, where a second validation is certain."""
-    once = [(name, source) for name, source in val.items() if not source.repeatable]
-    if not once or ends.max_updates is not None or ends.max_seconds is not None:
-        return
     times = math.ceil((ends.epochs or 1) / ends.validate.n) if isinstance(ends.validate, Epochs) else 1
-    if times > 1:
-        name, source = once[0]
-        raise DataError(
-            f"{name} data: {times} validations, and {source.describe()} can be iterated only once",
-            want="data that can be iterated again",
-            fix="pass a list of the batches, or a callable `lambda epoch: make_batches(epoch)`",
-        )
+    if times == 1 or ends.max_updates is not None or ends.max_seconds is not None:
+        return
+    for name, one in val.items():
+        if not one.repeatable:
+            raise DataError(
+                f"{name} data: {times} validations, and {one.describe()} can be iterated only once",
+                want="data that can be iterated again",
+                fix="pass a list of the batches, or a callable `lambda epoch: make_batches(epoch)`",
+            )
 
 
 def _notes(owner: Owner, source: Source, plan: Plan, *, ends: Ends) -> list[str]:
@@ -226,33 +221,37 @@ def _notes(owner: Owner, source: Source, plan: Plan, *, ends: Ends) -> list[str]
     notes += fused_hint(owner.optimizers, plan.updates) if owner.fast.defaults else []
     if owner.early_stopping is not None:
         notes.append(f"stops early on {owner.early_stopping.monitor}")
-    if (checkpoint := owner.checkpoint) is not None:
-        if plan.updates_in(0) is None:
-            notes += _save_warnings(checkpoint, source, plan, ends=ends)
-        best = f", best by {checkpoint.best}" if checkpoint.best else ""
-        notes.append(f"checkpoints in {checkpoint.directory}{best}")
-    if isinstance(owner.loss, nn.Module) and any(True for _ in owner.loss.parameters()) and _restores_weights(owner):
-        notes.append(
-            "the parameters of the loss are trained and saved, but neither averaged nor restored with the best"
-        )
+    if owner.checkpoint is not None:
+        notes += _describe_checkpoint(owner.checkpoint, source, plan, ends=ends)
+    if isinstance(owner.loss, nn.Module) and any(True for _ in owner.loss.parameters()):
+        notes += _describe_trained_loss(owner)
     return notes
 
 
-def _restores_weights(owner: Owner) -> bool:
-    """Return whether the model may hold other weights after the run than the last ones."""
-    early, checkpoint = owner.early_stopping, owner.checkpoint
-    restores = (early is not None and early.restore_best) or (checkpoint is not None and checkpoint.restore_best)
-    return owner.average is not None or restores
+def _describe_checkpoint(checkpoint: Checkpoint, source: Source, plan: Plan, *, ends: Ends) -> list[str]:
+    best = f", best by {checkpoint.best}" if checkpoint.best else ""
+    lines = [f"checkpoints in {checkpoint.directory}{best}"]
+    if checkpoint.every == "auto" and plan.updates_in(0) is None:
+        lines += _warn_of_late_saves(source, plan, ends=ends)
+    return lines
 
 
-def _save_warnings(checkpoint: Checkpoint, source: Source, plan: Plan, *, ends: Ends) -> list[str]:
-    """Return a warning where `every="auto"` saves at the end of the run alone: the data have no length.
+def _warn_of_late_saves(source: Source, plan: Plan, *, ends: Ends) -> list[str]:
+    """Return a warning where data without a length are saved at the end of the run alone.
 
     Data of a known length come to the end of an epoch in any case; so does a second epoch that was asked for.
     """
-    if checkpoint.every != "auto" or (plan.val and not isinstance(ends.validate, Epochs)):
-        return []
-    if (ends.epochs or 0) > (ends.validate.n if plan.val else 1):
+    by_epochs = isinstance(ends.validate, Epochs)
+    if (plan.val and not by_epochs) or (ends.epochs or 0) > (ends.validate.n if plan.val else 1):
         return []
     perhaps = ", unless an epoch's data end before" if source.repeatable and ends.epochs is None else ""
     return [f"saves at the end alone{perhaps}: give Checkpoint(..., every=Updates(n)) for more"]
+
+
+def _describe_trained_loss(owner: Owner) -> list[str]:
+    """Return a line where the model may end with other weights than the last, and the loss may not."""
+    early, checkpoint = owner.early_stopping, owner.checkpoint
+    restores = (early is not None and early.restore_best) or (checkpoint is not None and checkpoint.restore_best)
+    if owner.average is None and not restores:
+        return []
+    return ["the parameters of the loss are trained and saved, but neither averaged nor restored with the best"]

@@ -149,7 +149,7 @@ class Run:
         self.signals.check()
         self.begin_epoch(counters.epoch)
         if self.rank_sync is not None and self.owner._hooks.begin_epoch is not None:
-            asked = self.rank_sync.join().stop  # all join, or none does
+            asked = self.rank_sync.join().stop  # all ranks have the hook, or none
             if asked:
                 self.stop_now(asked)
         self.stopped_between = counters.stopped != "" and not self.at_end
@@ -231,7 +231,7 @@ class Run:
             raise nonfinite_policy.nothing_applied(f"{PATIENCE} updates in a row", skipped=status.applied is not None)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Run the user's `begin_epoch`, once for each epoch, and plan anew what it has changed."""
+        """Run the user's `begin_epoch`, once for each epoch, and plan the epoch."""
         if self._begun == epoch:
             return
         self._begun = epoch
@@ -250,7 +250,7 @@ class Run:
             raise nonfinite_policy.nothing_applied("an epoch", skipped=False)
 
     def _plan_epoch(self) -> None:
-        """Take what is trained and what is kept as it is now: layers may come, be frozen or be set free."""
+        """Find the parameters and buffers of the epoch: `begin_epoch` may add, freeze and unfreeze layers."""
         owner = self.owner
         if owner.parallel.shards:
             refresh_shards(owner)
@@ -277,14 +277,14 @@ class Run:
             self.snapshot = Snapshot(Tensors(statistics, slots=slots)) if statistics else None
 
     def take_groups(self) -> None:
-        """Take over the optimizers' parameters as they are grouped now; a group may be added at any time."""
+        """Read the parameter groups of the optimizers again; a group may be added at any time."""
         self.strategy.flush()
         self.optimizer_steps.take_groups()
         self.gradients = self.optimizer_steps.all.gradients
         self.strategy.regroup()
 
     def _feed(self) -> None:
-        """Run the training data once through the model: an average estimates its BatchNorm statistics by it."""
+        """Run the training data once through the model, for the BatchNorm statistics of an average."""
         run_training_forwards(self.owner, self.source)
 
     def _after_update(self) -> None:
@@ -304,7 +304,7 @@ class Run:
         self.strategy.before_step(optimizer, closure=len(given) + len(named) > 1)  # the first is the optimizer
 
     def stop(self, reason: str) -> None:
-        """End the run at the coming boundary; with several processes at the one at which they agree next."""
+        """End the run at the next boundary; several ranks end after their next exchange."""
         reason = reason or "stop() was called"
         if self.rank_sync is None:
             self.stop_now(reason)
@@ -313,22 +313,22 @@ class Run:
         self.wake()
 
     def stop_now(self, reason: str) -> None:
-        """Have the run end at the boundary in hand, on all processes alike."""
+        """End the run at this boundary, on all ranks."""
         self.counters.stopped = self.stop_reason = reason
 
     def wake(self) -> None:
-        """Have the loop pause at the coming boundary; several processes all pause where they have agreed to."""
+        """Call `_between_updates` at the next boundary; several ranks call it at their next exchange."""
         self.woken = True
         if self.rank_sync is None:
             self.due = 0
 
     @property
     def at_end(self) -> bool:
-        """Whether the epoch has nothing left, as far as its length tells."""
+        """Whether no window of the epoch is left, by its length."""
         counters, plan = self.counters, self.plan
         if plan.epoch_updates is not None:
             return math.ceil(counters.batch / plan.accumulated(counters.epoch)) >= plan.epoch_updates
-        return counters.batch == self.source.length  # data that give more than they said go on
+        return counters.batch == self.source.length  # data may yield more batches than their length
 
 
 def choose_strategy(run: Run) -> UpdateStrategy:
@@ -357,7 +357,7 @@ def choose_strategy(run: Run) -> UpdateStrategy:
 
 
 def _trace(run: Run) -> nonfinite_policy.Trace:
-    """Find where the update in hand stopped being finite: the batch, the weights, or a module's forward or backward."""
+    """Find the first non-finite number of the update: in the batch, the weights, or a module's forward or backward."""
     from trainwright.diagnostics import not_finite
 
     try:
