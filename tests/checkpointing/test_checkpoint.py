@@ -1,4 +1,4 @@
-"""The checkpoint slot: what is written comes back or is refused, and which settings it takes."""
+"""The checkpoint slot: a saved state is restored or refused; the settings and their checks."""
 
 from __future__ import annotations
 

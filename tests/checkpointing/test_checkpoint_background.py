@@ -1,4 +1,4 @@
-"""The checkpoint slot in the background: a copy of the boundary, nothing lost, training held up as little as can be."""
+"""The checkpoint slot in the background: a copy of the boundary, nothing lost, training waits as little as possible."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from trainwright.core.errors import CheckpointError
 # The copy
 
 
-def test_a_checkpoint_holds_the_weights_of_its_boundary_whatever_is_trained_meanwhile(start, slow):
+def test_a_checkpoint_holds_the_weights_of_its_boundary_while_training_continues(start, slow):
     manager, model = start(), nn.Linear(50, 50)
     before = model.weight.detach().clone()
     manager.reserve({"model": model.state_dict()})
@@ -81,7 +81,7 @@ def test_the_memory_of_the_copies_is_touched_ahead_and_used_again(start, tmp_pat
     assert len(pointers) == 1 and state_bytes <= manager._writer.memory.size <= state_bytes + 1024
 
 
-def test_a_state_that_has_grown_is_saved_and_has_room_from_then_on(start):
+def test_a_grown_state_is_saved_and_its_memory_reserved(start):
     manager = start()
     manager.reserve({"model": {}, "state": {"queue": torch.zeros(10)}})
     queue = torch.arange(100_000.0)
@@ -93,7 +93,7 @@ def test_a_state_that_has_grown_is_saved_and_has_room_from_then_on(start):
 
 
 @pytest.mark.slow
-def test_nothing_of_the_trees_is_held_when_a_save_is_done(start, refuses):
+def test_no_reference_to_a_saved_tree_is_left(start, refuses):
     manager = start()
     for number in (0, errno.ENOSPC):
         refuses(number)
@@ -108,7 +108,7 @@ def test_nothing_of_the_trees_is_held_when_a_save_is_done(start, refuses):
         manager.completed(wait=True)
 
 
-def test_where_there_is_no_memory_for_a_copy_training_waits_and_is_told(start, monkeypatch):
+def test_without_memory_for_a_copy_training_waits_with_a_warning(start, monkeypatch):
     manager = start()
 
     def refuse(_):
@@ -120,7 +120,7 @@ def test_where_there_is_no_memory_for_a_copy_training_waits_and_is_told(start, m
     assert [saved.update for saved in manager.completed()] == [1]
 
 
-def test_what_cannot_be_saved_is_refused_in_training_and_when_it_is_expected(start, tmp_path):
+def test_an_unsavable_value_is_refused_by_save_and_by_reserve(start, tmp_path):
     manager = start()
     with pytest.raises(CheckpointError, match="queue"):
         manager.reserve({"state": {"queue": {2}}})
@@ -154,7 +154,7 @@ def test_the_best_has_no_path_until_it_is_complete(start, slow):
     assert saved.best and manager.best.path == saved.path
 
 
-def test_a_record_tells_size_and_time(start):
+def test_a_record_has_size_and_time(start):
     model = nn.Linear(100, 100)
     manager = start()
     manager.save({"model": model.state_dict()}, update=1, epoch=0)
@@ -182,7 +182,7 @@ def test_the_checksum_that_is_asked_for_is_written(start):
     top=st.integers(1, 3),
     keep=st.integers(1, 3),
 )
-def test_the_same_are_kept_in_the_background_as_without(mode, saves, top, keep, tmp_path_factory):
+def test_retention_is_the_same_in_the_background(mode, saves, top, keep, tmp_path_factory):
     """Each save: its number, whether the system refuses it, whether `written` is asked after it."""
     kept = []
     commit = commits.commit
@@ -219,7 +219,7 @@ def test_the_same_are_kept_in_the_background_as_without(mode, saves, top, keep, 
     assert kept[0] == kept[1]
 
 
-def test_what_is_judged_while_a_save_is_in_flight_changes_nothing_of_it(start, slow, tmp_path):
+def test_judging_during_a_save_in_flight_does_not_change_it(start, slow, tmp_path):
     manager = start(best="val_loss", keep=1)
     slow.through.set()
     save(manager, 1, val_loss=2.0)
@@ -240,7 +240,7 @@ def test_the_best_stays_though_it_was_saved_without_its_number(start, tmp_path):
     assert updates(tmp_path / "run") == [1, 3]
 
 
-def test_a_victim_that_cannot_be_removed_is_told_in_training_and_the_save_is_complete(start, monkeypatch, tmp_path):
+def test_a_checkpoint_that_cannot_be_removed_is_a_warning_and_the_save_is_complete(start, monkeypatch, tmp_path):
     manager = start(keep=1)
     save(manager, 1)
 
@@ -294,7 +294,7 @@ def test_a_second_ctrl_c_gets_through_and_the_thread_unlocks_when_it_is_done(sta
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_while_its_thread_writes_has_lost_nothing_that_was_whole(tmp_path):
+def test_a_process_killed_while_its_thread_writes_loses_no_complete_checkpoint(tmp_path):
     code = f"""
 import os, signal, sys, threading
 import torch

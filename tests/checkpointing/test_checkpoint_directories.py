@@ -14,7 +14,7 @@ from trainwright.checkpointing.load import latest_checkpoint, load_checkpoint, l
 from trainwright.core.errors import CheckpointError, SettingError
 
 
-def test_a_directory_of_another_run_is_refused_with_both_cures(start, tmp_path):
+def test_a_directory_of_another_run_is_refused_with_both_fixes(start, tmp_path):
     manager = start()
     save(manager, 5)
     manager.release()

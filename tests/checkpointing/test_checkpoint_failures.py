@@ -1,4 +1,4 @@
-"""The checkpoint slot where a save fails: said once, in full, and training goes on or ends as it was asked to."""
+"""The checkpoint slot if a save fails: reported once, completely, and training continues or ends as configured."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def whole(manager, update, **metrics):
 
 @pytest.mark.parametrize("number", ERRORS, ids=errno.errorcode.get)
 @pytest.mark.parametrize("async_save", [True, False])
-def test_where_the_system_refuses_a_warning_says_why_and_the_next_save_is_complete(
+def test_a_refused_save_warns_with_the_reason_and_the_next_save_is_complete(
     number, async_save, start, refuses, tmp_path
 ):
     manager = start(async_save=async_save)
@@ -71,7 +71,7 @@ def test_where_the_system_refuses_a_warning_says_why_and_the_next_save_is_comple
     assert "in a row" not in str(last.value)
 
 
-def test_a_run_that_is_over_can_tell_in_one_line_that_its_last_saves_failed(start, refuses):
+def test_failed_last_saves_are_one_line_after_a_run(start, refuses):
     manager = start()
     assert manager.failing == ""
     whole(manager, 1)
@@ -87,7 +87,7 @@ def test_a_run_that_is_over_can_tell_in_one_line_that_its_last_saves_failed(star
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-def test_the_newest_checkpoint_of_a_message_is_one_that_is_there_and_of_this_run(start, refuses, tmp_path, replaced):
+def test_the_newest_checkpoint_of_a_message_exists_and_is_of_this_run(start, refuses, tmp_path, replaced):
     """Somebody removes the newest one, or puts that of another run in its place."""
     manager = start()
     save(manager, 1)
@@ -112,7 +112,7 @@ def test_the_newest_checkpoint_of_a_message_is_one_that_is_there_and_of_this_run
     assert manager.failing.endswith("nothing is saved")
 
 
-def test_a_run_of_which_nothing_is_saved_tells_that(start, refuses):
+def test_a_run_without_a_complete_checkpoint_reports_that(start, refuses):
     manager = start()
     refuses(errno.EROFS)
     with pytest.raises(CheckpointError, match="could not be written"):
@@ -120,7 +120,7 @@ def test_a_run_of_which_nothing_is_saved_tells_that(start, refuses):
     assert manager.failing == "the last save failed: the file system is read-only; nothing is saved"
 
 
-def test_a_run_without_any_checkpoint_is_told_that_it_would_have_nothing_to_go_on_from(start, refuses):
+def test_a_warning_without_any_checkpoint_says_that_there_is_none_to_resume(start, refuses):
     manager = start()
     refuses(errno.ENOSPC)
     begin(manager, 1)
@@ -132,7 +132,7 @@ def test_a_run_without_any_checkpoint_is_told_that_it_would_have_nothing_to_go_o
         manager.completed(wait=True)
 
 
-def test_a_failure_that_a_later_save_has_made_good_says_so(start, refuses):
+def test_a_failure_before_a_complete_later_save_names_that_save(start, refuses):
     manager = start()
     refuses(errno.ENOSPC)
     begin(manager, 1)
@@ -156,7 +156,7 @@ def test_with_raise_a_failure_of_the_system_is_an_error_once(async_save, start, 
     assert [saved.update for saved in whole(manager, 2)] == [2]
 
 
-def test_what_is_no_failure_of_the_system_is_an_error_always(start, monkeypatch):
+def test_a_failure_that_is_not_of_the_system_is_always_an_error(start, monkeypatch):
     manager = start()
 
     def broken(*_, **__):
@@ -168,7 +168,7 @@ def test_what_is_no_failure_of_the_system_is_an_error_always(start, monkeypatch)
         manager.completed(wait=True)
 
 
-def test_several_failures_are_all_told_and_what_is_complete_is_not_lost_with_them(start, refuses):
+def test_all_of_several_failures_are_reported_and_complete_saves_are_returned(start, refuses):
     manager = start(on_save_error="raise")
     begin(manager, 1)
     manager._writer.wait()
@@ -181,7 +181,7 @@ def test_several_failures_are_all_told_and_what_is_complete_is_not_lost_with_the
     assert [saved.update for saved in manager.completed(wait=True)] == [1]
 
 
-def test_an_error_that_nobody_asked_for_does_not_keep_the_directory_locked(start, refuses):
+def test_an_unreported_error_does_not_leave_the_directory_locked(start, refuses):
     manager = start()
     refuses(errno.EIO)
     begin(manager, 1)
@@ -190,7 +190,7 @@ def test_an_error_that_nobody_asked_for_does_not_keep_the_directory_locked(start
     start(resuming=True)
 
 
-def test_a_directory_that_has_vanished_is_made_and_locked_anew_and_nothing_is_lost(start, tmp_path):
+def test_a_vanished_directory_is_made_and_locked_again(start, tmp_path):
     manager = start()
     save(manager, 1)
     shutil.rmtree(tmp_path / "run")
@@ -204,7 +204,7 @@ def test_a_directory_that_has_vanished_is_made_and_locked_anew_and_nothing_is_lo
     assert updates(tmp_path / "run") == [2, 3]
 
 
-def test_a_directory_that_another_run_has_taken_meanwhile_is_left_to_it(start, tmp_path):
+def test_a_directory_that_another_run_uses_now_is_not_written_to(start, tmp_path):
     manager = start()
     save(manager, 1)
     shutil.rmtree(tmp_path / "run")
@@ -219,6 +219,6 @@ def test_a_directory_that_another_run_has_taken_meanwhile_is_left_to_it(start, t
     start(run_id="two")
 
 
-def test_a_failure_that_has_no_number_of_its_own_is_told_in_the_words_of_the_system():
+def test_an_unknown_error_number_is_reported_with_the_text_of_the_system():
     text = SaveFailure(1, OSError("something odd"), 1).text(Path("runs"), before=None, ends=False)
     assert "something odd" in text

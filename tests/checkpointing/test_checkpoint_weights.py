@@ -1,4 +1,4 @@
-"""Weights that are saved come back into a model, or are refused without running anything."""
+"""Saved weights are loaded into a model, or refused without running code of the file."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_overlapping_tensors_and_other_layouts_keep_their_values(tmp_path):
             save_weights(tmp_path / "w", {"x": value})
 
 
-def test_what_does_not_fit_a_model_is_named_and_nothing_is_loaded(tmp_path):
+def test_weights_that_do_not_fit_are_named_and_nothing_is_loaded(tmp_path):
     state = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).state_dict()
     state["2.weight"] = state.pop("1.weight")
     save_weights(tmp_path / "w", state)
@@ -89,7 +89,7 @@ def test_without_a_best_the_last_is_taken_and_said(start, tmp_path):
         load_weights(tmp_path / "run")
 
 
-def test_what_is_no_weights_file_is_refused_and_never_run(tmp_path):
+def test_other_files_are_refused_and_never_executed(tmp_path):
     class Payload:
         def __reduce__(self):
             return (os.mkdir, (str(tmp_path / "ran"),))
@@ -116,7 +116,7 @@ def test_what_is_no_weights_file_is_refused_and_never_run(tmp_path):
         (nn.Linear, r"the model is a type\n"),
     ],
 )
-def test_what_weights_are_to_be_loaded_into_must_be_a_module(model, said, tmp_path):
+def test_weights_are_loaded_into_a_module_only(model, said, tmp_path):
     save_weights(tmp_path / "w", nn.Linear(1, 1).state_dict())
     with pytest.raises(TypeError, match=said):
         load_weights(tmp_path / "w", model)

@@ -1,4 +1,4 @@
-"""A checkpoint exists whole or not at all, and every defect has one error that names its file."""
+"""A checkpoint is complete or absent, and every defect has one error that names its file."""
 
 import json
 import os
@@ -102,7 +102,7 @@ def test_the_order_of_the_protocol_is_kept(tmp_path, monkeypatch):
     ]
 
 
-def test_a_name_that_exists_is_put_aside_and_replaced(tmp_path):
+def test_a_checkpoint_of_the_same_update_is_replaced(tmp_path):
     put(tmp_path, data=b"old")
     path = put(tmp_path, data=b"new")
     assert (path / "one.bin").read_bytes() == b"new" and os.listdir(tmp_path) == [path.name]
@@ -160,7 +160,7 @@ class Payload:
 
 @pytest.mark.parametrize("name", ["one.bin", "two.bin", "manifest.json"])
 @pytest.mark.parametrize("damage", ["missing", "directory", "link", "pipe", "pickle"])
-def test_whatever_stands_in_place_of_a_file_is_named_and_not_followed(name, damage, tmp_path, monkeypatch):
+def test_anything_in_place_of_a_file_is_named_and_not_followed(name, damage, tmp_path, monkeypatch):
     monkeypatch.setenv("PAYLOAD", str(tmp_path / "ran"))
     path = put(tmp_path / "run" if (tmp_path / "run").mkdir() is None else tmp_path)
     whole = tmp_path / "elsewhere"
@@ -237,7 +237,7 @@ def test_a_link_to_a_checkpoint_is_not_followed(tmp_path):
     verify(path)
 
 
-def test_the_scan_sees_whole_names_only_newest_first(tmp_path):
+def test_checkpoints_are_listed_by_their_full_name_newest_first(tmp_path):
     for update in (5, 40, 12_345_678_901):
         put(tmp_path, update)
     for name in (
@@ -268,7 +268,7 @@ def test_reading_the_manifest_alone_notices_files_of_another_size(tmp_path):
         read_manifest(path)
 
 
-def test_a_victim_loses_its_name_before_its_files(tmp_path, monkeypatch):
+def test_a_removed_checkpoint_is_renamed_before_its_files_are_deleted(tmp_path, monkeypatch):
     path = put(tmp_path)
     seen = []
     monkeypatch.setattr(commits.shutil, "rmtree", lambda victim, **_: seen.append((Path(victim).name, path.exists())))
@@ -335,7 +335,7 @@ def test_leftovers_of_a_living_writer_are_not_cleaned(tmp_path):
         assert (tmp_path / ".tmp-update-0000000006-1-0123abcd").is_dir()
 
 
-def test_a_writer_killed_between_putting_aside_and_renaming_loses_nothing(tmp_path):
+def test_a_writer_killed_between_two_renames_loses_nothing(tmp_path):
     old = put(tmp_path, data=b"old")
     os.rename(old, tmp_path / ".trash-update-0000000003-1-00000000")
     new = put(tmp_path, data=b"new")
@@ -377,14 +377,14 @@ def test_a_planted_link_is_replaced_and_not_written_through(tmp_path):
     assert target.read_bytes() == b"precious"
 
 
-def test_a_system_without_locks_says_so(tmp_path, monkeypatch):
+def test_a_system_without_locks_is_warned_of(tmp_path, monkeypatch):
     monkeypatch.setattr(commits, "fcntl", None)
     with pytest.warns(UserWarning, match="no flock"), lock(tmp_path):
         pass
     assert os.listdir(tmp_path) == []
 
 
-def test_a_single_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+def test_a_single_file_is_replaced_completely_or_not_at_all(tmp_path, monkeypatch):
     files.replace_file(tmp_path / "w", b"old")
 
     def fails(fd):

@@ -1,4 +1,4 @@
-"""The memory of background saving: touched ahead, kept, never twice, and what is in it is what was there."""
+"""The memory of background saving: touched ahead, reused, never allocated twice, and exact."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_copies_hold_the_values_of_every_dtype_layout_and_shape():
         assert arena.used == memory_needs(files)[0]
 
 
-def test_copies_share_nothing_with_what_they_were_made_of():
+def test_copies_share_no_memory_with_their_originals():
     weight, array = torch.ones(5), np.ones(3)
     arena, files = Memory(), encode({"model": {"w": weight}, "state": {"array": array}})
     arena.reserve(memory_needs(files)[0])
@@ -71,7 +71,7 @@ def test_copies_share_nothing_with_what_they_were_made_of():
     assert all(tensor.view(torch.uint8).any() for tensor in tensors_of(copied))
 
 
-def test_ties_and_views_come_back_shared_out_of_the_copies(tmp_path):
+def test_ties_and_views_are_restored_from_the_copies(tmp_path):
     base = torch.arange(12.0)
     tied = nn.Linear(4, 4)
     model = nn.Sequential(tied, tied)
@@ -91,7 +91,7 @@ def test_ties_and_views_come_back_shared_out_of_the_copies(tmp_path):
     assert back["model"]["0.weight"] is back["model"]["1.weight"]
 
 
-def test_the_memory_is_used_again_and_given_back_before_a_larger_one_is_taken(monkeypatch):
+def test_the_memory_is_reused_and_freed_before_a_larger_block_is_allocated(monkeypatch):
     arena, files = Memory(), files_of(torch.ones(1000))
     arena.reserve(memory_needs(files)[0])
     first = [tensor.data_ptr() for tensor in tensors_of(arena.copy(files))]
@@ -105,13 +105,13 @@ def test_the_memory_is_used_again_and_given_back_before_a_larger_one_is_taken(mo
     assert sizes == [(3 * MIB, 0)] and arena.size == 3 * MIB
 
 
-def test_an_arena_is_as_large_as_the_state_and_no_larger():
+def test_the_memory_is_as_large_as_the_state():
     tensors = [torch.empty(n) for n in (1, 1 << 18, 5, 1 << 19, 17)]
     total = sum(tensor.nbytes for tensor in tensors)
     assert total <= memory_needs(files_of(*tensors))[0] <= total + ALIGNMENT * len(tensors)
 
 
-def test_only_what_does_not_fit_is_allocated_on_demand(monkeypatch):
+def test_only_tensors_that_do_not_fit_are_allocated_on_demand(monkeypatch):
     arena = Memory()
     arena.reserve(MIB)
     sizes = []
@@ -137,7 +137,7 @@ def test_a_copy_into_reserved_memory_finds_every_page_there():
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_workers_that_were_forked_do_not_make_a_copy_dearer_and_can_forget_it():
+def test_forked_workers_do_not_inherit_the_memory():
     source = files_of(*(torch.ones(MIB) for _ in range(4)))
     arena = Memory()
     arena.reserve(memory_needs(source)[0])

@@ -1,4 +1,4 @@
-"""The checkpoints of several processes: the first one writes, all know the same, and one error is everybody's."""
+"""Checkpoints of several ranks: rank 0 writes, all ranks have the same results and errors."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def three_saves(directory):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_the_first_process_writes_and_all_know_what_is_complete_and_best(tmp_path, size):
+def test_rank_zero_writes_and_all_ranks_know_the_complete_and_the_best(tmp_path, size):
     said = on_all(size, three_saves, tmp_path / "run")
     assert said == [said[0]] * size
     names, best, failing, run = said[0][0]
@@ -115,7 +115,7 @@ def count_collectives(directory):
     return counts
 
 
-def test_nothing_is_said_between_processes_but_for_a_save_and_what_came_of_it(tmp_path):
+def test_only_a_save_and_its_result_are_collectives(tmp_path):
     assert on_all(2, count_collectives, tmp_path / "run") == [[0, 0, 1, 1, 0, 0]] * 2
 
 
@@ -138,7 +138,7 @@ def slow_write(directory):
     return one.update, len(beats)
 
 
-def test_processes_that_wait_for_a_long_write_are_told_that_it_goes_on(tmp_path):
+def test_ranks_that_wait_for_a_long_write_get_heartbeats(tmp_path):
     for update, said in on_all(2, slow_write, tmp_path / "run"):
         assert update == 1 and said > 5  # each shorter than a time-out, where one long silence is not
 
@@ -176,7 +176,7 @@ def on_drives_of_their_own(directory):
         os.path.lexists, distributed_manager._LOOKS_FOR = lexists, 5.0
 
 
-def test_a_process_that_sees_another_directory_is_named_with_the_cure(tmp_path):
+def test_a_rank_that_sees_another_directory_is_named_with_the_fix(tmp_path):
     first, second = on_all(2, on_drives_of_their_own, tmp_path / "run")
     assert first == second and first[2]
     assert "rank 1 on " in first[1] and "rank 0 on" not in first[1].partition("cannot see")[0]
@@ -201,7 +201,7 @@ def started_elsewhere(directory):
     return said
 
 
-def test_a_relative_directory_is_that_of_the_first_process(tmp_path):
+def test_a_relative_directory_is_that_of_rank_zero(tmp_path):
     for rank in ("0", "1"):
         (tmp_path / rank).mkdir()
     run = tmp_path / "0/runs/x"
@@ -231,14 +231,14 @@ def _refuse(number, *given, **named):
     raise OSError(number, os.strerror(number), "there")
 
 
-def test_a_save_that_fails_ends_all_processes_where_that_is_asked_for(tmp_path):
+def test_a_failed_save_ends_all_ranks_with_raise(tmp_path):
     (first, heard, state), second = on_all(2, full_disk, tmp_path / "run", "raise")
     assert first[0] == "CheckpointError" and "the disk is full" in first[1] and first[2]
     assert second == (first, [], state) and heard == []
     assert state[0] == [formats.update_name(1)] and "the last save failed" in state[2]
 
 
-def test_the_last_save_must_succeed_on_all_processes_whatever_was_asked_for(tmp_path):
+def test_the_last_save_must_succeed_on_all_ranks(tmp_path):
     (first, heard, state), second = on_all(2, full_disk, tmp_path / "run", "warn")
     assert first[0] == "CheckpointError" and f"complete checkpoint is {tmp_path}" in first[1] and heard == []
     assert second == (first, [], state) and "the disk is full" in state[2]
@@ -251,7 +251,7 @@ def unstorable(directory):
     return said
 
 
-def test_what_cannot_be_stored_is_an_error_of_all(tmp_path):
+def test_an_unsavable_value_is_an_error_on_all_ranks(tmp_path):
     first, second = on_all(2, unstorable, tmp_path / "run")
     assert first == second and "sorted(x)" in first[1] and first[2]
 
@@ -269,7 +269,7 @@ def one_fails_alone(directory):
     return whole, updates(directory) if world.is_main else []
 
 
-def test_a_process_that_is_alone_asks_nobody(tmp_path):
+def test_a_call_alone_makes_no_collective(tmp_path):
     assert on_all(2, one_fails_alone, tmp_path / "run") == [([1, 2], [1, 2]), ([], [])]
 
 
@@ -302,7 +302,7 @@ def saved_run(directory, *at):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_all_processes_read_the_newest_complete_one_and_the_first_says_what_is_damaged(tmp_path, size):
+def test_all_ranks_read_the_newest_complete_one_and_rank_zero_names_the_damaged(tmp_path, size):
     newest, older = saved_run(tmp_path, 1, 2)
     flip(newest / "state.safetensors")
     first, *others = on_all(size, resume, tmp_path)
@@ -311,11 +311,11 @@ def test_all_processes_read_the_newest_complete_one_and_the_first_says_what_is_d
     assert others == [(first[0], None, [])] * (size - 1)
 
 
-def test_nothing_to_resume_is_nothing_on_all(tmp_path):
+def test_nothing_to_resume_is_none_on_all_ranks(tmp_path):
     assert on_all(2, resume, tmp_path) == [(None, None, [])] * 2
 
 
-def test_where_nothing_is_complete_all_get_the_same_error(tmp_path):
+def test_without_a_complete_checkpoint_all_ranks_raise_the_same_error(tmp_path):
     (only,) = saved_run(tmp_path, 1)
     flip(only / "model.safetensors")
     (_, first, heard), (_, second, silent) = on_all(2, resume, tmp_path)
@@ -346,7 +346,7 @@ def reading_that_fails_on_the_second(directory):
         load.read_manifest = read
 
 
-def test_one_that_any_process_cannot_read_is_passed_over_by_all(tmp_path):
+def test_a_checkpoint_that_any_rank_cannot_read_is_passed_over_by_all(tmp_path):
     saved_run(tmp_path, 1, 2)
     first, second = on_all(2, reading_that_fails_on_the_second, tmp_path)
     assert first[0] == second[0] and first[0][0] == formats.update_name(1)
@@ -365,7 +365,7 @@ def resume_on_own_drive(directory):
         load.load_tree, load.read_manifest = read, read_manifest
 
 
-def test_another_run_under_the_same_name_on_a_drive_of_its_own_is_noticed(tmp_path):
+def test_another_run_of_the_same_name_on_a_local_drive_is_detected(tmp_path):
     for name in ("drive0", "drive1"):
         saved_run(tmp_path / name, 1)
     shutil.copytree(tmp_path / "drive0", tmp_path / "drive")
@@ -385,7 +385,7 @@ def resume_and_go_on(directory):
     return said
 
 
-def test_a_resumed_run_knows_its_earlier_checkpoints_on_every_process(tmp_path):
+def test_a_resumed_run_knows_its_earlier_checkpoints_on_every_rank(tmp_path):
     saved_run(tmp_path, 1, 2)
     first, second = on_all(2, resume_and_go_on, tmp_path)
     assert first == second

@@ -1,4 +1,4 @@
-"""A save that the system refuses leaves nothing of itself and everything that was there before, and says why."""
+"""A save that the system refuses leaves nothing of itself, leaves older checkpoints unchanged, and names the reason."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_drive_that_stays_broken_loses_nothing_once_it_is_back(replaces, tmp_p
         assert not [name for name in os.listdir(tmp_path) if name.startswith((".tmp", ".old", ".trash"))]
 
 
-def test_an_interrupt_in_the_middle_of_a_replacement_puts_the_old_one_back(tmp_path, monkeypatch):
+def test_an_interrupt_during_a_replacement_restores_the_old_checkpoint(tmp_path, monkeypatch):
     old = put(tmp_path, data=b"old")
     real = os.rename
 
@@ -127,7 +127,7 @@ def test_an_interrupt_in_the_middle_of_a_replacement_puts_the_old_one_back(tmp_p
     assert os.listdir(tmp_path) == [old.name] and (old / "one.bin").read_bytes() == b"old"
 
 
-def test_what_was_put_aside_by_a_writer_that_died_there_gets_its_name_back(tmp_path):
+def test_a_checkpoint_hidden_by_a_killed_writer_gets_its_name_again(tmp_path):
     old, other = put(tmp_path, 1, b"old"), put(tmp_path, 2)
     os.rename(old, tmp_path / ".old-update-0000000001-1-00000000")
     os.rename(other, tmp_path / ".trash-update-0000000002-1-00000000")  # that one was to go
@@ -140,7 +140,7 @@ def test_what_was_put_aside_by_a_writer_that_died_there_gets_its_name_back(tmp_p
         assert sorted(os.listdir(tmp_path)) == [".lock", old.name] and (old / "one.bin").read_bytes() == b"new"
 
 
-def test_leftovers_that_cannot_be_seen_to_are_told_of(tmp_path, monkeypatch):
+def test_leftovers_that_cannot_be_cleaned_up_are_reported(tmp_path, monkeypatch):
     os.rename(put(tmp_path), tmp_path / ".tmp-update-0000000001-1-00000000")
     real = os.rename
     with monkeypatch.context() as patch:
@@ -157,7 +157,7 @@ def test_leftovers_that_cannot_be_seen_to_are_told_of(tmp_path, monkeypatch):
         assert [path.name for path in list_checkpoints(tmp_path)] == ["update-0000000001"]
 
 
-def test_a_victim_that_cannot_be_renamed_stays_whole(tmp_path, monkeypatch):
+def test_a_checkpoint_that_cannot_be_renamed_stays_complete(tmp_path, monkeypatch):
     path = put(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", lambda *_: (_ for _ in ()).throw(PermissionError(errno.EPERM, "not permitted")))
@@ -179,7 +179,7 @@ def test_a_root_that_vanished_is_not_made_anew(tmp_path):
     verify(tmp_path / "moved" / update_name(1))
 
 
-def test_neither_the_clock_nor_the_times_of_files_say_what_is_newest(tmp_path, monkeypatch):
+def test_the_newest_checkpoint_is_not_found_by_clock_or_file_times(tmp_path, monkeypatch):
     for update in (1, 2, 3):
         monkeypatch.setattr(time, "time", lambda update=update: 1e9 - 1e8 * update)
         os.utime(put(tmp_path, update), (1e9 - 1e8 * update,) * 2)
@@ -213,7 +213,7 @@ except CheckpointError as error:
 
 
 @pytest.mark.slow
-def test_a_limit_of_the_system_on_file_sizes_is_met_without_a_trace(tmp_path):
+def test_a_file_size_limit_of_the_system_leaves_no_trace(tmp_path):
     put(tmp_path)
     before = contents(tmp_path)
     done = subprocess.run([sys.executable, "-c", LIMITED, tmp_path], capture_output=True, text=True, check=True)
@@ -222,7 +222,7 @@ def test_a_limit_of_the_system_on_file_sizes_is_met_without_a_trace(tmp_path):
 
 
 @pytest.mark.slow
-def test_large_files_are_summed_as_small_ones_are(tmp_path):
+def test_large_files_have_the_checksum_of_small_ones(tmp_path):
     data = torch.arange(5 << 20).view(torch.uint8)
     for checksum in ("crc32", "sha256"):
         path = put(tmp_path, data=data.numpy().tobytes(), checksum=checksum)
@@ -241,7 +241,7 @@ def test_large_files_are_summed_as_small_ones_are(tmp_path):
         verify(path)
 
 
-def test_where_no_thread_can_be_started_sums_are_the_same(tmp_path, monkeypatch):
+def test_checksums_are_the_same_if_no_thread_can_be_started(tmp_path, monkeypatch):
     data = bytes(range(256)) * 50_000
     with_thread = put(tmp_path, 1, data)
 

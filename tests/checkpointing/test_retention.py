@@ -1,4 +1,4 @@
-"""The checkpoint slot: which checkpoint is the best, and which ones are kept."""
+"""The checkpoint slot: the best checkpoint, and retention."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_number_that_is_not_there_is_refused_with_the_nearest():
         manager.judge({"val_loss": 1.0, "val_accuracy": 0.5}, epoch=0, update=1)
 
 
-def test_the_best_goes_on_after_a_resume(start, tmp_path):
+def test_the_best_is_restored_by_a_resume(start, tmp_path):
     manager = start(best="val_loss")
     assert [save(manager, n, val_loss=v).best for n, v in ((1, 2.0), (2, 1.0), (3, 5.0))] == [True, True, False]
     state = json.loads(json.dumps(manager.state_dict()))
@@ -68,7 +68,7 @@ def test_the_best_goes_on_after_a_resume(start, tmp_path):
     assert again.judge({"val_loss": 1.5}, epoch=1, update=4) is False
 
 
-def test_a_best_of_another_number_starts_anew_and_says_so():
+def test_a_best_of_another_number_is_dropped_with_a_warning():
     old, new = Checkpoint("a", best="val_loss").bind("one"), Checkpoint("a", best="acc", mode="max").bind("one")
     old.judge({"val_loss": 0.1}, epoch=0, update=1)
     with pytest.warns(UserWarning, match="val_loss"):
@@ -79,7 +79,7 @@ def test_a_best_of_another_number_starts_anew_and_says_so():
 # Retention
 
 
-def test_the_last_and_the_best_are_kept(start, tmp_path):
+def test_the_last_and_the_best_checkpoints_are_retained(start, tmp_path):
     manager = start(best="val_loss", keep=2, top=2)
     values = {1: 5.0, 2: 1.0, 3: NAN, 4: 3.0, 5: 4.0, 6: 9.0, 7: 9.0}
     for update, value in values.items():
@@ -90,7 +90,7 @@ def test_the_last_and_the_best_are_kept(start, tmp_path):
     assert sorted(os.listdir(tmp_path / "run")) == [".lock", *(formats.update_name(n) for n in (2, 4, 6, 7))]
 
 
-def test_all_are_kept_where_that_is_asked_and_after_a_resume_too(start, tmp_path):
+def test_keep_all_removes_none_also_after_a_resume(start, tmp_path):
     manager = start(best="val_loss", keep="all")
     for update in range(1, 7):
         save(manager, update, val_loss=float(update))
@@ -102,7 +102,7 @@ def test_all_are_kept_where_that_is_asked_and_after_a_resume_too(start, tmp_path
     assert updates(tmp_path / "run") == [1, 2, 3, 4, 5, 6, 7]
 
 
-def test_a_nan_is_never_kept_as_the_best(start, tmp_path):
+def test_a_nan_is_never_retained_as_the_best(start, tmp_path):
     manager = start(best="acc", mode="max", keep=1)
     for update, value in ((1, NAN), (2, -1.0), (3, NAN), (4, NAN)):
         save(manager, update, acc=value)
@@ -142,7 +142,7 @@ def test_only_what_the_run_wrote_is_removed(start, tmp_path):
     assert (tmp_path / "run" / "update-1").is_dir()
 
 
-def test_a_victim_that_cannot_be_read_is_left_with_a_warning(start, tmp_path):
+def test_an_unreadable_checkpoint_is_not_removed_and_warned_of(start, tmp_path):
     manager = start(keep=1)
     path = save(manager, 1).path
     (path / "manifest.json").unlink()
@@ -151,7 +151,7 @@ def test_a_victim_that_cannot_be_read_is_left_with_a_warning(start, tmp_path):
     assert updates(tmp_path / "run") == [1, 2]
 
 
-def test_damaged_checkpoints_do_not_count_as_kept_after_a_resume(start, tmp_path):
+def test_damaged_checkpoints_do_not_count_for_retention_after_a_resume(start, tmp_path):
     manager = start(keep=2)
     for update in (1, 2, 3):
         save(manager, update)

@@ -1,4 +1,4 @@
-"""The thread of background saving: one job at a time, nothing lost, nothing held, no wait that Ctrl-C cannot end."""
+"""The thread of background saving: one job at a time, nothing lost, no reference left, Ctrl-C interrupts every wait."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def results(writer):
     return [done.error or done.result for done in writer.outcomes()]
 
 
-def test_a_job_is_done_in_another_thread_and_its_result_is_kept_until_it_is_asked_for(writer):
+def test_a_job_runs_in_another_thread_and_its_result_is_returned_once(writer):
     writer.start(threading.get_ident)
     writer.wait()
     (ident,) = results(writer)
@@ -69,7 +69,7 @@ def test_the_next_job_waits_until_the_last_is_done(writer):
     assert results(writer) == ["first", None]
 
 
-def test_an_error_of_a_job_is_kept_once_and_the_thread_goes_on(writer):
+def test_an_error_of_a_job_is_returned_once_and_the_thread_continues(writer):
     writer.start(lambda: 1 / 0)
     writer.start(lambda: "next")
     writer.wait()
@@ -78,13 +78,13 @@ def test_an_error_of_a_job_is_kept_once_and_the_thread_goes_on(writer):
     assert results(writer) == []
 
 
-def test_even_the_end_of_the_program_raised_by_a_job_is_kept(writer):
+def test_a_system_exit_of_a_job_is_an_outcome(writer):
     writer.start(lambda: sys.exit(3))
     writer.wait()
     assert isinstance(results(writer)[0], SystemExit)
 
 
-def test_a_chore_comes_after_the_job_in_flight_and_only_the_latest_one_is_done(writer):
+def test_a_reservation_runs_after_the_job_in_flight_and_only_the_latest_one(writer):
     gate, order = Gate(), []
     writer.start(gate)
     assert gate.begun.wait(10)
@@ -113,7 +113,7 @@ def test_results_are_announced_by_the_thread_after_results_and_after_errors_when
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_nothing_of_a_job_that_is_done_is_held(writer, fails):
+def test_no_reference_to_a_finished_job_is_left(writer, fails):
     class Job:
         def __call__(self):
             held = [self]
@@ -135,7 +135,7 @@ def test_nothing_of_a_job_that_is_done_is_held(writer, fails):
         assert done.error.__traceback__ is not None and isinstance(done.error.__cause__, OSError)
 
 
-def test_a_job_done_here_is_kept_as_any_other_but_ctrl_c_gets_through(writer):
+def test_a_job_in_the_training_thread_has_an_outcome_and_ctrl_c_propagates(writer):
     def interrupted(_):
         raise KeyboardInterrupt
 
@@ -150,7 +150,7 @@ def test_a_job_done_here_is_kept_as_any_other_but_ctrl_c_gets_through(writer):
 
 
 @pytest.mark.parametrize("waits", ["wait", "start", "close"])
-def test_ctrl_c_ends_every_wait_at_once_and_the_job_goes_on(waits):
+def test_ctrl_c_interrupts_every_wait_at_once_and_the_job_continues(waits):
     writer, gate, ended = Writer("test", async_save=True), Gate("whole"), threading.Event()
     writer.start(gate)
     assert gate.begun.wait(10)
@@ -178,7 +178,7 @@ begun.wait()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_a_child_that_is_forked_while_a_job_runs_is_none_the_worse(writer):
+def test_a_child_forked_during_a_job_ends_normally(writer):
     gate = Gate("whole")
     writer.start(gate)
     assert gate.begun.wait(10)
@@ -191,7 +191,7 @@ def test_a_child_that_is_forked_while_a_job_runs_is_none_the_worse(writer):
     assert results(writer) == ["whole"]
 
 
-def test_a_forked_child_does_not_wait_for_the_thread_that_it_has_not():
+def test_a_forked_child_does_not_wait_for_the_thread_of_its_parent():
     go_on = threading.Event()
     writer = Writer("test", async_save=True)
     writer.start(go_on.wait)

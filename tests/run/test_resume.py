@@ -227,7 +227,7 @@ def untouched(trainer_call, error, match):
     return str(caught.value)
 
 
-def test_a_directory_of_another_run_is_refused_with_both_cures(tmp_path):
+def test_a_directory_of_another_run_is_refused_with_both_fixes(tmp_path):
     go(tmp_path, epochs=1)
     before = sorted(path.name for path in tmp_path.iterdir())
     text = untouched(lambda: go(tmp_path, epochs=1), CheckpointError, "another run")

@@ -1,4 +1,4 @@
-"""A resume gives each parameter the optimizer state that it had, in whatever order the optimizer holds them now."""
+"""A resume restores the optimizer state of each parameter, in any order of the parameters."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_resume_of_a_model_whose_layers_are_registered_in_another_order_is_exa
         assert torch.equal(value, resumed.model.state_dict()[name]), name
 
 
-def test_names_that_torch_keeps_in_the_groups_follow_their_parameters(tmp_path):
+def test_names_in_the_parameter_groups_follow_their_parameters(tmp_path):
     before, after = ORDERS["names"]
     trained(tmp_path, before, epochs=1)
     resumed, _ = trained(tmp_path, after, epochs=2)
@@ -273,7 +273,7 @@ class Closure(Trainer):
         (LBFGS, Closure, "the vectors of LBFGS run over all parameters"),
     ],
 )
-def test_state_that_is_not_kept_per_parameter_goes_on_in_the_saved_order_alone(tmp_path, cls, kind, says):
+def test_state_of_no_single_parameter_is_resumed_only_in_the_saved_order(tmp_path, cls, kind, says):
     def run(epochs, step, directory=tmp_path / "cut"):
         return trained(directory, lambda m: cls(list(m.parameters())[::step], lr=0.01), epochs=epochs, kind=kind)[0]
 
