@@ -132,22 +132,12 @@ class DistributedCheckpointManager(CheckpointManager):
         if self._shard_writer is not None:
             self._shard_writer.reserve(self._own_files(parts))
 
-    def save(
-        self,
-        tree: Mapping[str, Tree],
-        *,
-        update: int,
-        epoch: int,
-        metrics: Mapping[str, float] | None = None,
-        settings: str = "",
-        alone: bool = False,
-    ) -> None:
+    def _save(self, tree: Mapping[str, Tree], manifest: dict[str, Any], *, alone: bool) -> None:
         """Copy and write the `{part: state}` of rank 0; of a sharded state every rank copies and writes its shards.
 
         All ranks wait for the copies, and for the save in flight. `alone`: rank 0 saves without the others, which have
         failed or are elsewhere; a no-op on any other rank, and a CheckpointError for a sharded state.
         """
-        manifest = self._manifest(update=update, epoch=epoch, metrics=metrics, settings=settings)
         if holds_shards(tree):
             if alone:
                 what = "a model that is sharded cannot be saved by one rank without the others"

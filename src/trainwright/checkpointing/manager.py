@@ -132,7 +132,16 @@ class CheckpointManager:
         the numbers measured at this update; `settings`: a digest of the run's settings; `alone`: of several ranks only
         this one saves. CheckpointError names a value that cannot be stored.
         """
-        self._submit(tree, self._manifest(update=update, epoch=epoch, metrics=metrics, settings=settings))
+        manifest = {
+            "run": self.run_id,
+            "update": update,
+            "epoch": epoch,
+            "monitor": self.settings.best,
+            "mode": self.settings.mode if self.settings.best else None,
+            "metrics": {name: float(value) for name, value in (metrics or {}).items()},
+            "settings": settings,
+        }
+        self._save(tree, manifest, alone=alone)
 
     def completed(self, *, wait: bool = False, alone: bool = False) -> list[Saved]:
         """Return the checkpoints that have become complete since the last call, oldest first.
@@ -200,19 +209,9 @@ class CheckpointManager:
         if self._writer is not None:
             self._writer.reserve(files)
 
-    def _manifest(
-        self, *, update: int, epoch: int, metrics: Mapping[str, float] | None, settings: str
-    ) -> dict[str, Any]:
-        """Return the fields of a manifest; files, checksums and versions are added when it is written."""
-        return {
-            "run": self.run_id,
-            "update": update,
-            "epoch": epoch,
-            "monitor": self.settings.best,
-            "mode": self.settings.mode if self.settings.best else None,
-            "metrics": {name: float(value) for name, value in (metrics or {}).items()},
-            "settings": settings,
-        }
+    def _save(self, tree: Mapping[str, Tree], manifest: dict[str, Any], *, alone: bool) -> None:
+        """Submit a state with the fields of its manifest; `alone` is for several ranks."""
+        self._submit(tree, manifest)
 
     def _submit(
         self,
