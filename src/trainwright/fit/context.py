@@ -31,7 +31,7 @@ from trainwright.fit.plan import Ends, Resume, check_watched, make_plan, watched
 from trainwright.fit.rank_sync import check_same_config
 from trainwright.fit.rescue import ends_in, rescue
 from trainwright.fit.result import FitEnd
-from trainwright.fit.resume import ResumePlan, plan_resume, resume
+from trainwright.fit.resume import ResumePlan, plan_resume
 from trainwright.fit.rollback import ENDED
 from trainwright.fit.run import GRACE, Run
 from trainwright.fit.setup import NOT_RUNNING, open_data
@@ -125,6 +125,8 @@ class FitContext:
         elif self._resume.where is not None:
             raise without_slot(self._resume.where)
         resuming = plan_resume(owner, loaded, self._resume) if resumes else ResumePlan()
+        if manager is not None and loaded is not None:
+            manager.adopt(loaded)
         between = self._between = BetweenUpdates(run, val, ends, manager=manager)
         owner._bind_run(run, between)
         undo.callback(_release_run, owner, run)
@@ -132,14 +134,12 @@ class FitContext:
         for epoch in range(resuming.begun_epochs):
             owner._counters.epoch = epoch
             run.begin_epoch(epoch)
-        if resuming.ended is None:
+        if not resuming.passes_over:
             _rehearse(owner, run, val)
-        lines, finished = list(resuming.lines), ""
-        if resumes:
-            lines += resume(resuming, owner, between)
-        if resuming.checkpoint is not None:
+        lines = [*resuming.lines, *resuming.execute(owner, between)]
+        if resuming.place:
             align_state(owner.optimizers.values())
-            finished = resuming.place if owner._counters.stopped else ""
+        finished = resuming.place if owner._counters.stopped else ""
         if manager is not None:
             lines += _check_saves(owner, run, between)
         self._plan = replace(plan, notes=(*plan.notes, *lines), finished=finished)

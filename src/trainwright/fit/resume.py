@@ -1,4 +1,4 @@
-"""Where a `fit` starts: a `ResumePlan` is computed from the checkpoint that was read, then carried out.
+"""Where a `fit` starts: a `ResumePlan` is computed from the checkpoint that was read, then executed.
 
 Nothing is loaded before the plan is complete: `begin_epoch` of the epochs that had begun runs in between, since it may
 add layers and parameter groups.
@@ -12,11 +12,10 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from trainwright.checkpointing import parts as run_parts
 from trainwright.checkpointing.load import DamagedError, Loaded, load_weights
@@ -38,40 +37,85 @@ from trainwright.update.owner import Owner, active_observers
 from trainwright.update.per_rank_state import PROCESSES, load_rank_state, take_rank_state
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ResumePlan:
-    """Where a `fit` starts: at its beginning, at a checkpoint of its own, or at its end.
-
-    At its end where the checkpoint is of a later `fit` of the same run: a script that calls `fit` twice and is started
-    again passes over the first call.
-    """
+    """Where a `fit` starts: here at its beginning, where there is no checkpoint of it."""
 
     lines: tuple[str, ...] = ()
     """The lines of the header on it."""
-    checkpoint: Loaded | None = None
-    """The checkpoint to load, or to learn from how this stage ended; None where it starts at the beginning."""
-    progress: Mapping[str, Any] | None = None
-    """Part `progress` of that checkpoint."""
-    ended: dict[str, Any] | None = None
-    """How this stage ended, where the checkpoint is of a later one."""
-    earlier: Loaded | None = None
-    """The newest checkpoint of an earlier stage, where there is none of this one; its files are retained on."""
     begun_epochs: int = 1
     """Epochs of this stage whose `begin_epoch` runs before the state is loaded: it may change layers."""
+    place: str = ""
+    """The directory of the checkpoint, and that the stage is over, for the header; empty where none is loaded."""
+    passes_over: ClassVar[bool] = False
+    """Whether the stage has ended: nothing is trained in it."""
+
+    def execute(self, owner: Owner, between: BetweenUpdates) -> list[str]:
+        """Load the state that the `fit` starts with; return further lines of the header. Nothing is loaded here."""
+        return []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Continued(ResumePlan):
+    """A `fit` that continues at a checkpoint of its own."""
+
+    checkpoint: Loaded
     fresh: tuple[str, ...] = ()
     """Parts that start anew in place of being loaded."""
     with_data: bool = True
     """Whether the data are those that it was saved with, and continue at their position."""
 
-    @property
-    def place(self) -> str:
-        """The directory of the checkpoint; that the stage is over, where it is of a later one."""
-        assert self.checkpoint is not None
-        directory = str(self.checkpoint.path.parent)
-        return directory if self.ended is None else f"a stage in {directory}"
+    def execute(self, owner: Owner, between: BetweenUpdates) -> list[str]:
+        """Load the checkpoint into everything bound; warn of differences where the run goes on."""
+        counters, run = owner._counters, between.run
+        given = _settings(owner)
+        reports, lines = _restore(self, owner, between)
+        reports += [*disable_wrong_kernels(owner.optimizers), *_unused(owner, given)]
+        _find_position(between)
+        if owner.world.is_main and not counters.stopped:  # a finished run does not continue
+            for report in reports:
+                warn_user(report)  # it matters without a console too
+        if counters.stopped:
+            run.source.settle()  # no epoch will begin and take the state over; a next `fit` reads the same data
+        if counters.stopped or not counters.begun or not run.random.epoch_start or not self.with_data:
+            # begin_epoch, the order, or what follows this `fit`, draws first; or the current epoch begins anew
+            run.random.restore()
+        at = counters.earlier_updates + counters.updates
+        for observer in active_observers(owner):
+            resume_at = getattr(observer, "resume_at", None)
+            if resume_at is not None:
+                resume_at(at, counters.skipped, goes_on=not counters.stopped)
+        return [*lines, *reports]
 
 
-# Compute it.
+@dataclass(frozen=True, kw_only=True)
+class PassedOver(ResumePlan):
+    """A `fit` that had ended before a later one of the same run saved the checkpoint.
+
+    A script that calls `fit` twice and is started again passes over the first call.
+    """
+
+    checkpoint: Loaded
+    progress: Mapping[str, Any]
+    """Part `progress` of the checkpoint."""
+    ended: dict[str, Any]
+    """How this stage ended."""
+    passes_over: ClassVar[bool] = True
+
+    def execute(self, owner: Owner, between: BetweenUpdates) -> list[str]:
+        """Take the counters, history and weights that the stage ended with."""
+        self.checkpoint.tree.clear()
+        owner._counters.load_state_dict(self.ended["counters"])
+        owner.history[:] = self.progress["history"][: self.ended["rows"]]
+        record, path = owner._record, path_at(between.manager, self.ended["left"])
+        record.ended = self.ended
+        record.lacks_weights = path is None or not _load_model(owner, path)
+        if record.lacks_weights:
+            record.ended = {**self.ended, "weights": "as built (those of this stage are gone)"}
+        return []
+
+
+# The plan is computed.
 
 
 def plan_resume(owner: Owner, loaded: Loaded | None, asked: Resume) -> ResumePlan:
@@ -81,9 +125,9 @@ def plan_resume(owner: Owner, loaded: Loaded | None, asked: Resume) -> ResumePla
     progress = _progress_of(loaded)
     stage, saved_stage = owner._counters.stage, progress["counters"]["stage"]
     if saved_stage == stage:
-        return _continued(owner, loaded, asked, progress=progress)
+        return _continue_at(owner, loaded, asked, progress=progress)
     if saved_stage > stage:
-        return _passed_over(loaded, progress, stage=stage)
+        return _pass_over(loaded, progress, stage=stage)
     if asked.where != "auto":
         raise SettingError(
             f"resume={str(asked.where)!r} was saved in fit number {saved_stage + 1} of its run, "
@@ -92,7 +136,7 @@ def plan_resume(owner: Owner, loaded: Loaded | None, asked: Resume) -> ResumePla
             fix='resume="auto", which starts this fit where there is none of it',
         )
     loaded.tree.clear()  # this fit starts from the weights in memory
-    return ResumePlan(earlier=loaded)
+    return ResumePlan()
 
 
 def _start_anew_plan(owner: Owner) -> ResumePlan:
@@ -104,15 +148,20 @@ def _start_anew_plan(owner: Owner) -> ResumePlan:
     return ResumePlan(lines=(line,))
 
 
-def _passed_over(loaded: Loaded, progress: Mapping[str, Any], *, stage: int) -> ResumePlan:
+def _pass_over(loaded: Loaded, progress: Mapping[str, Any], *, stage: int) -> PassedOver:
     """Return the plan of a `fit` that has ended before a later one saved the checkpoint."""
     ended = progress["stages"][stage]
-    begun = ended["counters"]["epoch"] + ended["counters"]["begun"]
-    line = f"passed over: {loaded.path} is of a later fit of this run"
-    return ResumePlan(lines=(line,), checkpoint=loaded, progress=progress, ended=ended, begun_epochs=begun)
+    return PassedOver(
+        lines=(f"passed over: {loaded.path} is of a later fit of this run",),
+        place=f"a stage in {loaded.path.parent}",
+        begun_epochs=ended["counters"]["epoch"] + ended["counters"]["begun"],
+        checkpoint=loaded,
+        progress=progress,
+        ended=ended,
+    )
 
 
-def _continued(owner: Owner, loaded: Loaded, asked: Resume, *, progress: Mapping[str, Any]) -> ResumePlan:
+def _continue_at(owner: Owner, loaded: Loaded, asked: Resume, *, progress: Mapping[str, Any]) -> Continued:
     """Return the plan of a `fit` that continues at a checkpoint of its own."""
     fresh, saved, now = tuple(asked.fresh), progress["settings"], settings_of(owner)
     if "optimizer" not in fresh and saved["optimizer"] != now["optimizer"]:
@@ -124,13 +173,10 @@ def _continued(owner: Owner, loaded: Loaded, asked: Resume, *, progress: Mapping
         lines.append(f"resume_data=False: epoch {loaded.manifest['epoch'] + 1} begins anew, with other data")
     if difference := changed(saved, now):
         lines.append(difference)
-    return ResumePlan(
-        lines=tuple(lines),
-        checkpoint=loaded,
-        progress=progress,
-        begun_epochs=progress["counters"]["epoch"] + progress["counters"]["begun"],
-        fresh=fresh,
-        with_data=asked.data,
+    begun = progress["counters"]["epoch"] + progress["counters"]["begun"]
+    place = str(loaded.path.parent)
+    return Continued(
+        lines=tuple(lines), place=place, begun_epochs=begun, checkpoint=loaded, fresh=fresh, with_data=asked.data
     )
 
 
@@ -207,34 +253,7 @@ def _is_history(value: object) -> bool:
     return isinstance(value, list) and all(is_numbers(row) and {"epoch", "update"} <= set(row) for row in value)
 
 
-# Carry it out.
-
-
-def resume(plan: ResumePlan, owner: Owner, between: BetweenUpdates) -> list[str]:
-    """Load the checkpoint of a plan, or pass over the stage; return the lines of the header beside the plan's."""
-    retained = plan.checkpoint or plan.earlier
-    if retained is None:
-        return []
-    assert between.manager is not None
-    between.manager.adopt(retained)
-    if plan.ended is not None:
-        _pass_over(plan, owner, between)
-        return []
-    return [] if plan.checkpoint is None else _load(plan, owner, between)
-
-
-def _pass_over(plan: ResumePlan, owner: Owner, between: BetweenUpdates) -> None:
-    """Take the counters, history and weights that the stage ended with."""
-    ended = plan.ended
-    assert ended is not None and plan.checkpoint is not None and plan.progress is not None
-    plan.checkpoint.tree.clear()
-    owner._counters.load_state_dict(ended["counters"])
-    owner.history[:] = plan.progress["history"][: ended["rows"]]
-    record, path = owner._record, path_at(between.manager, ended["left"])
-    record.ended = ended
-    record.lacks_weights = path is None or not _load_model(owner, path)
-    if record.lacks_weights:
-        record.ended = {**ended, "weights": "as built (those of this stage are gone)"}
+# The plan is executed.
 
 
 def _load_model(owner: Owner, path: Path) -> bool:
@@ -247,33 +266,9 @@ def _load_model(owner: Owner, path: Path) -> bool:
     return True
 
 
-def _load(plan: ResumePlan, owner: Owner, between: BetweenUpdates) -> list[str]:
-    """Load the checkpoint into everything bound; return lines for the header."""
-    counters, run = owner._counters, between.run
-    given = _settings(owner)
-    reports, lines = _restore(plan, owner, between)
-    reports += [*disable_wrong_kernels(owner.optimizers), *_unused(owner, given)]
-    _find_position(between)
-    if owner.world.is_main and not counters.stopped:  # a finished run does not continue
-        for report in reports:
-            warn_user(report)  # it matters without a console too
-    if counters.stopped:
-        run.source.settle()  # no epoch will begin and take the state over; a next `fit` reads the same data
-    if counters.stopped or not counters.begun or not run.random.epoch_start or not plan.with_data:
-        # begin_epoch, the order, or what follows this `fit`, draws first; or the current epoch begins anew
-        run.random.restore()
-    at = counters.earlier_updates + counters.updates
-    for observer in active_observers(owner):
-        resume_at = getattr(observer, "resume_at", None)
-        if resume_at is not None:
-            resume_at(at, counters.skipped, goes_on=not counters.stopped)
-    return [*lines, *reports]
-
-
-def _restore(plan: ResumePlan, owner: Owner, between: BetweenUpdates) -> tuple[list[str], list[str]]:
+def _restore(plan: Continued, owner: Owner, between: BetweenUpdates) -> tuple[list[str], list[str]]:
     """Give every part its state; return the reports of the parts, and lines for the header alone."""
     loaded = plan.checkpoint
-    assert loaded is not None
     parts, tree, origin = dict(owner.parts()), dict(loaded.tree), str(loaded.path)
     loaded.tree.clear()
     has_ranks = owner.world.size > 1 or PROCESSES in tree
@@ -328,7 +323,7 @@ _RATES = ("lr", "initial_lr", "momentum", "betas")
 """What a schedule sets in a parameter group."""
 
 
-def _leave_out(plan: ResumePlan, owner: Owner, *, parts: dict[str, Any], tree: dict[str, Tree]) -> None:
+def _leave_out(plan: Continued, owner: Owner, *, parts: dict[str, Any], tree: dict[str, Tree]) -> None:
     """Take the parts that start anew out of both: they stay as they were built."""
     if not plan.with_data:
         for name in ("data", "totals"):
@@ -412,6 +407,5 @@ def _unused(owner: Owner, given: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def _has_schedule(owner: Owner) -> bool:
-    """Whether rates are set by a schedule, or by a torch scheduler of the user's that is saved beside them."""
-    by_hand = any(isinstance(part, LRScheduler) for part in owner.parts().values())
-    return owner.schedule is not None or by_hand or any(map(has_scheduler, owner.optimizers.values()))
+    """Whether rates are set by a schedule, or by a torch scheduler that the user has built."""
+    return owner.schedule is not None or any(map(has_scheduler, owner.optimizers.values()))
