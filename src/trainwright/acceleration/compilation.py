@@ -27,14 +27,12 @@ from trainwright.core.torch_private import (
     plain_call,
     set_compiled_call,
 )
+from trainwright.modules.matching import outermost, repeated_blocks
 
 LIMIT = 64
 """How often torch may compile one function anew, where it would stop at 8: eight blocks need eight, and modes more."""
 STATIC = 3
 """Shapes that get a graph of their own, in each mode; more of them share one whose sizes are free."""
-REPEATED = 3
-"""Instances of a class that make it a block that a model repeats."""
-_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -107,29 +105,17 @@ def compiled(
 
 
 def find_regions(model: nn.Module, wanted: str | Sequence[type[nn.Module]]) -> list[nn.Module]:
-    """The modules to compile, none inside another: those of repeated classes, of the classes given, or the model.
-
-    A repeated class is one of modules with modules inside, containers apart, that the model has three times or more.
-    """
+    """Return the modules to compile, none inside another: of repeated classes, of the given ones, or the model."""
     if wanted == "full":
         return [model]
     if isinstance(wanted, str):
-        counted = Counter(type(module) for module in model.modules() if any(True for _ in module.children()))
-        classes = tuple(one for one, n in counted.items() if n >= REPEATED and not issubclass(one, _CONTAINERS))
-        return _outermost(model, classes) or [model]
-    found = _outermost(model, tuple(wanted))
+        return repeated_blocks(model) or [model]
+    found = outermost(model, tuple(wanted))
     if not found:
         names = ", ".join(one.__name__ for one in wanted)
         what = f"Fast(compile={{'regions': ...}}): {type(model).__name__} holds no {names}"
         raise SettingError(what, want="classes of modules in the model", fix='Fast(compile="full")')
     return found
-
-
-def _outermost(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> list[nn.Module]:
-    if isinstance(module, classes):
-        return [module]
-    found = [inner for child in module.children() for inner in _outermost(child, classes)]
-    return list(dict.fromkeys(found))  # one that is used in two places is compiled once
 
 
 class _Call:

@@ -137,14 +137,10 @@ def somewhere(work: Callable[[torch.device | None], Any]) -> tuple[Any, str]:
     return work(None), why
 
 
-def measured(model: nn.Module, given: Given, *, on: torch.device | None, release: bool = False) -> PassMemory:
-    """What one forward and its backward take; `release`: with nothing recomputed."""
-    from trainwright.modules.activations import release_all
-
-    def prepare(run: Dry) -> None:
-        if release:
-            release_all(run.twin)
-
+def measured(
+    model: nn.Module, given: Given, *, on: torch.device | None, prepare: Callable[[Dry], None] = lambda _: None
+) -> PassMemory:
+    """Return what one forward and its backward take; `prepare` is given the copy before it runs."""
     with dry(model, given, on, prepare=prepare) as run:
         kept, peak = memory_of(run)
     with dry(model, given, on, counts=True, prepare=prepare) as run:

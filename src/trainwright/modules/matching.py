@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import nn
 
-from trainwright.acceleration.compilation import find_regions
 from trainwright.core.errors import SettingError, message
 from trainwright.core.suggestions import did_you_mean
 
@@ -60,6 +59,30 @@ def _once(named: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
 
 
 Means = Callable[[str, nn.Module], bool]
+REPEATED = 3
+"""Instances of a class that make it a block that a model repeats."""
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of repeated classes, none inside another; none where the model repeats no class.
+
+    A repeated class is one of modules with modules inside, containers apart, that the model has three times or more.
+    """
+    counted = Counter(type(module) for module in model.modules() if any(True for _ in module.children()))
+    classes = tuple(one for one, n in counted.items() if n >= REPEATED and not issubclass(one, _CONTAINERS))
+    found = outermost(model, classes)
+    return [] if found == [model] else found
+
+
+def outermost(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> list[nn.Module]:
+    """Return the modules of these classes, none inside another; one that is used in two places once."""
+    if isinstance(module, classes):
+        return [module]
+    found = [inner for child in module.children() for inner in outermost(child, classes)]
+    return list(dict.fromkeys(found))
+
+
 Blocks = type[nn.Module] | str | Collection[type[nn.Module] | str] | Means
 """A class or a pattern of names, several of them, or a function of a module's name and the module."""
 _LISTS = (nn.ModuleList, nn.ModuleDict)
@@ -72,8 +95,8 @@ def find_blocks(model: nn.Module, blocks: Blocks | None, call: str) -> dict[str,
     what errors say was called. SettingError where something means no module, or one without a forward.
     """
     if blocks is None:
-        found = find_regions(model, "regional")
-        if found == [model]:
+        found = repeated_blocks(model)
+        if not found:
             what = f"{call}: {type(model).__name__} repeats no class of modules that have modules inside"
             fix = f"{call}(model, {{Block}}), with a class, or names such as 'layers.*'"
             raise SettingError(what, want="blocks=", fix=fix)
