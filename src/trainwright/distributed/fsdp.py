@@ -52,6 +52,12 @@ class FSDP:
     """Whether each process holds a part of the weights, so that every forward is one of all processes."""
     needs_group: ClassVar[bool] = True
     """Shards lie in a process group, also where there is one process."""
+    # The settings of DDP that FSDP does not have.
+    find_unused_parameters: ClassVar[bool | str] = "auto"
+    bucket_mb: ClassVar[float | None] = None
+    compress: ClassVar[str | None] = None
+    sync_buffers: ClassVar[bool] = False
+    same_noise: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "blocks", _checked_blocks(self.blocks))

@@ -56,7 +56,7 @@ class DistributedStep(ImmediateCheck):
         self._is_default = not (hooks.updates_itself or hooks.computes_itself)
         """Whether no code of the user reads or makes gradients."""
         self._wraps = self._is_default and not self._is_sharded
-        if not self._wraps and getattr(self._settings, "compress", None) is not None:
+        if not self._wraps and self._settings.compress is not None:
             what = f"DDP(compress={self._settings.compress!r}) beside an `update` of your own, which reads gradients"
             raise SettingError(what, want="gradients as they are", fix="DDP() without compress")
         self._carries = self._wraps and self._settings.compress is None
@@ -99,7 +99,7 @@ class DistributedStep(ImmediateCheck):
 
     def regroup(self) -> None:
         """Find the trained parameters again: layers may have been added, frozen or unfrozen, or are unused now."""
-        module, unused = _Step(self, self._owner), getattr(self._settings, "find_unused_parameters", "auto")
+        module, unused = _Step(self, self._owner), self._settings.find_unused_parameters
         if self._module is not None and self._module.layout == module.layout:
             all_used = self._wrapped is not None and not self._wrapped.unused
             self._finds_unused = all_used and unused == "auto" and not self._settings.static_graph
@@ -114,7 +114,7 @@ class DistributedStep(ImmediateCheck):
         self.loss = 0.0
         self._reduced.clear()
         self._silence(False)
-        if getattr(self._settings, "sync_buffers", False):  # before any forward, which may save them for its backward
+        if self._settings.sync_buffers:  # before any forward, which may save them for its backward
             self._world.align(self._owner.model.buffers())
 
     def _run_step(self, batch: Any) -> tuple[Tensor, ...]:
@@ -357,8 +357,7 @@ class DistributedStep(ImmediateCheck):
     def _buckets_of(self, parameters: Sequence[Tensor]) -> GradientBuckets:
         key = tuple(map(id, parameters))
         if key not in self._buckets:
-            size = getattr(self._settings, "bucket_mb", None)
-            self._buckets[key] = GradientBuckets(parameters, self._world, bucket_mb=size)
+            self._buckets[key] = GradientBuckets(parameters, self._world, bucket_mb=self._settings.bucket_mb)
         return self._buckets[key]
 
     @contextmanager

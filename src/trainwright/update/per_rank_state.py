@@ -143,7 +143,7 @@ def among_ranks(owner: Owner) -> Iterator[None]:
     if world.size == 1:
         yield
         return
-    same = getattr(owner.parallel, "same_noise", False)
+    same = owner.parallel.same_noise
     with world.watched(partial(position_text, owner)), per_rank_noise(world, same=same):
         yield
 
