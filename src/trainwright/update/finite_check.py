@@ -54,17 +54,14 @@ class ImmediateCheck(UpdateStrategy):
         self, found_inf: Tensor | None, chosen: SelectedOptimizers, *more: float | Tensor
     ) -> tuple[bool, list[float]]:
         """Read the recorded numbers, the norms and `more` at once; return whether a gradient overflowed, and `more`."""
-        asked: list[float | Tensor] = [] if found_inf is None else [found_inf]
-        for one in chosen.steps:
-            if one.norm is not None:
-                asked.append(one.norm)
-        numbers = iter(self._run.tracker.read(*asked, *more))
+        flags = () if found_inf is None else (found_inf,)
+        norms = {one: one.norm for one in chosen.steps if one.norm is not None}
+        numbers = iter(self._run.tracker.read(*flags, *norms.values(), *more))
         overflowed = found_inf is not None and next(numbers) != 0.0
-        for one in chosen.steps:
-            if one.norm is not None:
-                one.norm = norm = next(numbers)
-                # Finite elements can have a norm that overflows: clipping by it would apply a gradient of zeros.
-                overflowed = overflowed or (found_inf is not None and norm - norm != 0.0)
+        for one in norms:
+            one.norm = norm = next(numbers)
+            # Finite elements can have a norm that overflows: clipping by it would apply a gradient of zeros.
+            overflowed = overflowed or (found_inf is not None and norm - norm != 0.0)
         return overflowed, list(numbers)
 
     def decide(self, chosen: SelectedOptimizers, loss: float, *, overflowed: bool) -> bool:
