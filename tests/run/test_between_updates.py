@@ -367,8 +367,8 @@ def test_a_run_that_ends_in_an_error_says_from_where_it_can_go_on(error, at, tmp
     trainer = make(Breaks, checkpoint=Checkpoint(tmp_path))
     with pytest.raises(error):
         trainer.fit(pieces(), pieces(1), epochs=4)
-    saved = 'not saved at its end: fit(..., resume="auto") goes on from update 12'
-    none = 'nothing is saved: fit(..., resume="auto") begins anew'
+    saved = 'not saved at its end: fit(..., resume="auto") continues from update 12'
+    none = 'nothing is saved: fit(..., resume="auto") starts at the beginning'
     assert trainer.result.notes == (saved if at == 15 else none,)
     resume = "auto" if at == 15 else None
     again = make(checkpoint=Checkpoint(tmp_path)).fit(pieces(), pieces(1), epochs=4, resume=resume)

@@ -324,7 +324,7 @@ def test_a_layer_added_after_the_best_leaves_the_last_weights_and_says_so(from_f
     early = EarlyStopping("val_loss", patience=9)
     slot = Checkpoint(tmp_path, best="val_loss") if from_file else None
     trainer = made(cls=Grows, average=None, lr=1e-4, early_stopping=early, checkpoint=slot)
-    with pytest.warns(UserWarning, match=r"another model(.|\n)*the last ones stay"):
+    with pytest.warns(UserWarning, match=r"another model(.|\n)*the model has the last ones"):
         result = trainer.fit(train(), val(), epochs=3)
     assert result.best.epoch == 2 and result.weights == "last"
 

@@ -27,7 +27,7 @@ from trainwright import (
 )
 from trainwright.checkpointing.format import load_tree
 
-NOTHING = 'nothing is saved: fit(..., resume="auto") begins anew'
+NOTHING = 'nothing is saved: fit(..., resume="auto") starts at the beginning'
 
 
 class Kept(Cuttable):
@@ -96,7 +96,7 @@ def test_an_error_inside_an_update_is_as_if_it_had_never_come(which, place, n, d
     trainer, _, error = broken_and_resumed(directory, which, Cut(place, n, breaks))
     assert trainer.result.stopped == "BreaksError: in the user's code"
     assert str(error) == "in the user's code"
-    note = f'saved at update {trainer.result.updates}: fit(..., resume="auto") goes on from there'
+    note = f'saved at update {trainer.result.updates}: fit(..., resume="auto") continues from there'
     assert note in trainer.result.notes
 
 
@@ -236,8 +236,8 @@ def test_an_update_of_ones_own_is_saved_as_long_as_no_step_was_made(place, goes_
     trainer, error = two(directory / "a", place, 8)
     assert error is not None
     assert latest_checkpoint(directory / "a").name == f"update-{goes_on:010d}"
-    saved = 'saved at update 7: fit(..., resume="auto") goes on from there'
-    lost = 'not saved at its end: fit(..., resume="auto") goes on from update 6'
+    saved = 'saved at update 7: fit(..., resume="auto") continues from there'
+    lost = 'not saved at its end: fit(..., resume="auto") continues from update 6'
     assert trainer.result.notes == (saved if goes_on == 7 else lost,)
     resumed, _ = two(directory / "a", resume="auto")
     check_same(two(directory / "b")[0], resumed)
@@ -251,7 +251,7 @@ def test_an_error_after_the_step_has_begun_saves_nothing_and_says_from_where_it_
     trainer, _, error = go(directory, Cut(place, n, breaks), on_error="save")
     assert type(error) is BreaksError
     assert latest_checkpoint(directory).name == "update-0000000003"
-    assert trainer.result.notes == ('not saved at its end: fit(..., resume="auto") goes on from update 3',)
+    assert trainer.result.notes == ('not saved at its end: fit(..., resume="auto") continues from update 3',)
     resumed = go(directory, resume="auto", on_error="save")
     check_equal(whole_without_part(), resumed, told=whole_without_part()[1].told[:4] + resumed[1].told)
 
@@ -266,7 +266,7 @@ def test_without_it_an_error_of_the_users_own_saves_nothing(directory):
     assert type(error) is BreaksError
     reached = trainer.result.updates
     assert reached > 3 and trainer.result.notes == (
-        'not saved at its end: fit(..., resume="auto") goes on from update 3; '
+        'not saved at its end: fit(..., resume="auto") continues from update 3; '
         f'Trainer(on_error="save") would have saved update {reached}',
     )
     assert latest_checkpoint(directory).name == "update-0000000003"
@@ -333,7 +333,7 @@ def test_a_save_that_fails_too_is_a_note_on_the_error_which_stays(async_save, di
     assert f"the newest complete checkpoint is {directory / 'update-0000000003'}" in note
     assert trainer.result.stopped == "BreaksError: in the user's code"
     lost = "the last save failed: the disk is full; the newest complete checkpoint is update-0000000003"
-    assert trainer.result.notes == (lost, 'not saved at its end: fit(..., resume="auto") goes on from update 3')
+    assert trainer.result.notes == (lost, 'not saved at its end: fit(..., resume="auto") continues from update 3')
 
 
 def test_a_part_that_cannot_be_saved_any_more_does_not_mask_the_error(directory):

@@ -74,7 +74,7 @@ def test_a_signal_at_any_place_ends_the_run_and_a_resume_makes_it_whole(number, 
         assert ended[0].result.updates == 0 and "saved at update 0" not in str(ended[0].result.notes)
     elif ended[0].result.history != whole.history:
         (note,) = ended[0].result.notes
-        assert note == f'saved at update {ended[0].result.updates}: fit(..., resume="auto") goes on from there'
+        assert note == f'saved at update {ended[0].result.updates}: fit(..., resume="auto") continues from there'
 
 
 @pytest.mark.sample(8)

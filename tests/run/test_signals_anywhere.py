@@ -48,7 +48,7 @@ def test_a_signal_before_the_first_window_ends_the_run_with_a_result(place, numb
     trainer, seen, error = go(directory, Cut(place, 1, send(number)), observers=[told], kind=place)
     check_ended((trainer, seen, error), number)
     assert (trainer.result.updates, told.ends) == (0, [trainer.result.stopped])
-    assert trainer.result.notes == ('nothing is saved: fit(..., resume="auto") begins anew',)
+    assert trainer.result.notes == ('nothing is saved: fit(..., resume="auto") starts at the beginning',)
     assert not list(directory.glob("update-*")) and handlers() == before
     check_equal(USUAL.whole(), go(directory), told=USUAL.whole()[1].told)
 
@@ -129,7 +129,7 @@ def test_an_interrupt_raised_in_user_code_is_saved_with_on_error(kind, place, n,
     whole = run(directory / "whole")
     broken = run(directory / "cut", Cut(place, n, leaves(kind)))
     assert type(broken[2]) is kind and broken[2].args == (3,)
-    note = f'saved at update {broken[0].result.updates}: fit(..., resume="auto") goes on from there'
+    note = f'saved at update {broken[0].result.updates}: fit(..., resume="auto") continues from there'
     assert note in broken[0].result.notes
     resumed = run(directory / "cut", resume="auto")
     check_equal(whole, resumed, told=broken[1].told + resumed[1].told)
@@ -154,7 +154,7 @@ def test_a_handler_of_the_users_own_that_exits_is_saved_with_on_error(place, n, 
     finally:
         signal.signal(signal.SIGTERM, before)
     assert type(broken[2]) is SystemExit and broken[2].code == 7
-    assert any("goes on from there" in note for note in broken[0].result.notes)
+    assert any("continues from there" in note for note in broken[0].result.notes)
     resumed = go(directory / "cut", on_error="save", resume="auto")
     check_equal(whole, resumed, told=broken[1].told + resumed[1].told)
 
@@ -163,7 +163,7 @@ def test_a_handler_of_the_users_own_that_exits_is_saved_with_on_error(place, n, 
 def test_where_a_step_has_begun_an_interrupt_saves_nothing(place, directory):
     trainer, _, error = go(directory, Cut(place, 1, leaves(SystemExit)), on_error="save")
     assert type(error) is SystemExit
-    assert not any("goes on from there" in note for note in trainer.result.notes)
+    assert not any("continues from there" in note for note in trainer.result.notes)
 
 
 def test_a_second_ctrl_c_saves_nothing_with_on_error_too(directory):

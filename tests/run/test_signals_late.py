@@ -33,7 +33,7 @@ def test_an_update_that_takes_longer_than_its_grace_is_cut_off_and_not_saved(dir
     assert type(error) is Stopped and error.code == 143
     assert trainer.result.stopped == "SIGTERM, and the update did not end within grace=0.2 seconds"
     assert saved_in(directory) == ["update-0000000003"]
-    assert trainer.result.notes == ('not saved at its end: fit(..., resume="auto") goes on from update 3',)
+    assert trainer.result.notes == ('not saved at its end: fit(..., resume="auto") continues from update 3',)
     resumed = go(directory, resume="auto")
     check_equal(USUAL.whole(), resumed, told=USUAL.whole()[1].told[:4] + resumed[1].told)
 
@@ -187,7 +187,7 @@ def test_a_process_ends_with_the_usual_code_and_a_clear_line(directory):
     for number, name in ((signal.SIGTERM, "SIGTERM"), (signal.SIGUSR1, "SIGUSR1"), (signal.SIGINT, "Ctrl-C")):
         out, err = ((directory / f"{number:d}.{one}").read_text() for one in ("out", "err"))
         last = " ".join(out.split()).rpartition("  ")[2]
-        assert name in last and "goes on from there" in last, out
+        assert name in last and "continues from there" in last, out
         assert "fit " not in out.replace("fit(", "")
         if number == signal.SIGINT:
             assert err.rstrip().endswith("KeyboardInterrupt") and "Interrupted:" not in err

@@ -159,7 +159,7 @@ def test_the_note_of_a_failed_run_names_a_checkpoint_that_is_there(tmp_path, lef
         trainer.fit(READY, max_updates=8)
     (note,) = trainer.result.notes
     update = {"all": 4, "the older": 2, "of another run": 2}.get(left)
-    said = "nothing is saved" if update is None else f'resume="auto") goes on from update {update}'
+    said = "nothing is saved" if update is None else f'resume="auto") continues from update {update}'
     assert said in note
 
 

@@ -36,5 +36,5 @@ def notes_of(directory: Path) -> list[str]:
 @pytest.mark.slow
 def test_no_rank_names_another_update_than_rank_0_as_the_one_that_is_saved(ranks2: Pool, tmp_path: Path) -> None:
     first, second = ranks2.run(notes_of, tmp_path)
-    assert first == ['saved at update 4: fit(..., resume="auto") goes on from there']
+    assert first == ['saved at update 4: fit(..., resume="auto") continues from there']
     assert set(second) <= set(first)

@@ -302,7 +302,7 @@ class BetweenUpdates:
         if run.rank_sync is not None:  # all ranks stop at the same updates
             dues = [run.rank_sync.at, *[due for due in dues if due > updates]]
         run.due = min(dues, default=math.inf)
-        if run.woken and run.rank_sync is None:  # by a hook, or the thread that saves; asked last: no call is lost
+        if run.woken and run.rank_sync is None:  # by a hook, or the thread that saves; read last: no call is lost
             run.due = 0
         for one in reversed(self._inspectors):  # clocks come first and go last
             one.resume()

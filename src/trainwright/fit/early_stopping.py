@@ -101,7 +101,7 @@ class EarlyStopper:
         return f"{self.settings.monitor} did not improve on {self.best.value:.4g} (epoch {self.best.epoch}) {for_long}"
 
     def state_dict(self) -> dict[str, Any]:
-        """The best, its standard error, the wait, and the weights of the best where they are held here."""
+        """Return the best, its standard error, the wait, and the weights of the best where no checkpoint has them."""
         best = None
         if self.best is not None:
             best = {name: value for name, value in asdict(self.best).items() if name != "path"}

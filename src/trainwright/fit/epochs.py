@@ -98,13 +98,13 @@ class EpochLengths:
         if any({windows, clock} != {planned.clock_after(epoch)} for epoch, (windows, clock) in enumerate(past)):
             self._replan(loaded=True)
 
-    def _compare(self, windows: int, found: str, *, known: bool) -> None:
+    def _compare(self, windows: int, measured: str, *, known: bool) -> None:
         """Set the length of the current epoch; DataError where a setting was computed from another one."""
         plan = self.plan
         real = replace(plan, now=windows if known else plan.updates_in(self._counters.epoch) + 1)  # type: ignore[operator]
         wrong = [one for one in self._dependencies if one.value is None or one.value(real) != one.value(plan)]
         if wrong:
-            raise self._refused(wrong, found, real=real, known=known)
+            raise self._refused(wrong, measured, real=real, known=known)
         self.plan = replace(plan, now=windows)
         self._replan()
 
@@ -114,7 +114,7 @@ class EpochLengths:
             if loaded or rates.follows_epochs:
                 rates.replan(self.plan)
 
-    def _refused(self, wrong: list[LengthDependency], found: str, *, real: Plan, known: bool) -> DataError:
+    def _refused(self, wrong: list[LengthDependency], measured: str, *, real: Plan, known: bool) -> DataError:
         plan, counters = self.plan, self._counters
         number = counters.earlier_epochs + counters.epoch + 1
         settings = ", ".join(dict.fromkeys(one.asked_by for one in wrong))
@@ -123,7 +123,7 @@ class EpochLengths:
             planned = f"{plan.batches} batches ({planned})"
         return DataError(
             f"epoch {number} of the training data is not as long as planned: {settings} was computed from its length",
-            have=f"{found} in epoch {number}",
+            have=f"{measured} in epoch {number}",
             want=f"{planned}, as {'epoch_updates says' if plan.epoch_updates else 'the data said at the start'}",
             fix=_cure(wrong, plan, epoch=counters.epoch, length=real.updates_in(counters.epoch) if known else None),
         )

@@ -1,4 +1,4 @@
-"""What the trainer knows about its newest `fit`, and what one `fit` leaves for the next."""
+"""The record of a stage, which is one `fit`: how its updates are made, how far it is, and its outcome."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from trainwright.core.records import Best
 
 @dataclass(slots=True)
 class StageRecord:
-    """One stage, which is one `fit`: made when it starts, read by evaluations after it, followed by the next one's.
+    """One stage: made when it starts, read by evaluations until the next one starts.
 
-    A `fit` that is refused before its first update gives the place back to the record before it: the trainer is then
-    as its last `fit` left it.
+    Where a `fit` is refused before its first update, the record before it is restored: the trainer is then as its last
+    `fit` left it.
     """
 
     # Carried over from stage to stage.
@@ -24,8 +24,6 @@ class StageRecord:
     """Marks the checkpoints of this run; empty before the first."""
     stages: list[dict[str, Any]] = field(default_factory=list)
     """How each finished stage ended, as a checkpoint of a later one saves it."""
-    caller: str = ""
-    """The user's line that called a `fit` of one epoch; "-" once the header has named a loop of them."""
     warns: bool = True
     """Whether mistakes in the first batch are warned of; a trial of a tool, one of many first batches, does not."""
     checked_metrics: set[str] = field(default_factory=set)
@@ -38,23 +36,24 @@ class StageRecord:
     """Whether observers know of it: from then on it is not refused, and counts as a stage."""
     failed: bool = False
     """Whether it has not ended well: true from its first update to its end. A resume then continues the same stage."""
-
     follows_failure: bool = False
     """Whether the stage before it has failed."""
+    caller: str = ""
+    """The user's line that called a `fit` of one epoch; "-" once the header has named a loop of them."""
 
     # How its updates are made.
     why_immediate: tuple[str, ...] | None = None
-    """Why each update is checked at once; empty where that is deferred, None before the first run."""
+    """Why updates are checked one by one; empty where the check is deferred, None before the first run."""
     compiled: Any = None
-    """What was compiled, in counts and words; None where nothing is."""
+    """The graphs that were compiled, in counts and words; None where nothing is compiled."""
     splits: Any = None
-    """What splits windows where memory runs out; None where that is not asked for."""
+    """The splitter of windows for which memory runs out; None without `on_oom`."""
 
-    # What it came to.
+    # Its outcome.
     notes: tuple[str, ...] = ()
     """Lines for its header."""
     rates: tuple[Any, ...] = ()
-    """Its schedule, bound; set when it is over."""
+    """Its bound schedules; set when it is over."""
     weights: Any = None
     """Its evaluation weights, beside the trained ones; None where no loop has begun."""
     errors: dict[str, float] = field(default_factory=dict)
@@ -64,7 +63,7 @@ class StageRecord:
     final_validation: dict[str, float] | None = None
     """The numbers of an early end at which no validation was due."""
     ended: dict[str, Any] | None = None
-    """How it ended, where the checkpoint of a later stage says that it has."""
+    """How it ended, where it was read from the checkpoint of a later stage."""
     lacks_weights: bool = False
     """Whether it had ended before and its weights are gone: the model holds those that it was built with."""
     restored: Best | None = None
@@ -80,7 +79,7 @@ class StageRecord:
         return StageRecord(**carried, stages=list(self.stages), is_under_way=True, follows_failure=self.failed)
 
     def take_news(self) -> tuple[str, ...]:
-        """Lines on what was found while training, since the last call."""
+        """Return lines on windows that were split since the last call."""
         return () if self.splits is None else tuple(self.splits.take_news())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StageRecord:

@@ -15,8 +15,7 @@ def rescue(between: BetweenUpdates, error: BaseException) -> list[str]:
     included, with `on_error="save"`. A save in flight is awaited and reported in any case, and so are updates whose
     records wait for other ranks. Returns the failures of this, for notes on the error that ends the run.
     """
-    at_once = between.run.signals.pending and isinstance(error, KeyboardInterrupt)  # a second Ctrl-C
-    if at_once:
+    if between.run.signals.pending and isinstance(error, KeyboardInterrupt):  # a second Ctrl-C
         return []
     failures = _report_held(between)
     run, saves, counters = between.run, between.saves, between.counters
@@ -24,24 +23,25 @@ def rescue(between: BetweenUpdates, error: BaseException) -> list[str]:
         return failures
     # Several ranks save only where all have agreed to end here: after an error the others are elsewhere.
     alone = run.rank_sync is not None and not (isinstance(error, Interrupted) and not error.late)
-    trained = counters.rows or counters.earlier_updates  # untrained, the corrected script may begin anew
-    asked = run.owner.on_error == "save"
-    is_complete = bool(trained) and not alone and _is_complete(between, error, asked=asked)
-    would = bool(trained) and not alone and not asked and not is_complete
-    between.record.could_save = would and _is_complete(between, error, asked=True)
-    own = run.rollback.restore() if is_complete else None
+    trained = bool(counters.rows or counters.earlier_updates)  # untrained, the corrected script may begin anew
+    saves_errors = run.owner.on_error == "save"
+    can_save = trained and not alone
+    is_complete = can_save and _is_complete(between, error, saves_errors=saves_errors)
+    if can_save and not is_complete:
+        between.record.could_save = _is_complete(between, error, saves_errors=True)
+    rolled_back = run.rollback.restore() if is_complete else None
     with run.signals.held():
-        what = "the state at the end could not be saved"
+        failing = "the state at the end could not be saved"
         try:
             if is_complete:
                 between.update_clock()
                 if not saves.has_current_state:
-                    saves.save(instead=own)
+                    saves.save(instead=rolled_back)
             written = saves.manager.completed(wait=True, alone=alone)
-            what = "an observer failed in on_save of the last save"
+            failing = "an observer failed in on_save of the last save"
             saves.notify(written)
         except Exception as failed:
-            failures.append(f"{what}: {failed}")
+            failures.append(f"{failing}: {failed}")
     return failures
 
 
@@ -64,10 +64,10 @@ def ends_in(error: BaseException, *, grace: float) -> tuple[BaseException, str]:
     return (KeyboardInterrupt() if error.name == "Ctrl-C" else Stopped(error.number, error.name)), why
 
 
-def _is_complete(between: BetweenUpdates, error: BaseException, *, asked: bool) -> bool:
+def _is_complete(between: BetweenUpdates, error: BaseException, *, saves_errors: bool) -> bool:
     """Whether the state before the window in progress is complete, or can be rolled back to, and is to be saved.
 
-    `asked`: for errors of user code too.
+    `saves_errors`: for errors of user code too.
     """
     run, status = between.run, between.run.strategy.status
     place = run.rollback.phase
@@ -77,8 +77,8 @@ def _is_complete(between: BetweenUpdates, error: BaseException, *, asked: bool) 
         return False
     is_validating = place == BETWEEN and between.counters.pause != ""
     if place in (OPENING, FETCHING) or (is_validating and run.signals.data_failed):
-        return asked or isinstance(error, Exception)
-    if not asked:
+        return saves_errors or isinstance(error, Exception)
+    if not saves_errors:
         return False
     if place == UPDATING:
         return status.applied is not True and not status.stepping

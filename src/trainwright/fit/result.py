@@ -59,7 +59,7 @@ class FitEnd:
                 self._load_into(watch.best, watch.weights, source="the best weights")
         elif manager is not None and manager.settings.restore_best and manager.best is not None:
             self._load(manager.best)
-        self._run.weights.install()  # once more: the best that was loaded on top is what the next stage finds
+        self._run.weights.install()  # once more: the next stage compares its weights with the best that was loaded
 
     def _load(self, best: Best) -> None:
         """Load the weights of a best from its checkpoint; a warning where that is gone, and the last weights stay."""
@@ -81,7 +81,7 @@ class FitEnd:
     def _warn_of(self, best: Best, why: str) -> None:
         if self._owner.is_main:  # all ranks come to the same, and one says it
             what = f"the weights of the best {best.name} (update {best.update})"
-            warn_user(f"{what} {why}; the last ones stay")
+            warn_user(f"{what} {why}; the model has the last ones")
 
     def make_result(self) -> Result:
         """Return how the run ended; how the stage had ended, where it was passed over."""
@@ -116,7 +116,7 @@ class FitEnd:
         return f"best of epoch {restored.epoch}{by}"
 
     def _notes(self) -> tuple[str, ...]:
-        """Return the lines on what a user should know of the run."""
+        """Return lines on skipped updates, acceleration, failed saves and the place of a resume."""
         failing = "" if self._manager is None else self._manager.failing
         reported = self._run.strategy.reporter.note
         lines = [*self._skip_notes(), *acceleration_notes(self._owner), failing, reported, *self._resume_notes()]
@@ -144,10 +144,10 @@ class FitEnd:
         if manager.saved and not named:
             return ()  # a manager of the user's own, whose names say nothing
         if known and known[0] >= reached:
-            return (f"saved at update {known[0]}: {again} goes on from there",)
-        where = f"not saved at its end: {again} goes on from update {known[0]}" if known else ""
-        kept = f'; Trainer(on_error="save") would have saved update {reached}' if self._record.could_save else ""
-        return (f"{where or f'nothing is saved: {again} begins anew'}{kept}",)
+            return (f"saved at update {known[0]}: {again} continues from there",)
+        where = f"not saved at its end: {again} continues from update {known[0]}" if known else ""
+        missed = f'; Trainer(on_error="save") would have saved update {reached}' if self._record.could_save else ""
+        return (f"{where or f'nothing is saved: {again} starts at the beginning'}{missed}",)
 
 
 def path_at(manager: CheckpointManager | None, update: int) -> Path | None:

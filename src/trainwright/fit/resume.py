@@ -39,7 +39,7 @@ from trainwright.update.per_rank_state import PROCESSES, load_rank_state, take_r
 
 @dataclass(frozen=True, kw_only=True)
 class ResumePlan:
-    """Where a `fit` starts: here at its beginning, where there is no checkpoint of it."""
+    """Where a `fit` starts. This class: at its beginning, without a checkpoint of it."""
 
     lines: tuple[str, ...] = ()
     """The lines of the header on it."""
@@ -51,7 +51,7 @@ class ResumePlan:
     """Whether the stage has ended: nothing is trained in it."""
 
     def execute(self, owner: Owner, between: BetweenUpdates) -> list[str]:
-        """Load the state that the `fit` starts with; return further lines of the header. Nothing is loaded here."""
+        """Load the state that the `fit` starts with; return further lines of the header. No-op here."""
         return []
 
 
@@ -66,7 +66,7 @@ class Continued(ResumePlan):
     """Whether the data are those that it was saved with, and continue at their position."""
 
     def execute(self, owner: Owner, between: BetweenUpdates) -> list[str]:
-        """Load the checkpoint into everything bound; warn of differences where the run goes on."""
+        """Load the checkpoint into everything bound; warn of differences where the run continues."""
         counters, run = owner._counters, between.run
         given = _settings(owner)
         reports, lines = _restore(self, owner, between)
@@ -78,7 +78,7 @@ class Continued(ResumePlan):
         if counters.stopped:
             run.source.settle()  # no epoch will begin and take the state over; a next `fit` reads the same data
         if counters.stopped or not counters.begun or not run.random.epoch_start or not self.with_data:
-            # begin_epoch, the order, or what follows this `fit`, draws first; or the current epoch begins anew
+            # begin_epoch, the order, or code after this `fit`, draws first; or the current epoch begins anew
             run.random.restore()
         at = counters.earlier_updates + counters.updates
         for observer in active_observers(owner):
@@ -143,8 +143,8 @@ def _start_anew_plan(owner: Owner) -> ResumePlan:
     """Return the plan of a `fit` for which there is no checkpoint."""
     if owner.checkpoint is None or not owner._record.follows_failure:
         return ResumePlan()
-    found = f"no checkpoint in {owner.checkpoint.directory}"
-    line = f"{found}: it begins with the weights and the optimizer as the fit that failed has left them"
+    empty = f"no checkpoint in {owner.checkpoint.directory}"
+    line = f"{empty}: it begins with the weights and the optimizer as the fit that failed has left them"
     return ResumePlan(lines=(line,))
 
 
@@ -215,10 +215,10 @@ def _check_progress(progress: Any, manifest: Mapping[str, Any]) -> None:
     counters.load_state_dict(progress["counters"])
     if len(stages) < counters.stage:
         raise FormError(f"{len(stages)} stages are listed, and it is of stage {counters.stage}")
-    said = (counters.earlier_updates + counters.updates, counters.earlier_epochs + counters.epoch)
-    if said != (manifest["update"], manifest["epoch"]):
+    position = (counters.earlier_updates + counters.updates, counters.earlier_epochs + counters.epoch)
+    if position != (manifest["update"], manifest["epoch"]):
         listed = f"update {manifest['update']} of epoch {manifest['epoch']}"
-        raise FormError(f"the counters say update {said[0]} of epoch {said[1]}, and the manifest {listed}")
+        raise FormError(f"the counters say update {position[0]} of epoch {position[1]}, and the manifest {listed}")
 
 
 def _check_stage(ended: Any) -> None:

@@ -1,4 +1,4 @@
-"""When a run saves, which state goes into a checkpoint, and which observers learn that it is complete."""
+"""The checkpoints of a run: when they are due, their state, and the observers of complete ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainwright.update.per_rank_state import PROCESSES, rank_state
 
 
 class RunCheckpoints:
-    """The checkpoints of one `fit`, made after loading: what the manager is given, and when."""
+    """Gives the state of one `fit` to the manager when a save is due; made after loading."""
 
     def __init__(self, run: Run, manager: CheckpointManager) -> None:
         self.run, self.owner, self.counters, self.manager = run, run.owner, run.counters, manager
@@ -40,7 +40,7 @@ class RunCheckpoints:
 
     def _reserve(self) -> None:
         average = self.run.weights.average
-        if average is None or not average.will_need_statistics:  # else to show it takes a pass over the data
+        if average is None or not average.will_need_statistics:  # else the averaged weights take a pass over the data
             with self.run.weights.evaluated():
                 self.manager.reserve(gather(self.owner.parts()))
 

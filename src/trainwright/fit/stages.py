@@ -1,4 +1,4 @@
-"""The start of a stage, which is one `fit`: what begins anew, and what a `fit` that is refused gives back."""
+"""The start of a stage, which is one `fit`, after earlier ones; undone where the `fit` is refused."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class TrainedStage(LastStage):
             self._record.rates = (taken,)
         if self._record.weights is not None:
             self._record.weights.install()
-            # `weights` has noted them as they are
+            # Their versions are recorded in `weights`.
             with versions_preserved(tensor for tensor, _ in self._weights), torch.no_grad():
                 for tensor, value in self._weights:
                     tensor.copy_(value)
