@@ -266,7 +266,7 @@ def forgets_class_weights(patch):
 
 
 def the_clock_counts_micro_batches(patch):
-    def count(self, window, returned):
+    def count(self, window):
         self.counters.updates += len(window) - 1
 
     around(patch, Run, "count", after=count)

@@ -81,5 +81,5 @@ def test_other_settings_of_the_average_are_said_on_resume(tmp_path):
     first = watched(EMA(0.9), checkpoint=Checkpoint(tmp_path))
     first.fit(*data(), epochs=2)
     second = watched(EMA(0.5), checkpoint=Checkpoint(tmp_path))
-    with pytest.warns(UserWarning, match=r"average changed: EMA\(decay=0.9\) -> EMA\(decay=0.5\)"):
+    with pytest.warns(UserWarning, match=r"average changed: EMA\(0.9\) -> EMA\(0.5\)"):
         second.fit(*data(), epochs=3, resume="auto")

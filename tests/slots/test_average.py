@@ -313,5 +313,5 @@ def test_what_cannot_work_is_refused(make, text):
 
 
 def test_spans_in_epochs_need_no_plan():
-    assert SWA(Epochs(3)).bind(nn.Linear(1, 1)).text == "SWA(start=Epochs(n=3)) from epoch 3"
+    assert SWA(Epochs(3)).bind(nn.Linear(1, 1)).text == "SWA(Epochs(3)) from epoch 3"
     SWA(Updates(5)).bind(nn.Linear(1, 1), Plan(epochs=4))

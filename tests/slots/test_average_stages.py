@@ -249,7 +249,7 @@ def test_another_kind_or_another_model_is_refused_and_nothing_is_changed():
     model, average = averaged()
     with average.swapped():
         saved = deepcopy(average.state_dict())
-    with pytest.raises(CheckpointError, match=r"another kind of average(.|\n)*EMA\(decay=0.5\)(.|\n)*SWA"):
+    with pytest.raises(CheckpointError, match=r"another kind of average(.|\n)*EMA\(0.5\)(.|\n)*SWA"):
         SWA(Updates(1), Updates(1)).bind(model).load_state_dict(saved)
     other = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
     before, average = values(other), EMA(0.5).bind(other)
@@ -263,7 +263,7 @@ def test_other_settings_go_on_and_say_so():
     with average.swapped():
         saved = deepcopy(average.state_dict())
     said = EMA(0.75).bind(model).load_state_dict(saved)
-    assert said == "average changed: EMA(decay=0.5) -> EMA(decay=0.75)"
+    assert said == "average changed: EMA(0.5) -> EMA(0.75)"
     begins = [SWA().bind(model, Plan(batches=4, epochs=epochs)) for epochs in (4, 8)]
     said = begins[1].load_state_dict(begins[0].state_dict())
-    assert said == "average changed: SWA() from update 12 -> SWA() from update 24"
+    assert said == "average changed: SWA(0.75) from update 12 -> SWA(0.75) from update 24"

@@ -1,16 +1,20 @@
-"""Checks of single settings (whole numbers, numbers between bounds, flags, choices), and of the form of saved state.
+"""Checks of single settings (numbers between bounds, flags, choices) and of the form of saved state; settings as text.
 
 `written` is the setting as the user wrote it, `fix` what to write instead; those raise SettingError.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import operator
 import os
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
 from trainwright.core.errors import SettingError
 
@@ -161,3 +165,38 @@ def is_none_or(fits: Callable[[object], bool]) -> Callable[[object], bool]:
 def is_dict(value: object) -> bool:
     """Return whether a value is a dict."""
     return isinstance(value, Mapping)
+
+
+def settings_text(value: Any) -> str:
+    """Return a setting as it is written; a function, or an object whose repr is an address, by its name."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key!r}: {settings_text(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(settings_text, value))}]"
+    if isinstance(value, functools.partial):
+        named = [f"{name}={settings_text(one)}" for name, one in value.keywords.items()]
+        return f"partial({', '.join([settings_text(value.func), *map(settings_text, value.args), *named])})"
+    if is_dataclass(value) and not isinstance(value, type):
+        return _dataclass_text(value)
+    if inspect.isroutine(value) or isinstance(value, type):
+        return value.__name__
+    text = repr(value)
+    return type(value).__name__ if " at 0x" in text else text
+
+
+def _dataclass_text(setting: Any) -> str:
+    """Return a dataclass with its first value and those that are not the default: `StepLR(Epochs(30), gamma=0.5)`."""
+    first = next(iter(fields(setting)), None)
+    given = []
+    for one in fields(setting):
+        value, by_place = getattr(setting, one.name), one is first and not one.kw_only
+        if by_place or one.default is MISSING or not _is_default(value, one.default):
+            # A first value that has a default, or is the only one, is known by its place; the others need their names.
+            bare = by_place and (one.default is not MISSING or len(fields(setting)) == 1)
+            given.append(settings_text(value) if bare else f"{one.name}={settings_text(value)}")
+    return f"{type(setting).__name__}({', '.join(given)})" if given else type(setting).__name__
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    """Return whether a value is the default; only plain values are compared, others may have an == of their own."""
+    return value is default or ((isinstance(value, str | int | float) or is_dataclass(value)) and value == default)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import inspect
 import json
 from collections.abc import Mapping
-from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
-from trainwright.core.durations import Duration
+from trainwright.core.checks import settings_text
 from trainwright.optim.clip import ClipNorm
 from trainwright.update.owner import Owner
 
-_PLAIN = str | int | float | Duration
 SLOTS = ("loss", "precision", "accumulate", "clip", "schedule", "early_stopping", "average", "on_nonfinite")
 
 
@@ -60,38 +56,8 @@ def _class_of(optimizer: Any) -> str:
     return classes[0].__name__ if classes and classes[0].__name__ != "Optimizer" else type(optimizer).__name__
 
 
-def _text(value: Any) -> str:
-    """Return a setting as it is written; a function, or an object whose repr is an address, by its name."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key!r}: {_text(one)}" for key, one in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_text, value))}]"
-    if isinstance(value, functools.partial):
-        named = [f"{name}={_text(one)}" for name, one in value.keywords.items()]
-        return f"partial({', '.join([_text(value.func), *map(_text, value.args), *named])})"
-    if is_dataclass(value) and not isinstance(value, type):
-        return _dataclass_text(value)
-    if inspect.isroutine(value) or isinstance(value, type):
-        return value.__name__
-    text = repr(value)
-    return type(value).__name__ if " at 0x" in text else text
-
-
-def _dataclass_text(setting: Any) -> str:
-    """Return a dataclass with its first value and those that are not the default: `StepLR(Epochs(30), gamma=0.5)`."""
+def _text(setting: Any) -> str:
+    """Return a setting as text; of a norm to clip to the number alone."""
     if isinstance(setting, ClipNorm) and setting == ClipNorm(setting.max_norm):
         return str(setting.max_norm)
-    first = next(iter(fields(setting)), None)
-    shown = []
-    for one in fields(setting):
-        value, by_place = getattr(setting, one.name), one is first and not one.kw_only
-        if by_place or one.default is MISSING or not _is_default(value, one.default):
-            # A first value that has a default, or is the only one, is known by its place; the others need their names.
-            bare = by_place and (one.default is not MISSING or len(fields(setting)) == 1)
-            shown.append(_text(value) if bare else f"{one.name}={_text(value)}")
-    return f"{type(setting).__name__}({', '.join(shown)})" if shown else type(setting).__name__
-
-
-def _is_default(value: Any, default: Any) -> bool:
-    """Return whether a value is the default; only plain values are compared, others may have an == of their own."""
-    return value is default or (isinstance(value, _PLAIN) and value == default)
+    return settings_text(setting)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_avg_fn, get_swa_multi_avg_fn
 
-from trainwright.core.checks import check_flag, check_form, check_number, is_count, is_none_or, is_text
+from trainwright.core.checks import check_flag, check_form, check_number, is_count, is_none_or, is_text, settings_text
 from trainwright.core.durations import Duration, Epochs, Updates
 from trainwright.core.errors import CheckpointError, DataError, SettingError
 from trainwright.core.plan import Plan
@@ -26,7 +26,6 @@ from trainwright.core.torch_private import BatchNorm, buffer_dict, version_of
 from trainwright.modules.dtensors import copy_into, is_sharded, local_shards, on_all_ranks, reshard
 from trainwright.modules.modes import mode
 from trainwright.schedules.lengths import Length, check_length
-from trainwright.schedules.settings import settings_text
 
 Fold = Callable[[list[Tensor], list[Tensor], int], object]
 """Updates averages in place: (averages, weights, number of averages before)."""

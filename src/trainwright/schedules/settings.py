@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import MISSING, fields
-from functools import partial
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from torch.optim import Optimizer
 
-from trainwright.core.checks import check_choice, check_number, check_whole
+from trainwright.core.checks import check_choice, check_number, check_whole, settings_text
 from trainwright.core.durations import Epochs
 from trainwright.core.errors import SettingError
 from trainwright.core.plan import Plan
@@ -72,30 +71,9 @@ class BuiltinSchedule:
             check_length(value, f"{type(self).__name__}({name}={{}})", least=least)
 
 
-def settings_text(settings: Any) -> str:
-    """The settings of a dataclass as they are written, the same in every process: functions by name, not by address."""
-    given = [
-        f"{field.name}={_written(getattr(settings, field.name))}"
-        for field in fields(settings)
-        if field.default is MISSING or getattr(settings, field.name) != field.default
-    ]
-    return f"{type(settings).__name__}({', '.join(given)})"
-
-
 def values_of(settings: Any) -> list[Any]:
     """The values of the fields of a dataclass."""
     return [getattr(settings, field.name) for field in fields(settings)]
-
-
-def _written(value: Any) -> str:
-    return _written_function(value) if callable(value) else repr(value)
-
-
-def _written_function(function: Any) -> str:
-    if not isinstance(function, partial):
-        return str(getattr(function, "__qualname__", type(function).__qualname__))
-    keywords = [f"{name}={_written(given)}" for name, given in function.keywords.items()]
-    return f"partial({', '.join([_written(function.func), *map(_written, function.args), *keywords])})"
 
 
 def _rates_by_update(

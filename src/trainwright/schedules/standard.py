@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.optim import lr_scheduler as torchs
 from torch.optim.lr_scheduler import LRScheduler
 
+from trainwright.core.checks import settings_text
 from trainwright.core.durations import Epochs
 from trainwright.core.errors import SettingError
 from trainwright.core.plan import NEVER, Plan
@@ -38,7 +39,7 @@ from trainwright.schedules.lengths import (
     warmup_updates,
 )
 from trainwright.schedules.rates import Rates
-from trainwright.schedules.settings import BuiltinSchedule, settings_text
+from trainwright.schedules.settings import BuiltinSchedule
 from trainwright.schedules.table import Build, TableSpec
 
 if TYPE_CHECKING:

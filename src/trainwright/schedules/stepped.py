@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from trainwright.core.checks import FormError, check_whole, is_none_or, is_number, is_text
+from trainwright.core.checks import FormError, check_whole, is_none_or, is_number, is_text, settings_text
 from trainwright.core.errors import SettingError
 from trainwright.core.monitor import Mode, resolve_mode
 from trainwright.core.plan import LengthDependency, Plan
 from trainwright.core.suggestions import did_you_mean, suggests
 from trainwright.schedules.rates import GroupRates, are_settings
-from trainwright.schedules.settings import BuiltinSchedule, settings_text
+from trainwright.schedules.settings import BuiltinSchedule
 from trainwright.schedules.table import BareOptimizer
 
 if TYPE_CHECKING:
