@@ -220,12 +220,12 @@ def the_schedule_is_one_update_ahead(patch):
 
 @fault(schedule.check_rates_are_torchs, "one cycle", "adam", "accumulate")
 def the_total_counts_micro_batches(patch):
-    patch.setattr(Plan, "_planned_in", lambda self, epoch: self.batches)
+    patch.setattr(Plan, "updates_in", lambda self, epoch: self.batches)
 
 
 @fault(schedule.check_rates_are_torchs, "one cycle", "two", "accumulate")
 def the_total_forgets_short_windows(patch):
-    patch.setattr(Plan, "_planned_in", lambda self, epoch: self.batches // self.accumulated(epoch))
+    patch.setattr(Plan, "updates_in", lambda self, epoch: self.batches // self.accumulated(epoch))
 
 
 @fault(schedule.check_rates_are_torchs, "cosine, warmup", "two", "drop last")
