@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainwright import Checkpoint, StepOutput, Trainer, Updates
 from trainwright.core.errors import CheckpointError, SettingError
 from trainwright.core.trees import tensors_in
-from trainwright.metrics.metric_set import MetricSet
+from trainwright.metrics.metric_set import MetricSet, check_metrics
 from trainwright.metrics.metrics import Derived, accuracy, top_k
 from trainwright.metrics.totals import Total
 
@@ -391,7 +391,7 @@ def test_a_derived_metric_must_give_a_number():
 @pytest.mark.parametrize("name", ["loss", "lr", "epoch", "update", "grad_norm", "val_accuracy", "", 3])
 def test_names_of_the_run_are_refused(name):
     with pytest.raises(SettingError, match="metric name"):
-        MetricSet({name: accuracy})
+        check_metrics({name: accuracy})
 
 
 @pytest.mark.parametrize(
@@ -406,7 +406,7 @@ def test_names_of_the_run_are_refused(name):
 )
 def test_what_is_no_metric_is_refused_before_any_batch(metric, says):
     with pytest.raises(SettingError, match=says):
-        MetricSet({"mine": metric})
+        check_metrics({"mine": metric})
 
 
 def test_a_factory_that_takes_two_is_refused_at_the_first_batch():

@@ -59,14 +59,13 @@ def evaluate(owner: Owner, source: Source, *, name: str, batches: int | None = N
     """
     metrics, prefix = _metric_set(owner, complete=batches is None), f"{name}_"
     tracker = LossTracker(metrics, owner._hooks)
+    tracker.must_feed = metrics is not None
     seen = 0
     with without_trace(owner, source, tracker) as aside:
         step, to_device = _validation_step(owner, tracker), mover(owner, aside, trains=False)
         for batch in islice(owner._record.read_batches(_batches(owner, aside, tracker)), batches):
             tracker.batch = batch
             returned = step(batch if to_device is None else to_device(batch))
-            if not seen:
-                tracker.check_fed(returned)
             tracker.record(returned)
             seen += 1
             if not seen % READ_EVERY:

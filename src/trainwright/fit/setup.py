@@ -25,7 +25,7 @@ from trainwright.distributed.ddp import DDP, in_sync
 from trainwright.distributed.world import World
 from trainwright.fit.plan import Ends
 from trainwright.fit.record import StageRecord
-from trainwright.metrics.metric_set import MetricSet
+from trainwright.metrics.metric_set import MetricSet, check_metrics
 from trainwright.modules.dtensors import is_sharded
 from trainwright.optim.clip import ClipNorm, ClipValue
 from trainwright.optim.named import ONLY, check_schedulers
@@ -125,9 +125,9 @@ def checked_metrics(metrics: Mapping[str, Any] | None, world: World) -> dict[str
     if metrics is not None and not isinstance(metrics, Mapping):
         raise TypeError(message(f"metrics={metrics!r}", want="a dict", fix='metrics={"accuracy": accuracy}'))
     if metrics:
-        checked = MetricSet(metrics)
+        check_metrics(metrics)
         if world.size > 1:
-            checked.check_mergeable()
+            MetricSet(metrics).check_mergeable()
     return dict(metrics or {})
 
 

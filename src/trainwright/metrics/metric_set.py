@@ -20,6 +20,28 @@ from trainwright.metrics.totals import Total, read_totals
 _NO_NUMBERS: Mapping[str, float] = {}
 
 
+def check_metrics(metrics: Mapping[str, Any]) -> None:
+    """Refuse names of the run, and what is no metric: SettingError."""
+    for name, metric in metrics.items():
+        check_name(name)
+        if isinstance(metric, type):
+            raise SettingError(
+                f"metric {name!r} is the class {metric.__name__}",
+                want="a function of (output, target), or an object",
+                fix=f"{metric.__name__}()",
+            )
+        if isinstance(metric, OverAll | Derived) or _is_object(metric):
+            continue
+        if not callable(metric):
+            raise SettingError(
+                f"metric {name!r} is {metric!r}",
+                want="a function of (output, target), an object with update, compute and reset, over_all(fn), "
+                "or Derived(fn)",
+                fix='metrics={"accuracy": accuracy}',
+            )
+        check_takes_two(metric, f"metric {name!r}")
+
+
 class MetricSet:
     """The metrics of one pass: a list of accumulators, and `Derived` numbers of their results.
 
@@ -37,7 +59,7 @@ class MetricSet:
         spread: bool = False,
         checked: set[str] | None = None,
     ) -> None:
-        """Make an accumulator of each metric: a function, an object, `over_all(fn)` or `Derived(fn)`.
+        """Make an accumulator of each metric, as `check_metrics` allows them.
 
         `complete=False` is for a pass that ends before the data do: `over_all` functions are not called and give NaN.
         `checked`: the functions whose first result was checked for a count already.
@@ -50,17 +72,15 @@ class MetricSet:
         """The names, as given."""
         checked = set(metrics) if checked is None else checked
         for name, metric in metrics.items():
-            check_name(name)
             if isinstance(metric, Derived):
                 self._derived[name] = metric
             elif isinstance(metric, OverAll):
                 self._metrics += [] if training else [AllRows(name, metric.fn, complete=complete)]
-            elif _is_object(name, metric):
+            elif _is_object(metric):
                 from trainwright.metrics.objects import ObjectMetric  # only where there is one
 
                 self._metrics.append(ObjectMetric(name, metric))
             else:
-                check_takes_two(metric, f"metric {name!r}")
                 self._metrics.append(FunctionMetric(name, metric, names=metrics, checked=checked, spread=spread))
         self.reads_output = len(self._metrics) > 0
         """Whether any metric reads outputs and targets."""
@@ -208,21 +228,5 @@ def _derive(metrics: Mapping[str, Derived], numbers: Mapping[str, float], left_o
     return found
 
 
-def _is_object(name: str, metric: Any) -> bool:
-    """Whether a metric is an object with `update`, `compute` and `reset`; SettingError for what is no metric."""
-    if isinstance(metric, type):
-        raise SettingError(
-            f"metric {name!r} is the class {metric.__name__}",
-            want="a function of (output, target), or an object",
-            fix=f"{metric.__name__}()",
-        )
-    if all(callable(getattr(metric, method, None)) for method in ("update", "compute", "reset")):
-        return True
-    if not callable(metric):
-        raise SettingError(
-            f"metric {name!r} is {metric!r}",
-            want="a function of (output, target), an object with update, compute and reset, over_all(fn), "
-            "or Derived(fn)",
-            fix='metrics={"accuracy": accuracy}',
-        )
-    return False
+def _is_object(metric: Any) -> bool:
+    return all(callable(getattr(metric, method, None)) for method in ("update", "compute", "reset"))

@@ -166,7 +166,7 @@ class LossTracker:
             self.check_fed(returned)
         if window is None and (returned is None or self._add_at_once(returned)):
             return None
-        step_loss = read_step_loss(returned)
+        step_loss = returned if type(returned) is StepLoss else read_step_loss(returned)
         if step_loss.count is None and not step_loss.is_sum:
             step_loss.count = self._count_of_mean(step_loss.loss)
         if self.recording:

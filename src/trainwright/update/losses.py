@@ -125,15 +125,15 @@ class KnownLoss:
         weight: Tensor | None = getattr(self.mean, "weight", self._options["weight"])
         return weight
 
-    def weighable(self, output: Tensor, target: Tensor, count: Count) -> MeanLoss | SumLoss:
+    def weighable(self, output: Tensor, target: Tensor, count: Count) -> StepLoss:
         """Return the loss of one of several micro-batches, with its count.
 
         With class weights as a sum: its gradient is 0 where all weights are, and that of torch's mean is NaN.
         """
         if not self._weighted:
-            return MeanLoss(self.mean(output, target), count)
+            return StepLoss(self.mean(output, target), count)
         output = output.float() if output.dtype in _HALVES else output  # a sum overflows them where its mean does not
-        return SumLoss(self._sum(output, target), count)
+        return StepLoss(self._sum(output, target), count, is_sum=True)
 
     def evaluated(self, output: Tensor, target: Tensor) -> MeanLoss | SumLoss:
         """Return the loss of a batch of an evaluation with its count: as a sum, which no division has rounded."""
