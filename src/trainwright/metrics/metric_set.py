@@ -103,7 +103,7 @@ class MetricSet:
         if not rows or not self.reads_output:
             return
         if output is None or target is None:
-            raise self._unfed("output" if output is None else "target")
+            raise self.unfed(f"the step gave no {'output' if output is None else 'target'}")
         if torch.is_grad_enabled():  # in training alone: the check costs less than the context
             with torch.no_grad():
                 self.update(output, target, rows)
@@ -113,6 +113,13 @@ class MetricSet:
         self._rows += rows
         for metric in self._metrics:
             metric.update(output, target, rows)
+
+    def unfed(self, why: str, *, fix: str = "return StepOutput(loss, output, target) from the step") -> SettingError:
+        """Build the error for metrics that read an output and a target, and get none."""
+        several, names = len(self.names) > 1, ", ".join(map(repr, self.names))
+        what = f"metrics {names} are never fed: {why}" if several else f"metric {names} is never fed: {why}"
+        want = f"the output and target that the metric{'s read' if several else ' reads'}"
+        return SettingError(what, want=want, fix=fix, where=False)
 
     def compute(self, prefix: str = "", numbers: Mapping[str, float] = _NO_NUMBERS) -> dict[str, float]:
         """Return every metric as `prefix` + name, with one read from the device; derived numbers come last.
@@ -180,13 +187,6 @@ class MetricSet:
         for metric in self._metrics:
             totals |= metric.totals() if self._rows else {metric.name: Total()}
         return totals
-
-    def _unfed(self, missing: str) -> SettingError:
-        names = [metric.name for metric in self._metrics]
-        return SettingError(
-            f"metrics {', '.join(map(repr, names))} read an output and a target, and the step gave no {missing}",
-            fix="return StepOutput(loss, output, target)   # from training_step or validation_step",
-        )
 
 
 class _LeftOutOfTrainingError(Exception):

@@ -273,8 +273,7 @@ class LossTracker:
         """Refuse what a step returned where metrics read outputs and it holds none."""
         fed = type(returned) is StepOutput and returned.output is not None
         if not fed and self.metrics is not None and self.metrics.reads_output:
-            fix = "return StepOutput(loss, output, target) from the step"
-            raise self._unfed(f"the step returned {type(returned).__name__}", fix=fix)
+            raise self.metrics.unfed(f"the step returned {type(returned).__name__}")
 
     def record_returned(self, returned: Any) -> None:
         """Record what an `update` returned: a loss if no step of this window gave one, and other numbers."""
@@ -387,9 +386,9 @@ class LossTracker:
         numbers = {prefix + name: value for name, value in means.items()}
         if self.metrics is not None and (self.metrics.fed or self.window is None):
             numbers |= self.metrics.compute(prefix, means)
-        elif self.must_feed:
+        elif self.must_feed and self.metrics is not None:
             fix = "self.minimize(StepOutput(loss, output, target)), or self.compute_gradients(window)"
-            raise self._unfed("no update gave an output and a target", fix=fix)
+            raise self.metrics.unfed("no update gave an output and a target", fix=fix)
         return numbers
 
     def begin_at(self, tree: dict[str, Any]) -> None:
@@ -433,12 +432,6 @@ class LossTracker:
         if self.metrics is not None and tree["metrics"] is not None:
             self.metrics.load_state_dict(tree["metrics"])
         self._probed = {name: [(value, 1, False)] for name, value in tree["probed"].items()}
-
-    def _unfed(self, why: str, *, fix: str) -> SettingError:
-        names = [] if self.metrics is None else list(self.metrics.names)
-        unfed = f"the metrics {', '.join(names)} are" if len(names) > 1 else f"metric {''.join(map(repr, names))} is"
-        want = f"the output and target that the metric{'s read' if len(names) > 1 else ' reads'}"
-        return SettingError(message(f"{unfed} never fed: {why}", want=want, fix=fix, where=False))
 
     def _claimed(self, named: Mapping[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
         for name in named:
