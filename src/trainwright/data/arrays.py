@@ -18,9 +18,9 @@ from trainwright.core.errors import DataError
 from trainwright.distributed.batch_layout import Shard, Slice
 
 AT_ONCE = 1 << 20
-"""Bytes up to which the rows of an epoch are gathered at once: beyond, the batches would not stay in the cache."""
+"""Bytes up to which the rows of an epoch are gathered at once: more would not stay in the cache."""
 ALIGNED = 64
-"""Bytes of which the place of a tensor of torch's own is a multiple."""
+"""Alignment in bytes of the memory that torch allocates."""
 
 
 class Table:
@@ -32,7 +32,7 @@ class Table:
     def __init__(self, columns: Sequence[Tensor], pack: Callable[[Any], Any] | None, at: Tensor | None = None) -> None:
         self.columns = list(columns)
         self._pack = pack
-        """From a tuple of columns to the container; None where it is a tuple."""
+        """Makes the container from a tuple of columns; None where it is a tuple."""
         self._at = at
         """Row numbers in the columns, where the table is a subset of them."""
 
@@ -40,46 +40,38 @@ class Table:
         return self.columns[0].shape[0] if self._at is None else self._at.shape[0]
 
     def describe(self) -> str:
-        """Where the rows are."""
+        """Return the location of the rows."""
         return "memory"
 
     def size_beside(self, device: torch.device) -> int:
-        """Bytes that a copy of the rows takes on `device`; 0 where they lie there."""
+        """Return the bytes of a copy of the rows on `device`; 0 where they are there."""
         of_row = [one[:1].numel() * one.element_size() for one in self.columns if one.device != device]
         return len(self) * sum(of_row)
 
     def on(self, device: torch.device) -> Table:
-        """A table of the same rows, copied to `device`."""
+        """Return a table of the same rows, copied to `device`."""
         there, at = copy(self), self._at
         rows = [one if at is None else one.index_select(0, at.to(one.device)) for one in self.columns]
         there.columns, there._at = [one.to(device) for one in rows], None
         return there
 
     def batches(self, order: Tensor | None, size: int, rows: range, *, only: range | None = None) -> Iterator[Any]:
-        """Batches of `size` of those positions `rows` of `order`; of the table's own order where it is None.
+        """Return batches of `size` of the positions `rows` in `order`; None: in the table's own order.
 
         With `only` those rows of each batch, by their positions in it.
         """
         if not rows:
             return iter(())
         if only is None and self._fits_at_once(len(rows), size):
-            streams = self._at_once(order, size, rows)
-        elif order is None and self._at is None:
-            streams = [
-                map(torch.clone, _parts(_chunks(column[rows.start : rows.stop], size), only)) for column in self.columns
-            ]
+            columns = self._gathered_at_once(order, size, rows)
         else:
-            picked = self._picked(order)[rows.start : rows.stop]
-            shared = tee(_parts(_chunks(picked, size), only), len(self.columns))
-            streams = [
-                map(partial(column.index_select, 0), part) for column, part in zip(self.columns, shared, strict=True)
-            ]
+            columns = self._gathered_by_batch(order, size, rows, only)
         # map and zip run in C: no Python frame per batch.
-        joined = zip(*streams, strict=True)
+        joined = zip(*columns, strict=True)
         return joined if self._pack is None else map(self._pack, joined)
 
     def slices(self, order: Tensor | None, size: int, rows: range, *, part: Shard) -> Iterator[Slice]:
-        """What one process runs of these batches; the last may be short, and is cut into other parts."""
+        """Return the slices of one rank of these batches; a short last batch is cut into other parts."""
         full = len(rows) // size * size
         return chain(
             self._slices(order, size, rows[:full], part=part),
@@ -91,61 +83,71 @@ class Table:
         return map(Slice, own, repeat(len(part.of(size))), repeat(size))
 
     def fetch(self, seed: int, epoch: int, rows: Sequence[int]) -> Any:
-        """The batch of `rows`."""
+        """Return the batch of `rows`."""
         return self.take(torch.as_tensor(rows, dtype=torch.int64))
 
     def take(self, rows: Tensor) -> Any:
-        """The batch of `rows`, an int64 tensor; IndexError for a number below 0 or beyond the end."""
+        """Return the batch of `rows`, an int64 tensor; IndexError for a number that is no row."""
         picked = self._picked(rows)
         batch = tuple([column.index_select(0, picked) for column in self.columns])
         return batch if self._pack is None else self._pack(batch)
 
     def part(self, at: Tensor) -> Table:
-        """The table of those rows, without a copy."""
+        """Return the table of those rows, without a copy."""
         return Table(self.columns, self._pack, at if self._at is None else self._at.index_select(0, at))
 
     def row(self, index: int) -> Any:
-        """One row, without the dimension of rows."""
+        """Return one row, without the dimension of rows."""
         index = index if self._at is None else int(self._at[index])
         row = tuple(column[index] for column in self.columns)
         return row if self._pack is None else self._pack(row)
 
     def _fits_at_once(self, rows: int, size: int) -> bool:
-        """Whether so many rows are gathered faster at once, into batches that lie as if each had been made alone.
+        """Return whether the rows are gathered faster at once, with each batch aligned as if it had been made alone.
 
-        How a product adds up may depend on where its factors begin.
+        The order of additions in a matrix product may depend on the alignment of its factors.
         """
-        whole = 0
+        total = 0
         for column in self.columns:
             if not column.is_cpu or not column.is_contiguous():
                 return False
             each = column.nbytes // max(column.shape[0], 1)
-            whole += rows * each
-            if whole > AT_ONCE or size * each % ALIGNED:
+            total += rows * each
+            if total > AT_ONCE or size * each % ALIGNED:
                 return False
         return True
 
-    def _at_once(self, order: Tensor | None, size: int, rows: range) -> list[Iterator[Tensor]]:
+    def _gathered_at_once(self, order: Tensor | None, size: int, rows: range) -> list[Iterator[Tensor]]:
         if order is None and self._at is None:
             parts = [column if len(rows) == len(column) else column[rows.start : rows.stop] for column in self.columns]
             gathered = [part.clone() for part in parts]
         else:
             picked = self._picked(order)[rows.start : rows.stop]
             gathered = [column.index_select(0, picked) for column in self.columns]
-        # Batches that know nothing of each other: a step may write into one while another's graph is kept.
-        return [iter(torch.unsafe_split(whole, size)) for whole in gathered]
+        # Batches without a common version counter: a step may write into one while the graph of another is alive.
+        return [iter(torch.unsafe_split(column, size)) for column in gathered]
+
+    def _gathered_by_batch(
+        self, order: Tensor | None, size: int, rows: range, only: range | None
+    ) -> list[Iterator[Tensor]]:
+        if order is None and self._at is None:
+            parts = [_parts(_chunks(column[rows.start : rows.stop], size), only) for column in self.columns]
+            return [map(torch.clone, part) for part in parts]
+        picked = self._picked(order)[rows.start : rows.stop]
+        shared = tee(_parts(_chunks(picked, size), only), len(self.columns))
+        return [map(partial(column.index_select, 0), part) for column, part in zip(self.columns, shared, strict=True)]
 
     def _picked(self, order: Tensor | None) -> Tensor:
         if self._at is not None:
             order = self._at if order is None else self._at.index_select(0, order)
         assert order is not None
         device = self.columns[0].device
-        # One copy for the pass, out of pinned memory, so that the host does not wait for what the device has to do.
+        # One copy for the pass, from pinned memory, so that the host does not wait for the device.
         return order.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else order.to(device)
 
 
 class TableRows:
-    """A table row by row, for a user's own collate function."""
+    """The rows of a table as a data set, for a user's own collate function."""
 
     def __init__(self, table: Table) -> None:
         self._table = table
@@ -158,7 +160,7 @@ class TableRows:
 
 
 def table_of(data: Any) -> Table | None:
-    """The table of tensors, arrays, a tuple or dict of them, or a `TensorDataset`; None for anything else."""
+    """Return the table of tensors, arrays, a tuple or dict of them, or a `TensorDataset`; None for anything else."""
     if isinstance(data, Tensor | np.ndarray):
         return Table(_columns({"the data": data}), itemgetter(0))
     if isinstance(data, dict):
@@ -186,7 +188,7 @@ def _keyed(keys: tuple[Any, ...], batch: Iterable[Any]) -> dict[Any, Any]:
 
 
 def _chunks(rows: Tensor, size: int) -> Iterator[Tensor]:
-    # In blocks, so that an epoch of millions of batches does not begin with millions of views.
+    # In blocks: an epoch of millions of batches would begin with millions of views.
     return chain.from_iterable(block.split(size) for block in rows.split(256 * size))
 
 
@@ -206,7 +208,7 @@ def _columns(named: dict[str, Any]) -> list[Tensor]:
         )
     if len({column.device for column in columns.values()}) != 1:
         have = ", ".join(f"{name} on {column.device}" for name, column in columns.items())
-        raise DataError("the tensors of one data set lie on different devices", have=have, fix="move them")
+        raise DataError("the tensors of one data set are on different devices", have=have, fix="move them")
     return list(columns.values())
 
 
@@ -214,7 +216,7 @@ def _column(name: str, value: Any) -> Tensor:
     want = "tensors or NumPy arrays of numbers, their rows in dimension 0"
     if not isinstance(value, Tensor | np.ndarray):
         raise DataError(
-            f"{name} of a tuple or dict that should be one data set is no array",
+            f"{name} of a tuple or dict that should be one data set is not an array",
             have=type(value).__name__,
             want=want,
             fix="np.asarray(...) for rows; a list for ready batches: [(x1, y1), (x2, y2)]",

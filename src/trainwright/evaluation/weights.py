@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from trainwright.core.errors import SettingError
 from trainwright.core.torch_private import versions_preserved
 from trainwright.core.trees import parameters_in
 from trainwright.protocols import Tree
+from trainwright.update.owner import Owner
 
 if TYPE_CHECKING:
     from trainwright.optim.averaging import AveragedWeights
@@ -63,21 +64,20 @@ class EvaluationWeights:
 
 
 def choose_weights(
-    model: nn.Module,
-    *,
-    average: AveragedWeights | None,
-    optimizers: Mapping[str, Optimizer],
-    loss: Any = None,
-    forward: Callable[[], None] | None = None,
+    owner: Owner, average: AveragedWeights | None, forward: Callable[[], None] | None = None
 ) -> EvaluationWeights:
     """Return the evaluation weights of a run; `forward` runs the training data once, for BatchNorm statistics."""
-    switching: list[Any] = [one for one in optimizers.values() if _switches(one)]
-    if average is None:
-        return OptimizerWeights(model, switching, loss) if switching else EvaluationWeights()
+    switching: list[Any] = [one for one in owner.optimizers.values() if _switches(one)]
     if switching:
-        name = type(switching[0]).__name__
+        return _optimizer_weights(owner, switching, average)
+    return EvaluationWeights() if average is None else AverageWeights(owner.model, average, forward)
+
+
+def _optimizer_weights(owner: Owner, optimizers: list[Any], average: AveragedWeights | None) -> OptimizerWeights:
+    if average is not None:
+        name = type(optimizers[0]).__name__
         raise SettingError(f"average={average.name}, and {name} averages by itself", fix="average=None")
-    return AverageWeights(model, average, forward)
+    return OptimizerWeights(owner.model, optimizers, owner.loss)
 
 
 class AverageWeights(EvaluationWeights):

@@ -111,9 +111,7 @@ class Run:
         self.lengths.follow(self.rates.values())
         self.average = average if average is not None and average.each_update else None
         """The average, where each update counts in it."""
-        self.weights = choose_weights(
-            owner.model, average=average, optimizers=owner.optimizers, loss=owner.loss, forward=self._feed
-        )
+        self.weights = choose_weights(owner, average, self._feed)
         precision, device = owner.precision, owner.device.type
         autocast = None if precision is None else precision.autocast(device)
         self.autocast: AbstractContextManager[Any] = nullcontext() if autocast is None else autocast
