@@ -65,7 +65,7 @@ class Table:
         if only is None and self._fits_at_once(len(rows), size):
             columns = self._gathered_at_once(order, size, rows)
         else:
-            columns = self._gathered_by_batch(order, size, rows, only)
+            columns = self._gathered_by_batch(order, size, rows, only=only)
         # map and zip run in C: no Python frame per batch.
         joined = zip(*columns, strict=True)
         return joined if self._pack is None else map(self._pack, joined)
@@ -128,7 +128,7 @@ class Table:
         return [iter(torch.unsafe_split(column, size)) for column in gathered]
 
     def _gathered_by_batch(
-        self, order: Tensor | None, size: int, rows: range, only: range | None
+        self, order: Tensor | None, size: int, rows: range, *, only: range | None
     ) -> list[Iterator[Tensor]]:
         if order is None and self._at is None:
             parts = [_parts(_chunks(column[rows.start : rows.stop], size), only) for column in self.columns]
@@ -216,7 +216,7 @@ def _column(name: str, value: Any) -> Tensor:
     want = "tensors or NumPy arrays of numbers, their rows in dimension 0"
     if not isinstance(value, Tensor | np.ndarray):
         raise DataError(
-            f"{name} of a tuple or dict that should be one data set is not an array",
+            f"{name} of a tuple or dict that should be one data set is no array",
             have=type(value).__name__,
             want=want,
             fix="np.asarray(...) for rows; a list for ready batches: [(x1, y1), (x2, y2)]",
