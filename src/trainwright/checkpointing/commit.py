@@ -288,11 +288,8 @@ def _flock(fd: int, directory: Path) -> bool:
     assert fcntl is not None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise _locked_by_another(fd, directory) from None
     except OSError as error:
-        what = f"{directory} cannot be locked ({error.strerror})"
-        warn(f"{what}: two runs that write to it are not noticed", stacklevel=4)
+        _check_unlocked(fd, directory, error)
         return False
     with suppress(OSError):  # a full disk: the name of the holder is only for the other's message
         os.ftruncate(fd, 0)
@@ -300,10 +297,14 @@ def _flock(fd: int, directory: Path) -> bool:
     return True
 
 
-def _locked_by_another(fd: int, directory: Path) -> CheckpointError:
-    holder = os.pread(fd, 200, 0).decode("ascii", "replace") or "another process"
-    fix = "wait for it, end it, or give this run another directory"
-    return CheckpointError(f"{directory} is being written to by another run", have=holder, fix=fix)
+def _check_unlocked(fd: int, directory: Path, error: OSError) -> None:
+    """Raise CheckpointError if another process has the lock; else warn that the file system has no locks."""
+    if isinstance(error, BlockingIOError):
+        holder = os.pread(fd, 200, 0).decode("ascii", "replace") or "another process"
+        fix = "wait for it, end it, or give this run another directory"
+        raise CheckpointError(f"{directory} is being written to by another run", have=holder, fix=fix) from None
+    what = f"{directory} cannot be locked ({error.strerror})"
+    warn(f"{what}: two runs that write to it are not noticed", stacklevel=5)
 
 
 def _close_inherited() -> None:

@@ -144,9 +144,9 @@ class DistributedCheckpointManager(CheckpointManager):
                 raise CheckpointError(what, fix='fit(..., resume="auto") resumes from its last checkpoint')
             self._save_shards(split_shards(tree, rank=self.world.rank), manifest)
         elif not alone:
-            on_rank_zero(self.world, lambda: self._submit(tree, manifest))
+            on_rank_zero(self.world, lambda: self._submit(encode(tree), manifest))
         elif self.world.is_main:
-            self._submit(tree, manifest)
+            self._submit(encode(tree), manifest)
         self._is_unreported = True
 
     def completed(self, *, wait: bool = False, alone: bool = False) -> list[Saved]:
@@ -207,8 +207,8 @@ class DistributedCheckpointManager(CheckpointManager):
         self._sharded_save = self._next_sharded_save(parts, manifest["update"])
         files = self._own_files(parts)
         if self.world.is_main:
-            submit = partial(self._submit, parts.tree, manifest, shards=files, sharded=self._sharded_save)
-            on_rank_zero(self.world, submit)
+            sharded = self._sharded_save
+            on_rank_zero(self.world, lambda: self._submit(encode(parts.tree) | files, manifest, sharded))
             return
         writer = self._shard_writer
         assert writer is not None, "prepare() comes first"

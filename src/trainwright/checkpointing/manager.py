@@ -8,12 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from math import inf
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from trainwright.checkpointing import commit as commits
 from trainwright.checkpointing.commit import RunDirectory
-from trainwright.checkpointing.files import Content, content_size
+from trainwright.checkpointing.files import content_size
 from trainwright.checkpointing.format import (
     encode,
     is_of_run,
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
     from trainwright.checkpointing.checkpoint import Checkpoint
     from trainwright.checkpointing.load import Loaded
     from trainwright.checkpointing.sharded_files import ShardedSave
-
-NO_FILES: Mapping[str, Content] = MappingProxyType({})
 
 
 class CheckpointManager:
@@ -141,7 +138,11 @@ class CheckpointManager:
             "metrics": {name: float(value) for name, value in (metrics or {}).items()},
             "settings": settings,
         }
+        began = time.perf_counter()
         self._save(tree, manifest, alone=alone)
+        blocked = time.perf_counter() - began
+        self.blocked += blocked
+        self._last_save = update, blocked
 
     def completed(self, *, wait: bool = False, alone: bool = False) -> list[Saved]:
         """Return the checkpoints that have become complete since the last call, oldest first.
@@ -211,31 +212,16 @@ class CheckpointManager:
 
     def _save(self, tree: Mapping[str, Tree], manifest: dict[str, Any], *, alone: bool) -> None:
         """Submit a state with the fields of its manifest; `alone` is for several ranks."""
-        self._submit(tree, manifest)
+        self._submit(encode(tree), manifest)
 
-    def _submit(
-        self,
-        tree: Mapping[str, Tree],
-        manifest: dict[str, Any],
-        *,
-        shards: Mapping[str, Content] = NO_FILES,
-        sharded: ShardedSave | None = None,
-    ) -> None:
-        """Submit a state to the writer, after the save in flight.
-
-        `shards`: this rank's files of a sharded state; `sharded`: the same save on the other ranks.
-        """
+    def _submit(self, files: Files, manifest: dict[str, Any], sharded: ShardedSave | None = None) -> None:
+        """Submit files to the writer, after the save in flight; `sharded`: the same save on the other ranks."""
         assert self._writer is not None, "prepare() comes first"
-        began = time.perf_counter()
-        files = {**encode(tree), **shards}
         self._writer.wait()
         self._take_results()
         best = tuple(one.update for one in self._tracker.top)
         job = SaveJob(self._root, self.settings, manifest, complete=self._complete, best=best, sharded=sharded)
         self._writer.submit(files, job.write)
-        blocked = time.perf_counter() - began
-        self.blocked += blocked
-        self._last_save = manifest["update"], blocked
         self.is_saving = True
 
     def _take_results(self, writer: Writer[SaveResult] | None = None) -> None:

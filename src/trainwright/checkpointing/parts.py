@@ -47,9 +47,7 @@ def check_savable(tree: Mapping[str, Tree], metrics: Mapping[str, Any]) -> None:
     try:
         dry_save(tree)
     except CheckpointError:
-        for name, metric in metrics.items():
-            if hasattr(metric, "compute") and not hasattr(metric, "state_dict"):
-                _check_attributes(name, metric)
+        _check_metrics(metrics)
         raise
 
 
@@ -58,21 +56,28 @@ def check(parts: Mapping[str, Stateful], tree: Mapping[str, Tree], *, origin: st
 
     `fresh`: parts that start anew already; the line to write names them too.
     """
-    missing, unused = sorted(set(parts) - set(tree)), sorted(map(str, set(tree) - set(parts)))
-    if lost := _ALWAYS.intersection(missing):
-        raise DamagedError(f"{origin} is damaged: it has no part {min(lost)!r}", origin)
-    if missing or unused:
-        line, rebuild = fresh_line([*fresh, *missing, *unused]), "build the Trainer as when it was saved"
-        raise CheckpointError(
-            f"{origin} does not fit this Trainer",
-            have=f"missing {missing}, not used {unused}",
-            want=f"the parts {sorted(parts)}",
-            fix=f"{line}, which starts them anew; or {rebuild}" if line else rebuild,
-            where=False,
-        )
+    if parts.keys() != tree.keys():
+        raise _other_parts(parts, tree, origin=origin, fresh=fresh)
     for name, part in parts.items():
         if isinstance(part, nn.Module):
             _check_tensors(name, part, tree[name], origin=origin)
+
+
+def _other_parts(
+    parts: Mapping[str, Stateful], tree: Mapping[str, Tree], *, origin: str, fresh: Sequence[str]
+) -> CheckpointError:
+    """Return the error for a checkpoint of other parts, with the line that starts those anew."""
+    missing, unused = sorted(parts.keys() - tree.keys()), sorted(map(str, tree.keys() - parts.keys()))
+    if lost := _ALWAYS.intersection(missing):
+        return DamagedError(f"{origin} is damaged: it has no part {min(lost)!r}", origin)
+    line, rebuild = fresh_line([*fresh, *missing, *unused]), "build the Trainer as when it was saved"
+    return CheckpointError(
+        f"{origin} does not fit this Trainer",
+        have=f"missing {missing}, not used {unused}",
+        want=f"the parts {sorted(parts)}",
+        fix=f"{line}, which starts them anew; or {rebuild}" if line else rebuild,
+        where=False,
+    )
 
 
 def fresh_line(names: Sequence[str]) -> str:
@@ -104,6 +109,13 @@ def restore(parts: Mapping[str, Stateful], tree: dict[str, Tree], *, origin: str
         for _, optimizer, states, key in optimizer_states(parts, tree):
             keep_dtypes(optimizer, states[key])
     return reports
+
+
+def _check_metrics(metrics: Mapping[str, Any]) -> None:
+    """Refuse metric objects whose attributes cannot be saved, with the methods to write."""
+    for name, metric in metrics.items():
+        if hasattr(metric, "compute") and not hasattr(metric, "state_dict"):
+            _check_attributes(name, metric)
 
 
 def _check_attributes(name: str, metric: Any) -> None:

@@ -39,7 +39,7 @@ _NUMPY_DTYPE = re.compile(rf"[<>|][{KINDS}]\d+(\[\w+\])?")
 """`dtype.str` of one of them."""
 _DTYPES = {str(dtype): dtype for dtype in (*DTYPES.values(), torch.complex32, torch.complex128)}
 """Dtypes of torch by name; those that the file format lacks are stored as bytes."""
-_DEFECTS = (
+DEFECTS = (
     *(AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError, RecursionError),
     *(MemoryError, CheckpointError),
 )
@@ -81,7 +81,7 @@ def loads(
         return _Decoder(tensors, device, find).value(json.loads(text))
     except torch.OutOfMemoryError:
         raise  # the device is full, and the checkpoint is not damaged
-    except _DEFECTS as error:
+    except DEFECTS as error:
         why = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         raise CheckpointError(f"{label} is damaged: {why}", where=False) from error
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trainwright.checkpointing import tensorfile
 from trainwright.checkpointing.files import FileReader, replace_file
-from trainwright.checkpointing.tree import loads, plain_data, tensor_defect
+from trainwright.checkpointing.tree import DEFECTS, loads, plain_data, tensor_defect
 from trainwright.core.checks import local_path
 from trainwright.core.errors import CheckpointError, SettingError, listed, message
 from trainwright.core.torch_private import set_versions, versions_of
@@ -88,8 +88,8 @@ def _extra_text(extra: Mapping[str, Any]) -> str:
 def read_weights(file: FileReader, *, fill: bool = True, model: nn.Module | None = None) -> OrderedDict[str, Any]:
     """Return the `state_dict` in a file of weights, on the CPU; files of other writers are read too.
 
-    Without `fill` its tensors have no values. `model`: CheckpointError where a shape is not that of this model, before
-    the tensors are read.
+    Without `fill` its tensors have no values. `model`: CheckpointError if a shape is not that of this model, before the
+    tensors are read.
     """
     check = None if model is None else partial(_check_shapes, model, file.label)
     contents = tensorfile.read(file, fill=fill, check=check)
@@ -100,10 +100,7 @@ def read_weights(file: FileReader, *, fill: bool = True, model: nn.Module | None
         weights.update(loads(contents.metadata.get(EXTRA, "{}"), {}))
         if VERSIONS in contents.metadata:
             set_versions(weights, OrderedDict(loads(contents.metadata[VERSIONS], {})))
-    except (
-        *(AttributeError, KeyError, TypeError, ValueError, ArithmeticError, MemoryError, RecursionError),
-        CheckpointError,
-    ) as error:
+    except DEFECTS as error:
         raise CheckpointError(f"{file.label} is damaged: its metadata cannot be read ({error!r})") from error
     return weights
 
