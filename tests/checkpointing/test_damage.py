@@ -151,7 +151,7 @@ def test_a_checkpoint_of_an_earlier_format_is_refused_with_the_line_that_loads_i
 def test_a_link_a_pipe_or_a_file_in_place_of_a_checkpoint_is_not_followed(kind, run):
     moved = run[2].rename(run[0].parent / run[2].name)
     {"link": lambda path: path.symlink_to(moved), "pipe": os.mkfifo, "file": Path.touch}[kind](run[2])
-    with pytest.warns(UserWarning, match=r"update-0000000002 is no directory \(links are not followed\)"):
+    with pytest.warns(UserWarning, match="update-0000000002 is a link|manifest.json cannot be read: Not a directory"):
         assert load_checkpoint("auto", run[0]).path == run[1]
 
 

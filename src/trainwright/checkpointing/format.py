@@ -17,7 +17,6 @@ import json
 import os
 import platform
 import re
-import stat
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -222,12 +221,8 @@ def seal(body: bytes, checksum: str) -> bytes:
 
 def read_manifest(path: Path) -> dict[str, Any]:
     """Return the manifest, itself checked, of a checkpoint whose files exist in their sizes; no other byte is read."""
-    try:
-        is_directory = stat.S_ISDIR(os.lstat(path).st_mode)
-    except OSError as error:
-        raise CheckpointError(f"checkpoint {path} cannot be read: {error.strerror}") from error
-    if not is_directory:
-        raise CheckpointError(f"checkpoint {path} is no directory (links are not followed)")
+    if os.path.islink(path):
+        raise CheckpointError(f"checkpoint {path} is a link (links are not followed)")
     label = str(path / MANIFEST)
     manifest = _parsed(read_bytes(path / MANIFEST, limit=LARGEST_MANIFEST), label)
     if is_update_name(path.name) and path.name != update_name(manifest["update"]):
