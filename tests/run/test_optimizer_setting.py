@@ -161,7 +161,7 @@ def test_the_optimizer_of_several_is_asked_for_by_name():
         ({"head": partial(SGD, lr=0.1)}, SettingError, r"no submodule of this name(.|\n)*lambda model"),
         ({"head": adamw(lr=0.1)}, SettingError, r"adamw\(\.\.\.\): whose parameters"),
         ([partial(SGD)], TypeError, r"an Optimizer"),
-        (adamw, SettingError, r"and not what it returns(.|\n)*optimizer=adamw\(lr=1e-3\)"),
+        (adamw, SettingError, r"and not its result(.|\n)*optimizer=adamw\(lr=1e-3\)"),
         (partial(adamw, lr=0.1), SettingError, r"adamw\(lr=1e-3\)"),
     ],
 )

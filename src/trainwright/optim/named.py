@@ -50,7 +50,7 @@ def make_optimizers(optimizer: Any, model: nn.Module, *, fuses: bool = True) -> 
 
 
 def by_name(
-    setting: Any, check: Callable[[Any], T], *, what: str, optimizers: Mapping[str, Optimizer]
+    setting: Any, check: Callable[[Any], T], *, slot: str, optimizers: Mapping[str, Optimizer]
 ) -> T | dict[str, T] | None:
     """Check `clip=` or `schedule=`: one for a single optimizer, a dict of the same names for several."""
     if setting is None:
@@ -58,15 +58,15 @@ def by_name(
     names = [] if ONLY in optimizers and len(optimizers) == 1 else list(optimizers)
     if not names:
         if isinstance(setting, Mapping):
-            fix = f"{what}={next(iter(setting.values()), '...')!r}"
-            raise SettingError(f"{what}={setting!r} for one optimizer without a name", fix=fix)
+            fix = f"{slot}={next(iter(setting.values()), '...')!r}"
+            raise SettingError(f"{slot}={setting!r} for one optimizer without a name", fix=fix)
         return check(setting)
     if not isinstance(setting, Mapping):
-        fix = f"{what}={{" + ", ".join(f"{name!r}: {setting!r}" for name in names) + "}"
-        raise SettingError(f"{what}={setting!r}, and there are several optimizers: which is meant?", fix=fix)
+        fix = f"{slot}={{" + ", ".join(f"{name!r}: {setting!r}" for name in names) + "}"
+        raise SettingError(f"{slot}={setting!r}, and there are several optimizers: which is meant?", fix=fix)
     if unknown := [name for name in setting if name not in optimizers]:
         hint = did_you_mean(str(unknown[0]), names)
-        raise SettingError(f"{what}={{{unknown[0]!r}: ...}}: no optimizer has this name.{hint}", want=f"one of {names}")
+        raise SettingError(f"{slot}={{{unknown[0]!r}: ...}}: no optimizer has this name.{hint}", want=f"one of {names}")
     return {name: check(one) for name, one in setting.items() if one is not None}
 
 
@@ -167,8 +167,8 @@ def _scheduler_states(tree: Any) -> int:
     return sum(map(_scheduler_states, tree)) if isinstance(tree, list | tuple) else 0
 
 
-def _make(optimizer: Any, model: nn.Module, what: str, *, root: nn.Module | None, fuses: bool) -> Optimizer:
-    """Make one optimizer; `root` is the module whose parameters a torch class is called with."""
+def _make(optimizer: Any, model: nn.Module, written: str, *, root: nn.Module | None, fuses: bool) -> Optimizer:
+    """Make one optimizer; `written`: the setting as code; `root`: the module whose parameters a torch class gets."""
     if isinstance(optimizer, Optimizer):
         place_state(optimizer)
         return optimizer
@@ -180,20 +180,20 @@ def _make(optimizer: Any, model: nn.Module, what: str, *, root: nn.Module | None
     if grouped or (inspect.isclass(target) and issubclass(target, Optimizer)):
         name = f"{optimizer.name}(...)" if grouped else target.__name__
         if root is None:
-            what = f"{what}{name}: whose parameters does it train? The model has no submodule of this name"
+            what = f"{written}{name}: whose parameters does it train? The model has no submodule of this name"
             raise SettingError(what, fix="lambda model: torch.optim.AdamW(model.part.parameters(), lr=1e-3)")
         given: Any = root if grouped else list(root.named_parameters())  # frozen ones too: they may be set free later
         made = optimizer(given, **({} if grouped or not fuses else fused_for(optimizer, root)))
     elif target in (adamw, sgd, muon):
-        fix = f"{what}{target.__name__}(lr=1e-3)"
-        raise SettingError(f"{what}{target.__name__}, and not what it returns", want="its settings", fix=fix)
+        fix = f"{written}{target.__name__}(lr=1e-3)"
+        raise SettingError(f"{written}{target.__name__}, and not its result", want="its settings", fix=fix)
     elif callable(optimizer) and not inspect.isclass(target):
         made = optimizer(model)
     if isinstance(made, Optimizer):
         return made
     raise TypeError(
         message(
-            f"{what}{optimizer!r}" + ("" if made is None else f" gave a {type(made).__name__}"),
+            f"{written}{optimizer!r}" + ("" if made is None else f" gave a {type(made).__name__}"),
             want="an Optimizer, a torch class or a partial of one, or a function model -> Optimizer",
             fix="torch.optim.AdamW(model.parameters(), lr=1e-3)",
         )

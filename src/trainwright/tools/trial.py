@@ -91,8 +91,8 @@ _LEFT_OUT: dict[str, Any] = dict.fromkeys(("checkpoint", "early_stopping", "sche
 _SETTINGS: dict[str, Any] = {
     "precision": lambda twin, value: as_precision(value, twin.device),
     "accumulate": lambda _, value: accumulation(value),
-    "clip": lambda twin, value: by_name(value, as_clip, what="clip", optimizers=twin.optimizers),
-    "schedule": lambda twin, value: by_name(value, setup.checked_schedule, what="schedule", optimizers=twin.optimizers),
+    "clip": lambda twin, value: by_name(value, as_clip, slot="clip", optimizers=twin.optimizers),
+    "schedule": lambda twin, value: by_name(value, setup.checked_schedule, slot="schedule", optimizers=twin.optimizers),
     "on_nonfinite": lambda _, value: as_policy(value),
     "fast": lambda _, value: setup.checked_fast(value),
     "metrics": lambda twin, value: setup.checked_metrics(value, twin.world),
