@@ -44,7 +44,7 @@ def test_a_plan_refuses_an_average_that_would_never_be_taken():
 
 
 @pytest.mark.parametrize("data", ["batches", "loader"])
-def test_who_looks_first_at_averaged_weights_does_not_show_in_their_statistics(data):
+def test_statistics_of_averaged_weights_do_not_depend_on_earlier_evaluations(data):
     """The order of an epoch, a loader's generator and noise before the norm all enter a pass over the data."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(40, 4, generator=generator)

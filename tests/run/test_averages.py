@@ -41,7 +41,7 @@ def watched(average, **settings):
 
 @pytest.mark.parametrize("average", EACH)
 @pytest.mark.parametrize("early", [None, EarlyStopping("val_loss", patience=9)])
-def test_the_next_stage_goes_on_from_the_raw_weights_even_where_the_best_were_restored(average, early):
+def test_the_next_stage_trains_the_raw_weights_after_a_restored_best(average, early):
     trainer = watched(average, early_stopping=early)
     result = trainer.fit(*data(), epochs=4)
     left, trained = trainer.model[0].weight.detach().clone(), trainer.trained
@@ -62,7 +62,7 @@ def test_weights_that_were_loaded_between_two_stages_are_trained():
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("average", EACH)
 @pytest.mark.parametrize("cut", [4, 7, 13])
-def test_a_run_that_was_cut_ends_with_the_same_averages_to_the_bit(average, cut, tmp_path):
+def test_a_run_that_was_stopped_and_resumed_has_the_same_averages_bit_for_bit(average, cut, tmp_path):
     whole = watched(average, checkpoint=Checkpoint(tmp_path / "whole"))
     torch.manual_seed(3)
     whole.fit(*data(), epochs=4)
@@ -77,7 +77,7 @@ def test_a_run_that_was_cut_ends_with_the_same_averages_to_the_bit(average, cut,
     assert whole.history[-1] == second.history[-1]
 
 
-def test_other_settings_of_the_average_are_said_on_resume(tmp_path):
+def test_a_resume_reports_other_settings_of_the_average(tmp_path):
     first = watched(EMA(0.9), checkpoint=Checkpoint(tmp_path))
     first.fit(*data(), epochs=2)
     second = watched(EMA(0.5), checkpoint=Checkpoint(tmp_path))

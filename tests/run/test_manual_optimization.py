@@ -29,7 +29,7 @@ def made(cls=Trainer, **settings):
     return cls(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), **settings), told
 
 
-def test_numbers_that_an_update_returns_are_told_beside_the_loss():
+def test_numbers_that_an_update_returns_are_reported_beside_the_loss():
     class Gap(Trainer):
         def update(self, window):
             super().update(window)
@@ -68,7 +68,7 @@ def test_an_update_that_never_steps_is_named():
     assert trainer.progress.updates == 0
 
 
-def test_an_update_that_tells_nothing_has_no_loss_of_the_one_before():
+def test_an_update_without_a_loss_does_not_report_that_of_the_last_one():
     class Silent(Trainer):
         def update(self, window):
             return super().update(window) if self.progress.updates == 0 else self.optimizer.step()
@@ -116,7 +116,7 @@ def test_a_logged_number_with_the_name_of_a_metric_is_refused():
         trainer.fit(batches((x, y), 8), epochs=1)
 
 
-def test_time_passes_in_updates_that_are_held_back():
+def test_skipped_updates_count_towards_max_seconds():
     stream = itertools.repeat((torch.full((2, 4), math.nan), torch.zeros(2, dtype=torch.long)))
     trainer, _ = made(on_nonfinite="skip")
     result = trainer.fit(stream, max_seconds=0.03)
@@ -137,7 +137,7 @@ def test_the_error_of_a_second_stage_counts_over_all_stages():
         trainer.fit([(torch.full((2, 4), math.nan), y[:2])], epochs=1)
 
 
-def test_data_that_give_more_than_they_said_still_stop_near_max_updates():
+def test_data_that_are_longer_than_announced_stop_near_max_updates():
     class Liar:
         def __len__(self):
             return 2
@@ -149,7 +149,7 @@ def test_data_that_give_more_than_they_said_still_stop_near_max_updates():
     assert trainer.fit(Liar(), max_updates=5).updates == 5
 
 
-def test_a_window_that_an_own_update_leaves_out_by_itself_is_not_called_skipped():
+def test_a_window_that_a_custom_update_leaves_out_is_not_reported_as_skipped():
     class EverySecond(Trainer):
         def update(self, window):
             loss = self.compute_gradients(window)

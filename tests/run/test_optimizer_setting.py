@@ -165,7 +165,7 @@ def test_the_optimizer_of_several_is_asked_for_by_name():
         (partial(adamw, lr=0.1), SettingError, r"adamw\(lr=1e-3\)"),
     ],
 )
-def test_what_is_no_optimizer_is_refused(optimizer, error, match):
+def test_a_value_that_is_no_optimizer_is_refused(optimizer, error, match):
     with pytest.raises(error, match=match):
         made(optimizer)
 

@@ -62,14 +62,14 @@ def linear(update, total):
         (lambda: OneCycle(0.1, warmup=1), r"warmup=Epochs\(1\)\) or .*warmup=Updates\(1\)"),
     ],
 )
-def test_a_bare_whole_number_is_refused_with_both_ways_to_write_it(make, both):
+def test_a_bare_integer_is_refused_with_both_ways_to_write_it(make, both):
     with pytest.raises(SettingError, match="has no unit") as error:
         make()
     assert error.match(both)
 
 
 @pytest.mark.parametrize("length", (0.0, -0.5, float("nan"), True, "30", None, Seconds(5)))
-def test_what_is_no_length_is_refused(length):
+def test_a_value_that_is_no_length_is_refused(length):
     with pytest.raises(SettingError, match="StepLR"):
         StepLR(length)
 
@@ -149,7 +149,7 @@ def test_a_setting_that_cannot_work_is_refused_when_it_is_given(make, named):
         ),
     ],
 )
-def test_what_contradicts_the_plan_or_the_optimizer_is_refused_when_it_is_bound(schedule, plan, named):
+def test_settings_that_contradict_the_plan_or_the_optimizer_are_refused_at_bind(schedule, plan, named):
     with pytest.raises(SettingError, match=named):
         schedule.bind(sgd(), plan)
 
@@ -173,7 +173,7 @@ def test_a_function_is_a_schedule_and_a_schedule_is_itself():
         (lambda update: 1.0, "update, total"),
     ],
 )
-def test_what_is_no_schedule_is_refused_with_the_line_to_write(value, named):
+def test_a_value_that_is_no_schedule_is_refused_with_the_line_to_write(value, named):
     with pytest.raises(SettingError, match=named):
         as_schedule(value)
 

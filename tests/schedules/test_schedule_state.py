@@ -96,7 +96,7 @@ def test_changed_settings_are_used_and_reported():
     assert rates.at(39) == Cosine(final=0.2).bind(sgd(), Plan(max_updates=40)).at(39)
 
 
-def test_a_changed_patience_is_used_and_what_was_seen_is_kept():
+def test_a_changed_patience_is_used_with_the_validations_so_far():
     rates = Plateau("val_loss", patience=9).bind(sgd(), Plan())
     for _ in range(3):
         rates.observe({"val_loss": 1.0})
@@ -112,7 +112,7 @@ def test_a_changed_patience_is_used_and_what_was_seen_is_kept():
     ("other", "first"),
     ((Plateau("val_score", mode="min", patience=0), 3.0), (Plateau("val_loss", mode="max", patience=0), 0.5)),
 )
-def test_another_monitor_or_mode_forgets_the_best_and_keeps_the_rate(other, first):
+def test_another_monitor_or_mode_starts_from_the_saved_rate_without_a_best(other, first):
     rates = Plateau("val_loss", patience=0).bind(sgd(), Plan())
     for value in (1.0, 5.0):
         rates.observe({"val_loss": value})
@@ -155,7 +155,7 @@ def test_the_state_of_an_optimizer_with_other_groups_is_refused():
             schedule.bind(sgd(), Plan()).load_state_dict(state)
 
 
-def test_a_stepped_schedule_goes_back_by_stepping_anew():
+def test_a_stepped_schedule_returns_to_an_earlier_update():
     optimizer = sgd()
     rates = TorchSchedule(partial(torchs.StepLR, step_size=3)).bind(optimizer, Plan())
     for updates, falls in ((5, 1), (2, 0), (7, 2)):

@@ -189,7 +189,7 @@ def test_restore_groups_after_loading_a_finished_run_gives_the_saved_rates(sched
     assert loaded.param_groups[0]["betas"] == (0.8, 0.9)
 
 
-def test_a_rate_that_is_a_tensor_is_filled_in_place_and_watched_without_reading_it():
+def test_a_rate_that_is_a_tensor_is_filled_in_place_and_checked_without_a_read():
     held = torch.tensor(0.1, dtype=torch.float64)
     optimizer = AdamW([parameter()], lr=held, foreach=False, capturable=True)
     rates = FunctionSchedule(linear).bind(optimizer, Plan(max_updates=10))

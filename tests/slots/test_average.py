@@ -1,4 +1,4 @@
-"""Averages are torch's, are put into the model and out of it without a trace, and refuse what cannot work."""
+"""Averages are torch's, are swapped in and out without a trace, and refuse settings that cannot work."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_warm_ema_has_tensorflows_decay():
             assert (parameter - expected).abs().max() < 1e-15
 
 
-def test_complex_weights_are_averaged_and_whole_numbers_keep_their_current_value():
+def test_complex_weights_are_averaged_and_integers_have_their_current_value():
     model = nn.Module()
     model.wave = nn.Parameter(torch.tensor([1 + 2j, 3j]))
     model.steps = nn.Parameter(torch.tensor([3]), requires_grad=False)
@@ -116,7 +116,7 @@ def test_ema_copies_buffers():
         (SWA(Epochs(2), Updates(4)), [8, 12]),
     ],
 )
-def test_swa_is_taken_at_its_multiples_from_its_start_on(settings, taken_at):
+def test_swa_takes_its_averages_at_multiples_of_every_from_its_start(settings, taken_at):
     model, plan = nn.Linear(4, 1), Plan(batches=3, epochs=4)
     average, seen = settings.bind(model, plan), []
     for update in range(1, 13):
@@ -130,7 +130,7 @@ def test_swa_is_taken_at_its_multiples_from_its_start_on(settings, taken_at):
 
 
 @pytest.mark.usefixtures("no_garbage")
-def test_a_take_is_a_handful_of_calls_and_reads_nothing_back():
+def test_an_average_takes_six_python_calls_and_no_read_from_the_device():
     calls = []
 
     def profile(frame, event, _):
@@ -151,7 +151,7 @@ def test_a_take_is_a_handful_of_calls_and_reads_nothing_back():
         average.take(update)
 
 
-def test_the_models_own_objects_are_kept_and_errors_leave_the_raw_weights():
+def test_parameters_stay_the_same_objects_and_an_error_restores_the_raw_weights():
     model = normed()
     average = EMA(0.5).bind(model)
     with average.swapped():
@@ -205,7 +205,7 @@ def test_batchnorm_is_estimated_as_update_bn_does_once_per_average():
     assert average.needs_statistics
 
 
-def test_a_failing_pass_leaves_everything_as_it_was():
+def test_a_failing_pass_restores_weights_modes_and_momenta():
     model = normed()
     average = SWA(Updates(1), Updates(1)).bind(model)
     for update in train(model, updates=2):
@@ -226,7 +226,7 @@ def test_a_failing_pass_leaves_everything_as_it_was():
     assert average.needs_statistics and all(module.training for module in model.modules())
 
 
-def test_a_frozen_norm_keeps_its_statistics_and_other_buffers_do_not_move():
+def test_a_norm_in_eval_mode_and_other_buffers_do_not_change():
     class Counting(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -255,22 +255,22 @@ def test_a_frozen_norm_keeps_its_statistics_and_other_buffers_do_not_move():
         assert not model[0].training
 
 
-def test_modules_with_a_train_of_their_own_hear_of_both_changes():
-    class Hearing(nn.Linear):
+def test_a_module_that_overrides_train_is_called_for_both_modes():
+    class Recording(nn.Linear):
         def train(self, mode=True):
-            self.heard = mode
+            self.mode = mode
             return super().train(mode)
 
-    model = nn.Sequential(Hearing(4, 4), nn.BatchNorm1d(4))
+    model = nn.Sequential(Recording(4, 4), nn.BatchNorm1d(4))
     average = SWA(Updates(1), Updates(1)).bind(model)
     model.eval()
-    average.take(1)  # in a model that is wholly in eval mode no norm is kept back
-    heard = []
-    with average.swapped(lambda: heard.append(model(X) is not None and model[0].heard)):
-        assert heard == [True] and model[0].heard is False
+    average.take(1)  # in a model that is completely in eval mode no norm is left out
+    modes = []
+    with average.swapped(lambda: modes.append(model(X) is not None and model[0].mode)):
+        assert modes == [True] and model[0].mode is False
 
 
-def test_a_norm_that_no_batch_went_through_keeps_its_statistics():
+def test_a_norm_that_no_batch_reaches_has_its_trained_statistics():
     model = normed()
     model.unused = nn.BatchNorm1d(2)
     model.unused.running_mean.fill_(3.0)
@@ -307,11 +307,11 @@ def test_a_norm_that_no_batch_went_through_keeps_its_statistics():
         (lambda: EMA().bind(nn.Linear(1, 1).to(torch.float8_e5m2)), r"weight cannot be averaged: its dtype is .*e5m2"),
     ],
 )
-def test_what_cannot_work_is_refused(make, text):
+def test_settings_that_cannot_work_are_refused(make, text):
     with pytest.raises(SettingError, match=text):
         make()
 
 
-def test_spans_in_epochs_need_no_plan():
+def test_a_start_in_epochs_needs_no_plan():
     assert SWA(Epochs(3)).bind(nn.Linear(1, 1)).text == "SWA(Epochs(3)) from epoch 3"
     SWA(Updates(5)).bind(nn.Linear(1, 1), Plan(epochs=4))

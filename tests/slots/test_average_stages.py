@@ -1,4 +1,4 @@
-"""Averages over stages and checkpoints: left in the model and taken out again, parameters that come and go, resume."""
+"""Averages over stages and checkpoints: applied and reverted, parameters that are added and removed, resume."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def forward_of(model):
     return forward
 
 
-def test_what_is_left_is_put_back():
+def test_revert_restores_the_raw_weights_after_apply():
     for settings in (EMA(0.5), SWA(Updates(1), Updates(1))):
         model, average = averaged(settings)
         raw = values(model)
@@ -87,7 +87,7 @@ def convert(model):
 
 
 @pytest.mark.parametrize("change", [load_again, assign, edit_data, replace_data, new_layer, convert])
-def test_weights_that_somebody_changed_stay(change):
+def test_revert_leaves_weights_that_were_changed(change):
     model, average = averaged()
     average.apply()
     change(model)
@@ -96,7 +96,7 @@ def test_weights_that_somebody_changed_stay(change):
     assert same(values(model), changed) and not average.is_applied
 
 
-def test_weights_loaded_on_top_are_what_was_left():
+def test_weights_that_are_loaded_after_apply_count_as_applied():
     model, average = averaged()
     raw = weights(model)
     average.apply()
@@ -113,7 +113,7 @@ def test_weights_loaded_on_top_are_what_was_left():
     assert not average.revert()
 
 
-def test_new_parameters_join_with_their_current_value_and_old_ones_leave():
+def test_new_parameters_start_with_their_current_value_and_removed_ones_are_dropped():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     average = EMA(0.5).bind(model)
     for update in train(model, updates=3):
@@ -137,7 +137,7 @@ def test_new_parameters_join_with_their_current_value_and_old_ones_leave():
         assert average.state_dict()["raw"]["1.weight"].shape == (2, 4)
 
 
-def test_a_changed_model_has_its_statistics_estimated_anew():
+def test_statistics_of_a_changed_model_are_estimated_again():
     model, average = averaged(SWA(Updates(1), Updates(1)))
     with average.swapped(forward_of(model)):
         pass
@@ -156,7 +156,7 @@ def test_a_changed_model_has_its_statistics_estimated_anew():
     assert not average.needs_statistics
 
 
-def test_a_parameter_that_was_resized_or_converted_is_met_as_it_is():
+def test_a_parameter_that_was_resized_or_converted_is_averaged_in_its_new_form():
     model, average = averaged()
     model[4].weight.data = torch.ones(3, 6)
     model[0].double()
@@ -200,7 +200,7 @@ def finish(settings, *, cut=None):
 
 @pytest.mark.parametrize("cut", [1, 3, 4, 6, 8])
 @pytest.mark.parametrize("settings", [EMA(0.9), EMA(0.9, warmup=True), SWA(Updates(2), Updates(1)), SWA(Epochs(1))])
-def test_resumed_is_never_interrupted_to_the_bit(settings, cut):
+def test_a_resumed_average_equals_an_uninterrupted_one_bit_for_bit(settings, cut):
     taken, raw, averages = finish(settings)
     resumed = finish(settings, cut=cut)
     assert resumed[0] == taken
@@ -208,7 +208,7 @@ def test_resumed_is_never_interrupted_to_the_bit(settings, cut):
     assert not same(raw, averages)
 
 
-def test_the_state_goes_with_the_averaged_weights():
+def test_the_state_is_that_beside_the_averaged_weights():
     model, average = averaged()
     assert isinstance(average, Stateful)
     with pytest.raises(CheckpointError, match=r"with average.swapped\(\): save"):
@@ -229,7 +229,7 @@ def test_a_state_without_an_average_starts_anew():
         assert same(values(model), raw)
 
 
-def test_a_norm_that_was_frozen_is_still_so_after_resume():
+def test_a_norm_in_eval_mode_is_left_out_after_a_resume_too():
     model, average = averaged(SWA(Updates(1), Updates(1)), updates=0)
     model[1].eval()
     for update in train(model, updates=2):
@@ -258,7 +258,7 @@ def test_another_kind_or_another_model_is_refused_and_nothing_is_changed():
     assert average.taken == 0 and same(values(other), before)
 
 
-def test_other_settings_go_on_and_say_so():
+def test_other_settings_are_used_and_reported():
     model, average = averaged()
     with average.swapped():
         saved = deepcopy(average.state_dict())

@@ -91,7 +91,7 @@ def test_a_run_is_that_of_both_by_hand(original, fused):
 
 @needs_muon
 @pytest.mark.parametrize("schedule", [Cosine(), OneCycle(0.1)])
-def test_a_resumed_run_is_the_one_that_went_through(schedule, tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_one(schedule, tmp_path):
     def trainer(kind=Trainer, **settings):
         made = muon(lr=0.02, lrs={"second": 0.005})
         return kind(net(), made, nn.CrossEntropyLoss(), schedule=schedule, console=False, **settings)
@@ -139,7 +139,7 @@ def test_state_goes_through_copies_and_pickles():
 
 
 @needs_muon
-def test_a_frozen_part_waits_and_moves_when_it_is_unfrozen():
+def test_a_frozen_part_trains_when_it_is_unfrozen():
     model = net()
     freeze(model, "first")
     trainer = Trainer(model, muon(lr=0.02), nn.CrossEntropyLoss(), console=False)
@@ -152,7 +152,7 @@ def test_a_frozen_part_waits_and_moves_when_it_is_unfrozen():
 
 
 @needs_muon
-def test_a_closure_and_a_group_that_comes_later_are_taken():
+def test_a_closure_and_a_group_that_is_added_later_work():
     model = net()
     optimizer = muon(lr=0.02)(model)
     late = nn.Parameter(torch.ones(3))

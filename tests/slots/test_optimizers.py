@@ -154,7 +154,7 @@ def test_a_torch_that_names_no_fused_devices_gets_plain_kernels(monkeypatch):
     assert not adamw(lr=0.1)(nn.Linear(2, 2)).defaults["fused"]
 
 
-def test_the_state_comes_back_with_names():
+def test_the_state_is_restored_with_names():
     model = Net()
     optimizer = adamw(lr=0.1, lrs={"backbone": 1e-3})(model)
     model(torch.randn(4, 1, 4, 4)).sum().backward()
@@ -195,7 +195,7 @@ def test_a_schedule_scales_each_group_and_names_it():
         table.apply(6)
 
 
-def test_a_frozen_part_waits_in_its_group_and_moves_when_it_is_unfrozen():
+def test_a_frozen_part_is_in_its_group_and_trains_when_it_is_unfrozen():
     model = Net()
     freeze(model, "backbone")
     trainer = Trainer(model, adamw(lr=0.01), nn.CrossEntropyLoss(), console=False)
@@ -252,7 +252,7 @@ def test_a_setting_that_cannot_work_is_refused_when_it_is_given(settings, said):
         ({"head": 1.0, "*bias": 2.0}, r"'head' and '\*bias' are equally long .*\n  have  1 and 2"),
     ],
 )
-def test_a_name_without_a_parameter_to_hold_for_is_refused(lrs, said):
+def test_a_name_that_matches_no_parameter_is_refused(lrs, said):
     with pytest.raises(SettingError, match=said):
         adamw(lr=0.1, lrs=lrs)(Net())
 
