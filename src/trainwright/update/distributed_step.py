@@ -25,7 +25,7 @@ from trainwright.update.finite_check import ImmediateCheck
 from trainwright.update.loss_tracker import Roots
 from trainwright.update.losses import StepLoss
 from trainwright.update.sharded_window import ShardedWindow, sharded_windows
-from trainwright.update.window import Window, weighed
+from trainwright.update.window import Move, Window, weighed
 
 if TYPE_CHECKING:
     from trainwright.fit.run import Run
@@ -81,9 +81,7 @@ class DistributedStep(ImmediateCheck):
         """The loss of all ranks that was read last."""
         self.step, self.weigh = self._run_step, self._weigh
 
-    def windows(
-        self, batches: Iterable[Any], accumulate: int, *, move: Callable[[Any], Any] | None
-    ) -> Iterator[Window]:
+    def windows(self, batches: Iterable[Any], accumulate: int, *, move: Move | None) -> Iterator[Window]:
         """Group the slices of batches of this rank into windows."""
         hooks = self._owner._hooks
         return sharded_windows(
@@ -91,7 +89,7 @@ class DistributedStep(ImmediateCheck):
             accumulate,
             world=self._world,
             in_step=self._is_sharded or (self._wraps and self._settings.static_graph),
-            stands_in=self._is_sharded or self._is_default,
+            beside_others=self._is_sharded or self._is_default,
             rows=hooks.rows,
             count=hooks.count,
             move=move,
@@ -123,9 +121,9 @@ class DistributedStep(ImmediateCheck):
         if window.position < 0:
             self._begin()
         last = window.position + 2 == len(window.batches)
-        self._silence(window.stands_in)
-        if window.stands_in:
-            with self._standing_in():
+        self._silence(window.is_stand_in)
+        if window.is_stand_in:
+            with self._dropping_changes():
                 return self._forward(batch, last=last)
         return self._forward(batch, last=last)
 
@@ -320,7 +318,7 @@ class DistributedStep(ImmediateCheck):
 
     def recorded_step(self, batch: Any) -> Tensor:
         """Run the user's step, record it, and return its loss."""
-        owner, here = self._owner, not self._window.stands_in
+        owner, here = self._owner, not self._window.is_stand_in
         step_loss = owner._tracker.record(owner.training_step(batch))
         assert step_loss is not None
         self._weight = step_loss.weight
@@ -361,7 +359,7 @@ class DistributedStep(ImmediateCheck):
         return self._buckets[key]
 
     @contextmanager
-    def _standing_in(self) -> Iterator[None]:
+    def _dropping_changes(self) -> Iterator[None]:
         """Run a stand-in, a batch without a counted row: its changes are restored, and its numbers are dropped."""
         tracker, statistics = self._owner._tracker, running_statistics(self._owner.model)
         copies = [statistic.clone() for statistic in statistics]

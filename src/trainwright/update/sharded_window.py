@@ -44,7 +44,7 @@ class ShardedWindow(Window):
         """Whether its losses are sums that nothing divides."""
 
     @property
-    def stands_in(self) -> bool:
+    def is_stand_in(self) -> bool:
         """Whether the micro-batch that comes next has no row of this rank."""
         index = self.position + 1
         return index < len(self.rows) and not self.rows[index]
@@ -88,17 +88,17 @@ def sharded_windows(
     *,
     world: World,
     in_step: bool,
-    stands_in: bool,
+    beside_others: bool,
     rows: Callable[[Any], int],
     count: Callable[[Any], Count] | None = None,
     move: Move | None = None,
 ) -> Iterator[ShardedWindow]:
     """Group slices into windows of `accumulate`; `rows` counts those of a stream's batch.
 
-    Each rank reads a stream of its own: the rows of each window are summed over the ranks as it is fetched, until no
-    rank has a batch. `in_step`: all ranks run equally many micro-batches. `stands_in`: a stand-in is run beside other
-    micro-batches too, not only where a rank has no other; code that joins the micro-batches of a window would take its
-    rows for rows like any.
+    Where each rank reads a stream of its own, the rows of each window are summed over the ranks as it is fetched, until
+    no rank has a batch. `in_step`: all ranks run equally many micro-batches. `beside_others`: a stand-in is run beside
+    other micro-batches too, not only where a rank has no other. It is False for code that may join the micro-batches of
+    a window: the rows of a stand-in would be rows like any.
     """
     slices = iter(slices)
     last: Any = None
@@ -121,7 +121,7 @@ def sharded_windows(
         else:
             return
         last = group[-1]
-        if not stands_in and any(own):
+        if not beside_others and any(own):
             group, own = [one for one, n in zip(group, own, strict=True) if n], [n for n in own if n]
         batches = [one.batch for one in group]
         counts: list[Count] | None = None

@@ -13,7 +13,7 @@ from trainwright.precision.base import LossScale
 from trainwright.update.nonfinite_policy import Trace
 from trainwright.update.reporter import UpdateReporter
 from trainwright.update.status import UpdateStatus
-from trainwright.update.window import Window, windows
+from trainwright.update.window import Move, Window, windows
 
 if TYPE_CHECKING:
     from trainwright.fit.run import Run
@@ -54,9 +54,7 @@ class UpdateStrategy:
         """The status of the update in progress."""
         self._run = run
 
-    def windows(
-        self, batches: Iterable[Any], accumulate: int, *, move: Callable[[Any], Any] | None
-    ) -> Iterator[Window]:
+    def windows(self, batches: Iterable[Any], accumulate: int, *, move: Move | None) -> Iterator[Window]:
         """Group batches into windows of `accumulate`."""
         hooks = self._run.owner._hooks
         count = hooks.count if accumulate > 1 or hooks.counts_itself else None  # a lone mean needs no count
