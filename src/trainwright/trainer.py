@@ -273,7 +273,7 @@ class Trainer(Generic[M]):
             return batches.own_loss(self, batch)
         inputs, target = self._hooks.split(batch)
         output = self.model(*inputs) if type(inputs) is tuple else batches.call(self.model, inputs)
-        loss = batches.loss_of(self, output, target)
+        loss = self._hooks.training_loss(output, target)
         return StepOutput(loss, output, target) if self.metrics else loss
 
     def validation_step(self, batch: Any) -> Any:

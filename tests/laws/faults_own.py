@@ -338,7 +338,7 @@ def a_step_that_is_called_weighs_by_the_window(patch):
             owner.loss(output, target) if window.is_lone else SumLoss(known._sum(output, target), owner._tracker.count)
         )
 
-    patch.setattr(batches, "loss_of", loss_of)
+    patch.setattr(batches, "counted_loss_of", loss_of)
 
 
 def unfed_metrics_are_left_out(patch):

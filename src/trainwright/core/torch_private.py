@@ -133,11 +133,6 @@ def devices_with_fused_kernels() -> list[str]:
     return [] if listed is None else list(listed())
 
 
-def cross_entropy_kernel() -> Callable[..., Any] | None:
-    """The function that `F.cross_entropy` calls for plain tensors, with `reduction` as a number; None where missing."""
-    return getattr(getattr(torch._C, "_nn", None), "cross_entropy_loss", None)
-
-
 def all_reduce(value: Tensor, how: str, group_name: str) -> Tensor:
     """The "sum" or "max" over the processes of a group, by the collectives that DTensor uses, without its overhead."""
     collectives = torch.ops._c10d_functional

@@ -99,21 +99,26 @@ def scores_of(returned: Any) -> Any:
 
 
 def loss_of(owner: Owner, output: Any, target: Any) -> Any:
-    """Return the loss of a micro-batch in training: as the user gave it, with its count where a window has several."""
+    """Return the loss of a micro-batch in training as the user gave it; a loss that sums is a sum."""
     if target is None or owner.loss is None:
         raise no_loss(owner, target)
-    known, window = owner._hooks.known, owner._tracker.window
+    known = owner._hooks.known
     if known is not None and known.each_element and output.shape != target.shape:
         check_shapes(owner.loss, output, target)
-    if known is not None and known.reduction == "sum":
-        return SumLoss(owner.loss(output, target))
-    # Only `compute_gradients` weights losses; a custom `update` that calls the step gets a plain mean. So does a custom
-    # step that calls the default one: it may add to the loss.
+    loss = owner.loss(output, target)
+    return SumLoss(loss) if known is not None and known.reduction == "sum" else loss
+
+
+def counted_loss_of(owner: Owner, output: Any, target: Any) -> Any:
+    """Return a known mean of torch's for a micro-batch in training, with its count where a window has several."""
+    known, window, is_counted = owner._hooks.known, owner._tracker.window, owner._hooks.count is not None
+    if target is None or known is None:
+        raise no_target()
+    if known.each_element and output.shape != target.shape:
+        check_shapes(owner.loss, output, target)
+    # Only `compute_gradients` weights losses; a custom `update` that calls the step gets a plain mean.
     weighs = window is not None and window.begun and window.position + 1 < len(window.batches)
-    if known is None or window is None or not weighs or owner._hooks.steps_itself or owner._hooks.counts_itself:
-        return owner.loss(output, target)
-    is_counted = owner._hooks.count is not None  # else the count of the target is known only now
-    if is_counted and len(window.batches) == 1:
+    if window is None or not weighs or (is_counted and len(window.batches) == 1):
         return owner.loss(output, target)
     return known.weighable(output, target, owner._tracker.count if is_counted else known.count(target))
 

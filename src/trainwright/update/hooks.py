@@ -38,6 +38,8 @@ class Hooks:
     """`end_epoch`, or None."""
     after_update: Callable[[], None] | None
     """`after_update`, or None."""
+    training_loss: Callable[[Any, Any], Any]
+    """The loss of output and target in training by the default step."""
     evaluated_loss: Callable[[Any, Any], Any]
     """The loss of output and target in an evaluation by the default step."""
     spread: str | None
@@ -82,6 +84,8 @@ def read_hooks(trainer: Any, own: set[str], *, move: Callable[[Any], Any] | None
         move=move,
         count=trainer.count if counts_before else None,
         rows=partial(_rows_or_count, trainer) if counts else rows_of,
+        # A custom step that calls the default one may add to the loss: it gets a plain mean.
+        training_loss=partial(batches.counted_loss_of if exact else batches.loss_of, trainer),
         evaluated_loss=known.evaluated if known is not None and exact else partial(batches.exact_loss_of, trainer),
         spread=_number(early.monitor, trainer.metrics) if early is not None and early.min_delta == "1se" else None,
         counts_itself=counts,
