@@ -46,9 +46,9 @@ BUDGETS = {
     "hasattr and getattr with a default": Budget(265, 170),
 }
 WALKS = {
-    "one update, empty slots": Budget(395, 300),
-    "fit to the second update, empty slots": Budget(2_600, 1_600),
-    "one update, all slots": Budget(790, 500),
+    "one update, empty slots": Budget(300, 300),
+    "fit to the second update, empty slots": Budget(1_620, 1_600),
+    "one update, all slots": Budget(600, 500),
     "end of an epoch, all slots": Budget(3_120, 1_900),
     "resume to the first forward, all slots": Budget(5_000, 2_900),
 }

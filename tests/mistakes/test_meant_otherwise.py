@@ -145,7 +145,7 @@ def test_a_count_that_is_none(given):
 def test_a_schedule_that_gives_nothing():
     trainer = make(schedule=lambda update, total: None)
     call = lambda: trainer.fit(pieces(), epochs=1)  # noqa: E731
-    refused(call, SettingError, first=".* gave None for update=0, rest=4", want="a factor of", trainer=trainer)
+    refused(call, SettingError, first=".* gave None for update=0, total=4", want="a factor of", trainer=trainer)
 
 
 def test_a_model_in_the_place_of_its_weights(tmp_path):
