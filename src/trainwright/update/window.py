@@ -101,10 +101,8 @@ class Window(Sequence[Any]):
         """
         if count is None or (self.is_lone and not is_sum):
             return 1.0
-        if self.is_lone:
-            return inverse(count)
-        estimate = self._divisor(count, from_step=from_step)
-        return inverse(estimate) if is_sum else ratio(count, estimate)
+        divisor = count if self.is_lone else self._divisor(count, from_step=from_step)
+        return inverse(divisor) if is_sum else ratio(count, divisor)
 
     @property
     def missing_factor(self) -> Count:
