@@ -16,7 +16,7 @@ from trainwright.core.durations import Duration
 from trainwright.core.plan import Plan
 from trainwright.core.progress import Counters, Progress
 from trainwright.core.records import Count, Result, StepOutput
-from trainwright.core.rng import unmoved
+from trainwright.core.rng import rng_preserved
 from trainwright.core.suggestions import (
     FOREIGN_ATTRIBUTES,
     point_elsewhere,
@@ -363,7 +363,7 @@ class Trainer(Generic[M]):
         from trainwright.schedules.rates import bind_rates
 
         ends = Ends(epochs, max_updates, max_seconds, epoch_updates)
-        with unmoved():
+        with rng_preserved():
             source, held_out = setup.open_data(self, train, val, ends=ends, batch_size=batch_size, joins=False)
         planned = make_plan(self, source, held_out, ends=ends)
         bind_rates(self.schedule, self.optimizers, planned)

@@ -11,7 +11,7 @@ from sources import READY, Noisy, X, Y, generator, text
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 from trainwright.core.errors import DataError
-from trainwright.core.rng import unmoved
+from trainwright.core.rng import rng_preserved
 from trainwright.data.batches import batches
 from trainwright.data.sources import open_source, takes_batch_size
 
@@ -142,7 +142,7 @@ def test_data_that_are_train_and_val_at_once_resume_with_the_order_of_both(kind:
         return batches(X, 8, sampler=sampler) if kind == "batches" else DataLoader(X, batch_size=8, sampler=sampler)
 
     def validated(source: Any) -> list[str]:
-        with unmoved(source.generators):
+        with rng_preserved(source.generators):
             return [text(batch) for batch in source.beside().epoch(0)]
 
     source = open_source(make())

@@ -55,7 +55,7 @@ def draws_before_the_loader(patch):
 
 
 def evaluation_moves_the_rng(patch):
-    patch.setattr(passes, "unmoved", nullcontext)
+    patch.setattr(passes, "rng_preserved", nullcontext)
 
 
 def evaluation_leaves_eval_mode_behind(patch):

@@ -235,11 +235,11 @@ def draws_when_it_is_built(patch):
 
 
 def passes_move_the_generators(patch):
-    patch.setattr(passes, "unmoved", nothing)
+    patch.setattr(passes, "rng_preserved", nothing)
 
 
 def plans_draw(patch):
-    patch.setattr(trainer, "unmoved", nothing)
+    patch.setattr(trainer, "rng_preserved", nothing)
 
 
 def makes_tuples_of_batches(patch):
@@ -315,7 +315,7 @@ def a_pass_changes_the_state(patch):
 
 
 def a_pass_moves_the_generator_of_the_loader(patch):
-    patch.setattr(passes, "unmoved", lambda generators=(): rng.unmoved())
+    patch.setattr(passes, "rng_preserved", lambda generators=(): rng.rng_preserved())
 
 
 def a_pass_logs_in_training(patch):

@@ -265,7 +265,7 @@ def evaluation_moves_the_random_state(patch):
     def moved(generators=()):
         yield
 
-    patch.setattr(passes, "unmoved", moved)
+    patch.setattr(passes, "rng_preserved", moved)
 
 
 @fault(traceless.check_evaluation_leaves_everything_as_it_was, "batches")

@@ -73,7 +73,7 @@ def what_stands_in_counts(patch: Patch) -> None:
 
 
 def noise_of_what_stands_in_stays(patch: Patch) -> None:
-    patch.setattr(distributed_step, "unmoved", nullcontext)
+    patch.setattr(distributed_step, "rng_preserved", nullcontext)
 
 
 def numbers_of_what_stands_in_stay(patch: Patch) -> None:

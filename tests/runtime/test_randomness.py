@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trainwright.core import rng
-from trainwright.core.rng import random_state, set_random_state, unmoved
+from trainwright.core.rng import random_state, rng_preserved, set_random_state
 
 
 def draw():
@@ -36,12 +36,12 @@ def test_whatever_is_drawn_inside_nothing_moves_outside_also_after_an_error():
     state = random_state()
     expected = draw()
     set_random_state(state)
-    with unmoved():
+    with rng_preserved():
         draw()
         torch.manual_seed(9)
         random.seed(9)
         np.random.seed(9)
-    with pytest.raises(RuntimeError), unmoved():
+    with pytest.raises(RuntimeError), rng_preserved():
         draw()
         raise RuntimeError
     assert draw() == expected
@@ -50,7 +50,7 @@ def test_whatever_is_drawn_inside_nothing_moves_outside_also_after_an_error():
 def test_a_generator_that_is_named_is_put_back_too():
     generator = torch.Generator().manual_seed(3)
     expected = torch.rand(2, generator=torch.Generator().manual_seed(3))
-    with unmoved([generator]):
+    with rng_preserved([generator]):
         torch.rand(5, generator=generator)
     assert torch.equal(torch.rand(2, generator=generator), expected)
 
@@ -81,7 +81,7 @@ def test_numpy_state_is_what_numpy_says_whatever_was_drawn_in_between() -> None:
 def test_a_second_normal_deviate_that_was_put_back_is_told() -> None:
     np.random.seed(0)
     np.random.normal()  # NumPy makes two at once and keeps the other
-    with unmoved():
+    with rng_preserved():
         np.random.normal()  # the other: nothing else moves
         random_state()
     assert random_state()["numpy"][3:] == np.random.get_state()[3:]
@@ -105,7 +105,7 @@ def test_pythons_state_is_that_of_getstate_whatever_was_drawn(head, monkeypatch)
         lambda: random.shuffle([1, 2, 3]),
         lambda: random.setstate(before),
     ]
-    with rng.unmoved():
+    with rng.rng_preserved():
         before = random.getstate()
         for draw in draws:
             found = looking.state()
@@ -124,7 +124,7 @@ def test_pythons_state_is_read_only_where_it_has_moved(monkeypatch) -> None:
         asked.append(1)
         return random.getstate()
 
-    with rng.unmoved():
+    with rng.rng_preserved():
         monkeypatch.setattr(looking, "read", counting)
         first = looking.state()
         assert looking.state() is first and len(asked) == 1

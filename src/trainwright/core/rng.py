@@ -98,7 +98,7 @@ def _same(one: Any, other: Any) -> bool:
     return bool(np.array_equal(one, other)) if isinstance(one, np.ndarray) else one == other
 
 
-class unmoved:  # a class, since every evaluation enters it
+class rng_preserved:  # a class, since each evaluation enters it
     """A context that restores every global random state, and those of `generators`, at the end of the block."""
 
     __slots__ = ("_generators", "_own", "_state")

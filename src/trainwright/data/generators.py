@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trainwright.core.errors import DataError
-from trainwright.core.rng import unmoved
+from trainwright.core.rng import rng_preserved
 
 _INSIDE = ("dataset", "datasets", "transform", "transforms", "target_transform")
 """Attributes of a data set whose own attributes are looked at too."""
@@ -148,7 +148,7 @@ def knows_its_state(data: Any) -> bool:
 
 def stands_in_the_middle(data: Any) -> bool:
     """Whether data whose state was loaded go on with a pass; if not, the end of their last pass is now behind them."""
-    with unmoved():
+    with rng_preserved():
         return next(iter(data), _END) is not _END
 
 

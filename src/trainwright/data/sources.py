@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from trainwright.core.errors import DataError
-from trainwright.core.rng import unmoved
+from trainwright.core.rng import rng_preserved
 from trainwright.data.batches import batches
 from trainwright.data.dataloader.position import PER_EPOCH, check_kind
 from trainwright.data.row_batches import Batches
@@ -94,7 +94,7 @@ class PerEpoch(Source):
         self._batch_size = batch_size
         self._shuffle = shuffle
         self._role = role
-        with nullcontext() if role == "train" else unmoved():  # training draws as the plain loop does
+        with nullcontext() if role == "train" else rng_preserved():  # training draws as the plain loop does
             self._data = _called(make, 0, role)
         self._source = self._opened(self._data)
         self._epoch = 0

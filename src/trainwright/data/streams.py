@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from trainwright.core.errors import DataError
-from trainwright.core.rng import random_state, set_random_state, unmoved
+from trainwright.core.rng import random_state, rng_preserved, set_random_state
 from trainwright.data.dataloader.order import asked_again
 from trainwright.data.dataloader.position import (
     CUT,
@@ -342,7 +342,7 @@ class Continuing(Source):
             self._random = random_state() if self.draws_global_rng else None
             self._stream = self._source.epoch(number, skip)
             return
-        with unmoved():  # processes begin a pass at different times, and all with the same random state
+        with rng_preserved():  # processes begin a pass at different times, and all with the same random state
             assert self._common is not None
             self._random = self._common
             set_random_state(self._common)
@@ -362,7 +362,7 @@ class Continuing(Source):
         self._stream, self._pass = None, max(loaded["pass"] - 1, -1)
         if left > 0:
             # The pass is drawn as it was drawn first, and the state of the process stays where it is.
-            with unmoved():
+            with rng_preserved():
                 if loaded["random"] is not None and self._part is None:
                     set_random_state(loaded["random"])
                 self._begin_pass(loaded["pass"], left)

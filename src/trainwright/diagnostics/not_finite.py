@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.core.records import StepOutput
-from trainwright.core.rng import unmoved
+from trainwright.core.rng import rng_preserved
 from trainwright.core.trees import copy_tree, tensors_in
 from trainwright.diagnostics.frames import title
 from trainwright.modules import modes
@@ -45,7 +45,7 @@ def trace(run: Run) -> Trace:
         return Trace()
     lines: list[str] = []
     fix = ""
-    with unmoved():
+    with rng_preserved():
         for position, batch in enumerate(window.batches):
             found = _in_batch(batch, named=owner._hooks.split is default_split)
             if not found and window.mover is not None:
@@ -211,7 +211,7 @@ class _ModuleSearch:
         state, tracker = owner.state, owner._tracker
         with ExitStack() as undo:
             undo.enter_context(Snapshot(Buffers(lambda: roots)))
-            undo.enter_context(unmoved())
+            undo.enter_context(rng_preserved())
             undo.enter_context(modes.untouched(*roots))
             if "torch._dynamo" in sys.modules:  # hooks inside of what is compiled are called in eager mode alone
                 undo.enter_context(torch.compiler.set_stance("force_eager"))

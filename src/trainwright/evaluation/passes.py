@@ -14,7 +14,7 @@ import torch
 
 from trainwright.core.errors import DataError, SettingError, message, user_line
 from trainwright.core.process_state import beside_training
-from trainwright.core.rng import seed, unmoved
+from trainwright.core.rng import rng_preserved, seed
 from trainwright.core.trees import copy_tree
 from trainwright.data.source import Source
 from trainwright.diagnostics.explain import explain
@@ -92,7 +92,7 @@ def without_trace(
     alone = not owner._record.is_under_way
     try:
         with (
-            unmoved(source.generators),
+            rng_preserved(source.generators),
             beside_training(owner.device.type),
             evaluation_weights(owner),
             modes.untouched(*roots, shows_gradients=shows_gradients),
@@ -200,7 +200,7 @@ def run_training_forwards(owner: Owner, source: Source) -> None:
     generators = aside.generators
     statistics = Tensors(modes.running_statistics(owner.model) if owner.on_nonfinite == "skip" else [])
     with ExitStack() as stack:
-        stack.enter_context(unmoved(generators))
+        stack.enter_context(rng_preserved(generators))
         stack.enter_context(beside_training(owner.device.type))
         stack.enter_context(torch.no_grad())
         stack.enter_context(_Instead(owner, tracker))

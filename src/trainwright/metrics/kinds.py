@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trainwright.core.errors import SettingError, message
 from trainwright.core.records import MeanLoss, SumLoss
-from trainwright.core.rng import unmoved
+from trainwright.core.rng import rng_preserved
 from trainwright.core.trees import shapes_of
 from trainwright.metrics.metrics import MetricFunction
 from trainwright.metrics.totals import Total, form_of
@@ -221,7 +221,7 @@ def _warn_of_count(name: str, function: MetricFunction, result: Any, *given: Any
         return
     splits = [(slice(rows // 2), slice(rows // 2, None)), (slice(0, None, 2), slice(1, None, 2))]
     try:
-        with unmoved():
+        with rng_preserved():
             parts = [[float(function(*(one[part] for one in given))) for part in split] for split in splits]
     except Exception:  # a metric of the user's own may ask for a complete batch: that is no mistake
         return

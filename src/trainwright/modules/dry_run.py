@@ -13,7 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from trainwright.core.device import change, devices_of, move
 from trainwright.core.errors import SettingError, first_line
-from trainwright.core.rng import unmoved
+from trainwright.core.rng import rng_preserved
 from trainwright.core.trees import tensors_in
 from trainwright.modules.dtensors import is_sharded
 from trainwright.modules.flops import twin_on
@@ -114,7 +114,7 @@ def dry(
     if is_sharded(*model.parameters()):
         what = "a model in shards cannot be copied"
         raise SettingError(what, fix="measure it before Trainer(parallel=FSDP(...)) is made")
-    with unmoved(), torch.enable_grad(), nullcontext() if on is None else on:
+    with rng_preserved(), torch.enable_grad(), nullcontext() if on is None else on:
         twin, there = twin_on(model, on), given.beside(model) if on is None else given.on(on)
         known = [*twin.parameters(), *twin.buffers(), *tensors_in((there.inputs, there.keywords))]
         counter: Any = FlopCounterMode(display=False) if counts else None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.core.device import move
-from trainwright.core.rng import unmoved
+from trainwright.core.rng import rng_preserved
 from trainwright.core.torch_private import uncompiled
 from trainwright.core.trees import tensors_in
 
@@ -57,7 +57,7 @@ def count_flops(model: nn.Module, *inputs: Any, backward: bool = True, **keyword
     from torch.utils.flop_counter import FlopCounterMode
 
     meta = torch.device("meta")
-    with unmoved(), torch.enable_grad(), meta:  # what a forward makes without a device is made there
+    with rng_preserved(), torch.enable_grad(), meta:  # what a forward makes without a device is made there
         twin = twin_on(model, meta)
         _release(twin)
         given, named = move(inputs, meta), move(keywords, meta)

@@ -13,7 +13,7 @@ from torch import Tensor
 from trainwright.core.checks import check_number, check_whole
 from trainwright.core.errors import SettingError
 from trainwright.core.memory import free_memory, is_out_of_memory
-from trainwright.core.rng import unmoved
+from trainwright.core.rng import rng_preserved
 from trainwright.core.suggestions import suggests
 from trainwright.core.trees import tensors_in
 from trainwright.data.cutting import cut, rows_of
@@ -122,7 +122,7 @@ def find_batch_size(
     check_trainer(trainer, "find_batch_size")
     _check(effective=effective, budget=budget, most=most, share=share)
     batch, rows = _largest_of(ready(trainer, train, updates=LOOKED_AT, batch_size=batch_size))
-    with unmoved():  # data may be a function that draws
+    with rng_preserved():  # data may be a function that draws
         of_data = open_afresh(train, batch_size=batch_size).rows
     limits = {"`most` rows": most, "the rows of an update": effective}
     limits |= {"all rows of the data": of_data if most is None else None}

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from trainwright.core.errors import SettingError, first_line
-from trainwright.core.rng import unmoved
+from trainwright.core.rng import rng_preserved
 from trainwright.core.torch_private import has_backward_hooks, has_forward_hooks, parameter_dict
 from trainwright.modules.activations import release_all
 from trainwright.modules.dry_run import Given
@@ -120,7 +120,7 @@ def _traced(twin: nn.Module, given: Given, what: str) -> tuple[fx.Graph, list[An
     bound.apply_defaults()
     fixed = {name: value for name, value in bound.arguments.items() if name not in known or not _is_tensor(value)}
     try:
-        with unmoved():
+        with rng_preserved():
             graph = fx.Tracer().trace(twin, concrete_args=fixed or None)
     except Exception as error:  # the model's own forward runs on stand-ins, and may do anything with them
         raise SettingError(
@@ -146,7 +146,7 @@ def _shapes(twin: nn.Module, graph: fx.Graph, values: list[Any]) -> dict[fx.Node
                 found[n] = tuple(value.shape)
             return value
 
-    with unmoved(), torch.no_grad(), evaluating(twin):
+    with rng_preserved(), torch.no_grad(), evaluating(twin):
         ChannelInterpreter(fx.GraphModule(twin, graph)).run(
             *values
         )  # torch.fx has a placeholder for each parameter, in order

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from trainwright.core.checks import check_choice, check_number, check_whole
 from trainwright.core.errors import SettingError
+from trainwright.core.rng import rng_preserved
 from trainwright.core.rng import seed as start_random_state
-from trainwright.core.rng import unmoved
 from trainwright.core.suggestions import suggests
 from trainwright.data.batches import batches
 from trainwright.data.sources import takes_batch_size
@@ -69,7 +69,7 @@ def cross_validate(
     for index, (train, held_out) in enumerate(splits.pairs):
         number = seed_of(held_out, seed)
         try:
-            with unmoved():
+            with rng_preserved():
                 start_random_state(number)
                 trainer = seen.checked(_made(make_trainer, index), index)
                 if drawn and trainer.world.size > 1:

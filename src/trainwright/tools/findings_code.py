@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from trainwright.core.errors import is_ours, is_users, listed
-from trainwright.core.rng import unmoved
+from trainwright.core.rng import rng_preserved
 from trainwright.data.row_batches import Batches
 from trainwright.data.sharding import Sharded
 from trainwright.tools.finding import Finding
@@ -78,7 +78,7 @@ def loader_findings(data: Any) -> list[Finding]:
         return []
     fetch, size = source
     copies = _Copies()
-    with unmoved(), _opened_files() as opened, copies:
+    with rng_preserved(), _opened_files() as opened, copies:
         rows = _fetched(fetch, size)
     if rows < 2:
         return []

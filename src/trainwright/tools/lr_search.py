@@ -16,7 +16,7 @@ from torch import Tensor
 from trainwright.core.checks import check_choice, check_number, check_whole
 from trainwright.core.errors import SettingError
 from trainwright.core.records import Update
-from trainwright.core.rng import unmoved
+from trainwright.core.rng import rng_preserved
 from trainwright.core.suggestions import suggests
 from trainwright.optim.named import CLEARED, ONLY, has_scheduler
 from trainwright.protocols import Observer
@@ -101,7 +101,7 @@ def find_lr(
     own = _own_rate(trainer)
     raised = Raised(lowest, highest, updates=updates, exponential=spacing == "exponential")
     source = open_afresh(train, batch_size=batch_size)
-    with traceless(trainer), data_kept(train), unmoved(source.generators):
+    with traceless(trainer), data_kept(train), rng_preserved(source.generators):
         sweep = Sweep(diverges)
         twin = variant(
             trainer,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trainwright.core.checks import check_choice, check_number, check_whole
 from trainwright.core.errors import SettingError
-from trainwright.core.rng import unmoved
+from trainwright.core.rng import rng_preserved
 from trainwright.core.suggestions import did_you_mean, suggests
 from trainwright.core.torch_private import buffer_dict
 from trainwright.core.trees import tensors_in
@@ -241,7 +241,7 @@ def _try(
 ) -> None:
     """Compare the small model with the big one whose weights that read the lost channels are zero."""
     big, tried = twin_on(model, None), twin_on(small, None)
-    with unmoved(), torch.no_grad(), evaluating(big, tried):
+    with rng_preserved(), torch.no_grad(), evaluating(big, tried):
         for group, channels in lost.values():
             for use in group.readers:
                 _silence(big, use, channels)

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from trainwright.core.errors import SettingError
 from trainwright.core.records import StepOutput, SumLoss
+from trainwright.core.rng import rng_preserved
 from trainwright.core.rng import seed as start_random_state
-from trainwright.core.rng import unmoved
 from trainwright.core.suggestions import suggests
 from trainwright.data.batches import batches
 from trainwright.optim.optimizers import adamw
@@ -105,7 +105,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
             X, y, weight = X[weight > 0], y[weight > 0], weight[weight > 0]
         target, outputs = self._read_target(y)
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
-        with unmoved():
+        with rng_preserved():
             start_random_state(seed)
             self._train([X, target, *([] if weight is None else [weight])], outputs, seed=seed)
         return self

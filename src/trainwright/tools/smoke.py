@@ -13,7 +13,7 @@ from trainwright.core.checks import check_whole
 from trainwright.core.durations import Updates
 from trainwright.core.errors import SettingError
 from trainwright.core.records import Update
-from trainwright.core.rng import unmoved
+from trainwright.core.rng import rng_preserved
 from trainwright.core.suggestions import suggests
 from trainwright.data.sources import takes_batch_size
 from trainwright.observers.probes import Probe
@@ -123,9 +123,9 @@ def _held_out(val: Any, batch_size: int | None) -> Any:
     """Two batches of each validation set."""
     if isinstance(val, Mapping) and not all(hasattr(one, "shape") for one in val.values()):
         return {name: _held_out(one, batch_size) for name, one in val.items()}
-    with unmoved():
+    with rng_preserved():
         source = open_afresh(val, batch_size=batch_size if takes_batch_size(val) else None, role="val")
-        with unmoved(source.generators):
+        with rng_preserved(source.generators):
             return list(islice(source.epoch(0), 2))
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
 from trainwright.core.errors import DataError, SettingError
+from trainwright.core.rng import rng_preserved
 from trainwright.core.rng import seed as start_random_state
-from trainwright.core.rng import unmoved
 from trainwright.core.trees import sequence_like
 from trainwright.data.seeded import mixed_seed, rows_of
 from trainwright.update.batches import split
@@ -76,7 +76,7 @@ def split_rows(folds: Any, data: Any, *, target: Any, groups: Any, seed: int) ->
         what = f"{type(folds).__name__}, and the data have no target that is known"
         raise SettingError(what, want="the class of each row", fix="cross_validate(..., target=classes)")
     if hasattr(folds, "split") and not isinstance(folds, str | bytes):
-        with unmoved():  # a splitter without a random_state draws from NumPy's global state
+        with rng_preserved():  # a splitter without a random_state draws from NumPy's global state
             start_random_state(mixed_seed(seed, 0))
             heard = groups if "Group" in type(folds).__name__ or not _is_sklearns(folds) else None
             pairs = list(folds.split(np.zeros(rows), classes, heard))
@@ -124,7 +124,7 @@ def _target_of(data: Any, *, reads: bool) -> NDArray[Any] | None:
         return _array(data.tensors[-1]) if len(data.tensors) > 1 else None
     if not reads:
         return None
-    with unmoved():  # rows may draw
+    with rng_preserved():  # rows may draw
         targets = [split(data[index])[1] for index in range(len(data))]
     return None if targets[0] is None else np.stack([_array(target) for target in targets])
 

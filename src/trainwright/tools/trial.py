@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from trainwright.core.errors import DataError, SettingError, message
 from trainwright.core.process_state import kept_switches
 from trainwright.core.progress import Counters
-from trainwright.core.rng import unmoved
+from trainwright.core.rng import rng_preserved
 from trainwright.data.dataloader.loader import LoaderBatches
 from trainwright.data.generators import knows_its_state
 from trainwright.data.row_batches import Batches
@@ -112,9 +112,9 @@ def ready(trainer: Trainer[Any], data: Any, *, updates: int, batch_size: int | N
     Data of fewer batches are repeated. DataError for a stream that cannot be read from its start.
     """
     number = updates * max(each for _, each in trainer.accumulate)
-    with unmoved():
+    with rng_preserved():
         source = open_afresh(data, batch_size=batch_size)
-        with unmoved(source.generators), data_kept(data):
+        with rng_preserved(source.generators), data_kept(data):
             found = list(islice(source.epoch(0), number))
     if not found:
         raise DataError("data without a batch", want="at least one batch")
@@ -162,6 +162,6 @@ def _is_one_pass(data: Any) -> bool:
         data = data.dataset if not data.num_workers else None  # each worker has a copy
     if not isinstance(data, IterableDataset):
         return False
-    with unmoved():
+    with rng_preserved():
         first = iter(data)
         return first is not data and iter(data) is first

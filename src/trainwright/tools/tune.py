@@ -17,8 +17,8 @@ import torch
 
 from trainwright.core.checks import check_choice, check_whole
 from trainwright.core.errors import NonFiniteError, SettingError, first_line
+from trainwright.core.rng import rng_preserved
 from trainwright.core.rng import seed as start_random_state
-from trainwright.core.rng import unmoved
 from trainwright.core.suggestions import did_you_mean, suggests
 from trainwright.data.seeded import mixed_seed
 from trainwright.distributed.environment import read_environment
@@ -122,7 +122,7 @@ class _StudySearch:
         self.study.sampler = self._sampler_of(at)
         trial = self.study.ask()
         try:
-            with unmoved():
+            with rng_preserved():
                 start_random_state(mixed_seed(self.seed, at, 1))
                 value = _checked_value(self.objective(trial))
         except (_optuna().TrialPruned, NonFiniteError) as ended:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from trainwright.core import host_reads
 from trainwright.core.errors import SettingError, StepError
 from trainwright.core.records import Count
-from trainwright.core.rng import unmoved
+from trainwright.core.rng import rng_preserved
 from trainwright.core.torch_private import versions_preserved
 from trainwright.core.trees import parameters_in
 from trainwright.distributed.ddp import Wrapped
@@ -365,7 +365,7 @@ class DistributedStep(ImmediateCheck):
         copies = [statistic.clone() for statistic in statistics]
         recording, tracker.recording = tracker.recording, False
         try:
-            with unmoved(), versions_preserved(statistics):
+            with rng_preserved(), versions_preserved(statistics):
                 yield
                 with torch.no_grad():
                     for statistic, before in zip(statistics, copies, strict=True):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.core.plan import Plan
-from trainwright.core.rng import random_state, seed, set_random_state, unmoved
+from trainwright.core.rng import random_state, rng_preserved, seed, set_random_state
 from trainwright.core.torch_private import BatchNorm, versions_preserved
 from trainwright.core.trees import parameters_in
 from trainwright.distributed.batch_layout import Shard, Slice
@@ -179,7 +179,7 @@ def derived_rng(state: dict[str, Any], rank: int) -> dict[str, Any]:
     if not rank:
         return state
     digest = hashlib.sha256(state["torch"].numpy().tobytes() + rank.to_bytes(4, "little")).digest()
-    with unmoved():
+    with rng_preserved():
         seed(int.from_bytes(digest[:4], "little"))
         return random_state()
 

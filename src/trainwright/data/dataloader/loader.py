@@ -11,7 +11,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from trainwright.core.errors import DataError
-from trainwright.core.rng import unmoved
+from trainwright.core.rng import rng_preserved
 from trainwright.core.torch_private import is_under_way, iterator_of
 from trainwright.data.dataloader.inexact import why_inexact
 from trainwright.data.dataloader.order import Order, draws_at_most_at_first, refuse_draws
@@ -301,7 +301,7 @@ class LoaderBatches(Source):
         if persistent and (not inside or workers["kept"]):
             self._order.closed = True
             try:
-                with unmoved(self._generators.found):
+                with rng_preserved(self._generators.found):
                     attributes["_iterator"] = self._made(twin(self._loader, self._order), seed=workers["seed"])
             finally:
                 self._order.closed = False

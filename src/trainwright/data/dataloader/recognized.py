@@ -24,7 +24,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from trainwright.core.rng import unmoved
+from trainwright.core.rng import rng_preserved
 from trainwright.core.torch_private import (
     collate_tensor_fn,
     default_collate_fn_map,
@@ -206,7 +206,7 @@ def _is_known(sampler: Any, rows: int) -> bool:
 def _draws_alike(kind: type[Sampler[int]]) -> bool:
     """Whether this torch's sampler gives what `_passed` gives, and leaves its generators where it does: tried once."""
     own = [False] if kind is SequentialSampler else [False, True]
-    with unmoved():
+    with rng_preserved():
         return all(_tried(kind, own=one, ours=False) == _tried(kind, own=one, ours=True) for one in own)
 
 

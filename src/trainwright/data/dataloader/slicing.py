@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from trainwright.core.errors import DataError
-from trainwright.core.rng import random_state, set_random_state, unmoved
+from trainwright.core.rng import random_state, rng_preserved, set_random_state
 from trainwright.data.cutting import cut, cut_batches, rows_of
 from trainwright.data.dataloader.order import draws_at_most_at_first
 from trainwright.data.dataloader.position import length_of
@@ -116,7 +116,7 @@ def in_step(batches: Iterator[Any], *, only_first: bool) -> Iterator[Any]:
 
 def _in_step(batches: Iterator[Any], state: dict[str, Any], *, only_first: bool) -> Iterator[Any]:
     while True:
-        with unmoved():
+        with rng_preserved():
             set_random_state(state)
             batch = next(batches, _END)
             state = random_state()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trainwright.core.checks import check_number, check_whole
 from trainwright.core.errors import DataError, SettingError
-from trainwright.core.rng import unmoved
+from trainwright.core.rng import rng_preserved
 from trainwright.core.suggestions import suggests
 from trainwright.data.arrays import Table, TableRows
 from trainwright.data.row_batches import Batches, BatchSettings
@@ -207,7 +207,7 @@ def _lengths_of(rows: Table | SeededRows, lengths: Any) -> Tensor:
     """The lengths as whole numbers, one for each row."""
     if callable(lengths):
         given: Any = TableRows(rows) if isinstance(rows, Table) else rows.dataset
-        with unmoved():
+        with rng_preserved():
             lengths = [lengths(given[index]) for index in range(len(rows))]
     try:
         found = torch.as_tensor(lengths) if len(lengths) > 0 else torch.zeros(0, dtype=torch.int64)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from trainwright.core.errors import DataError
-from trainwright.core.rng import seed, unmoved
+from trainwright.core.rng import rng_preserved, seed
 from trainwright.data.dataloader.loader import LoaderBatches
 from trainwright.data.dataloader.position import TOGETHER, check_facts, check_kind
 from trainwright.data.row_batches import Batches
@@ -114,7 +114,7 @@ class SideBySide(Source):
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
         """The batches of `epoch` without its first `skip`."""
-        with unmoved():
+        with rng_preserved():
             drawn = int(torch.empty((), dtype=torch.int64).random_())
         iterators = {self._leader: self._streams[self._leader].epoch(epoch, skip)}
         self._measure()  # a function of the epoch may have given more or fewer batches
@@ -124,7 +124,7 @@ class SideBySide(Source):
             if name not in self._chained:
                 iterators[name] = stream.epoch(epoch, skip)
                 continue
-            with unmoved():  # what the first pass is drawn from is neither the leader's nor another's
+            with rng_preserved():  # what the first pass is drawn from is neither the leader's nor another's
                 seed(mixed_seed(drawn, index))
                 iterators[name] = stream.epoch(epoch, skip)
         return self._joined(iterators)
