@@ -37,20 +37,20 @@ if TYPE_CHECKING:
 
 
 class Inspector:
-    """Looks into a run between updates for an observer; it says after which updates, and no other one pays for it."""
+    """Measures a run between updates for an observer; it is called after the updates that `next_update` returns."""
 
     def pause(self) -> None:
-        """Called first: all work of the device is done, and the counters are those of the last time. No-op."""
+        """Called first, before the counters are updated. No-op here."""
 
     def report(self, *, epoch_ended: bool) -> None:
-        """Report to the observers; the counters are up to date. No-op."""
+        """Report to the observers; the counters are up to date. No-op here."""
 
     def next_update(self) -> float:
-        """Return the update after which the loop must come back for it; infinite where it has no need of its own."""
+        """Return the update after which the inspector is called next; infinite where it needs no call of its own."""
         return inf
 
     def resume(self) -> None:
-        """Called last, before the next update. No-op."""
+        """Called last, before the next update. No-op here."""
 
 
 def inspectors_of(run: Run) -> list[Inspector]:
@@ -86,24 +86,24 @@ class ProbeRunner(Inspector):
 
 
 class SpeedMeter(Inspector):
-    """The speed that one `Throughput` asks for: the time of updates alone, and the rows trained in it."""
+    """Measures the speed for one `Throughput`: the rows trained, and the time of the updates alone."""
 
-    def __init__(self, asked: Throughput, run: Run) -> None:
-        self._run, self._owner, self._asked = run, run.owner, asked
-        self._trigger = Trigger(asked.duration, run.counters, of="every")
+    def __init__(self, settings: Throughput, run: Run) -> None:
+        self._run, self._owner, self._settings = run, run.owner, settings
+        self._trigger = Trigger(settings.duration, run.counters, of="every")
         self._alone = run.rank_sync is None
-        self._operations = Operations(asked, run.owner)
+        self._operations = OperationCount(settings, run.owner)
         self._on_speed = listeners(active_observers(run.owner), "on_speed")
-        self._looks_at = torch.cuda.current_stream(run.owner.device) if run.owner.device.type == "cuda" else None
-        self._held_in, self._sizes = -1, dict[str, int]()
+        self._stream = torch.cuda.current_stream(run.owner.device) if run.owner.device.type == "cuda" else None
+        self._memory_epoch, self._memory_sizes = -1, dict[str, int]()
         self._begin(run.counters.rows, run.counters.updates)
         self.resume()
 
     def pause(self) -> None:
-        """Stop the clock: what is done in a pause is no training. Looks whether the device has work left."""
-        if self._looks_at is not None:
-            self._looks += 1
-            self._busy += not self._looks_at.query()  # asks, and waits for nothing
+        """Stop the clock: work between updates is no training. Sample whether the device is busy."""
+        if self._stream is not None:
+            self._samples += 1
+            self._busy += not self._stream.query()  # does not wait
         self._seconds += time.perf_counter() - self._started
         self._waited += self._run.waited - self._waited_before
 
@@ -112,16 +112,16 @@ class SpeedMeter(Inspector):
         self._waited_before, self._started = self._run.waited, time.perf_counter()
 
     def next_update(self) -> float:
-        """The update at which the loop must pause for it; several processes pause where all do, and not for one."""
+        """Return the update of the next report; several ranks report where all pause, and never for one of them."""
         return self._trigger.next_update(self._run.counters) if self._alone else float("inf")
 
     def report(self, *, epoch_ended: bool) -> None:
-        """Tell all observers, where its turn has come, where an epoch is over and where the run ends."""
+        """Call `on_speed` of all observers after `every`, at the end of an epoch and at the end of the run."""
         counters = self._run.counters
         fires = self._trigger.fires(counters, epoch_ended=epoch_ended)
         if not (fires or epoch_ended or counters.stopped) or counters.rows == self._rows or not self._seconds:
             return
-        flops, peak, note = self._operations.of(self._run.tracker.window)
+        flops, peak, note = self._operations.per_row(self._run.tracker.window)
         speed = Speed(
             epoch=counters.earlier_epochs + counters.epoch,
             update=counters.earlier_updates + counters.updates,
@@ -131,50 +131,50 @@ class SpeedMeter(Inspector):
             waited=self._waited,
             flops_per_row=flops,
             peak=peak,
-            looks=self._looks,
+            looks=self._samples,
             busy=self._busy,
-            memory=self._held(counters.epoch) | device_memory(self._owner.device),
+            memory=self._memory(counters.epoch) | device_memory(self._owner.device),
             note=note,
         )
         self._begin(counters.rows, counters.updates)
         for notify in self._on_speed:
             notify(speed)
 
-    def _held(self, epoch: int) -> dict[str, int]:
-        """What the run holds, counted again in each epoch: it is walked through tensor by tensor."""
-        if self._held_in != epoch:
-            self._held_in, self._sizes = epoch, held_by(self._owner)
-        return self._sizes
+    def _memory(self, epoch: int) -> dict[str, int]:
+        """Return the memory of the run, measured once per epoch: that visits every tensor."""
+        if self._memory_epoch != epoch:
+            self._memory_epoch, self._memory_sizes = epoch, memory_by_kind(self._owner)
+        return self._memory_sizes
 
     def _begin(self, rows: int, updates: int) -> None:
         self._rows, self._updates = rows, updates
         self._seconds = self._waited = 0.0
-        self._looks = self._busy = 0
+        self._samples = self._busy = 0
 
 
-class Operations:
-    """What a row needs, and what the devices can do: asked once, when the first window has run."""
+class OperationCount:
+    """The operations per row and the peak of the devices, computed once, after the first window."""
 
-    def __init__(self, asked: Throughput, owner: Owner) -> None:
-        self._asked, self._owner = asked, owner
-        self._found: tuple[float | None, float | None, str] | None = None
+    def __init__(self, settings: Throughput, owner: Owner) -> None:
+        self._settings, self._owner = settings, owner
+        self._result: tuple[float | None, float | None, str] | None = None
 
-    def of(self, window: Any) -> tuple[float | None, float | None, str]:
-        """Operations per row, the peak of all devices, and why one of them is missing."""
-        if self._found is None:
-            self._found = self._find(window)
-        return self._found
+    def per_row(self, window: Any) -> tuple[float | None, float | None, str]:
+        """Return the operations per row, the peak of all devices, and why one of them is missing."""
+        if self._result is None:
+            self._result = self._find(window)
+        return self._result
 
     def _find(self, window: Any) -> tuple[float | None, float | None, str]:
-        asked, owner = self._asked, self._owner
+        settings, owner = self._settings, self._owner
         device = torch.cuda.get_device_name(owner.device) if owner.device.type == "cuda" else owner.device.type
-        peak = asked.peak or peak_of(device)
+        peak = settings.peak or peak_of(device)
         if peak is None:
-            return asked.flops_per_row, None, f"the peak of {device} is not known: Throughput(peak=...)"
+            return settings.flops_per_row, None, f"the peak of {device} is not known: Throughput(peak=...)"
         peak *= owner.world.size
-        if asked.flops_per_row is not None:
-            return asked.flops_per_row, peak, ""
-        unknown = _unknown(owner, window)
+        if settings.flops_per_row is not None:
+            return settings.flops_per_row, peak, ""
+        unknown = _why_unknown(owner, window)
         if unknown:
             return None, peak, f"{unknown}: Throughput(flops_per_row=...)"
         try:
@@ -184,8 +184,8 @@ class Operations:
             return None, peak, f"the model does not run on the meta device ({why}): Throughput(flops_per_row=...)"
 
 
-def held_by(owner: Owner) -> dict[str, int]:
-    """Bytes of what the run holds on this process, by kind."""
+def memory_by_kind(owner: Owner) -> dict[str, int]:
+    """Return the bytes of the run's tensors on this rank, by kind."""
     parameters = list(owner.model.parameters())
     states = [state for one in owner.optimizers.values() for state in one.state.values()]
     return {
@@ -197,116 +197,116 @@ def held_by(owner: Owner) -> dict[str, int]:
 
 
 def _size(tensors: Iterable[Tensor]) -> int:
-    """Bytes of what lies on this process."""
-    held = list(tensors)
-    return sum(one.numel() * one.element_size() for one in (local_shards(held) if is_sharded(*held) else held))
+    """Return the bytes of tensors, of sharded ones those of this rank."""
+    tensors = list(tensors)
+    return sum(one.numel() * one.element_size() for one in (local_shards(tensors) if is_sharded(*tensors) else tensors))
 
 
-def _unknown(owner: Owner, window: Any) -> str:
-    """Why the operations of a row cannot be counted; "" where they can."""
+def _why_unknown(owner: Owner, window: Any) -> str:
+    """Return why the operations per row cannot be counted; empty where they can."""
     hooks = owner._hooks
     if hooks.steps_itself or hooks.computes_itself or hooks.updates_itself:
-        return "how often steps of your own run a model is not known"
+        return "steps of your own may call the model any number of times"
     if hooks.split is not batches.split:
-        return "what a split of your own gives the model is not known"
+        return "a split of your own may give the model any inputs"
     if window is None or not find_rows(window.batches[0]):
-        return "no batch tells its rows"
+        return "the number of rows of a batch is unknown"
     if is_sharded(*owner.model.parameters()):
-        return "a model in shards cannot be copied without its numbers"
+        return "a sharded model cannot be copied to the meta device"
     return ""
 
 
 def _counted(owner: Owner, batch: Any) -> float:
-    """Operations of a row: the model's on one batch, forward and backward, by the rows of the batch."""
+    """Return the operations per row: those of a forward and a backward of one batch, over its rows."""
     inputs, _ = batches.split(batch) if owner.loss is not None else (batch, None)
     if isinstance(inputs, Mapping):
         flops = count_flops(owner.model, **inputs)
     else:
         flops = count_flops(owner.model, *(inputs if isinstance(inputs, tuple | list) else (inputs,)))
     rows = find_rows(batch)
-    assert rows  # asked before
+    assert rows  # checked by `_why_unknown`
     return flops / rows
 
 
 class ProfileRecorder(Inspector):
-    """One profile of a run. Of several processes all pause for it, and the first one records."""
+    """Records one profile of a run. All ranks pause for it, and rank 0 records."""
 
-    def __init__(self, asked: Profile, run: Run) -> None:
-        self._asked, self._run, self._here = asked, run, run.owner.is_main
-        first = run.counters.updates + asked.after
-        self._stops = [first - 1, first, first + asked.updates]
+    def __init__(self, settings: Profile, run: Run) -> None:
+        self._settings, self._run, self._is_main = settings, run, run.owner.is_main
+        first = run.counters.updates + settings.after
+        self._stops = [first - 1, first, first + settings.updates]
         """The updates after which it warms up, begins and ends."""
         before = run.counters.earlier_updates
-        if self._here:
-            asked.expect(before + first + 1, before=before)
+        if self._is_main:
+            settings.expect(before + first + 1, before=before)
 
     def pause(self) -> None:
-        """End where the last update was made."""
-        if len(self._stops) == 1 and self._comes():
+        """End the profile after its last update."""
+        if len(self._stops) == 1 and self._is_due():
             self._stops.clear()
-            if self._here:
+            if self._is_main:
                 counters = self._run.counters
-                self._asked.end(counters.earlier_updates + counters.updates)
+                self._settings.end(counters.earlier_updates + counters.updates)
 
     def next_update(self) -> float:
-        """The next of its stops."""
+        """Return the update after which the profile warms up, begins or ends next."""
         return next((stop for stop in self._stops if stop > self._run.counters.updates), inf)
 
     def resume(self) -> None:
-        """Warm up, or begin, where it is time to."""
+        """Warm the profiler up one update before the profile, then begin."""
         if self._run.counters.stopped:  # at its end, or by a checkpoint of a finished run
             self._stops.clear()
-        elif len(self._stops) == 3 and self._comes():
+        elif len(self._stops) == 3 and self._is_due():
             self._stops.pop(0)
-            if self._here:
-                self._asked.warm_up(self._run.owner.device)
-        elif len(self._stops) == 2 and self._comes():
+            if self._is_main:
+                self._settings.warm_up(self._run.owner.device)
+        elif len(self._stops) == 2 and self._is_due():
             self._stops.pop(0)
-            if self._here:
-                self._asked.begin()
+            if self._is_main:
+                self._settings.begin()
 
-    def _comes(self) -> bool:
+    def _is_due(self) -> bool:
         return self._run.counters.updates >= self._stops[0]
 
 
 class WeightMeter(Inspector):
-    """Measures the weights before and after each update whose turn it is; all processes pause, the first measures."""
+    """Measures the weights before and after every n-th update. All ranks pause for it, and rank 0 measures."""
 
-    def __init__(self, asked: Statistics, run: Run) -> None:
-        self._asked, self._run, self._owner = asked, run, run.owner
+    def __init__(self, settings: Statistics, run: Run) -> None:
+        self._settings, self._run, self._owner = settings, run, run.owner
         self._on_statistics = listeners(active_observers(run.owner), "on_statistics")
         self._before: list[tuple[str, Tensor, Tensor]] = []
-        """Name, parameter and a copy of it, where the update to come is measured."""
+        """Name, parameter and a copy of it, where the next update is measured."""
         self._check()
 
     def report(self, *, epoch_ended: bool) -> None:
-        """Measure, where the update whose weights were kept was made."""
+        """Measure after an update before which the weights were copied."""
         counters, before = self._run.counters, self._before
-        if not before or counters.updates % self._asked.duration.n:
+        if not before or counters.updates % self._settings.duration.n:
             return
         self._before = []
-        told = ModelStatistics(
+        statistics = ModelStatistics(
             epoch=counters.earlier_epochs + counters.epoch,
             update=counters.earlier_updates + counters.updates,
             parameters=_measured(before),
         )
         for notify in self._on_statistics:
-            notify(told)
+            notify(statistics)
 
     def next_update(self) -> float:
-        """The update before the next turn, then that one."""
-        updates, each = self._run.counters.updates, self._asked.duration.n
+        """Return the update before the next measured one, then that one."""
+        updates, each = self._run.counters.updates, self._settings.duration.n
         turn = (updates // each + 1) * each
         return max(turn - 1, updates + 1)
 
     def resume(self) -> None:
-        """Keep the weights, where the update to come is measured."""
+        """Copy the weights where the next update is measured."""
         self._before = []
-        if (self._run.counters.updates + 1) % self._asked.duration.n == 0 and self._owner.is_main:
+        if (self._run.counters.updates + 1) % self._settings.duration.n == 0 and self._owner.is_main:
             self._before = [(name, one, one.detach().clone()) for name, one in self._chosen()]
 
     def _chosen(self) -> list[tuple[str, Any]]:
-        pattern = self._asked.parameters
+        pattern = self._settings.parameters
         return [(name, one) for name, one in self._owner.model.named_parameters() if fnmatchcase(name, pattern)]
 
     def _check(self) -> None:
@@ -315,45 +315,45 @@ class WeightMeter(Inspector):
             raise not_built("Statistics of a model in shards", "DDP(), or leave it out")
         if not chosen:
             names = [name for name, _ in self._owner.model.named_parameters()]
-            pattern = self._asked.parameters
+            pattern = self._settings.parameters
             what = f"Statistics(parameters={pattern!r}) matches none of the model's.{did_you_mean(pattern, names)}"
             raise SettingError(what, have=", ".join(names[:8]), fix='Statistics(parameters="*")')
 
 
 @torch.no_grad()
 def _measured(before: list[tuple[str, Tensor, Tensor]]) -> dict[str, ParameterStatistics]:
-    """The statistics of each parameter, with all numbers of the model read at once."""
+    """Return the statistics of each parameter; all numbers are read from the device at once."""
     numbers: list[Tensor | float] = []
-    for _, parameter, kept in before:
+    for _, parameter, copied in before:
         weight = parameter.detach()
-        numbers += [*_four(weight), _norm(weight - kept), _norm(kept)]
-        numbers += [] if parameter.grad is None else _four(parameter.grad)
+        numbers += [*_summary(weight), _norm(weight - copied), _norm(copied)]
+        numbers += [] if parameter.grad is None else _summary(parameter.grad)
     read = iter(host_reads.read(numbers))
     return {name: _statistics(parameter, read) for name, parameter, _ in before}
 
 
 def _statistics(parameter: Tensor, read: Any) -> ParameterStatistics:
-    norm, largest, zeros, bad, moved, was = (next(read) for _ in range(6))
+    norm, largest, zeros, nonfinite, update_norm, norm_before = (next(read) for _ in range(6))
     size = max(1, parameter.numel())
-    told: dict[str, Any] = {}
+    of_gradient: dict[str, Any] = {}
     if parameter.grad is not None:
-        grad_norm, grad_max, grad_zeros, grad_bad = (next(read) for _ in range(4))
-        told = {"grad_norm": grad_norm, "grad_max": grad_max, "grad_zeros": grad_zeros / size}
-        told["grad_nonfinite"] = int(grad_bad)
+        grad_norm, grad_max, grad_zeros, grad_nonfinite = (next(read) for _ in range(4))
+        of_gradient = {"grad_norm": grad_norm, "grad_max": grad_max, "grad_zeros": grad_zeros / size}
+        of_gradient["grad_nonfinite"] = int(grad_nonfinite)
     return ParameterStatistics(
         elements=parameter.numel(),
         weight_norm=norm,
         weight_max=largest,
         weight_zeros=zeros / size,
-        weight_nonfinite=int(bad),
-        update_norm=moved,
-        before=was,
-        **told,
+        weight_nonfinite=int(nonfinite),
+        update_norm=update_norm,
+        before=norm_before,
+        **of_gradient,
     )
 
 
-def _four(tensor: Tensor) -> list[Tensor | float]:
-    """Norm, largest absolute value, zeros, elements that are not finite; a sparse tensor leaves zeros out."""
+def _summary(tensor: Tensor) -> list[Tensor | float]:
+    """Return norm, largest absolute value, zeros and non-finite elements; a sparse tensor stores no zeros."""
     values = tensor.coalesce().values() if tensor.is_sparse else tensor
     if not values.numel():
         return [0.0, 0.0, float(tensor.numel()), 0.0]
