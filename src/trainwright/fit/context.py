@@ -38,7 +38,7 @@ from trainwright.fit.setup import NOT_RUNNING, open_data
 from trainwright.fit.stages import start_stage
 from trainwright.modules.dtensors import is_sharded
 from trainwright.modules.modes import untrained, wake
-from trainwright.optim.named import check_kernels, check_parameters, check_saved_schedulers, has_scheduler
+from trainwright.optim.named import check_saved_schedulers, has_scheduler
 from trainwright.protocols import Observer
 from trainwright.update.owner import Owner, active_observers, networks_of
 from trainwright.update.per_rank_state import among_ranks, broadcast_buffers
@@ -110,8 +110,6 @@ class FitContext:
     def _bind(self, source: Source, val: Mapping[str, Source], undo: ExitStack) -> None:
         """Plan, bind, check and load everything that the fit needs, in this order; `undo` takes it back."""
         owner, ends, resumes = self._owner, self._ends, self._resume.where is not None
-        check_parameters(owner.model, owner.loss, owner.optimizers)
-        check_kernels(owner.optimizers)
         if owner.world.size > 1 or owner.parallel.shards:
             undo.enter_context(among_ranks(owner))
         if owner.world.size > 1:
