@@ -156,7 +156,7 @@ def test_nothing_of_the_model_is_moved_and_batches_go_where_its_first_parameters
 
 @pytest.mark.parametrize("device", ["cpu", "cpu:1", FIRST, torch.device("meta")])
 def test_a_device_beside_such_a_model_is_refused(devices, device):
-    with pytest.raises(SettingError, match="lies on several devices") as caught:
+    with pytest.raises(SettingError, match="is on several devices") as caught:
         make(Halves(), device=device)
     assert "have  cpu:1, cpu:2" in str(caught.value) and "leave device= out" in str(caught.value)
 
@@ -167,7 +167,7 @@ def test_where_only_a_buffer_lies_elsewhere_the_model_stays_too_and_the_first_pa
     assert choose_device("auto", model) == torch.device("cpu")
     place(model, torch.device("meta"))
     assert model.weight.device.type == "cpu"
-    with pytest.raises(SettingError, match="lies on several devices"):
+    with pytest.raises(SettingError, match="is on several devices"):
         choose_device("cpu", model)
     first = nn.Sequential(nn.Linear(1, 1, device="meta"), nn.Linear(1, 1))
     assert choose_device("auto", first).type == "meta" and choose_device("auto", first[::-1]).type == "cpu"

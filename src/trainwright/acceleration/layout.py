@@ -1,4 +1,4 @@
-"""Lay weights of convolutions out channels-last while a context lasts, and optimizer state as its weights are."""
+"""Contexts of a run: convolution weights channels-last, and cuDNN's choice of algorithms by timing."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ _OTHERS = (nn.Linear, nn.Embedding, nn.MultiheadAttention, nn.RNNBase, nn.Conv1d
 
 
 def is_convolutional(model: nn.Module) -> bool:
-    """Whether most layers with weights are convolutions over images."""
-    found = [isinstance(module, _CONVOLUTIONS) for module in model.modules() if isinstance(module, _LAYERS)]
-    return sum(found) * 2 > len(found)
+    """Return whether most layers with weights are convolutions over images."""
+    convolutional = [isinstance(module, _CONVOLUTIONS) for module in model.modules() if isinstance(module, _LAYERS)]
+    return sum(convolutional) * 2 > len(convolutional)
 
 
 @contextmanager
 def channels_last(model: nn.Module, optimizers: Iterable[Optimizer]) -> Iterator[None]:
-    """Weights with four dimensions lie channels-last inside, and as before afterwards; no value changes.
+    """Lay weights with four dimensions out channels-last inside, and contiguous afterwards; no value changes.
 
-    Gradients and the optimizers' state follow their weights: fused kernels take them in one layout alone.
+    Gradients and the optimizers' state get the layout of their weights: fused kernels take them in one layout alone.
     """
-    # One that shares its memory with others would be torn from them.
+    # A weight that shares its memory with another would be separated from it.
     laid = [p for p in model.parameters() if p.dim() == 4 and type(p) is nn.Parameter and _is_alone(p)]
     laid = [p for p in laid if not p.is_contiguous(memory_format=torch.channels_last)]
-    kept = list(optimizers)
+    optimizers = list(optimizers)
     try:
         for parameter in laid:
             _lay(parameter, torch.channels_last)
-        align_state(kept)
+        align_state(optimizers)
         yield
     finally:
         for parameter in laid:
             _lay(parameter, torch.contiguous_format)
-        align_state(kept)
+        align_state(optimizers)
 
 
 def align_state(optimizers: Iterable[Optimizer]) -> None:
-    """Lay the state of each weight with four dimensions out as the weight is, where it is of the same shape."""
+    """Give optimizer state the layout of its weight, for weights with four dimensions and state of the same shape."""
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
             for name, value in state.items() if parameter.dim() == 4 else ():
@@ -65,11 +65,11 @@ def _lay(parameter: nn.Parameter, layout: torch.memory_format) -> None:
 _LAYERS = (*_CONVOLUTIONS, *_OTHERS)
 
 SHAPES = 8
-"""Input shapes, of the model's first convolution, up to which timing pays: each new one is timed anew."""
+"""The number of input shapes of the first convolution up to which timing pays: each new shape is timed."""
 
 
 def may_time(model: nn.Module) -> bool:
-    """Whether there is something to time, and nobody asked for the same algorithms in each run."""
+    """Return whether the model has a convolution, and deterministic algorithms are off."""
     cudnn = torch.backends.cudnn
     strict = cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
     return not cudnn.benchmark and not strict and _first_convolution(model) is not None
@@ -77,9 +77,9 @@ def may_time(model: nn.Module) -> bool:
 
 @contextmanager
 def timed_by_cudnn(model: nn.Module, *, watches: bool = True) -> Iterator[None]:
-    """`torch.backends.cudnn.benchmark` is on inside; put back afterwards.
+    """Set `torch.backends.cudnn.benchmark` inside, and restore it afterwards.
 
-    Where it `watches`, it is off again when more than `SHAPES` shapes have come.
+    `watches`: restore it after more than `SHAPES` input shapes.
     """
     first, seen = _first_convolution(model), set[tuple[Any, ...]]()
     assert first is not None

@@ -17,13 +17,13 @@ from trainwright.core.errors import SettingError, first_line, listed
 from trainwright.core.trees import mapping_like, parameters_in, sequence_like
 
 Home = torch.device | Callable[[str], torch.device]
-"""Where state is put that lay on an accelerator: on one device, or on what the function says of the name it had."""
+"""The device of loaded state that was saved on an accelerator: one device, or a function of the saved name."""
 
 
 def choose_device(wanted: str | torch.device, model: nn.Module) -> torch.device:
-    """Return the device of a run, where its batches go: as given; "auto" is where the model lies, else cuda, mps, cpu.
+    """Return the device of a run and its batches; "auto" is the device of the model, else cuda, mps, cpu.
 
-    A model that lies on several devices gets its batches where its first parameters are, and no `device=` beside it.
+    For a model on several devices it is the one of the first parameters, and `device=` is refused.
     """
     placed = devices_of(model)
     if wanted != "auto":
@@ -45,15 +45,15 @@ def choose_device(wanted: str | torch.device, model: nn.Module) -> torch.device:
 
 
 def devices_of(module: nn.Module) -> list[torch.device]:
-    """The devices on which a module lies: those of its parameters, in their order, then those of its buffers."""
+    """Return the devices of a module's parameters, in their order, then those of its buffers."""
     return list(dict.fromkeys(tensor.device for tensor in (*module.parameters(), *module.buffers())))
 
 
 def place(module: nn.Module, device: torch.device, *, beside: nn.Module | None = None) -> None:
-    """Move a module to `device` in place; one that already lies on several devices stays as it is.
+    """Move a module to `device` in place; a module on several devices stays as it is.
 
-    `beside`: the model that a loss or a teacher works for. Where that lies on several devices, a module that lies on
-    one of them stays too: it may belong to any of them.
+    `beside`: the model of a loss or a teacher. A module on one of several devices of that model stays too: it may
+    belong to any of them.
     """
     placed, of_model = devices_of(module), [] if beside is None else devices_of(beside)
     stays = len(of_model) > 1 and set(placed) <= set(of_model)
@@ -77,16 +77,16 @@ def refuse_meta(module: nn.Module, what: str, *, want: str = "") -> None:
 
 
 def homes(model: nn.Module, device: torch.device) -> Home:
-    """Where state that lay on an accelerator is put when it is loaded for this model: on the `device` of the run.
+    """Return the device of state that is loaded for this model: the `device` of the run.
 
-    Beside a model that lies on several devices each tensor goes back to where it lay, as long as the model lies there.
+    For a model on several devices each tensor returns to its own, if the model is there still.
     """
     placed = {str(one): one for one in devices_of(model)}
     return device if len(placed) < 2 else lambda saved: placed.get(saved, device)
 
 
 def place_state(optimizer: Optimizer) -> None:
-    """Move an optimizer's state to where its parameters lie now (`load_state_dict` casts it there)."""
+    """Move an optimizer's state to the devices of its parameters (`load_state_dict` does it)."""
     state = [(p, value) for p, values in optimizer.state.items() for value in values.values()]
     if any(isinstance(v, Tensor) and v.dim() and v.device != p.device for p, v in state):
         saved = optimizer.state_dict()
@@ -100,7 +100,7 @@ def keep_dtypes(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     Torch casts all of it to that of the weights: NAdam's product of momenta, float32 moments of bfloat16 weights.
     """
     if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
-        return  # one that loads by itself knows how
+        return  # an optimizer with a method of its own keeps its dtypes
     parameters = parameters_in(optimizer)
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     for parameter, number in zip(parameters, numbers, strict=True):
@@ -116,7 +116,7 @@ def move(batch: Any, device: torch.device) -> Any:
 
 
 def change(batch: Any, device: torch.device, each: Callable[[Tensor], Tensor]) -> Any:
-    """Return a nested batch with `each` of its tensors changed; what has a `to` of its own is moved to `device`."""
+    """Return a nested batch with `each` applied to its tensors; an object with a method `to` is moved to `device`."""
     if isinstance(batch, Tensor):
         return each(batch)
     if hasattr(batch, "to") and callable(batch.to):
@@ -139,7 +139,7 @@ def widest_float(device: torch.device) -> torch.dtype:
 
 
 def _is_awaited(tensor: Tensor, device: torch.device) -> bool:
-    """Whether a copy to `device` may be under way while the host goes on."""
+    """Return whether a copy to `device` may run while the host continues."""
     return device.type == "cuda" and tensor.is_cpu and tensor.is_pinned()
 
 
@@ -165,9 +165,9 @@ def _named(wanted: str | torch.device) -> torch.device:
 
 
 def _moved_nowhere(wanted: str | torch.device, placed: list[torch.device]) -> SettingError:
-    """A model over several devices would have to be moved for `device=`, or the setting be ignored."""
+    """Refuse `device=` for a model on several devices: it would be moved, or the setting ignored."""
     return SettingError(
-        f"device={str(wanted)!r}, and the model lies on several devices",
+        f"device={str(wanted)!r}, and the model is on several devices",
         have=", ".join(map(str, placed)),
         want=f"no device: such a model is never moved; batches go where its first parameters are, {placed[0]}",
         fix="leave device= out, or model.to(device) before, to have all of it on one",
@@ -175,14 +175,14 @@ def _moved_nowhere(wanted: str | torch.device, placed: list[torch.device]) -> Se
 
 
 def usable_cores() -> int:
-    """The cores that this process is bound to, no more than its control group may use; at least 1."""
+    """Return the number of cores that the affinity and the control group of this process allow; at least 1."""
     affinity = getattr(os, "sched_getaffinity", None)
     bound = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
     return max(1, min(bound, int(_quota() or bound)))
 
 
 def _quota() -> float | None:
-    """Cores' worth of time that the control group of this process may use; None where there is no limit."""
+    """Return the CPU quota of the control group of this process, in cores; None without a limit."""
     for path, joined in (("/sys/fs/cgroup/cpu.max", True), ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", False)):
         file = Path(path)
         if not file.is_file():

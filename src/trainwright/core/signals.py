@@ -81,13 +81,13 @@ class Signals:
         if self.pending:
             raise Interrupted(self.pending)
 
-    def fetch(self, iterator: Iterator[Any], end: Any = None) -> Any:
-        """Return the next item of `iterator`, or `end`; a signal ends the run at once before it and meanwhile."""
+    def fetch(self, read: Callable[..., Any], *arguments: Any) -> Any:
+        """Return `read(*arguments)`, which reads data; a signal ends the run at once before it and meanwhile."""
         self._waiting = self._alone
         try:
             if self.pending or self._child_died:
                 self._before_waiting()
-            return next(iterator, end)
+            return read(*arguments)
         except Exception:
             self.data_failed = True
             raise
@@ -97,18 +97,8 @@ class Signals:
     def batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """Yield the items of `iterator`, each fetched as `fetch` does."""
         end = object()
-        while (item := self.fetch(iterator, end)) is not end:
+        while (item := self.fetch(next, iterator, end)) is not end:
             yield item
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """A context in which a signal ends the run at once, as while a batch is fetched."""
-        self._waiting = self._alone
-        try:
-            self.check()
-            yield
-        finally:
-            self._waiting = False
 
     def check(self) -> None:
         """Raise Interrupted for a signal that was received: the state of the run is consistent here."""

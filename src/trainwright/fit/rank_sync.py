@@ -119,7 +119,7 @@ class RankSync:
 
     def __init__(self, owner: Owner) -> None:
         self._world, self._counters = owner.world, owner._counters
-        self.asks = ""
+        self.stop_reason = ""
         """The reason for which this rank stops, until it is exchanged."""
         self.at = 0.0
         """The applied updates after which the next exchange comes."""
@@ -139,9 +139,11 @@ class RankSync:
         main = self._world.is_main
         signals = [float(signal == number) for number in ENDING]
         clock = (self._counters.seconds, float(self._next())) if main else (0.0, 0.0)
-        stops, saves, seconds, self.at, *given = self._world.total(float(self.asks != ""), save, *clock, *signals)
-        stop = next((reason for reason in self._world.gather(self.asks) if reason), "") if stops else ""
-        self.asks = ""
+        stops, saves, seconds, self.at, *given = self._world.total(
+            float(self.stop_reason != ""), save, *clock, *signals
+        )
+        stop = next((reason for reason in self._world.gather(self.stop_reason) if reason), "") if stops else ""
+        self.stop_reason = ""
         number = next((number for number, times in zip(ENDING, given, strict=True) if times), 0)
         return Requests(stop=stop, signal=number, save=bool(saves), seconds=seconds)
 

@@ -164,7 +164,7 @@ class Run:
         while True:
             begun = clock()
             rollback.before_fetch()
-            window = self.signals.fetch(windows)
+            window = self.signals.fetch(next, windows, None)
             if window is None:
                 break
             rollback.phase = UPDATING
@@ -194,8 +194,7 @@ class Run:
         size = plan.accumulated(counters.epoch)
         left = None if plan.epoch_updates is None else plan.epoch_updates - math.ceil(counters.batch / size)
         move = mover(self.owner, self.source, trains=True)
-        with self.signals.waiting():
-            batches = self.rollback.open_epoch()
+        batches = self.signals.fetch(self.rollback.open_epoch)
         self.signals.watch_children()
         return self.lengths.checked(islice(self.strategy.windows(batches, size, move=move), left))
 
@@ -307,7 +306,7 @@ class Run:
         if self.rank_sync is None:
             self.stop_now(reason)
         else:
-            self.rank_sync.asks = reason
+            self.rank_sync.stop_reason = reason
         self.wake()
 
     def stop_now(self, reason: str) -> None:
