@@ -79,7 +79,7 @@ def test_two_devices_give_the_numbers_and_weights_of_one(settings):
 
 def test_such_a_model_is_never_moved_and_takes_no_device():
     model = Halves()
-    with pytest.raises(SettingError, match="lies on several devices"):
+    with pytest.raises(SettingError, match="is on several devices"):
         make(model, device="cuda:0")
     trainer = make(model)
     before = [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())]

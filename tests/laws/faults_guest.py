@@ -247,7 +247,7 @@ def makes_tuples_of_batches(patch):
 
 
 def trains_in_what_surrounds_it(patch):
-    patch.setattr(context, "training_afresh", nothing)
+    patch.setattr(context, "reset_grad_and_autocast", nothing)
 
 
 def computes_in_the_autocast_around(patch):

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from trainwright.core.process_state import kept_switches
+from trainwright.core.process_state import switches_restored
 
 NEW = hasattr(torch.backends.cudnn, "conv") and hasattr(torch.backends.cudnn.conv, "fp32_precision")
 
@@ -21,7 +21,7 @@ def test_the_older_switches_are_put_back_and_nothing_is_said_of_them(monkeypatch
 
     monkeypatch.setattr(torch, "get_float32_matmul_precision", warns)
     before = real(), torch.backends.cudnn.allow_tf32
-    with kept_switches():
+    with switches_restored():
         torch.set_float32_matmul_precision("medium")
         torch.backends.cudnn.allow_tf32 = not before[1]
     assert (real(), torch.backends.cudnn.allow_tf32) == before
@@ -33,7 +33,7 @@ def test_operations_of_cudnn_that_were_set_one_by_one_stay_so() -> None:
     before = cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision
     try:
         cudnn.conv.fp32_precision = "ieee"
-        with kept_switches():
+        with switches_restored():
             cudnn.rnn.fp32_precision = "ieee"
         assert (cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision) == ("ieee", before[1])
     finally:

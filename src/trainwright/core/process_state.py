@@ -12,7 +12,7 @@ import torch
 
 
 @contextmanager
-def training_afresh(device_type: str) -> Iterator[None]:
+def reset_grad_and_autocast(device_type: str) -> Iterator[None]:
     """Enable gradients and disable every autocast around `fit`, which may be called in a step, a probe or `no_grad`."""
     # `inference_mode(False)` sets more than its name says, so that it is entered only inside of inference mode.
     inferring = torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else nullcontext()
@@ -69,7 +69,7 @@ _CUDNN = ("enabled", "benchmark", "benchmark_limit", "deterministic")
 
 
 @contextmanager
-def kept_switches() -> Iterator[None]:
+def switches_restored() -> Iterator[None]:
     """Restore at the end every switch of the process that code inside may have changed.
 
     These are the grad mode, threads, the dtype of new tensors, float32 matmul precision, cuDNN's switches,

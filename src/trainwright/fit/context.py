@@ -19,7 +19,7 @@ from trainwright.checkpointing.manager import CheckpointManager
 from trainwright.checkpointing.parts import check_savable, gather
 from trainwright.core.device import homes
 from trainwright.core.errors import NOTE, CheckpointError, NonFiniteError, SettingError, first_line, listed
-from trainwright.core.process_state import training_afresh
+from trainwright.core.process_state import reset_grad_and_autocast
 from trainwright.core.records import Result
 from trainwright.core.signals import Interrupted, Signals
 from trainwright.data.source import Source
@@ -146,7 +146,7 @@ class FitContext:
     def _switch(self, source: Source, val: Mapping[str, Source], undo: ExitStack) -> tuple[str, ...]:
         """Set grad mode, precision, module modes and faster kernels until the end of the fit; return header lines."""
         owner, notes = self._owner, []
-        undo.enter_context(training_afresh(owner.device.type))
+        undo.enter_context(reset_grad_and_autocast(owner.device.type))
         if owner.precision is not None:
             undo.enter_context(owner.precision.switches())
         if owner.frozen:

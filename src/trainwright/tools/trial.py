@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from trainwright.core.errors import DataError, SettingError, message
-from trainwright.core.process_state import kept_switches
+from trainwright.core.process_state import switches_restored
 from trainwright.core.progress import Counters
 from trainwright.core.rng import rng_preserved
 from trainwright.data.dataloader.loader import LoaderBatches
@@ -55,7 +55,7 @@ def traceless(trainer: Trainer[Any]) -> Iterator[TrainerSnapshot]:
     is not restored. SettingError for layers that have no shape yet (`nn.LazyLinear`). Yields the snapshot: `restore()`
     in the block starts one trial after another from the same state. The copies lie in the memory of the host.
     """
-    with kept_switches(), TrainerSnapshot(trainer) as before:
+    with switches_restored(), TrainerSnapshot(trainer) as before:
         yield before
 
 
