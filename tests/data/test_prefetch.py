@@ -261,10 +261,10 @@ def test_a_shard_is_told_in_the_thread_as_outside():
             for _ in range(4):
                 yield shard()
 
-    from trainwright.data.sharding import standing
+    from trainwright.data.sharding import reading_part
     from trainwright.distributed.batch_layout import Shard
 
-    with standing(Shard(2, 5)):
+    with reading_part(Shard(2, 5)):
         read = iter(prefetch(Stream(), 3))
         assert next(read) == (2, 5)
     assert list(read) == [(2, 5)] * 3

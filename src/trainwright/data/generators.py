@@ -1,4 +1,4 @@
-"""Random generators that loaders, samplers and data sets hold: found, read and put back."""
+"""Random generators that loaders, samplers and data sets hold: their states are saved and restored."""
 
 from __future__ import annotations
 
@@ -16,72 +16,71 @@ from trainwright.core.errors import DataError
 from trainwright.core.rng import rng_preserved
 
 _INSIDE = ("dataset", "datasets", "transform", "transforms", "target_transform")
-"""Attributes of a data set whose own attributes are looked at too."""
+"""Attributes of a data set whose own attributes are searched too."""
 _END = object()
 _NONE = frozenset({type(None), bool, int, float, str, tuple, list, dict, Tensor, type(lambda: None)})
-"""Types of attributes that are looked at most often, and are no generators."""
+"""The most frequent types of attributes, none of them a generator."""
 
 
 class Generators:
-    """The generators that loaders and samplers hold, as they stood at the start of the epoch in hand.
+    """The generators that loaders and samplers hold, with their states at the start of the current epoch.
 
-    Resumed inside the saved epoch, the order is drawn again from its start; resumed at a later epoch, the
-    generators go on from where they stood when the state was saved. A sampler with `state_dict` and
-    `load_state_dict` is asked for its state in the same way.
+    A resume inside the saved epoch draws the order again from the states at its start; a resume at a later epoch
+    starts from the states at the save. So does the state of a sampler with `state_dict` and `load_state_dict`.
     """
 
     def __init__(self, owners: dict[str, Any]) -> None:
         self._found: dict[str, Any] = {}
         for name, owner in owners.items():
             for key, value in getattr(owner, "__dict__", {}).items():
-                if is_generator(value) and not any(value is held_by(one) for one in self._found.values()):
+                if is_generator(value) and not any(value is unwrapped(one) for one in self._found.values()):
                     self._found[f"{name}.{key}"] = value if isinstance(value, torch.Generator) else Other(value)
         distinct = {id(owner): (name, owner) for name, owner in owners.items() if name != "loader"}
-        self._stateful = {name: owner for name, owner in distinct.values() if knows_its_state(owner)}
+        self._stateful = {name: owner for name, owner in distinct.values() if is_stateful(owner)}
         self._epoch = -1
         self._start = self._states()
         self._loaded: dict[str, Any] | None = None
 
     @property
     def epoch(self) -> int:
-        """The epoch in hand, or the loaded one that is not begun yet."""
+        """The current epoch, or the loaded one that is not begun yet."""
         return self._epoch if self._loaded is None else int(self._loaded["epoch"])
 
     @property
     def found(self) -> list[Any]:
-        """The generators themselves, each with `get_state`, `set_state` and `manual_seed`."""
+        """The generators, each with `get_state`, `set_state` and `manual_seed`."""
         return list(self._found.values())
 
     @property
     def stateful(self) -> bool:
-        """Whether a sampler has told its own state."""
+        """Whether a sampler has a state of its own."""
         return bool(self._stateful)
 
     def begin(self, epoch: int) -> None:
-        """Note the start of `epoch`, after going back to a loaded state where there is one."""
+        """Record the states at the start of `epoch`, after restoring a loaded state."""
         if self._loaded is not None:
             self._put(self._loaded["start" if self._loaded["epoch"] == epoch else "now"])
             self._loaded = None
         self._epoch, self._start = epoch, self._states()
 
-    def settle(self) -> None:
-        """Go to the end of a loaded state at once: no epoch follows, and others draw from the same objects."""
+    def seek_loaded(self) -> None:
+        """Restore the states at the save at once: no epoch follows, and others draw from the same objects."""
         if self._loaded is None:
             return
         now = self._loaded["now"]
         self._put(now)
         for name, sampler in self._stateful.items():
-            if stands_in_the_middle(sampler):
+            if is_inside_pass(sampler):
                 sampler.load_state_dict(deepcopy(now[name]))
         self._put(now, samplers=False)
         self._epoch, self._start, self._loaded = self._loaded["epoch"], self._loaded["start"], None
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch in hand (-1 before the first), the states at its start, and the states now."""
+        """Return the current epoch (-1 before the first), the states at its start, and the present states."""
         return self._loaded or {"epoch": self._epoch, "start": dict(self._start), "now": self._states()}
 
     def load_state_dict(self, tree: dict[str, Any]) -> None:
-        """Take over a saved state; it takes effect when the next epoch begins."""
+        """Load a saved state; it takes effect when the next epoch begins."""
         have, want = {*self._found, *self._stateful}, set(tree["start"])
         if have != want:
             raise DataError(
@@ -117,13 +116,13 @@ class Other:
         self.generator = generator
 
     def get_state(self) -> Any:
-        """Its state as plain data."""
+        """Return the state as plain data."""
         if isinstance(self.generator, np.random.Generator):
             return deepcopy(dict(self.generator.bit_generator.state))
         return self.generator.getstate() if isinstance(self.generator, random.Random) else self.generator.get_state()
 
     def set_state(self, state: Any) -> None:
-        """Put back what `get_state` gave."""
+        """Restore a state."""
         if isinstance(self.generator, np.random.Generator):
             self.generator.bit_generator.state = state
         elif isinstance(self.generator, random.Random):
@@ -132,7 +131,7 @@ class Other:
             self.generator.set_state(state)
 
     def manual_seed(self, number: int) -> None:
-        """Start it from one number."""
+        """Seed the generator."""
         if isinstance(self.generator, np.random.Generator):
             bits = self.generator.bit_generator
             bits.state = type(bits)(number).state
@@ -140,31 +139,31 @@ class Other:
             self.generator.seed(number)
 
 
-def knows_its_state(data: Any) -> bool:
-    """Whether `data` have both `state_dict` and `load_state_dict`; a class itself has not."""
+def is_stateful(data: Any) -> bool:
+    """Return whether an object has `state_dict` and `load_state_dict`; a class is no such object."""
     known = callable(getattr(data, "state_dict", None)) and callable(getattr(data, "load_state_dict", None))
     return known and not isinstance(data, type)
 
 
-def stands_in_the_middle(data: Any) -> bool:
-    """Whether data whose state was loaded go on with a pass; if not, the end of their last pass is now behind them."""
+def is_inside_pass(data: Any) -> bool:
+    """Return whether data are inside a pass after a load; if not, the end of their last pass has now been read."""
     with rng_preserved():
         return next(iter(data), _END) is not _END
 
 
 def hidden_in(data: Any) -> str:
-    """Where a data set, what it is a subset of or its transform holds a generator, such as "dataset.rng", or ""."""
+    """Return where a data set, its base or its transform holds a generator, such as "dataset.rng"; or ""."""
     return next(_hidden(data, "dataset", 4), "")
 
 
-def held_by(generator: Any) -> Any:
-    """The generator itself, where it was dressed as one of torch's."""
+def unwrapped(generator: Any) -> Any:
+    """Return the generator inside an `Other`."""
     return generator.generator if isinstance(generator, Other) else generator
 
 
 def _hidden(owner: Any, name: str, depth: int) -> Iterator[str]:
     attributes = getattr(owner, "__dict__", None)
-    if not isinstance(attributes, dict) or isinstance(owner, type) or knows_its_state(owner):
+    if not isinstance(attributes, dict) or isinstance(owner, type) or is_stateful(owner):
         return
     for key, value in attributes.items():
         if is_generator(value):
@@ -176,7 +175,7 @@ def _hidden(owner: Any, name: str, depth: int) -> Iterator[str]:
 
 
 def is_generator(value: Any) -> bool:
-    """Whether it is a generator with a state of its own: not the process's, nor the operating system's."""
+    """Return whether it is a generator with a state of its own: not the process's, nor the operating system's."""
     if type(value) in _NONE:
         return False
     if isinstance(value, torch.Generator):
@@ -184,13 +183,13 @@ def is_generator(value: Any) -> bool:
     if isinstance(value, random.Random):
         return value is not getattr(random, "_inst", None) and not isinstance(value, random.SystemRandom)
     kind: Any = type(value)
-    if not _is_of_numpys(kind):
-        return False  # and NumPy's generators, slow to import, are left alone
+    if not _is_from_numpy(kind):
+        return False  # before NumPy's generators, slow to import, are touched
     kinds = (np.random.Generator, np.random.RandomState)
     return isinstance(value, kinds) and value is not getattr(np.random.mtrand, "_rand", None)
 
 
 @lru_cache(maxsize=256)
-def _is_of_numpys(kind: type) -> bool:
-    """Whether a class is one of NumPy's random module, or built on one."""
+def _is_from_numpy(kind: type) -> bool:
+    """Return whether a class is one of NumPy's random module, or built on one."""
     return any(one.__module__.startswith("numpy.random") for one in kind.__mro__)

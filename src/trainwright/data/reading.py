@@ -15,14 +15,14 @@ from torch.utils.data import default_collate
 
 from trainwright.core.errors import DataError, SettingError
 from trainwright.data.arrays import Table
-from trainwright.data.generators import knows_its_state
+from trainwright.data.generators import is_stateful
 from trainwright.data.seeded import SeededRows, rows_of
 
 _AT_ONCE = 256
 """Rows that are read, joined and compared at once."""
 _ANEW = "leave in_memory out: the rows are fetched anew in each epoch"
 _Kinds = list[tuple[str, str]]
-"""Where in a row a value stands, and of what kind it is."""
+"""The place and the kind of each value of a row."""
 
 
 class ReadRows(Table):
@@ -33,16 +33,16 @@ class ReadRows(Table):
         self._name = name
 
     def describe(self) -> str:
-        """Where the rows are, and which data set they are of."""
+        """Return the location of the rows, and their data set."""
         return f"memory ({self._name}, read once)"
 
 
 def read_whole(data: Any, *, collate: Any, workers: Any) -> Table:
-    """Read every row of a map-style data set into memory, twice; what is in memory already is taken as it is.
+    """Read every row of a map-style data set into memory, twice; a table in memory is returned as it is.
 
     A batch is then what torch's collate function makes of its rows. DataError where the two readings differ, where a
     row is anything else than plain tensors, numbers and arrays, alone or in tuples, lists and dicts, and where rows
-    differ in shape or type; SettingError beside a collate function or workers. The process's generators stay as found.
+    differ in shape or type; SettingError beside a collate function or workers. The process's generators are restored.
     """
     _refuse_settings(collate, workers)
     given = rows_of(data, None)
@@ -68,7 +68,7 @@ def _refuse_settings(collate: Any, workers: Any) -> None:
 
 def _refuse_what_changes(data: Any) -> None:
     name = type(data).__name__
-    told = "set_epoch" if callable(getattr(data, "set_epoch", None)) else "state_dict" if knows_its_state(data) else ""
+    told = "set_epoch" if callable(getattr(data, "set_epoch", None)) else "state_dict" if is_stateful(data) else ""
     if told:
         what = f"batches({name}, in_memory=True): its rows may change, for it has {told}"
         raise DataError(what, want="a data set whose rows are always the same", fix=_ANEW)

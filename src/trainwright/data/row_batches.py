@@ -17,10 +17,10 @@ from trainwright.core.errors import DataError, SettingError
 from trainwright.data.arrays import Table
 from trainwright.data.dataloader.order import Order, asked_again, draws_at_most_at_first, refuse_draws, watched
 from trainwright.data.dataloader.position import BATCHES, check_facts, check_kind, length_of, opened, set_epoch
-from trainwright.data.generators import Generators, hidden_in, knows_its_state
+from trainwright.data.generators import Generators, hidden_in, is_stateful
 from trainwright.data.seeded import SeededRows, mixed_seed
 from trainwright.data.source import Source, shallow_copy
-from trainwright.data.stateful import Asked
+from trainwright.data.stateful import OwnState
 from trainwright.distributed.batch_layout import Shard
 
 
@@ -94,8 +94,8 @@ class Batches(Source):
         """Whether the sampler was loaded at what may be the end of a pass."""
         self._draws_on = False
         """Whether a sampler that draws from the global generators under way was accepted."""
-        alone = isinstance(rows, SeededRows) and not settings.workers and knows_its_state(rows.dataset)
-        self._asked = Asked(self.data_set) if alone else None
+        alone = isinstance(rows, SeededRows) and not settings.workers and is_stateful(rows.dataset)
+        self._own_state = OwnState(self.data_set) if alone else None
         self._loaded: dict[str, Any] | None = None
         self.draws_global_rng = not (sampler is None or isinstance(sampler, list | tuple | range | Tensor))
         self._measure()
@@ -176,31 +176,31 @@ class Batches(Source):
             return self._own(table.batches(order, self._size, rows))
         return table.slices(order, self._size, rows, part=self._part)
 
-    def settle(self) -> None:
+    def seek_loaded(self) -> None:
         """Take over a loaded state at once, as it was when saved: another `fit` reads the data."""
         loaded, self._loaded = self._loaded, None
-        self._generators.settle()
-        if loaded is not None and self._asked is not None:
-            self._asked.settle(loaded["asked"])
+        self._generators.seek_loaded()
+        if loaded is not None and self._own_state is not None:
+            self._own_state.seek_loaded(loaded["asked"])
 
     def beside(self) -> Batches:
         """Return a copy for a pass beside training: the epoch of data set and sampler stays as it is."""
         other = shallow_copy(self)
-        other._sets_epoch, other._asked = False, None
+        other._sets_epoch, other._own_state = False, None
         other._generators = self._generators.beside()
         return other
 
     def at_boundary(self) -> None:
         """Record that all batches given so far are trained on."""
-        if self._asked is not None and self.must_resume is not False:
-            self._asked.at_boundary()
+        if self._own_state is not None and self.must_resume is not False:
+            self._own_state.at_boundary()
 
     @property
     def resumes(self) -> str:
         """A line on what may be inexact in a resume inside an epoch; empty where nothing is."""
         name = self._data.describe()
-        if knows_its_state(self.data_set):
-            return "" if self._asked is not None else f"the state of {name} in workers is not kept; write workers=0"
+        if is_stateful(self.data_set):
+            return "" if self._own_state is not None else f"the state of {name} in workers is not kept; write workers=0"
         hidden = hidden_in(self.data_set)
         fix = f"draw from the global ones, or give {name} state_dict and load_state_dict"
         return f"{hidden} is a generator that no checkpoint holds; {fix}" if hidden else ""
@@ -212,7 +212,7 @@ class Batches(Source):
             "passes": self._passes,
             "generators": self._generators.state_dict(),
             "facts": self.facts(),
-            "asked": None if self._asked is None else self._asked.state_dict(),
+            "asked": None if self._own_state is None else self._own_state.state_dict(),
         }
 
     def process_state(self) -> dict[str, Any]:
@@ -225,7 +225,7 @@ class Batches(Source):
 
         Returns a line where the resume is then inexact.
         """
-        if self._loaded is None or self._asked is None:
+        if self._loaded is None or self._own_state is None:
             return None
         if tree is None:
             return f"saved on another number of processes: {self._data.describe()} goes on from the first one's state"
@@ -308,11 +308,11 @@ class Batches(Source):
         if self._sets_epoch:
             set_epoch(epoch, self._sampler, self.data_set)
         batches = self._fetched(self._draw_seed(), epoch, skip)
-        if self._asked is None:
+        if self._own_state is None:
             return batches
         if loaded is not None:
-            self._asked.load(loaded["asked"], given=skip if inside else None)
-        return self._asked.counted(batches, skip)
+            self._own_state.load(loaded["asked"], given=skip if inside else None)
+        return self._own_state.counted(batches, skip)
 
     def _fetched(self, seed: int, epoch: int, skip: int) -> Iterator[Any]:
         part, numbers = self._part, self._row_numbers(seed, epoch, skip)

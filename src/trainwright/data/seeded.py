@@ -18,7 +18,7 @@ _MASK = (1 << 64) - 1
 
 
 def mixed(*numbers: int) -> int:
-    """64 well-mixed bits of any whole numbers (SplitMix64, Steele, Lea and Flood 2014)."""
+    """Return 64 well-mixed bits of any integers (SplitMix64, Steele, Lea and Flood 2014)."""
     state = 0
     for number in numbers:
         state = (state + number + 0x9E3779B97F4A7C15) & _MASK
@@ -29,15 +29,15 @@ def mixed(*numbers: int) -> int:
 
 
 def mixed_seed(*numbers: int) -> int:
-    """The lower 32 of these bits, which torch and NumPy take as a seed."""
+    """Return the lower 32 of these bits, which torch and NumPy take as a seed."""
     return mixed(*numbers) & 0xFFFFFFFF
 
 
 class SeededRows:
-    """A map-style data set and its collate function; `fetch` gives a batch.
+    """A map-style data set and its collate function; `fetch` returns a batch.
 
-    Python's, NumPy's and torch's CPU generator are seeded before each row and put back after the batch. A data set
-    with `__getitems__` is asked for a whole batch at once, seeded from the batch's first row. Generators of the
+    Python's, NumPy's and torch's CPU generator are seeded before each row and restored after the batch. A data set
+    with `__getitems__` fetches a complete batch at once, seeded from the batch's first row. Generators of the
     data set's own, and fresh ones seeded by the operating system, are not reached.
     """
 
@@ -50,23 +50,23 @@ class SeededRows:
         return len(self.dataset)
 
     def describe(self) -> str:
-        """The class of the data set."""
+        """Return the class of the data set."""
         return type(self.dataset).__name__
 
     def fetch(self, seed: int, epoch: int, rows: Sequence[int]) -> Any:
-        """The batch of `rows`, whatever the process has drawn before."""
+        """Return the batch of `rows`, the same whatever the process has drawn before."""
         base = mixed(seed, epoch)
         # Row numbers end below 2^63: a draw for the whole batch has a number of its own beyond them.
-        whole = rows[0] + (1 << 63)
-        with _put_back():
+        batch = rows[0] + (1 << 63)
+        with _generators_restored():
             if self._at_once:
-                _seed(mixed(base, whole))
+                _seed(mixed(base, batch))
                 fetched = self.dataset.__getitems__(list(rows))
             else:
                 fetched = [self._row(base, row) for row in rows]
             if self._collate is None:
                 return self._collated(fetched, len(rows))
-            _seed(mixed(base, whole, 1))
+            _seed(mixed(base, batch, 1))
             return self._collate(fetched)
 
     def _collated(self, fetched: Any, rows: int) -> Any:
@@ -90,7 +90,7 @@ class SeededRows:
             f"{name}.__getitems__ was asked for {rows} rows, and gave something else",
             have=f"a {type(fetched).__name__}{sized}",
             want=f"a list of {rows} rows, each as {name}[i] gives it",
-            fix="for whole batches batches(..., collate=collate), with def collate(batch): return batch",
+            fix="for complete batches batches(..., collate=collate), with def collate(batch): return batch",
         )
 
     def _row(self, base: int, row: int) -> Any:
@@ -99,7 +99,7 @@ class SeededRows:
 
 
 def rows_of(data: Any, collate: Callable[[list[Any]], Any] | None) -> Table | SeededRows:
-    """The rows of `data`, with `collate` where rows are to be put together; DataError where `data` have no rows."""
+    """Return the rows of `data`, joined by `collate` where one is given; DataError where `data` have no rows."""
     table = table_of(data)
     if table is not None:
         return table if collate is None else SeededRows(TableRows(table), collate)
@@ -155,7 +155,7 @@ def _seed(bits: int) -> None:
 
 
 @contextmanager
-def _put_back() -> Iterator[None]:
+def _generators_restored() -> Iterator[None]:
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Streams of which each process reads a part of its own: marked by `sharded`, found by `shard`."""
+"""Streams of which each rank reads a part of its own: marked by `sharded`, cut by `shard`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _END = object()
 
 
 class Sharded:
-    """Data that are this process's own part already; made by `sharded`."""
+    """Data that are this rank's own part already; made by `sharded`."""
 
     def __init__(self, data: Any) -> None:
         given: Any = data.data if isinstance(data, Sharded) else data
-        # What was made by `batches` is marked itself; the user's own object stays as it is.
+        # A source is marked itself: a copy, so that the user's object stays as it is.
         self.data: Any = copy(given) if isinstance(given, Source) else given
 
     def __repr__(self) -> str:
@@ -28,17 +28,17 @@ class Sharded:
 
 
 def sharded(data: Any) -> Sharded:
-    """Mark `data` as this process's own part already: over all processes they are the whole, each row once.
+    """Mark `data` as this process's own part already: the parts of all processes hold each row once.
 
     `data` is a `DataLoader`, any iterable of batches, `batches(...)` of rows of this process's own, or a function
     `epoch -> one of these`. Batches and rows are then this process's, and processes may have more or fewer of them.
-    On one process the mark says nothing.
+    On one process the mark has no effect.
     """
     return Sharded(data)
 
 
 def shard() -> tuple[int, int]:
-    """The position of this process and loader worker among all of them, and their number: (index, total).
+    """Return the position of this process and loader worker among all of them, and their number: (index, total).
 
     For `itertools.islice(rows, index, None, total)` in the `__iter__` of an iterable data set, which then is to be
     marked by `sharded`. (0, 1) for one process without workers.
@@ -54,45 +54,45 @@ def shard() -> tuple[int, int]:
 
 class _Here(threading.local):
     part: Shard | None = None
-    """The part of the data that is being read in this thread; None where nobody reads."""
+    """The part of the data that this thread reads; None outside a pass."""
 
 
 _here = _Here()
 
 
-def stand(part: Shard | None) -> None:
-    """Have `shard` tell this part from now on: for a loader's worker process, or a thread that reads."""
+def set_part(part: Shard | None) -> None:
+    """Set the part that `shard` returns, in a loader's worker process or a thread that reads."""
     _here.part = part
 
 
-def told_part() -> Shard | None:
-    """The part that `shard` tells here and now; None where nobody reads."""
+def current_part() -> Shard | None:
+    """Return the part that `shard` returns in this thread; None outside a pass."""
     return _here.part
 
 
 @contextmanager
-def standing(part: Shard) -> Iterator[None]:
-    """Have `shard` tell this part inside."""
+def reading_part(part: Shard) -> Iterator[None]:
+    """A context in which `shard` returns this part."""
     before = _here.part
-    stand(part)
+    set_part(part)
     try:
         yield
     finally:
-        stand(before)
+        set_part(before)
 
 
-def told(batches: Iterator[Any], part: Shard) -> Iterator[Any]:
-    """`batches`, each read while `shard` tells this part."""
+def read_as(batches: Iterator[Any], part: Shard) -> Iterator[Any]:
+    """Yield `batches`, each read while `shard` returns this part."""
     while True:
-        with standing(part):
+        with reading_part(part):
             batch = next(batches, _END)
         if batch is _END:
             return
         yield batch
 
 
-def elsewhere(name: str, *, role: str) -> DataError:
-    """The error of a stream that is to go on inside an epoch, saved on another number of processes."""
+def saved_by_other_size(name: str, *, role: str) -> DataError:
+    """Return the error of a stream resumed inside an epoch that another number of processes saved."""
     return DataError(
         f"{role} data: each process has a part of its own of {name}, which was saved inside an epoch",
         have="another number of processes",
@@ -101,13 +101,13 @@ def elsewhere(name: str, *, role: str) -> DataError:
     )
 
 
-def alone_in_a_job() -> bool:
-    """Whether the environment speaks of several processes, so that `shard` must be told where a run has only one."""
-    return not tells(Shard(0, 1))
+def is_alone_in_job() -> bool:
+    """Return whether the environment names several processes, where a run has only one."""
+    return not matches_environment(Shard(0, 1))
 
 
-def tells(part: Shard) -> bool:
-    """Whether the environment tells what a run says of this process; a run of one process is asked nothing else."""
+def matches_environment(part: Shard) -> bool:
+    """Return whether the environment gives this process the same rank and number of processes as the run."""
     try:
         return place() == (part.rank, part.size)
     except SettingError:
@@ -115,7 +115,7 @@ def tells(part: Shard) -> bool:
 
 
 def place() -> tuple[int, int]:
-    """Rank and number of the processes, where no run tells them."""
+    """Return rank and number of the processes by the environment."""
     from trainwright.distributed import place as told_by
 
     return told_by.place()

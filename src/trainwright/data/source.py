@@ -37,31 +37,31 @@ class Source:
     """The part of each batch that this rank runs; None: all of it."""
 
     def describe(self) -> str:
-        """A few words for the header of the console."""
+        """Return a few words for the header of the console."""
         raise NotImplementedError
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
-        """The batches of one epoch without its first `skip`."""
+        """Return the batches of one epoch without its first `skip`."""
         raise NotImplementedError
 
     def state_dict(self) -> Any:
-        """The position and what makes the order again, as plain data and tensors."""
+        """Return the position and the state of the order, as plain data and tensors."""
         return {}
 
     def load_state_dict(self, tree: Any, /) -> str | None:
-        """Take over a saved state for the next epoch; may return a line for the console."""
+        """Load a saved state, for the next epoch; may return a line for the console."""
         return None
 
     def process_state(self) -> Any:
-        """The part of the state that each of several processes has of its own; None where there is none."""
+        """Return the part of the state that differs between ranks; None where there is none."""
         return None
 
     def load_process_state(self, tree: Any, /) -> str | None:
-        """Take over the own state of this process; None: it was saved by another number of processes."""
+        """Load the part of this rank; None: another number of processes saved it."""
         return None
 
     def deal(self, part: Shard | None) -> None:
-        """Have `epoch` yield a `Slice` of each batch: the part of this process; None: complete batches again."""
+        """Have `epoch` yield a `Slice` of each batch: the part of this rank; None: complete batches again."""
         if part is not None:
             name = type(self).__name__
             raise DataError(
@@ -71,30 +71,30 @@ class Source:
             )
 
     def at_boundary(self) -> None:
-        """Note that all batches given so far are trained on. No-op here."""
+        """Record that all batches given so far are trained on. No-op here."""
 
-    def settle(self) -> None:
-        """Move the data to a loaded position although no epoch follows: another `fit` reads them. No-op here."""
+    def seek_loaded(self) -> None:
+        """Seek the loaded position at once: no epoch follows, but another `fit` may read the data. No-op here."""
 
     def beside(self) -> Source:
         """Return a source for a pass beside training, which leaves the position of this one as it is. Itself here."""
         return self
 
     def facts(self) -> dict[str, Any]:
-        """Properties of the data that must not change between a save and a resume."""
+        """Return the properties of the data that must not change between a save and a resume."""
         return {}
 
     def finishing(self, move: Callable[[Any], Any] | None, *, trains: bool) -> Callable[[Any], Any] | None:
-        """The function that moves the batches of the next pass, and changes them; `trains`: with random changes."""
+        """Return the function that moves and changes the batches of the next pass; `trains`: with random changes."""
         return move
 
     def size_beside(self, device: torch.device) -> int | None:
-        """Bytes of a copy of the data on a device; None where they cannot be copied."""
+        """Return the bytes of a copy of the data on a device; None where they cannot be copied."""
         return None
 
     @property
     def own_length(self) -> int | None:
-        """Batches of an epoch on this process, where it has data of its own; else `length`."""
+        """Batches of an epoch on this rank, where it has data of its own; else `length`."""
         return self.length
 
     @property
@@ -108,7 +108,7 @@ class Source:
         return ""
 
     @property
-    def says_elsewhere(self) -> str | None:
+    def other_size_note(self) -> str | None:
         """A line on what differs after a resume on another number of processes; None where nothing does."""
         return None
 

@@ -19,7 +19,7 @@ from trainwright.core.rng import rng_preserved
 from trainwright.data.batches import batches
 from trainwright.data.dataloader.position import PER_EPOCH, check_kind
 from trainwright.data.row_batches import Batches
-from trainwright.data.sharding import Sharded, standing, tells
+from trainwright.data.sharding import Sharded, matches_environment, reading_part
 from trainwright.data.source import Source, shallow_copy
 from trainwright.distributed.batch_layout import Shard
 
@@ -83,7 +83,7 @@ def takes_batch_size(data: Any) -> bool:
 
 
 class PerEpoch(Source):
-    """A function `epoch -> data`, called once per epoch; length and rows are those of the epoch in hand."""
+    """A function `epoch -> data`, called once per epoch; length and rows are those of the present epoch."""
 
     draws_global_rng = True
     _must_resume: bool | None = None
@@ -99,13 +99,13 @@ class PerEpoch(Source):
         self._source = self._opened(self._data)
         self._epoch = 0
         self._fresh = True
-        """Whether the data in hand are not yet read."""
+        """Whether the present data are not yet read."""
         self._loaded: dict[str, Any] | None = None
         self._measure()
 
     @property
     def must_resume(self) -> bool | None:
-        """Whether a checkpoint may be asked for."""
+        """Whether a checkpoint may be saved: data that could not be resumed are then refused."""
         return self._must_resume
 
     @must_resume.setter
@@ -115,7 +115,7 @@ class PerEpoch(Source):
 
     @property
     def sharded(self) -> bool:
-        """Whether what the function gives is this process's own part already."""
+        """Whether the function returns this rank's own part already."""
         return self._sharded
 
     @sharded.setter
@@ -125,31 +125,31 @@ class PerEpoch(Source):
 
     @property
     def own_length(self) -> int | None:
-        """Batches of the epoch in hand on this process, where it has data of its own; else as `length`."""
+        """Batches of the present epoch on this rank, where it has data of its own; else as `length`."""
         return self._source.own_length
 
     @property
-    def says_elsewhere(self) -> str | None:
-        """What is not as it was after a resume on another number of processes; None where all is."""
-        return self._source.says_elsewhere
+    def other_size_note(self) -> str | None:
+        """A line on what differs after a resume on another number of processes; None where nothing does."""
+        return self._source.other_size_note
 
     def deal(self, part: Shard | None) -> None:
-        """From now on `epoch` gives a `Slice` of each batch: this process's part of it; None: whole batches again."""
+        """Have `epoch` yield a `Slice` of each batch: the part of this rank; None: complete batches again."""
         self._source.deal(part)
         self._part = part
         self._measure()
 
     @property
     def resumes(self) -> str:
-        """What is not known to be exact in a resume inside an epoch of the data in hand; "" where nothing is."""
+        """A line on what may be inexact in a resume inside an epoch of the present data; empty where nothing is."""
         return self._source.resumes
 
     def facts(self) -> dict[str, Any]:
-        """Nothing: each epoch's data are compared with those that were saved when they are made."""
+        """Return nothing: the data of each epoch are compared with the saved ones when they are made."""
         return {}
 
     def at_boundary(self) -> None:
-        """Note that all batches given so far are trained on."""
+        """Record that all batches given so far are trained on."""
         self._source.at_boundary()
 
     def beside(self) -> PerEpoch:
@@ -159,21 +159,21 @@ class PerEpoch(Source):
         return other
 
     def describe(self) -> str:
-        """The data of epoch 0."""
+        """Return a description of the data of epoch 0."""
         return f"{self._source.describe()}, made for each epoch"
 
     @property
     def generators(self) -> list[torch.Generator]:
-        """The generators that the data in hand draw from, apart from the process's."""
+        """The random generators of the present data, apart from the process's."""
         return list(self._source.generators)
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
-        """The batches of the data that the function gives for `epoch`."""
+        """Return the batches of the data that the function returns for `epoch`."""
         stands = Shard(0, 1) if self._part is None else self._part
         # What was made when the data were opened was made for the place that the environment tells.
-        same = self._fresh and epoch == self._epoch and (not self._sharded or tells(stands))
+        same = self._fresh and epoch == self._epoch and (not self._sharded or matches_environment(stands))
         if not same:
-            with standing(stands):
+            with reading_part(stands):
                 data = _called(self._make, epoch, self._role)
             same = data is self._data
             if not same:
@@ -188,35 +188,35 @@ class PerEpoch(Source):
         self._epoch, self._fresh = epoch, False
         return self._source.epoch(epoch, skip)
 
-    def settle(self) -> None:
-        """Have what all epochs share stand where a loaded state was saved: another `fit` reads it."""
+    def seek_loaded(self) -> None:
+        """Seek the loaded position in data that all epochs share: another `fit` reads them."""
         if self._loaded is None:
             return
         data = _called(self._make, self._loaded["epoch"], self._role)
         source = self._source if data is self._data else self._opened(data)
         source.load_state_dict(self._loaded["source"])
-        source.settle()
+        source.seek_loaded()
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch in hand and the state of its data."""
+        """Return the present epoch and the state of its data."""
         return self._loaded or {"epoch": self._epoch, "source": self._source.state_dict()}
 
     def load_state_dict(self, tree: dict[str, Any]) -> None:
-        """Take over a saved state; it takes effect when the next epoch's data are made."""
+        """Load a saved state; it takes effect when the data of the next epoch are made."""
         check_kind(tree, PER_EPOCH)
         self._loaded = tree
 
     def process_state(self) -> Any:
-        """What of the state is this process's own."""
+        """Return the state of this rank."""
         if self._loaded is not None:
             return self._loaded.get("process")
         return self._source.process_state()
 
     def load_process_state(self, tree: Any) -> str | None:
-        """Take over this process's own state after the common one; None: it was saved on another number of them."""
+        """Load the state of this rank after the common one; None: another number of processes saved it."""
         if self._loaded is not None:
             self._loaded = {**self._loaded, "process": tree}
-        return self.says_elsewhere if tree is None else None
+        return self.other_size_note if tree is None else None
 
     def _measure(self) -> None:
         self.length, self.rows = self._source.length, self._source.rows

@@ -23,27 +23,27 @@ from trainwright.data.dataloader.position import (
     set_epoch,
     skipped,
 )
-from trainwright.data.generators import stands_in_the_middle
-from trainwright.data.sharding import alone_in_a_job, elsewhere
+from trainwright.data.generators import is_inside_pass
+from trainwright.data.sharding import is_alone_in_job, saved_by_other_size
 from trainwright.data.source import Source, shallow_copy
-from trainwright.data.stateful import asked_of
+from trainwright.data.stateful import own_state_of
 from trainwright.distributed.batch_layout import Shard
 
 _END = object()
 
 
 class ReadyBatches(Source):
-    """Batches that are there already: a list, or anything that gives them when it is iterated.
+    """Ready batches: a list, or any iterable of them.
 
-    A batch is asked for only when the loop asks, and handed on as it is.
+    A batch is read only when the loop needs it, and passed on as it is.
     """
 
     own_length: int | None = None
-    """Batches of an epoch on this process, where it has data of its own; else as `length`."""
-    _elsewhere = False
-    """Whether a loaded state is of another number of processes."""
+    """Batches of an epoch on this rank, where it has data of its own; else as `length`."""
+    _other_size = False
+    """Whether another number of processes saved the loaded state."""
     _sets_epoch = True
-    """Whether the data hear which epoch it is."""
+    """Whether `set_epoch` of the data is called."""
 
     def __init__(self, data: Any, role: str) -> None:
         self._data = data
@@ -51,7 +51,7 @@ class ReadyBatches(Source):
         self.length = length_of(data)
         self.own_length = self.length  # pyright: ignore[reportIncompatibleMethodOverride]
         """Batches of an epoch; `own_length` is what the data tell on this process, whose own they may be."""
-        self._asked = asked_of(data)
+        self._own_state = own_state_of(data)
         self._loaded: dict[str, Any] | None = None
         self._epoch = -1
         self.repeatable = not hasattr(data, "__next__")
@@ -60,14 +60,14 @@ class ReadyBatches(Source):
             raise self._no_batches()
 
     def describe(self) -> str:
-        """The class, and the number of batches."""
+        """Return the class and the number of batches."""
         name = type(self._data).__name__
         several = "batches" if self.length != 1 else "batch"
         own = " on each process" if self._part is not None and self.sharded else ""
         return f"a {name} of batches{own}" if self.length is None else f"a {name} of {self.length:,} {several}"
 
     def deal(self, part: Shard | None) -> None:
-        """From now on `epoch` gives a `Slice` of each batch: this process's part of it; None: whole batches again.
+        """Have `epoch` yield a `Slice` of each batch: the part of this rank; None: complete batches again.
 
         DataError for a stream, which each process would read whole, and for data that deal rows to processes.
         """
@@ -81,10 +81,10 @@ class ReadyBatches(Source):
         self.length = None if part is not None and self.sharded else self.own_length
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
-        """A pass over the batches; its first `skip` are read and dropped, unless the data know their own position."""
-        if self._elsewhere and skip and self.sharded:
-            raise elsewhere(self.describe(), role=self._role)
-        if self._part is None and (isinstance(self._data, list) or not alone_in_a_job()):
+        """Return the batches of a pass; its first `skip` are read and dropped, unless the data save their position."""
+        if self._other_size and skip and self.sharded:
+            raise saved_by_other_size(self.describe(), role=self._role)
+        if self._part is None and (isinstance(self._data, list) or not is_alone_in_job()):
             return self._begun(epoch, skip)
         from trainwright.data.cutting import cut_batches
         from trainwright.data.dataloader import slicing
@@ -104,45 +104,45 @@ class ReadyBatches(Source):
                 self.length = length_of(self._data)  # data may have other lengths from epoch to epoch
         if not skip and isinstance(self._data, list) and self._data:
             return iter(self._data)
-        if self._asked is None:
+        if self._own_state is None:
             return self._read_past(skip)
         self._epoch = epoch
         if loaded is None or loaded["asked"] is None:
-            return self._asked.counted(self._read_past(skip), skip)
+            return self._own_state.counted(self._read_past(skip), skip)
         inside = loaded["epoch"] == epoch
-        self._asked.load(loaded["asked"], given=skip if inside else None)
+        self._own_state.load(loaded["asked"], given=skip if inside else None)
         left = iter(self._data) if inside else asked_again(self._data, iter(self._data))
-        return self._asked.counted(left, skip)
+        return self._own_state.counted(left, skip)
 
     def _read_past(self, skip: int) -> Iterator[Any]:
-        """The batches after the first `skip`."""
+        """Return the batches after the first `skip`."""
         batches: Iterator[Any] = iter(self._data)
         if self._part is None or not self.sharded:
             return opened(batches, skip, name=self.describe(), complaint=self._no_batches)
         deque(islice(batches, skip), maxlen=0)  # one part may be empty, or end before others
         return batches
 
-    def settle(self) -> None:
-        """Have the data stand where a loaded state was saved: no epoch follows, but another `fit` reads them."""
-        if self._loaded is None or self._asked is None or self._loaded["asked"] is None:
+    def seek_loaded(self) -> None:
+        """Seek the loaded position at once: no epoch follows, but another `fit` reads the data."""
+        if self._loaded is None or self._own_state is None or self._loaded["asked"] is None:
             return
-        self._asked.load(self._loaded["asked"], given=None)
-        if stands_in_the_middle(self._data):
-            self._asked.load(self._loaded["asked"], given=None)
+        self._own_state.load(self._loaded["asked"], given=None)
+        if is_inside_pass(self._data):
+            self._own_state.load(self._loaded["asked"], given=None)
 
     def at_boundary(self) -> None:
-        """Note that all batches given so far are trained on."""
-        if self._asked is not None and self.must_resume is not False:
-            self._asked.at_boundary()
+        """Record that all batches given so far are trained on."""
+        if self._own_state is not None and self.must_resume is not False:
+            self._own_state.at_boundary()
 
     def facts(self) -> dict[str, Any]:
-        """What must not change between a save and a resume."""
+        """Return the properties of the data that must not change between a save and a resume."""
         return {"batches": None if self.sharded else self.own_length}
 
     @property
     def resumes(self) -> str:
-        """What is not known to be exact in a resume inside an epoch, and what to do; "" where nothing is."""
-        if isinstance(self._data, list) or self._asked is not None:
+        """A line on what may be inexact in a resume inside an epoch, with a fix; empty where nothing is."""
+        if isinstance(self._data, list) or self._own_state is not None:
             return ""
         name, again = type(self._data).__name__, "exact only if it gives the same batches again"
         if not self.repeatable:
@@ -152,34 +152,34 @@ class ReadyBatches(Source):
     def beside(self) -> ReadyBatches:
         """Return a copy for a pass beside training: the epoch of the data stays as it is."""
         other = shallow_copy(self)
-        other._sets_epoch, other._asked, other._loaded = False, None, None
+        other._sets_epoch, other._own_state, other._loaded = False, None, None
         return other
 
     def state_dict(self) -> dict[str, Any]:
-        """What the data tell of their position; without that it is the number of batches that were read."""
-        asked = None if self._asked is None else self._asked.state_dict()
+        """Return the state of the data; without one the position is the number of batches that were read."""
+        asked = None if self._own_state is None else self._own_state.state_dict()
         return self._loaded or {"epoch": self._epoch, "facts": self.facts(), "asked": asked}
 
     def load_state_dict(self, tree: dict[str, Any]) -> None:
-        """Take over a saved state, for the next epoch; DataError where the number of batches is another one."""
+        """Load a saved state, for the next epoch; DataError where the number of batches is another one."""
         check_kind(tree, READY)
         what = "the data are not what they were when the state was saved"
         check_facts(self.facts(), tree["facts"], what=what, fix="give the batches that the run was started with")
-        self._loaded, self._elsewhere = tree, False
+        self._loaded, self._other_size = tree, False
 
     def process_state(self) -> dict[str, Any]:
-        """What of the state is this process's own: what the data tell of their position."""
+        """Return the state of this rank: that of the data."""
         return {"asked": self.state_dict()["asked"]}
 
     def load_process_state(self, tree: dict[str, Any] | None) -> str | None:
-        """Take over this process's own state after the common one; None: it was saved on another number of them.
+        """Load the state of this rank after the common one; None: another number of processes saved it.
 
         Then data of which each process has a part of its own go on only at the start of an epoch.
         """
         if self._loaded is not None and tree is not None:
             self._loaded = {**self._loaded, **tree}
         elif self._loaded is not None:
-            self._elsewhere = True
+            self._other_size = True
             if self.sharded:
                 self._loaded = {**self._loaded, "asked": None}
         return None
@@ -226,7 +226,7 @@ class Continuing(Source):
 
     @property
     def must_resume(self) -> bool | None:
-        """Whether a checkpoint may be asked for."""
+        """Whether a checkpoint may be saved: data that could not be resumed are then refused."""
         return self._source.must_resume
 
     @must_resume.setter
@@ -235,21 +235,21 @@ class Continuing(Source):
 
     @property
     def resumes(self) -> str:
-        """What is not known to be exact in a resume inside an epoch, and what to do; "" where nothing is."""
+        """A line on what may be inexact in a resume inside an epoch, with a fix; empty where nothing is."""
         return self._source.resumes
 
     def facts(self) -> dict[str, Any]:
-        """What must not change between a save and a resume."""
+        """Return the properties of the data that must not change between a save and a resume."""
         return self._source.facts()
 
     def at_boundary(self) -> None:
-        """Note that all batches given so far are trained on: a run that ends inside the next window goes back here."""
+        """Record that all batches given so far are trained on: a rollback of the next window ends here."""
         self._boundary, self._before = self._given, None
         self._source.at_boundary()
 
     @property
     def generators(self) -> list[torch.Generator]:
-        """The generators that the source draws from, apart from the process's."""
+        """The random generators of the source, apart from the process's."""
         return list(self._source.generators)
 
     def beside(self) -> Continuing:
@@ -257,16 +257,16 @@ class Continuing(Source):
         return shallow_copy(self)
 
     def describe(self) -> str:
-        """The source, without end."""
+        """Return a description of the source."""
         return f"{self._source.describe()}, going on over the epochs"
 
     def deal(self, part: Shard | None) -> None:
-        """From now on this is one of several processes; None: the only one."""
+        """Have this rank be one of several; None: the only one."""
         self._source.deal(part)
         self._part, self.batch_size = part, self._source.batch_size
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
-        """Go on with the stream; `skip` batches of this epoch have been trained on before a resume."""
+        """Return the next epoch of the stream; `skip` batches of it were trained on before a resume."""
         loaded, self._loaded = self._loaded, None
         if self._part is not None and self._common is None:
             self._common = random_state()
@@ -278,15 +278,15 @@ class Continuing(Source):
         self._epoch, self._given, self._boundary, self._before = epoch, skip, skip, None
         return self
 
-    def settle(self) -> None:
-        """Have the data stand where a loaded state was saved: no epoch follows, but another `fit` reads them."""
+    def seek_loaded(self) -> None:
+        """Seek the loaded position at once: no epoch follows, but another `fit` reads the data."""
         if self._loaded is None:
             return
         if not self.repeatable:
             self._go_back(self._loaded, 0)
             return
         self._source.load_state_dict(self._loaded["source"])
-        self._source.settle()
+        self._source.seek_loaded()
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -323,10 +323,10 @@ class Continuing(Source):
         return self.state_dict()
 
     def load_process_state(self, tree: dict[str, Any] | None) -> str | None:
-        """Take over this process's own state after the common one; None: it was saved on another number of them."""
+        """Load the state of this rank after the common one; None: another number of processes saved it."""
         if self._loaded is not None:
             self._loaded = {**self._loaded, "process": None, "before": None} if tree is None else tree
-        return None if tree is not None else self._source.says_elsewhere
+        return None if tree is not None else self._source.other_size_note
 
     def load_state_dict(self, tree: dict[str, Any]) -> None:
         """Take over a saved position, for the next epoch; DataError where the source is another one."""

@@ -76,7 +76,7 @@ class Continued(ResumePlan):
             for report in reports:
                 warn_user(report)  # it matters without a console too
         if counters.stopped:
-            run.source.settle()  # no epoch will begin and take the state over; a next `fit` reads the same data
+            run.source.seek_loaded()  # no epoch will begin and take the state over; a next `fit` reads the same data
         if counters.stopped or not counters.begun or not run.random.epoch_start or not self.with_data:
             # begin_epoch, the order, or code after this `fit`, draws first; or the current epoch begins anew
             run.random.restore()

@@ -15,7 +15,7 @@ from trainwright.core.process_state import switches_restored
 from trainwright.core.progress import Counters
 from trainwright.core.rng import rng_preserved
 from trainwright.data.dataloader.loader import LoaderBatches
-from trainwright.data.generators import knows_its_state
+from trainwright.data.generators import is_stateful
 from trainwright.data.row_batches import Batches
 from trainwright.data.sources import open_source
 from trainwright.distributed.ddp import DDP
@@ -142,9 +142,9 @@ def open_afresh(data: Any, *, batch_size: int | None = None, role: str = "train"
 @contextmanager
 def data_kept(data: Any) -> Iterator[None]:
     """Restore the state of a data set with `state_dict` at the end of the block."""
-    asked = data._asked if isinstance(data, Batches) else None
+    asked = data._own_state if isinstance(data, Batches) else None
     found: Any = asked.data if asked is not None else getattr(data, "dataset", data)
-    if not (issubclass(type(found), Dataset) and knows_its_state(found)):
+    if not (issubclass(type(found), Dataset) and is_stateful(found)):
         yield
         return
     state = copy.deepcopy(found.state_dict())

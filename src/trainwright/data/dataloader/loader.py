@@ -20,9 +20,9 @@ from trainwright.data.dataloader.position import LOADER, check_facts, check_kind
 from trainwright.data.dataloader.proxy import has_twin, iterates_itself, twin, view
 from trainwright.data.dataloader.worker import Carrying, Starting
 from trainwright.data.generators import Generators
-from trainwright.data.sharding import alone_in_a_job, elsewhere
+from trainwright.data.sharding import is_alone_in_job, saved_by_other_size
 from trainwright.data.source import Source, shallow_copy
-from trainwright.data.stateful import asked_of
+from trainwright.data.stateful import own_state_of
 from trainwright.distributed.batch_layout import Shard
 
 _ALONE = Shard(0, 1)
@@ -39,13 +39,13 @@ class LoaderBatches(Source):
 
     draws_global_rng = True
     own_length: int | None = None
-    """Batches of an epoch on this process, where it has data of its own; else as `length`."""
+    """Batches of an epoch on this rank, where it has data of its own; else as `length`."""
     _sets_epoch = True
-    """Whether data set and sampler hear which epoch it is."""
+    """Whether `set_epoch` of the data set and the samplers is called."""
     _most: int | None = None
     """How many items of the sampler all processes pull at once; None where the first pull draws them all."""
-    _elsewhere = False
-    """Whether a loaded state is of another number of processes."""
+    _other_size = False
+    """Whether another number of processes saved the loaded state."""
     _compared = False
     """Whether the first batches of the workers of a stream were compared."""
     in_memory = False
@@ -66,7 +66,7 @@ class LoaderBatches(Source):
         self._generators = Generators(
             {"loader": loader, "sampler": sampler, "batch_sampler": batch_sampler, "batch_sampler.sampler": inner}
         )
-        self._asked = asked_of(loader)
+        self._own_state = own_state_of(loader)
         self.length = self.own_length = length_of(loader)
         """Batches of an epoch; `own_length` is what the loader tells on this process, whose own it may be."""
         size = getattr(batch_sampler, "batch_size", None)
@@ -80,13 +80,13 @@ class LoaderBatches(Source):
             raise self._no_batches()
 
     def _measure(self) -> None:
-        """Take the length that the loader tells now: that of a batch sampler may change from epoch to epoch."""
+        """Read the length of the loader: that of a batch sampler may change from epoch to epoch."""
         if self.length is not None:
             self.length = length_of(self._loader)
             self.own_length = self.length  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def describe(self) -> str:
-        """Rows, batch size and workers."""
+        """Return rows, batch size and workers."""
         rows = "" if self.rows is None else f"{self.rows:,} rows in "
         size = "batches" if self.batch_size is None else f"batches of {self.batch_size}"
         if self._part is not None and self.batch_size is not None and not self.sharded:
@@ -97,7 +97,7 @@ class LoaderBatches(Source):
         return f"{rows}{size} from a {type(self._loader).__name__}{workers}"
 
     def deal(self, part: Shard | None) -> None:
-        """From now on `epoch` gives a `Slice` of each batch: this process's part of it; None: whole batches again.
+        """Have `epoch` yield a `Slice` of each batch: the part of this rank; None: complete batches again.
 
         DataError for what cannot be dealt: a stream, a loader that deals rows to processes itself, one whose order
         cannot be drawn alike on all of them.
@@ -112,11 +112,11 @@ class LoaderBatches(Source):
         self.length, self.rows = (None, None) if apart else (self.own_length, self._own_rows)
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
-        """One pass over the loader without its first `skip` batches; the random draws of all are made."""
+        """Return one pass over the loader without its first `skip` batches; the random draws of all are made."""
         stream = isinstance(self._loader.dataset, IterableDataset)
-        if self._elsewhere and skip and self.sharded:
-            raise elsewhere(self.describe(), role=self._role)
-        if self._part is None and not (stream and alone_in_a_job()):
+        if self._other_size and skip and self.sharded:
+            raise saved_by_other_size(self.describe(), role=self._role)
+        if self._part is None and not (stream and is_alone_in_job()):
             doubts = stream and self._loader.num_workers > 1 and not skip and not self._compared
             return self._compared_once(self._begun(epoch, skip)) if doubts else self._begun(epoch, skip)
         from trainwright.data.dataloader import slicing
@@ -172,25 +172,25 @@ class LoaderBatches(Source):
             iterator = opened(iterator, past, name=self.describe(), complaint=self._no_batches)
         if loaded is not None and way != "asked":
             self._ask(loaded, skip if inside else None)
-        return iterator if self._asked is None else self._asked.counted(iterator, skip)
+        return iterator if self._own_state is None else self._own_state.counted(iterator, skip)
 
-    def settle(self) -> None:
-        """Have loader, samplers, data and workers stand where a loaded state was saved: another `fit` reads them."""
+    def seek_loaded(self) -> None:
+        """Seek the loaded position of loader, samplers, data and workers at once: another `fit` reads them."""
         if self._loaded is not None:
             self._record = Record()
             self._go_back(self._loaded, inside=False, given=None)
-            self._generators.settle()
+            self._generators.seek_loaded()
             self._generators.load_state_dict(self._loaded["generators"])  # what is told is as loaded
             self._ask(self._loaded, None)
 
     def at_boundary(self) -> None:
-        """Note that all batches given so far are trained on: a run that ends inside the next window goes back here."""
+        """Record that all batches given so far are trained on: a rollback of the next window ends here."""
         self._record.at_boundary()
-        if self._asked is not None and self.must_resume is not False:
-            self._asked.at_boundary()
+        if self._own_state is not None and self.must_resume is not False:
+            self._own_state.at_boundary()
 
     def facts(self) -> dict[str, Any]:
-        """What must not change between a save and a resume."""
+        """Return the properties of the data that must not change between a save and a resume."""
         loader = self._loader
         samplers = (loader.sampler, loader.batch_sampler)
         return {
@@ -202,37 +202,37 @@ class LoaderBatches(Source):
 
     @property
     def resumes(self) -> str:
-        """What is not known to be exact in a resume inside an epoch, and what to do; "" where nothing is."""
+        """A line on what may be inexact in a resume inside an epoch, with a fix; empty where nothing is."""
         return "; ".join(why_inexact(self._loader))
 
     def beside(self) -> LoaderBatches:
         """Return a copy for a pass beside training: the epoch of data set and sampler stays as it is."""
         other = shallow_copy(self)
-        other._sets_epoch, other._loaded, other._asked = False, None, None
+        other._sets_epoch, other._loaded, other._own_state = False, None, None
         other._generators = self._generators.beside()
         return other
 
     def keep_workers(self, *, keeps: bool) -> None:
-        """Say whether the loader's persistent workers serve these passes, or training's alone."""
+        """Set whether these passes use the loader's persistent workers, or training alone does."""
         self._keeps_workers = keeps
 
     @property
     def generators(self) -> list[Any]:
-        """The generators of its own that a pass draws from; an evaluation puts them back."""
+        """The loader's and samplers' own random generators: an evaluation restores them."""
         return self._generators.found
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's and samplers' own generators, and the random states of the workers."""
+        """Return the states of the loader's and samplers' own generators, and the random states of the workers."""
         return self._loaded or {
             "generators": self._generators.state_dict(),
             "facts": self.facts(),
             "workers": self._record.state_dict(self._loader.num_workers),
             "draws_on": self._draws_on,
-            "asked": None if self._asked is None else self._asked.state_dict(),
+            "asked": None if self._own_state is None else self._own_state.state_dict(),
         }
 
     def load_state_dict(self, tree: dict[str, Any]) -> str | None:
-        """Take over a saved state, for the next epoch; DataError where the loader is another one.
+        """Load a saved state, for the next epoch; DataError where the loader is another one.
 
         Returns a line where the rows will be the same, and the random draws in workers will not.
         """
@@ -240,19 +240,19 @@ class LoaderBatches(Source):
         what = "the loader is not what it was when the state was saved"
         check_facts(self.facts(), tree["facts"], what=what, fix="build the loader as it was")
         self._generators.load_state_dict(tree["generators"])
-        self._loaded, self._elsewhere = tree, False
+        self._loaded, self._other_size = tree, False
         have, saved = self._loader.num_workers, tree["workers"]["number"]
         if have == saved:
             return None
         return f"resumed with num_workers={have}, saved with {saved}: the rows are the same, their random draws are not"
 
     def process_state(self) -> dict[str, Any]:
-        """What of the state is this process's own: its workers' random states, and what its data tell."""
+        """Return the state of this rank: random states of its workers, and the state of its data."""
         state = self.state_dict()
         return {"workers": state["workers"], "asked": state["asked"]}
 
     def load_process_state(self, tree: dict[str, Any] | None) -> str | None:
-        """Take over this process's own state after the common one; None: it was saved on another number of them.
+        """Load the state of this rank after the common one; None: another number of processes saved it.
 
         Returns a line where then the rows will be the same, and the random draws in workers will not. A stream of
         which each process has a part of its own goes on only at the start of an epoch.
@@ -262,32 +262,32 @@ class LoaderBatches(Source):
         if tree is not None:
             self._loaded = {**self._loaded, **tree}
             return None
-        self._elsewhere = True
+        self._other_size = True
         if not self.by_numbers and not self.sharded:
             return None  # each process reads all, and so as the first one did
         self._loaded = {**self._loaded, "workers": Record().state_dict(self._loader.num_workers)}
         if self.sharded:
             self._loaded["asked"] = None
-        return self.says_elsewhere
+        return self.other_size_note
 
     @property
-    def says_elsewhere(self) -> str | None:
-        """What is not as it was after a resume on another number of processes; None where all is."""
+    def other_size_note(self) -> str | None:
+        """A line on what differs after a resume on another number of processes; None where nothing does."""
         if not self._loader.num_workers or not (self.by_numbers or self.sharded):
             return None
         return "resumed on another number of processes: the rows are the same, the random draws of workers are not"
 
     def _way(self, loaded: dict[str, Any] | None) -> str:
-        """How the first batches are left out: "skip" in the order, read "past", or the data are "asked" to do it."""
+        """Return how the first batches are left out: "skip" in the order, read "past", or "asked": the data seek."""
         loader = self._loader
-        if loaded is not None and self._asked is not None and not self._asked.rows_by_number:
+        if loaded is not None and self._own_state is not None and not self._own_state.rows_by_number:
             return "asked"
         draws_on = not loader.num_workers and loaded is not None and loaded["draws_on"] and not self._cuts
         past = isinstance(loader.dataset, IterableDataset) or iterates_itself(loader) or not has_twin(loader)
         return "past" if past or draws_on else "skip"
 
     def _go_back(self, loaded: dict[str, Any], *, inside: bool, given: int | None) -> None:
-        """Have workers go on with the random states that those of the saved run had."""
+        """Restore the random states of the workers of the saved run."""
         workers, attributes = loaded["workers"], vars(self._loader)
         record = self._record
         if workers["number"] != self._loader.num_workers or not has_twin(self._loader):
@@ -307,8 +307,8 @@ class LoaderBatches(Source):
                 self._order.closed = False
 
     def _ask(self, loaded: dict[str, Any], given: int | None) -> None:
-        if self._asked is not None:
-            self._asked.load(loaded["asked"], given=given)
+        if self._own_state is not None:
+            self._own_state.load(loaded["asked"], given=given)
 
     def _opened(self, skip: int) -> Iterator[Any]:
         """A pass that begins after `skip` batches of the order, which are pulled at once, with the random state now."""

@@ -53,7 +53,7 @@ class Record:
         """The states that iterable data sets have left their workers in, where the pass is over for these."""
 
     def at_boundary(self) -> None:
-        """Note that all batches given so far are trained on."""
+        """Record that all batches given so far are trained on."""
         self.boundary = self.given
         self.before.clear()
 
@@ -99,7 +99,7 @@ class Workers(LoaderWorkers):  # type: ignore[misc]
         self.record, self.first, self._of_rank = record, first, rank
         self._carries = isinstance(loader.collate_fn, Carrying)
         self._given_seed = seed
-        self._asked: dict[int, Any] = {}
+        self._own_state: dict[int, Any] = {}
         self._idle = 0.0
         self._process = os.getpid()
         try:
@@ -142,16 +142,16 @@ class Workers(LoaderWorkers):  # type: ignore[misc]
         if self._failed is not None:
             task, worker = self._failed
             faults.unravel(error)
-            faults.explain(error, pids=pids, worker=worker, asked=[self._asked.get(task)])
+            faults.explain(error, pids=pids, worker=worker, asked=[self._own_state.get(task)])
             return
         self._broken = True
         waited = self._task_info.get(self._rcvd_idx, (None,))
         named = faults.named_in(error, pids, waited=waited[0])
         tasks = sorted(task for task, info in self._task_info.items() if info[0] == named and len(info) == 1)
-        faults.explain(error, pids=pids, worker=named, asked=[self._asked.get(task) for task in tasks])
+        faults.explain(error, pids=pids, worker=named, asked=[self._own_state.get(task) for task in tasks])
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        self._asked.clear()
+        self._own_state.clear()
         self._failed, self._idle = None, 0.0
         super()._reset(loader, first_iter)
         if self.first:  # else workers would go on with the work of others, and nobody would see it
@@ -159,9 +159,9 @@ class Workers(LoaderWorkers):  # type: ignore[misc]
 
     def _next_index(self) -> Any:
         rows = super()._next_index()
-        if len(self._asked) > 4 * (len(self._task_info) + 1):
-            self._asked = {task: self._asked[task] for task in self._task_info}
-        self._asked[self._send_idx] = rows
+        if len(self._own_state) > 4 * (len(self._task_info) + 1):
+            self._own_state = {task: self._own_state[task] for task in self._task_info}
+        self._own_state[self._send_idx] = rows
         return rows
 
     def _process_data(self, data: Any, *worker: int) -> Any:

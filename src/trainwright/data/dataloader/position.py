@@ -1,4 +1,4 @@
-"""Where an iterator stands: batches skipped, epochs without a batch, what must not change while one is resumed."""
+"""Positions in a pass: skips batches, refuses empty epochs and data that changed since the save."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def skipped(iterator: Iterator[Any], skip: int, name: str) -> Iterator[Any]:
 
 
 def opened(iterator: Iterator[Any], skip: int, *, name: str, complaint: Callable[[], DataError]) -> Iterator[Any]:
-    """`iterator` without its first `skip` batches, raising `complaint` where the epoch has not one."""
+    """Return `iterator` without its first `skip` batches; raises `complaint` where the epoch has no batch."""
     if skip:
         return skipped(iterator, skip, name)
     # A chain: no Python frame after the first batch, and nothing is read before it is asked for.
@@ -39,7 +39,7 @@ def _first(iterator: Iterator[Any], complaint: Callable[[], DataError]) -> Itera
 
 
 def length_of(data: Any) -> int | None:
-    """`len(data)`, or None where it has none."""
+    """Return `len(data)`; None where it has none."""
     try:
         return len(data)
     except (TypeError, NotImplementedError):
@@ -49,7 +49,7 @@ def length_of(data: Any) -> int | None:
 LOADER, BATCHES, TOGETHER = "a DataLoader", "batches(...)", "together(...)"
 CUT, PER_EPOCH, READY = "data cut into epochs by a number of updates", "a function of the epoch", "ready batches"
 _KINDS = {"workers": LOADER, "passes": BATCHES, "loaders": TOGETHER, "pass": CUT, "source": PER_EPOCH, "facts": READY}
-"""Which data a saved state is of, by the first of these keys that it has."""
+"""The kind of data of a saved state, by the first of these keys that it has."""
 
 
 def check_kind(tree: Any, kind: str) -> None:

@@ -16,7 +16,7 @@ from trainwright.core.rng import random_state, rng_preserved, set_random_state
 from trainwright.data.cutting import cut, cut_batches, rows_of
 from trainwright.data.dataloader.order import draws_at_most_at_first
 from trainwright.data.dataloader.position import length_of
-from trainwright.data.sharding import standing, told
+from trainwright.data.sharding import read_as, reading_part
 from trainwright.distributed.batch_layout import Shard, Slice
 
 _KNOW_THEIR_RANK = (("num_replicas", "rank"), ("num_processes", "process_index"), ("world_size", "rank"))
@@ -87,9 +87,9 @@ def own(begin: Callable[[], Iterator[Any]], part: Shard | None, *, aligned: bool
     it leaves out what is not its own does it there. The rest draws for its rows.
     """
     stands = Shard(0, 1) if part is None else part
-    with standing(stands):
+    with reading_part(stands):
         batches = begin()
-    batches = told(batches, stands)
+    batches = read_as(batches, stands)
     if part is None:
         return batches
     return own_slices(in_step(batches, only_first=True) if aligned else batches)

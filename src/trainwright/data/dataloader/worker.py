@@ -15,8 +15,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from trainwright.core.rng import host_random_state, set_random_state
 from trainwright.core.torch_private import EndOfIterable, ResumeIteration, replace_worker_messages
-from trainwright.data.generators import knows_its_state
-from trainwright.data.sharding import stand
+from trainwright.data.generators import is_stateful
+from trainwright.data.sharding import set_part
 from trainwright.distributed.batch_layout import Shard
 
 SURVIVES = 30.0
@@ -42,7 +42,7 @@ class Carrying:
         """Take the state of a worker that is ready for its first batch: it would be made again without being told."""
         info = get_worker_info()
         data = None if info is None else info.dataset
-        self._worker, self._data = worker, data if knows_its_state(data) else None
+        self._worker, self._data = worker, data if is_stateful(data) else None
         self._sent = self._ready = _packed(host_random_state())
 
     def begin_again(self) -> tuple[int, State]:
@@ -116,7 +116,7 @@ class Starting:
         """Make the worker of this number ready."""
         outlive_signals()
         if self._part is not None:
-            stand(self._part)
+            set_part(self._part)
         if self._given is not None:
             self._given(worker)
         _take_over(self._states.get(worker, {}))

@@ -177,7 +177,7 @@ class Bucketed(Batches):
         return f"{super().describe()}, by length"
 
     def facts(self) -> dict[str, Any]:
-        """What must not change between a save and a resume."""
+        """Return the properties of the data that must not change between a save and a resume."""
         buckets = self._buckets
         lengths = f"{zlib.crc32(buckets.lengths.numpy().tobytes()):08x}"
         return {**super().facts(), "tokens": buckets.tokens, "slack": buckets.slack, "lengths": lengths}

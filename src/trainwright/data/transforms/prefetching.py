@@ -18,7 +18,7 @@ from trainwright.core.suggestions import suggests
 from trainwright.data import sharding
 from trainwright.data.dataloader.order import moves_random_state
 from trainwright.data.dataloader.position import length_of, set_epoch
-from trainwright.data.generators import knows_its_state
+from trainwright.data.generators import is_stateful
 from trainwright.data.row_batches import Batches
 from trainwright.distributed.batch_layout import Shard
 
@@ -39,7 +39,7 @@ def prefetch(data: Iterable[Any], ahead: int = 2) -> Prefetched:
     check_whole(ahead, f"prefetch(ahead={ahead!r})", what="a number of batches", fix="ahead=2")
     _refuse_what_reads_ahead(data)
     kind = PrefetchedOnce if hasattr(data, "__next__") else Prefetched
-    if knows_its_state(data):
+    if is_stateful(data):
         kind = ToldOnce if kind is PrefetchedOnce else Told
     return kind(data, ahead)
 
@@ -215,7 +215,7 @@ class _Reader:
             self._thread.join(_POLL)
 
     def _start(self) -> None:
-        self._part = sharding.told_part()
+        self._part = sharding.current_part()
         context = copy_context()
         self._thread = threading.Thread(target=lambda: context.run(self._run), name="prefetch", daemon=True)
         self._thread.start()
@@ -229,7 +229,7 @@ class _Reader:
             self._changed.wait(_POLL)
 
     def _run(self) -> None:
-        sharding.stand(self._part)
+        sharding.set_part(self._part)
         goes_on = True
         while goes_on and self._has_room():
             read = self._pulled()

@@ -45,17 +45,17 @@ class SideBySide(Source):
 
     @property
     def own_length(self) -> int | None:
-        """Batches of an epoch on this process, where it has data of its own; else as `length`."""
+        """Batches of an epoch on this rank, where it has data of its own; else as `length`."""
         return self.sources[self._leader].own_length
 
     @property
     def generators(self) -> list[Any]:
-        """The generators of their own that the loaders draw from."""
+        """The loaders' own random generators."""
         return [generator for one in self.sources.values() for generator in one.generators]
 
     @property
     def must_resume(self) -> bool | None:
-        """Whether a checkpoint may be asked for."""
+        """Whether a checkpoint may be saved: data that could not be resumed are then refused."""
         told = [one.must_resume for one in self.sources.values()]
         return next((one for one in told if one is not None), None)
 
@@ -66,19 +66,19 @@ class SideBySide(Source):
 
     @property
     def resumes(self) -> str:
-        """What is not known to be exact in a resume inside an epoch; "" where nothing is."""
+        """A line on what may be inexact in a resume inside an epoch; empty where nothing is."""
         told = {name: one.resumes for name, one in self.sources.items()}
         return "; ".join(f"{name}: {one}" for name, one in told.items() if one)
 
     @property
-    def says_elsewhere(self) -> str | None:
-        """What is not as it was after a resume on another number of processes; None where all is."""
-        told = {name: one.says_elsewhere for name, one in self.sources.items()}
+    def other_size_note(self) -> str | None:
+        """A line on what differs after a resume on another number of processes; None where nothing does."""
+        told = {name: one.other_size_note for name, one in self.sources.items()}
         return "; ".join(f"{name}: {one}" for name, one in told.items() if one) or None
 
     @property
     def sharded(self) -> bool:
-        """Whether the batches are this process's own part already."""
+        """Whether the batches are this rank's own part already."""
         return all(one.sharded for one in self.sources.values())
 
     @sharded.setter
@@ -88,7 +88,7 @@ class SideBySide(Source):
             mark(one, self._role)
 
     def describe(self) -> str:
-        """What is known of every loader."""
+        """Return a description of every loader."""
         told = {name: f"{name}: {one}" for name, one in self._told.items()}
         return "; ".join(one if name == self._leader else f"{one}, again and again" for name, one in told.items())
 
@@ -98,7 +98,7 @@ class SideBySide(Source):
         return f"read together: {self.describe()}"
 
     def deal(self, part: Shard | None) -> None:
-        """From now on `epoch` gives a `Slice` of each batch: this process's part of it; None: whole batches again.
+        """Have `epoch` yield a `Slice` of each batch: the part of this rank; None: complete batches again.
 
         DataError where some of the loaders are each process's own part, and others are not, and where a batch of one
         has rows for fewer processes than that of another.
@@ -113,7 +113,7 @@ class SideBySide(Source):
         self._measure()
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
-        """The batches of `epoch` without its first `skip`."""
+        """Return the batches of `epoch` without its first `skip`."""
         with rng_preserved():
             drawn = int(torch.empty((), dtype=torch.int64).random_())
         iterators = {self._leader: self._streams[self._leader].epoch(epoch, skip)}
@@ -137,26 +137,26 @@ class SideBySide(Source):
         other._chained = other._deal_streams()
         return other
 
-    def settle(self) -> None:
-        """Have the loaders stand where a loaded state was saved: another `fit` reads them."""
+    def seek_loaded(self) -> None:
+        """Seek the loaded positions at once: another `fit` reads the loaders."""
         for one in self._streams.values():
-            one.settle()
+            one.seek_loaded()
 
     def at_boundary(self) -> None:
-        """Note that all batches given so far are trained on."""
+        """Record that all batches given so far are trained on."""
         for one in self._streams.values():
             one.at_boundary()
 
     def facts(self) -> dict[str, Any]:
-        """What must not change between a save and a resume, beside what must not in each loader."""
+        """Return the properties that must not change between a save and a resume, beside those of each loader."""
         return {"loaders": ", ".join(self.sources), "epochs of": self._leader}
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of all loaders."""
+        """Return the states of all loaders."""
         return {"facts": self.facts(), "loaders": {name: one.state_dict() for name, one in self._streams.items()}}
 
     def load_state_dict(self, tree: dict[str, Any]) -> str | None:
-        """Take over saved states, for the next epoch; DataError where the loaders are not what they were."""
+        """Load saved states, for the next epoch; DataError where the loaders are not what they were."""
         check_kind(tree, TOGETHER)
         what = "the loaders are not those of when the state was saved"
         check_facts(self.facts(), tree["facts"], what=what, fix="write together(...) as it was")
@@ -164,11 +164,11 @@ class SideBySide(Source):
         return _lines(told)
 
     def process_state(self) -> dict[str, Any]:
-        """What of the states is this process's own."""
+        """Return the states of this rank."""
         return {name: one.process_state() for name, one in self._streams.items()}
 
     def load_process_state(self, tree: dict[str, Any] | None) -> str | None:
-        """Take over this process's own states after the common ones; None: saved on another number of processes."""
+        """Load the states of this rank after the common ones; None: another number of processes saved them."""
         told = {
             name: one.load_process_state(None if tree is None else tree.get(name))
             for name, one in self._streams.items()
