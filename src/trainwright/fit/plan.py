@@ -17,7 +17,6 @@ from trainwright.core.errors import DataError, SettingError
 from trainwright.core.plan import Plan
 from trainwright.core.suggestions import did_you_mean, nearest
 from trainwright.data.source import Source
-from trainwright.fit.describe import in_brief
 from trainwright.metrics.metrics import OverAll
 from trainwright.optim.named import fused_hint
 from trainwright.update.owner import Owner
@@ -101,6 +100,8 @@ def make_plan(
         )
     if not all(one.repeatable for one in (source, *val.values())):
         _check_passes(source, val, ends)
+    from trainwright.fit.describe import in_brief  # at a first fit: imports stay quick
+
     schedules = owner.schedule.values() if isinstance(owner.schedule, Mapping) else [owner.schedule]
     watched = watched_numbers(owner, [getattr(one, "monitor", None) for one in schedules])
     plan = Plan(
