@@ -315,7 +315,7 @@ class Trainer(Generic[M]):
 
     def parts(self) -> dict[str, Stateful]:
         """Return everything that belongs in a checkpoint, by name; add your own objects to `super().parts()`."""
-        from trainwright.fit.parts import parts_of
+        from trainwright.fit.saving import parts_of
 
         return parts_of(self._run, self._between)
 

@@ -17,7 +17,7 @@ from trainwright.core.rng import RandomPart, set_random_state
 from trainwright.data.dataloader import worker
 from trainwright.data.dataloader.loader import LoaderBatches
 from trainwright.data.row_batches import Batches
-from trainwright.fit import parts, rollback, saving
+from trainwright.fit import rollback, saving
 from trainwright.fit.between_updates import BetweenUpdates
 from trainwright.fit.early_stopping import EarlyStopper
 from trainwright.fit.rollback import Rollback
@@ -136,14 +136,14 @@ def the_buffers_are_forgotten(patch):
 
 
 def the_average_starts_anew(patch):
-    whole = parts.parts_of
+    whole = saving.parts_of
 
     def forgets(run, between):
         parts = whole(run, between)
         average = {"state_dict": parts["average"].state_dict, "load_state_dict": lambda tree: None}
         return parts | {"average": SimpleNamespace(**average)}
 
-    patch.setattr(parts, "parts_of", forgets)
+    patch.setattr(saving, "parts_of", forgets)
 
 
 def the_average_forgets_how_many_it_has_taken(patch):
@@ -189,11 +189,11 @@ def the_sums_of_the_epoch_are_forgotten(patch):
 
 
 def the_history_starts_anew(patch):
-    around(patch, parts.RunProgress, "load_state_dict", after=lambda self, *_: self._run.owner.history.clear())
+    around(patch, saving.RunProgress, "load_state_dict", after=lambda self, *_: self._run.owner.history.clear())
 
 
 def the_users_state_is_forgotten(patch):
-    without(patch, parts, "_load_state")
+    without(patch, saving, "_load_state")
 
 
 def it_is_forgotten_when_was_validated(patch):

@@ -26,7 +26,6 @@ from trainwright.data.source import Source
 from trainwright.diagnostics.explain import explain
 from trainwright.evaluation.passes import evaluate
 from trainwright.fit.between_updates import BetweenUpdates
-from trainwright.fit.parts import parts_of
 from trainwright.fit.plan import Ends, Resume, check_watched, make_plan, watched_numbers
 from trainwright.fit.rank_sync import check_same_config
 from trainwright.fit.rescue import ends_in, rescue
@@ -34,6 +33,7 @@ from trainwright.fit.result import FitEnd
 from trainwright.fit.resume import ResumePlan, plan_resume
 from trainwright.fit.rollback import ENDED
 from trainwright.fit.run import GRACE, Run
+from trainwright.fit.saving import parts_of
 from trainwright.fit.setup import NOT_RUNNING, open_data
 from trainwright.fit.stages import start_stage
 from trainwright.modules.dtensors import is_sharded
