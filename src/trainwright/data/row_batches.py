@@ -198,6 +198,9 @@ class Batches(Source):
     @property
     def resumes(self) -> str:
         """A line on what may be inexact in a resume inside an epoch; empty where nothing is."""
+        return "" if self.data_set is None else self._inexact()
+
+    def _inexact(self) -> str:
         name = self._data.describe()
         if is_stateful(self.data_set):
             return "" if self._own_state is not None else f"the state of {name} in workers is not kept; write workers=0"

@@ -42,9 +42,13 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 def copy_into(into: Tensor, value: Tensor) -> None:
     """Copy `value`, complete or sharded, into a tensor in place; each rank its shard if `into` is sharded."""
-    if not is_sharded(into):
+    if is_sharded(into):
+        _copy_shard(into, value)
+    else:
         into.copy_(value)
-        return
+
+
+def _copy_shard(into: Tensor, value: Tensor) -> None:
     target, given = cast(Any, into), cast(Any, value)
     if not is_sharded(value):
         replicated = [_tensors().Replicate()] * target.device_mesh.ndim
