@@ -85,9 +85,9 @@ def test_one_output_of_another_form_leaves_all_as_they_came(other, place) -> Non
     with torch.no_grad():
         for one in pieces:
             outputs.append(one)
-        assert outputs.filled() is None
-    assert all(torch.equal(one, two) for one, two in zip(outputs.whole(), pieces, strict=True))
-    assert outputs.whole()[place].requires_grad == pieces[place].requires_grad
+        assert outputs.as_tensor() is None
+    assert all(torch.equal(one, two) for one, two in zip(outputs.in_order(), pieces, strict=True))
+    assert outputs.in_order()[place].requires_grad == pieces[place].requires_grad
 
 
 def test_nested_outputs_are_joined_by_their_columns() -> None:
@@ -98,5 +98,5 @@ def test_nested_outputs_are_joined_by_their_columns() -> None:
 def test_little_is_laid_together_at_the_end() -> None:
     outputs = PreallocatedOutputs(6)
     outputs.append(x[:2])
-    assert outputs.filled() is None
-    assert torch.equal(join(outputs.whole()), x[:2])
+    assert outputs.as_tensor() is None
+    assert torch.equal(join(outputs.in_order()), x[:2])

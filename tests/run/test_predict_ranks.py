@@ -218,7 +218,7 @@ def test_small_outputs_are_gathered_many_at_once_and_large_ones_one_by_one(monke
             outputs._begun(Slice(index, 2, 4))
             outputs.append(torch.full((2, size), index))
             assert len(outputs) == index + 1
-        assert [int(one[0, 0]) for one in outputs.whole()] == list(range(100))
+        assert [int(one[0, 0]) for one in outputs.in_order()] == list(range(100))
         assert len(world.gathered) <= most
         assert size == 1 or max(map(len, world.gathered)) < 3 * 2**14
 

@@ -220,7 +220,7 @@ def test_a_trainer_of_several_processes_refuses_it_when_it_is_built() -> None:
 
 
 def test_an_object_that_cannot_be_sent_is_refused() -> None:
-    with pytest.raises(SettingError, match="Unsent cannot be sent to another process"):
+    with pytest.raises(SettingError, match="Unsent cannot be sent to another rank"):
         MetricSet({"hits": Unsent()}).check_mergeable()
 
 

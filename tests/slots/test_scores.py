@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainwright import EarlyStopping, StepOutput, Trainer
 from trainwright.core.errors import DataError, SettingError
-from trainwright.metrics.metric_set import MetricSet
+from trainwright.metrics.metric_set import MetricSet, check_metrics
 from trainwright.metrics.scores import F1, MAE, R2, RMSE
 from trainwright.metrics.totals import Total
 
@@ -214,7 +214,7 @@ def test_shapes_that_are_no_classes_are_refused(output, target, fix):
         (lambda: F1(classes=[1, 1]), "each once"),
         (lambda: F1("binary").update(normal(8, 3), whole(3, 8)), 'F1."macro"'),
         (lambda: F1(classes=[3]).update(normal(8, 3), whole(3, 8)), "0 to 2"),
-        (lambda: MetricSet({"mae": MAE}), r"MAE\(\)"),
+        (lambda: check_metrics({"mae": MAE}), r"MAE\(\)"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(make, fix):

@@ -11,7 +11,7 @@ from trainwright.core.device import widest_float
 
 
 def read(values: Sequence[float | Tensor]) -> list[float]:
-    """Return every value as a float; tensors that lie on an accelerator are read together, once.
+    """Return every value as a float; tensors on an accelerator are read together, once.
 
     The values are scalars (plain numbers, or tensors of one element). On the CPU a read waits for nothing.
     """
@@ -27,11 +27,11 @@ def read(values: Sequence[float | Tensor]) -> list[float]:
 
 
 host_value = Tensor.item
-"""The value of a scalar that lies on the CPU: there is nothing to wait for."""
+"""The value of a scalar on the CPU: there is nothing to wait for."""
 
 
 def host_number(value: float | Tensor) -> float | Tensor:
-    """Return a scalar that lies on the CPU as a number: its read waits for nothing. Others are returned as they are."""
+    """Return a scalar on the CPU as a number: its read waits for nothing. Others are returned as they are."""
     if isinstance(value, Tensor) and value.is_cpu:
         number: float = value.item()
         return number

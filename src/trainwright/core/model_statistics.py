@@ -1,4 +1,4 @@
-"""What the parameters of a model, their gradients and their last change look like, in plain numbers."""
+"""Statistics of the parameters of a model, their gradients and their last change, in plain numbers."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class ParameterStatistics:
     weight_nonfinite: int
     """How many elements are NaN or infinite."""
     grad_norm: float | None = None
-    """Of the gradient as the optimizer got it: of the whole window, unscaled and clipped; None where there is none."""
+    """Of the gradient that the optimizer got: of the complete window, unscaled and clipped; None without one."""
     grad_max: float | None = None
     grad_zeros: float | None = None
     grad_nonfinite: int = 0
     update_norm: float = 0.0
-    """The norm of what the update has changed."""
+    """The norm of the change by the update."""
     before: float = 0.0
     """The norm of the parameter before the update."""
 
@@ -62,9 +62,9 @@ def _line(name: str, one: ParameterStatistics) -> str:
     name = name if len(name) < _NAME else f"…{name[2 - _NAME :]}"
     zeros = "-" if one.grad_zeros is None else f"{one.grad_zeros:.0%}"
     bad = one.weight_nonfinite + one.grad_nonfinite
-    told = f"  {bad} not finite" if bad else ""
+    note = f"  {bad} not finite" if bad else ""
     norms = "".join(f"{_short(value):>10}" for value in (one.weight_norm, one.grad_norm, one.grad_max))
-    return f"{name:<{_NAME}}{norms}{zeros:>7}{_short(one.update_ratio):>10}{told}"
+    return f"{name:<{_NAME}}{norms}{zeros:>7}{_short(one.update_ratio):>10}{note}"
 
 
 def _short(value: float | None) -> str:

@@ -1,4 +1,4 @@
-"""The records that pass between the parts: what a step returns, what an observer sees, what `fit` gives back."""
+"""The records of a run: the return of a step, the records of observers, the result of `fit`."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Validation:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """One checkpoint that is whole on disk."""
+    """One checkpoint that is complete on disk."""
 
     path: Path
     update: int
@@ -136,9 +136,9 @@ class Result:
     Where they are the best of another number than `best` is, that follows: "best of epoch n by val_loss".
     """
     notes: tuple[str, ...] = ()
-    """What else is worth a line: a schedule that skipped updates left short of its end, what an error left saved."""
+    """Further lines: a schedule that skipped updates left short of its end, a save when an error ended the run."""
     blocked: float = field(default=0.0, compare=False)
-    """Seconds that saving has kept this `fit` waiting."""
+    """Seconds that this `fit` has waited for saves."""
     final_validation: dict[str, float] | None = None
     """The numbers at an early end (`stop()`, `max_seconds`) that no validation was due at, in the form of a row.
 

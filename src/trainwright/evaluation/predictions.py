@@ -1,4 +1,4 @@
-"""What a model gives for data: the outputs of a pass in data-set order, joined; of several processes, all of them."""
+"""Predictions: the outputs of a pass in the order of the data, joined; with several ranks those of all of them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from trainwright.update.hooks import mover
 from trainwright.update.owner import Owner
 
 AT_ONCE = 2**23
-"""Bytes of one process's outputs, about, that are gathered at once."""
+"""Bytes of the outputs of one rank, about, that are gathered at once."""
 PIECE = 2**16
-"""Bytes of outputs that are put where they belong at once, at least: a copy for each small one would cost more."""
+"""Bytes of outputs that are copied into their place at once, at least: a copy for each small one would cost more."""
 MOST_PINNED = 2**28
 """Bytes of outputs of a CUDA device up to which they get pinned memory, which copies into it need not wait for."""
 MOST = 128
@@ -35,77 +35,77 @@ MOST = 128
 def predict(owner: Owner, source: Source) -> Any:
     """Return the outputs of `predict_step` over one pass in data order, joined on the CPU; see `join`.
 
-    For all processes alike: each runs its rows of every batch, and all get the outputs of all, so that each needs
-    host memory for the whole. Streams that are each process's own part are told by batch, and of one batch by rank.
+    Each rank runs its rows of every batch, and all get the outputs of all, so that each needs host memory for all
+    of them. The outputs of streams with a part for each rank are in the order of batches, then of ranks.
     """
     outputs = make_outputs(owner) if owner.world.size > 1 or not source.rows else PreallocatedOutputs(source.rows)
     with without_trace(owner, source) as aside:
         step, to_device = autocast_step(owner, owner.predict_step), mover(owner, aside, trains=False)
-        for batch in outputs.over(aside):
+        for batch in outputs.batches(aside):
             output = step(batch if to_device is None else to_device(batch))
             output = output.output if type(output) is StepOutput else output
             # A step may enable gradients: the outputs of all batches would hold the graphs of all batches.
             plain = type(output) is Tensor and not output.requires_grad
             outputs.append(output if plain else detached(output))
-        filled = outputs.filled()
-        whole = outputs.whole() if filled is None else []
-    if filled is not None:
-        return filled
-    if not whole:
+        tensor = outputs.as_tensor()
+        pieces = outputs.in_order() if tensor is None else []
+    if tensor is not None:
+        return tensor
+    if not pieces:
         raise DataError("the data to predict gave no batch", want="at least one batch")
     with beside_training(owner.device.type):
-        return join(whole)
+        return join(pieces)
 
 
 def make_outputs(owner: Owner) -> Outputs:
-    """Return what takes the outputs of a pass: of this process, or of all in which this is one."""
+    """Return the list for the outputs of a pass: of one rank, or of all ranks."""
     return Outputs() if owner.world.size == 1 else DistributedOutputs(owner.world)
 
 
 class Outputs(list[Any]):
-    """What a loop over batches makes of each, on the host."""
+    """The outputs of a pass over batches, on the host."""
 
-    def over(self, source: Source) -> Iterator[Any]:
-        """The batches to run, each followed by one `append`."""
+    def batches(self, source: Source) -> Iterator[Any]:
+        """Return the batches to run, each followed by one `append`."""
         return source.epoch(0)
 
     def append(self, output: Any, /) -> None:
-        """Take in what was made of the batch in hand."""
+        """Add the output of the current batch."""
         super().append(_on_host(output))
 
-    def whole(self) -> list[Any]:
-        """The outputs of every batch, in the order of the data."""
+    def in_order(self) -> list[Any]:
+        """Return the outputs of every batch, in the order of the data."""
         return list(self)
 
-    def filled(self) -> Tensor | None:
-        """All outputs as one tensor, where they were put into one already; then `whole` is not asked for."""
+    def as_tensor(self) -> Tensor | None:
+        """Return all outputs as one tensor, where they were copied into one; else None, and `in_order` has them."""
         return None
 
 
 class PreallocatedOutputs(Outputs):
-    """The outputs of as many rows as a source tells: tensors of one form go into one, made once for all of them.
+    """The outputs of a source of known rows: tensors of one form are copied into one, allocated once for all of them.
 
-    So the host never holds them twice. Those that lie on the host wait until there is a piece worth copying; those
-    of a CUDA device are copied behind its kernels, and nothing waits for it before the end. From the first output
-    of another form on they are held as they came.
+    So the host never stores them twice. Outputs on the host wait until there are bytes enough for a copy; those of a
+    CUDA device are copied behind its kernels, and nothing waits for it before the end. From the first output of
+    another form on all are stored as they came.
     """
 
     def __init__(self, rows: int) -> None:
         super().__init__()
         self._rows, self._at = rows, 0
-        self._room: Tensor | None = None
+        self._buffer: Tensor | None = None
         self._lengths: list[int] = []
         """The rows of each output in there."""
         self._size = 0
         """Bytes of the outputs that wait."""
         self._streams: set[Any] = set()
-        """What copies into it are under way on."""
-        self._apart = False
+        """The streams of the copies into it."""
+        self._is_apart = False
 
     def append(self, output: Any, /) -> None:
-        """Take in what was made of the batch in hand."""
-        if self._apart or not _is_block(output):
-            self._part()
+        """Add the output of the current batch."""
+        if self._is_apart or not _is_block(output):
+            self._store_apart()
             super().append(output)
             return
         list.append(self, output)
@@ -113,34 +113,34 @@ class PreallocatedOutputs(Outputs):
         if self._size >= PIECE or not output.is_cpu:
             self._fill()
 
-    def whole(self) -> list[Any]:
-        """The outputs of every batch, in the order of the data."""
-        self._part()
+    def in_order(self) -> list[Any]:
+        """Return the outputs of every batch, in the order of the data."""
+        self._store_apart()
         return list(self)
 
-    def filled(self) -> Tensor | None:
-        """All outputs as one tensor; None where they are of several forms, or few enough to be laid together."""
-        if self._room is None or self._apart:
+    def as_tensor(self) -> Tensor | None:
+        """Return all outputs as one tensor; None where they are of several forms, or few enough to be concatenated."""
+        if self._buffer is None or self._is_apart:
             return None
         self._fill()
-        if self._apart or self._room is None:
+        if self._is_apart or self._buffer is None:
             return None
         self._wait()
-        return self._room if self._at == self._rows else self._room[: self._at].clone()
+        return self._buffer if self._at == self._rows else self._buffer[: self._at].clone()
 
     def _fill(self) -> None:
-        """Put what waits into the one tensor; where it does not go there, hold all as they came from now on."""
+        """Copy the waiting outputs into the one tensor; where their form differs, store all as they came."""
         pieces = list(self)
         if not pieces:
             return
-        like, end = self._room if self._room is not None else pieces[0], self._at + sum(map(len, pieces))
+        like, end = self._buffer if self._buffer is not None else pieces[0], self._at + sum(map(len, pieces))
         if end > self._rows or any(one.shape[1:] != like.shape[1:] or one.dtype != like.dtype for one in pieces):
-            self._part()
+            self._store_apart()
             return
-        if self._room is None:
+        if self._buffer is None:
             pins = pieces[0].is_cuda and self._rows * pieces[0][:1].nbytes <= MOST_PINNED
-            self._room = torch.empty((self._rows, *like.shape[1:]), dtype=like.dtype, pin_memory=pins)
-        self._copy(pieces, self._room[self._at : end])
+            self._buffer = torch.empty((self._rows, *like.shape[1:]), dtype=like.dtype, pin_memory=pins)
+        self._copy(pieces, self._buffer[self._at : end])
         self._lengths += map(len, pieces)
         self._at, self._size = end, 0
         self.clear()
@@ -154,54 +154,54 @@ class PreallocatedOutputs(Outputs):
             if one.is_cuda:
                 self._streams.add(torch.cuda.current_stream(one.device))
 
-    def _part(self) -> None:
-        """Hold every output as it came."""
-        if self._apart:
+    def _store_apart(self) -> None:
+        """Store every output as it came."""
+        if self._is_apart:
             return
-        self._apart = True
+        self._is_apart = True
         self._wait()
         waiting = [_on_host(one) for one in self]
-        self[:] = [*(() if self._room is None else self._room[: self._at].split(self._lengths)), *waiting]
+        self[:] = [*(() if self._buffer is None else self._buffer[: self._at].split(self._lengths)), *waiting]
 
     def _wait(self) -> None:
-        """Wait for the copies that are under way."""
+        """Wait for the copies in progress."""
         for stream in self._streams:
             stream.synchronize()
         self._streams.clear()
 
 
 class DistributedOutputs(Outputs):
-    """The outputs of several processes, gathered while they are made, so that all have those of all.
+    """The outputs of several ranks, gathered during the pass, so that every rank has those of all.
 
-    Every process runs as many batches as the others, for a forward may be a collective: where it has no rows of its
-    own it runs those of another, or its last batch again, and what comes of it is dropped.
+    Every rank runs as many batches as the others, for a forward may be a collective: where it has no rows of its own
+    it runs those of another rank, or its last batch again, and the output is dropped.
     """
 
     def __init__(self, world: World) -> None:
         super().__init__()
         self._world = world
         self._rows: int | None = None
-        """What counts of the batch in hand."""
+        """The rows of this rank in the current batch."""
         self._waiting: list[tuple[Any, int | None] | None] = []
-        self._room = 1
+        self._limit = 1
         self._gathered: list[Any] = []
 
-    def over(self, source: Source) -> Iterator[Any]:
-        """The batches to run, each followed by one `append`."""
+    def batches(self, source: Source) -> Iterator[Any]:
+        """Return the batches to run, each followed by one `append`."""
         from trainwright.update.per_rank_state import equally_long, open_epoch
 
         slices = open_epoch(self._world, source, 0)
         return map(self._begun, slices if source.length is not None else equally_long(self._world, slices))
 
     def append(self, output: Any, /) -> None:
-        """Take in what was made of the batch in hand."""
+        """Add the output of the current batch."""
         super().append(None)  # how many there were
         self._waiting.append(None if self._rows == 0 else (_on_host(output), self._rows))
-        if len(self._waiting) == self._room:
+        if len(self._waiting) == self._limit:
             self._gather()
 
-    def whole(self) -> list[Any]:
-        """The outputs of every batch, in the order of the data."""
+    def in_order(self) -> list[Any]:
+        """Return the outputs of every batch, in the order of the data."""
         if self._waiting:
             self._gather()
         return self._gathered
@@ -211,16 +211,16 @@ class DistributedOutputs(Outputs):
         return dealt.batch
 
     def _gather(self) -> None:
-        """Exchange what waits; all processes have as many, and all find the same room for the next."""
+        """Exchange the waiting outputs; all ranks have as many, and compute the same limit for the next exchange."""
         sent = self._world.gather(packed(self._waiting))
         for each in zip(*map(unpacked, sent), strict=True):
             self._gathered += _joined_slices([one for one in each if one is not None])
         fits = AT_ONCE * len(self._waiting) // max(map(len, sent))
-        self._room, self._waiting = max(1, min(2 * self._room, fits, MOST)), []
+        self._limit, self._waiting = max(1, min(2 * self._limit, fits, MOST)), []
 
 
 def _is_block(output: Any) -> bool:
-    """Whether an output is a block of numbers, with rows, that can be laid behind others."""
+    """Whether an output is a block of numbers, with rows, that can be concatenated with others."""
     plain = type(output) is Tensor and output.layout is torch.strided and not output.is_quantized
     return plain and output.ndim > 0 and not output.requires_grad
 
@@ -261,9 +261,9 @@ def _are_row_lists(outputs: list[Any]) -> bool:
 
 
 def _joined_slices(pieces: list[tuple[Any, int | None]]) -> list[Any]:
-    """Return what several processes have made of one batch as its one output, or piece by piece where it is none."""
+    """Return the outputs of several ranks for one batch as its one output, or each by itself where they do not join."""
     outputs, rows = [output for output, _ in pieces], [n for _, n in pieces]
-    if len(outputs) < 2 or None in rows:  # a stream's batches are each process's own
+    if len(outputs) < 2 or None in rows:  # a stream has batches of its own on each rank
         return outputs
     try:
         return [_join_slices(outputs, [n for n in rows if n is not None])]
@@ -272,11 +272,11 @@ def _joined_slices(pieces: list[tuple[Any, int | None]]) -> list[Any]:
 
 
 class _NotJoinable(Exception):
-    """Outputs of slices of a batch are no output of the batch when they are laid end to end."""
+    """Outputs of slices of a batch are no output of the batch when they are concatenated."""
 
 
 def _join_slices(pieces: Sequence[Any], rows: list[int]) -> Any:
-    """Lay the outputs of the slices of one batch end to end; `rows` are those of each slice."""
+    """Concatenate the outputs of the slices of one batch; `rows` are those of each slice."""
     first = pieces[0]
     if not all(type(piece) is type(first) for piece in pieces):
         raise _NotJoinable

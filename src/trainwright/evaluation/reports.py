@@ -87,11 +87,11 @@ def report(
     kind: Asked = "auto",
     names: Sequence[str] | None = None,
 ) -> Report:
-    """Compare what `predict_step` gives with the targets over one pass of `source`, without a trace.
+    """Compare the outputs of `predict_step` with the targets over one pass of `source`, without a trace.
 
     `kind` "auto" is decided by the loss, else by dtypes and shapes. `names` are those of the classes, from class 0,
-    or of the columns. Targets that the loss ignores are left out. For all processes alike: each runs its rows, and
-    all get the report on all. SettingError where outputs and targets cannot be compared, or may be either kind.
+    or of the columns. Targets that the loss ignores are left out. With several ranks each runs its rows, and all
+    get the report on all rows. SettingError where outputs and targets cannot be compared, or may be either kind.
     """
     check_choice(kind, "report", "kind", choices=("auto", "classes", "values"))
     if names is not None and (isinstance(names, str) or not all(isinstance(name, str) for name in names)):
@@ -110,11 +110,11 @@ def _made(owner: Owner, pairs: list[tuple[Tensor, Tensor]], kind: Asked, *, name
 
 
 def _compared(owner: Owner, source: Source) -> list[tuple[Tensor, Tensor]]:
-    """Return output and target of every batch over all processes, on the CPU, in the order of the data."""
+    """Return output and target of every batch over all ranks, on the CPU, in the order of the data."""
     host, pairs = torch.device("cpu"), make_outputs(owner)
     with without_trace(owner, source) as aside, _split_once(owner) as split_of:
         to_device = mover(owner, aside, trains=False)
-        for batch in pairs.over(aside):
+        for batch in pairs.batches(aside):
             moved = batch if to_device is None else to_device(batch)
             with autocast(owner):
                 returned = owner.predict_step(moved)
@@ -124,18 +124,18 @@ def _compared(owner: Owner, source: Source) -> list[tuple[Tensor, Tensor]]:
             target = split_of(moved)[1] if target is None else target
             _check_tensors(output, target)
             pairs.append((move(detached(output), host), move(detached(target), host)))
-        whole = pairs.whole()
-    if not whole:
+        compared = pairs.in_order()
+    if not compared:
         raise DataError("the data to report on gave no batch", want="at least one batch")
-    return whole
+    return compared
 
 
 @contextmanager
 def _split_once(owner: Owner) -> Iterator[Callable[[Any], tuple[Any, Any]]]:
-    """Yield a function that gives what a batch was split into by the step before, or splits it now.
+    """Yield a function that returns the inputs and the target into which the step has split a batch, or splits it.
 
-    A `split` of the user's own may draw, change or take out: asked again, it would give another target than the
-    one that belongs to the output.
+    A `split` of the user's own may draw random numbers, or change the batch: a second call would return another
+    target than the one that belongs to the output.
     """
     hooks, made = owner._hooks, list[tuple[Any, Any]]()
 
@@ -158,7 +158,7 @@ def _split_once(owner: Owner) -> Iterator[Callable[[Any], tuple[Any, Any]]]:
 
 
 def _check_known_target(owner: Owner, batch: Any) -> None:
-    """Refuse to take the last of many items for the target where no step of the training has taken it for that."""
+    """Refuse to use the last of many items as the target where no training step has used it as that."""
     if not isinstance(batch, tuple | list) or len(batch) < 3:
         return
     from trainwright.diagnostics.rules import splits_in_training

@@ -49,7 +49,7 @@ def output_kind(loss: Any) -> OutputKind:
 
 
 def find_task_type(loss: Any, pairs: list[tuple[Tensor, Tensor]]) -> Literal["classes", "values"]:
-    """Return the task, found by the loss, else by dtypes and shapes; SettingError where targets may be either."""
+    """Return the task, found by the loss, else by dtypes and shapes; SettingError where the targets may be either."""
     family = output_kind(loss)
     if family != "unknown":
         return "values" if family == "values" else "classes"

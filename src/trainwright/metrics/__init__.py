@@ -2,7 +2,7 @@
 
 Files in reading order:
 
-- `metrics.py`: what a user names: `accuracy`, `top_k`, `over_all` for a function of all rows, `Derived`
+- `metrics.py`: the metrics that a user names: `accuracy`, `top_k`, `over_all` for a function of all rows, `Derived`
 - `scores.py`: `MAE`, `RMSE`, `R2`, `F1`, objects with `update`, `compute` and `reset`
 - `metric_set.py`: the metrics of one pass, a list of accumulators: updated batch by batch, read once
 - `kinds.py`: the accumulators of functions and of `over_all`; `objects.py`: that of an object of any library,

@@ -74,7 +74,7 @@ class FunctionMetric(PassMetric):
         """By the key of the dict that the function returns, or by "" where it returns one number."""
 
     def update(self, output: Any, target: Any, rows: int) -> None:
-        """Call the function, and add what it returns."""
+        """Call the function, and add its result."""
         result = self._function(output, target)
         results = result if isinstance(result, dict) else {"": result}
         if results.keys() != self._totals.keys():
@@ -142,7 +142,7 @@ class AllRows(PassMetric):
         self.reset()
 
     def update(self, output: Any, target: Any, rows: int) -> None:
-        """Copy the rows of one batch; whoever gives the batches may write the next one into the same memory."""
+        """Copy the rows of one batch: the loader may write the next batch into the same memory."""
         if not (isinstance(output, Tensor) and isinstance(target, Tensor) and output.dim() and target.dim()):
             raise SettingError(
                 f"metric {self.name!r}: over_all joins the rows of all batches",
@@ -162,7 +162,7 @@ class AllRows(PassMetric):
         self._own.append((output.to("cpu", copy=True), target.to("cpu", copy=True)))
 
     def totals(self) -> dict[str, Total]:
-        """Return what the function returns, as totals by full name; NaN for a pass that is not complete."""
+        """Return the result of the function as totals by full name; NaN for a pass that is not complete."""
         return totals_of(self, self.compute() if self._complete else math.nan)
 
     def compute(self) -> Any:

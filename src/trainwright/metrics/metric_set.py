@@ -21,7 +21,7 @@ _NO_NUMBERS: Mapping[str, float] = {}
 
 
 def check_metrics(metrics: Mapping[str, Any]) -> None:
-    """Refuse names of the run, and what is no metric: SettingError."""
+    """Refuse names of the run, and objects that are no metric: SettingError."""
     for name, metric in metrics.items():
         check_name(name)
         if isinstance(metric, type):
@@ -98,7 +98,7 @@ class MetricSet:
     def update(self, output: Any, target: Any, rows: int) -> None:
         """Add one batch of `rows` rows; nothing is read from a device, and a batch without rows is a no-op.
 
-        Metrics get detached tensors: an object that stores what it is given would hold the graph of every batch.
+        Metrics get detached tensors: an object that stores them would else hold the graph of every batch.
         """
         if not rows or not self.reads_output:
             return

@@ -68,7 +68,7 @@ class OverAll:
 def over_all(fn: MetricFunction) -> OverAll:
     """Return a metric: `fn(outputs, targets)`, called once per evaluation with the CPU tensors of all rows.
 
-    `fn` returns a number or a dict of numbers. It counts in evaluation only: training keeps no rows. Outputs and
+    `fn` returns a number or a dict of numbers. It counts in evaluation only: training stores no rows. Outputs and
     targets of every batch are tensors with rows, copied to the host: the memory is rows x (output + target), on rank 0
     that of all ranks, for as long as the pass takes. With several processes the rows go to rank 0, which calls `fn`
     and broadcasts the result. Rows are in the order of the data, so that n processes give the number of one.
@@ -109,7 +109,7 @@ def check_takes_two(function: Any, name: str) -> None:
 
 
 def _counted(hits: Tensor, target: Tensor) -> SumLoss:
-    """Return hits and what counts, per row while there is one target per row."""
+    """Return hits and counted targets, per row where there is one target per row."""
     if hits.dim() > 1:
         return SumLoss(hits.count_nonzero(), (target != IGNORED).count_nonzero())
     return SumLoss(hits, target != IGNORED)

@@ -34,7 +34,7 @@ class ObjectMetric(PassMetric):
         self.metric.update(output, target)
 
     def totals(self) -> dict[str, Total]:
-        """Return what the object computes, as totals by full name."""
+        """Return the results of the object as totals by full name."""
         return totals_of(self, self.metric.compute())
 
     def reset(self) -> None:
@@ -53,7 +53,7 @@ class ObjectMetric(PassMetric):
             own.merge_state([other])
 
     def state_dict(self, *, fed: bool) -> Any:
-        """Return the object's state, copied: its attributes where it cannot load one; None where it has seen nothing.
+        """Return the object's state, copied: its attributes where it has no state dict; None without rows.
 
         CheckpointError where it has neither.
         """
@@ -74,7 +74,7 @@ class ObjectMetric(PassMetric):
         _load(self.metric, state)
 
     def check_mergeable(self) -> None:
-        """Refuse an object that no known way adds up over processes, or whose state cannot be sent.
+        """Refuse an object whose state cannot be merged over ranks, or cannot be sent to another rank.
 
         SettingError with the member to write.
         """
@@ -82,15 +82,15 @@ class ObjectMetric(PassMetric):
         kind = type(metric).__name__
         if not callable(getattr(metric, "merge", None)) and not _is_torchevals(metric):
             if not is_torchmetrics(metric):
-                what += f"several processes take in their own rows, and {kind} has no `merge`"
+                what += f"each rank has rows of its own, and {kind} has no `merge`"
                 raise _unmergeable(what, metric)
             if flaw := _flaw(metric):
-                raise _unmergeable(f"{what}{kind} {flaw}, which does not add up exactly over processes", metric)
+                raise _unmergeable(f"{what}{kind} {flaw}, which cannot be merged exactly over ranks", metric)
         try:
             packed(self.state_dict(fed=False))
         except (pickle.PicklingError, TypeError, AttributeError, CheckpointError) as error:
             fix = "give it state_dict() and load_state_dict(tree), of plain data and tensors"
-            what += f"{kind} cannot be sent to another process: {str(error).splitlines()[0]}"
+            what += f"{kind} cannot be sent to another rank: {str(error).splitlines()[0]}"
             raise SettingError(what, fix=fix) from error
 
     def _place(self, output: Any) -> None:
@@ -105,7 +105,7 @@ class ObjectMetric(PassMetric):
 
 
 def is_torchmetrics(metric: Any) -> bool:
-    """Whether an object declares, as those of torchmetrics do, how each of its states adds up over processes."""
+    """Whether an object declares, as those of torchmetrics do, how each of its states is reduced over ranks."""
     return hasattr(metric, "sync_on_compute") and isinstance(getattr(metric, "_reductions", None), Mapping)
 
 
@@ -114,7 +114,7 @@ def _has_state_dict(metric: Any) -> bool:
 
 
 def _load(metric: Any, saved: Any) -> None:
-    """Load a saved state into an object; None is that of one that has seen nothing."""
+    """Load a saved state into an object; None is that of an object without rows."""
     metric.reset()
     if saved is not None and _has_state_dict(metric):
         metric.load_state_dict(saved)
@@ -167,7 +167,7 @@ _REDUCTIONS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     "dim_zero_min": torch.minimum,
     "dim_zero_cat": lambda own, other: torch.cat([own, other]),
 }
-"""The reductions of torchmetrics that give the same one rank after the other."""
+"""The reductions of torchmetrics that can be applied one rank after the other."""
 
 
 def _short(rule: Any) -> str:
@@ -180,5 +180,5 @@ def _unmergeable(what: str, metric: Any) -> SettingError:
     names = [name for name, value in attributes.items() if isinstance(value, kinds) and not isinstance(value, bool)]
     names = [] if is_torchmetrics(metric) else names[:3]
     body = "; ".join(f"self.{name} += other.{name}" for name in names) or "..."
-    want = "a member that takes in what another one of its class has taken in"
+    want = "a method that adds the state of another object of its class"
     return SettingError(what, want=want, fix=f"def merge(self, other): {body}")

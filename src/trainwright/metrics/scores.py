@@ -1,6 +1,6 @@
-"""Scores that no mean over rows gives, and their plain neighbour: R2, MAE, RMSE and F1, exact over all rows of a pass.
+"""Scores of regression and classification, exact over all rows of a pass: R2, MAE, RMSE and F1.
 
-Each is checked against scikit-learn. `update` reads nothing back from the device. A NaN in output or target shows.
+Each is checked against scikit-learn. `update` reads nothing back from the device. A NaN in output or target gives NaN.
 """
 
 from __future__ import annotations
@@ -48,24 +48,24 @@ class RMSE:
         self._squares = Total()
 
     def update(self, output: Tensor, target: Tensor) -> None:
-        """Take in one batch."""
+        """Add one batch."""
         squares = _difference("RMSE", output, target).square()
         self._squares.add_sum(squares.sum(), squares.numel())
 
     def compute(self) -> float:
-        """Return the root of sum / count; NaN where nothing was taken in."""
+        """Return the root of sum / count; NaN without rows."""
         return math.sqrt(self._squares.value)
 
     def reset(self) -> None:
-        """Forget every batch."""
+        """Start again without rows."""
         self._squares.reset()
 
     def merge(self, other: RMSE) -> None:
-        """Take in what another one has taken in."""
+        """Add the sums of another object."""
         self._squares.merge(other._squares)
 
     def state_dict(self) -> Tree:
-        """The sum so far."""
+        """Return the sum so far."""
         return self._squares.state_dict()
 
     def load_state_dict(self, tree: Any) -> None:
@@ -77,7 +77,7 @@ class R2:
     """Coefficient of determination, 1 - residual / total sum of squares; of several columns the plain mean.
 
     `output` and `target` are of one shape, (n) or (n, d...); each place after the first is a column. As in
-    scikit-learn a column that never varies gives 1 where it is met exactly and else 0, and less than two rows give
+    scikit-learn a column that never varies gives 1 if it is predicted exactly and else 0, and less than two rows give
     NaN. Sums are float64 (float32 where the device has no float64): deviations from the first row, whose batches
     are merged after Chan, Golub and LeVeque 1983, so that a large offset of the target does not cancel.
     """
@@ -86,7 +86,7 @@ class R2:
         self.reset()
 
     def update(self, output: Tensor, target: Tensor) -> None:
-        """Take in one batch."""
+        """Add one batch."""
         residuals = _difference("R2", output, target)
         new = len(residuals)
         if not new:
@@ -96,7 +96,7 @@ class R2:
         deviations = values - self._state["first"]
         mean = deviations.mean(0)
         sums = {"mean": mean, "spread": (deviations - mean).square().sum(0), "residual": residuals.square().sum(0)}
-        self._take_in(sums, new)
+        self._add(sums, new)
 
     def compute(self) -> Tensor | float:
         """Return the score, on the device; NaN for less than two rows."""
@@ -107,12 +107,12 @@ class R2:
         return torch.where(spread == 0, constant + 0 * residual, 1 - residual / spread).mean()
 
     def reset(self) -> None:
-        """Forget every batch."""
+        """Start again without rows."""
         self._rows = 0
         self._state: dict[str, Tensor] = {}
 
     def merge(self, other: R2) -> None:
-        """Take in what another one has taken in."""
+        """Add the sums of another object."""
         if not other._rows:
             return
         if not self._rows:
@@ -122,18 +122,18 @@ class R2:
         sums = {name: tensor.to(first.device, first.dtype) for name, tensor in other._state.items()}
         self._make_ready(sums["first"].unsqueeze(0))  # refuses other columns
         sums["mean"] += sums["first"] - first
-        self._take_in(sums, other._rows)
+        self._add(sums, other._rows)
 
     def state_dict(self) -> Tree:
-        """Rows, the first of them, and what was summed of each column."""
+        """Return the rows, the first of them, and the sums of each column."""
         return {"rows": self._rows, "sums": {name: tensor.clone() for name, tensor in self._state.items()}}
 
     def load_state_dict(self, tree: Mapping[str, Any]) -> None:
-        """Take over saved sums; they move to the device of what is added next."""
+        """Load saved sums; they move to the device of the next batch."""
         self._rows = tree["rows"]
         self._state = {name: tensor.clone() for name, tensor in tree["sums"].items()}
 
-    def _take_in(self, sums: Mapping[str, Tensor], new: int) -> None:
+    def _add(self, sums: Mapping[str, Tensor], new: int) -> None:
         """Merge the sums of `new` rows with those so far; their mean is over the same first row."""
         state, seen = self._state, self._rows
         moved = sums["mean"] - state["mean"]
@@ -169,7 +169,7 @@ class F1:
     """
 
     _counts: Tensor | None
-    """Hits, guesses and targets of each class, and what does not count behind them: (3, C + 1)."""
+    """Hits, guesses and targets of each class, and in the last column those that do not count: (3, C + 1)."""
     _flaws: Tensor
     """Scores or targets that are NaN, and targets that are no class."""
 
@@ -185,13 +185,13 @@ class F1:
         self.reset()
 
     def update(self, output: Tensor, target: Tensor) -> None:
-        """Take in one batch."""
+        """Add one batch."""
         guess, truth, classes = _decided(output, target)
         counts = self._counts_of(classes, output.device)
         counted = truth != IGNORED
         valid = counted & (truth >= 0) & (truth < classes)
         ones = torch.ones_like(truth)
-        # What does not count goes to a place of its own behind the classes.
+        # The last column, behind the classes, is for targets that do not count.
         for row, numbers, holds in ((0, truth, valid & (guess == truth)), (1, guess, valid), (2, truth, valid)):
             counts[row].index_add_(0, torch.where(holds, numbers, classes), ones)
         missing = output.isnan().flatten() if output.numel() == len(truth) else output.isnan().any(1).flatten()
@@ -224,12 +224,12 @@ class F1:
         return weighted / (sum(weights) or 1)
 
     def reset(self) -> None:
-        """Forget every batch."""
+        """Start again without rows."""
         self._counts = None
         self._flaws = torch.zeros(2, dtype=torch.int64)
 
     def merge(self, other: F1) -> None:
-        """Take in what another one has taken in."""
+        """Add the sums of another object."""
         if other._counts is not None:
             where = other._counts.device if self._counts is None else self._counts.device
             counts = self._counts_of(other._counts.shape[1] - 1, where)
@@ -237,16 +237,16 @@ class F1:
             self._flaws += other._flaws.to(where)
 
     def state_dict(self) -> Tree:
-        """The counts so far."""
+        """Return the counts so far."""
         return {"counts": None if self._counts is None else self._counts.clone(), "flaws": self._flaws.clone()}
 
     def load_state_dict(self, tree: Mapping[str, Any]) -> None:
-        """Take over saved counts; they move to the device of what is added next."""
+        """Load saved counts; they move to the device of the next batch."""
         self._counts = None if tree["counts"] is None else tree["counts"].clone()
         self._flaws = tree["flaws"].clone()
 
     def _counts_of(self, classes: int, device: torch.device) -> Tensor:
-        """Return the counts, made at the first batch and moved to where the outputs lie."""
+        """Return the counts, allocated at the first batch and moved to the device of the outputs."""
         if self._counts is None:
             self._check(classes)
         counts = torch.zeros(3, classes + 1, dtype=torch.int64) if self._counts is None else self._counts
@@ -272,8 +272,8 @@ def _f1(hits: int, total: int) -> float:
 def _are_class_numbers(classes: Any) -> bool:
     if not isinstance(classes, Sequence) or isinstance(classes, str) or not classes:
         return False
-    whole = all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in classes)
-    return whole and len(set(classes)) == len(classes)
+    are_numbers = all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in classes)
+    return are_numbers and len(set(classes)) == len(classes)
 
 
 def _decided(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor, int]:

@@ -48,11 +48,11 @@ Terms = dict[str, list[Term]]
 
 
 class LossTracker:
-    """Tracks the numbers of one loop: what steps, updates, probes and `log` give, each with its count.
+    """Tracks the numbers of one loop: returns of steps, updates and probes, and logged numbers, each with its count.
 
     Values stay tensors until `read` reads all of them at once, with whatever else is asked for. They are added up to
     exact count-weighted means: those of the update in progress, and those since the last `reset`. An evaluation has a
-    tracker of its own, and the same path for what its steps return.
+    tracker of its own, and the same path for the returns of its steps.
     """
 
     must_feed = False
@@ -70,7 +70,7 @@ class LossTracker:
     window_loss: Any = None
     """The sum of the weighed losses of this pass, where code of the user's own may read it."""
     count_source: CountObserver | None = None
-    """What finds the count of a mean in an evaluation, where no gradient holds it."""
+    """Finds the count of a mean in an evaluation, where no gradient holds it."""
     _within = False
     """Whether an epoch has begun, to which a logged number belongs."""
     _scaler: LossScale | None = None
@@ -78,13 +78,13 @@ class LossTracker:
     def __init__(self, metrics: MetricSet | None, hooks: Hooks) -> None:
         self.metrics, self._hooks = metrics, hooks
         self.count_by_graph = nll_total_weight
-        """What finds the count in a loss that torch has made."""
+        """Finds the count in the graph of a loss of torch's own."""
         self.unread: list[Entry] = []
         """Numbers whose values have not been read yet."""
         self.terms: Terms = {}
         """Numbers of the update in progress that were read: each of several steps reads."""
         self._probed: Terms = {}
-        """What probes have returned since the last update, for the record of the next."""
+        """The numbers of probes since the last update, for the record of the next."""
         self._epoch = Sums()
         """Sum and count of each number since the last `reset`."""
         self._kinds: dict[str, str] = {} if metrics is None else dict.fromkeys(metrics.names, "metric")
@@ -135,7 +135,7 @@ class LossTracker:
         return window.rows[index] if counter is None else counter(window.batches[index])
 
     def weigh(self, returned: Any) -> Roots:
-        """Record what a training step returned; return the arguments of `backward`: its loss, and the root gradient."""
+        """Record the return of a training step; return the arguments of `backward`: its loss, and the root gradient."""
         window = self.window
         assert window is not None
         if not window.is_lone or type(returned) is not Tensor or returned.ndim or self.must_feed:
@@ -152,7 +152,7 @@ class LossTracker:
         return (returned,), (None if self._scaler is None else self.root_gradient(returned, 1.0),)
 
     def record(self, returned: Any) -> StepLoss | None:
-        """Record what the step of the next batch returned; in training return its loss, with its weight.
+        """Record the return of the step of the next batch; in training return its loss, with its weight.
 
         The one path of training, evaluation and probes. A validation step may return no loss.
         """
@@ -176,7 +176,7 @@ class LossTracker:
         return step_loss
 
     def _add_at_once(self, returned: Any) -> bool:
-        """Read and add a loss of an evaluation that lies on the CPU; return whether it was one.
+        """Read and add a loss of an evaluation on the CPU; return whether it was one.
 
         Such a read waits for nothing, and the next loss gets the memory of this one.
         """
@@ -221,7 +221,7 @@ class LossTracker:
         return self._hooks.rows(self.batch) if window is None else window.rows[window.position + 1]
 
     def _count_of_mean(self, loss: Tensor) -> Count:
-        """Return the count of a mean: what torch divided by, where that is known, else what `count` says, or rows."""
+        """Return the count of a mean: the divisor of torch, where that is known, else that of `count`, or rows."""
         if self.count_source is not None:
             found = self.count_source.count_of(loss)
         else:
@@ -250,7 +250,7 @@ class LossTracker:
         return root
 
     def record_minimized(self, returned: Any) -> StepLoss:
-        """Record what an `update` of the user's own passed to `minimize`; a mean without a count counts the rows."""
+        """Record the loss that `minimize` was given; a mean without a count counts the rows."""
         assert self.window is not None
         rows = sum(self.window.rows)
         stands_in = not rows and self.window.all_rows > 0  # the other ranks have all of its rows
@@ -270,13 +270,13 @@ class LossTracker:
         return step_loss
 
     def check_fed(self, returned: Any) -> None:
-        """Refuse what a step returned where metrics read outputs and it holds none."""
+        """Refuse the return of a step that holds no output, where metrics read outputs."""
         fed = type(returned) is StepOutput and returned.output is not None
         if not fed and self.metrics is not None and self.metrics.reads_output:
             raise self.metrics.unfed(f"the step returned {type(returned).__name__}")
 
     def record_returned(self, returned: Any) -> None:
-        """Record what an `update` returned: a loss if no step of this window gave one, and other numbers."""
+        """Record the return of an `update`: a loss if no step of this window gave one, and other numbers."""
         rows = 0 if self.window is None else sum(self.window.rows)
         for name, value in (returned if isinstance(returned, dict) else {"loss": returned}).items():
             if name != "loss":
@@ -301,7 +301,7 @@ class LossTracker:
         self.record_losses("loss", [(sum(map(mean_of, losses)), sum(self.window.rows), False)])
 
     def record_probe(self, numbers: Any, what: str) -> None:
-        """Record what a probe returned: a dict of numbers, or None."""
+        """Record the return of a probe: a dict of numbers, or None."""
         if numbers is None:
             return
         if not isinstance(numbers, dict):

@@ -1,9 +1,8 @@
-"""What a step returned, as numerator and count; and the torch losses whose counts and sums are known."""
+"""The return of a step as a numerator with its count; and the torch losses whose counts are known."""
 
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -40,7 +39,7 @@ class StepLoss:
 
     @property
     def mean(self) -> Tensor:
-        """The value as it is reported: a sum with a count is divided by it, NaN for a count of 0."""
+        """The reported value: a sum with a count is divided by it, NaN for a count of 0."""
         value = self.loss.detach()
         if not self.is_sum or self.count is None:
             return value
@@ -78,7 +77,7 @@ def no_target() -> DataError:
 
 
 def fix_of_shapes(output: Tensor, target: Tensor, where: str = "split(self, batch)") -> str:
-    """Return what to write so that output and target with one number per row, (N, 1) and (N), come to one shape."""
+    """Return the line that brings an output and a target with one number per row, (N, 1) and (N), to one shape."""
     if output.ndim == target.ndim + 1 and output.shape[-1] == 1:
         return f"target.unsqueeze({target.ndim}) in {where}"
     if target.ndim == output.ndim + 1 and target.shape[-1] == 1:
@@ -89,14 +88,14 @@ def fix_of_shapes(output: Tensor, target: Tensor, where: str = "split(self, batc
 def check_shapes(loss: Loss, output: Tensor, target: Tensor) -> None:
     """Refuse an output and a target whose rows torch would compare crosswise: (N, 1) with (N) gives N * N numbers.
 
-    Sizes of 1 that change nothing are let pass, and so is a target without dimensions: it is one for all rows.
+    Sizes of 1 that change nothing are allowed, and so is a target without dimensions: it is one for all rows.
     """
     if output.ndim == target.ndim or not target.ndim or output.numel() == target.numel() == 1:
         return
     name = type(loss).__name__ if isinstance(loss, nn.Module) else getattr(loss, "__name__", "the loss")
     raise DataError(
         f"{name} on an output {tuple(output.shape)} and a target {tuple(target.shape)}",
-        have="shapes that torch stretches over one another, so that rows meet other rows",
+        have="shapes that torch broadcasts over one another, so that each row is compared with all others",
         want="an output and a target of one shape",
         fix=fix_of_shapes(output, target),
     )
@@ -105,7 +104,7 @@ def check_shapes(loss: Loss, output: Tensor, target: Tensor) -> None:
 class KnownLoss:
     """A torch loss whose divisor is known: its count on the host, and the same loss with another reduction.
 
-    The count is what torch divides by with `reduction="mean"`: valid or weighted targets for cross entropy and NLL,
+    The count is the divisor of torch with `reduction="mean"`: valid or weighted targets for cross entropy and NLL,
     positions (elements / classes) for targets that are probabilities, elements for the others.
     """
 
@@ -148,7 +147,7 @@ class KnownLoss:
         return SumLoss(self._sum(output, target), self.count(target) if self.reduction == "mean" else None)
 
     def count(self, target: Tensor) -> Count:
-        """Return what the mean over `target` is a mean over; an int, or a float with class weights."""
+        """Return the count of the mean over `target`: an int, or a float with class weights."""
         if self.each_element:
             return target.numel()
         if target.is_floating_point():
@@ -162,7 +161,7 @@ class KnownLoss:
 
 
 def count_targets(target: Tensor, ignored: int, weight: Tensor | None = None) -> Count:
-    """Return how many class numbers count, or the sum of their weights: what torch's cross entropy divides by."""
+    """Return how many class numbers count, or the sum of their weights: the divisor of torch's cross entropy."""
     if weight is not None:
         return _sum_weights(target, ignored, weight.to(target.device))
     if not target.is_cpu:
@@ -202,12 +201,12 @@ def known_loss(loss: Any) -> KnownLoss | None:
 def counted_outside_graphs(loss: Tensor) -> Tensor | None:
     """As `nll_total_weight`, where the model is compiled; StepError for a loss that was computed inside of it.
 
-    There nobody sees what it is a mean over, and the same run without a compiler might weigh it otherwise.
+    Its count cannot be found there, and the same run without a compiler might weigh it otherwise.
     """
     if type(loss.grad_fn).__name__ != "CompiledFunctionBackward":
         return nll_total_weight(loss)
     raise StepError(
-        "the loss is computed inside of what Fast(compile=...) compiles: what it is a mean over cannot be seen",
+        "the loss is computed inside of a compiled region of Fast(compile=...): its count cannot be found",
         want="the count, or a loss outside of the compiled regions",
         fix="def count(self, batch): return ...   # rows, or valid tokens; or Fast(compile={'regions': {Block}})",
         where=False,
@@ -234,7 +233,7 @@ def _bce(module: nn.Module) -> bool:
 
 
 def _counted(count: Count, given: MeanLoss | SumLoss) -> Count:
-    """The count that a step gave, as far as the host can tell whether it is one."""
+    """Return the count that a step gave; StepError for a number that is none."""
     if isinstance(count, Tensor) or (isinstance(count, _NUMBERS) and not count < 0):
         return count
     raise StepError(
@@ -329,7 +328,7 @@ _AS_FUNCTIONS: dict[type[nn.Module], tuple[Loss, dict[str, float]]] = {
     nn.MSELoss: (F.mse_loss, {}),
     nn.L1Loss: (F.l1_loss, {}),
 }
-"""What a module without buffers is short for: a function, and what else it is called with, by default."""
+"""The function that a module without buffers calls, with the defaults of its other arguments."""
 _FUNCTIONS: dict[Any, str] = {
     F.cross_entropy: "targets",
     F.nll_loss: "targets",
@@ -342,12 +341,12 @@ _FUNCTIONS: dict[Any, str] = {
 }
 _BCE = {F.binary_cross_entropy, F.binary_cross_entropy_with_logits}
 
-_PARAMETERS = {function: tuple(inspect.signature(function).parameters) for function in (F.cross_entropy, F.nll_loss)}
-"""The functions of torch whose mean is over class numbers, with the names of their arguments."""
+_MEANS = {F.cross_entropy, F.nll_loss}
+"""The functions of torch whose mean is over class numbers."""
 
 
 class CountObserver(TorchFunctionMode):
-    """Finds what a mean of torch's own over class numbers was divided by, where no gradient is recorded.
+    """Finds the count by which a mean of torch's own over class numbers was divided, where no gradient is recorded.
 
     With a gradient the loss itself holds that number (`nll_total_weight`); an evaluation has none. A mode of torch
     costs 5 us for each of torch's functions called inside, so that only a loss is observed where the loop calls it.
@@ -358,21 +357,25 @@ class CountObserver(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._made: list[tuple[Tensor, Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]] = []
+        self._means: list[tuple[Tensor, Tensor, Mapping[str, Any]]] = []
+        """Each mean of the last call, with its target and the keyword arguments."""
         self._observes = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Let torch compute, and note the means over class numbers."""
-        made = func(*args, **(kwargs or {}))
-        if func in _PARAMETERS:
-            self._made.append((made, func, args, kwargs or {}))
-        return made
+        """Call torch's function, and record a mean over class numbers.
+
+        These functions pass the output and the target by position, and all other arguments by keyword.
+        """
+        result = func(*args, **(kwargs or {}))
+        if func in _MEANS:
+            self._means.append((result, args[1], kwargs))
+        return result
 
     def observe(self, function: Callable[..., Any], *args: Any) -> Any:
         """Return `function(*args)`; afterwards `count_of` knows the means that torch has computed inside."""
         if self._observes:  # a step of the user's own calls the default one
             return function(*args)
-        self._made.clear()
+        self._means.clear()
         self._observes = True
         try:
             with self:
@@ -383,23 +386,21 @@ class CountObserver(TorchFunctionMode):
     @property
     def seen(self) -> int:
         """How many means were computed in the last call."""
-        return len(self._made)
+        return len(self._means)
 
     def count_of(self, loss: Tensor) -> Count | None:
-        """Return what `loss` is a mean over, where torch has computed it in the last call; else None."""
-        for made, function, args, kwargs in self._made:
-            if made is loss:
-                count = _count_of_mean(function, args, kwargs)
+        """Return the count of `loss`, where torch has computed it as a mean in the last call; else None."""
+        for mean, target, options in self._means:
+            if mean is loss:
+                count = _count_of_mean(target, options)
                 self.found = self.found or count is not None
                 return count
         return None
 
 
-def _count_of_mean(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Count | None:
-    given = {**kwargs, **dict(zip(_PARAMETERS[function], args, strict=False))}
-    target: Tensor = given["target"]
-    if given.get("reduction", "mean") != "mean" or given.get("label_smoothing") or target.is_floating_point():
+def _count_of_mean(target: Tensor, options: Mapping[str, Any]) -> Count | None:
+    if options["reduction"] != "mean" or options.get("label_smoothing") or target.is_floating_point():
         return None
-    if given.get("size_average") is not None or given.get("reduce") is not None:  # deprecated forms of `reduction`
+    if options["size_average"] is not None or options["reduce"] is not None:  # deprecated forms of `reduction`
         return None
-    return count_targets(target, given.get("ignore_index", -100), given.get("weight"))
+    return count_targets(target, options["ignore_index"], options["weight"])
