@@ -167,7 +167,7 @@ class Trainer(Generic[M]):
         `train`, `val`: `batches(...)`, a DataLoader, a Dataset, array or tuple of arrays (then with `batch_size`),
         an iterable of batches, or a function of the epoch. At least one of `epochs`, `max_updates`, `max_seconds`
         ends it; `epoch_updates` cuts an endless stream into epochs. `validate` says when `val` is evaluated, besides
-        at the end. `resume`: "auto" goes on with the newest checkpoint, a path with that one; `resume_data=False`:
+        at the end. `resume`: "auto" continues from the newest checkpoint, a path from that one; `resume_data=False`:
         with other data; `resume_fresh=("schedule", "average")` starts the named parts anew. A signal ends it after the
         current update and a save: KeyboardInterrupt, or Stopped.
         """
@@ -319,7 +319,7 @@ class Trainer(Generic[M]):
 
         return parts_of(self._run, self._between)
 
-    # What a user calls.
+    # Methods for users.
 
     @suggests
     def evaluate(self, data: Any, name: str = "val", *, batch_size: int | None = None) -> dict[str, float]:

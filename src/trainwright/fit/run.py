@@ -1,4 +1,4 @@
-"""One fit under way: windows in, applied updates and numbers out."""
+"""One `fit` in progress: windows in, applied updates and numbers out."""
 
 from __future__ import annotations
 

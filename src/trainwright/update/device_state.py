@@ -168,7 +168,7 @@ class DeviceRates:
 class AsyncReads:
     """Reads numbers of the device through a ring of pinned host memory, in order, each delivered once.
 
-    All numbers of an update travel in one copy. The host never waits for one that is still under way, but for the
+    All numbers of an update are in one copy. The host never waits for a copy in progress, but for that of the
     update `ahead` before the newest: the one wait of the loop, which also bounds how far the host runs ahead.
     """
 
@@ -192,11 +192,11 @@ class AsyncReads:
 
     @property
     def pending(self) -> bool:
-        """Whether anything is under way."""
+        """Whether a read is in progress."""
         return bool(self._under_way)
 
     def flush(self) -> None:
-        """Wait for all that is under way, and deliver it."""
+        """Wait for all reads in progress, and deliver their numbers."""
         while self._under_way:
             self._deliver()
 
@@ -205,7 +205,7 @@ class AsyncReads:
         self._under_way.clear()
 
     def _slot(self, size: int) -> Tensor:
-        """Return host memory that no copy under way writes to; pinned, where the device is CUDA."""
+        """Return host memory that no copy in progress writes to; pinned, if the device is CUDA."""
         self._turn = (self._turn + 1) % len(self._slots)
         if self._slots[self._turn].numel() < size:
             pinned = self._device.type == "cuda"
@@ -232,7 +232,7 @@ def fetch(numbers: Tensor, slot: Tensor) -> Any:
 
 
 _READ: Any = object()
-"""In place of a number that is under way."""
+"""In place of a number that is being read."""
 
 
 def _is_under_way(value: float | Tensor, device: torch.device) -> TypeGuard[Tensor]:

@@ -160,7 +160,7 @@ def _why_not_deferred(
     if owner.world.size > 1:
         why.append("the ranks check an update together")
     if owner.on_error == "save":
-        why.append('on_error="save" keeps the update before an error')
+        why.append('on_error="save" saves the update before an error')
     if hooks.updates_itself or hooks.computes_itself:
         why.append("an `update` of your own reads what it has done")
     follows = owner.precision is not None and owner.precision.follows_updates

@@ -46,7 +46,7 @@ class OptimizerStep:
         self.scale: Tensor | None = None
         """The number by which the kernels divide the gradients: torch's `grad_scale`."""
         self.used_rates: list[float] | None = None
-        """The rates that the update in hand has used, if user code may have set others since; else None."""
+        """The rates that the last update has used, if user code may have set others since; else None."""
         self.take_groups()
 
     def take_groups(self, order: Sequence[Tensor] = ()) -> None:
