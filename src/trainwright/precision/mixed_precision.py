@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -62,23 +62,25 @@ class MixedPrecision(Precision):
         """Return a new loss scale for "fp16", None for the others."""
         return LossScaler(self) if self.kind == "fp16" else None
 
-    @contextmanager
-    def switches(self) -> Iterator[None]:
-        """Set torch's float32 matmul precision inside, for "tf32"; restore it afterwards."""
-        if self.kind != "tf32":
-            yield
-            return
-        before, backends = matmul_precision() or "highest", matmul_precisions()
+    def switches(self) -> AbstractContextManager[None]:
+        """Return a context that sets torch's float32 matmul precision for "tf32"; a no-op for other kinds."""
+        return _tf32() if self.kind == "tf32" else nullcontext()
+
+
+@contextmanager
+def _tf32() -> Iterator[None]:
+    """Set torch's float32 matmul precision to "high" inside; restore it afterwards."""
+    before, backends = matmul_precision() or "highest", matmul_precisions()
+    with unwarned():
+        torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        # Torch's setter also sets each backend's own precision, and cannot set "none" again.
         with unwarned():
-            torch.set_float32_matmul_precision("high")
-        try:
-            yield
-        finally:
-            # Torch's setter also sets each backend's own precision, and cannot set "none" again.
-            with unwarned():
-                torch.set_float32_matmul_precision(before)
-            for backend, precision in backends:
-                backend.fp32_precision = precision
+            torch.set_float32_matmul_precision(before)
+        for backend, precision in backends:
+            backend.fp32_precision = precision
 
 
 class LossScaler(LossScale):
