@@ -57,8 +57,8 @@ def values_figure(target: Tensor, output: Tensor, *, names: Sequence[str] = (), 
     if len(columns) > _MOST_PANELS:
         columns, titles = [(target.flatten(), output.flatten())], [f"all {len(columns)} columns"]
     figure, panels = _panels(len(columns), width=4.2, height=4.0)
-    for axes, (true, found), title in zip(panels, columns, titles, strict=True):
-        _draw_values(axes, true, found, title=title)
+    for axes, (true, predicted), title in zip(panels, columns, titles, strict=True):
+        _draw_values(axes, true, predicted, title=title)
     return _finished(figure, path)
 
 
@@ -256,17 +256,17 @@ def _write_counts(axes: Any, counts: Sequence[Sequence[int]], shares: Sequence[S
             axes.text(guess, true, str(count), ha="center", va="center", color=colour, fontsize=size)
 
 
-def _draw_values(axes: Any, true: Tensor, found: Tensor, *, title: str) -> None:
-    finite = true.isfinite() & found.isfinite()
+def _draw_values(axes: Any, true: Tensor, predicted: Tensor, *, title: str) -> None:
+    finite = true.isfinite() & predicted.isfinite()
     lost = len(finite) - int(finite.sum())
-    true, found = true[finite], found[finite]
+    true, predicted = true[finite], predicted[finite]
     many = len(true)
     axes.scatter(
-        true.numpy(), found.numpy(), s=18 if many < 1000 else 6, alpha=0.6 if many < 300 else 0.3, linewidths=0
+        true.numpy(), predicted.numpy(), s=18 if many < 1000 else 6, alpha=0.6 if many < 300 else 0.3, linewidths=0
     )
     if many:
-        low = min(float(true.min()), float(found.min()))
-        high = max(float(true.max()), float(found.max()))
+        low = min(float(true.min()), float(predicted.min()))
+        high = max(float(true.max()), float(predicted.max()))
         axes.plot([low, high], [low, high], color=_GREY, linestyle="--", linewidth=1, zorder=1)
         margin = 0.05 * (high - low) or 1.0
         axes.set(xlim=(low - margin, high + margin), ylim=(low - margin, high + margin))
