@@ -49,8 +49,8 @@ WALKS = {
     "one update, empty slots": Budget(300, 300),
     "fit to the second update, empty slots": Budget(1_620, 1_600),
     "one update, all slots": Budget(600, 500),
-    "end of an epoch, all slots": Budget(3_120, 1_900),
-    "resume to the first forward, all slots": Budget(5_000, 2_900),
+    "end of an epoch, all slots": Budget(2_400, 1_900),
+    "resume to the first forward, all slots": Budget(3_500, 2_900),
 }
 
 
