@@ -13,13 +13,12 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from trainwright.core.errors import DataError
 from trainwright.core.rng import rng_preserved
 from trainwright.core.torch_private import is_under_way, iterator_of
-from trainwright.data.dataloader.inexact import why_inexact
 from trainwright.data.dataloader.order import Order, draws_at_most_at_first, refuse_draws
 from trainwright.data.dataloader.pool import Record, Workers
 from trainwright.data.dataloader.position import LOADER, check_facts, check_kind, length_of, opened, set_epoch
 from trainwright.data.dataloader.proxy import has_twin, iterates_itself, twin, view
 from trainwright.data.dataloader.worker import Carrying, Starting
-from trainwright.data.generators import Generators
+from trainwright.data.generators import Generators, hidden_in, is_stateful
 from trainwright.data.sharding import is_alone_in_job, saved_by_other_size
 from trainwright.data.source import Source, shallow_copy
 from trainwright.data.stateful import own_state_of
@@ -203,7 +202,7 @@ class LoaderBatches(Source):
     @property
     def resumes(self) -> str:
         """A line on what may be inexact in a resume inside an epoch, with a fix; empty where nothing is."""
-        return "; ".join(why_inexact(self._loader))
+        return "; ".join(_why_inexact(self._loader))
 
     def beside(self) -> LoaderBatches:
         """Return a copy for a pass beside training: the epoch of data set and sampler stays as it is."""
@@ -404,3 +403,25 @@ class LoaderBatches(Source):
 
 def _index_sampler(loader: DataLoader[Any]) -> Any:
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+
+def _why_inexact(loader: DataLoader[Any]) -> Iterator[str]:
+    """Yield the reasons why a resume inside an epoch may be inexact, each with a fix."""
+    name, data_name = type(loader).__name__, type(loader.dataset).__name__
+    same = "exact only if they give the same again"
+    if is_stateful(loader):
+        if loader.num_workers:
+            yield f"random draws in the workers of {name} are as exact as its state_dict makes them"
+        return
+    if not getattr(loader, "in_order", True) and loader.num_workers:
+        yield "in_order=False gives batches as they come: a resume may repeat and leave out rows; write in_order=True"
+    if isinstance(loader.dataset, IterableDataset):
+        if loader.num_workers or not is_stateful(loader.dataset):
+            yield f"a resume reads the training data ({data_name}) up to where they stood: {same}"
+    elif iterates_itself(loader) or not has_twin(loader):
+        yield f"a resume reads the training data again ({name} iterates in its own way): {same}"
+    elif loader.persistent_workers and not isinstance(getattr(loader, "_iterator", None), Workers | None):
+        yield "the persistent workers were started before fit: their random draws do not resume; give fit a new loader"
+    hidden = hidden_in(loader.dataset)
+    if hidden and not is_stateful(loader.dataset):
+        yield f"{hidden} is a generator that no checkpoint holds; give {data_name} state_dict and load_state_dict"
