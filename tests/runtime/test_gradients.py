@@ -116,3 +116,15 @@ def test_zero_drops_the_gradients_by_the_optimizers_own_method_where_it_has_one(
     Gradients(Own(made, lr=0.1)).zero()
     assert called == [True]
     assert made[0].grad is None
+
+
+def test_zero_drops_the_gradients_of_a_plain_optimizer_beside_one_with_its_own_method():
+    class Own(torch.optim.SGD):
+        def zero_grad(self, set_to_none=True):
+            super().zero_grad(set_to_none=False)
+
+    first, second = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    gradients = Gradients(Own([first], lr=0.1), torch.optim.SGD([second], lr=0.1))
+    first.grad, second.grad = torch.ones(2), torch.ones(2)
+    gradients.zero()
+    assert torch.equal(first.grad, torch.zeros(2)) and second.grad is None
