@@ -166,7 +166,7 @@ class Inside(nn.Module):
 
 def test_a_loss_inside_a_compiled_region_whose_count_nobody_sees_is_refused():
     trainer = build(by("full"), model=Inside, loss=None)
-    with pytest.raises(StepError, match="inside of what") as caught:
+    with pytest.raises(StepError, match="inside of a compiled region") as caught:
         trainer.fit(data(), epochs=1)
     assert "def count(self, batch)" in str(caught.value) and trainer.progress.updates == 0
 
