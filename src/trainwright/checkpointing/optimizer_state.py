@@ -227,7 +227,7 @@ def _fits(mine: Any, saved: Any) -> bool:
     if isinstance(mine, tuple | list):
         return isinstance(saved, tuple | list) and len(mine) == len(saved) and all(map(_fits, mine, saved))
     if isinstance(mine, Tensor) or is_number(mine):
-        return isinstance(saved, Tensor) or (is_number(saved) and (saved >= 0 or (saved < 0 and mine < 0)))
+        return isinstance(saved, Tensor) or (is_number(saved) and bool(saved >= 0 or (saved < 0 and mine < 0)))
     return saved is None or mine is None or type(saved) is type(mine)
 
 

@@ -77,8 +77,6 @@ class Batches(Source):
 
     own_length: int | None = None
     """Batches of an epoch on this rank, where it has data of its own; else as `length`."""
-    generators: Sequence[Any] = ()
-    """The sampler's own random generators: an evaluation restores them."""
     _sets_epoch = True
     """Whether `set_epoch` of the data set and the sampler is called."""
     _resident: Table | None = None
@@ -89,7 +87,7 @@ class Batches(Source):
         self._seed = settings.seed
         self._passes = 0
         self._generators = Generators({} if sampler is None else {"sampler": sampler})
-        self.generators = self._generators.found
+        self._restored = self._generators.found
         self._asks_again = False
         """Whether the sampler was loaded at what may be the end of a pass."""
         self._draws_on = False
@@ -99,6 +97,11 @@ class Batches(Source):
         self._loaded: dict[str, Any] | None = None
         self.draws_global_rng = not (sampler is None or isinstance(sampler, list | tuple | range | Tensor))
         self._measure()
+
+    @property
+    def generators(self) -> Sequence[Any]:
+        """The sampler's own random generators: an evaluation restores them."""
+        return self._restored
 
     def __len__(self) -> int:
         if self.own_length is None:

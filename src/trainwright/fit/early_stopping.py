@@ -59,7 +59,8 @@ class EarlyStopper:
 
     def __init__(self, settings: EarlyStopping) -> None:
         assert settings.mode is not None, "EarlyStopping has resolved it"
-        self.settings, self.mode = settings, settings.mode
+        self.settings = settings
+        self.mode: Mode = settings.mode
         self.best: Best | None = None
         """The best value so far; None before the first that is a number."""
         self.waited = 0

@@ -305,7 +305,8 @@ class AveragedWeights:
     def _collect(self) -> None:
         """List the parameters with their averages, and group both by device and dtype, as foreach kernels want them."""
         known = {id(weight): average for weight, average in zip(self._weights, self._averages, strict=True)}
-        averaged = {name: weight for name, weight in self._model.named_parameters() if _is_averaged(name, weight)}
+        named = self._model.named_parameters()
+        averaged: dict[str, Tensor] = {name: weight for name, weight in named if _is_averaged(name, weight)}
         self._names, self._weights, self._averages = list(averaged), list(averaged.values()), []
         groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
         for weight in self._weights:
