@@ -78,9 +78,10 @@ def train(path: str | Path, *, epochs: int, accumulate: int = 2, patience: int =
             optimizer.zero_grad()
             for inputs, target in window:
                 with torch.autocast("cpu", torch.bfloat16):
-                    loss = F.cross_entropy(model(inputs), target, reduction="sum")
-                (loss / rows).backward()  # each row weighs 1 / rows, whatever the sizes of the micro-batches
-                loss_sum += loss.item()
+                    loss = F.cross_entropy(model(inputs), target)
+                weight = len(target) / rows  # each row weighs 1 / rows, whatever the sizes of the micro-batches
+                (loss * weight).backward()
+                loss_sum += loss.item() * len(target)
             rows_seen += rows
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()

@@ -63,7 +63,7 @@ KINDS = {
     "validate": ("ends", "validate=Updates(n=1); rank 1"),
     "model": ("model", "rank 0: Linear of 18 numbers in 2 tensors"),
     "accumulate": ("accumulate", "rank 0: 1; rank 1: 2"),
-    "clip": ("clip", "rank 0: ClipNorm"),
+    "clip": ("clip", "rank 0: 1.0; rank 1: None"),
     "metrics": ("metrics", "rank 0: none; rank 1: accuracy"),
     "checkpoint": ("checkpoint", "rank 0: Checkpoint; rank 1: none"),
 }

@@ -191,7 +191,7 @@ def test_what_is_set_is_shown_and_pickled():
         (partial(param_groups, Net(), lr=0.1, layer_decay=0.5, layers=["stm"]), r"\['stm', .* Did you mean 'stem'"),
         (
             partial(param_groups, Net(), lr=0.1, layer_decay=0.5, layers=["blocks", "blocks.1"]),
-            r"'blocks\.1\.0' lies",
+            r"'blocks\.1\.0' is in",
         ),
         (
             partial(param_groups, nn.Sequential(nn.ReLU(), nn.Linear(1, 1)), lr=0.1, layer_decay=0.5, layers="0"),
