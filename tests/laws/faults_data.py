@@ -65,4 +65,8 @@ def leaves_out_the_short_batch(patch):
 
 def gathers_a_row_late(patch):
     whole = recognized.Table._gathered_at_once
-    patch.setattr(recognized.Table, "_gathered_at_once", lambda self, order, size, rows: whole(self, order.roll(1), size, rows))
+
+    def late(table, order, size, rows):
+        return whole(table, order.roll(1), size, rows)
+
+    patch.setattr(recognized.Table, "_gathered_at_once", late)
