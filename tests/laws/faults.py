@@ -146,7 +146,7 @@ def a_mean_is_made_of_a_sum(patch):
     def loss_of(owner, output, target):
         return SumLoss(owner._hooks.known._sum(output, target), owner._tracker.count)
 
-    patch.setattr(batches, "loss_of", loss_of)
+    patch.setattr(batches, "counted_loss_of", loss_of)
 
 
 def sparse_rows_are_added_up_first(patch):
@@ -165,6 +165,7 @@ def reports_the_mean_of_batch_means(patch):
 def sees_the_first_group_only(patch):
     def first(self, *optimizers, order=()):
         self.parameters = [p for optimizer in optimizers for p in optimizer.param_groups[0]["params"]]
+        self._dropped = self.parameters
 
     around(patch, Gradients, "__init__", after=first)
 
