@@ -286,6 +286,16 @@ def test_two_writers_of_one_root_are_refused(tmp_path):
         pass
 
 
+def test_a_released_lock_is_free_before_a_forked_process_has_closed_its_copy(tmp_path):
+    with lock(tmp_path):
+        copy = os.dup(next(iter(commits._locked)))
+    try:
+        with lock(tmp_path):
+            pass
+    finally:
+        os.close(copy)
+
+
 def test_a_worker_that_outlives_its_killed_parent_does_not_hold_the_lock(tmp_path):
     ready, go = os.pipe()
     run = os.fork()

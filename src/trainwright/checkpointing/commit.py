@@ -203,6 +203,9 @@ def lock(directory: Path) -> Iterator[None]:
     finally:
         if fd in _locked:  # not closed by a fork
             _locked.discard(fd)
+            # Not left to `close`: a process that was forked just now may not have closed its copy yet.
+            with suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
 
 
