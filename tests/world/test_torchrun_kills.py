@@ -31,7 +31,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 def test_a_job_that_is_killed_three_times_ends_as_one_that_never_was(undisturbed: Job, tmp_path: Path) -> None:
     """In a backward pass, while it saves, and in a validation; torchrun starts it again each time."""
-    plan = [kill(0, 1, "backward", 20), kill(1, 0, "save", 60), kill(2, 1, "validation", 4)]
+    plan = [kill(0, 1, "backward", 20), kill(1, 0, "save", 90), kill(2, 1, "validation", 4)]
     job = run(tmp_path / "job", plan, limit=LIMIT)
     assert job.kills == ["backward", "save", "validation"], job.output
     assert judged(undisturbed, job).word == "ok", (judged(undisturbed, job), job.output)
