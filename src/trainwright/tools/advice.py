@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainwright.tools.finding import Finding
+from trainwright.tools.findings import Finding
 from trainwright.tools.phases import Phases
 
 if TYPE_CHECKING:
@@ -159,17 +159,6 @@ def effect_of(effect: Effect, ratios: Sequence[float], *, wall: Sequence[float],
     )
 
 
-_CURES: dict[str, tuple[str, ...]] = {
-    "tiny batch": ("batch size x2",),
-    "small batches on a big GPU": ("batch size x2",),
-}
-"""The techniques that mend what was found; those that read the data are the cures of a slow loader."""
-_ELSE = {
-    "slow loader": "less work for each row in __getitem__ and collate_fn: a profile of the loader alone shows where",
-    "tiny batch": "leave the batch as it is for speed",
-    "small batches on a big GPU": "leave the batch as it is for speed",
-}
-"""The fix where no cure that was tried pays."""
 _PHASE_CURES = {
     "transfer": ("pinned memory",),
     **dict.fromkeys(("forward", "backward"), ("bf16", "fp16", "tf32", "compile", "channels-last")),
@@ -180,17 +169,19 @@ _PHASE_CURES = {
 
 
 def agreed(finding: Finding, tried: Sequence[Effect]) -> Finding:
-    """The finding with the best cure that was measured as its fix, or the word that the trials disagree with it."""
-    reads, names = finding.name == "slow loader", _CURES.get(finding.name, ())
-    cures = [one for one in tried if one.speedup is not None and (one.reads if reads else one.name in names)]
+    """Return a slow loader with the best measured cure as its fix, or with the word that the trials disagree."""
+    if finding.name != "slow loader":
+        return finding
+    cures = [one for one in tried if one.speedup is not None and one.reads]
     pays = [one for one in cures if one.is_worth_it]
     if pays:
         best = max(pays, key=lambda one: one.speedup or 0.0)
         return replace(finding, fix=f"{best.how}  # measured here: x{best.speedup:.2f}")
     if any(one.trials >= FEWEST for one in cures):
-        disagree = f"the trials disagree: nothing that was tried against it pays here ({_measured(cures)})"
-        return replace(finding, why=f"{finding.why}; {disagree}", fix=_ELSE[finding.name], level="note")
-    if reads and any(one.name == "in memory" and one.why_not == "it is on" for one in tried):
+        disagree = f"the trials disagree: no cure that was tried pays here ({_measured(cures)})"
+        fix = "less work for each row in __getitem__ and collate_fn: a profile of the loader shows where"
+        return replace(finding, why=f"{finding.why}; {disagree}", fix=fix, level="note")
+    if any(one.name == "in memory" and one.why_not == "it is on" for one in tried):
         return replace(finding, fix="batches of more rows: these lie in memory already, and a batch is one gather")
     return finding
 

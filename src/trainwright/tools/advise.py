@@ -73,7 +73,7 @@ def advise(
         trial.calibrate(as_it_is(open_afresh(first)))
         drawn = ready(trainer, train, updates=trial.updates + WARM, batch_size=batch_size)
         batches = [compact(batch) for batch in drawn]
-        found = findings(trainer, batches, train=train, val=val, batch_size=batch_size)
+        found = findings(trainer, batches, val=val, batch_size=batch_size)
         before.restore()
         phases = measure_phases(trainer, before, source, updates=trial.updates, warm=1)
         row = trial.seconds_per_row

@@ -1,142 +1,443 @@
-"""What is wrong, or costs without need, in a model, a step or a loader: found by looking on for a few updates."""
+"""Finds mistakes in a model, its loss and its inputs by watching a few updates and one evaluation."""
 
 from __future__ import annotations
 
-import inspect
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from trainwright.core.errors import StepError
+from trainwright.core.errors import StepError, listed, user_line
+from trainwright.core.torch_private import BatchNorm, named_leaves, tree_leaves
+from trainwright.core.trees import parameters_in
 from trainwright.data.sources import takes_batch_size
-from trainwright.tools import findings_code, findings_data, findings_model
-from trainwright.tools.finding import Finding, silent
-from trainwright.tools.trial import ready
-from trainwright.tools.watching import Recorder, Recording, noting_gradients
+from trainwright.tools.trial import ready, variant
 from trainwright.trainer import Trainer
-from trainwright.update.window import find_rows
 
-LOOKED_AT = 3
-"""Updates that are looked at, where the batches are enough for them."""
+UPDATES = 3
+"""Updates that are watched, where there are batches enough."""
+LARGE, LARGE_FEATURE, TINY = 3.0, 10.0, 0.01
+"""Root mean square of all inputs, of one feature, and largest input outside of which inputs are out of scale."""
+ROUNDING = 0.02
+"""Gradient of a bias, relative to that of its layer's weight, up to which it is rounding; bfloat16 reaches 0.01."""
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_INPUT_LAYERS = (nn.Linear, nn.RNNBase, *_CONVOLUTIONS)
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_DROPOUT_FUNCTIONS = frozenset({"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout"})
+_LOSSES = {
+    "cross_entropy": "CrossEntropyLoss",
+    "nll_loss": "NLLLoss",
+    "binary_cross_entropy_with_logits": "BCEWithLogitsLoss",
+}
+_SAME_VALUES = ("View", "UnsafeView", "Reshape", "Squeeze", "Unsqueeze", "Transpose", "Permute", "ToCopy", "Clone")
+"""Autograd nodes of operations that change no value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One mistake: its name, the evidence, its cost, and a line to write instead."""
+
+    name: str
+    """In two or three words: "bias before BatchNorm"."""
+    what: str
+    """One sentence that names the layers or lines."""
+    why: str
+    """What it costs or harms."""
+    fix: str
+    """A line to paste."""
+    where: tuple[str, ...] = ()
+    """Layers, parameters, or lines as `file:line`."""
+    level: Literal["problem", "note"] = "problem"
+    """A note is often intended."""
+
+    def __str__(self) -> str:
+        """Return name, evidence, reason and fix on three lines."""
+        return f"{self.name}: {self.what}\n  why   {self.why}\n  fix   {self.fix}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields as plain data."""
+        return {**asdict(self), "where": list(self.where)}
 
 
 def findings(
-    trainer: Trainer[Any], batches: Sequence[Any], *, train: Any = None, val: Any = None, batch_size: int | None = None
+    trainer: Trainer[Any], batches: Sequence[Any], *, val: Any = None, batch_size: int | None = None
 ) -> list[Finding]:
-    """Return what is found in a few updates on ready host batches, one evaluation, and a few rows of the loader.
+    """Return the mistakes seen in up to three updates on ready host batches, and in the evaluation of one batch.
 
-    Up to three updates are made on `batches`, and one batch is evaluated: of `val` where there is one. `train` are the
-    data themselves, of which a few rows are fetched where they are a map-style data set, a DataLoader or
-    `batches(...)` of one; streams are not read. Call it inside of `traceless(trainer)`: it trains. An error of the
-    step itself is raised, as `fit` would, but for a loss that reaches no weight, which is a finding.
+    Call it inside `traceless(trainer)`: it trains. An error of the step is raised as in `fit`, except for a loss that
+    depends on no trained parameter, which is a finding.
     """
-    seen, updates, found = watched(trainer, batches)
-    if found:
-        return [*found, *findings_code.loader_findings(train)]
-    found = [*findings_model.of_training(trainer, seen, updates=updates)]
-    found += findings_model.of_evaluation(evaluated(trainer, batches, val, batch_size=batch_size))
-    found += findings_model.of_anomaly(seen)
-    found += findings_data.of_dtypes(trainer, batches)
-    found += findings_data.of_inputs(seen, batches)
-    found += findings_data.of_sizes(trainer, batches)
-    found += [*findings_code.of_reads(seen, updates=updates), *findings_code.of_row_loops(seen)]
-    return [*found, *findings_code.loader_findings(train)]
-
-
-def watched(trainer: Trainer[Any], batches: Sequence[Any]) -> tuple[Recording, int, list[Finding]]:
-    """What is seen of up to three updates, their number, and a finding where the loss reaches no weight."""
-    each = trainer.accumulate[0][1]
-    updates = max(1, min(LOOKED_AT, len(batches) // each))
-    used = [batches[index % len(batches)] for index in range((updates + 1) * each)]  # the epoch goes on after them
-    twin = silent(trainer, metrics=_functions(trainer.metrics))
-    counts = [find_rows(batch) or 0 for batch in used]
-    watch = Recorder(trainer.model, [rows for rows in counts if rows >= findings_code.MANY_ROWS])
-    watch.seen.rows = sum(counts[: updates * each])
-    step = twin.training_step
-
-    def noted(batch: Any) -> Any:
-        returned = step(batch)
-        if isinstance(returned, Mapping):
-            watch.seen.constant.update(name for name, one in returned.items() if not _has_gradient(one))
-        return returned
-
-    if twin._hooks.steps_itself:
-        vars(twin)["training_step"] = noted
-    parameters = {f"{root}.{name}": one for root, name, one in findings_model.trained_by(trainer)}
-    with _uncompiled(), noting_gradients(parameters, watch.seen.reached), watch:
+    watch, error = _Watch(trainer), None
+    per_update = trainer.accumulate[0][1]
+    updates = max(1, min(UPDATES, len(batches) // per_update))
+    used = [batches[index % len(batches)] for index in range((updates + 1) * per_update)]  # the epoch does not end
+    with _uncompiled(), watch.hooks(), watch:
         try:
-            twin.fit(used, max_updates=updates)
-        except (RuntimeError, StepError) as error:
-            found = _reaches_nothing(error)
-            if found is None:
+            _silent(trainer).fit(used, max_updates=updates)
+        except (RuntimeError, StepError) as caught:
+            if "does not require grad" not in str(caught) and "reaches no weight" not in str(caught):
                 raise
-            return watch.seen, updates, [found]
-    return watch.seen, updates, []
+            error = caught
+    if error is not None:
+        return [_no_gradient(str(error).splitlines()[0])]
+    found = [*_biases(watch), *_losses(watch), *_eval_modes(watch), *_unreached(watch, updates=updates)]
+    found += _train_modes(_evaluate(trainer, batches, val, batch_size=batch_size))
+    return [*found, *_inputs(watch, batches), *_double_precision(trainer, batches)]
 
 
-def evaluated(
-    trainer: Trainer[Any], batches: Sequence[Any], val: Any, *, batch_size: int | None = None
-) -> Recording | None:
-    """What is seen of one evaluated batch: of training, where no other is given and all steps are the default ones."""
-    hooks = trainer._hooks
-    own = hooks.steps_itself or hooks.validates_itself or hooks.evaluates_itself or hooks.updates_itself
-    if val is None and own:
-        return None
-    watch = Recorder(trainer.model)
-    twin = silent(trainer)
-    one = batches[:1]
-    if val is not None:
-        one = ready(twin, _first_set(val), updates=1, batch_size=batch_size if _takes_size(val) else None)[:1]
-    with _uncompiled(), watch:
-        twin.evaluate(list(one))
-    return watch.seen
-
-
-def _reaches_nothing(error: Exception) -> Finding | None:
-    text = str(error)
-    if "does not require grad" not in text and "reaches no weight" not in text:
-        return None
-    notes = [line.strip() for note in getattr(error, "__notes__", ()) for line in str(note).splitlines()]
-    parted = (line.partition(" ") for line in (*notes, *text.splitlines()))
-    parted = (line.partition(" ") for line in (*notes, *text.splitlines()))
-    told = {label: rest.strip() for label, _, rest in parted if rest}
-    return Finding(
-        "loss reaches no parameter",
-        "the loss depends on no weight that is trained: " + text.splitlines()[0],
-        "no update can be made: fit() raises this error",
-        told.get("fix", "return the loss as it was computed, without detach(), item() or torch.no_grad() around it"),
-        tuple(told[key] for key in ("where", "at") if key in told),
-    )
+def _silent(trainer: Trainer[Any]) -> Trainer[Any]:
+    """Return a trainer for a trial that compiles nothing and continues after a non-finite loss."""
+    return variant(trainer, fast=replace(trainer.fast, compile=None), on_nonfinite="ignore")
 
 
 def _uncompiled() -> AbstractContextManager[Any]:
-    """What the user has compiled runs as it is: a graph shows nothing of its inside, and must not hold the watch."""
+    """Run compiled models eagerly: hooks see nothing inside a graph, and must not be compiled into one."""
     if "torch._dynamo" not in sys.modules:
         return nullcontext()
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return stance
 
 
-def _functions(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The metrics that keep nothing: one that sums up itself is the user's, and stays as it is."""
-    return {name: one for name, one in metrics.items() if inspect.isroutine(one)}
+def _evaluate(trainer: Trainer[Any], batches: Sequence[Any], val: Any, *, batch_size: int | None) -> _Watch | None:
+    """Watch the evaluation of one batch: of `val`, or of training where the trainer has no step of its own."""
+    hooks = trainer._hooks
+    own = hooks.steps_itself or hooks.validates_itself or hooks.evaluates_itself or hooks.updates_itself
+    if val is None and own:
+        return None
+    if isinstance(val, dict) and not all(isinstance(one, Tensor | np.ndarray) for one in val.values()):
+        val = next(iter(val.values()))  # the first of several data sets; a dict of columns is one data set
+    watch, twin, batch = _Watch(trainer), _silent(trainer), batches[:1]
+    if val is not None:
+        batch = ready(twin, val, updates=1, batch_size=batch_size if takes_batch_size(val) else None)[:1]
+    with _uncompiled(), watch.hooks(), watch:
+        twin.evaluate(list(batch))
+    return watch
 
 
-def _has_gradient(value: Any) -> bool:
-    return not isinstance(value, Tensor) or value.requires_grad
+@dataclass(slots=True)
+class _Inputs:
+    """Sums over the numbers that a layer receives from the data, by channel (dim 1) of images, else by feature."""
+
+    images: bool
+    count: int = 0
+    sums: Tensor = field(default_factory=lambda: torch.zeros(()))
+    squares: Tensor = field(default_factory=lambda: torch.zeros(()))
+    largest: float = 0.0
+    finite: bool = True
+
+    def add(self, inputs: Tensor) -> None:
+        """Add a batch."""
+        rows = (inputs.movedim(1, -1) if self.images else inputs).flatten(0, -2).double()
+        if rows.numel():
+            self.count += len(rows)
+            self.sums = self.sums + rows.sum(0).cpu()
+            self.squares = self.squares + rows.square().sum(0).cpu()
+            self.largest = max(self.largest, float(rows.abs().max()))
+            self.finite = self.finite and bool(rows.isfinite().all())
 
 
-def _first_set(val: Any) -> Any:
-    """The first of several sets of validation data; a dict of columns is one set."""
-    if isinstance(val, dict) and val and not all(isinstance(one, Tensor | np.ndarray) for one in val.values()):
-        return next(iter(val.values()))
-    return val
+class _Watch(TorchFunctionMode):
+    """Records modes, inputs and neighbors of layers by module hooks, losses and dropout by the functions called."""
+
+    def __init__(self, trainer: Trainer[Any]) -> None:
+        super().__init__()
+        self.trainer = trainer
+        self.names = {module: name or "model" for name, module in trainer.model.named_modules()}
+        self.modes: defaultdict[nn.Module, set[bool]] = defaultdict(set)
+        """Values of `training` of BatchNorm and dropout layers."""
+        self.norm_of: dict[nn.Module, nn.Module] = {}
+        """Layers with a bias, and the BatchNorm in train mode that received their output."""
+        self.active_dropouts: list[str] = []
+        """Layers or user lines where dropout was on."""
+        self.losses: dict[tuple[str, str], str] = {}
+        """Losses on inputs of a wrong kind, with the line of a custom step."""
+        self.inputs: dict[str, _Inputs] = {}
+        self.largest_gradients: dict[int, float] = {}
+        """By parameter identity; a parameter without a gradient is missing."""
+        self._running: list[nn.Module] = []
+        self._reads_data = True
+        self._outputs: list[tuple[nn.Module, Tensor]] = []
+
+    def hooks(self) -> ExitStack:
+        """Register the hooks; the returned context removes them."""
+        stack = ExitStack()
+        for module in self.names:
+            stack.callback(module.register_forward_pre_hook(self._enter).remove)
+            stack.callback(module.register_forward_hook(self._leave, always_call=True).remove)
+        for _, _, parameter in parameters_of(self.trainer):
+            if parameter.requires_grad:
+                stack.callback(parameter.register_post_accumulate_grad_hook(self._note_gradient).remove)
+        return stack
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Run the function, and note a loss or active dropout."""
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name in _LOSSES:
+            self._note_loss(name, args[0] if args else kwargs["input"])
+        elif name in _DROPOUT_FUNCTIONS:
+            settings = {"p": 0.5, "training": name != "alpha_dropout"} | kwargs
+            settings |= dict(zip(("input", "p", "training"), args, strict=False))
+            self._note_dropout(bool(settings["training"] and settings["p"]))
+        elif name == "scaled_dot_product_attention":
+            self._note_dropout(bool((*args[4:5], kwargs.get("dropout_p", 0.0))[0]))
+        return func(*args, **kwargs)
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if not self._running:
+            self._reads_data = True
+        self._running.append(module)
+        given = args[0] if args and isinstance(args[0], Tensor) else None
+        if isinstance(module, (BatchNorm, *_DROPOUTS)):
+            self.modes[module].add(module.training)
+        if isinstance(module, BatchNorm) and module.training:
+            self.norm_of.update({layer: module for layer, output in self._outputs if output is given})
+        if self._reads_data and given is not None and isinstance(module, _INPUT_LAYERS):
+            dense = given.layout is torch.strided and not given.is_nested
+            if dense and given.is_floating_point() and given.ndim > 1 and not given.requires_grad:
+                record = self.inputs.setdefault(self.names[module], _Inputs(isinstance(module, _CONVOLUTIONS)))
+                record.add(given.detach())
+        if next(module.children(), None) is None and next(module.parameters(), None) is not None:
+            self._reads_data = False
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._running.pop()
+        if isinstance(module, (nn.Linear, *_CONVOLUTIONS)) and module.bias is not None and module.bias.requires_grad:
+            self._outputs.append((module, output))
+        if not self._running:
+            self._outputs.clear()
+
+    def _note_gradient(self, parameter: Tensor) -> None:
+        gradient, largest = parameter.grad, 0.0
+        if gradient is not None and gradient.layout is torch.strided:
+            largest = float(gradient.detach().abs().max()) if gradient.numel() else 0.0
+        self.largest_gradients[id(parameter)] = max(largest, self.largest_gradients.get(id(parameter), 0.0))
+
+    def _note_dropout(self, active: bool) -> None:
+        layer = self._running[-1] if self._running else None
+        if active and isinstance(layer, _DROPOUTS):
+            self.active_dropouts.append(self.names[layer])
+        elif active:
+            self.active_dropouts.append(user_line() or (self.names[layer] if layer is not None else "the step"))
+
+    def _note_loss(self, name: str, output: Tensor) -> None:
+        node = output.grad_fn
+        while node is not None and node.name().startswith(_SAME_VALUES):
+            node = node.next_functions[0][0]
+        made_by = "" if node is None else node.name()
+        squashed = next((kind for kind in ("softmax", "sigmoid") if made_by.lower().startswith(kind)), "")
+        if not squashed and name == "nll_loss" and bool((output.detach() > 1e-6).any()):
+            squashed = "values above 0"
+        if squashed:
+            self.losses[name, squashed] = user_line() if self.trainer._hooks.steps_itself else ""
+
+    def is_trained(self, module: nn.Module) -> bool:
+        """Return whether a layer, or for a layer without parameters its nearest parent with some, is trained."""
+        name, model = self.names[module], self.trainer.model
+        while name and name != "model":
+            parameters = list(model.get_submodule(name).parameters())
+            if parameters:
+                return any(parameter.requires_grad for parameter in parameters)
+            name = name.rpartition(".")[0]
+        return any(parameter.requires_grad for parameter in model.parameters())
 
 
-def _takes_size(val: Any) -> bool:
-    return takes_batch_size(_first_set(val))
+def parameters_of(trainer: Trainer[Any]) -> Iterator[tuple[str, str, nn.Parameter]]:
+    """Yield root, name and parameter: of the model, of a loss module, and what only an optimizer holds."""
+    known: set[int] = set()
+    for root, module in (("model", trainer.model), ("loss", trainer.loss)):
+        for name, parameter in module.named_parameters() if isinstance(module, nn.Module) else ():
+            known.add(id(parameter))
+            yield root, name, parameter
+    for name, optimizer in trainer.optimizers.items():
+        for index, parameter in enumerate(parameters_in(optimizer)):
+            if id(parameter) not in known and isinstance(parameter, nn.Parameter):
+                yield name, f"parameter {index}", parameter
+
+
+def _biases(watch: _Watch) -> Iterator[Finding]:
+    """Find biases that a BatchNorm subtracts: it receives the layer's output, and their gradient is rounding."""
+    largest, layers = watch.largest_gradients, []
+    for layer in watch.norm_of:
+        bias, weight = (largest.get(id(getattr(layer, name)), 0.0) for name in ("bias", "weight"))
+        if bias <= ROUNDING * weight:
+            layers.append(layer)
+    if layers:
+        pairs = [f"{watch.names[layer]} before {watch.names[watch.norm_of[layer]]}" for layer in layers]
+        line = repr(layers[0]).replace(", bias=True", "").removesuffix(")")
+        yield Finding(
+            "bias before BatchNorm",
+            f"the bias of {listed(pairs)} has no effect",
+            "the normalization subtracts it with the mean: its gradient is rounding, and adding it takes time",
+            f"nn.{line}, bias=False)  # {watch.names[layers[0]]}",
+            tuple(watch.names[layer] for layer in layers),
+        )
+
+
+def _losses(watch: _Watch) -> Iterator[Finding]:
+    """Find probabilities where a loss takes logits or log-probabilities."""
+    for (function, given), place in watch.losses.items():
+        loss = _LOSSES[function]
+        if function == "nll_loss":
+            takes, fix = "log-probabilities", "loss=nn.CrossEntropyLoss()  # on the logits"
+        else:
+            takes, fix = "logits", f"return logits  # {loss} applies the {given} itself"
+        probabilities = given == "values above 0"
+        yield Finding(
+            f"{loss} without log-probabilities" if probabilities else f"{given} before {loss}",
+            f"{loss} receives {given if probabilities else f'the output of a {given}'}; it takes {takes}",
+            "this is another loss: its gradients are small, and it cannot come near 0",
+            fix,
+            (place,) if place else (),
+        )
+
+
+def _eval_modes(watch: _Watch) -> Iterator[Finding]:
+    """Find BatchNorm and dropout layers of trained parts that were in eval mode in every update."""
+    quiet = [module for module, modes in watch.modes.items() if modes == {False} and watch.is_trained(module)]
+    if quiet:
+        names = [watch.names[module] for module in quiet]
+        shown = [f"{type(module).__name__} {name!r}" for module, name in zip(quiet, names, strict=True)]
+        yield Finding(
+            "layers in eval mode",
+            f"in eval mode while the model is trained: {listed(shown)}",
+            "dropout does nothing, and BatchNorm normalizes by statistics that stay while the layers before it change",
+            'model.train()  # after each model.eval() of yours; or freeze(model, "...") where it is intended',
+            tuple(names),
+        )
+
+
+def _train_modes(watch: _Watch | None) -> Iterator[Finding]:
+    """Find dropout that is on in an evaluation, and BatchNorm that normalizes by the batch there."""
+    if watch is None:
+        return
+    moved = [module for module, modes in watch.modes.items() if True in modes and isinstance(module, BatchNorm)]
+    places = [watch.names[module] for module in moved if module.running_mean is not None]
+    places = list(dict.fromkeys([*places, *watch.active_dropouts]))
+    if places:
+        yield Finding(
+            "train mode in validation",
+            f"dropout or BatchNorm works as in training in an evaluation: {listed(places)}",
+            "a row's output depends on random numbers or on other rows, and validation is worse than the model",
+            "F.dropout(x, p, training=self.training)  # and no self.model.train() in a validation step",
+            tuple(places),
+        )
+
+
+def _no_gradient(evidence: str, names: Sequence[str] = ()) -> Finding:
+    return Finding(
+        "loss reaches no parameter",
+        evidence,
+        "the model is not trained",
+        "return the loss as it was computed: no detach(), item() or torch.no_grad() around the model's output",
+        tuple(names),
+    )
+
+
+def _unreached(watch: _Watch, *, updates: int) -> Iterator[Finding]:
+    """Find trained parameters without a gradient, and parameters of optimizers that belong to another model."""
+    trainer, reached = watch.trainer, watch.largest_gradients
+    resting = _resting(trainer, reached)
+    trained = [one for one in parameters_of(trainer) if one[2].requires_grad and id(one[2]) not in resting]
+    lost = [(root, name) for root, name, one in trained if id(one) not in reached]
+    own = [f"{root}.{name}" for root, name in lost if root in ("model", "loss")]
+    strange = [f"{root}: {name}" for root, name in lost if root not in ("model", "loss")]
+    seen = f"in {updates} update{'s' if updates > 1 else ''}"
+    if own and not any(root == "model" and id(one) in reached for root, _, one in trained):
+        yield _no_gradient(f"no parameter of the model got a gradient {seen}", own)
+    elif own:
+        root, _, name = own[0].partition(".")
+        layer = name.rpartition(".")[0]
+        siblings = [f"{root}.{other}" for at, other, _ in trained if at == root and other.startswith(f"{layer}.")]
+        yield Finding(
+            "unused parameters",
+            f"{len(own)} trained parameters got no gradient {seen}: {listed(own)}",
+            "they stay as they were initialized, take memory, and stop a DDP run that does not look for them",
+            f'freeze({root}, "{layer if layer and set(siblings) <= set(own) else name}")  # or use it, or delete it',
+            tuple(own),
+        )
+    if strange:
+        yield Finding(
+            "parameters of another model",
+            f"{len(strange)} parameters in the optimizer are not the model's and got no gradient: {listed(strange)}",
+            "the optimizer holds weights that nothing trains, such as those of a model before deepcopy",
+            "optimizer = torch.optim.AdamW(model.parameters())  # of the model that is given to the Trainer",
+            tuple(strange),
+        )
+
+
+def _resting(trainer: Trainer[Any], reached: dict[int, float]) -> set[int]:
+    """Return the parameters of optimizers that a custom `update` did not use in these updates."""
+    if not trainer._hooks.updates_itself or len(trainer.optimizers) < 2:
+        return set()
+    each = [{id(p) for p in parameters_in(one)} for one in trainer.optimizers.values()]
+    return {one for held in each if held.isdisjoint(reached) for one in held}
+
+
+def _inputs(watch: _Watch, batches: Sequence[Any]) -> Iterator[Finding]:
+    """Find inputs out of scale in the first layer with parameters.
+
+    The rule: the root mean square of all inputs is above 3, or that of one feature (channel, for images) above 10, or
+    no input is as large as 0.01. An embedding or a normalization in that place ends the search.
+    """
+    broken = [layer for layer, inputs in watch.inputs.items() if not inputs.finite]
+    if broken:
+        yield Finding(
+            "inputs not finite",
+            f"NaN or infinite numbers enter {listed(broken)}",
+            "each of them makes the loss, and with it every weight, NaN",
+            "x = torch.nan_to_num(x)  # or leave these rows out",
+            tuple(broken),
+        )
+    for layer, inputs in watch.inputs.items():
+        if not inputs.finite or not inputs.count:
+            continue
+        mean, square = inputs.sums / inputs.count, inputs.squares / inputs.count
+        overall = float(square.mean().sqrt())
+        if overall <= LARGE and float(square.max().sqrt()) <= LARGE_FEATURE and not 0 < inputs.largest < TINY:
+            continue
+        std = (square - mean.square()).clamp_min(0).sqrt()
+        total_std = max(0.0, overall**2 - float(mean.mean()) ** 2) ** 0.5
+        spread = f"mean {float(mean.mean()):.3g}, standard deviation {total_std:.3g}, largest {inputs.largest:.3g}"
+        images = inputs.images and len(mean) <= 4 and bool((std > 0).all())
+        yield Finding(
+            "inputs not normalized",
+            f"the inputs of {layer} have {spread}",
+            "large or offset inputs make the loss steep in some directions and flat in others: rates must be small",
+            _normalize(mean, std, batches) if images else "x = (x - x.mean(0)) / x.std(0).clamp_min(1e-6)",
+            (layer,),
+        )
+        return
+
+
+def _normalize(mean: Tensor, std: Tensor, batches: Sequence[Any]) -> str:
+    """Return the line that normalizes images; `Normalize` scales bytes to 0 to 1 first."""
+    images = [one for one in tree_leaves(batches[0]) if isinstance(one, Tensor) and one.ndim == 4]
+    unit = 255 if any(one.dtype is torch.uint8 for one in images) else 1
+    numbers = ["".join(f"{float(one) / unit:.4g}, " for one in each).rstrip() for each in (mean, std)]
+    return f"batches(..., augment=Normalize(mean=({numbers[0]}), std=({numbers[1]})))"
+
+
+def _double_precision(trainer: Trainer[Any], batches: Sequence[Any]) -> Iterator[Finding]:
+    """Find float64 weights and columns of a batch: NumPy's default, and rarely intended."""
+    wide = ("float64", "complex128", "torch.float64", "torch.complex128")
+    weights = [f"{root}.{name}" for root, name, one in parameters_of(trainer) if str(one.dtype) in wide]
+    leaves = [(name, one) for name, one in named_leaves(batches[0]) if isinstance(one, Tensor | np.ndarray)]
+    columns = [f"batch{name}" for name, one in leaves if one.ndim and str(one.dtype) in wide]
+    if weights or columns:
+        fixes = ["model.float()"] * bool(weights) + ["x.float(), or x.astype(np.float32), in the data"] * bool(columns)
+        yield Finding(
+            f"float64 {' and '.join(['model'] * bool(weights) + ['data'] * bool(columns))}",
+            f"double precision: {listed([*weights[:2], *columns])}" + (f" ({len(weights)} weights)" if weights else ""),
+            "float64 takes twice the memory of float32 and twice the time or more: far more on most GPUs",
+            " and ".join(fixes),
+            (*weights, *columns),
+            level="note" if torch.get_default_dtype() is torch.float64 else "problem",
+        )

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from trainwright.data.source import Source
-from trainwright.tools.finding import Finding
+from trainwright.tools.findings import Finding
 from trainwright.tools.measuring import Clock, synchronise
 from trainwright.tools.trainer_snapshot import TrainerSnapshot
 from trainwright.tools.trial import variant
