@@ -3,7 +3,7 @@
     python examples/advise.py                       # a network of two layers on scikit-learn's digits
     python examples/advise.py --workload cnn        # a small convolutional network on the same
     python examples/advise.py --workload text       # a transformer that continues Python's own documentation
-    python examples/advise.py --seconds 180 --plot advice.png
+    python examples/advise.py --seconds 180
 
 Prints where the time of an update goes, what is wrong with the set-up, and a ranked table: what each technique gives,
 and the line that switches it on. Nothing of it leaves a trace: train the same trainer afterwards, or before.
@@ -89,15 +89,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", choices=["mlp", "cnn", "text"], default="mlp")
     parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--plot", help="draw the result into this file")
     parser.add_argument("--smoke", action="store_true", help="a glance of two seconds")
     asked = parser.parse_args()
     torch.manual_seed(0)
     trainer, loader = {"mlp": mlp, "cnn": cnn, "text": text}[asked.workload]()
-    advice = advise(trainer, loader, seconds=2 if asked.smoke else asked.seconds)
-    print(advice)
-    if asked.plot:
-        advice.plot(asked.plot)
+    print(advise(trainer, loader, seconds=2 if asked.smoke else asked.seconds))
 
 
 if __name__ == "__main__":

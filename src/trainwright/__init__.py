@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from trainwright.schedules.standard import Cosine, Exponential, Linear, MultiStep, StepLR, WarmupStableDecay
     from trainwright.schedules.stepped import Plateau, TorchSchedule
     from trainwright.tools.advice import Advice, Effect
-    from trainwright.tools.advise import advise
+    from trainwright.tools.advising import advise
     from trainwright.tools.batch_search import LargestBatch, find_batch_size
     from trainwright.tools.cross_validate import cross_validate
     from trainwright.tools.debug import anomaly, deterministic
@@ -120,7 +120,7 @@ else:
         "schedules.stepped": ("Plateau", "TorchSchedule"),
         "metrics.scores": ("F1", "MAE", "R2", "RMSE"),
         "tools.advice": ("Advice", "Effect"),
-        "tools.advise": ("advise",),
+        "tools.advising": ("advise",),
         "tools.cross_validate": ("cross_validate",),
         "tools.debug": ("anomaly", "deterministic"),
         "tools.smoke": ("FastRun", "smoke_run"),

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from trainwright import batches
-from trainwright.tools.cpu import cpu_facts
+from trainwright.core.device import usable_cores
 
 KUHN = "Kuhn, Faster Deep Learning Training with PyTorch (2021)"
 MIGACZ = "Migacz, PyTorch Performance Tuning Guide"
@@ -78,7 +78,7 @@ def workers(bench: Bench) -> Found:
     ratio, spread = compare(times, "none", "workers")
     memories = times_as_fast(*compare(times, "none", "memory"))
     said = f"an epoch {times_as_fast(ratio, spread)} with 2 workers; {memories} from memory, without the random changes"
-    holds = "not here" if cpu_facts().cores < 2 else verdict(spread, claimed=2.0)
+    holds = "not here" if usable_cores() < 2 else verdict(spread, claimed=2.0)
     said += "; one core, on which workers can win nothing" if holds == "not here" else ""
     return Found(measured=said, holds=holds, ratio=ratio, spread=spread)
 

@@ -7,8 +7,6 @@ from torch import nn
 
 from trainwright import Advice, Trainer, advise, batches
 
-ONLY_CUDA = ("fp16", "tf32")
-
 
 def advice_on(device: torch.device, *, seconds: float, width: int = 64) -> tuple[Advice, bool]:
     """Advice, and whether every weight, state and random number is what it was."""

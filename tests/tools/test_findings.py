@@ -145,7 +145,7 @@ def test_softmax_before_cross_entropy_is_found_through_a_reshape_and_log_softmax
     right = nn.Sequential(nn.Linear(6, CLASSES), nn.LogSoftmax(1))
     assert found(trainer_of(right, nn.NLLLoss()), rows()) == {}
     bare = found(trainer_of(nn.Linear(6, CLASSES), nn.NLLLoss()), rows())
-    assert list(bare) == ["NLLLoss without log-probabilities"]
+    assert list(bare) == ["no log_softmax before NLLLoss"]
     softmax = nn.Sequential(nn.Linear(6, CLASSES), nn.Softmax(1))
     assert "softmax before NLLLoss" in found(trainer_of(softmax, nn.NLLLoss()), rows())
 
@@ -369,7 +369,7 @@ def test_a_finding_on_inputs_names_their_mean_and_standard_deviation() -> None:
     batches = shifted(50, 200)
     seen = torch.cat([x for x, _ in batches])
     told = found(trainer_of(perceptron()), batches)[NAME].what
-    assert f"mean {seen.mean():.3g}, standard deviation {seen.std(correction=0):.3g}," in told
+    assert f"mean {seen.mean():.3g}, standard deviation {seen.std():.3g}" in told
 
 
 def test_one_feature_out_of_scale_among_many_is_found() -> None:
@@ -430,42 +430,6 @@ def test_the_line_with_normalize_for_images_removes_the_finding() -> None:
     mended = eval(call, {"batches": batches, "Normalize": Normalize, "pixels": pixels, "y": y})
     ready = list(mended)
     assert abs(float(ready[0][0].mean())) < 0.1 and NAME not in found(trainer, ready)
-
-
-def test_inputs_that_are_not_finite_are_found() -> None:
-    bad = rows()
-    bad[1][0][3, 2] = torch.nan
-    assert list(found(trainer_of(perceptron()), bad)) == ["inputs not finite"]
-
-
-def test_weights_and_columns_in_float64_are_found_with_both_casts() -> None:
-    batches = [(x.double(), y) for x, y in rows()]
-    one = found(trainer_of(perceptron().double()), batches)["float64 model and data"]
-    assert one.level == "problem" and "model.float()" in one.fix and "x.float()" in one.fix
-    assert one.where == ("model.0.weight", "model.0.bias", "model.3.weight", "model.3.bias", "batch[0]")
-
-
-def test_a_column_or_a_model_in_float64_alone_is_found_alone() -> None:
-    class Casting(Trainer[Any]):
-        def training_step(self, batch: Any) -> Any:
-            x = torch.as_tensor(batch["x"]).to(next(self.model.parameters()).dtype)
-            return nn.functional.cross_entropy(self.model(x), batch["y"])
-
-    wide = [{"x": x.double(), "y": y} for x, y in rows()]
-    narrow = [{"x": x, "y": y} for x, y in rows()]
-    assert found(trainer_of(perceptron(), kind=Casting), wide)["float64 data"].where == ("batch['x']",)
-    assert set(found(trainer_of(perceptron().double(), kind=Casting), narrow)) == {"float64 model"}
-    assert found(trainer_of(perceptron(), kind=Casting), narrow) == {}
-
-
-def test_float64_is_a_note_where_it_is_the_default_of_new_tensors() -> None:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        one = found(trainer_of(perceptron()), rows())["float64 model and data"]
-    finally:
-        torch.set_default_dtype(before)
-    assert one.level == "note"
 
 
 @pytest.mark.parametrize("workload", ["mlp", "cnn", "text"])

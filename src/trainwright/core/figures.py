@@ -116,35 +116,6 @@ def schedule_figure(
     return _finished(figure, path)
 
 
-def advice_figure(
-    shares: Mapping[str, float],
-    ratios: Sequence[tuple[str, float, tuple[float, float]]],
-    *,
-    path: str | Path | None = None,
-) -> Any:
-    """Draw the share of each phase of an update as one bar, and below speed-ups by name with their quartiles."""
-    figure = _figure(7.2, 2.1 + 0.3 * max(1, len(ratios)))
-    top, below = figure.subplots(2, 1, height_ratios=[1, max(1, 0.45 * len(ratios))])
-    begin = 0.0
-    for index, (name, share) in enumerate(shares.items()):
-        shown = share >= 0.005  # of less there is nothing to be seen
-        top.barh(0, share, left=begin, color=f"C{index}", label=f"{name} {share:.0%}" if shown else "_")
-        begin += share
-    top.set(xlim=(0, 1), yticks=[], title="where the time of an update goes")
-    top.spines[:].set_visible(False)
-    top.xaxis.set_visible(False)
-    top.legend(frameon=False, fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.5, 0.0))
-    places = range(len(ratios))[::-1]
-    for place, (_, ratio, (low, high)) in zip(places, ratios, strict=True):
-        below.plot([low, high], [place, place], color=_GREY, linewidth=2)
-        below.plot([ratio], [place], "o", color="C0" if ratio >= 1 else "C3")
-    below.axvline(1.0, color="0.3", linewidth=0.8)
-    below.set_yticks(list(places), [name for name, *_ in ratios], fontsize=8)
-    below.set(xlabel="speed-up: median and quartiles of the ratios")
-    _plain_frame(below)
-    return _finished(figure, path)
-
-
 def lr_range_figure(
     rates: Sequence[float],
     losses: Sequence[float],

@@ -1,4 +1,4 @@
-"""What `advise` has found, as records: techniques with what each gave, phases, findings; as text, markdown and plot."""
+"""The results of `advise` as records and as text: the effect of each technique beside the noise, phases, findings."""
 
 from __future__ import annotations
 
@@ -6,17 +6,14 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainwright.tools.findings import Finding
-from trainwright.tools.phases import Phases
-
-if TYPE_CHECKING:
-    from trainwright.tools.cpu import Setting
+from trainwright.tools.techniques import ProcessSetting
+from trainwright.tools.timing import Phases
 
 FEWEST = 3
-"""Pairs of blocks, of a technique and of the trainer against itself, below which nothing is said."""
+"""Pairs of blocks, of a technique and of the trainer against itself, below which there is no verdict."""
 SEVERAL = 6
 """Pairs from which on `CLEAR` is enough: noise alone then passes all three conditions in less than 1 of 100 trials,
 for ratios that are lognormal with a deviation of 0.3, one of six of them an outlier of another 1.0 (simulated)."""
@@ -26,15 +23,23 @@ CLEAR_OF_FEW = 1.2
 """The same for fewer pairs."""
 DRIFT = 1e-2
 """Relative difference of the mean loss from which on a technique is said to change numbers."""
-WAITS = 0.1
-"""Share of waiting for data from which on it is said that most speed-ups leave the waiting out."""
+WAITS = 0.2
+"""Share of waiting for data from which on the loader is a finding."""
 SAVES = 0.8
 """Share of the memory below which a technique is said to save it."""
+
+_PHASES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "data": ("waiting for data: workers, rows in memory, or less work for each row", ()),
+    "forward": ("in the model's forward pass", ("bf16", "compile", "channels-last")),
+    "backward": ("in the loss, the backward pass and the loop", ("bf16", "compile", "channels-last", "batch size x2")),
+    "optimizer": ("in the optimizer's step", ("fused optimizer", "batch size x2")),
+}
+"""The meaning of a phase, and the techniques that shorten it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noise:
-    """The trainer as it is against itself: how far ratios are from 1 where nothing differs."""
+    """The trainer against itself (A/A): the ratios where nothing differs."""
 
     trials: int
     clock: str
@@ -42,18 +47,18 @@ class Noise:
     floor: float | None
     """Nine of ten ratios lie between 1 / floor and floor; None for too few of them."""
     wall_floor: float | None
-    """The same by the clock."""
+    """The same by the wall clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effect:
-    """One technique: what it gave, or why it was not tried."""
+    """The effect of one technique, or the reason why it was not tried."""
 
     name: str
     how: str
-    """What to write to switch it on."""
+    """The line that switches it on."""
     speedup: float | None = None
-    """How many times as many rows per second; the median of the ratios. None where it was not tried."""
+    """Median of the ratios: how many times as many rows per second. None where it was not tried."""
     spread: tuple[float, float] | None = None
     """The quartiles of the ratios."""
     trials: int = 0
@@ -61,129 +66,123 @@ class Effect:
     floor: float | None = None
     """The noise that the speed-up has to exceed; None where it is not known, and nothing is clear."""
     wall: float | None = None
-    """The speed-up by the clock, where the other is one in CPU time: its median."""
+    """The speed-up by the wall clock, where the other is one in CPU time."""
     wall_floor: float | None = None
     memory: float | None = None
     """Times as much memory."""
     drift: float | None = None
-    """Relative difference of the mean loss of the same updates, from the same state; None for other updates."""
+    """Relative difference of the mean loss of the same updates from the same state; None for other updates."""
     why_not: str = ""
     """Why it was not tried."""
-    for_memory: bool = False
-    """Whether it is meant to save memory rather than time."""
     reads: bool = False
-    """Whether the ratio is of updates that read the data; of others, it is of updates whose batches are ready."""
+    """Whether the ratio is of updates that read the data; otherwise of updates whose batches are ready."""
 
     @property
     def verdict(self) -> str:
-        """In words: use it, no clear difference, slower, saves memory, or why it was not tried."""
-        if self.speedup is None or self.spread is None:
+        """The judgment: "use it", "no clear difference", "slower", "saves memory", or why it was not tried."""
+        if self.speedup is None:
             return f"not tried: {self.why_not}"
-        told = []
-        if self.memory is not None and self.memory <= SAVES:
-            told.append("saves memory")
-        if self.is_worth_it:
-            told.append("use it")
-        elif self.is_slower:
-            told.append("slower")
+        saves = self.memory is not None and self.memory <= SAVES
+        words = ["saves memory"] if saves else []
+        if self.is_worth_it or self.is_slower:
+            words.append("use it" if self.is_worth_it else "slower")
         elif self.trials < FEWEST:
-            told.append("too few trials")
-        elif not told:
-            told.append("no clear difference")
+            words.append("too few trials")
+        elif not saves:
+            words.append("no clear difference")
         if self.drift is not None and not self.drift <= DRIFT:
-            told.append(f"changes the loss by {self.drift:.0%}" if math.isfinite(self.drift) else "loss not finite")
-        return ", ".join(told)
+            words.append(f"changes the loss by {self.drift:.0%}" if math.isfinite(self.drift) else "loss not finite")
+        return ", ".join(words)
 
     @property
     def is_worth_it(self) -> bool:
-        """Whether it is clearly faster, beyond the noise: in CPU time, and then not clearly slower by the clock."""
-        clear = self._clear
-        if clear is None or self.speedup is None or self.spread is None or self._is_slower_by_the_clock:
+        """Whether it is faster beyond the noise, and not slower by the wall clock."""
+        if self.speedup is None or self.spread is None or self._is_longer:
             return False
-        return self.speedup >= clear and self.spread[0] > 1
+        return self._is_clear(self.speedup, self.spread[0])
 
     @property
     def is_slower(self) -> bool:
-        """Whether it is clearly slower, beyond the noise, in CPU time or by the clock."""
-        clear = self._clear
-        if clear is None or self.speedup is None or self.spread is None:
+        """Whether it is slower beyond the noise."""
+        if self.speedup is None or self.spread is None:
             return False
-        return (self.speedup <= 1 / clear and self.spread[1] < 1) or self._is_slower_by_the_clock
+        return self._is_longer or self._is_clear(1 / self.speedup, 1 / self.spread[1])
 
     @property
-    def _is_slower_by_the_clock(self) -> bool:
-        """Less CPU time may take longer: work that several threads shared, and that one of them does now."""
-        if self._clear is None or self.wall is None or self.wall_floor is None:
+    def _is_longer(self) -> bool:
+        """Less CPU time may take longer: work of several threads that one of them does now."""
+        if self.wall is None or self.wall_floor is None or self.trials < FEWEST:
             return False
-        return self.wall <= 1 / max(self._least, self.wall_floor)
+        return 1 / self.wall >= max(self._least, self.wall_floor)
 
     @property
     def _least(self) -> float:
         return CLEAR if self.trials >= SEVERAL else CLEAR_OF_FEW
 
-    @property
-    def _clear(self) -> float | None:
-        """The speed-up that counts; None where there are too few trials for any."""
-        return None if self.floor is None or self.trials < FEWEST else max(self._least, self.floor)
+    def _is_clear(self, ratio: float, quartile: float) -> bool:
+        if self.floor is None or self.trials < FEWEST:
+            return False
+        return ratio >= max(self._least, self.floor) and quartile > 1
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, the verdict among it."""
+        """Return plain data, the verdict included."""
         return {**asdict(self), "verdict": self.verdict}
+
+    def cells(self) -> list[str]:
+        """Return the cells of its line in the printed table."""
+        quartiles = "" if self.spread is None else f"{self.spread[0]:.2f}-{self.spread[1]:.2f}"
+        memory = "" if self.memory is None else f"x{self.memory:.2f}"
+        drift = "" if self.drift is None else f"{self.drift:.0e}" if self.drift else "0"
+        return [self.name, f"x{self.speedup:.2f}", quartiles, memory, drift, self.verdict, self.how]
 
 
 def noise_of(ratios: Sequence[float], *, wall: Sequence[float], clock: str) -> Noise:
-    """The noise in the ratios of the trainer as it is to itself, by the time that is judged and by the clock."""
+    """Return the noise in the ratios of the trainer to itself, by the clock that judges and by the wall clock."""
     return Noise(trials=len(ratios), clock=clock, floor=_floor(ratios), wall_floor=_floor(wall))
 
 
 def _floor(ratios: Sequence[float]) -> float | None:
-    """The distance from 1, as a ratio, that nine of ten keep within; None for fewer than `FEWEST`."""
     if len(ratios) < FEWEST:
         return None
     return statistics.quantiles([max(one, 1 / one) for one in ratios], n=10, method="inclusive")[-1]
 
 
 def effect_of(effect: Effect, ratios: Sequence[float], *, wall: Sequence[float], noise: Noise) -> Effect:
-    """The effect with the ratios of its pairs: without the technique to with it, by the time that is judged."""
-    few = len(ratios) < 2
-    quartiles = (ratios[0],) * 3 if few else statistics.quantiles(ratios, n=4, method="inclusive")
-    by_clock = noise.clock == "wall clock"
+    """Return the effect with the ratios of its pairs: time without the technique over time with it."""
+    quartiles = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else [ratios[0]] * 3
     return replace(
         effect,
         speedup=statistics.median(ratios),
         spread=(quartiles[0], quartiles[2]),
         trials=len(ratios),
         floor=noise.floor,
-        wall=None if by_clock else statistics.median(wall),
-        wall_floor=None if by_clock else noise.wall_floor,
+        wall=statistics.median(wall) if noise.clock == "CPU time" else None,
+        wall_floor=noise.wall_floor,
     )
 
 
-_PHASE_CURES = {
-    "transfer": ("pinned memory",),
-    **dict.fromkeys(("forward", "backward"), ("bf16", "fp16", "tf32", "compile", "channels-last")),
-    "update": ("fused optimizer", "foreach optimizer", "batch size x2"),
-    "rest": ("batch size x2",),
-}
-"""The techniques that the reading of the phases names."""
-
-
-def agreed(finding: Finding, tried: Sequence[Effect]) -> Finding:
-    """Return a slow loader with the best measured cure as its fix, or with the word that the trials disagree."""
-    if finding.name != "slow loader":
-        return finding
+def slow_loader(phases: Phases, tried: Sequence[Effect]) -> list[Finding]:
+    """Find a loader that training waits for, with the measured cure, or with the trials that disagree."""
+    share = phases.shares["data"]
+    if share < WAITS:
+        return []
+    finding = Finding(
+        "slow loader",
+        f"{share:.0%} of an update is spent waiting for data, {1000 * phases.data:.3g} ms of it",
+        "the model stands still meanwhile",
+        "DataLoader(..., num_workers=2), or batches(data_set, 64, in_memory=True) where the rows fit",
+    )
     cures = [one for one in tried if one.speedup is not None and one.reads]
-    pays = [one for one in cures if one.is_worth_it]
-    if pays:
-        best = max(pays, key=lambda one: one.speedup or 0.0)
-        return replace(finding, fix=f"{best.how}  # measured here: x{best.speedup:.2f}")
+    best = max((one for one in cures if one.is_worth_it), key=lambda one: one.speedup or 0.0, default=None)
+    if best is not None:
+        return [replace(finding, fix=f"{best.how}  # measured here: x{best.speedup:.2f}")]
     if any(one.trials >= FEWEST for one in cures):
-        disagree = f"the trials disagree: no cure that was tried pays here ({_measured(cures)})"
+        why = f"{finding.why}; the trials disagree: no cure that was tried pays here ({_measured(cures)})"
         fix = "less work for each row in __getitem__ and collate_fn: a profile of the loader shows where"
-        return replace(finding, why=f"{finding.why}; {disagree}", fix=fix, level="note")
+        return [replace(finding, why=why, fix=fix, level="note")]
     if any(one.name == "in memory" and one.why_not == "it is on" for one in tried):
-        return replace(finding, fix="batches of more rows: these lie in memory already, and a batch is one gather")
-    return finding
+        return [replace(finding, fix="batches of more rows: these lie in memory already, and a batch is one gather")]
+    return [finding]
 
 
 def _measured(effects: Sequence[Effect]) -> str:
@@ -192,7 +191,7 @@ def _measured(effects: Sequence[Effect]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """What `advise` has found; printed as a table."""
+    """The results of `advise`; printed, a table."""
 
     tried: tuple[Effect, ...]
     """Every technique: the fastest first, those that were not tried last."""
@@ -200,13 +199,12 @@ class Advice:
     """Of the trainer against itself: on "ready" batches, and with the "loader"."""
     phases: Phases
     findings: tuple[Finding, ...]
-    """Each with the cure that was measured as the best, or with the word that the trials disagree with it."""
-    settings: tuple[Setting, ...]
-    """Settings of the process that may be worth a try: not measured."""
+    settings: tuple[ProcessSetting, ...]
+    """Settings of the process that may pay: not measured."""
     rows_per_second: float
     """Of the trainer as it is, on the user's own data."""
     memory: int
-    """Bytes of tensors that an update has alive at most beside those before it; on CUDA what it allocates at most."""
+    """Most bytes of tensors alive in an update beside those before it; on CUDA the peak of the allocator."""
     seconds: float
     """How long it took."""
     device: str
@@ -218,113 +216,49 @@ class Advice:
 
     @property
     def reading(self) -> str:
-        """The largest phase, what may make it shorter, and what the trials of that gave."""
-        name = max(self.phases.shares, key=lambda one: self.phases.shares[one])
-        names = _PHASE_CURES.get(name, ())
-        cures = [
-            one
-            for one in self.tried
-            if one.speedup is not None and (one.reads if name == "data" else one.name in names)
-        ]
-        return f"{self.phases.reading}; measured: {_measured(cures)}" if cures else self.phases.reading
+        """The largest phase, and what the techniques that shorten it gave."""
+        name, share = max(self.phases.shares.items(), key=lambda item: item[1])
+        text, names = _PHASES[name]
+        tried = [one for one in self.tried if one.speedup is not None]
+        cures = [one for one in tried if (one.reads if name == "data" else one.name in names)]
+        return f"{share:.0%} {text}" + (f"; measured: {_measured(cures)}" if cures else "")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, as for JSON."""
-        return {
-            "tried": [one.to_dict() for one in self.tried],
-            "noise": {name: asdict(one) for name, one in self.noise.items()},
-            "phases": self.phases.to_dict(),
-            "findings": [one.to_dict() for one in self.findings],
-            "settings": [asdict(one) for one in self.settings],
-            "rows_per_second": self.rows_per_second,
-            "memory": self.memory,
-            "seconds": self.seconds,
-            "device": self.device,
-        }
-
-    def markdown(self) -> str:
-        """The same as a page of Markdown."""
-        head = ["technique", "speed-up", "quartiles", "memory", "drift", "verdict", "how"]
-        rows = [[*_cells(one), one.verdict, f"`{one.how}`"] for one in self.tried]
-        table = [head, ["---"] * len(head), *rows]
-        lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in table]
-        found = [f"- **{one.name}**: {one.what} {one.why} Fix: `{one.fix}`" for one in self.findings]
-        shares = ", ".join(f"{name} {share:.0%}" for name, share in self.phases.shares.items())
-        head_line = f"{self.rows_per_second:,.0f} rows/s on {self.device}; {shares}; {self.reading}."
-        settings = [f"- not measured: {one.name}: `{one.how}` {one.note}".rstrip() for one in self.settings]
-        noise = [f"Noise: {one}." for one in self._noise()]
-        return "\n\n".join(["\n".join(one) for one in ([head_line], lines, noise, found, settings) if one])
-
-    def plot(self, path: str | Path | None = None) -> Any:
-        """Draw the phases and the speed-ups; a matplotlib figure, saved where `path` is given."""
-        from trainwright.core.figures import advice_figure
-
-        ratios = [(one.name, one.speedup, one.spread) for one in self.tried if one.speedup and one.spread]
-        return advice_figure(self.phases.shares, ratios, path=path)
+        """Return plain data, as for JSON."""
+        tried = [one.to_dict() for one in self.tried]
+        return {**asdict(self), "tried": tried, "shares": self.phases.shares, "reading": self.reading}
 
     def __str__(self) -> str:
+        """Return the report: time, findings, the table of techniques, noise, and what was not tried."""
+        shares = "  ".join(f"{name} {share:.0%}" for name, share in self.phases.shares.items() if share >= 0.005)
         lines = [f" advice    {self.rows_per_second:,.0f} rows/s on {self.device}, in {self.seconds:.0f} s of trials"]
-        bar, told = self.phases.bar().splitlines()
-        lines += [f" time      {bar}", f"           {told}", f"           {self.reading}"]
-        if all(one.level == "note" for one in self.findings):
+        lines += [f" time      {shares}", f"           {self.reading}"]
+        if not any(one.level == "problem" for one in self.findings):
             lines.append(" found     none of the known mistakes")
         for one in self.findings:
             label = "found" if one.level == "problem" else "note "
             lines += [f" {label}     {one.name}: {one.what}", f"           {one.why}", f"           fix: {one.fix}"]
-        table = _table([one for one in self.tried if one.speedup is not None])
-        noise = [f" noise     {one}" for one in self._noise()]
-        return "\n".join([*lines, "", *table, "", *noise, *self._ready(), *self._rest()])
+        head = ["technique", "speed-up", "quartiles", "memory", "drift", "verdict", "how"]
+        rows = [head, *(one.cells() for one in self.tried if one.speedup is not None)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        table = ("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows)
+        lines += ["", *(f" {line}".rstrip() for line in table), "", *self._noise()]
+        if any(one.reads and one.speedup is not None for one in self.tried):
+            reading = ", ".join(one.name for one in self.tried if one.reads and one.speedup is not None)
+            lines.append(
+                f" of what   {reading}: of updates that read the data; the others: of updates on ready batches"
+            )
+        lines += [f" not tried {one.name}: {one.why_not}  [{one.how}]" for one in self.tried if one.speedup is None]
+        return "\n".join([*lines, *(f" by hand   {one.name}: {one.how}  {one.note}".rstrip() for one in self.settings)])
 
     def _noise(self) -> list[str]:
-        """How far the trainer is from itself, by each of the clocks that verdicts go by."""
         lines = []
         for name, one in self.noise.items():
-            pairs = f"{one.trials} pair{'' if one.trials == 1 else 's'} of the trainer against itself"
-            of = f"{'updates of ready batches' if name == 'ready' else 'updates that read the data'}, by {one.clock}"
-            if one.floor is None:
-                lines.append(f"{of}: {pairs}, too few for a verdict; give more seconds")
-            else:
-                lines.append(f"{of}: x{1 / one.floor:.2f} to x{one.floor:.2f} in {pairs}: no smaller difference counts")
+            updates = "updates on ready batches" if name == "ready" else "updates that read the data"
+            limits = "too few for a verdict; give more seconds"
+            if one.floor is not None:
+                limits = f"x{1 / one.floor:.2f} to x{one.floor:.2f}: no smaller difference counts"
+            lines.append(
+                f" noise     {updates}, by {one.clock}: {one.trials} pairs of the trainer against itself: {limits}"
+            )
         return lines
-
-    def _ready(self) -> list[str]:
-        """What the ratios are of, where updates wait for data: then they are not those of the run."""
-        share = self.phases.shares["data"]
-        if share < WAITS:
-            return []
-        reading = [one.name for one in self.tried if one.reads and one.speedup is not None]
-        those = f"; {', '.join(reading)}: of whole updates" if reading else ""
-        told = f"speed-ups are of updates whose batches are ready, without the {share:.0%} of waiting{those}"
-        return ["", f" of what   {told}"]
-
-    def _rest(self) -> list[str]:
-        """The techniques that are on, and those that were not tried."""
-        on = [one.name for one in self.tried if one.why_not.startswith("it is on")]
-        others = [one for one in self.tried if one.speedup is None and one.name not in on]
-        lines = ["", f" on        {', '.join(on)}"] if on else [""]
-        lines += [f" not tried {one.name}: {one.why_not}  [{one.how}]" for one in others]
-        return lines + [f" by hand   {one.name}: {one.how}  {one.note}".rstrip() for one in self.settings]
-
-
-def _table(tried: Sequence[Effect]) -> list[str]:
-    """Lines of one width, the way to switch it on last."""
-    head = ["technique", "speed-up", "quartiles", "memory", "drift", "verdict", "how"]
-    rows = [[*_cells(one), one.verdict, one.how] for one in tried]
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    lines = []
-    for row in [head, *rows]:
-        cells = [
-            f"{cell:<{width}}" if i in (0, 5, 6) else f"{cell:>{width}}"
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append(f" {'  '.join(cells)}".rstrip())
-    return lines
-
-
-def _cells(one: Effect) -> list[str]:
-    if one.speedup is None or one.spread is None:
-        return [one.name, "", "", "", ""]
-    quartiles = f"{one.spread[0]:.2f}-{one.spread[1]:.2f}" if one.trials > 1 else "one pair"
-    memory = "" if one.memory is None else f"x{one.memory:.2f}"
-    drift = "" if one.drift is None else ("0" if one.drift == 0 else f"{one.drift:.0e}")
-    return [one.name, f"x{one.speedup:.2f}", quartiles, memory, drift]

@@ -6,7 +6,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from trainwright.core.errors import StepError, listed, user_line
-from trainwright.core.torch_private import BatchNorm, named_leaves, tree_leaves
+from trainwright.core.torch_private import BatchNorm, tree_leaves
 from trainwright.core.trees import parameters_in
 from trainwright.data.sources import takes_batch_size
 from trainwright.tools.trial import ready, variant
@@ -62,10 +62,6 @@ class Finding:
         """Return name, evidence, reason and fix on three lines."""
         return f"{self.name}: {self.what}\n  why   {self.why}\n  fix   {self.fix}"
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return all fields as plain data."""
-        return {**asdict(self), "where": list(self.where)}
-
 
 def findings(
     trainer: Trainer[Any], batches: Sequence[Any], *, val: Any = None, batch_size: int | None = None
@@ -90,7 +86,7 @@ def findings(
         return [_no_gradient(str(error).splitlines()[0])]
     found = [*_biases(watch), *_losses(watch), *_eval_modes(watch), *_unreached(watch, updates=updates)]
     found += _train_modes(_evaluate(trainer, batches, val, batch_size=batch_size))
-    return [*found, *_inputs(watch, batches), *_double_precision(trainer, batches)]
+    return [*found, *_inputs(watch, batches)]
 
 
 def _silent(trainer: Trainer[Any]) -> Trainer[Any]:
@@ -122,28 +118,6 @@ def _evaluate(trainer: Trainer[Any], batches: Sequence[Any], val: Any, *, batch_
     return watch
 
 
-@dataclass(slots=True)
-class _Inputs:
-    """Sums over the numbers that a layer receives from the data, by channel (dim 1) of images, else by feature."""
-
-    images: bool
-    count: int = 0
-    sums: Tensor = field(default_factory=lambda: torch.zeros(()))
-    squares: Tensor = field(default_factory=lambda: torch.zeros(()))
-    largest: float = 0.0
-    finite: bool = True
-
-    def add(self, inputs: Tensor) -> None:
-        """Add a batch."""
-        rows = (inputs.movedim(1, -1) if self.images else inputs).flatten(0, -2).double()
-        if rows.numel():
-            self.count += len(rows)
-            self.sums = self.sums + rows.sum(0).cpu()
-            self.squares = self.squares + rows.square().sum(0).cpu()
-            self.largest = max(self.largest, float(rows.abs().max()))
-            self.finite = self.finite and bool(rows.isfinite().all())
-
-
 class _Watch(TorchFunctionMode):
     """Records modes, inputs and neighbors of layers by module hooks, losses and dropout by the functions called."""
 
@@ -157,9 +131,10 @@ class _Watch(TorchFunctionMode):
         """Layers with a bias, and the BatchNorm in train mode that received their output."""
         self.active_dropouts: list[str] = []
         """Layers or user lines where dropout was on."""
-        self.losses: dict[tuple[str, str], str] = {}
-        """Losses on inputs of a wrong kind, with the line of a custom step."""
-        self.inputs: dict[str, _Inputs] = {}
+        self.losses: dict[tuple[str, str], None] = {}
+        """Losses by name, with the wrong kind of their input."""
+        self.inputs: defaultdict[nn.Module, list[Tensor]] = defaultdict(list)
+        """Data that entered a layer, as (rows, features); the channels of images are features."""
         self.largest_gradients: dict[int, float] = {}
         """By parameter identity; a parameter without a gradient is missing."""
         self._running: list[nn.Module] = []
@@ -200,10 +175,10 @@ class _Watch(TorchFunctionMode):
         if isinstance(module, BatchNorm) and module.training:
             self.norm_of.update({layer: module for layer, output in self._outputs if output is given})
         if self._reads_data and given is not None and isinstance(module, _INPUT_LAYERS):
-            dense = given.layout is torch.strided and not given.is_nested
-            if dense and given.is_floating_point() and given.ndim > 1 and not given.requires_grad:
-                record = self.inputs.setdefault(self.names[module], _Inputs(isinstance(module, _CONVOLUTIONS)))
-                record.add(given.detach())
+            dense = given.layout is torch.strided and not given.is_nested and given.ndim > 1
+            if dense and given.is_floating_point() and not given.requires_grad and len(self.inputs[module]) < UPDATES:
+                rows = given.movedim(1, -1) if isinstance(module, _CONVOLUTIONS) else given
+                self.inputs[module].append(rows.detach().flatten(0, -2).to("cpu", torch.float64))
         if next(module.children(), None) is None and next(module.parameters(), None) is not None:
             self._reads_data = False
 
@@ -234,9 +209,9 @@ class _Watch(TorchFunctionMode):
         made_by = "" if node is None else node.name()
         squashed = next((kind for kind in ("softmax", "sigmoid") if made_by.lower().startswith(kind)), "")
         if not squashed and name == "nll_loss" and bool((output.detach() > 1e-6).any()):
-            squashed = "values above 0"
+            squashed = "no log_softmax"
         if squashed:
-            self.losses[name, squashed] = user_line() if self.trainer._hooks.steps_itself else ""
+            self.losses[name, squashed] = None
 
     def is_trained(self, module: nn.Module) -> bool:
         """Return whether a layer, or for a layer without parameters its nearest parent with some, is trained."""
@@ -257,9 +232,9 @@ def parameters_of(trainer: Trainer[Any]) -> Iterator[tuple[str, str, nn.Paramete
             known.add(id(parameter))
             yield root, name, parameter
     for name, optimizer in trainer.optimizers.items():
-        for index, parameter in enumerate(parameters_in(optimizer)):
-            if id(parameter) not in known and isinstance(parameter, nn.Parameter):
-                yield name, f"parameter {index}", parameter
+        for index, held in enumerate(parameters_in(optimizer)):
+            if id(held) not in known and isinstance(held, nn.Parameter):
+                yield name, f"parameter {index}", held
 
 
 def _biases(watch: _Watch) -> Iterator[Finding]:
@@ -283,19 +258,13 @@ def _biases(watch: _Watch) -> Iterator[Finding]:
 
 def _losses(watch: _Watch) -> Iterator[Finding]:
     """Find probabilities where a loss takes logits or log-probabilities."""
-    for (function, given), place in watch.losses.items():
+    for function, given in watch.losses:
         loss = _LOSSES[function]
-        if function == "nll_loss":
-            takes, fix = "log-probabilities", "loss=nn.CrossEntropyLoss()  # on the logits"
-        else:
-            takes, fix = "logits", f"return logits  # {loss} applies the {given} itself"
-        probabilities = given == "values above 0"
         yield Finding(
-            f"{loss} without log-probabilities" if probabilities else f"{given} before {loss}",
-            f"{loss} receives {given if probabilities else f'the output of a {given}'}; it takes {takes}",
-            "this is another loss: its gradients are small, and it cannot come near 0",
-            fix,
-            (place,) if place else (),
+            f"{given} before {loss}",
+            f"the input of {loss} comes from {given}",
+            "it takes logits (NLLLoss: log-probabilities): this is another loss, which cannot come near 0",
+            f"return logits  # and loss=nn.{'CrossEntropyLoss' if loss == 'NLLLoss' else loss}()",
         )
 
 
@@ -384,60 +353,26 @@ def _resting(trainer: Trainer[Any], reached: dict[int, float]) -> set[int]:
 def _inputs(watch: _Watch, batches: Sequence[Any]) -> Iterator[Finding]:
     """Find inputs out of scale in the first layer with parameters.
 
-    The rule: the root mean square of all inputs is above 3, or that of one feature (channel, for images) above 10, or
-    no input is as large as 0.01. An embedding or a normalization in that place ends the search.
+    The rule: the root mean square of all inputs is above 3, or that of one feature (channel, for images) above
+    10, or no input is as large as 0.01. An embedding or a normalization in that place ends the search.
     """
-    broken = [layer for layer, inputs in watch.inputs.items() if not inputs.finite]
-    if broken:
-        yield Finding(
-            "inputs not finite",
-            f"NaN or infinite numbers enter {listed(broken)}",
-            "each of them makes the loss, and with it every weight, NaN",
-            "x = torch.nan_to_num(x)  # or leave these rows out",
-            tuple(broken),
-        )
-    for layer, inputs in watch.inputs.items():
-        if not inputs.finite or not inputs.count:
-            continue
-        mean, square = inputs.sums / inputs.count, inputs.squares / inputs.count
-        overall = float(square.mean().sqrt())
-        if overall <= LARGE and float(square.max().sqrt()) <= LARGE_FEATURE and not 0 < inputs.largest < TINY:
-            continue
-        std = (square - mean.square()).clamp_min(0).sqrt()
-        total_std = max(0.0, overall**2 - float(mean.mean()) ** 2) ** 0.5
-        spread = f"mean {float(mean.mean()):.3g}, standard deviation {total_std:.3g}, largest {inputs.largest:.3g}"
-        images = inputs.images and len(mean) <= 4 and bool((std > 0).all())
-        yield Finding(
-            "inputs not normalized",
-            f"the inputs of {layer} have {spread}",
-            "large or offset inputs make the loss steep in some directions and flat in others: rates must be small",
-            _normalize(mean, std, batches) if images else "x = (x - x.mean(0)) / x.std(0).clamp_min(1e-6)",
-            (layer,),
-        )
-        return
+    for module, recorded in watch.inputs.items():
+        layer, rows = watch.names[module], torch.cat(recorded)
+        square, largest = rows.square().mean(0), float(rows.abs().max())
+        if square.mean() > LARGE**2 or square.max() > LARGE_FEATURE**2 or 0 < largest < TINY:
+            yield Finding(
+                "inputs not normalized",
+                f"the inputs of {layer} have mean {rows.mean():.3g}, standard deviation {rows.std():.3g}",
+                "large or offset inputs make the loss steep in some directions and flat in others: rates must be small",
+                _normalizing(rows, batches, images=isinstance(module, _CONVOLUTIONS)),
+                (layer,),
+            )
 
 
-def _normalize(mean: Tensor, std: Tensor, batches: Sequence[Any]) -> str:
-    """Return the line that normalizes images; `Normalize` scales bytes to 0 to 1 first."""
-    images = [one for one in tree_leaves(batches[0]) if isinstance(one, Tensor) and one.ndim == 4]
-    unit = 255 if any(one.dtype is torch.uint8 for one in images) else 1
-    numbers = ["".join(f"{float(one) / unit:.4g}, " for one in each).rstrip() for each in (mean, std)]
-    return f"batches(..., augment=Normalize(mean=({numbers[0]}), std=({numbers[1]})))"
-
-
-def _double_precision(trainer: Trainer[Any], batches: Sequence[Any]) -> Iterator[Finding]:
-    """Find float64 weights and columns of a batch: NumPy's default, and rarely intended."""
-    wide = ("float64", "complex128", "torch.float64", "torch.complex128")
-    weights = [f"{root}.{name}" for root, name, one in parameters_of(trainer) if str(one.dtype) in wide]
-    leaves = [(name, one) for name, one in named_leaves(batches[0]) if isinstance(one, Tensor | np.ndarray)]
-    columns = [f"batch{name}" for name, one in leaves if one.ndim and str(one.dtype) in wide]
-    if weights or columns:
-        fixes = ["model.float()"] * bool(weights) + ["x.float(), or x.astype(np.float32), in the data"] * bool(columns)
-        yield Finding(
-            f"float64 {' and '.join(['model'] * bool(weights) + ['data'] * bool(columns))}",
-            f"double precision: {listed([*weights[:2], *columns])}" + (f" ({len(weights)} weights)" if weights else ""),
-            "float64 takes twice the memory of float32 and twice the time or more: far more on most GPUs",
-            " and ".join(fixes),
-            (*weights, *columns),
-            level="note" if torch.get_default_dtype() is torch.float64 else "problem",
-        )
+def _normalizing(rows: Tensor, batches: Sequence[Any], *, images: bool) -> str:
+    """Return the line that normalizes; `Normalize` scales bytes to 0 to 1 first."""
+    if not images or rows.shape[1] > 4 or not bool((rows.std(0) > 0).all()):
+        return "x = (x - x.mean(0)) / x.std(0).clamp_min(1e-6)  # of the training rows"
+    unit = 255 if any(isinstance(one, Tensor) and one.dtype is torch.uint8 for one in tree_leaves(batches[0])) else 1
+    mean, std = (tuple(round(float(one) / unit, 4) for one in each) for each in (rows.mean(0), rows.std(0)))
+    return f"batches(..., augment=Normalize(mean={mean}, std={std}))"

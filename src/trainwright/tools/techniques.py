@@ -1,0 +1,229 @@
+"""The eight techniques that `advise` tries, and settings of the process that it names."""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from trainwright.acceleration.compilation import find_regions
+from trainwright.core.device import usable_cores
+from trainwright.core.errors import TrainwrightError
+from trainwright.core.trees import parameters_in
+from trainwright.data.batches import batches
+from trainwright.data.row_batches import Batches
+from trainwright.data.sources import open_source
+from trainwright.modules.activations import checkpoint_activations, is_recomputed
+from trainwright.tools.batching import joined
+from trainwright.trainer import Trainer
+
+COMPILING = 40.0
+"""Seconds that compiling may take."""
+WORKERS = 4
+"""Workers that are tried, where there are cores for them."""
+_REDUCED = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Technique:
+    """One change to try, and how it is switched on."""
+
+    name: str
+    how: str = ""
+    """The line that switches it on."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Keywords of `variant`."""
+    around: Callable[[Trainer[Any]], AbstractContextManager[Any]] = lambda _: nullcontext()
+    """A context in which it is switched on, for what is no setting of the trainer."""
+    data: Any = None
+    """The source it reads; None: the one that it is compared with."""
+    why_not: str = ""
+    """Why it cannot be tried, or is on."""
+    reads: bool = False
+    """Whether it is compared on updates that read the user's data rather than ready batches."""
+    start: float = 0.0
+    """Seconds that its first updates may take; above 0 one block is timed in place of many."""
+    same_numbers: bool = True
+    """Whether the loss should be the same up to rounding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSetting:
+    """A setting of the process that may pay; not measured."""
+
+    name: str
+    how: str
+    """The line to write: in the shell, or first in the script."""
+    note: str = ""
+    """Where it pays."""
+
+
+def techniques(
+    trainer: Trainer[Any], train: Any, ready: list[Any], *, seconds_per_row: float, patience: float
+) -> list[Technique]:
+    """Return the techniques for this trainer, its data and ready batches of them.
+
+    `seconds_per_row`: the time to read a row; data that take longer than `patience` seconds are not copied to memory.
+    """
+    of_data = [_workers(train), _in_memory(train, seconds_per_row=seconds_per_row, patience=patience)]
+    of_model = [make(trainer) for make in (_bf16, _fused, _compile, _channels_last, _checkpointing)]
+    return [*of_model, _larger_batch(ready), *of_data]
+
+
+def _bf16(trainer: Trainer[Any]) -> Technique:
+    why_not = "it is on" if str(trainer.precision) == "bf16" else ""
+    if not why_not and any(p.dtype in _REDUCED for p in trainer.model.parameters()):
+        why_not = "the weights are of reduced precision themselves"
+    how = 'Trainer(..., precision="bf16")'
+    return Technique(name="bf16", how=how, settings={"precision": "bf16"}, why_not=why_not)
+
+
+def _fused(trainer: Trainer[Any]) -> Technique:
+    optimizers = list(trainer.optimizers.values())
+    names = sorted({type(one).__name__ for one in optimizers})
+    kind = next((name for name in names if name in dir(torch.optim)), "AdamW")
+    why_not = ""
+    if any("fused" not in one.defaults or not hasattr(torch.optim, type(one).__name__) for one in optimizers):
+        why_not = f"{' and '.join(names)} of this kind cannot be fused"
+    elif any(p.dtype in _REDUCED for p in parameters_in(*optimizers)):
+        why_not = "the weights are of reduced precision"  # torch's fused SGD with momentum refuses them on the CPU
+    elif all(group.get("fused") for one in optimizers for group in one.param_groups):
+        why_not = "it is on"
+    how = f"torch.optim.{kind}(..., fused=True)"
+    return Technique(name="fused optimizer", how=how, around=_with_fused_optimizers, why_not=why_not)
+
+
+@contextmanager
+def _with_fused_optimizers(trainer: Trainer[Any]) -> Iterator[None]:
+    """Replace the optimizers by fused ones of the same class, settings and parameters."""
+    own = dict(trainer.optimizers)
+    try:
+        for name, optimizer in own.items():
+            kind: Any = type(optimizer)
+            groups = [{**group, "fused": True, "foreach": None} for group in optimizer.param_groups]
+            trainer.optimizers[name] = kind(groups)
+        yield
+    finally:
+        trainer.optimizers.update(own)
+
+
+def _compile(trainer: Trainer[Any]) -> Technique:
+    return Technique(
+        name="compile",
+        how='Trainer(..., fast=Fast(compile="regional"))',
+        settings={"fast": replace(trainer.fast, compile="regional")},
+        why_not="" if trainer.fast.compile is None else "it is on",
+        start=COMPILING,
+    )
+
+
+def _channels_last(trainer: Trainer[Any]) -> Technique:
+    images = any(isinstance(module, nn.Conv2d | nn.ConvTranspose2d) for module in trainer.model.modules())
+    on = "it is on" if trainer.fast.channels_last is True else ""
+    return Technique(
+        name="channels-last",
+        how="Trainer(..., fast=Fast(channels_last=True))",
+        settings={"fast": replace(trainer.fast, channels_last=True)},
+        why_not=on if images else "the model has no convolution over images",
+    )
+
+
+def _checkpointing(trainer: Trainer[Any]) -> Technique:
+    blocks = find_regions(trainer.model, "regional")
+    kinds = {type(block) for block in blocks} if blocks != [trainer.model] else set()
+    names = ", ".join(sorted(kind.__name__ for kind in kinds)) or "Block"
+    on = any(map(is_recomputed, trainer.model.modules()))
+    return Technique(
+        name="activation checkpointing",
+        how=f"checkpoint_activations(model, blocks={{{names}}})",
+        around=lambda twin: checkpoint_activations(twin.model, blocks=kinds),
+        why_not="it is on" if on else "" if kinds else "the model repeats no block of layers",
+    )
+
+
+def _larger_batch(ready: list[Any]) -> Technique:
+    how = "batches of twice the rows, and every lr times 2 (SGD) or 1.41 (Adam)"
+    technique = Technique(name="batch size x2", how=how, same_numbers=False)
+    if len(ready) < 2:
+        return replace(technique, why_not="it takes two batches")
+    try:
+        pairs = [joined(ready[i : i + 2]) for i in range(0, len(ready) - 1, 2)]
+    except TrainwrightError as error:
+        return replace(technique, why_not=str(error).splitlines()[0])
+    return replace(technique, data=open_source(pairs))
+
+
+def _workers(train: Any) -> Technique:
+    """Try workers where there are none, and none where there are some."""
+    now = train.num_workers if isinstance(train, DataLoader) else 0
+    now = train._settings.workers if isinstance(train, Batches) else now
+    number = 0 if now else min(WORKERS, usable_cores())
+    how = f"DataLoader(..., num_workers={number})  # or batches(..., workers={number})"
+    technique = Technique(name=f"{number} worker{'' if number == 1 else 's'}", how=how, reads=True)
+    if isinstance(train, Batches) and not train.in_memory:
+        other = copy.copy(train)
+        other._settings = replace(train._settings, workers=number)
+        return replace(technique, data=open_source(other))
+    if isinstance(train, Batches) or (type(train) is DataLoader and type(train.dataset) is TensorDataset):
+        return replace(technique, why_not="a batch is one gather from memory")
+    if type(train) is not DataLoader or train.batch_sampler is None or isinstance(train.dataset, IterableDataset):
+        return replace(technique, why_not=f"a {type(train).__name__} of batches has no rows that workers could read")
+    loader = DataLoader(
+        train.dataset,
+        batch_sampler=train.batch_sampler,
+        num_workers=number,
+        collate_fn=train.collate_fn,
+        pin_memory=train.pin_memory,
+        worker_init_fn=train.worker_init_fn,
+        generator=train.generator,
+    )
+    return replace(technique, data=open_source(loader))
+
+
+def _in_memory(train: Any, *, seconds_per_row: float, patience: float) -> Technique:
+    how = "batches(data_set, ..., in_memory=True)"
+    technique = Technique(name="in memory", how=how, reads=True, same_numbers=False)
+    data_set: Any = train.dataset if isinstance(train, DataLoader) else None
+    if isinstance(train, Batches):
+        data_set = getattr(train._data, "dataset", None)
+    source: Any = open_source(train) if isinstance(train, DataLoader | Batches) else None
+    if source is not None and (source.in_memory or type(data_set) is TensorDataset):
+        return replace(technique, why_not="it is on")
+    if data_set is None or isinstance(data_set, IterableDataset):
+        return replace(technique, why_not="there is no map-style data set to read")
+    reading = 2 * seconds_per_row * len(data_set)
+    if reading > patience:
+        return replace(technique, why_not=f"to read all rows takes about {reading:.0f} s; try it by hand")
+    try:
+        copied = batches(data_set, source.batch_size or 1, shuffle=True, seed=0, in_memory=True)
+    except TrainwrightError as error:
+        return replace(technique, why_not=str(error).splitlines()[0])
+    return replace(technique, data=open_source(copied))
+
+
+def process_settings(device: torch.device) -> list[ProcessSetting]:
+    """Return the settings of the process that may pay on this machine and are not set. They are not measured."""
+    cores, cpu, linux = usable_cores(), device.type == "cpu", sys.platform == "linux"
+    threads, interop = torch.get_num_threads(), torch.get_num_interop_threads()
+    offered = [
+        (torch.is_anomaly_enabled(), "anomaly mode off", "torch.autograd.set_detect_anomaly(False)", ""),
+        (not cpu, "tf32", 'Trainer(..., precision="tf32")', "float32 matrices and convolutions"),
+        (not cpu, "no waiting", 'torch.cuda.set_sync_debug_mode("warn")', "names lines that wait, such as loss.item()"),
+        (threads != cores, f"{cores} threads", f"OMP_NUM_THREADS={cores} python train.py", "large layers"),
+        (threads != 1, "1 thread", "OMP_NUM_THREADS=1 python train.py", "small layers, a busy machine"),
+        (interop != 1, "1 interop thread", "torch.set_num_interop_threads(1)", "a model without parallel branches"),
+        (cores > 1, "bound threads", "OMP_PROC_BIND=close OMP_PLACES=cores python train.py", "a machine of your own"),
+        (linux, "jemalloc", "LD_PRELOAD=libjemalloc.so.2 python train.py", "large temporaries"),
+        (linux, "huge pages", "THP_MEM_ALLOC_ENABLE=1 python train.py", "large temporaries"),
+        (cpu, "flush denormal", "torch.set_flush_denormal(True)", "numbers that fade over many steps"),
+    ]
+    settings = [ProcessSetting(name=name, how=how, note=note) for applies, name, how, note in offered if applies]
+    return [one for one in settings if one.how.partition("=")[0] not in os.environ]
