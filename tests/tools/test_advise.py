@@ -301,25 +301,23 @@ def test_every_technique_is_in_the_table_tried_or_with_the_reason_why_not(ready_
 
 def test_settings_of_the_process_are_advice_in_words(ready_made):
     advice, _ = ready_made
-    assert {"1 interop thread", "flush denormal"} <= {one.name for one in advice.settings}
+    assert any(one.startswith("torch.set_num_interop_threads(1)") for one in advice.settings)
     assert not {one.name for one in advice.tried} & {"flush denormal", "gc freeze", "set_to_none=False", "2 threads"}
-    assert " by hand   flush denormal: torch.set_flush_denormal(True)" in str(advice)
+    assert " by hand   torch.set_flush_denormal(True)  #" in str(advice)
 
 
 def test_a_setting_of_the_environment_is_not_advised_twice(monkeypatch):
-    cpu = torch.device("cpu")
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.delenv("LD_PRELOAD", raising=False)
-    assert "jemalloc" in {one.name for one in process_settings(cpu)}
+    assert "libjemalloc" in str(process_settings(torch.device("cpu")))
     monkeypatch.setenv("LD_PRELOAD", "libjemalloc.so.2")
-    assert "jemalloc" not in {one.name for one in process_settings(cpu)}
+    assert "libjemalloc" not in str(process_settings(torch.device("cpu")))
 
 
 def test_anomaly_mode_is_a_setting_to_switch_off():
-    cpu = torch.device("cpu")
-    assert "anomaly mode off" not in {one.name for one in process_settings(cpu)}
+    assert "anomaly" not in str(process_settings(torch.device("cpu")))
     with torch.autograd.set_detect_anomaly(True):
-        assert "anomaly mode off" in {one.name for one in process_settings(cpu)}
+        assert "anomaly" in str(process_settings(torch.device("cpu")))
 
 
 def test_what_changes_no_number_is_seen_to_change_none(ready_made):

@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from trainwright.tools.findings import Finding
-from trainwright.tools.techniques import ProcessSetting
 from trainwright.tools.timing import Phases
 
 FEWEST = 3
@@ -199,8 +198,8 @@ class Advice:
     """Of the trainer against itself: on "ready" batches, and with the "loader"."""
     phases: Phases
     findings: tuple[Finding, ...]
-    settings: tuple[ProcessSetting, ...]
-    """Settings of the process that may pay: not measured."""
+    settings: tuple[str, ...]
+    """Lines of settings of the process that may pay: not measured."""
     rows_per_second: float
     """Of the trainer as it is, on the user's own data."""
     memory: int
@@ -249,7 +248,7 @@ class Advice:
                 f" of what   {reading}: of updates that read the data; the others: of updates on ready batches"
             )
         lines += [f" not tried {one.name}: {one.why_not}  [{one.how}]" for one in self.tried if one.speedup is None]
-        return "\n".join([*lines, *(f" by hand   {one.name}: {one.how}  {one.note}".rstrip() for one in self.settings)])
+        return "\n".join([*lines, *(f" by hand   {one}" for one in self.settings)])
 
     def _noise(self) -> list[str]:
         lines = []

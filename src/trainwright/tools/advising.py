@@ -60,10 +60,9 @@ def advise(
     """
     check_trainer(trainer, "advise")
     check_number(seconds, f"advise(seconds={seconds!r})", above=0, what="seconds,", fix="seconds=60")
-    budget = Budget(seconds)
     with traceless(trainer) as before, data_kept(train):
         source = open_afresh(train, batch_size=batch_size)
-        trials = _TrialRunner(trainer, before, budget)
+        trials = _TrialRunner(trainer, before, seconds=seconds)
         trials.calibrate(open_afresh(ready(trainer, train, updates=2, batch_size=batch_size)))
         drawn = ready(trainer, train, updates=trials.updates + WARM, batch_size=batch_size)
         batches = [compact(batch) for batch in drawn]
@@ -71,7 +70,7 @@ def advise(
         before.restore()
         phases = measure_phases(trainer, before, source, updates=trials.updates)
         row = trials.seconds_per_row * phases.data / max(phases.total - phases.data, 1e-9)
-        wanted = techniques(trainer, train, batches, seconds_per_row=row, patience=min(0.1 * seconds, budget.left))
+        wanted = techniques(trainer, train, batches, seconds_per_row=row, patience=min(0.1 * seconds, trials.left))
         memory, noise, tried = trials.run(wanted, {"ready": open_afresh(batches), "loader": source})
         total = run_block(trainer, before, Technique(name="as it is", data=source), updates=trials.updates, warm=1)
     return Advice(
@@ -82,26 +81,9 @@ def advise(
         settings=tuple(process_settings(trainer.device)),
         rows_per_second=1 / total.seconds[0],
         memory=memory,
-        seconds=budget.spent,
+        seconds=trials.spent,
         device=torch.cuda.get_device_name(trainer.device) if trainer.device.type == "cuda" else str(trainer.device),
     )
-
-
-class Budget:
-    """A number of seconds to spend."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds, self._begun = seconds, time.perf_counter()
-
-    @property
-    def spent(self) -> float:
-        """Seconds since it was made."""
-        return time.perf_counter() - self._begun
-
-    @property
-    def left(self) -> float:
-        """Seconds left for trials; negative once they are over."""
-        return PLANNED * self.seconds - self.spent
 
 
 @dataclass(slots=True)
@@ -141,19 +123,30 @@ class _Pairs:
 class _TrialRunner:
     """Runs blocks of updates of one trainer in turns, within a budget."""
 
-    def __init__(self, trainer: Trainer[Any], before: TrainerSnapshot, budget: Budget) -> None:
-        self._trainer, self._before, self._budget = trainer, before, budget
+    def __init__(self, trainer: Trainer[Any], before: TrainerSnapshot, *, seconds: float) -> None:
+        self._trainer, self._before, self._seconds = trainer, before, seconds
+        self._begun = time.perf_counter()
         self.updates = 1
         """Updates of one block."""
         self.seconds_per_row = 0.0
         """Of the trainer as it is, on ready batches."""
+
+    @property
+    def spent(self) -> float:
+        """Seconds since it was made."""
+        return time.perf_counter() - self._begun
+
+    @property
+    def left(self) -> float:
+        """Seconds left for trials; negative once they are over."""
+        return PLANNED * self._seconds - self.spent
 
     def calibrate(self, source: Any) -> None:
         """Find how many updates a block may have; the first of two blocks warms up."""
         for _ in range(2):
             block = run_block(self._trainer, self._before, Technique(name="as it is", data=source), updates=2, warm=1)
         self.seconds_per_row = block.seconds[0]
-        length = min(BLOCK, self._budget.seconds / 400)
+        length = min(BLOCK, self._seconds / 400)
         self.updates = max(1, min(READY - WARM, round(length * block.updates_per_second)))
 
     def run(self, wanted: Sequence[Technique], sources: dict[str, Any]) -> tuple[int, dict[str, Noise], list[Effect]]:
@@ -184,49 +177,38 @@ class _TrialRunner:
 
     def _take_turns(self, quick: Sequence[_Pairs], slow: Sequence[_Pairs]) -> None:
         starts = [one.technique.start for one in slow]
-        reserve = 1.5 * sum(start for start in starts if SHARE * start <= self._budget.seconds)
-        for turn in range(ROUNDS):
+        reserve = 1.5 * sum(start for start in starts if SHARE * start <= self._seconds)
+        for turn in range(ROUNDS):  # pairs alternate their order: the second block finds warm caches
             start = turn % len(quick)
             able = [one for one in [*quick[start:], *quick[:start]] if not one.why_not]
             for one in able:
-                if self._budget.left - reserve > 2 * one.seconds:
-                    self._take_turn(one, technique_first=turn % 2 == 1)
-            if self._budget.left - reserve <= 2 * min((one.seconds for one in able), default=0.0):
+                if self.left - reserve > 2 * one.seconds:
+                    self._time_pair(one, technique_first=turn % 2 == 1)
+            if self.left - reserve <= 2 * min((one.seconds for one in able), default=0.0):
                 break
-
-    def _take_turn(self, one: _Pairs, *, technique_first: bool) -> None:
-        """Time a block without and one with the technique; the order alternates: the second finds warm caches."""
-        begun = time.perf_counter()
-        block = self._block(one) if technique_first else None
-        if one.why_not:
-            return
-        base = run_block(self._trainer, self._before, one.base, updates=self.updates, warm=WARM)
-        block = block or self._block(one)
-        one.seconds = time.perf_counter() - begun
-        if block is not None:
-            one.add(base, block)
 
     def _start_slowly(self, one: _Pairs) -> None:
         """Time one block of several segments, where the first update takes long, if the time that is left allows."""
         start = one.technique.start
-        if self._budget.left < start:
+        if self.left < start:
             one.why_not = f"it may take {start:.0f} s to begin with; give seconds={SHARE * start:.0f} or more"
-            return
-        how = {"updates": self.updates, "warm": WARM_COMPILED, "segments": 5}
-        base = run_block(self._trainer, self._before, one.base, **how)
-        block = self._block(one, warm=WARM_COMPILED, segments=5)
-        if block is not None:
-            one.add(base, block)
+        else:
+            self._time_pair(one, warm=WARM_COMPILED, segments=5)
 
-    def _block(self, one: _Pairs, *, warm: int = WARM, segments: int = 1) -> Block | None:
-        """Time a block of a technique; an error is the reason why it is not tried."""
-        how = {"updates": self.updates, "warm": warm, "segments": segments}
+    def _time_pair(self, one: _Pairs, *, technique_first: bool = False, warm: int = WARM, segments: int = 1) -> None:
+        """Time a block without and one with the technique; an error is the reason why it is not tried."""
+        begun, blocks = time.perf_counter(), {}
         try:
-            return run_block(self._trainer, self._before, one.technique, **how)
+            for with_technique in (technique_first, not technique_first):
+                technique = one.technique if with_technique else one.base
+                how = {"updates": self.updates, "warm": warm, "segments": segments}
+                blocks[with_technique] = run_block(self._trainer, self._before, technique, **how)
         except Exception as error:
             one.why_not = first_line(error, 160)
             one.ratios.clear()
-            return None
+        else:
+            one.add(blocks[False], blocks[True])
+        one.seconds = time.perf_counter() - begun
 
     def _measure_memory(self, found: Sequence[_Pairs], base: Technique) -> int:
         """Return the memory of an update as it is, and set that of quick techniques relative to it."""

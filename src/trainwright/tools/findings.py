@@ -31,7 +31,7 @@ ROUNDING = 0.02
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _INPUT_LAYERS = (nn.Linear, nn.RNNBase, *_CONVOLUTIONS)
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-_DROPOUT_FUNCTIONS = frozenset({"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout"})
+_DROPOUT_FUNCTIONS = frozenset({"dropout", "dropout1d", "dropout2d", "dropout3d"})
 _LOSSES = {
     "cross_entropy": "CrossEntropyLoss",
     "nll_loss": "NLLLoss",
@@ -158,7 +158,7 @@ class _Watch(TorchFunctionMode):
         if name in _LOSSES:
             self._note_loss(name, args[0] if args else kwargs["input"])
         elif name in _DROPOUT_FUNCTIONS:
-            settings = {"p": 0.5, "training": name != "alpha_dropout"} | kwargs
+            settings = {"p": 0.5, "training": True} | kwargs
             settings |= dict(zip(("input", "p", "training"), args, strict=False))
             self._note_dropout(bool(settings["training"] and settings["p"]))
         elif name == "scaled_dot_product_attention":
@@ -242,7 +242,7 @@ def _biases(watch: _Watch) -> Iterator[Finding]:
     largest, layers = watch.largest_gradients, []
     for layer in watch.norm_of:
         bias, weight = (largest.get(id(getattr(layer, name)), 0.0) for name in ("bias", "weight"))
-        if bias <= ROUNDING * weight:
+        if weight and bias <= ROUNDING * weight:
             layers.append(layer)
     if layers:
         pairs = [f"{watch.names[layer]} before {watch.names[watch.norm_of[layer]]}" for layer in layers]

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from trainwright.acceleration.compilation import find_regions
 from trainwright.core.device import usable_cores
 from trainwright.core.errors import TrainwrightError
-from trainwright.core.trees import parameters_in
 from trainwright.data.batches import batches
 from trainwright.data.row_batches import Batches
 from trainwright.data.sources import open_source
@@ -29,7 +28,6 @@ COMPILING = 40.0
 """Seconds that compiling may take."""
 WORKERS = 4
 """Workers that are tried, where there are cores for them."""
-_REDUCED = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,17 +53,6 @@ class Technique:
     """Whether the loss should be the same up to rounding."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessSetting:
-    """A setting of the process that may pay; not measured."""
-
-    name: str
-    how: str
-    """The line to write: in the shell, or first in the script."""
-    note: str = ""
-    """Where it pays."""
-
-
 def techniques(
     trainer: Trainer[Any], train: Any, ready: list[Any], *, seconds_per_row: float, patience: float
 ) -> list[Technique]:
@@ -79,11 +66,8 @@ def techniques(
 
 
 def _bf16(trainer: Trainer[Any]) -> Technique:
-    why_not = "it is on" if str(trainer.precision) == "bf16" else ""
-    if not why_not and any(p.dtype in _REDUCED for p in trainer.model.parameters()):
-        why_not = "the weights are of reduced precision themselves"
-    how = 'Trainer(..., precision="bf16")'
-    return Technique(name="bf16", how=how, settings={"precision": "bf16"}, why_not=why_not)
+    how, on = 'Trainer(..., precision="bf16")', str(trainer.precision) == "bf16"
+    return Technique(name="bf16", how=how, settings={"precision": "bf16"}, why_not="it is on" if on else "")
 
 
 def _fused(trainer: Trainer[Any]) -> Technique:
@@ -93,8 +77,6 @@ def _fused(trainer: Trainer[Any]) -> Technique:
     why_not = ""
     if any("fused" not in one.defaults or not hasattr(torch.optim, type(one).__name__) for one in optimizers):
         why_not = f"{' and '.join(names)} of this kind cannot be fused"
-    elif any(p.dtype in _REDUCED for p in parameters_in(*optimizers)):
-        why_not = "the weights are of reduced precision"  # torch's fused SGD with momentum refuses them on the CPU
     elif all(group.get("fused") for one in optimizers for group in one.param_groups):
         why_not = "it is on"
     how = f"torch.optim.{kind}(..., fused=True)"
@@ -209,21 +191,20 @@ def _in_memory(train: Any, *, seconds_per_row: float, patience: float) -> Techni
     return replace(technique, data=open_source(copied))
 
 
-def process_settings(device: torch.device) -> list[ProcessSetting]:
-    """Return the settings of the process that may pay on this machine and are not set. They are not measured."""
+def process_settings(device: torch.device) -> list[str]:
+    """Return the lines of settings of the process that may pay on this machine and are not set; not measured."""
     cores, cpu, linux = usable_cores(), device.type == "cpu", sys.platform == "linux"
     threads, interop = torch.get_num_threads(), torch.get_num_interop_threads()
     offered = [
-        (torch.is_anomaly_enabled(), "anomaly mode off", "torch.autograd.set_detect_anomaly(False)", ""),
-        (not cpu, "tf32", 'Trainer(..., precision="tf32")', "float32 matrices and convolutions"),
-        (not cpu, "no waiting", 'torch.cuda.set_sync_debug_mode("warn")', "names lines that wait, such as loss.item()"),
-        (threads != cores, f"{cores} threads", f"OMP_NUM_THREADS={cores} python train.py", "large layers"),
-        (threads != 1, "1 thread", "OMP_NUM_THREADS=1 python train.py", "small layers, a busy machine"),
-        (interop != 1, "1 interop thread", "torch.set_num_interop_threads(1)", "a model without parallel branches"),
-        (cores > 1, "bound threads", "OMP_PROC_BIND=close OMP_PLACES=cores python train.py", "a machine of your own"),
-        (linux, "jemalloc", "LD_PRELOAD=libjemalloc.so.2 python train.py", "large temporaries"),
-        (linux, "huge pages", "THP_MEM_ALLOC_ENABLE=1 python train.py", "large temporaries"),
-        (cpu, "flush denormal", "torch.set_flush_denormal(True)", "numbers that fade over many steps"),
+        (torch.is_anomaly_enabled(), "torch.autograd.set_detect_anomaly(False)", "anomaly mode makes updates slow"),
+        (not cpu, 'Trainer(..., precision="tf32")', "float32 matrices and convolutions"),
+        (not cpu, 'torch.cuda.set_sync_debug_mode("warn")', "names lines that wait for the GPU, such as loss.item()"),
+        (threads != cores, f"OMP_NUM_THREADS={cores} python train.py", "large layers"),
+        (threads != 1, "OMP_NUM_THREADS=1 python train.py", "small layers, a busy machine"),
+        (interop != 1, "torch.set_num_interop_threads(1)", "a model without parallel branches"),
+        (cores > 1, "OMP_PROC_BIND=close OMP_PLACES=cores python train.py", "a machine of your own"),
+        (linux, "LD_PRELOAD=libjemalloc.so.2 python train.py", "large temporaries"),
+        (linux, "THP_MEM_ALLOC_ENABLE=1 python train.py", "large temporaries: huge pages"),
+        (cpu, "torch.set_flush_denormal(True)", "numbers that fade over many steps"),
     ]
-    settings = [ProcessSetting(name=name, how=how, note=note) for applies, name, how, note in offered if applies]
-    return [one for one in settings if one.how.partition("=")[0] not in os.environ]
+    return [f"{how}  # {note}" for applies, how, note in offered if applies and how.partition("=")[0] not in os.environ]
