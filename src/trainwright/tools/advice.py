@@ -96,32 +96,25 @@ class Effect:
     @property
     def is_worth_it(self) -> bool:
         """Whether it is faster beyond the noise, and not slower by the wall clock."""
-        if self.speedup is None or self.spread is None or self._is_longer:
-            return False
-        return self._is_clear(self.speedup, self.spread[0])
+        return self._direction > 0
 
     @property
     def is_slower(self) -> bool:
-        """Whether it is slower beyond the noise."""
-        if self.speedup is None or self.spread is None:
-            return False
-        return self._is_longer or self._is_clear(1 / self.speedup, 1 / self.spread[1])
+        """Whether it is slower beyond the noise, or by the wall clock."""
+        return self._direction < 0
 
     @property
-    def _is_longer(self) -> bool:
-        """Less CPU time may take longer: work of several threads that one of them does now."""
-        if self.wall is None or self.wall_floor is None or self.trials < FEWEST:
-            return False
-        return 1 / self.wall >= max(self._least, self.wall_floor)
-
-    @property
-    def _least(self) -> float:
-        return CLEAR if self.trials >= SEVERAL else CLEAR_OF_FEW
-
-    def _is_clear(self, ratio: float, quartile: float) -> bool:
-        if self.floor is None or self.trials < FEWEST:
-            return False
-        return ratio >= max(self._least, self.floor) and quartile > 1
+    def _direction(self) -> int:
+        """1 for faster, -1 for slower, 0 where noise explains the difference."""
+        if self.speedup is None or self.spread is None or self.floor is None or self.trials < FEWEST:
+            return 0
+        least = CLEAR if self.trials >= SEVERAL else CLEAR_OF_FEW
+        limit = max(least, self.floor)
+        if self.wall is not None and self.wall_floor is not None and 1 / self.wall >= max(least, self.wall_floor):
+            return -1  # less CPU time, but longer: work of several threads that one of them does now
+        if self.speedup <= 1 / limit and self.spread[1] < 1:
+            return -1
+        return int(self.speedup >= limit and self.spread[0] > 1)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, the verdict included."""

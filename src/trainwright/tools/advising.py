@@ -32,7 +32,7 @@ WARM_COMPILED = 8
 PLANNED = 0.9
 """Share of the seconds that trials are planned for: a block that has begun is finished."""
 SHARE = 3
-"""Time is reserved for a technique that starts slowly where the budget is so many times its start."""
+"""A technique that starts slowly is tried where the budget is so many times its start."""
 READY = 24
 """Updates for which ready batches are drawn at most."""
 
@@ -152,22 +152,16 @@ class _TrialRunner:
     def run(self, wanted: Sequence[Technique], sources: dict[str, Any]) -> tuple[int, dict[str, Noise], list[Effect]]:
         """Try all in turns until the budget is spent; return the memory of an update, the noise, and the effects."""
         bases = {name: Technique(name="as it is", data=data, reads=name == "loader") for name, data in sources.items()}
-        controls = {name: self._pairs(base, base) for name, base in bases.items()}
         found = [self._pairs(one, bases["loader" if one.reads else "ready"]) for one in wanted]
+        kinds = ["ready", *(["loader"] if any(one.reads and not one.why_not for one in wanted) else [])]
+        controls = {name: self._pairs(bases[name], bases[name]) for name in kinds}
         memory = self._measure_memory(found, bases["ready"])
-        if not any(one.technique.reads and not one.why_not for one in found):
-            del controls["loader"]
-        slow = [one for one in found if one.technique.start and not one.why_not]
-        self._take_turns([*controls.values(), *(one for one in found if not one.technique.start)], slow)
-        for one in slow:
-            self._start_slowly(one)
+        for one in found:
+            if one.technique.start and not one.why_not:
+                self._start_slowly(one)
+        self._take_turns([*controls.values(), *(one for one in found if not one.technique.start)])
         noise = {name: noise_of(one.ratios, wall=one.wall, clock=one.clock) for name, one in controls.items()}
-        unknown = noise_of([], wall=[], clock="wall clock")
-        return (
-            memory,
-            noise,
-            [one.effect(noise.get("loader" if one.technique.reads else "ready", unknown)) for one in found],
-        )
+        return memory, noise, [one.effect(noise[kinds[-1] if one.technique.reads else "ready"]) for one in found]
 
     def _pairs(self, technique: Technique, base: Technique) -> _Pairs:
         """Waiting for data, and for an accelerator, takes no CPU time: the clock judges those."""
@@ -175,22 +169,20 @@ class _TrialRunner:
         clock = "CPU time" if by_cpu else "wall clock"
         return _Pairs(replace(technique, data=technique.data or base.data), base, clock, why_not=technique.why_not)
 
-    def _take_turns(self, quick: Sequence[_Pairs], slow: Sequence[_Pairs]) -> None:
-        starts = [one.technique.start for one in slow]
-        reserve = 1.5 * sum(start for start in starts if SHARE * start <= self._seconds)
+    def _take_turns(self, quick: Sequence[_Pairs]) -> None:
         for turn in range(ROUNDS):  # pairs alternate their order: the second block finds warm caches
             start = turn % len(quick)
             able = [one for one in [*quick[start:], *quick[:start]] if not one.why_not]
             for one in able:
-                if self.left - reserve > 2 * one.seconds:
+                if self.left > 2 * one.seconds:
                     self._time_pair(one, technique_first=turn % 2 == 1)
-            if self.left - reserve <= 2 * min((one.seconds for one in able), default=0.0):
+            if self.left <= 2 * min((one.seconds for one in able), default=0.0):
                 break
 
     def _start_slowly(self, one: _Pairs) -> None:
-        """Time one block of several segments, where the first update takes long, if the time that is left allows."""
-        start = one.technique.start
-        if self.left < start:
+        """Time one block of several segments, where the first update takes long, if the budget allows."""
+        if self._seconds < SHARE * one.technique.start:
+            start = one.technique.start
             one.why_not = f"it may take {start:.0f} s to begin with; give seconds={SHARE * start:.0f} or more"
         else:
             self._time_pair(one, warm=WARM_COMPILED, segments=5)

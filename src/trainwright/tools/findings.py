@@ -197,10 +197,9 @@ class _Watch(TorchFunctionMode):
 
     def _note_dropout(self, active: bool) -> None:
         layer = self._running[-1] if self._running else None
-        if active and isinstance(layer, _DROPOUTS):
-            self.active_dropouts.append(self.names[layer])
-        elif active:
-            self.active_dropouts.append(user_line() or (self.names[layer] if layer is not None else "the step"))
+        if active:
+            own = isinstance(layer, _DROPOUTS)
+            self.active_dropouts.append(self.names[layer] if own else user_line() or "the step")
 
     def _note_loss(self, name: str, output: Tensor) -> None:
         node = output.grad_fn

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from itertools import chain, count, pairwise
+from itertools import count, pairwise
 from typing import Any, cast
 
 import torch
@@ -32,8 +32,6 @@ class Block:
     updates_per_second: float
     loss: float | None
     """The mean loss of all updates; None where a custom `update` returns none."""
-    peak: int | None = None
-    """Bytes that the allocator of a GPU had at most beside those before."""
 
 
 def run_block(
@@ -44,17 +42,11 @@ def run_block(
     They are one `fit` of a variant of the trainer, so that the time is that of `fit`. The clock is read where the loop
     asks for the first micro-batch of a window: all updates before are made, and the device has finished them.
     """
-    cuda, held = trainer.device.type == "cuda", 0
-    if cuda:
-        synchronize(trainer.device)
-        torch.cuda.reset_peak_memory_stats(trainer.device)
-        held = torch.cuda.memory_allocated(trainer.device)
     try:
         with technique.around(trainer):
             twin = variant(trainer, **{"average": trainer.average, **technique.settings})
             clock = Clock(twin, warm=warm, updates=updates, segments=segments)
             result = twin.fit(clock.over(technique.data), epochs=1)
-            peak = torch.cuda.max_memory_allocated(trainer.device) - held if cuda else None
             free_transfer_memory(twin._hooks)
     finally:
         before.restore()
@@ -63,22 +55,20 @@ def run_block(
         cpu=clock.per_row(clock.cpu_stamps),
         updates_per_second=segments * updates / (clock.stamps[-1] - clock.stamps[0]),
         loss=result.history[-1].get("loss"),
-        peak=peak,
     )
 
 
 def peak_memory(trainer: Trainer[Any], before: TrainerSnapshot, technique: Technique) -> int:
-    """Return the most bytes of tensors alive in one update beside those that existed before it."""
+    """Return the most bytes alive in one update beside those before it: of the allocator on CUDA, else of tensors."""
     if trainer.device.type == "cuda":
-        return run_block(trainer, before, technique, updates=1, warm=1).peak or 0
-    with technique.around(trainer):
-        twin = variant(trainer, **{"average": trainer.average, **technique.settings})
-        living = Living(before.tensors)
-        try:
-            with living:
-                twin.fit(Clock(twin, warm=0, updates=1, segments=1).over(technique.data), epochs=1)
-        finally:
-            before.restore()
+        synchronize(trainer.device)
+        torch.cuda.reset_peak_memory_stats(trainer.device)
+        allocated = torch.cuda.memory_allocated(trainer.device)
+        run_block(trainer, before, technique, updates=1, warm=1)
+        return torch.cuda.max_memory_allocated(trainer.device) - allocated
+    living = Living(before.tensors)
+    with living:
+        run_block(trainer, before, technique, updates=1, warm=0)
     return living.peak
 
 
@@ -106,9 +96,18 @@ class Clock:
         """Return the data with an epoch of as many micro-batches as the trial takes; passes repeat."""
         aside: Any = source.beside()
         aside = copy.copy(source) if aside is source else aside
-        epochs, total = aside.epoch, (self._warm + self._segments * self._updates) * self._every
+        epochs = aside.epoch
+
+        def passes() -> Iterator[Any]:
+            given = getattr(aside, "_given", None)  # known once the run has begun
+            for epoch in count():
+                if given is not None:
+                    aside._given = given  # a source that a run changes on the device expects one pass
+                yield from epochs(epoch)
+
+        total = (self._warm + self._segments * self._updates) * self._every
         aside.length, aside.rows = total, None
-        aside.epoch = lambda epoch, skip=0: self._timed(_all_as_the_first(aside, epochs), total)
+        aside.epoch = lambda epoch, skip=0: self._timed(passes(), total)
         return cast(Source, aside)
 
     @property
@@ -116,8 +115,7 @@ class Clock:
         """Whether the warm updates are over."""
         return bool(self.stamps)
 
-    def _timed(self, epochs: Callable[[int], Iterator[Any]], total: int) -> Iterator[Any]:
-        batches = chain.from_iterable(epochs(epoch) for epoch in count())
+    def _timed(self, batches: Iterator[Any], total: int) -> Iterator[Any]:
         for position in range(total):
             if position % self._every == 0:
                 self._read(position // self._every)
@@ -138,18 +136,6 @@ class Clock:
             self.stamps.append(time.perf_counter())
             self.cpu_stamps.append(time.process_time())
             self._rows.append(0)
-
-
-def _all_as_the_first(source: Any, epochs: Callable[[int], Iterator[Any]]) -> Callable[[int], Iterator[Any]]:
-    """Let every pass of a source that a run changes on the device be changed: it expects one pass."""
-    given = getattr(source, "_given", None)
-
-    def begun(epoch: int) -> Iterator[Any]:
-        if given is not None:
-            source._given = given
-        return epochs(epoch)
-
-    return begun
 
 
 def synchronize(device: torch.device) -> None:
