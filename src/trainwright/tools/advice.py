@@ -116,10 +116,6 @@ class Effect:
             return -1
         return int(self.speedup >= limit and self.spread[0] > 1)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data, the verdict included."""
-        return {**asdict(self), "verdict": self.verdict}
-
     def cells(self) -> list[str]:
         """Return the cells of its line in the printed table."""
         quartiles = "" if self.spread is None else f"{self.spread[0]:.2f}-{self.spread[1]:.2f}"
@@ -217,7 +213,7 @@ class Advice:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, as for JSON."""
-        tried = [one.to_dict() for one in self.tried]
+        tried = [{**asdict(one), "verdict": one.verdict} for one in self.tried]
         return {**asdict(self), "tried": tried, "shares": self.phases.shares, "reading": self.reading}
 
     def __str__(self) -> str:
@@ -235,11 +231,9 @@ class Advice:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         table = ("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows)
         lines += ["", *(f" {line}".rstrip() for line in table), "", *self._noise()]
-        if any(one.reads and one.speedup is not None for one in self.tried):
-            reading = ", ".join(one.name for one in self.tried if one.reads and one.speedup is not None)
-            lines.append(
-                f" of what   {reading}: of updates that read the data; the others: of updates on ready batches"
-            )
+        reading = ", ".join(one.name for one in self.tried if one.reads and one.speedup is not None)
+        if reading:
+            lines.append(f" of what   {reading}: updates that read the data; the others: updates on ready batches")
         lines += [f" not tried {one.name}: {one.why_not}  [{one.how}]" for one in self.tried if one.speedup is None]
         return "\n".join([*lines, *(f" by hand   {one}" for one in self.settings)])
 

@@ -39,12 +39,7 @@ READY = 24
 
 @suggests
 def advise(
-    trainer: Trainer[Any],
-    train: Any,
-    val: Any = None,
-    *,
-    seconds: float = 60,
-    batch_size: int | None = None,
+    trainer: Trainer[Any], train: Any, val: Any = None, *, seconds: float = 60, batch_size: int | None = None
 ) -> Advice:
     """Try techniques of efficient training on this trainer and these data; return what each gives, for printing.
 

@@ -71,7 +71,7 @@ def findings(
     Call it inside `traceless(trainer)`: it trains. An error of the step is raised as in `fit`, except for a loss that
     depends on no trained parameter, which is a finding.
     """
-    watch, error = _Watch(trainer), None
+    watch = _Watch(trainer)
     per_update = trainer.accumulate[0][1]
     updates = max(1, min(UPDATES, len(batches) // per_update))
     used = [batches[index % len(batches)] for index in range((updates + 1) * per_update)]  # the epoch does not end
@@ -81,9 +81,7 @@ def findings(
         except (RuntimeError, StepError) as caught:
             if "does not require grad" not in str(caught) and "reaches no weight" not in str(caught):
                 raise
-            error = caught
-    if error is not None:
-        return [_no_gradient(str(error).splitlines()[0])]
+            return [_no_gradient(str(caught).splitlines()[0])]
     found = [*_biases(watch), *_losses(watch), *_eval_modes(watch), *_unreached(watch, updates=updates)]
     found += _train_modes(_evaluate(trainer, batches, val, batch_size=batch_size))
     return [*found, *_inputs(watch, batches)]
