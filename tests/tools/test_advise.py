@@ -1,7 +1,7 @@
-"""`advise`: verdicts follow from recorded times, real trials leave no trace; its record is data.
+"""`advise`: verdicts follow from recorded times, trials leave no trace, and the result is plain data.
 
-No verdict here depends on how fast the machine is: the judging functions get recorded ratios, and whole runs of
-`advise` read a clock that only the model and the data advance. Two runs by the real clock check structure alone.
+No verdict here depends on the speed of the machine: the judging functions get recorded ratios, and complete runs of
+`advise` read a simulated clock that only the model and the data advance. Two runs by the real clock check structure.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def judged(ratios, *, itself=QUIET, wall=None, wall_itself=None, name="it", how=
     return effect_of(Effect(name=name, how=how, **effect), ratios, wall=wall or ratios, noise=noise)
 
 
-def test_noise_is_not_called_faster_or_slower():
+def test_noise_gets_no_verdict():
     one = judged(NOTHING, itself=ITSELF)
     assert one.speedup == 1.39 and one.spread[0] > 1  # which would be enough alone
     assert (one.verdict, one.is_worth_it) == ("no clear difference", False)
@@ -64,21 +64,21 @@ def test_noise_is_not_called_faster_or_slower():
     ("ratio", "verdict"),
     [(1.1, "use it"), (1.04, "use it"), (1.015, "no clear difference"), (0.99, "no clear difference"), (0.9, "slower")],
 )
-def test_beyond_the_noise_a_difference_counts(ratio, verdict):
+def test_a_difference_beyond_the_noise_gets_a_verdict(ratio, verdict):
     assert judged([ratio * one for one in QUIET[:-1]]).verdict == verdict
 
 
-def test_a_median_beyond_the_noise_is_not_enough_where_a_quarter_of_the_ratios_says_otherwise():
+def test_a_median_beyond_the_noise_needs_its_quartile_on_the_same_side():
     assert judged([0.8, 0.85, 0.9, 1.3, 1.3, 1.3, 1.3, 1.3, 1.3]).verdict == "no clear difference"
 
 
 @pytest.mark.parametrize(("trials", "least"), [(FEWEST, 1.2), (SEVERAL - 1, 1.2), (SEVERAL, 1.03)])
-def test_the_fewer_trials_the_larger_a_difference_has_to_be(trials, least):
+def test_few_trials_need_a_larger_difference(trials, least):
     assert judged([least + 0.01] * trials).is_worth_it and not judged([least - 0.01] * trials).is_worth_it
     assert judged([1 / (least + 0.01)] * trials).is_slower and not judged([1 / (least - 0.01)] * trials).is_slower
 
 
-def test_too_few_trials_say_nothing():
+def test_too_few_trials_give_no_verdict():
     assert judged([3.0] * (FEWEST - 1)).verdict == "too few trials"
     assert judged([3.0] * 9, itself=QUIET[: FEWEST - 1]).verdict == "no clear difference"
     assert Effect(name="it", how="", speedup=3.0, spread=(3.0, 3.0), trials=9).verdict == "no clear difference"
@@ -149,8 +149,8 @@ def test_a_loader_is_slow_from_a_fifth_of_the_time_on():
     assert "22%" in finding.what
 
 
-class Hand:
-    """Clocks of a machine that only the model and the data take time on."""
+class SimulatedClock:
+    """Wall clock and CPU time that only the model and the data advance."""
 
     def __init__(self):
         self.wall = self.cpu = 0.0
@@ -162,12 +162,12 @@ class Hand:
 
 
 DRAW = random.Random(0)
-HAND = Hand()
+CLOCK = SimulatedClock()
 
 
 @contextmanager
-def clocks_by_hand():
-    clocks = SimpleNamespace(perf_counter=lambda: HAND.wall, process_time=lambda: HAND.cpu)
+def simulated_clocks():
+    clocks = SimpleNamespace(perf_counter=lambda: CLOCK.wall, process_time=lambda: CLOCK.cpu)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("advising", "timing"):
             patch.setattr(sys.modules[f"trainwright.tools.{name}"], "time", clocks)
@@ -175,8 +175,8 @@ def clocks_by_hand():
 
 
 @pytest.fixture
-def by_hand():
-    with clocks_by_hand():
+def simulated():
+    with simulated_clocks():
         yield
 
 
@@ -184,7 +184,7 @@ class Timed(nn.Sequential):
     """A perceptron whose call takes 50 ms, and half of that in half precision, whatever the machine."""
 
     def forward(self, x):
-        HAND.spend(0.025 if torch.is_autocast_enabled("cpu") else 0.05)
+        CLOCK.spend(0.025 if torch.is_autocast_enabled("cpu") else 0.05)
         return super().forward(x)
 
 
@@ -195,7 +195,7 @@ class Rows(Dataset):
         return 64
 
     def __getitem__(self, index):
-        HAND.spend(0.01, cpu=False)
+        CLOCK.spend(0.01, cpu=False)
         return torch.randn(8, generator=torch.Generator().manual_seed(index)), index % 3
 
 
@@ -211,20 +211,20 @@ def timed(**settings):
 
 @pytest.fixture(scope="module")
 def ready_made():
-    """Advice on a tuple of arrays, by hand, and whether the trainer and the data are as they were."""
+    """Advice on a tuple of arrays by the simulated clock, and whether the trainer and the data are as they were."""
     trainer = timed(metrics={"accuracy": accuracy})
     x = torch.randn(256, 8, generator=torch.Generator().manual_seed(0))
     data = batches((x, torch.arange(256) % 3), 64, shuffle=True)
     before, seed = everything(trainer), data.state_dict()["seed"]
-    with clocks_by_hand():
+    with simulated_clocks():
         advice = advise(trainer, data, seconds=36)
     return advice, everything(trainer) == before and data.state_dict()["seed"] == seed
 
 
 @pytest.fixture(scope="module")
 def waiting():
-    """Advice where most of an update is waiting for rows, by hand."""
-    with clocks_by_hand():
+    """Advice where most of an update is waiting for rows, by the simulated clock."""
+    with simulated_clocks():
         return advise(timed(), Own(Rows(), 16, shuffle=True), seconds=80)
 
 
@@ -243,48 +243,48 @@ def test_verdicts_are_of_cpu_time_where_the_work_is_on_the_cpu(ready_made):
     assert "no clear difference" in tried["fused optimizer"].verdict
 
 
-def test_as_many_pairs_are_made_of_the_trainer_against_itself_as_of_each_technique(ready_made):
+def test_the_control_has_as_many_pairs_as_each_technique(ready_made):
     advice, _ = ready_made
     trials = [advice.noise["ready"].trials, *(one.trials for one in advice.tried if one.trials)]
     assert min(trials) >= SEVERAL and max(trials) - min(trials) <= 1
 
 
-def test_waiting_is_judged_by_the_clock_with_a_control_of_its_own(waiting):
+def test_updates_that_read_data_are_judged_by_the_wall_clock_with_their_own_control(waiting):
     noise = waiting.noise
     assert (noise["loader"].clock, noise["ready"].clock) == ("wall clock", "CPU time")
     assert noise["loader"].trials >= FEWEST and noise["loader"].floor > noise["ready"].floor
     assert all(one.wall is None for one in waiting.tried if one.reads)
 
 
-def test_a_loader_that_is_waited_for_is_found_with_the_cure_that_pays(waiting):
+def test_a_slow_loader_is_found_with_the_cure_that_pays(waiting):
     (slow,) = [one for one in waiting.findings if one.name == "slow loader"]
     memory = effects(waiting)["in memory"]
     assert memory.is_worth_it and slow.fix.startswith(memory.how)
     assert "waiting for data" in waiting.reading and "in memory x" in waiting.reading
 
 
-def test_where_updates_wait_it_is_said_which_speed_ups_leave_that_out(waiting, ready_made):
+def test_the_report_names_the_techniques_compared_on_updates_that_read_the_data(waiting, ready_made):
     (told,) = [line for line in str(waiting).splitlines() if line.startswith(" of what")]
     assert "in memory" in told.split(";")[0] and "ready batches" in told.split(";")[1]
     assert not [line for line in str(ready_made[0]).splitlines() if line.startswith(" of what")]
 
 
-def test_the_time_of_an_update_is_told_by_phase(waiting, ready_made):
+def test_the_time_of_an_update_is_split_by_phase(waiting, ready_made):
     assert ready_made[0].phases.shares["forward"] == pytest.approx(1)
     assert waiting.phases.shares["data"] + waiting.phases.shares["forward"] == pytest.approx(1)
     assert waiting.phases.data == pytest.approx(0.16)  # 16 rows
     assert "; measured: bf16 x2.00" in ready_made[0].reading
 
 
-def test_nothing_is_found_in_a_set_up_without_a_mistake(ready_made):
+def test_a_correct_set_up_has_no_findings(ready_made):
     assert ready_made[0].findings == ()
 
 
-def test_a_trace_is_nowhere_left(ready_made):
+def test_advise_leaves_no_trace(ready_made):
     assert ready_made[1]
 
 
-def test_every_technique_is_in_the_table_tried_or_with_the_reason_why_not(ready_made):
+def test_every_technique_is_tried_or_listed_with_the_reason(ready_made):
     advice, _ = ready_made
     wanted = {"bf16", "fused optimizer", "compile", "channels-last", "activation checkpointing", "batch size x2"}
     wanted |= {"2 workers" if usable_cores() == 2 else f"{min(4, usable_cores())} workers", "in memory"}
@@ -320,19 +320,19 @@ def test_anomaly_mode_is_a_setting_to_switch_off():
         assert "anomaly" in str(process_settings(torch.device("cpu")))
 
 
-def test_what_changes_no_number_is_seen_to_change_none(ready_made):
+def test_drift_is_zero_for_techniques_that_change_no_numbers(ready_made):
     drifts = {one.name: one.drift for one in ready_made[0].tried}
     assert drifts["fused optimizer"] == pytest.approx(0, abs=1e-5)
     assert 0 < drifts["bf16"] < 0.1
     assert drifts["batch size x2"] is None
 
 
-def test_memory_is_counted_and_not_measured_by_a_clock(ready_made):
+def test_memory_of_twice_the_rows_is_larger(ready_made):
     memory = {one.name: one.memory for one in ready_made[0].tried}
     assert memory["batch size x2"] > 1.5
 
 
-def test_memory_of_an_update_is_the_activations_that_are_kept():
+def test_memory_of_an_update_is_its_activations_and_gradients():
     model = nn.Sequential(nn.Conv2d(3, 24, 3, padding=1, bias=False), nn.ReLU(), nn.Conv2d(24, 24, 3, padding=1))
     loss = nn.MSELoss()
     trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, console=False)
@@ -352,12 +352,12 @@ def test_advice_is_plain_data_and_its_table_fits_a_line(waiting):
     assert max(map(len, table.splitlines())) < 200
 
 
-def test_the_time_is_kept_to_and_the_order_of_a_pair_alternates(by_hand, monkeypatch):
+def test_the_budget_holds_and_the_order_of_a_pair_alternates(simulated, monkeypatch):
     made, run = [], advising.run_block
 
-    def noted(trainer, kept, way, **how):
-        made.append(way.name)
-        return run(trainer, kept, way, **how)
+    def noted(trainer, before, technique, **how):
+        made.append(technique.name)
+        return run(trainer, before, technique, **how)
 
     monkeypatch.setattr(advising, "run_block", noted)
     advice = advise(timed(), (torch.randn(64, 8), torch.arange(64) % 3), batch_size=32, seconds=20)
@@ -368,7 +368,7 @@ def test_the_time_is_kept_to_and_the_order_of_a_pair_alternates(by_hand, monkeyp
     assert len(bf16) == effects(advice)["bf16"].trials >= 2
 
 
-def test_time_is_kept_for_what_starts_slowly_where_there_is_enough_of_it(by_hand, monkeypatch):
+def test_a_technique_that_starts_slowly_is_tried_where_the_budget_allows(simulated, monkeypatch):
     slow = Technique(name="slow start", start=1.0)
     monkeypatch.setattr(offered, "_compile", lambda *_: slow)
     monkeypatch.setattr(advising, "ROUNDS", 10**6)  # the others would take all the time there is
@@ -417,7 +417,7 @@ def test_a_technique_that_is_on_or_cannot_be_says_so():
     assert "a batch is one gather from memory" in {one.why_not for one in tried}
 
 
-class Tells(Trainer):
+class CustomUpdate(Trainer):
     """An update by hand, which returns nothing."""
 
     def update(self, window):
@@ -427,9 +427,9 @@ class Tells(Trainer):
         self.apply_gradients()
 
 
-def test_an_update_that_tells_no_loss_is_advised_on_without_a_drift(by_hand):
+def test_a_custom_update_without_a_loss_has_no_drift(simulated):
     model = Timed(nn.Linear(4, 2))
-    trainer = Tells(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), console=False)
+    trainer = CustomUpdate(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), console=False)
     tried = advise(trainer, [(torch.randn(64, 4), torch.zeros(64, dtype=torch.int64))], seconds=10).tried
     assert any(one.speedup is not None for one in tried)
     assert all(one.drift is None for one in tried)
@@ -442,7 +442,7 @@ class Fails(Trainer):
         return super().training_step(batch)
 
 
-def test_a_technique_that_raises_is_told_with_its_error_and_the_others_go_on(by_hand):
+def test_a_technique_that_raises_is_listed_with_its_error_and_the_others_are_tried(simulated):
     model = Timed(nn.Linear(4, 2))
     trainer = Fails(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), console=False)
     data = DataLoader(TensorDataset(torch.randn(32, 4), torch.zeros(32, dtype=torch.int64)), 8)

@@ -270,10 +270,9 @@ def _eval_modes(watch: _Watch) -> Iterator[Finding]:
     quiet = [module for module, modes in watch.modes.items() if modes == {False} and watch.is_trained(module)]
     if quiet:
         names = [watch.names[module] for module in quiet]
-        shown = [f"{type(module).__name__} {name!r}" for module, name in zip(quiet, names, strict=True)]
         yield Finding(
             "layers in eval mode",
-            f"in eval mode while the model is trained: {listed(shown)}",
+            f"in eval mode while the model is trained: {listed(names)}",
             "dropout does nothing, and BatchNorm normalizes by statistics that stay while the layers before it change",
             'model.train()  # after each model.eval() of yours; or freeze(model, "...") where it is intended',
             tuple(names),
