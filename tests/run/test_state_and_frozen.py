@@ -166,10 +166,14 @@ def test_a_frozen_module_is_in_eval_mode_in_a_lone_evaluation():
     assert one == other and trainer.frozen["teacher"].training
 
 
-def test_a_part_of_the_model_as_a_frozen_module_is_refused():
+def test_the_model_or_a_part_of_it_as_a_frozen_module_is_refused():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
-    with pytest.raises(SettingError, match=r"shares parameters with the model(.|\n)*freeze\(model\.part\)"):
-        Trainer(model, None, frozen={"body": nn.Sequential(model[0])})
+    for module, fix in (
+        (nn.Sequential(model[0]), r"freeze\(model\.part\)"),
+        (model, r"'body': copy\.deepcopy\(model\)"),
+    ):
+        with pytest.raises(SettingError, match=rf"shares parameters with the model(.|\n)*{fix}"):
+            Trainer(model, None, frozen={"body": module})
 
 
 @pytest.mark.parametrize("frozen", [nn.Linear(1, 1), {"teacher": 3}, {"teacher": nn.Linear}, [("teacher", teacher())]])
