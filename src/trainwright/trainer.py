@@ -203,24 +203,26 @@ class Trainer(Generic[M]):
         return loss
 
     def compute_gradients(self, window: Window) -> Tensor:
-        """Zero the gradients, run every micro-batch forward and backward by its weight; return the window's loss."""
+        """Zero the gradients, run every micro-batch forward and backward with its weight; return the window's loss."""
         run, strategy, tracker = self._run, self._run.strategy, self._tracker
         run.gradients.zero()
         if window.begun:
-            tracker.begin_again()
+            tracker.start_extra_pass()
         window.begun = True
         for batch in window:
             with run.autocast:
                 returned = strategy.step(batch)  # training_step; of several ranks under DDP
-            losses, weights = strategy.weigh(returned)
-            torch.autograd.backward(losses, weights)
+            losses, grad_tensors = strategy.backward_args(returned)  # records the loss; a grad_tensor is its weight
+            torch.autograd.backward(losses, grad_tensors)
         tracker.recording = True
-        # Nothing is missing from the gradients of a lone micro-batch without a loss scale.
-        loss: Tensor = tracker.window_loss if window.is_lone and run.scaler is None else strategy.close_window(window)
+        if window.is_single and run.scaler is None:
+            loss: Tensor = tracker.window_loss  # the gradients are complete: nothing was weighted
+        else:
+            loss = strategy.finish_backward(window)
         return loss
 
     def apply_gradients(self, name: str | None = None, closure: Callable[[], Any] | None = None) -> bool:
-        """Take the gradients to the weights: unscale and weigh, clip, check, step. Returns whether it was applied.
+        """Unscale the gradients, clip, check and step. Returns whether the update was applied.
 
         `name` chooses one of several optimizers. `closure` is for optimizers that evaluate the loss themselves, as
         LBFGS does: `apply_gradients(closure=lambda: self.compute_gradients(window))`.
@@ -229,7 +231,7 @@ class Trainer(Generic[M]):
         if closure is not None:
             return manual_optimization.step_by_closure(run, closure, name)
         chosen = run.optimizer_steps.all if name is None else run.optimizer_steps.choose(name)
-        found_inf = run.strategy.scale_gradients(chosen.gradients)
+        found_inf = run.strategy.scale_and_check(chosen.gradients)
         for one in chosen.steps:
             if one.limits:
                 one.limit()  # measure and clip
@@ -279,12 +281,12 @@ class Trainer(Generic[M]):
     def validation_step(self, batch: Any) -> Any:
         """Return the loss of a batch in validation, like `training_step`, which it calls where that is overridden."""
         hooks = self._hooks
-        if hooks.steps_itself or self.loss is None:
+        if hooks.overrides_training_step or self.loss is None:
             return self.training_step(batch)
         inputs, target = hooks.split(batch)
         output = self.model(*inputs) if type(inputs) is tuple else batches.call(self.model, inputs)
         loss = hooks.evaluated_loss(output, target)
-        return StepOutput(loss, output, target) if self.metrics or hooks.spread else loss
+        return StepOutput(loss, output, target) if self.metrics or hooks.standard_error_of else loss
 
     def predict_step(self, batch: Any) -> Any:
         """Return the output for one batch."""
@@ -297,7 +299,7 @@ class Trainer(Generic[M]):
 
     def count(self, batch: Any) -> Count:
         """Return the count of the loss of this host batch: the divisor of torch's mean, else its rows."""
-        known, target = self._hooks.known, batches.known_target(batch)
+        known, target = self._hooks.known_loss, batches.known_target(batch)
         return rows_of(batch) if known is None or target is None else known.count(target)
 
     def to_device(self, batch: Any) -> Any:

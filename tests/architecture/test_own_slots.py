@@ -64,7 +64,7 @@ class OwnLossScale(LossScale):
         self.precision = precision
 
     @property
-    def root(self) -> float:
+    def scale(self) -> float:
         return 8.0
 
     def adapt(self, overflowed: bool) -> None:

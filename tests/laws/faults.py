@@ -85,7 +85,7 @@ def autocast_is_forgotten(patch):
 def clipping_is_forgotten(patch):
     def apply(self):
         chosen = self._run.optimizer_steps.all
-        applied = self._run.strategy.check(self._run.strategy.scale_gradients(chosen.gradients), chosen)
+        applied = self._run.strategy.check(self._run.strategy.scale_and_check(chosen.gradients), chosen)
         if applied:
             self.optimizer.step()
         return applied
@@ -97,7 +97,7 @@ def unscales_after_clipping(patch):
     def apply(self):
         chosen = self._run.optimizer_steps.all
         chosen.steps[0].limit()
-        applied = self._run.strategy.check(self._run.strategy.scale_gradients(chosen.gradients), chosen)
+        applied = self._run.strategy.check(self._run.strategy.scale_and_check(chosen.gradients), chosen)
         if applied:
             self.optimizer.step()
         return applied
@@ -106,7 +106,7 @@ def unscales_after_clipping(patch):
 
 
 def applies_an_overflow(patch):
-    without(patch, finite_check, "applies_policy", True)
+    without(patch, finite_check, "apply_policy", True)
 
 
 def counts_a_skipped_update(patch):
@@ -124,7 +124,7 @@ def an_overflow_puts_statistics_back(patch):
     around(
         patch,
         finite_check,
-        "applies_policy",
+        "apply_policy",
         after=lambda self, *_, **__: self.snapshot and self.snapshot.restore(),
     )
 
@@ -144,7 +144,7 @@ def a_sum_is_divided_by_its_rows(patch):
 
 def a_mean_is_made_of_a_sum(patch):
     def loss_of(owner, output, target):
-        return SumLoss(owner._hooks.known._sum(output, target), owner._tracker.count)
+        return SumLoss(owner._hooks.known_loss._sum(output, target), owner._tracker.count)
 
     patch.setattr(batches, "counted_loss_of", loss_of)
 
@@ -283,13 +283,13 @@ def the_missing_factor_is_forgotten(patch):
 
 def the_missing_factor_waits_for_the_step(patch):
     def late(self, *_):
-        self._run.owner._hooks = replace(self._run.owner._hooks, updates_itself=False)
+        self._run.owner._hooks = replace(self._run.owner._hooks, overrides_update=False)
 
-    around(patch, UpdateStrategy, "close_window", before=late)
+    around(patch, UpdateStrategy, "finish_backward", before=late)
 
 
 def returns_the_loss_before_it_is_weighed(patch):
-    patch.setattr(UpdateStrategy, "window_loss", lambda self, loss, factor: loss)
+    patch.setattr(UpdateStrategy, "complete_loss", lambda self, loss, factor: loss)
 
 
 def adds_the_nan_of_a_mean_over_nothing(patch):
@@ -307,8 +307,8 @@ def divides_in_half_precision(patch):
 def a_known_loss_outvotes_the_step(patch):
     whole = Window._divisor
 
-    def divisor(self, count, *, from_step):
-        return whole(self, count, from_step=self.counts is None)
+    def divisor(self, count):
+        return whole(self, count if self.counts is None else self.counts[self.position])
 
     patch.setattr(Window, "_divisor", divisor)
 
@@ -318,4 +318,4 @@ def a_users_count_is_not_asked(patch):
 
 
 def applies_a_window_that_counts_nothing(patch):
-    without(patch, nonfinite_policy, "decide", "apply")
+    without(patch, nonfinite_policy, "verdict_of", "apply")

@@ -38,14 +38,14 @@ def a_second_pass_adds_to_the_first(patch):
 
 
 def a_second_pass_is_noted(patch):
-    around(patch, LossTracker, "begin_again", after=lambda self: setattr(self, "recording", True))
+    around(patch, LossTracker, "start_extra_pass", after=lambda self: setattr(self, "recording", True))
 
 
 def a_second_pass_is_weighed_on_from_the_first(patch):
-    def begin_again(self):
+    def start_extra_pass(self):
         self.window.position, self.recording = -1, False
 
-    patch.setattr(LossTracker, "begin_again", begin_again)
+    patch.setattr(LossTracker, "start_extra_pass", start_extra_pass)
 
 
 def a_window_weighs_its_batches_alike(patch):
@@ -86,11 +86,11 @@ def autocast_is_entered_once(patch):
 
 
 def a_scaled_gradient_is_what_the_update_reads(patch):
-    def close_window(self, window):
-        self.factor, self.status.is_scaled = 1.0, True
+    def finish_backward(self, window):
+        self.pending_factor, self.status.is_scaled = 1.0, True
         return self._run.tracker.window_loss
 
-    patch.setattr(UpdateStrategy, "close_window", close_window)
+    patch.setattr(UpdateStrategy, "finish_backward", finish_backward)
 
 
 def the_closure_is_called_once(patch):
@@ -127,7 +127,7 @@ def trials_are_never_judged(patch):
 
 
 def a_bad_step_is_applied(patch):
-    without(patch, finite_check, "applies_policy", True)
+    without(patch, finite_check, "apply_policy", True)
 
 
 def state_stays_as_a_bad_window_left_it(patch):
@@ -143,7 +143,7 @@ def the_error_names_the_update_before(patch):
     def before(self, *_, **__):
         self.counters.updates -= 1
 
-    around(patch, finite_check, "applies_policy", before=before)
+    around(patch, finite_check, "apply_policy", before=before)
 
 
 # Several optimizers.
@@ -333,9 +333,11 @@ def metrics_are_not_fed(patch):
 
 def a_step_that_is_called_weighs_by_the_window(patch):
     def loss_of(owner, output, target):
-        known, window = owner._hooks.known, owner._tracker.window
+        known, window = owner._hooks.known_loss, owner._tracker.window
         return (
-            owner.loss(output, target) if window.is_lone else SumLoss(known._sum(output, target), owner._tracker.count)
+            owner.loss(output, target)
+            if window.is_single
+            else SumLoss(known._sum(output, target), owner._tracker.count)
         )
 
     patch.setattr(batches, "counted_loss_of", loss_of)

@@ -10,7 +10,7 @@ import pytest
 from laws.deferred_runs import data, defer_on_cpu, trained
 from trainwright import accuracy
 from trainwright.optim.gradients import Gradients
-from trainwright.update.loss_tracker import LossTracker, Roots
+from trainwright.update.loss_tracker import BackwardArgs, LossTracker
 
 
 class Mark:
@@ -39,7 +39,7 @@ def test_nothing_of_autograd_outlives_its_update(
 ) -> None:
     defer_on_cpu(monkeypatch)
     marks, kept, looked = list[weakref.ref[Mark]](), list[Mark](), list[int]()
-    zero, weigh = Gradients.zero, LossTracker.weigh
+    zero, backward_args = Gradients.zero, LossTracker.backward_args
 
     def begins(self: Gradients) -> None:
         looked.append(len(marks))
@@ -47,16 +47,16 @@ def test_nothing_of_autograd_outlives_its_update(
         marks.clear()
         zero(self)
 
-    def weighed(self: LossTracker, returned: Any) -> Roots:
-        roots = weigh(self, returned)
-        for node in leaves(roots[0][0].grad_fn):
+    def marked(self: LossTracker, returned: Any) -> BackwardArgs:
+        args = backward_args(self, returned)
+        for node in leaves(args[0][0].grad_fn):
             mark = Mark()
             node.register_prehook(mark)
             marks.append(weakref.ref(mark))
-        return roots
+        return args
 
     monkeypatch.setattr(Gradients, "zero", begins)
-    monkeypatch.setattr(LossTracker, "weigh", weighed)
+    monkeypatch.setattr(LossTracker, "backward_args", marked)
     slots = {"accumulate": accumulate, "precision": precision, "metrics": {"accuracy": accuracy}, "clip": 1.0}
     trainer, _, error = trained(data(), epochs=4, **slots)
     assert error is None

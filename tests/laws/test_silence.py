@@ -24,7 +24,7 @@ from trainwright import (
 )
 from trainwright.core import host_reads
 from trainwright.update import device_state
-from trainwright.update.loss_tracker import LossTracker, Roots
+from trainwright.update.loss_tracker import BackwardArgs, LossTracker
 
 UPDATES_IN_EPOCH = 5
 
@@ -220,14 +220,14 @@ def test_the_path_knows_the_schedule_of_the_run(gates: Gates) -> None:
 
 
 def test_an_item_in_the_step_is_noticed(gates: Gates, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = LossTracker.weigh
+    real = LossTracker.backward_args
 
-    def weigh(self: LossTracker, returned: Any) -> Roots:
-        roots = real(self, returned)
-        roots[0][0].detach().item()
-        return roots
+    def backward_args(self: LossTracker, returned: Any) -> BackwardArgs:
+        args = real(self, returned)
+        args[0][0].detach().item()
+        return args
 
-    monkeypatch.setattr(LossTracker, "weigh", weigh)
+    monkeypatch.setattr(LossTracker, "backward_args", backward_args)
     with pytest.raises(RuntimeError):
         test_a_fit_reads_between_updates_alone("bare", gates)
 

@@ -45,26 +45,26 @@ def no_sync_is_dropped(patch: Patch) -> None:
 
 
 def processes_weigh_alike(patch: Patch) -> None:
-    whole = DistributedStep._add_term
+    whole = DistributedStep._record_stats
 
     def weight_of(self: ShardedWindow, count: Any, *, is_sum: bool, here: bool) -> float:
         return (1 / (count or 1) if is_sum else 1.0) / len(self.batches) if here else 0.0
 
-    def add_term(self: DistributedStep, loss: Tensor, count: Any, weight: Any) -> None:
+    def record_stats(self: DistributedStep, loss: Tensor, count: Any, weight: Any) -> None:
         window = self._window
         whole(self, loss.detach().nan_to_num(0.0), window.all_rows / window.ranks / len(window.batches), weight)
 
     patch.setattr(ShardedWindow, "weight_of", weight_of)
-    patch.setattr(DistributedStep, "_add_term", add_term)
+    patch.setattr(DistributedStep, "_record_stats", record_stats)
 
 
 def gradients_are_summed(patch: Patch) -> None:
-    missing = ShardedWindow.missing_factor_of
-    patch.setattr(ShardedWindow, "missing_factor_of", lambda self, count: missing(self, count) * self.ranks)
+    missing: Any = ShardedWindow.missing_factor
+    patch.setattr(ShardedWindow, "missing_factor", property(lambda self: missing.fget(self) * self.ranks))
 
 
 def what_counts_elsewhere_is_not_known(patch: Patch) -> None:
-    patch.setattr(ShardedWindow, "missing_factor_of", lambda self, count: 1.0)
+    patch.setattr(ShardedWindow, "missing_factor", 1.0)
 
 
 def what_stands_in_counts(patch: Patch) -> None:

@@ -15,11 +15,11 @@ from trainwright.update.loss_tracker import LossTracker
 from trainwright.update.window import rows_of
 
 
-def tracker_of(count=None, counts_itself=False):
+def tracker_of(count=None, overrides_count=False):
     """A tracker of a trainer whose `count` returns this; None: it has none."""
-    own = dict.fromkeys(("updates_itself", "computes_itself"), False)
+    own = dict.fromkeys(("overrides_update", "overrides_compute_gradients"), False)
     counter = None if count is None else lambda batch: count
-    return LossTracker(None, SimpleNamespace(count=counter, counts_itself=counts_itself, rows=rows_of, **own))
+    return LossTracker(None, SimpleNamespace(count=counter, overrides_count=overrides_count, rows=rows_of, **own))
 
 
 def number(value):
@@ -34,21 +34,21 @@ def begun(tracker, rows, counts=None):
 
 
 def taken(tracker, *returned):
-    losses = [weighed(tracker, one) for one in returned]
+    losses = [weighted(tracker, one) for one in returned]
     tracker.read()
     return losses
 
 
-def weighed(tracker, returned):
-    """A loss times its root gradient; 0 where that is 0."""
-    (loss,), (root,) = tracker.weigh(returned)
-    weight = 1.0 if root is None else float(root)
+def weighted(tracker, returned):
+    """A loss times its grad_tensor; 0 where that is 0."""
+    (loss,), (grad_tensor,) = tracker.backward_args(returned)
+    weight = 1.0 if grad_tensor is None else float(grad_tensor)
     return weight and float(loss.detach()) * weight
 
 
 def test_a_lone_mean_is_handed_on_as_it_is():
     tracker, loss = begun(tracker_of(), [4]), number(2.5)
-    assert tracker.weigh(loss) == ((loss,), (None,))
+    assert tracker.backward_args(loss) == ((loss,), (None,))
     tracker.read()
     assert (tracker.loss, tracker.counted, tracker.has_loss) == (2.5, 4, True)
 
@@ -67,7 +67,7 @@ def test_a_count_of_the_steps_own_comes_first_then_the_users_then_torchs_then_ro
         taken(begun(tracker, [6], counts), returned)
         return tracker.counted
 
-    trusting = tracker_of(9, counts_itself=True)
+    trusting = tracker_of(9, overrides_count=True)
     assert counted(trusting, MeanLoss(by_torch, 2), [9]) == 2
     assert counted(trusting, by_torch, [9]) == 9
     assert counted(tracker_of(5), by_torch) == 4
@@ -114,8 +114,8 @@ def test_a_window_over_nothing_is_nan():
 
 def test_a_second_pass_is_weighed_as_the_first_and_not_recorded():
     tracker = begun(tracker_of(), [1, 3])
-    first = [weighed(tracker, number(loss)) for loss in (8.0, 4.0)]
-    tracker.begin_again()
+    first = [weighted(tracker, number(loss)) for loss in (8.0, 4.0)]
+    tracker.start_extra_pass()
     tracker.log("late", 1.0, None)
     assert taken(tracker, number(8.0), number(4.0)) == first
     assert tracker.loss == 5.0 and tracker.means() == {"loss": 5.0}
@@ -125,7 +125,7 @@ def test_logged_numbers_default_to_the_count_of_the_current_batch():
     tracker = begun(tracker_of(), [1, 3])
     for loss, value in ((number(1.0), 10.0), (number(1.0), torch.tensor(2.0, requires_grad=True))):
         tracker.log("extra", value, None)
-        tracker.weigh(loss)
+        tracker.backward_args(loss)
     tracker.log("own", 5.0, 7)
     tracker.read()
     assert tracker.values == {"extra": 4.0, "own": 5.0}
@@ -154,7 +154,7 @@ def test_the_return_of_an_update_is_reported_where_no_step_was_run():
 
 def test_read_returns_further_numbers_that_are_asked_for():
     tracker = begun(tracker_of(), [2])
-    tracker.weigh(number(1.0))
+    tracker.backward_args(number(1.0))
     assert tracker.read(number(8.0), 9) == [8.0, 9.0]
     assert tracker.read() == [] and tracker.read(number(3.0)) == [3.0]
 
@@ -171,16 +171,16 @@ def test_the_running_sums_continue_after_a_resume():
 def test_a_step_that_returns_no_loss_is_refused():
     for returned in (None, torch.zeros(3), StepOutput(None)):
         with pytest.raises(StepError, match="a step returned"):
-            begun(tracker_of(), [2]).weigh(returned)
+            begun(tracker_of(), [2]).backward_args(returned)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-def test_a_root_gradient_is_like_its_loss_made_once_and_again_after_a_hook_wrote_into_it(dtype):
+def test_a_grad_tensor_is_like_its_loss_made_once_and_again_after_a_hook_wrote_into_it(dtype):
     tracker = begun(tracker_of(), [1, 3])
     tracker.bind(LossScaler(MixedPrecision("fp16", init_scale=8.0)))
     loss = torch.zeros(3, dtype=dtype, requires_grad=True).sum()
-    root = tracker.root_gradient(loss, 0.25)
-    assert root.dtype == dtype and root.shape == () and root == 2.0
-    assert tracker.root_gradient(loss, 0.25) is root and tracker.root_gradient(loss, 0.125) is None
-    root.zero_()
-    assert tracker.root_gradient(loss, 0.25) == 2.0
+    made = tracker.grad_tensor(loss, 0.25)
+    assert made.dtype == dtype and made.shape == () and made == 2.0
+    assert tracker.grad_tensor(loss, 0.25) is made and tracker.grad_tensor(loss, 0.125) is None
+    made.zero_()
+    assert tracker.grad_tensor(loss, 0.25) == 2.0

@@ -96,7 +96,7 @@ def test_bytes_are_counted_of_rows_that_lie_elsewhere():
 
 
 def owner(device_data="auto", *, device=META, move=None, counts=False, accumulate=((0, 1),)):
-    hooks = SimpleNamespace(move=move, counts_itself=counts)
+    hooks = SimpleNamespace(move=move, overrides_count=counts)
     return SimpleNamespace(
         device=torch.device(device), fast=Fast(device_data=device_data), _hooks=hooks, accumulate=accumulate
     )

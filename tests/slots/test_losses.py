@@ -60,7 +60,7 @@ def test_the_count_is_what_torchs_mean_divides_by(case):
     known = known_loss(loss)
     assert known.count(target) == pytest.approx(count)
     evaluated = read_step_loss(known.evaluated(output, target))
-    for given in (evaluated, known.weighable(output, target, known.count(target))):
+    for given in (evaluated, known.with_count(output, target, known.count(target))):
         assert float(given.mean) == pytest.approx(float(loss(output, target)), rel=1e-12)
 
 
@@ -93,7 +93,7 @@ def test_a_micro_batch_that_counts_nothing_has_the_gradient_0(loss, target):
     output = outputs(3, 4, *target.shape[1:]).requires_grad_()
     known = known_loss(loss)
     assert known.count(target) == 0
-    step_loss = known.weighable(output, target, 0)
+    step_loss = known.with_count(output, target, 0)
     torch.autograd.backward((step_loss.loss,), (torch.zeros_like(step_loss.loss),))
     assert not output.grad.any()
 

@@ -24,7 +24,9 @@ from world.pool import RankFailed, pool
 SIZES = (1, 7, 51, 64)
 BATCH = 16
 RANKS = (2, 3)
-HOOKS: Any = SimpleNamespace(count=None, counts_itself=False, rows=rows_of, updates_itself=False, computes_itself=False)
+HOOKS: Any = SimpleNamespace(
+    count=None, overrides_count=False, rows=rows_of, overrides_update=False, overrides_compute_gradients=False
+)
 
 
 class Area:

@@ -20,7 +20,7 @@ def batch(rows):
 def test_the_last_window_is_short_and_none_is_lost():
     found = list(windows(iter([batch(n) for n in (3, 1, 4, 1, 5)]), 2))
     assert [window.rows for window in found] == [[3, 1], [4, 1], [5]]
-    assert [window.is_lone for window in found] == [False, False, True]
+    assert [window.is_single for window in found] == [False, False, True]
 
 
 def test_a_window_is_fetched_whole_and_the_next_only_when_it_is_asked_for():
@@ -50,23 +50,23 @@ def test_a_lone_batch_is_counted_by_a_given_count_and_moved_once():
     assert window[0] is window[0] and len(moved) == 1
 
 
-def run(window, counts, from_step):
+def run(window, counts):
     """The inverse weights of sums with these counts, and the missing factor."""
     divisors = []
     for position, count in enumerate(counts):
         window.position = position
-        divisors.append(1 / window.weight(count, is_sum=True, from_step=from_step))
+        divisors.append(1 / window.weight(count, is_sum=True))
     return divisors, window.missing_factor
 
 
 def test_known_counts_are_divided_by_their_sum_and_no_factor_is_missing():
     window = Window([0, 0, 0], [4, 4, 4], counts=[3, 0, 1])
-    assert run(window, window.counts, from_step=False) == ([4, 4, 4], 1.0)
+    assert run(window, window.counts) == ([4, 4, 4], 1.0)
 
 
 @pytest.mark.parametrize("counts", [[5, 1, 3], [0, 2, 7], [0.5, 0.25, 2.0]])
 def test_the_divisor_over_the_missing_factor_is_the_total(counts):
-    divisors, missing = run(Window([0, 0, 0], [8, 8, 8]), counts, from_step=True)
+    divisors, missing = run(Window([0, 0, 0], [8, 8, 8]), counts)
     assert len(set(divisors)) == 1
     assert divisors[0] / missing == pytest.approx(sum(counts), rel=1e-15)
 
@@ -84,12 +84,12 @@ def test_windows_of_something_that_can_be_iterated_again_end_with_its_pass():
 
 
 def test_counts_that_are_rows_miss_no_factor():
-    assert run(Window([0, 0], [3, 5]), [3, 5], from_step=True) == ([8, 8], 1.0)
+    assert run(Window([0, 0], [3, 5]), [3, 5]) == ([8, 8], 1.0)
 
 
 def test_tensor_counts_are_divided_in_float64():
     counts = [torch.tensor(n) for n in (3, 4, 4)]
-    divisors, missing = run(Window([0, 0, 0], [8, 8, 8]), counts, from_step=True)
+    divisors, missing = run(Window([0, 0, 0], [8, 8, 8]), counts)
     assert missing.dtype == torch.float64 and float(divisors[0] / missing) == pytest.approx(11, rel=1e-15)
     assert float(ratio(torch.tensor(1), 3)) == float(ratio(1, torch.tensor(3))) == ratio(1, 3) == 1 / 3
 
@@ -97,24 +97,24 @@ def test_tensor_counts_are_divided_in_float64():
 @pytest.mark.parametrize("counts", [[0, 0], [torch.tensor(0), torch.tensor(0)]])
 @pytest.mark.parametrize("own", [True, False])
 def test_a_window_that_counts_nothing_misses_no_factor_and_divides_by_more_than_0(counts, own):
-    divisors, missing = run(Window([0, 0], [3, 5], counts=None if own else counts), counts, from_step=own)
+    divisors, missing = run(Window([0, 0], [3, 5], counts=None if own else counts), counts)
     assert float(missing) == 1.0 and all(float(divisor) > 0 for divisor in divisors)
 
 
 def test_a_count_of_the_steps_own_after_a_known_one_is_made_up_for():
     window = Window([0, 0], [3, 5], counts=[2, 2])
     window.position = 0
-    base = 1 / window.weight(2, is_sum=True, from_step=False)
+    base = 1 / window.weight(2, is_sum=True)
     window.position = 1
-    assert 1 / window.weight(6, is_sum=True, from_step=True) == base == 4
+    assert 1 / window.weight(6, is_sum=True) == base == 4
     assert window.missing_factor == 4 / 8
 
 
 def test_a_window_can_be_run_again():
     window = Window([0, 0], [3, 5])
-    first = run(window, [7, 2], from_step=True)
+    first = run(window, [7, 2])
     window.begin()
-    assert window.position == -1 and run(window, [7, 2], from_step=True) == first
+    assert window.position == -1 and run(window, [7, 2]) == first
 
 
 Pair = namedtuple("Pair", "x y")

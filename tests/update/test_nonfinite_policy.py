@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from trainwright import MixedPrecision, NonFiniteError, Observer, SettingError, Trainer
-from trainwright.update.nonfinite_policy import decide
+from trainwright.update.nonfinite_policy import verdict_of
 
 
 class Told(Observer):
@@ -185,4 +185,4 @@ def test_an_overflow_at_the_floor_of_the_scale_raises():
 def test_verdicts(facts, verdict):
     for policy in ("raise", "skip", "ignore"):
         own = "apply" if policy == "ignore" else policy
-        assert decide(policy, **facts) == (verdict or own)
+        assert verdict_of(policy, **facts) == (verdict or own)

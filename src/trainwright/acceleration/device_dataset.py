@@ -37,7 +37,7 @@ def _moves_by_default(owner: Owner) -> bool:
     """Return whether no hook of the user reads batches on the host."""
     from trainwright.acceleration.transfer import Moving
 
-    return isinstance(owner._hooks.move, Moving) and not owner._hooks.counts_itself
+    return isinstance(owner._hooks.move, Moving) and not owner._hooks.overrides_count
 
 
 def _placed(owner: Owner, sizes: dict[str, tuple[Any, int]], undo: ExitStack) -> Iterator[str]:

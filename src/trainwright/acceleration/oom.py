@@ -30,7 +30,7 @@ from trainwright.modules.modes import evaluating
 from trainwright.update.hooks import free_transfer_memory
 from trainwright.update.owner import networks_of
 from trainwright.update.snapshot import Buffers, LossTotals, RngStates, Snapshot, UserState
-from trainwright.update.window import Window, weighed
+from trainwright.update.window import Window, weighted_value
 
 if TYPE_CHECKING:
     from trainwright.fit.run import Run
@@ -169,9 +169,9 @@ class WindowSplitter:
     def _made(self, window: Window, parts: Sequence[tuple[Any, int]]) -> Window:
         hooks = self._owner._hooks
         batches = [batch for batch, _ in parts]
-        counted = hooks.count if len(parts) > 1 or hooks.counts_itself else None
+        counted = hooks.count if len(parts) > 1 or hooks.overrides_count else None
         counts = None if counted is None else [counted(batch) for batch in batches]
-        return _Parts.of(window, parts, counts, guarded=hooks.updates_itself)
+        return _Parts.of(window, parts, counts, guarded=hooks.overrides_update)
 
     def _largest(self, tried: Window) -> int | None:
         """The micro-batch with most elements of those that can be cut."""
@@ -215,7 +215,7 @@ class _WeightMarks:
     def __init__(self, run: Run) -> None:
         self._run = run
         hooks = run.owner._hooks
-        self._measures = hooks.updates_itself or hooks.computes_itself
+        self._measures = hooks.overrides_update or hooks.overrides_compute_gradients
         """Whether code of the user's own may write through `.data`, which no version counter shows."""
         self._weights: list[Tensor] = []
 
@@ -362,7 +362,7 @@ def compare_parts(run: Run, whole: Window, parts: Window) -> PartsLoss:
 
     The caller restores what the steps have changed.
     """
-    if run.owner._hooks.computes_itself:
+    if run.owner._hooks.overrides_compute_gradients:
         return PartsLoss(unknown="`compute_gradients` is your own")
     try:
         return _compared(run, whole, parts)
@@ -410,7 +410,7 @@ def _run(run: Run, window: Window) -> list[float]:
                 returned = run.strategy.step(Window.__getitem__(window, index))
             step_loss = tracker.record(returned)
             assert step_loss is not None
-            found.append(float(weighed(step_loss.loss, step_loss.weight)))
+            found.append(float(weighted_value(step_loss.loss, step_loss.weight)))
     finally:
         tracker.recording = noting
     return [loss * float(window.missing_factor) for loss in found]

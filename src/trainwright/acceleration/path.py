@@ -34,6 +34,6 @@ def _together(owner: Owner) -> str:
     beside = " and one small sum more"
     if settings.shards:
         return f"; gradients of {size} processes are reduced to shards during backward{beside}"
-    if hooks.updates_itself or hooks.computes_itself:
+    if hooks.overrides_update or hooks.overrides_compute_gradients:
         return f"; gradients of {size} processes are averaged after backward: an `update` of your own reads them"
     return f"; gradients of {size} processes are averaged during backward{beside if settings.compress else ''}"

@@ -38,11 +38,6 @@ def host_number(value: float | Tensor) -> float | Tensor:
     return value
 
 
-def finite(value: float) -> bool:
-    """Whether a number that was read is neither NaN nor infinite."""
-    return value - value == 0.0
-
-
 def _read_together(values: Sequence[float | Tensor]) -> list[float]:
     device = next(value.device for value in values if isinstance(value, Tensor) and not value.is_cpu)
     there = [

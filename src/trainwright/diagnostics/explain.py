@@ -69,10 +69,13 @@ def _name_the_step(error: StepError, owner: Any) -> None:
     while trace is not None:
         called.add(trace.tb_frame.f_code.co_name)
         trace = trace.tb_next
-    own = {"validation_step": owner._hooks.validates_itself, "training_step": owner._hooks.steps_itself}
+    own = {
+        "validation_step": owner._hooks.overrides_validation_step,
+        "training_step": owner._hooks.overrides_training_step,
+    }
     names = ["training_step"] if "compute_gradients" in called else ["validation_step", "training_step"]
     name = next((name for name in names if own[name]), None)
-    if name is None or called.isdisjoint({"record", "root_gradient"}) or hasattr(error, "__notes__"):
+    if name is None or called.isdisjoint({"record", "grad_tensor"}) or hasattr(error, "__notes__"):
         return
     from trainwright.diagnostics.rules import explain_own_backward
 

@@ -298,7 +298,7 @@ def _layer(frames: tuple[FrameType, ...], model: nn.Module) -> CalledLayer | Non
 def _loss(frames: tuple[FrameType, ...], owner: Any) -> LossCall | None:
     """The loss that was being computed: the Trainer's, or a loss of torch's that a step calls itself."""
     loss, ours = owner.loss, ("trainwright.update.batches", "trainwright.update.losses")
-    functions = ("loss_of", "counted_loss_of", "exact_loss_of", "weighable", "evaluated")
+    functions = ("loss_of", "counted_loss_of", "exact_loss_of", "with_count", "evaluated")
     is_trainers = loss is not None and any(
         frame.f_locals.get("self") is loss or (module_of(frame) in ours and frame.f_code.co_name in functions)
         for frame in frames

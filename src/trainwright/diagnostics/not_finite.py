@@ -24,7 +24,7 @@ from trainwright.modules.dtensors import is_sharded
 from trainwright.update.batches import split as default_split
 from trainwright.update.loss_tracker import LossTracker
 from trainwright.update.losses import read_step_loss
-from trainwright.update.nonfinite_policy import Trace
+from trainwright.update.nonfinite_policy import NonFiniteOrigin
 from trainwright.update.owner import networks_of
 from trainwright.update.snapshot import Buffers, Snapshot
 
@@ -38,11 +38,11 @@ _RATE = "a lower learning rate, or clip=1.0, where the weights have grown; else 
 _LINE = "anomaly() names the line"
 
 
-def trace(run: Run) -> Trace:
+def find_origin(run: Run) -> NonFiniteOrigin:
     """Say where the update in hand stopped being finite, as far as that can be found; the run stays as it is."""
     window, owner = run.tracker.window, run.owner
     if window is None:
-        return Trace()
+        return NonFiniteOrigin()
     lines: list[str] = []
     fix = ""
     with rng_preserved():
@@ -56,14 +56,16 @@ def trace(run: Run) -> Trace:
                 break
     weights = _in_weights(owner)
     if weights:
-        return Trace((*lines, *weights), fix or _RATE)
-    own = owner._hooks.updates_itself or owner._hooks.computes_itself  # nobody else knows what they compute
+        return NonFiniteOrigin((*lines, *weights), fix or _RATE)
+    own = (
+        owner._hooks.overrides_update or owner._hooks.overrides_compute_gradients
+    )  # nobody else knows what they compute
     several = owner.world.size > 1 or is_sharded(*owner.model.parameters())  # a forward may be a collective
     missing = any(" NaN" in line for line in lines)  # infinite inputs may be meant, as in a mask of attention
     if own or several or missing:
-        return Trace(tuple(lines), fix)
+        return NonFiniteOrigin(tuple(lines), fix)
     searched = _ModuleSearch(run, looks_at_inputs=not lines).run()
-    return Trace((*lines, *searched.lines), fix or searched.fix, by_loss=searched.by_loss and not lines)
+    return NonFiniteOrigin((*lines, *searched.lines), fix or searched.fix, by_loss=searched.by_loss and not lines)
 
 
 def _place(run: Run, position: int) -> str:
@@ -153,15 +155,15 @@ class _ModuleSearch:
         self._seen: list[Tensor] = []
         """What has entered or left modules: alive as long as its identity is compared."""
 
-    def run(self) -> Trace:
+    def run(self) -> NonFiniteOrigin:
         """Return what was found; what the user's code raises when it runs once more ends the search."""
         try:
             with self._aside():
                 return self._searched()
         except Exception as error:  # code of the user's own, which may count its calls: the error that is told stays
-            return Trace((f"a second forward, to find the module, failed with {type(error).__name__}",))
+            return NonFiniteOrigin((f"a second forward, to find the module, failed with {type(error).__name__}",))
 
-    def _searched(self) -> Trace:
+    def _searched(self) -> NonFiniteOrigin:
         run, owner = self._run, self._owner
         window = run.tracker.window
         assert window is not None
@@ -172,19 +174,19 @@ class _ModuleSearch:
                 returned = owner.training_step(window[position])
             where = f" ({_place(run, position)})" if len(window.batches) > 1 else ""
             if self._forward:
-                return Trace((f"forward: {self._forward}{where}",), _fix_of_forward(self._forward))
+                return NonFiniteOrigin((f"forward: {self._forward}{where}",), _fix_of_forward(self._forward))
             step_loss = read_step_loss(returned.loss if type(returned) is StepOutput else returned)
             if not bool(torch.isfinite(step_loss.loss.detach()).all()):
                 line = f"forward: the outputs of all modules are finite; the loss that was made of them is not{where}"
                 fix = "look at the targets, and at what the loss divides by or takes the logarithm of"
-                return Trace((line,), fix, by_loss=True)
+                return NonFiniteOrigin((line,), fix, by_loss=True)
             losses.append(step_loss.loss)
         return self._after_backward(losses)
 
-    def _after_backward(self, losses: list[Tensor]) -> Trace:
+    def _after_backward(self, losses: list[Tensor]) -> NonFiniteOrigin:
         run = self._run
         for loss in losses:
-            torch.autograd.backward((loss,), (run.tracker.root_gradient(loss, 1.0),))
+            torch.autograd.backward((loss,), (run.tracker.grad_tensor(loss, 1.0),))
         if self._backward is not None:
             kind, _, name = self._backward
             if kind == "in":
@@ -193,15 +195,17 @@ class _ModuleSearch:
                 line = f"backward: the gradient that reaches the output of {name} is the first that is not finite: "
                 line += "an operation behind it made it"
             fix = f"a finite output can have an infinite slope: sqrt or norm at 0, division, pow, where; {_LINE}"
-            return Trace((line,), fix)
+            return NonFiniteOrigin((line,), fix)
         model = self._owner.model
         grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         bad = [f"{name!r} ({text})" for name, grad in grads.items() if (text := _counted(grad)) is not None]
         if bad:
             line = "backward: the gradients of all outputs are finite, those of weights are not: "
             fix = f"look at what these weights are multiplied by, and at what the step does with them; {_LINE}"
-            return Trace((line + ", ".join(bad[:_MOST]),), fix)
-        return Trace(("a second forward and backward gave finite numbers: draws differ, or the norm overflows",))
+            return NonFiniteOrigin((line + ", ".join(bad[:_MOST]),), fix)
+        return NonFiniteOrigin(
+            ("a second forward and backward gave finite numbers: draws differ, or the norm overflows",)
+        )
 
     @contextmanager
     def _aside(self) -> Iterator[None]:

@@ -459,7 +459,9 @@ def _takes(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bool:
 def splits_in_training(owner: Any) -> bool:
     """Whether a training step takes inputs and target from `split`: the default one, or one that calls either."""
     codes = _user_code(owner, "training_step")
-    return not owner._hooks.steps_itself or any({"split", "training_step"} & set(code.co_names) for code in codes)
+    return not owner._hooks.overrides_training_step or any(
+        {"split", "training_step"} & set(code.co_names) for code in codes
+    )
 
 
 def _user_code(owner: Any, name: str) -> list[CodeType]:

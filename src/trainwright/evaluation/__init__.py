@@ -2,7 +2,7 @@
 
 Files in reading order:
 
-- `passes.py`: `evaluate`, and `without_trace`, the context of every pass: eval mode, evaluation weights, no gradients
+- `passes.py`: `evaluate`, and `side_effect_free`, the context of every pass: eval mode, evaluation weights, no gradient
 - `weights.py`: the evaluation weights where they are not the trained ones, averaged weights
 - `predictions.py`: `predict`, the outputs of all batches joined in the order of the data
 - `reports.py`: `report`, scikit-learn's report on classes, or R2, MAE and RMSE

@@ -61,7 +61,7 @@ def evaluate(owner: Owner, source: Source, *, name: str, batches: int | None = N
     tracker = LossTracker(metrics, owner._hooks)
     tracker.must_feed = metrics is not None
     seen = 0
-    with without_trace(owner, source, tracker) as aside:
+    with side_effect_free(owner, source, tracker) as aside:
         step, to_device = _validation_step(owner, tracker), mover(owner, aside, trains=False)
         for batch in islice(owner._record.read_batches(_batches(owner, aside, tracker)), batches):
             tracker.batch = batch
@@ -74,13 +74,15 @@ def evaluate(owner: Owner, source: Source, *, name: str, batches: int | None = N
         numbers = tracker.means(prefix) if owner.is_main else {}
         if not any(owner.world.total(seen)):
             raise DataError(message(f"the {name} data gave no batch", want="at least one batch", where=False))
-        errors = {} if metrics is None or owner._hooks.spread is None else _take_errors(numbers, metrics, prefix)
+        errors = (
+            {} if metrics is None or owner._hooks.standard_error_of is None else _take_errors(numbers, metrics, prefix)
+        )
         # Inside the context that watches peers: a metric may fail on rank 0.
         return owner.world.same(Evaluation(numbers, errors))
 
 
 @contextmanager
-def without_trace(
+def side_effect_free(
     owner: Owner, source: Source, tracker: LossTracker | None = None, *, shows_gradients: bool = False
 ) -> Iterator[Source]:
     """Enter eval mode, no gradients, the evaluation weights and a copy of `state`; restore everything at the end.
@@ -114,7 +116,7 @@ def without_trace(
 @contextmanager
 def probe_context(owner: Owner, source: Source) -> Iterator[None]:
     """Enter what a probe runs in: no trace, as in an evaluation, and the autocast of the precision."""
-    with without_trace(owner, source, shows_gradients=True), autocast(owner):
+    with side_effect_free(owner, source, shows_gradients=True), autocast(owner):
         yield
 
 
@@ -160,7 +162,7 @@ def autocast(owner: Owner) -> AbstractContextManager[Any]:
 def autocast_step(owner: Owner, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return a step that runs under the autocast of the precision.
 
-    Called inside `without_trace`: a context of autocast notes at its creation whether its cache is switched on.
+    Called inside `side_effect_free`: a context of autocast notes at its creation whether its cache is switched on.
     """
     if owner.precision is None:
         return step
@@ -230,8 +232,10 @@ def _batches(owner: Owner, source: Source, tracker: LossTracker) -> Iterator[Any
 def _validation_step(owner: Owner, tracker: LossTracker) -> Callable[[Any], Any]:
     """Return the step of an evaluation; where neither a known loss nor `count` gives the count of a mean, observed."""
     step, hooks = autocast_step(owner, owner.validation_step), owner._hooks
-    is_known = hooks.known is not None and hooks.known.reduction == "mean" and not hooks.steps_itself
-    if is_known or hooks.counts_itself:
+    is_known = (
+        hooks.known_loss is not None and hooks.known_loss.reduction == "mean" and not hooks.overrides_training_step
+    )
+    if is_known or hooks.overrides_count:
         return step
     return _observed_step(owner, step, tracker)
 
@@ -244,7 +248,12 @@ def _observed_step(owner: Owner, step: Callable[[Any], Any], tracker: LossTracke
     """
     hooks = owner._hooks
     tracker.count_source = observer = CountObserver()
-    if not (hooks.validates_itself or hooks.steps_itself or owner.loss is None or "validation_step" in vars(owner)):
+    if not (
+        hooks.overrides_validation_step
+        or hooks.overrides_training_step
+        or owner.loss is None
+        or "validation_step" in vars(owner)
+    ):
         return step
 
     observed = False
@@ -262,7 +271,7 @@ def _observed_step(owner: Owner, step: Callable[[Any], Any], tracker: LossTracke
 
 def _metric_set(owner: Owner, *, complete: bool) -> MetricSet | None:
     """Return the metrics of an evaluation, with those whose standard error early stopping needs."""
-    metrics, spread = dict(owner.metrics or {}), owner._hooks.spread
+    metrics, spread = dict(owner.metrics or {}), owner._hooks.standard_error_of
     if spread == "loss":
         metrics[_LOSS_OF_ROWS] = _loss_of_rows(owner)
     if not metrics:
@@ -272,14 +281,14 @@ def _metric_set(owner: Owner, *, complete: bool) -> MetricSet | None:
 
 
 def _loss_of_rows(owner: Owner) -> Any:
-    if owner._hooks.known is None:
+    if owner._hooks.known_loss is None:
         raise SettingError(
             message(
                 'min_delta="1se" on a loss needs one value per row, and this loss is none of torch\'s own',
                 fix="monitor a metric that returns one value per row",
             )
         )
-    return owner._hooks.known.each_row
+    return owner._hooks.known_loss.each_row
 
 
 def _take_errors(numbers: dict[str, float], metrics: MetricSet, prefix: str) -> dict[str, float]:

@@ -18,7 +18,7 @@ from trainwright.data.source import Source
 from trainwright.distributed.batch_layout import Slice
 from trainwright.distributed.packing import packed, unpacked
 from trainwright.distributed.world import World
-from trainwright.evaluation.passes import autocast_step, without_trace
+from trainwright.evaluation.passes import autocast_step, side_effect_free
 from trainwright.update.hooks import mover
 from trainwright.update.owner import Owner
 
@@ -39,7 +39,7 @@ def predict(owner: Owner, source: Source) -> Any:
     of them. The outputs of streams with a part for each rank are in the order of batches, then of ranks.
     """
     outputs = make_outputs(owner) if owner.world.size > 1 or not source.rows else PreallocatedOutputs(source.rows)
-    with without_trace(owner, source) as aside:
+    with side_effect_free(owner, source) as aside:
         step, to_device = autocast_step(owner, owner.predict_step), mover(owner, aside, trains=False)
         for batch in outputs.batches(aside):
             output = step(batch if to_device is None else to_device(batch))

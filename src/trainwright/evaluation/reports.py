@@ -20,7 +20,7 @@ from trainwright.core.process_state import beside_training
 from trainwright.core.records import StepOutput
 from trainwright.core.trees import detached
 from trainwright.data.source import Source
-from trainwright.evaluation.passes import autocast, without_trace
+from trainwright.evaluation.passes import autocast, side_effect_free
 from trainwright.evaluation.predictions import join, make_outputs
 from trainwright.evaluation.task_type import find_task_type, guess_classes
 from trainwright.metrics.scores import MAE, R2, RMSE
@@ -112,7 +112,7 @@ def _made(owner: Owner, pairs: list[tuple[Tensor, Tensor]], kind: Asked, *, name
 def _compared(owner: Owner, source: Source) -> list[tuple[Tensor, Tensor]]:
     """Return output and target of every batch over all ranks, on the CPU, in the order of the data."""
     host, pairs = torch.device("cpu"), make_outputs(owner)
-    with without_trace(owner, source) as aside, _split_once(owner) as split_of:
+    with side_effect_free(owner, source) as aside, _split_once(owner) as split_of:
         to_device = mover(owner, aside, trains=False)
         for batch in pairs.batches(aside):
             moved = batch if to_device is None else to_device(batch)

@@ -106,7 +106,7 @@ class BetweenUpdates:
     def _count_epoch(self) -> None:
         """Count an epoch that is over, for all that counts epochs."""
         run, counters = self.run, self.counters
-        if self.owner._hooks.updates_itself:
+        if self.owner._hooks.overrides_update:
             run.check_epoch()
         run.lengths.epoch_ended()
         counters.epoch, counters.batch, counters.begun = counters.epoch + 1, 0, False
@@ -159,7 +159,7 @@ class BetweenUpdates:
             with several:
                 for name, source in self.val.items():
                     measured = evaluate(source, name=name)
-                    if self.owner._hooks.evaluates_itself:
+                    if self.owner._hooks.overrides_evaluate:
                         self._check_numbers(measured)
                     numbers |= measured
         finally:
@@ -236,7 +236,7 @@ class BetweenUpdates:
 
         Numbers that only an `evaluate` of the user's own gives are in the rows of validations.
         """
-        trained = monitor in row or not self.owner._hooks.evaluates_itself
+        trained = monitor in row or not self.owner._hooks.overrides_evaluate
         return validated or (trained and not monitor.startswith("val_"))
 
     def _best_weights(self) -> dict[str, Any]:

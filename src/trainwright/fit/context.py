@@ -89,7 +89,7 @@ class FitContext:
             self._begin()
         except BaseException as error:
             self._close(error)
-        if self._owner._hooks.updates_itself:
+        if self._owner._hooks.overrides_update:
             undo.enter_context(self._run.watching_steps())
 
     def _bind_to_newest(self, source: Source, val: Mapping[str, Source], undo: ExitStack) -> None:

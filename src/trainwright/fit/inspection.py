@@ -205,7 +205,7 @@ def _size(tensors: Iterable[Tensor]) -> int:
 def _why_unknown(owner: Owner, window: Any) -> str:
     """Return why the operations per row cannot be counted; empty where they can."""
     hooks = owner._hooks
-    if hooks.steps_itself or hooks.computes_itself or hooks.updates_itself:
+    if hooks.overrides_training_step or hooks.overrides_compute_gradients or hooks.overrides_update:
         return "steps of your own may call the model any number of times"
     if hooks.split is not batches.split:
         return "a split of your own may give the model any inputs"

@@ -151,8 +151,8 @@ def check_watched(owner: Owner, watched: list[tuple[str, str]], validated: Mappi
         keyed = tuple(f"{prefix}_{metric}_" for metric in owner.metrics)  # training reports these keys, too
         produced |= numbers | {name.removeprefix(f"{prefix}_") for name in numbers if name.startswith(keyed)}
     for name, slot in watched:
-        logged = owner._hooks.logs_freely and not name.startswith("val_")
-        may_come = logged or (owner._hooks.evaluates_itself and bool(validated))
+        logged = owner._hooks.may_log_any_name and not name.startswith("val_")
+        may_come = logged or (owner._hooks.overrides_evaluate and bool(validated))
         if name not in produced and not name.startswith(tuple(starts)) and not may_come:
             raise _not_produced(name, slot, has_val=bool(validated), produced=produced)
 
@@ -215,7 +215,7 @@ def _notes(owner: Owner, source: Source, plan: Plan, *, ends: Ends) -> list[str]
     """Return the lines of the header on ranks, data, slots and choices."""
     notes = [] if owner.world.size == 1 else describe_ranks(owner, plan, apart=source.sharded)
     notes += [source.note] if source.note else []
-    if plan.val and owner._hooks.steps_itself and not owner._hooks.validates_itself:
+    if plan.val and owner._hooks.overrides_training_step and not owner._hooks.overrides_validation_step:
         notes.append("validates by your training_step, in eval mode")
     if plan.precision == "tf32" and owner.device.type == "cpu":
         notes.append("tf32 has no effect on a cpu")

@@ -338,26 +338,26 @@ def choose_strategy(run: Run) -> UpdateStrategy:
 
         owner._record.splits = splitter = WindowSplitter(run)
         update = splitter.update
-    if owner._hooks.updates_itself or owner._hooks.computes_itself:
+    if owner._hooks.overrides_update or owner._hooks.overrides_compute_gradients:
         update = ManualUpdate(run, update)
-    trace = partial(_trace, run)
+    find_origin = partial(_find_origin, run)
     if owner.world.size > 1:
         from trainwright.update.distributed_step import DistributedStep
 
-        return DistributedStep(run, update=update, trace=trace)
+        return DistributedStep(run, update=update, find_origin=find_origin)
     if why:
-        return ImmediateCheck(run, update=update, trace=trace)
+        return ImmediateCheck(run, update=update, find_origin=find_origin)
     from trainwright.update.deferred_check import DeferredCheck, DeferredSkip
 
     skips = run.scaler is not None or owner.on_nonfinite == "skip"
-    return (DeferredSkip if skips else DeferredCheck)(run, update=update, trace=trace)
+    return (DeferredSkip if skips else DeferredCheck)(run, update=update, find_origin=find_origin)
 
 
-def _trace(run: Run) -> nonfinite_policy.Trace:
+def _find_origin(run: Run) -> nonfinite_policy.NonFiniteOrigin:
     """Find the first non-finite number of the update: in the batch, the weights, or a module's forward or backward."""
     from trainwright.diagnostics import not_finite
 
     try:
-        return not_finite.trace(run)
+        return not_finite.find_origin(run)
     except Exception as error:  # a batch may hold any object; nothing that it does may replace the error of the update
-        return nonfinite_policy.Trace((f"where it began cannot be shown: {first_line(error, 200)}",))
+        return nonfinite_policy.NonFiniteOrigin((f"where it began cannot be shown: {first_line(error, 200)}",))

@@ -258,7 +258,7 @@ def checked_frozen(frozen: Mapping[str, nn.Module] | None, model: nn.Module) -> 
 
 def check_closures(owner: Owner) -> None:
     """Refuse an optimizer that evaluates the loss itself in a Trainer with the default update."""
-    if owner._hooks.updates_itself:
+    if owner._hooks.overrides_update:
         return
     for name, optimizer in owner.optimizers.items():
         if _needs_a_closure(optimizer):

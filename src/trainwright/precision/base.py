@@ -45,16 +45,16 @@ class Precision:
 
 
 class LossScale:
-    """A constant loss scale of 1. A subclass overrides `root`, and `adapt` if the scale changes."""
+    """A constant loss scale of 1. A subclass overrides `scale`, and `adapt` if the scale changes."""
 
     @property
-    def root(self) -> float | Tensor:
-        """The scale, a factor of the root gradient of `backward`: a float, or a 0-dim tensor on the device."""
+    def scale(self) -> float | Tensor:
+        """The factor of every `grad_tensor` of `backward`: a float, or a 0-dim tensor on the device."""
         return 1.0
 
     def factor(self) -> Any:
         """Return the factor that unscales gradients: one over the scale."""
-        return 1.0 / self.root
+        return 1.0 / self.scale
 
     def adapt(self, overflowed: Any) -> None:
         """Adapt the scale, once per update; `overflowed`: whether a gradient was not finite. No-op here."""

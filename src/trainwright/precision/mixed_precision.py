@@ -96,8 +96,8 @@ class LossScaler(LossScale):
         self._good = 0
 
     @property
-    def root(self) -> float:
-        """The scale, a factor of the root gradient of `backward`."""
+    def scale(self) -> float:
+        """The factor of every `grad_tensor` of `backward`."""
         return self.value
 
     def adapt(self, overflowed: bool) -> None:

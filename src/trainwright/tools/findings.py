@@ -103,7 +103,12 @@ def _uncompiled() -> AbstractContextManager[Any]:
 def _evaluate(trainer: Trainer[Any], batches: Sequence[Any], val: Any, *, batch_size: int | None) -> _Watch | None:
     """Watch the evaluation of one batch: of `val`, or of training where the trainer has no step of its own."""
     hooks = trainer._hooks
-    own = hooks.steps_itself or hooks.validates_itself or hooks.evaluates_itself or hooks.updates_itself
+    own = (
+        hooks.overrides_training_step
+        or hooks.overrides_validation_step
+        or hooks.overrides_evaluate
+        or hooks.overrides_update
+    )
     if val is None and own:
         return None
     if isinstance(val, dict) and not all(isinstance(one, Tensor | np.ndarray) for one in val.values()):
@@ -340,7 +345,7 @@ def _unreached(watch: _Watch, *, updates: int) -> Iterator[Finding]:
 
 def _resting(trainer: Trainer[Any], reached: dict[int, float]) -> set[int]:
     """Return the parameters of optimizers that a custom `update` did not use in these updates."""
-    if not trainer._hooks.updates_itself or len(trainer.optimizers) < 2:
+    if not trainer._hooks.overrides_update or len(trainer.optimizers) < 2:
         return set()
     each = [{id(p) for p in parameters_in(one)} for one in trainer.optimizers.values()]
     return {one for held in each if held.isdisjoint(reached) for one in held}

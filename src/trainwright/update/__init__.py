@@ -1,1 +1,23 @@
-"""One update: the window, its losses and counts, the finite check, and the step."""
+"""One update: how a window of micro-batches becomes one step of the optimizers, and what is refused on the way.
+
+In order of a call, from `Trainer.update`:
+
+- `window`: `Window` groups the micro-batches; `Window.weight` computes the weight of each loss, count / total.
+- `strategy`: `UpdateStrategy`, the object that a run calls for each stage of an update. `fit/run.py::choose_strategy`
+  makes one before the first update: `ImmediateCheck` (the CPU, and whatever must know at once), `DeferredCheck` (CUDA
+  with fused optimizers) or `DistributedStep` (several ranks).
+- `batches`: the default step: batch -> inputs and target -> output -> loss. `hooks`: which methods the user overrides.
+- `loss_tracker`: `LossTracker.backward_args` turns the return of a step into a recorded number and the arguments of
+  `torch.autograd.backward`: the loss, and its weight as `grad_tensor`. `losses`: the counts of torch's own losses.
+  `running_means`: numbers are recorded, read together and averaged.
+- `UpdateStrategy.finish_backward`, after the last `backward`: all-reduces the gradients (`distributed_step`), and finds
+  the factor that they lack. `scale_and_check` applies it in the pass that flags NaN and inf (`optim/gradients.py`).
+- `optimizer_steps`: norm, clip and step of each optimizer. `manual_optimization`: `minimize`, closures, own updates.
+- `finite_check`: `check` reads loss, flag and norms before the step; `nonfinite_policy` says what a NaN leads to.
+  `deferred_check`, with `device_state`: the same decided on the device, and read by the host some updates later.
+- `snapshot`: copies from before an update, restored if it is not applied. `status`, `reporter`: the record of an update.
+
+Promises: the gradient of a window is that of one big batch, whatever it is cut into. Unless the policy is "ignore", an
+update that is not finite changes no weight and no optimizer state. A check reads all numbers of an update at once; a
+deferred one never waits for the newest. Every number is an exact mean over its counts, and a NaN in it shows.
+"""

@@ -102,7 +102,7 @@ def loss_of(owner: Owner, output: Any, target: Any) -> Any:
     """Return the loss of a micro-batch in training as the user gave it; a loss that sums is a sum."""
     if target is None or owner.loss is None:
         raise no_loss(owner, target)
-    known = owner._hooks.known
+    known = owner._hooks.known_loss
     if known is not None and known.each_element and output.shape != target.shape:
         check_shapes(owner.loss, output, target)
     loss = owner.loss(output, target)
@@ -111,7 +111,7 @@ def loss_of(owner: Owner, output: Any, target: Any) -> Any:
 
 def counted_loss_of(owner: Owner, output: Any, target: Any) -> Any:
     """Return a known mean of torch's for a micro-batch in training, with its count where a window has several."""
-    known, window, is_counted = owner._hooks.known, owner._tracker.window, owner._hooks.count is not None
+    known, window, is_counted = owner._hooks.known_loss, owner._tracker.window, owner._hooks.count is not None
     if target is None or known is None:
         raise no_target()
     if known.each_element and output.shape != target.shape:
@@ -120,17 +120,17 @@ def counted_loss_of(owner: Owner, output: Any, target: Any) -> Any:
     weighs = window is not None and window.begun and window.position + 1 < len(window.batches)
     if window is None or not weighs or (is_counted and len(window.batches) == 1):
         return owner.loss(output, target)
-    return known.weighable(output, target, owner._tracker.count if is_counted else known.count(target))
+    return known.with_count(output, target, owner._tracker.count if is_counted else known.count(target))
 
 
 def exact_loss_of(owner: Owner, output: Any, target: Any) -> Any:
     """Return the loss of a batch in an evaluation: a sum with its count, where torch's loss is known."""
     if target is None or owner.loss is None:
         raise no_loss(owner, target)
-    known = owner._hooks.known
+    known = owner._hooks.known_loss
     if known is not None and known.each_element and output.shape != target.shape:
         check_shapes(owner.loss, output, target)
-    if known is None or (owner._hooks.counts_itself and known.reduction == "mean"):
+    if known is None or (owner._hooks.overrides_count and known.reduction == "mean"):
         observer = owner._tracker.count_source
         return owner.loss(output, target) if observer is None else observer.observe(owner.loss, output, target)
     return known.evaluated(output, target)

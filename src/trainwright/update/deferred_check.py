@@ -18,9 +18,9 @@ from trainwright.precision.mixed_precision import LossScaler
 from trainwright.schedules.table import TableRates
 from trainwright.update import nonfinite_policy
 from trainwright.update.device_state import AHEAD, AsyncReads, DeviceRates, DeviceScale, DeviceVerdict
-from trainwright.update.loss_tracker import Entry, Terms, count_of, mean_of, values_of
-from trainwright.update.nonfinite_policy import PATIENCE, Trace
+from trainwright.update.nonfinite_policy import PATIENCE, NonFiniteOrigin
 from trainwright.update.optimizer_steps import SelectedOptimizers
+from trainwright.update.running_means import Entry, Terms, count_of, mean_of, values_of
 from trainwright.update.strategy import UpdateStrategy
 from trainwright.update.window import Window
 
@@ -60,8 +60,10 @@ class DeferredCheck(UpdateStrategy):
     reports = True
     updates_ahead = AHEAD
 
-    def __init__(self, run: Run, *, update: Callable[[Window], Any], trace: Callable[[], Trace]) -> None:
-        super().__init__(run, update=update, trace=trace)
+    def __init__(
+        self, run: Run, *, update: Callable[[Window], Any], find_origin: Callable[[], NonFiniteOrigin]
+    ) -> None:
+        super().__init__(run, update=update, find_origin=find_origin)
         self._reads = AsyncReads(run.owner.device)
         self._found_inf: Tensor | None = None
         """The flag of the update in progress; None where nothing is checked."""
@@ -97,14 +99,14 @@ class DeferredCheck(UpdateStrategy):
         if not self._reads.pending:
             self._applied = counters.updates
 
-    def scale_gradients(self, gradients: Gradients) -> Tensor | None:
+    def scale_and_check(self, gradients: Gradients) -> Tensor | None:
         """Return the flag. Where clipping is fused the steps multiply, and the norm is checked for the gradients."""
         if not self._fuses_clipping:
-            return super().scale_gradients(gradients)
+            return super().scale_and_check(gradients)
         run = self._run
         for step in run.optimizer_steps.all.steps:
-            step.factor = self.factor
-        self.factor = 1.0
+            step.factor = self.pending_factor
+        self.pending_factor = 1.0
         return gradients.flag if run.checks else None
 
     def check(self, found_inf: Tensor | None, chosen: SelectedOptimizers) -> bool:
@@ -189,7 +191,7 @@ class DeferredCheck(UpdateStrategy):
             lr=self.rates_of(pending)[0],
             norm=norms[0] if norms else None,
             counted=count_of(pending.terms),
-            trace=self.trace,
+            find_origin=self.find_origin,
         )
 
     def rewind(self, place: tuple[int, int]) -> None:
@@ -213,8 +215,10 @@ class DeferredSkip(DeferredCheck):
     does not know yet as applied, and corrects that when its numbers arrive.
     """
 
-    def __init__(self, run: Run, *, update: Callable[[Window], Any], trace: Callable[[], Trace]) -> None:
-        super().__init__(run, update=update, trace=trace)
+    def __init__(
+        self, run: Run, *, update: Callable[[Window], Any], find_origin: Callable[[], NonFiniteOrigin]
+    ) -> None:
+        super().__init__(run, update=update, find_origin=find_origin)
         device = run.owner.device
         self.scaler = scale = DeviceScale(run.scaler, device) if isinstance(run.scaler, LossScaler) else None
         self._verdict = DeviceVerdict(run.owner.on_nonfinite, device, scale)
@@ -252,7 +256,7 @@ class DeferredSkip(DeferredCheck):
         gradients.check_too(norms)
         self._loss_flag.zero_()
         gradients.check_too(self._run.tracker.losses, self._loss_flag)
-        self._verdict.decide(found_inf, self._loss_flag)
+        self._verdict.update_flags(found_inf, self._loss_flag)
         found_inf.zero_()
 
     def report(self, window: Window) -> None:

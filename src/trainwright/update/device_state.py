@@ -34,8 +34,8 @@ class DeviceScale(LossScale):
         self._send()
 
     @property
-    def root(self) -> Tensor:
-        """The scale, a factor of the root gradient of `backward`: a 0-dim tensor."""
+    def scale(self) -> Tensor:
+        """The factor of every `grad_tensor` of `backward`: a 0-dim tensor."""
         return self._scale
 
     def factor(self) -> Any:
@@ -83,7 +83,7 @@ class DeviceScale(LossScale):
 
 
 class DeviceVerdict:
-    """The policy for values that are not finite, decided on the device: `nonfinite_policy.decide` in zeros and ones."""
+    """`nonfinite_policy.verdict_of` as tensor arithmetic: the same table in zeros and ones, without a read."""
 
     def __init__(self, policy: Policy, device: torch.device, scale: DeviceScale | None) -> None:
         self._policy, self._scale = policy, scale
@@ -94,8 +94,8 @@ class DeviceVerdict:
         self.applied = torch.zeros((), dtype=torch.int64, device=device)
         """Updates of this stage that were applied."""
 
-    def decide(self, gradient: Tensor, loss: Tensor) -> None:
-        """Take the flags of an update, 1.0 where its gradient, or its loss, is not finite."""
+    def update_flags(self, gradient: Tensor, loss: Tensor) -> None:
+        """Set the flags for an update; `gradient`, `loss`: 1.0 where that is not finite. The table of `verdict_of`."""
         if self._scale is None:
             own = gradient if self._policy == "ignore" else torch.maximum(gradient, loss)
             overflow = torch.zeros_like(gradient)

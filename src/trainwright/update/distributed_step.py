@@ -22,15 +22,15 @@ from trainwright.distributed.gradient_averaging import GradientBuckets, fingerpr
 from trainwright.distributed.world import Group
 from trainwright.modules.modes import running_statistics
 from trainwright.update.finite_check import ImmediateCheck
-from trainwright.update.loss_tracker import Roots
+from trainwright.update.loss_tracker import BackwardArgs
 from trainwright.update.losses import StepLoss
 from trainwright.update.sharded_window import ShardedWindow, sharded_windows
-from trainwright.update.window import Move, Window, weighed
+from trainwright.update.window import Move, Window, weighted_value
 
 if TYPE_CHECKING:
     from trainwright.fit.run import Run
     from trainwright.optim.gradients import Gradients
-    from trainwright.update.nonfinite_policy import Trace
+    from trainwright.update.nonfinite_policy import NonFiniteOrigin
     from trainwright.update.optimizer_steps import SelectedOptimizers
     from trainwright.update.owner import Owner
 
@@ -42,25 +42,30 @@ class DistributedStep(ImmediateCheck):
 
     The default update runs the step under torch's DDP, which averages gradients during `backward`. An `update` of the
     user reads gradients in an order of its own: there nothing is wrapped, and gradients are averaged after `backward`.
-    The count of a window and its loss are reduced with the gradients.
+
+    The policy and the weights need two numbers of all ranks for each window: its count, and its weighted loss. DDP
+    averages them in the all-reduce of the gradients, for free: they are the gradient of a parameter of two zeros,
+    `_Step.stats_param`, of which each forward returns the dot product with the numbers of its micro-batch.
     """
 
-    def __init__(self, run: Run, *, update: Callable[[Window], Any], trace: Callable[[], Trace]) -> None:
-        super().__init__(run, update=update, trace=trace)
+    def __init__(
+        self, run: Run, *, update: Callable[[Window], Any], find_origin: Callable[[], NonFiniteOrigin]
+    ) -> None:
+        super().__init__(run, update=update, find_origin=find_origin)
         owner = run.owner
         assert isinstance(owner.world, Group)
         self._owner, self._world, self._settings = owner, owner.world, owner.parallel
         self._is_sharded: bool = self._settings.shards
         """Whether each rank holds a part of the weights, so that every forward is one of all ranks."""
         hooks = owner._hooks
-        self._is_default = not (hooks.updates_itself or hooks.computes_itself)
+        self._is_default = not (hooks.overrides_update or hooks.overrides_compute_gradients)
         """Whether no code of the user reads or makes gradients."""
         self._wraps = self._is_default and not self._is_sharded
         if not self._wraps and self._settings.compress is not None:
             what = f"DDP(compress={self._settings.compress!r}) beside an `update` of your own, which reads gradients"
             raise SettingError(what, want="gradients as they are", fix="DDP() without compress")
-        self._carries = self._wraps and self._settings.compress is None
-        """Whether DDP carries counts and losses with the gradients: with `compress` it would round them."""
+        self._ddp_averages_stats = self._wraps and self._settings.compress is None
+        """Whether DDP averages counts and losses with the gradients: with `compress` it would round them."""
         self._set_sync: Any = None
         if self._is_sharded:
             from trainwright.distributed.fsdp import set_sync
@@ -79,7 +84,7 @@ class DistributedStep(ImmediateCheck):
         """The loss of the current window over all ranks."""
         self._checked_loss = 0.0
         """The loss of all ranks that was read last."""
-        self.step, self.weigh = self._run_step, self._weigh
+        self.step, self.backward_args = self._run_step, self._backward_args
 
     def windows(self, batches: Iterable[Any], accumulate: int, *, move: Move | None) -> Iterator[Window]:
         """Group the slices of batches of this rank into windows."""
@@ -116,10 +121,10 @@ class DistributedStep(ImmediateCheck):
             self._world.align(self._owner.model.buffers())
 
     def _run_step(self, batch: Any) -> tuple[Tensor, ...]:
-        """Run the step of the next micro-batch; return its loss, and the term that carries its count and value."""
+        """Run the step of the next micro-batch; return its loss, and under DDP the term of its statistics."""
         window = self._window
         if window.position < 0:
-            self._begin()
+            self._reset_stats()
         last = window.position + 2 == len(window.batches)
         self._silence(window.is_stand_in)
         if window.is_stand_in:
@@ -127,61 +132,61 @@ class DistributedStep(ImmediateCheck):
                 return self._forward(batch, last=last)
         return self._forward(batch, last=last)
 
-    def _weigh(self, returned: tuple[Tensor, ...]) -> Roots:
-        """Return the roots of `backward` and their gradients: the loss has its weight, the carried term has 1."""
-        tracker = self._owner._tracker
-        root = tracker.root_gradient(returned[0], self._weight)
-        return returned, (root, None)[: len(returned)]
+    def _backward_args(self, returned: tuple[Tensor, ...]) -> BackwardArgs:
+        """Return the arguments of `backward`: the loss has its weight, and the term of the statistics has none."""
+        grad_tensor = self._owner._tracker.grad_tensor(returned[0], self._weight)
+        return returned, (grad_tensor, None)[: len(returned)]
 
-    def reduce(self, window: Window) -> Count:
-        """Average the gradients of the window over the ranks; return the factor that is missing from them."""
+    def all_reduce_gradients(self, window: Window) -> None:
+        """Average the gradients of the window over the ranks, unless DDP has done so in `backward`; read its count."""
         module = self._module
         assert module is not None
         self._silence(False)
         if self._in_use is None and not self._is_sharded:
             buckets = self._buckets_of(module.trained)
-            carried = buckets.average(self._terms)
+            stats = buckets.average(self._window_stats)
             if self._wraps and (self._wrapped is None or buckets.unused):
                 self._wrapped = Wrapped(module, self._settings, self._world, unused=buckets.unused)
             self._finds_unused = False
-        elif self._carries:
+        elif self._ddp_averages_stats:
             assert self._in_use is not None
             self._in_use.check()
-            assert module.carried.grad is not None
-            carried = module.carried.grad
+            assert module.stats_param.grad is not None
+            stats = module.stats_param.grad
         else:
             if self._in_use is not None:
                 self._in_use.check()
-            carried = self._terms / self._world.size
-            self._world.sum(carried)
+            stats = self._window_stats / self._world.size
+            self._world.sum(stats)
         self._mark(self._run.gradients.parameters)
-        return self._read(carried)
+        self._read_stats(stats)
 
     def weight_of_minimized(self, loss: StepLoss) -> Count:
         """Return the weight of a loss of this rank's complete window."""
         window = self._window
         here = any(window.rows)
-        self._begin()
+        self._reset_stats()
         weight = loss.weight * window.weight_of(loss.count, is_sum=False, here=here)
         self._silence(not here)
-        self._add_term(loss.loss, loss.count if here else 0, weight)
+        self._record_stats(loss.loss, loss.count if here else 0, weight)
         return weight
 
-    def reduce_minimized(self, parameters: Sequence[Tensor]) -> Count:
+    def all_reduce_minimized(self, parameters: Sequence[Tensor]) -> Count:
         """Average the gradients of a loss that was minimized; return the factor that is missing from them."""
         self._silence(False)
         if self._is_sharded:
-            carried = self._terms / self._world.size
-            self._world.sum(carried)
+            stats = self._window_stats / self._world.size
+            self._world.sum(stats)
         else:
-            carried = self._buckets_of(parameters).average(self._terms)
+            stats = self._buckets_of(parameters).average(self._window_stats)
         self._mark(parameters)
-        return self._read(carried)
+        self._read_stats(stats)
+        return self._window.missing_factor
 
-    def scale_gradients(self, gradients: Gradients) -> Tensor | None:
+    def scale_and_check(self, gradients: Gradients) -> Tensor | None:
         """Average gradients that a `backward` of the user has made, then scale and check them."""
         self._reduce_manual(gradients.parameters)
-        found_inf = super().scale_gradients(gradients)
+        found_inf = super().scale_and_check(gradients)
         self._mark(gradients.parameters)
         return found_inf
 
@@ -241,7 +246,7 @@ class DistributedStep(ImmediateCheck):
             fix = "def begin_epoch(self, epoch): ...   # where the trained parameters are found again"
             raise StepError(what, have=have, want="such changes between two epochs", fix=fix, where=False)
 
-    def reduce_closure_loss(self, loss: Any, gradients: Gradients) -> Any:
+    def all_reduce_closure_loss(self, loss: Any, gradients: Gradients) -> Any:
         """Return the mean over rows of a loss whose `backward` was the user's own; other losses are means already."""
         if not self._reduce_manual(gradients.parameters):
             return loss
@@ -249,7 +254,7 @@ class DistributedStep(ImmediateCheck):
         self._world.sum(value)
         return value.to(loss.dtype) if isinstance(loss, Tensor) else value
 
-    def window_loss(self, loss: Tensor, factor: Count) -> Tensor:
+    def complete_loss(self, loss: Tensor, factor: Count) -> Tensor:
         """Return the loss of the window over all ranks, like `loss`."""
         return torch.as_tensor(self.loss, dtype=loss.dtype, device=loss.device)
 
@@ -262,9 +267,9 @@ class DistributedStep(ImmediateCheck):
             self._owner._tracker.loss = self._checked_loss
         return overflowed, rest
 
-    def decide(self, chosen: SelectedOptimizers, loss: float, *, overflowed: bool) -> bool:
+    def may_step(self, chosen: SelectedOptimizers, loss: float, *, overflowed: bool) -> bool:
         """Decide by the loss of all ranks, so that each of them decides alike."""
-        return super().decide(chosen, self._checked_loss, overflowed=overflowed)
+        return super().may_step(chosen, self._checked_loss, overflowed=overflowed)
 
     def _loss_of_ranks(self) -> Count:
         """Return the loss of all ranks; a plain sum per row, which is NaN without one."""
@@ -290,12 +295,12 @@ class DistributedStep(ImmediateCheck):
         window = self._window
         return of * sum(window.rows) / window.all_rows if window.all_rows else of / self._world.size
 
-    def _begin(self) -> None:
-        carried = self._module.carried if self._module is not None else None
-        assert carried is not None
-        if self.carries_apart:
-            self._terms = torch.zeros_like(carried.detach())
-        carried.grad = None
+    def _reset_stats(self) -> None:
+        stats = self._module.stats_param if self._module is not None else None
+        assert stats is not None
+        if self.reduces_stats_separately:
+            self._window_stats = torch.zeros_like(stats.detach())
+        stats.grad = None
 
     def _silence(self, silent: bool) -> None:
         """Make the gradients of the next `backward` 0, whatever it computes: 0 times NaN would be NaN."""
@@ -322,35 +327,35 @@ class DistributedStep(ImmediateCheck):
         step_loss = owner._tracker.record(owner.training_step(batch))
         assert step_loss is not None
         self._weight = step_loss.weight
-        self._add_term(step_loss.loss, step_loss.count if here else 0, self._weight)
+        self._record_stats(step_loss.loss, step_loss.count if here else 0, self._weight)
         return step_loss.loss
 
-    def _add_term(self, loss: Tensor, count: Count | None, weight: Count) -> None:
-        """Put the count of a micro-batch and its weighed loss where the gradients carry them to all ranks."""
+    def _record_stats(self, loss: Tensor, count: Count | None, weight: Count) -> None:
+        """Record the count of a micro-batch and its weighted loss, to be averaged over the ranks."""
         assert self._module is not None
-        carried, value = self._module.carried, weighed(loss, weight)
-        kind, count = carried.dtype, count or 0
+        stats, value = self._module.stats_param, weighted_value(loss, weight)
+        kind, count = stats.dtype, count or 0
         if value.is_cpu and not isinstance(count, Tensor):
             # torch.tensor would take ten times as long for two numbers.
-            self.term = torch.from_numpy(np.array((count, host_reads.host_value(value)), _NUMPYS[kind]))
+            self.batch_stats = torch.from_numpy(np.array((count, host_reads.host_value(value)), _NUMPYS[kind]))
         else:
             counted = torch.as_tensor(count, dtype=kind, device=value.device)
-            self.term = torch.stack([counted, value.to(kind)]).to(carried.device)
-        if self.carries_apart:
-            self._terms = self._terms + self.term
+            self.batch_stats = torch.stack([counted, value.to(kind)]).to(stats.device)
+        if self.reduces_stats_separately:
+            self._window_stats = self._window_stats + self.batch_stats
 
     @property
-    def carries_apart(self) -> bool:
-        """Whether counts and losses are summed apart from the gradients: no DDP runs here, or it would round them."""
-        return self._in_use is None or not self._carries
+    def reduces_stats_separately(self) -> bool:
+        """Whether counts and losses are averaged after the window: no DDP runs here, or it would round them."""
+        return self._in_use is None or not self._ddp_averages_stats
 
-    def _read(self, carried: Tensor) -> Count:
+    def _read_stats(self, stats: Tensor) -> None:
+        """Take over the count and the loss of the window, from their means over the ranks."""
         window = self._window
-        mean, weighed = carried.tolist() if carried.is_cpu else carried.unbind()
-        count = mean * window.ranks
-        self.loss = window.mean(count, weighed)
-        self.counted = None if window.is_plain_sum else count
-        return window.missing_factor_of(count)
+        mean_count, weighted_loss = stats.tolist() if stats.is_cpu else stats.unbind()
+        count = mean_count * window.ranks
+        self.loss = window.mean(count, weighted_loss)
+        self.counted = window.all_count = None if window.is_plain_sum else count
 
     def _buckets_of(self, parameters: Sequence[Tensor]) -> GradientBuckets:
         key = tuple(map(id, parameters))
@@ -389,11 +394,13 @@ class _Step(nn.Module):
         self.layout = [(id(p), p.shape) for p in self.trained]
         wide = any(p.dtype == torch.float64 for p in self.trained)
         device = self.trained[0].device if self.trained else None
-        self.carried = nn.Parameter(torch.zeros(2, dtype=torch.float64 if wide else torch.float32, device=device))
-        """Always 0; its gradient is the count of the window and its loss, which travel with the other gradients."""
+        self.stats_param = nn.Parameter(torch.zeros(2, dtype=torch.float64 if wide else torch.float32, device=device))
+        """Always 0; its gradient is the count of the window and its weighted loss."""
 
     def forward(self, batch: Any) -> tuple[Tensor, ...]:
-        """Return the loss of a micro-batch, and a 0 whose gradient is its count and its weighed loss."""
+        """Return the loss of a micro-batch, and a 0 whose gradient is its count and its weighted loss."""
         strategy = self._strategy[0]
         loss = strategy.recorded_step(batch)
-        return (loss,) if strategy.carries_apart else (loss, torch.dot(self.carried, strategy.term))
+        return (
+            (loss,) if strategy.reduces_stats_separately else (loss, torch.dot(self.stats_param, strategy.batch_stats))
+        )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from trainwright.core import host_reads
 from trainwright.core.records import Count
 from trainwright.core.torch_private import buffer_dict
 from trainwright.core.trees import inside
@@ -19,7 +19,7 @@ from trainwright.precision.mixed_precision import LossScaler
 from trainwright.schedules.rates import Rates
 from trainwright.schedules.table import TableRates
 from trainwright.update import nonfinite_policy
-from trainwright.update.nonfinite_policy import Trace
+from trainwright.update.nonfinite_policy import NonFiniteOrigin
 from trainwright.update.optimizer_steps import SelectedOptimizers
 from trainwright.update.strategy import UpdateStrategy
 from trainwright.update.window import Window
@@ -36,8 +36,10 @@ ASYNC_DEVICES = {"cuda", "meta"}
 class ImmediateCheck(UpdateStrategy):
     """Reads loss, gradients and norms before each step, in one read, and applies the policy to them."""
 
-    def __init__(self, run: Run, *, update: Callable[[Window], Any], trace: Callable[[], Trace]) -> None:
-        super().__init__(run, update=update, trace=trace)
+    def __init__(
+        self, run: Run, *, update: Callable[[Window], Any], find_origin: Callable[[], NonFiniteOrigin]
+    ) -> None:
+        super().__init__(run, update=update, find_origin=find_origin)
         self.reports = self.reporter.is_needed
 
     def check(self, found_inf: Tensor | None, chosen: SelectedOptimizers) -> bool:
@@ -48,7 +50,7 @@ class ImmediateCheck(UpdateStrategy):
         if self.scaler is not None and not status.is_scaled:
             raise nonfinite_policy.not_scaled()
         overflowed, _ = self.read(found_inf, chosen)
-        return self.decide(chosen, tracker.loss if tracker.has_loss else 0.0, overflowed=overflowed)
+        return self.may_step(chosen, tracker.loss if tracker.has_loss else 0.0, overflowed=overflowed)
 
     def read(
         self, found_inf: Tensor | None, chosen: SelectedOptimizers, *more: float | Tensor
@@ -61,14 +63,14 @@ class ImmediateCheck(UpdateStrategy):
         for one in norms:
             one.norm = norm = next(numbers)
             # Finite elements can have a norm that overflows: clipping by it would apply a gradient of zeros.
-            overflowed = overflowed or (found_inf is not None and norm - norm != 0.0)
+            overflowed = overflowed or (found_inf is not None and not math.isfinite(norm))
         return overflowed, list(numbers)
 
-    def decide(self, chosen: SelectedOptimizers, loss: float, *, overflowed: bool) -> bool:
+    def may_step(self, chosen: SelectedOptimizers, loss: float, *, overflowed: bool) -> bool:
         """Return whether the chosen optimizers step by gradients of this loss; raise where the policy says so."""
         status = self.status
-        if overflowed or (self._run.checks and loss - loss != 0.0):
-            applied = applies_policy(self._run, chosen, overflowed=overflowed, loss=loss)
+        if overflowed or (self._run.checks and not math.isfinite(loss)):
+            applied = apply_policy(self._run, chosen, overflowed=overflowed, loss=loss)
             status.applied = applied or status.applied is True  # one step that was applied makes it an update
             return applied
         status.applied = True
@@ -84,7 +86,7 @@ class ImmediateCheck(UpdateStrategy):
         status.minimizing = None
         overflowed, (value, counted) = self.read(found_inf, chosen, loss, count)
         status.minimized.setdefault(chosen.steps[0].name, []).append((value, counted, is_sum))
-        return self.decide(chosen, value, overflowed=overflowed)
+        return self.may_step(chosen, value, overflowed=overflowed)
 
     def adapt_scale(self, scaler: LossScale) -> None:
         """Adapt the loss scale once, by all that the update has seen."""
@@ -99,7 +101,7 @@ class ImmediateCheck(UpdateStrategy):
         run = self._run
         self.status.stepped = False
         loss = run.tracker.loss if run.tracker.has_loss else 0.0
-        self.status.applied = applied = applies_policy(run, chosen, overflowed=True, loss=loss)
+        self.status.applied = applied = apply_policy(run, chosen, overflowed=True, loss=loss)
         return applied
 
     def report(self, window: Window) -> None:
@@ -107,12 +109,12 @@ class ImmediateCheck(UpdateStrategy):
         self.reporter.report(window, skipped=self.status.is_refused)
 
 
-def applies_policy(run: Run, chosen: SelectedOptimizers, *, overflowed: bool, loss: float) -> bool:
+def apply_policy(run: Run, chosen: SelectedOptimizers, *, overflowed: bool, loss: float) -> bool:
     """Return whether an update whose loss or gradient is not finite is applied; raise where the policy says so."""
     owner, tracker, scaler, status = run.owner, run.tracker, run.scaler, run.strategy.status
-    verdict = nonfinite_policy.decide(
+    verdict = nonfinite_policy.verdict_of(
         owner.on_nonfinite,
-        loss_is_finite=host_reads.finite(loss),
+        loss_is_finite=math.isfinite(loss),
         gradient_is_finite=not overflowed,
         scaled=scaler is not None,
         at_floor=scaler is not None and scaler.at_floor,
@@ -133,8 +135,8 @@ def applies_policy(run: Run, chosen: SelectedOptimizers, *, overflowed: bool, lo
             lr=chosen.steps[0].rates[0],
             norm=norm if isinstance(norm, float) else None,
             counted=None if counted is None else float(counted),
-            unchanged=not owner._hooks.updates_itself,
-            trace=run.strategy.trace,
+            unchanged=not owner._hooks.overrides_update,
+            find_origin=run.strategy.find_origin,
         )
     return verdict == "apply"
 
@@ -161,7 +163,7 @@ def _why_not_deferred(
         why.append("the ranks check an update together")
     if owner.on_error == "save":
         why.append('on_error="save" saves the update before an error')
-    if hooks.updates_itself or hooks.computes_itself:
+    if hooks.overrides_update or hooks.overrides_compute_gradients:
         why.append("an `update` of your own reads what it has done")
     follows = owner.precision is not None and owner.precision.follows_updates
     if checks and (follows or hooks.after_update is not None):
@@ -184,7 +186,7 @@ def _why_not_left_out(owner: Owner, scaler: LossScale | None, rates: Mapping[str
         yield "BatchNorm statistics are restored with an update that is skipped"
     elif skips and has_buffers(owner):
         yield "buffers are restored with an update that is skipped"
-    if skips and (hooks.steps_itself or owner.state):
+    if skips and (hooks.overrides_training_step or owner.state):
         yield '"skip" restores `self.state`'
     plain = all(name == ONLY and type(one) is TableRates and not one.cycles for name, one in (rates or {}).items())
     if not plain:

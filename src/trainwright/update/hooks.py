@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trainwright.core.errors import message
+from trainwright.core.host_reads import host_number
 from trainwright.core.records import Count
 from trainwright.update import batches
 from trainwright.update.losses import KnownLoss, known_loss
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 class Hooks:
     """The functions that the loop calls for each batch, and whether the user has written them."""
 
-    known: KnownLoss | None
+    known_loss: KnownLoss | None
     """The loss, where it is one of torch's own whose count is known."""
     split: Callable[[Any], tuple[Any, Any]]
     move: Callable[[Any], Any] | None
@@ -42,21 +43,21 @@ class Hooks:
     """The loss of output and target in training by the default step."""
     evaluated_loss: Callable[[Any, Any], Any]
     """The loss of output and target in an evaluation by the default step."""
-    spread: str | None
+    standard_error_of: str | None
     """The number whose standard error early stopping asks for, without `val_` and the name of a set."""
-    counts_itself: bool
+    overrides_count: bool
     """Whether `count` is the user's own."""
-    steps_itself: bool
+    overrides_training_step: bool
     """Whether `training_step` is the user's own; the default one, called from it, then returns a plain mean."""
-    validates_itself: bool
+    overrides_validation_step: bool
     """Whether `validation_step` is the user's own."""
-    evaluates_itself: bool
+    overrides_evaluate: bool
     """Whether `evaluate` is the user's own, and may give numbers of any name."""
-    logs_freely: bool
+    may_log_any_name: bool
     """Whether training steps are the user's own, and may log any name."""
-    computes_itself: bool
+    overrides_compute_gradients: bool
     """Whether `compute_gradients` is the user's own."""
-    updates_itself: bool
+    overrides_update: bool
     """Whether user code may read gradients, so that they are complete when `compute_gradients` returns."""
 
 
@@ -79,22 +80,24 @@ def read_hooks(trainer: Any, own: set[str], *, move: Callable[[Any], Any] | None
     # A `split` of the user's own may draw, change or take out: it is called once per batch, in the step.
     counts_before = counts or (known is not None and "split" not in own)
     return Hooks(
-        known=known,
+        known_loss=known,
         split=split,
         move=move,
-        count=trainer.count if counts_before else None,
+        count=partial(_count_on_host, trainer) if counts else trainer.count if counts_before else None,
         rows=partial(_rows_or_count, trainer) if counts else rows_of,
         # A custom step that calls the default one may add to the loss: it gets a plain mean.
         training_loss=partial(batches.counted_loss_of if exact else batches.loss_of, trainer),
         evaluated_loss=known.evaluated if known is not None and exact else partial(batches.exact_loss_of, trainer),
-        spread=_number(early.monitor, trainer.metrics) if early is not None and early.min_delta == "1se" else None,
-        counts_itself=counts,
-        steps_itself=steps,
-        validates_itself="validation_step" in own,
-        evaluates_itself="evaluate" in own,
-        logs_freely=not own.isdisjoint({"training_step", "update", "compute_gradients"}),
-        computes_itself="compute_gradients" in own,
-        updates_itself=not own.isdisjoint({"update", "apply_gradients"}),
+        standard_error_of=_number(early.monitor, trainer.metrics)
+        if early is not None and early.min_delta == "1se"
+        else None,
+        overrides_count=counts,
+        overrides_training_step=steps,
+        overrides_validation_step="validation_step" in own,
+        overrides_evaluate="evaluate" in own,
+        may_log_any_name=not own.isdisjoint({"training_step", "update", "compute_gradients"}),
+        overrides_compute_gradients="compute_gradients" in own,
+        overrides_update=not own.isdisjoint({"update", "apply_gradients"}),
         begin_epoch=trainer.begin_epoch if "begin_epoch" in own else None,
         end_epoch=trainer.end_epoch if "end_epoch" in own else None,
         after_update=trainer.after_update if "after_update" in own else None,
@@ -157,6 +160,11 @@ def check_arguments(given: Any, name: str) -> None:
                 + (_INSTEAD_OF_INDEX.get(name, "") if "idx" in str(takes) else ""),
             )
         ) from None
+
+
+def _count_on_host(trainer: Any, batch: Any) -> Count:
+    """Return the user's `count`; a tensor on the CPU as a number."""
+    return host_number(trainer.count(batch))
 
 
 def _rows_or_count(trainer: Any, batch: Any) -> int:

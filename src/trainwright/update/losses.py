@@ -35,7 +35,7 @@ class StepLoss:
     is_sum: bool = False
     named: Mapping[str, Tensor] | None = None
     weight: Count = 1.0
-    """Its weight in the window: the root gradient of `backward`, without the loss scale."""
+    """Its weight in the window, without the loss scale."""
 
     @property
     def mean(self) -> Tensor:
@@ -124,7 +124,7 @@ class KnownLoss:
         weight: Tensor | None = getattr(self.mean, "weight", self._options["weight"])
         return weight
 
-    def weighable(self, output: Tensor, target: Tensor, count: Count) -> StepLoss:
+    def with_count(self, output: Tensor, target: Tensor, count: Count) -> StepLoss:
         """Return the loss of one of several micro-batches, with its count.
 
         With class weights as a sum: its gradient is 0 where all weights are, and that of torch's mean is NaN.

@@ -52,11 +52,11 @@ def backward_of(run: Run, loss: Any, name: str | None) -> tuple[Tensor, Count, b
     tracker = run.tracker
     step_loss = tracker.record_minimized(loss)
     weight = run.strategy.weight_of_minimized(step_loss)
-    torch.autograd.backward((step_loss.loss,), (tracker.root_gradient(step_loss.loss, weight),))
+    torch.autograd.backward((step_loss.loss,), (tracker.grad_tensor(step_loss.loss, weight),))
     if all(parameter.grad is None for parameter in chosen.gradients.parameters):
         raise nonfinite_policy.reaches_nothing(chosen.steps[0].name if run.optimizer_steps.named else "")
-    missing = run.strategy.reduce_minimized(chosen.gradients.parameters)
-    run.strategy.factor = missing if run.scaler is None else missing * run.scaler.factor()
+    missing = run.strategy.all_reduce_minimized(chosen.gradients.parameters)
+    run.strategy.pending_factor = missing if run.scaler is None else missing * run.scaler.factor()
     if step_loss.count is None:  # a plain sum is reported per row
         assert tracker.window is not None
         return step_loss.mean, sum(tracker.window.rows), True
@@ -85,8 +85,8 @@ def step_by_closure(run: Run, closure: Callable[[], Any], name: str | None) -> b
     def evaluate() -> Any:
         with torch.enable_grad():
             loss = closure()
-        loss = run.strategy.reduce_closure_loss(loss, chosen.gradients)
-        found_inf = run.strategy.scale_gradients(chosen.gradients)
+        loss = run.strategy.all_reduce_closure_loss(loss, chosen.gradients)
+        found_inf = run.strategy.scale_and_check(chosen.gradients)
         step.limit()
         if not norms:
             if not run.strategy.check(found_inf, chosen):

@@ -1,7 +1,21 @@
-"""The policy for an update whose loss or gradient is not finite: raise, skip or apply; and its errors."""
+"""The policy for an update whose loss or gradient is not finite: raise, skip or apply; and its errors.
+
+| `on_nonfinite` | the loss or a gradient is NaN or infinite                                                    |
+| "raise"        | no step; BatchNorm statistics are restored; `NonFiniteError` says where the NaN began        |
+| "skip"         | no step; buffers and `state` are restored; counted in `skipped`, not by schedules             |
+| "ignore"       | the step is made; without a loss scale nothing is checked                                     |
+
+Under a loss scale, a gradient that overflows with a finite loss belongs to the scale, whatever the policy: no step, the
+buffers stay as they are if they are finite, and the scale is lowered; at its lowest value the policy decides. The loss
+of a skipped update counts in the mean of its epoch, which is then NaN. `PATIENCE` updates in a row without a step are an
+error.
+
+`finite_check.ImmediateCheck` asks `verdict_of` before the step; `device_state.DeviceVerdict` is the same on the device.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
@@ -15,7 +29,7 @@ PATIENCE = 1000
 POLICIES = ("raise", "skip", "ignore")
 
 
-class Trace(NamedTuple):
+class NonFiniteOrigin(NamedTuple):
     """Where numbers stopped being finite, in lines, and a fix."""
 
     lines: tuple[str, ...] = ()
@@ -33,7 +47,7 @@ def as_policy(setting: str) -> Policy:
     raise SettingError(what, want='"raise", "skip" or "ignore"')
 
 
-def decide(
+def verdict_of(
     policy: Policy, *, loss_is_finite: bool, gradient_is_finite: bool, scaled: bool = False, at_floor: bool = False
 ) -> Verdict | Literal["raise"]:
     """Return the verdict on an update.
@@ -104,15 +118,15 @@ def error(
     norm: float | None,
     counted: float | None,
     unchanged: bool = True,
-    trace: Callable[[], Trace] | None = None,
+    find_origin: Callable[[], NonFiniteOrigin] | None = None,
 ) -> NonFiniteError:
-    """Return the error that names the update, its loss, learning rate, gradient norm, and the findings of `trace`.
+    """Return the error that names the update, its loss, learning rate and gradient norm, and what `find_origin` finds.
 
     `counted`: the count of the loss. `unchanged`: whether no optimizer has made a step in this update.
     """
-    what = "loss" if loss - loss != 0 else "gradient"
+    what = "gradient" if math.isfinite(loss) else "loss"
     shown = "" if norm is None else f", gradient norm {norm:g}"
-    found = Trace() if trace is None or counted == 0 else trace()
+    found = NonFiniteOrigin() if find_origin is None or counted == 0 else find_origin()
     fix = found.fix or "look at the batch and the rate; anomaly() names the line"
     fix += '; on_nonfinite="skip" leaves such updates out'
     if counted == 0:

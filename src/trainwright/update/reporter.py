@@ -30,7 +30,7 @@ class UpdateReporter:
     def __init__(self, owner: Owner, optimizer_steps: OptimizerSteps) -> None:
         self._owner, self._counters, self._optimizer_steps = owner, owner._counters, optimizer_steps
         hooks = owner._hooks
-        self._holds = owner.world.size > 1 and (hooks.logs_freely or hooks.after_update is not None)
+        self._holds = owner.world.size > 1 and (hooks.may_log_any_name or hooks.after_update is not None)
         """Whether records are held until the ranks synchronize."""
         self._held: list[tuple[Update, Sums]] = []
         """Records, each with sum and count of every number of this rank."""
@@ -86,7 +86,7 @@ class UpdateReporter:
 
     def _numbers(self) -> Sums:
         hooks, tracker = self._owner._hooks, self._owner._tracker
-        with_loss = tracker.has_loss and (hooks.updates_itself or hooks.computes_itself)
+        with_loss = tracker.has_loss and (hooks.overrides_update or hooks.overrides_compute_gradients)
         return tracker.counted_values(with_loss=with_loss)
 
     def _update(self, window: Window, *, skipped: bool) -> Update:

@@ -22,8 +22,8 @@ class ShardedWindow(Window):
 
         ranks * n_i / N
 
-    N is known only when all steps have run: the window's rows B take its place, and `missing_factor_of` is B / N, for
-    which N is reduced with the gradients. A micro-batch without a row of this rank, a stand-in, has the weight 0.
+    N is known only when all steps have run: the window's rows B take its place, and `missing_factor` is B / N, where N
+    is reduced with the gradients. A micro-batch without a row of this rank, a stand-in, has the weight 0.
     """
 
     def __init__(
@@ -38,8 +38,10 @@ class ShardedWindow(Window):
         move: Move | None = None,
     ) -> None:
         super().__init__(batches, rows, counts, move=move)
-        self.is_lone = False
+        self.is_single = False
         self.all_rows, self.all_batches, self.ranks = all_rows, all_batches, ranks
+        self.all_count: Count | None = None
+        """N, once it is reduced after the last `backward`; None for a plain sum."""
         self.is_plain_sum = False
         """Whether its losses are sums that nothing divides."""
 
@@ -49,7 +51,7 @@ class ShardedWindow(Window):
         index = self.position + 1
         return index < len(self.rows) and not self.rows[index]
 
-    def weight(self, count: Count | None, *, is_sum: bool, from_step: bool) -> Count:
+    def weight(self, count: Count | None, *, is_sum: bool) -> Count:
         """Return the weight by which the mean of the gradients over all ranks is the window's gradient."""
         return self.weight_of(count, is_sum=is_sum, here=self.rows[self.position] > 0)
 
@@ -65,9 +67,11 @@ class ShardedWindow(Window):
             return 1.0 / divisor
         return 1.0 if not isinstance(count, Tensor) and count == divisor else ratio(count, divisor)
 
-    def missing_factor_of(self, count: Count) -> Count:
-        """Return the factor that is missing from the gradients if all ranks together count `count`; 1.0 for 0."""
-        if self.is_plain_sum:
+    @property
+    def missing_factor(self) -> Count:
+        """The factor that the gradients still lack, B / N; 1.0 for a plain sum, and where nothing is counted."""
+        count = self.all_count
+        if count is None:
             return 1.0
         if isinstance(count, Tensor):
             return torch.where(count == 0, torch.ones_like(count), self.all_rows / count)

@@ -16,8 +16,9 @@ from trainwright.core.trees import copy_tree, inside
 from trainwright.protocols import Stateful, Tree
 
 if TYPE_CHECKING:
-    from trainwright.update.loss_tracker import LossTracker, Terms
+    from trainwright.update.loss_tracker import LossTracker
     from trainwright.update.owner import Owner
+    from trainwright.update.running_means import Terms
 
 
 class SnapshotPart:
@@ -250,7 +251,7 @@ class LossTotals(SnapshotPart):
 
     def restore(self, ago: int = 0) -> None:
         """Set sums and numbers; those recorded since are dropped."""
-        self._tracker.begin_at(copy_tree(self._sums))
+        self._tracker.restore_sums(copy_tree(self._sums))
         self._tracker.terms = _copied(self._terms)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from trainwright.core.records import Count
-from trainwright.update.loss_tracker import Term
+from trainwright.update.running_means import Term
 
 
 @dataclass(slots=True)

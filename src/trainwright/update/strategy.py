@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from trainwright.core.records import Count
 from trainwright.precision.base import LossScale
-from trainwright.update.nonfinite_policy import Trace
+from trainwright.update.nonfinite_policy import NonFiniteOrigin
 from trainwright.update.reporter import UpdateReporter
 from trainwright.update.status import UpdateStatus
 from trainwright.update.window import Move, Window, windows
@@ -18,7 +18,7 @@ from trainwright.update.window import Move, Window, windows
 if TYPE_CHECKING:
     from trainwright.fit.run import Run
     from trainwright.optim.gradients import Gradients
-    from trainwright.update.loss_tracker import Roots
+    from trainwright.update.loss_tracker import BackwardArgs
     from trainwright.update.losses import StepLoss
     from trainwright.update.optimizer_steps import SelectedOptimizers
 
@@ -27,7 +27,7 @@ class UpdateStrategy:
     """How the updates of a run are made. A run has one, chosen before its first update.
 
     `update`: makes the update of a window; the trainer's own method, or one around it that splits windows after an
-    out-of-memory error. `trace`: finds where the update in progress stopped being finite, for the error.
+    out-of-memory error. `find_origin`: finds where a number of the update first was not finite, for the error.
     """
 
     reports = False
@@ -39,14 +39,16 @@ class UpdateStrategy:
     in_closure = False
     """Whether an optimizer is making a step that calls a closure of ours."""
 
-    def __init__(self, run: Run, *, update: Callable[[Window], Any], trace: Callable[[], Trace]) -> None:
-        self.update, self.trace = update, trace
+    def __init__(
+        self, run: Run, *, update: Callable[[Window], Any], find_origin: Callable[[], NonFiniteOrigin]
+    ) -> None:
+        self.update, self.find_origin = update, find_origin
         self.step: Callable[[Any], Any] = run.owner.training_step
         """Runs a micro-batch."""
-        self.weigh: Callable[[Any], Roots] = run.tracker.weigh
-        """Turns the return of `step` into the arguments of `backward`."""
-        self.factor: Count = 1.0
-        """The factor that is missing from the gradients: one over the loss scale, and estimate / total of counts."""
+        self.backward_args: Callable[[Any], BackwardArgs] = run.tracker.backward_args
+        """Records the return of `step`; returns the arguments of `torch.autograd.backward`: loss and weight."""
+        self.pending_factor: Count = 1.0
+        """The factor that `scale_and_check` applies: estimate / total of the counts, over the loss scale."""
         self.scaler: LossScale | None = run.scaler
         """The loss scale; None without one."""
         self.reporter = UpdateReporter(run.owner, run.optimizer_steps)
@@ -57,7 +59,7 @@ class UpdateStrategy:
     def windows(self, batches: Iterable[Any], accumulate: int, *, move: Move | None) -> Iterator[Window]:
         """Group batches into windows of `accumulate`."""
         hooks = self._run.owner._hooks
-        count = hooks.count if accumulate > 1 or hooks.counts_itself else None  # a lone mean needs no count
+        count = hooks.count if accumulate > 1 or hooks.overrides_count else None  # a single mean needs no count
         return windows(batches, accumulate, rows=hooks.rows, count=count, move=move)
 
     def begin(self, window: Window) -> None:
@@ -72,35 +74,35 @@ class UpdateStrategy:
         if run.snapshot is not None:
             run.snapshot.capture()
 
-    def close_window(self, window: Window) -> Any:
-        """Set the factor that the gradients lack, after the last backward; return the loss if user code reads it.
+    def finish_backward(self, window: Window) -> Any:
+        """Complete the gradients after the last `backward` of a window; return its loss if user code reads it.
 
-        Where code of the user reads the gradients, they are multiplied by it at once.
+        The factor that they lack is found here, and applied by `scale_and_check`: at once where user code reads them.
         """
         run = self._run
         loss = run.tracker.window_loss
-        missing = self.factor = self.reduce(window)
+        self.all_reduce_gradients(window)
+        missing = self.pending_factor = window.missing_factor
         if self.scaler is not None:
-            self.factor = missing * self.scaler.factor()
+            self.pending_factor = missing * self.scaler.factor()
             self.status.is_scaled = True
-        if run.owner._hooks.updates_itself:
-            self.scale_gradients(run.gradients)
-        return None if loss is None else self.window_loss(loss, missing)
+        if run.owner._hooks.overrides_update:
+            self.scale_and_check(run.gradients)
+        return None if loss is None else self.complete_loss(loss, missing)
 
-    def reduce(self, window: Window) -> Count:
-        """Return the factor that is missing from the gradients of the window, where counts were found late."""
-        return window.missing_factor
+    def all_reduce_gradients(self, window: Window) -> None:
+        """Average the gradients over the ranks, where `backward` has not; no-op for one process."""
 
-    def window_loss(self, loss: Tensor, factor: Count) -> Tensor:
-        """Return the loss of the window, of which `loss` was computed before `factor` was known."""
+    def complete_loss(self, loss: Tensor, factor: Count) -> Tensor:
+        """Return the loss of the window: `loss` was weighted without `factor`, which was not known yet."""
         return loss * factor if isinstance(factor, Tensor) or factor != 1.0 else loss
 
-    def scale_gradients(self, gradients: Gradients) -> Tensor | None:
-        """Multiply gradients by the factor that is missing, and check them, in one pass.
+    def scale_and_check(self, gradients: Gradients) -> Tensor | None:
+        """Multiply gradients by the pending factor, and check them, in one pass.
 
         Returns the flag of values that are not finite, a 0-dim tensor; None where nothing is checked.
         """
-        factor, self.factor = self.factor, 1.0
+        factor, self.pending_factor = self.pending_factor, 1.0
         if self._run.checks:
             return gradients.multiply_and_check(factor)
         if isinstance(factor, Tensor) or factor != 1.0:
@@ -122,11 +124,11 @@ class UpdateStrategy:
         """Return the weight of a loss that `minimize` was given."""
         return loss.weight
 
-    def reduce_minimized(self, parameters: Sequence[Tensor]) -> Count:
+    def all_reduce_minimized(self, parameters: Sequence[Tensor]) -> Count:
         """Return the factor that is missing from the gradients of a loss that `minimize` was given."""
         return 1.0
 
-    def reduce_closure_loss(self, loss: Any, gradients: Gradients) -> Any:
+    def all_reduce_closure_loss(self, loss: Any, gradients: Gradients) -> Any:
         """Return the loss of a closure, over all ranks."""
         return loss
 
@@ -143,7 +145,7 @@ class UpdateStrategy:
         """Drop the results of the current window, which is run again."""
         run = self._run
         run.gradients.zero()
-        self.status, self.factor = UpdateStatus(), 1.0
+        self.status, self.pending_factor = UpdateStatus(), 1.0
         for one in run.optimizer_steps.all.steps:
             one.norm, one.factor, one.scale = None, 1.0, None
         if not self.updates_ahead:  # else an earlier update may have raised the flag, which is not read yet

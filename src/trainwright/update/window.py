@@ -29,9 +29,16 @@ class Window(Sequence[Any]):
 
         (sum of the losses' numerators) / (sum of their counts)
 
-    over all its micro-batches. Each loss enters with a weight, the root gradient of its `backward`: count / total for
-    a mean, 1 / total for a sum. If the total is not known before the last step has run, an estimate takes its place,
-    and `missing_factor` is the factor that the gradients lack afterwards.
+    over all its micro-batches. So `backward` gets each loss with a weight, as its `grad_tensor`:
+
+        | the step returns                   | weight        |
+        | a mean over `count`                | count / total |
+        | a sum with a `count`               | 1 / total     |
+        | a plain sum                        | 1             |
+        | a mean, of a single micro-batch    | 1             |
+
+    The total is the sum of the host's counts. Where a step finds its count itself, an estimate takes the place of the
+    total, and `missing_factor`, estimate / total, is multiplied into the gradients after the last `backward`.
     """
 
     position = -1
@@ -40,8 +47,11 @@ class Window(Sequence[Any]):
     """Whether its micro-batches are being run, or have been."""
     _moved: Any = None
     _estimate: Count | None = None
+    """The total of the counts, or an estimate of it; None before the first loss is weighted."""
     _total: Count = 0
-    _is_estimated = False
+    """The sum of the counts of the losses that were weighted."""
+    _is_exact = True
+    """Whether each of them had the count that the host knows beforehand, so that no factor is missing."""
 
     def __init__(
         self, batches: list[Any], rows: list[int], counts: list[Count] | None = None, *, move: Move | None = None
@@ -49,8 +59,8 @@ class Window(Sequence[Any]):
         self.batches = batches
         self.rows = rows
         self.counts = counts
-        self.is_lone = len(batches) == 1
-        """Whether there is one micro-batch, which needs no weight."""
+        self.is_single = len(batches) == 1
+        """Whether there is one micro-batch, whose mean needs no weight."""
         self.all_batches, self.all_rows = len(batches), sum(rows)
         """Micro-batches and rows of the window; with several ranks those of the rank with most, and of all of them."""
         self.mover = move
@@ -65,7 +75,7 @@ class Window(Sequence[Any]):
         batch = self.batches[index]
         if self.mover is None:
             return batch
-        if not self.is_lone:
+        if not self.is_single:
             return self.mover(batch)
         if self._moved is None:
             self._moved = self.mover(batch)
@@ -91,17 +101,16 @@ class Window(Sequence[Any]):
     def begin(self) -> None:
         """Start a pass over the micro-batches: a window may be run several times (SAM, LBFGS)."""
         self.position = -1
-        self._estimate, self._total, self._is_estimated = None, 0, False
+        self._estimate, self._total, self._is_exact = None, 0, True
 
-    def weight(self, count: Count | None, *, is_sum: bool, from_step: bool) -> Count:
-        """Return the weight of the micro-batch that runs now, without the loss scale.
+    def weight(self, count: Count | None, *, is_sum: bool) -> Count:
+        """Return the weight of the loss of the micro-batch that has just run, without the loss scale.
 
-        `count`: the count of its loss; None for a plain sum, which nothing divides. `from_step`: the step gave the
-        count, or it was found in the loss, so that the counts of the other micro-batches are not known yet.
+        `count`: the count of the loss; None for a plain sum, which nothing divides.
         """
-        if count is None or (self.is_lone and not is_sum):
+        if count is None or (self.is_single and not is_sum):
             return 1.0
-        divisor = count if self.is_lone else self._divisor(count, from_step=from_step)
+        divisor = count if self.is_single else self._divisor(count)
         return inverse(divisor) if is_sum else ratio(count, divisor)
 
     @property
@@ -110,28 +119,26 @@ class Window(Sequence[Any]):
 
         1.0 for a window that counts nothing: its gradient is 0, and its loss is NaN.
         """
-        return self._estimate_over_total() if self._is_estimated else 1.0
-
-    def _estimate_over_total(self) -> Count:
-        assert self._estimate is not None
+        if self._estimate is None or self._is_exact:
+            return 1.0
         if isinstance(self._estimate, Tensor) or isinstance(self._total, Tensor):
             total = torch.as_tensor(self._total)
             factor = ratio(self._estimate, total)
             return torch.where(total == 0, torch.ones_like(factor), factor)
         return 1.0 if self._estimate == self._total or not self._total else self._estimate / self._total
 
-    def _divisor(self, count: Count, *, from_step: bool) -> Count:
-        """Return the total of the window where it is known beforehand, else an estimate of it."""
+    def _divisor(self, count: Count) -> Count:
+        """Return the total of the window where the host knows it, else an estimate; add `count` to the true total."""
+        is_known = self.counts is not None and count is self.counts[self.position]  # equal ones would be read
         if self._estimate is None:
-            total = 0 if from_step else host_number(sum(self.counts or ()))
-            self._is_estimated = not isinstance(total, Tensor) and not total
-            self._estimate = self._estimated(count) if self._is_estimated else one_for_zero(total)
-        elif from_step:  # the first count agreed, by chance, with that of the host
-            self._is_estimated = True
+            total = host_number(sum(self.counts)) if is_known and self.counts is not None else 0
+            is_known = isinstance(total, Tensor) or total != 0
+            self._estimate = one_for_zero(total) if is_known else self._estimate_total(count)
         self._total = self._total + count
+        self._is_exact = self._is_exact and is_known
         return self._estimate
 
-    def _estimated(self, count: Count) -> Count:
+    def _estimate_total(self, count: Count) -> Count:
         """Return a divisor near the total, so that scaled fp16 gradients stay in range; exact for counts of rows."""
         if isinstance(count, Tensor):
             return count.clamp(min=1) * len(self.batches)
@@ -234,7 +241,7 @@ def zero_if_uncounted(loss: Tensor, count: Count) -> Tensor:
     return loss if count else loss.nan_to_num(0.0, 0.0, 0.0)
 
 
-def weighed(loss: Tensor, weight: Count) -> Tensor:
+def weighted_value(loss: Tensor, weight: Count) -> Tensor:
     """Return the value of a loss times its weight; 0 for a weight of 0, even if the loss is NaN."""
     if isinstance(weight, Tensor):
         weight = weight.to(loss.device)
