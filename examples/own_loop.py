@@ -86,7 +86,7 @@ def train(path: str | Path, *, epochs: int, accumulate: int = 2) -> list[dict[st
                 with autocast:
                     loss = F.cross_entropy(model(images), classes)
                 weight = len(classes) / rows  # each row weighs 1 / rows, whatever the sizes of the micro-batches
-                loss.backward(torch.full_like(loss, scaler.root * weight))
+                loss.backward(torch.full_like(loss, scaler.scale * weight))
                 loss_sum += loss.item() * len(classes)
             rows_seen += rows
             overflowed = bool(gradients.multiply_and_check(scaler.factor()))  # unscaled, and any NaN found, in one pass

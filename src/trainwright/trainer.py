@@ -215,10 +215,9 @@ class Trainer(Generic[M]):
             losses, grad_tensors = strategy.backward_args(returned)  # records the loss; a grad_tensor is its weight
             torch.autograd.backward(losses, grad_tensors)
         tracker.recording = True
-        if window.is_single and run.scaler is None:
-            loss: Tensor = tracker.window_loss  # the gradients are complete: nothing was weighted
-        else:
-            loss = strategy.finish_backward(window)
+        # The gradients of a single micro-batch are complete: its mean had no weight.
+        complete = window.is_single and run.scaler is None
+        loss: Tensor = tracker.window_loss if complete else strategy.finish_backward(window)
         return loss
 
     def apply_gradients(self, name: str | None = None, closure: Callable[[], Any] | None = None) -> bool:

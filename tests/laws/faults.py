@@ -179,7 +179,7 @@ def _of_mean(count, is_sum):
 
 def _weighed(patch, weight):
     """Weigh each micro-batch by a rule of one's own; its numbers are recorded as before."""
-    patch.setattr(Window, "weight", lambda self, count, *, is_sum, from_step: weight(self, count, is_sum))
+    patch.setattr(Window, "weight", lambda self, count, *, is_sum: weight(self, count, is_sum))
     patch.setattr(Window, "missing_factor", 1.0)
 
 

@@ -51,8 +51,8 @@ def a_second_pass_is_weighed_on_from_the_first(patch):
 def a_window_weighs_its_batches_alike(patch):
     whole = Window.weight
 
-    def weight(self, count, *, is_sum, from_step):
-        whole(self, count, is_sum=is_sum, from_step=from_step)
+    def weight(self, count, *, is_sum):
+        whole(self, count, is_sum=is_sum)
         alike = 1 / count if is_sum and count else 1.0
         return 0.0 if count == 0 else alike / len(self)  # a mean over nothing would be NaN
 

@@ -13,9 +13,9 @@ In order of a call, from `Trainer.update`:
 - `UpdateStrategy.finish_backward`, after the last `backward`: all-reduces the gradients (`distributed_step`), and finds
   the factor that they lack. `scale_and_check` applies it in the pass that flags NaN and inf (`optim/gradients.py`).
 - `optimizer_steps`: norm, clip and step of each optimizer. `manual_optimization`: `minimize`, closures, own updates.
-- `finite_check`: `check` reads loss, flag and norms before the step; `nonfinite_policy` says what a NaN leads to.
+- `finite_check`: `check` reads loss, flag and norms before the step. `nonfinite_policy`: what a NaN leads to.
   `deferred_check`, with `device_state`: the same decided on the device, and read by the host some updates later.
-- `snapshot`: copies from before an update, restored if it is not applied. `status`, `reporter`: the record of an update.
+- `snapshot`: copies from before the update, restored if it is not applied. `status`, `reporter`: its record.
 
 Promises: the gradient of a window is that of one big batch, whatever it is cut into. Unless the policy is "ignore", an
 update that is not finite changes no weight and no optimizer state. A check reads all numbers of an update at once; a

@@ -7,8 +7,8 @@
 
 Under a loss scale, a gradient that overflows with a finite loss belongs to the scale, whatever the policy: no step, the
 buffers stay as they are if they are finite, and the scale is lowered; at its lowest value the policy decides. The loss
-of a skipped update counts in the mean of its epoch, which is then NaN. `PATIENCE` updates in a row without a step are an
-error.
+of a skipped update counts in the mean of its epoch, which is then NaN. After `PATIENCE` updates in a row without a step
+the run ends in an error.
 
 `finite_check.ImmediateCheck` asks `verdict_of` before the step; `device_state.DeviceVerdict` is the same on the device.
 """

@@ -119,13 +119,14 @@ class Window(Sequence[Any]):
 
         1.0 for a window that counts nothing: its gradient is 0, and its loss is NaN.
         """
-        if self._estimate is None or self._is_exact:
-            return 1.0
-        if isinstance(self._estimate, Tensor) or isinstance(self._total, Tensor):
+        return 1.0 if self._estimate is None or self._is_exact else self._estimate_over_total(self._estimate)
+
+    def _estimate_over_total(self, estimate: Count) -> Count:
+        if isinstance(estimate, Tensor) or isinstance(self._total, Tensor):
             total = torch.as_tensor(self._total)
-            factor = ratio(self._estimate, total)
+            factor = ratio(estimate, total)
             return torch.where(total == 0, torch.ones_like(factor), factor)
-        return 1.0 if self._estimate == self._total or not self._total else self._estimate / self._total
+        return 1.0 if estimate == self._total or not self._total else estimate / self._total
 
     def _divisor(self, count: Count) -> Count:
         """Return the total of the window where the host knows it, else an estimate; add `count` to the true total."""
