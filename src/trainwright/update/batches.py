@@ -117,8 +117,8 @@ def counted_loss_of(owner: Owner, output: Any, target: Any) -> Any:
     if known.each_element and output.shape != target.shape:
         check_shapes(owner.loss, output, target)
     # Only `compute_gradients` weights losses; a custom `update` that calls the step gets a plain mean.
-    weighs = window is not None and window.begun and window.position + 1 < len(window.batches)
-    if window is None or not weighs or (is_counted and len(window.batches) == 1):
+    is_weighted = window is not None and window.begun and window.position + 1 < len(window.batches)
+    if window is None or not is_weighted or (is_counted and len(window.batches) == 1):
         return owner.loss(output, target)
     return known.with_count(output, target, owner._tracker.count if is_counted else known.count(target))
 

@@ -135,7 +135,7 @@ class DeviceRates:
         self._first = torch.zeros((), dtype=torch.int64, device=device)
 
     def resize(self, groups: int) -> None:
-        """Set how many groups there are; with others the table is sent anew when it is needed next."""
+        """Set how many groups there are; with others the table is sent again when it is needed next."""
         if self._table.shape[1] != groups:
             self._table, self._begin = torch.zeros(ROWS, groups, dtype=torch.float32, device=self._device), None
 
@@ -236,5 +236,5 @@ _READ: Any = object()
 
 
 def _is_under_way(value: float | Tensor, device: torch.device) -> TypeGuard[Tensor]:
-    """Return whether only the device has a number; a tensor on the CPU beside another device is known to the host."""
+    """Return whether only the device has a number; with another device, the host knows a tensor on the CPU."""
     return isinstance(value, Tensor) and not (value.is_cpu and device.type != "cpu")

@@ -197,7 +197,7 @@ class DistributedStep(ImmediateCheck):
         if self._is_sharded:
             what = "a `backward` of your own under FSDP: its gradients are a mean over processes, not over rows"
             fix = "self.minimize(loss), or self.compute_gradients(window)"
-            raise StepError(what, want="a loss that can be weighed before `backward`", fix=fix)
+            raise StepError(what, want="a loss that can be weighted before `backward`", fix=fix)
         share = self._share_of(self._world.size)
         gradients = [p.grad for p in parameters if p.grad is not None]
         if gradients and share:
@@ -388,8 +388,8 @@ class _Step(nn.Module):
         self.model = owner.model
         self.loss = owner.loss if isinstance(owner.loss, nn.Module) else None
         inside = {id(parameter) for parameter in self.parameters()}
-        beside = [parameter for parameter in parameters_in(*owner.optimizers.values()) if id(parameter) not in inside]
-        self.beside = nn.ParameterList([one for one in beside if isinstance(one, nn.Parameter)])
+        others = [parameter for parameter in parameters_in(*owner.optimizers.values()) if id(parameter) not in inside]
+        self.others = nn.ParameterList([parameter for parameter in others if isinstance(parameter, nn.Parameter)])
         self.trained: list[Tensor] = [p for p in self.parameters() if p.requires_grad]
         self.layout = [(id(p), p.shape) for p in self.trained]
         wide = any(p.dtype == torch.float64 for p in self.trained)

@@ -173,8 +173,8 @@ def count_targets(target: Tensor, ignored: int, weight: Tensor | None = None) ->
 
 def _sum_weights(target: Tensor, ignored: int, weight: Tensor) -> Count:
     valid = target != ignored
-    weighed = torch.where(valid, weight[torch.where(valid, target, 0)].double(), 0.0).sum()
-    return weighed if not target.is_cpu else float(weighed)
+    total = torch.where(valid, weight[torch.where(valid, target, 0)].double(), 0.0).sum()
+    return total if not target.is_cpu else float(total)
 
 
 def known_loss(loss: Any) -> KnownLoss | None:
@@ -201,7 +201,7 @@ def known_loss(loss: Any) -> KnownLoss | None:
 def counted_outside_graphs(loss: Tensor) -> Tensor | None:
     """As `nll_total_weight`, where the model is compiled; StepError for a loss that was computed inside of it.
 
-    Its count cannot be found there, and the same run without a compiler might weigh it otherwise.
+    Its count cannot be found there, and the same run without a compiler might weight it otherwise.
     """
     if type(loss.grad_fn).__name__ != "CompiledFunctionBackward":
         return nll_total_weight(loss)

@@ -125,18 +125,18 @@ def error(
     `counted`: the count of the loss. `unchanged`: whether no optimizer has made a step in this update.
     """
     what = "gradient" if math.isfinite(loss) else "loss"
-    shown = "" if norm is None else f", gradient norm {norm:g}"
-    found = NonFiniteOrigin() if find_origin is None or counted == 0 else find_origin()
-    fix = found.fix or "look at the batch and the rate; anomaly() names the line"
+    norm_text = "" if norm is None else f", gradient norm {norm:g}"
+    origin = NonFiniteOrigin() if find_origin is None or counted == 0 else find_origin()
+    fix = origin.fix or "look at the batch and the rate; anomaly() names the line"
     fix += '; on_nonfinite="skip" leaves such updates out'
     if counted == 0:
         fix = "the batch counts nothing (every target is ignored, or every weight is 0): leave such batches out"
-    elif what == "loss" and (found.by_loss or not found.lines):
+    elif what == "loss" and (origin.by_loss or not origin.lines):
         fix += "; if a mean over nothing is the cause, return SumLoss(total, count) from the step"
     effect = "no weight was changed" if unchanged else "it was not applied"
     return NonFiniteError(
         f"update {update}: the {what} is not finite; {effect}",
-        have="\n        ".join([f"loss {loss:g}, learning rate {lr:g}{shown}", *found.lines]),
+        have="\n        ".join([f"loss {loss:g}, learning rate {lr:g}{norm_text}", *origin.lines]),
         want="finite numbers",
         fix=fix,
         where=False,

@@ -1,4 +1,4 @@
-"""Group micro-batches into windows and weigh them: one window is one optimizer update."""
+"""Group micro-batches into windows and weight their losses: one window is one optimizer update."""
 
 from __future__ import annotations
 
