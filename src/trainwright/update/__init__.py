@@ -15,7 +15,7 @@ In order of a call, from `Trainer.update`:
 - `optimizer_steps`: norm, clip and step of each optimizer. `manual_optimization`: `minimize`, closures, own updates.
 - `finite_check`: `check` reads loss, flag and norms before the step. `nonfinite_policy`: what a NaN leads to.
   `deferred_check`, with `device_state`: the same decided on the device, and read by the host some updates later.
-- `snapshot`: copies from before the update, which `fit/run.py::Run.count` restores if it is not applied. `status`,
+- `snapshot`: copies from before the update, which `fit/run.py::Run.count` restores if it is not applied.
   `reporter`: the record of the update.
 
 Promises: the gradient of a window is that of one big batch, whatever it is cut into. Unless the policy is "ignore", an

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -12,7 +13,7 @@ from trainwright.core.records import Count
 from trainwright.precision.base import LossScale
 from trainwright.update.nonfinite_policy import NonFiniteOrigin
 from trainwright.update.reporter import UpdateReporter
-from trainwright.update.status import UpdateStatus
+from trainwright.update.running_means import Term
 from trainwright.update.window import Move, Window, windows
 
 if TYPE_CHECKING:
@@ -21,6 +22,33 @@ if TYPE_CHECKING:
     from trainwright.update.loss_tracker import BackwardArgs
     from trainwright.update.losses import StepLoss
     from trainwright.update.optimizer_steps import SelectedOptimizers
+
+
+@dataclass(slots=True)
+class UpdateStatus:
+    """The status of the update in progress; each window begins with a new one."""
+
+    applied: bool | None = None
+    """Whether `apply_gradients` has applied gradients; None where it was not called."""
+    stepped: bool = False
+    """Whether an optimizer has made a step; only steps of a custom `update` are seen here."""
+    stepping: bool = False
+    """Whether such a step has begun."""
+    overflowed: bool | None = None
+    """Whether a gradient was not finite; None where none was checked."""
+    is_scaled: bool = False
+    """Whether `compute_gradients` has made gradients with the loss scale."""
+    restores: bool = False
+    """Whether a step was skipped by `on_nonfinite="skip"`, so that buffers and `state` are restored at the end."""
+    minimizing: tuple[Tensor, Count, bool] | None = None
+    """The loss that `minimize` was given, until it is checked; its count; whether it is a sum."""
+    minimized: dict[str, list[Term]] = field(default_factory=dict)
+    """The losses of each name given to `minimize`, with their counts."""
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether a policy or the loss scale has refused every step."""
+        return self.applied is False and not self.stepped
 
 
 class UpdateStrategy:
