@@ -57,8 +57,8 @@ def evaluate(owner: Owner, source: Source, *, name: str, batches: int | None = N
 
     Every rank runs its slice of each batch; the numbers are reduced to rank 0 and broadcast.
     """
-    metrics, prefix = _metric_set(owner, complete=batches is None), f"{name}_"
-    tracker = LossTracker(metrics, owner._hooks)
+    metrics, prefix, hooks = _metric_set(owner, complete=batches is None), f"{name}_", owner._hooks
+    tracker = LossTracker(metrics, hooks)
     tracker.must_feed = metrics is not None
     seen = 0
     with side_effect_free(owner, source, tracker) as aside:
@@ -74,9 +74,7 @@ def evaluate(owner: Owner, source: Source, *, name: str, batches: int | None = N
         numbers = tracker.means(prefix) if owner.is_main else {}
         if not any(owner.world.total(seen)):
             raise DataError(message(f"the {name} data gave no batch", want="at least one batch", where=False))
-        errors = (
-            {} if metrics is None or owner._hooks.standard_error_of is None else _take_errors(numbers, metrics, prefix)
-        )
+        errors = {} if metrics is None or hooks.standard_error_of is None else _take_errors(numbers, metrics, prefix)
         # Inside the context that watches peers: a metric may fail on rank 0.
         return owner.world.same(Evaluation(numbers, errors))
 
@@ -231,10 +229,8 @@ def _batches(owner: Owner, source: Source, tracker: LossTracker) -> Iterator[Any
 
 def _validation_step(owner: Owner, tracker: LossTracker) -> Callable[[Any], Any]:
     """Return the step of an evaluation; where neither a known loss nor `count` gives the count of a mean, observed."""
-    step, hooks = autocast_step(owner, owner.validation_step), owner._hooks
-    is_known = (
-        hooks.known_loss is not None and hooks.known_loss.reduction == "mean" and not hooks.overrides_training_step
-    )
+    step, hooks, known = autocast_step(owner, owner.validation_step), owner._hooks, owner._hooks.known_loss
+    is_known = known is not None and known.reduction == "mean" and not hooks.overrides_training_step
     if is_known or hooks.overrides_count:
         return step
     return _observed_step(owner, step, tracker)

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +30,7 @@ from trainwright.update.finite_check import ImmediateCheck, why_immediate
 from trainwright.update.hooks import mover
 from trainwright.update.loss_tracker import LossTracker
 from trainwright.update.manual_optimization import ManualUpdate
-from trainwright.update.nonfinite_policy import PATIENCE
+from trainwright.update.nonfinite_policy import PATIENCE, NonFiniteOrigin
 from trainwright.update.optimizer_steps import OptimizerSteps
 from trainwright.update.owner import Owner, trained_modules
 from trainwright.update.per_rank_state import refresh_shards
@@ -319,6 +318,15 @@ class Run:
         if self.rank_sync is None:
             self.due = 0
 
+    def find_origin(self) -> NonFiniteOrigin:
+        """Find the first non-finite number of the update: in the batch, a weight, or a module's forward or backward."""
+        from trainwright.diagnostics import not_finite
+
+        try:
+            return not_finite.find_origin(self)
+        except Exception as error:  # a batch may hold any object; nothing that it does may replace the update's error
+            return NonFiniteOrigin((f"where it began cannot be shown: {first_line(error, 200)}",))
+
     @property
     def at_end(self) -> bool:
         """Whether no window of the epoch is left, by its length."""
@@ -340,24 +348,13 @@ def choose_strategy(run: Run) -> UpdateStrategy:
         update = splitter.update
     if owner._hooks.overrides_update or owner._hooks.overrides_compute_gradients:
         update = ManualUpdate(run, update)
-    find_origin = partial(_find_origin, run)
     if owner.world.size > 1:
         from trainwright.update.distributed_step import DistributedStep
 
-        return DistributedStep(run, update=update, find_origin=find_origin)
+        return DistributedStep(run, update)
     if why:
-        return ImmediateCheck(run, update=update, find_origin=find_origin)
+        return ImmediateCheck(run, update)
     from trainwright.update.deferred_check import DeferredCheck, DeferredSkip
 
     skips = run.scaler is not None or owner.on_nonfinite == "skip"
-    return (DeferredSkip if skips else DeferredCheck)(run, update=update, find_origin=find_origin)
-
-
-def _find_origin(run: Run) -> nonfinite_policy.NonFiniteOrigin:
-    """Find the first non-finite number of the update: in the batch, the weights, or a module's forward or backward."""
-    from trainwright.diagnostics import not_finite
-
-    try:
-        return not_finite.find_origin(run)
-    except Exception as error:  # a batch may hold any object; nothing that it does may replace the error of the update
-        return nonfinite_policy.NonFiniteOrigin((f"where it began cannot be shown: {first_line(error, 200)}",))
+    return (DeferredSkip if skips else DeferredCheck)(run, update)

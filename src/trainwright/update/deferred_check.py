@@ -18,7 +18,7 @@ from trainwright.precision.mixed_precision import LossScaler
 from trainwright.schedules.table import TableRates
 from trainwright.update import nonfinite_policy
 from trainwright.update.device_state import AHEAD, AsyncReads, DeviceRates, DeviceScale, DeviceVerdict
-from trainwright.update.nonfinite_policy import PATIENCE, NonFiniteOrigin
+from trainwright.update.nonfinite_policy import PATIENCE
 from trainwright.update.optimizer_steps import SelectedOptimizers
 from trainwright.update.running_means import Entry, Terms, count_of, mean_of, values_of
 from trainwright.update.strategy import UpdateStrategy
@@ -60,10 +60,8 @@ class DeferredCheck(UpdateStrategy):
     reports = True
     updates_ahead = AHEAD
 
-    def __init__(
-        self, run: Run, *, update: Callable[[Window], Any], find_origin: Callable[[], NonFiniteOrigin]
-    ) -> None:
-        super().__init__(run, update=update, find_origin=find_origin)
+    def __init__(self, run: Run, update: Callable[[Window], Any]) -> None:
+        super().__init__(run, update)
         self._reads = AsyncReads(run.owner.device)
         self._found_inf: Tensor | None = None
         """The flag of the update in progress; None where nothing is checked."""
@@ -191,7 +189,7 @@ class DeferredCheck(UpdateStrategy):
             lr=self.rates_of(pending)[0],
             norm=norms[0] if norms else None,
             counted=count_of(pending.terms),
-            find_origin=self.find_origin,
+            find_origin=self._run.find_origin,
         )
 
     def rewind(self, place: tuple[int, int]) -> None:
@@ -215,10 +213,8 @@ class DeferredSkip(DeferredCheck):
     does not know yet as applied, and corrects that when its numbers arrive.
     """
 
-    def __init__(
-        self, run: Run, *, update: Callable[[Window], Any], find_origin: Callable[[], NonFiniteOrigin]
-    ) -> None:
-        super().__init__(run, update=update, find_origin=find_origin)
+    def __init__(self, run: Run, update: Callable[[Window], Any]) -> None:
+        super().__init__(run, update)
         device = run.owner.device
         self.scaler = scale = DeviceScale(run.scaler, device) if isinstance(run.scaler, LossScaler) else None
         self._verdict = DeviceVerdict(run.owner.on_nonfinite, device, scale)

@@ -30,7 +30,6 @@ from trainwright.update.window import Move, Window, weighted_value
 if TYPE_CHECKING:
     from trainwright.fit.run import Run
     from trainwright.optim.gradients import Gradients
-    from trainwright.update.nonfinite_policy import NonFiniteOrigin
     from trainwright.update.optimizer_steps import SelectedOptimizers
     from trainwright.update.owner import Owner
 
@@ -48,10 +47,8 @@ class DistributedStep(ImmediateCheck):
     `_Step.stats_param`, of which each forward returns the dot product with the numbers of its micro-batch.
     """
 
-    def __init__(
-        self, run: Run, *, update: Callable[[Window], Any], find_origin: Callable[[], NonFiniteOrigin]
-    ) -> None:
-        super().__init__(run, update=update, find_origin=find_origin)
+    def __init__(self, run: Run, update: Callable[[Window], Any]) -> None:
+        super().__init__(run, update)
         owner = run.owner
         assert isinstance(owner.world, Group)
         self._owner, self._world, self._settings = owner, owner.world, owner.parallel

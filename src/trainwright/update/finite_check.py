@@ -19,7 +19,6 @@ from trainwright.precision.mixed_precision import LossScaler
 from trainwright.schedules.rates import Rates
 from trainwright.schedules.table import TableRates
 from trainwright.update import nonfinite_policy
-from trainwright.update.nonfinite_policy import NonFiniteOrigin
 from trainwright.update.optimizer_steps import SelectedOptimizers
 from trainwright.update.strategy import UpdateStrategy
 from trainwright.update.window import Window
@@ -36,10 +35,8 @@ ASYNC_DEVICES = {"cuda", "meta"}
 class ImmediateCheck(UpdateStrategy):
     """Reads loss, gradients and norms before each step, in one read, and applies the policy to them."""
 
-    def __init__(
-        self, run: Run, *, update: Callable[[Window], Any], find_origin: Callable[[], NonFiniteOrigin]
-    ) -> None:
-        super().__init__(run, update=update, find_origin=find_origin)
+    def __init__(self, run: Run, update: Callable[[Window], Any]) -> None:
+        super().__init__(run, update)
         self.reports = self.reporter.is_needed
 
     def check(self, found_inf: Tensor | None, chosen: SelectedOptimizers) -> bool:
@@ -136,7 +133,7 @@ def apply_policy(run: Run, chosen: SelectedOptimizers, *, overflowed: bool, loss
             norm=norm if isinstance(norm, float) else None,
             counted=None if counted is None else float(counted),
             unchanged=not owner._hooks.overrides_update,
-            find_origin=run.strategy.find_origin,
+            find_origin=run.find_origin,
         )
     return verdict == "apply"
 

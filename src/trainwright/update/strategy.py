@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from trainwright.core.records import Count
 from trainwright.precision.base import LossScale
-from trainwright.update.nonfinite_policy import NonFiniteOrigin
 from trainwright.update.reporter import UpdateReporter
 from trainwright.update.running_means import Term
 from trainwright.update.window import Move, Window, windows
@@ -55,7 +54,7 @@ class UpdateStrategy:
     """How the updates of a run are made. A run has one, chosen before its first update.
 
     `update`: makes the update of a window; the trainer's own method, or one around it that splits windows after an
-    out-of-memory error. `find_origin`: finds where a number of the update first was not finite, for the error.
+    out-of-memory error.
     """
 
     reports = False
@@ -67,10 +66,8 @@ class UpdateStrategy:
     in_closure = False
     """Whether an optimizer is making a step that calls a closure of ours."""
 
-    def __init__(
-        self, run: Run, *, update: Callable[[Window], Any], find_origin: Callable[[], NonFiniteOrigin]
-    ) -> None:
-        self.update, self.find_origin = update, find_origin
+    def __init__(self, run: Run, update: Callable[[Window], Any]) -> None:
+        self.update = update
         self.step: Callable[[Any], Any] = run.owner.training_step
         """Runs a micro-batch."""
         self.backward_args: Callable[[Any], BackwardArgs] = run.tracker.backward_args
