@@ -103,13 +103,8 @@ def _uncompiled() -> AbstractContextManager[Any]:
 def _evaluate(trainer: Trainer[Any], batches: Sequence[Any], val: Any, *, batch_size: int | None) -> _Watch | None:
     """Watch the evaluation of one batch: of `val`, or of training where the trainer has no step of its own."""
     hooks = trainer._hooks
-    own = (
-        hooks.overrides_training_step
-        or hooks.overrides_validation_step
-        or hooks.overrides_evaluate
-        or hooks.overrides_update
-    )
-    if val is None and own:
+    own = hooks.overrides_training_step or hooks.overrides_validation_step or hooks.overrides_evaluate
+    if val is None and (own or hooks.overrides_update):
         return None
     if isinstance(val, dict) and not all(isinstance(one, Tensor | np.ndarray) for one in val.values()):
         val = next(iter(val.values()))  # the first of several data sets; a dict of columns is one data set
